@@ -1,0 +1,131 @@
+"""Every error nbtoolkit raises on purpose, in one tree; each message says what happened, what is allowed, what to do now.
+
+    NbtoolkitError
+    ├── ConfigError            a configuration file or override is wrong (names file and line)
+    ├── PlanError              the wish cannot be planned on this machine
+    ├── LaunchError            the launch failed before the user's code ran
+    │   ├── CannotPickle       a captured object cannot travel to the ranks (names the global)
+    │   ├── ForkRefused        start="fork" in a process that is not fork-safe (names the reason)
+    │   ├── NestedLaunch       nb.launch called inside a rank
+    │   ├── GroupStartFailed   the ranks could not form a process group (and fallback is off)
+    │   └── RunFolderError     the run's folder cannot be written (disk full, read-only)
+    ├── WorkerError            a rank failed with an exception that cannot be rebuilt here
+    │   ├── WorkerDied         a rank ended without an exception (signal, os._exit)
+    │   └── WorkerHung         a rank is silent and idle while another waits for it
+    ├── ReportError            ctx.report or ctx.save was not called by every rank
+    ├── ResumeError            resume= names a run that does not fit
+    ├── CheckpointError        a checkpoint is missing, damaged or foreign
+    ├── TrackingError          the tracking database cannot be used
+    └── MissingExtra           an optional package is not installed (gives the install line)
+
+    Leave (BaseException)      all ranks leave the user's function at the same report
+"""
+
+from __future__ import annotations
+
+
+class NbtoolkitError(Exception):
+    """Base of every error raised on purpose.
+
+    Args:
+        what: what happened.
+        allowed: what is allowed instead (optional).
+        do: what to do now (optional).
+    """
+
+    def __init__(self, what: str, *, allowed: str = "", do: str = "") -> None:
+        self.what, self.allowed, self.do = what, allowed, do
+        lines = [what]
+        if allowed:
+            lines.append(f"  Allowed: {allowed}")
+        if do:
+            lines.append(f"  Do now:  {do}")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.what, self.allowed, self.do, dict(self.__dict__)))
+
+
+def _rebuild(
+    cls: type[NbtoolkitError], what: str, allowed: str, do: str, state: dict[str, object]
+) -> NbtoolkitError:
+    error = cls.__new__(cls)
+    NbtoolkitError.__init__(error, what, allowed=allowed, do=do)
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(NbtoolkitError):
+    """A configuration file, key or value is wrong."""
+
+
+class PlanError(NbtoolkitError):
+    """The wish cannot be planned on this machine."""
+
+
+class LaunchError(NbtoolkitError):
+    """The launch failed before the user's code ran."""
+
+
+class CannotPickle(LaunchError):
+    """A captured object cannot travel to the ranks."""
+
+
+class ForkRefused(LaunchError):
+    """``start="fork"`` was asked for in a process that is not fork-safe."""
+
+
+class NestedLaunch(LaunchError):
+    """``nb.launch`` was called inside a rank."""
+
+
+class GroupStartFailed(LaunchError):
+    """The ranks could not form a process group."""
+
+
+class RunFolderError(LaunchError):
+    """The run's folder cannot be written."""
+
+
+class WorkerError(NbtoolkitError):
+    """A rank failed with an exception that cannot be rebuilt in this process."""
+
+
+class WorkerDied(WorkerError):
+    """A rank ended without an exception: a signal, or ``os._exit``."""
+
+
+class WorkerHung(WorkerError):
+    """A rank is silent and idle while another rank waits for it."""
+
+
+class ReportError(NbtoolkitError):
+    """A call that every rank must make was not made by every rank."""
+
+
+class ResumeError(NbtoolkitError):
+    """``resume=`` names a run that cannot be gone on with."""
+
+
+class CheckpointError(NbtoolkitError):
+    """A checkpoint is missing, damaged or belongs to something else."""
+
+
+class TrackingError(NbtoolkitError):
+    """The tracking database cannot be used."""
+
+
+class MissingExtra(NbtoolkitError, ImportError):
+    """An optional package is not installed; the message carries the install line."""
+
+
+class Leave(BaseException):
+    """Raised on every rank at the same ``ctx.report`` when the run is to end early.
+
+    A ``BaseException``, so that ``except Exception`` in user code does not swallow it.
+    ``status`` is the status the launch returns: ``"stopped"``, ``"pruned"`` or ``"deadline"``.
+    """
+
+    def __init__(self, status: str = "stopped") -> None:
+        self.status = status
+        super().__init__(status)

@@ -1,0 +1,71 @@
+"""The run's diary: one append-only ``events.jsonl``, written by the owner, read by everybody else.
+
+Each line is a JSON object with ``t`` (unix seconds) and ``type``; the types and their other keys:
+
+    run        run_id, name, attempt, plan (dict), config (dict), versions (dict)   first line of each attempt
+    rank       rank, phase ("started" | "group" | "ready" | "done"), pid
+    note       level ("info" | "warning"), text                                    shown to the user as it is
+    metrics    values {name: float}, step                                         from ctx.log
+    report     values {name: float}, step, decision ("go" | a status)             from ctx.report
+    checkpoint path, step, kind                                                   from ctx.save and fit
+    device     readings [{index or rank, name: value}]                            device use, every few seconds
+    stop       reason, grace                                                      somebody asked to end
+    ended      status ("completed" | "pruned" | "stopped" | "deadline" | "failed"), seconds, error    last line
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+
+class EventLog:
+    """The writing end; exactly one process, the owner, has one. Each event is one ``write`` of one line."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def write(self, type: str, **fields: Any) -> Event:
+        """Append one event and return it.
+
+        Raises:
+            OSError: the disk is full or the folder is gone.
+        """
+        event: Event = {"t": round(time.time(), 6), "type": type, **fields}
+        os.write(self._fd, (json.dumps(event, default=str) + "\n").encode())
+        return event
+
+    def close(self) -> None:
+        """Flush to disk and close."""
+        os.fsync(self._fd)
+        os.close(self._fd)
+
+
+class EventReader:
+    """The reading end: hands out whole new lines each time it is asked; never blocks, never locks."""
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self._path, self.offset = path, offset
+        """Bytes read so far: whole lines only, so that it can be kept and gone on from."""
+
+    def read(self) -> Iterator[Event]:
+        """The events appended since the last call (a line still being written waits for the next)."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self.offset)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        return
+                    self.offset += len(line)
+                    try:
+                        yield json.loads(line)
+                    except ValueError:  # a line cut by a crash, followed by a new attempt's lines
+                        continue
+        except FileNotFoundError:
+            return

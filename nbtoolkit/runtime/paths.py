@@ -1,0 +1,249 @@
+"""RunPaths: every file of a run; whole-file writes; run ids and fingerprints.
+
+    <output_dir>/<run id>/
+        config.yaml  plan.json  versions.json     what was decided, before anything starts
+        owner.lock  owner.json                    who is in charge (flock; pid, boot id)
+        events.jsonl                              the run's diary, append-only: the only thing readers read
+        stop                                      written by a handle: "please end"
+        ranks/<rank>/log.txt  stacks.txt          all output of a rank; its stacks when it hangs
+        values/<rank>.pkl                         return values (pickled: load only your own runs)
+        checkpoints/                              written by ctx.save and fit
+        result.json | error.json, error.pkl       how it ended
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import inspect
+import json
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from nbtoolkit.errors import RunFolderError
+
+# Keys that do not change what a run computes: they do not enter its fingerprint.
+_NOT_IDENTITY = ("tracking", "runtime", "checkpoint")
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The files of one run. Make one with :meth:`create` or around a folder that exists."""
+
+    folder: Path
+
+    @property
+    def run_id(self) -> str:
+        """The folder's name: ``<UTC time>-<name>-<4 hex>``."""
+        return self.folder.name
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration (YAML)."""
+        return self.folder / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """The plan that was acted on (JSON)."""
+        return self.folder / "plan.json"
+
+    @property
+    def versions(self) -> Path:
+        """Versions, host, function name and fingerprint (JSON)."""
+        return self.folder / "versions.json"
+
+    @property
+    def events(self) -> Path:
+        """The run's diary (JSON lines)."""
+        return self.folder / "events.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        """Locked (flock) by the owner as long as it lives."""
+        return self.folder / "owner.lock"
+
+    @property
+    def owner(self) -> Path:
+        """Who owns or owned the run (JSON: pid, boot_id)."""
+        return self.folder / "owner.json"
+
+    @property
+    def stop(self) -> Path:
+        """A request to end, written by a handle (JSON: grace, reason)."""
+        return self.folder / "stop"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where ctx.save and fit write."""
+        return self.folder / "checkpoints"
+
+    @property
+    def result(self) -> Path:
+        """How it ended, when it ended well (JSON)."""
+        return self.folder / "result.json"
+
+    @property
+    def error(self) -> Path:
+        """How it ended, when it failed (JSON; the exception itself in ``error.pkl`` beside it)."""
+        return self.folder / "error.json"
+
+    @property
+    def error_pickle(self) -> Path:
+        """The failed rank's exception."""
+        return self.folder / "error.pkl"
+
+    @property
+    def tracking(self) -> Path:
+        """How far tracking has read the events (JSON)."""
+        return self.folder / "tracking.json"
+
+    def log(self, rank: int) -> Path:
+        """Everything rank ``rank`` wrote to stdout and stderr."""
+        return self.folder / "ranks" / str(rank) / "log.txt"
+
+    def stacks(self, rank: int) -> Path:
+        """Stacks of rank ``rank``, written when it is suspected to hang."""
+        return self.folder / "ranks" / str(rank) / "stacks.txt"
+
+    def pilot_log(self) -> Path:
+        """Output of the launcher process itself (accelerate, elastic)."""
+        return self.folder / "ranks" / "launcher.txt"
+
+    def value(self, rank: int) -> Path:
+        """The pickled return value of rank ``rank``."""
+        return self.folder / "values" / f"{rank}.pkl"
+
+    @classmethod
+    def create(cls, output_dir: str | Path, name: str) -> RunPaths:
+        """Make a new, empty run folder with a fresh run id under ``output_dir``.
+
+        Raises:
+            RunFolderError: the folder cannot be made.
+        """
+        parent = Path(output_dir).expanduser().absolute()
+        slug = re.sub(r"[^A-Za-z0-9_.]+", "_", name).strip("._")[:40] or "run"
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            while True:
+                stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
+                folder = parent / f"{stamp}-{slug}-{secrets.token_hex(2)}"
+                try:
+                    folder.mkdir()
+                    return cls(folder)
+                except FileExistsError:
+                    continue
+        except OSError as error:
+            raise folder_error(parent, error) from error
+
+    def owned(self) -> bool:
+        """Whether a live owner holds this run (its lock is held by some process)."""
+        try:
+            fd = os.open(self.lock, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+
+    def ended(self) -> bool:
+        """Whether the run ended (a result or an error was written)."""
+        return self.result.exists() or self.error.exists()
+
+
+def folder_error(folder: Path, error: OSError) -> RunFolderError:
+    """An OSError met while writing ``folder``, as an error that says what to do."""
+    return RunFolderError(
+        f"the run folder {folder} cannot be written: {error.strerror or error}",
+        allowed="a folder on a disk with free space that you may write to",
+        do="free some space, or set runtime.output_dir to another folder",
+    )
+
+
+def write_whole(path: Path, data: bytes | str, *, durable: bool = True) -> None:
+    """Write ``path`` so that a reader sees all of it or nothing: temporary file, fsync, ``os.replace``.
+
+    Args:
+        path: the file; its parent folder is made when missing.
+        data: its whole content.
+        durable: fsync before the replace; False where a crash of the machine may lose it.
+
+    Raises:
+        OSError: disk full, not writable, ...
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    raw = data.encode() if isinstance(data, str) else data
+    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(raw)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
+    """Write ``value`` as JSON with :func:`write_whole`."""
+    write_whole(path, json.dumps(value, indent=1, default=str), durable=durable)
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; None when it does not exist."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def function_source(function: Callable[..., Any]) -> str:
+    """The source of a function, or a stable stand-in (its byte code) where there is none."""
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        code = getattr(function, "__code__", None)
+        if code is None:
+            return repr(getattr(function, "__qualname__", type(function)))
+        return f"{code.co_code.hex()} {code.co_names} {[c for c in code.co_consts if isinstance(c, (int, float, str))]}"
+
+
+def fingerprint(config: dict[str, Any], function: Callable[..., Any]) -> str:
+    """16 hex digits of a SHA-256 over what decides a run's result: its config and its function's source.
+
+    Args:
+        config: the resolved configuration as plain Python; output and tracking keys are left out.
+        function: the training function.
+    """
+    kept = {key: value for key, value in config.items() if key not in _NOT_IDENTITY}
+    text = json.dumps(kept, sort_keys=True, default=str) + "\n" + function_source(function)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def runs_in(output_dir: str | Path) -> list[RunPaths]:
+    """The runs under ``output_dir``, newest first."""
+    parent = Path(output_dir).expanduser().absolute()
+    if not parent.is_dir():
+        return []
+    folders = [entry for entry in parent.iterdir() if (entry / "versions.json").is_file()]
+    return [RunPaths(folder) for folder in sorted(folders, key=lambda f: f.name, reverse=True)]
+
+
+def boot_id() -> str:
+    """The id of this boot of the machine (a pid means something only together with it)."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
