@@ -1,0 +1,84 @@
+"""One state on disk: written whole, without pickled code (``torch.load(path, weights_only=True)`` reads it)."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nbtoolkit.errors import CheckpointError
+
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write ``state`` to ``path``: temporary file beside it, fsync, ``os.replace``.
+
+    Raises:
+        CheckpointError: the state holds something that is not a tensor or a plain value (names it), or the disk is full.
+    """
+    import torch
+
+    plain = _plain(dict(state), "state")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            torch.save(plain, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError of its zip writer
+        raise CheckpointError(
+            f"the checkpoint {path} could not be written: {error}",
+            allowed="a folder on a disk with free space (the last good checkpoint is untouched)",
+            do="free some space, save fewer checkpoints, or set runtime.output_dir to another disk",
+        ) from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def read_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+    """Read what :func:`write_state` wrote, on the CPU.
+
+    Args:
+        path: the file.
+        mmap: map the tensors from the file instead of reading them (writes to them stay private).
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or holds more than tensors and plain values.
+    """
+    import torch
+
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as error:  # torch raises half a dozen types for a bad file
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be read: {type(error).__name__}: {error}",
+            allowed="a file written by ctx.save or fit, whole",
+            do="use another checkpoint of the run's folder (checkpoints/best.pt, checkpoints/last.pt)",
+        ) from error
+    return state
+
+
+def _plain(value: Any, where: str) -> Any:
+    """``value`` with containers made plain and arrays made tensors; raises for what weights-only loading would refuse."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(item, f"{where}[{i}]") for i, item in enumerate(value))
+    if type(value).__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biuf":
+        return torch.as_tensor(value)
+    raise CheckpointError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold",
+        allowed="tensors, numbers, strings, None, and dicts, lists, tuples of them",
+        do="save its state_dict() or its plain values",
+    )

@@ -1,0 +1,247 @@
+"""RunContext: what ``train(config, ctx)`` sees of the run it is part of."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbtoolkit.errors import Leave, ReportError
+from nbtoolkit.runtime.channel import Channel
+from nbtoolkit.runtime.checkpoint import read_state, write_state
+from nbtoolkit.runtime.paths import RunPaths
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+
+    from nbtoolkit.config import Config
+    from nbtoolkit.runtime.plan import LaunchPlan
+
+
+class RunContext:
+    """One rank's view of its run. Everything else a training function needs is in ``config``.
+
+    Attributes:
+        config: the resolved configuration.
+        plan: what was decided for this launch, with reasons.
+        paths: the run's folder.
+        rank: this process, 0 to ``world_size - 1``.
+        local_rank: its number on this machine; the index of its device.
+        world_size: the number of ranks.
+        device: the ``torch.device`` of this rank.
+        seed: the run's seed (equal on all ranks).
+        params: a trial's parameters; empty outside sweeps.
+        fold: a fold with ``index, train_indices, valid_indices``; None outside cross-validation.
+        deadline: unix time at which the run is asked to leave; None: no limit.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        plan: LaunchPlan,
+        paths: RunPaths,
+        channel: Channel,
+        rank: int = 0,
+        local_rank: int = 0,
+        world_size: int = 1,
+        deadline: float | None = None,
+        params: Mapping[str, Any] | None = None,
+        fold: Any = None,
+    ) -> None:
+        self.config, self.plan, self.paths = config, plan, paths
+        self.rank, self.local_rank, self.world_size = rank, local_rank, world_size
+        self.deadline, self.params, self.fold = deadline, dict(params or {}), fold
+        self.seed: int = config.seed
+        self._channel = channel
+        self._accelerator: Accelerator | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        import torch
+
+        if self.plan.device_type == "cuda":
+            return torch.device("cuda", self.local_rank)
+        return torch.device("cpu")
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """An ``accelerate.Accelerator`` set up from the plan; built when first asked for."""
+        if self._accelerator is None:
+            self._accelerator = _make_accelerator(self.plan)
+        return self._accelerator
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """``print`` on the main rank, nothing on the others."""
+        if self.is_main:
+            print(*values, **options)
+
+    def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Note metrics of this moment; cheap, no collective; the other ranks' calls do nothing.
+
+        Args:
+            metrics: names and numbers (a tensor of one element is a number).
+            step: the optimizer step they belong to.
+
+        Raises:
+            TypeError: a value is not a number.
+        """
+        if self.is_main:
+            self._channel.send("metrics", values=_numbers(metrics), step=step)
+
+    def report(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Report a validation's metrics; called by **all** ranks, once a validation. May not return.
+
+        The ranks wait for each other here, and then all go on, or all leave the training function: because somebody
+        pressed stop, the time budget is used up, or the trial is pruned. Rank 0's values count.
+
+        Args:
+            metrics: names and numbers.
+            step: the optimizer step (or epoch) they belong to.
+
+        Raises:
+            Leave: the run is to end here (a BaseException: let it pass).
+            ReportError: another rank is not coming to this call.
+        """
+        self._together("report", values=_numbers(metrics), step=step)
+
+    def save(self, state: Mapping[str, Any], *, kind: str = "last", step: int | None = None) -> Path:
+        """Save a checkpoint; called by **all** ranks, written by the main rank, whole or not at all.
+
+        Args:
+            state: tensors, numbers, strings, and dicts, lists, tuples of them (``state_dict()`` is that), so that
+                ``torch.load(path, weights_only=True)`` reads it.
+            kind: ``"last"``, ``"best"`` or a name of your own; the file ``checkpoints/<kind>.pt`` is replaced.
+            step: the optimizer step it belongs to.
+
+        Returns:
+            The file, there on return on every rank.
+
+        Raises:
+            CheckpointError: the state holds something else (names it), or the disk is full.
+            ReportError: another rank is not coming to this call.
+        """
+        path = self.paths.checkpoints / f"{kind}.pt"
+        if self.is_main:
+            write_state(path, state)
+        self._together("checkpoint", path=str(path), step=step, kind=kind)
+        return path
+
+    def load(self, kind: str = "last") -> dict[str, Any] | None:
+        """The state last saved as ``kind`` in this run's folder, on the CPU; None when there is none.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        path = self.paths.checkpoints / f"{kind}.pt"
+        return read_state(path) if path.exists() else None
+
+    def prepare(self, *objects: Any) -> Any:
+        """Prepare a model, optimizer and data loaders of your own loop, as ``Accelerator.prepare`` does.
+
+        A loader's ``batch_size`` is the global batch: the ranks divide each batch among them.
+
+        Raises:
+            PlanError: a loader's batch size cannot be divided by the ranks.
+        """
+        from nbtoolkit.runtime.prepare import prepare
+
+        return prepare(self, *objects)
+
+    def cached(self, key: str, build: Callable[[], Any]) -> Any:
+        """``build()``, but once for all ranks and later runs in this output folder; others map the file read-only.
+
+        Args:
+            key: names the content; a new content needs a new key.
+            build: makes tensors (or dicts, lists, tuples of them).
+
+        Returns:
+            The built value, its tensors mapped from disk (writes stay private).
+        """
+        name = hashlib.sha256(key.encode()).hexdigest()[:16]
+        path = self.paths.folder.parent / ".cache" / f"{name}.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self.long(f"cached({key!r})"), path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                write_state(path, {"value": build()})
+            return read_state(path, mmap=True)["value"]
+
+    @contextmanager
+    def long(self, what: str) -> Iterator[None]:
+        """``with ctx.long("download"):`` — inside, this rank may be silent and idle without being taken for hung."""
+        self._channel.send("long", what=what, on=True)
+        try:
+            yield
+        finally:
+            self._channel.send("long", what=what, on=False)
+
+    def _together(self, type: str, **fields: Any) -> None:
+        """One call that every rank makes; raises what the answer says."""
+        answer = self._channel.ask(type, where=_caller(), **fields)
+        if answer.get("error"):
+            raise ReportError(**answer["error"])
+        if answer.get("leave"):
+            raise Leave(answer["leave"])
+
+    def __repr__(self) -> str:
+        return f"RunContext(rank={self.rank}({self.world_size}), device={self.device}, run={self.paths.run_id})"
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    values = {}
+    for name, value in metrics.items():
+        try:
+            values[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(
+                f"the metric {name!r} is {value!r} (a {type(value).__name__}), not a number\n"
+                "  Allowed: int, float, bool, and tensors or arrays of one element\n"
+                "  Do now:  report a number, for example value.mean()"
+            ) from None
+    return values
+
+
+def _caller() -> str:
+    """File and line of the user's call: the innermost frame outside this package."""
+    frame = sys._getframe(1)
+    here = os.path.dirname(os.path.dirname(__file__))
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _make_accelerator(plan: LaunchPlan) -> Accelerator:
+    from datetime import timedelta
+
+    from accelerate import Accelerator
+    from accelerate.utils import (
+        DataLoaderConfiguration,
+        DistributedDataParallelKwargs,
+        InitProcessGroupKwargs,
+    )
+
+    return Accelerator(
+        cpu=plan.device_type == "cpu",
+        mixed_precision="no" if plan.precision == "fp32" else plan.precision,
+        gradient_accumulation_steps=plan.accumulate,
+        dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True),
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(**plan.ddp),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=plan.group_timeout)),
+        ],
+    )
+
+

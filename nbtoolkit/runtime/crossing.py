@@ -1,0 +1,166 @@
+"""What comes back from a rank: return values and exceptions, packed there and unpacked here."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from nbtoolkit.errors import CannotPickle, WorkerError
+
+_MAX_CHAIN = 5  # causes and contexts carried along; deeper chains are cut
+
+
+class _ValuePickler(cloudpickle.Pickler):
+    """cloudpickle that moves device tensors to the CPU: the kernel must not touch a device to read a result."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if "torch" in sys.modules:
+            import torch
+
+            if isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
+                moved = obj.detach().cpu()
+                if isinstance(obj, torch.nn.Parameter):
+                    moved = torch.nn.Parameter(moved, obj.requires_grad)
+                return moved.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            if isinstance(obj, torch.Tensor) and not obj.is_leaf:
+                return obj.detach().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return super().reducer_override(obj)
+
+
+def pack_value(value: Any) -> bytes:
+    """Pickle a return value, its tensors on the CPU and detached.
+
+    Raises:
+        CannotPickle: names the part that cannot be pickled.
+    """
+    file = io.BytesIO()
+    try:
+        _ValuePickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception as error:
+        raise CannotPickle(
+            f"the function returned something that cannot be pickled: {_part(value)}: {error}",
+            allowed="numbers, strings, arrays, tensors, and other picklable objects",
+            do="return plain values; save models with ctx.save(...) and read them back from result.checkpoint",
+        ) from None
+    return file.getvalue()
+
+
+def _part(value: Any) -> str:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, item in items:
+        try:
+            cloudpickle.dumps(item)
+        except Exception:
+            return f"value[{key!r}] (a {type(item).__qualname__})"
+    return f"a {type(value).__qualname__}"
+
+
+def unpack_value(path: Path) -> Any:
+    """Read a return value written by a rank (pickle: only from runs of your own)."""
+    return pickle.loads(path.read_bytes())
+
+
+# --- exceptions ---------------------------------------------------------------------------------------------------
+
+
+def pack_error(error: BaseException, depth: int = 0) -> dict[str, Any]:
+    """An exception as plain data: its pickle (if it has one), type name, text, traceback, causes."""
+    import tblib
+
+    trace = error.__traceback__
+    packed: dict[str, Any] = {
+        "type": f"{type(error).__module__}.{type(error).__qualname__}",
+        "text": _text(error),
+        "traceback": "".join(traceback.format_exception(type(error), error, trace)) if depth == 0 else "",
+        "frames": tblib.Traceback(trace).to_dict() if trace else None,
+        "pickle": _pickle_error(error),
+        "suppress": error.__suppress_context__,
+    }
+    if depth < _MAX_CHAIN:
+        for key, linked in (("cause", error.__cause__), ("context", error.__context__)):
+            packed[key] = pack_error(linked, depth + 1) if linked is not None else None
+    return packed
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"<its text cannot be made: {failure!r}>"
+
+
+def _pickle_error(error: BaseException) -> bytes | None:
+    """The exception pickled by its parts, since many classes with their own ``__init__`` cannot be called again."""
+    for parts in (dict(error.__dict__), {}):
+        try:
+            return cloudpickle.dumps((type(error), error.args, parts))
+        except Exception:
+            continue
+    return None
+
+
+def unpack_error(packed: dict[str, Any]) -> BaseException:
+    """Rebuild an exception with its own type and its traceback; a :class:`WorkerError` where that cannot be."""
+    error = _rebuild(packed.get("pickle"))
+    if error is None or _text(error) != packed["text"]:
+        error = error if error is not None and not _lost_text(error, packed) else _stand_in(packed)
+    if packed.get("frames"):
+        import tblib
+
+        error = error.with_traceback(tblib.Traceback.from_dict(packed["frames"]).as_traceback())
+    error.__cause__ = unpack_error(packed["cause"]) if packed.get("cause") else None
+    error.__context__ = unpack_error(packed["context"]) if packed.get("context") else None
+    error.__suppress_context__ = bool(packed.get("suppress"))
+    return error
+
+
+def _lost_text(error: BaseException, packed: dict[str, Any]) -> bool:
+    return not _text(error) and bool(packed["text"])
+
+
+def _rebuild(data: bytes | None) -> BaseException | None:
+    if data is None:
+        return None
+    try:
+        kind, args, state = pickle.loads(data)
+        error: BaseException = kind.__new__(kind, *args)
+        error.args = args
+        error.__dict__.update(state)
+        return error
+    except Exception:  # any failure of foreign code to rebuild itself has the same answer: the stand-in
+        return None
+
+
+def _stand_in(packed: dict[str, Any]) -> WorkerError:
+    return WorkerError(
+        f"{packed['type']}: {packed['text']}\n\n{packed['traceback']}".rstrip(),
+        do="read the traceback above; the exception itself could not be brought to this process",
+    )
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """``error.add_note(note)``, also on Python 3.10 (where tracebacks do not print notes, but tools may)."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        error.__dict__.setdefault("__notes__", []).append(note)
+
+
+def user_line(packed: dict[str, Any]) -> tuple[str, int] | None:
+    """File and line of the innermost frame that is not in an installed package: the user's own line."""
+    frames = packed.get("frames")
+    found = None
+    while frames:
+        filename = frames["tb_frame"]["f_code"]["co_filename"]
+        if not any(part in filename for part in ("site-packages", "dist-packages", "/nbtoolkit/", "<frozen", "/lib/python")):
+            found = (filename, frames["tb_lineno"])
+        frames = frames["tb_next"]
+    return found
+
+

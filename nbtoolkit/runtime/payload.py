@@ -1,0 +1,260 @@
+"""The function's way to the ranks: pickled once, with its arrays, into one memfd that every rank maps copy-on-write.
+
+NumPy arrays and CPU tensors captured by the function lie raw in the memfd; a rank maps the file privately, so a write works, stays
+in that rank, and only then costs memory. Plain pickle protocol 5 does not do: it keeps torch tensors in-band and hands arrays over read-only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import linecache
+import mmap
+import os
+import pickle
+import struct
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+
+from nbtoolkit.errors import CannotPickle
+
+_ALIGN = 64  # bytes; keeps every array on its own cache line, which vectorised kernels like
+_SMALL = 16 * 1024  # bytes; below this an array travels inside the pickle, a map entry would cost more
+_FOOTER = struct.Struct("<QQ")  # offset and size of the pickle, at the very end of the file
+
+
+class PayloadWriter:
+    """Fills the memfd; lives in the process that calls launch."""
+
+    def __init__(self, name: str = "nbtoolkit") -> None:
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._end = 0
+
+    def put(self, data: memoryview | bytes) -> int:
+        """Append raw bytes, aligned; return their offset."""
+        offset = -(-self._end // _ALIGN) * _ALIGN
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            done += os.pwrite(self.fd, view[done : done + (1 << 30)], offset + done)
+        self._end = offset + len(view)
+        return offset
+
+    def finish(self, content: bytes) -> int:
+        """Append the pickle and the footer, seal the file against change, return its descriptor."""
+        offset = self.put(content)
+        self.put(_FOOTER.pack(offset, len(content)).rjust(_ALIGN, b"\0"))
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+        return self.fd
+
+
+class _Pickler(cloudpickle.Pickler):
+    """cloudpickle, with arrays put aside and the sources of cell functions collected."""
+
+    def __init__(self, file: io.BytesIO, writer: PayloadWriter) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._writer = writer
+        self._stored: dict[tuple[int, int], int] = {}
+        self.keep: list[Any] = []  # what was put aside must not be freed (and its address reused) while pickling
+        self.files: set[str] = set()
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.FunctionType):
+            self.files.add(obj.__code__.co_filename)
+        elif "numpy" in sys.modules and (reduced := self._array(obj)) is not None:
+            return reduced
+        elif "torch" in sys.modules and (reduced := self._tensor(obj)) is not None:
+            return reduced
+        return super().reducer_override(obj)
+
+    def _array(self, obj: Any) -> Any:
+        import numpy as np
+
+        if type(obj) is np.memmap and isinstance(obj.base, mmap.mmap) and obj.filename:
+            order = "F" if obj.flags.f_contiguous and not obj.flags.c_contiguous else "C"
+            place = (str(obj.filename), obj.dtype, obj.offset, obj.shape, order)
+            return _open_memmap, place
+        if type(obj) is not np.ndarray or obj.dtype.hasobject or obj.nbytes < _SMALL:
+            return None
+        order = "F" if obj.flags.f_contiguous and not obj.flags.c_contiguous else "C"
+        flat = np.asarray(obj, order=order)
+        offset = self._store(flat.__array_interface__["data"][0], flat.nbytes, flat, order)
+        return _map_array, (offset, obj.dtype, obj.shape, order)
+
+    def _tensor(self, obj: Any) -> Any:
+        import torch
+
+        if type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_quantized:
+            return None
+        if obj.device.type not in ("cpu", "meta"):
+            raise CannotPickle(
+                f"a tensor on {obj.device} of shape {tuple(obj.shape)} is captured by the training function",
+                allowed="CPU tensors, arrays and plain Python objects; devices belong to the ranks",
+                do="move it with .cpu() before the launch, or make it inside the function",
+            )
+        if not obj.is_leaf or obj.is_conj() or obj.is_neg() or obj.device.type == "meta":
+            return None
+        storage = obj.untyped_storage()
+        if storage.nbytes() < _SMALL or vars(obj):
+            return None
+        raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        offset = self._store(storage.data_ptr(), storage.nbytes(), raw, "C")
+        place = (offset, storage.nbytes(), obj.dtype, obj.storage_offset())
+        return _map_tensor, (*place, tuple(obj.shape), obj.stride(), obj.requires_grad)
+
+    def _store(self, address: int, size: int, flat: Any, order: str) -> int:
+        if (address, size) not in self._stored:
+            self.keep.append(flat)
+            # A 1-D byte view; reshape never copies here, since `flat` is contiguous in `order`.
+            data = flat.reshape(-1, order=order).view("u1")
+            self._stored[address, size] = self._writer.put(memoryview(data))
+        return self._stored[address, size]
+
+
+def pack_function(function: Callable[..., Any], extra: dict[str, Any]) -> int:
+    """Pickle ``function`` and ``extra`` into a new sealed memfd; return its descriptor (the caller closes it).
+
+    Raises:
+        CannotPickle: names the global, closure variable or default that cannot travel.
+    """
+    writer = PayloadWriter()
+    try:
+        file = io.BytesIO()
+        pickler = _Pickler(file, writer)
+        try:
+            pickler.dump(function)
+        except CannotPickle:
+            raise
+        except Exception as error:
+            raise _name_the_culprit(function, error) from error
+        content = {"function": file.getvalue(), "sources": _sources(pickler.files), **extra}
+        return writer.finish(cloudpickle.dumps(content))
+    except BaseException:
+        os.close(writer.fd)
+        raise
+
+
+def unpack(fd: int) -> dict[str, Any]:
+    """Read what :func:`pack_function` wrote, the function still as bytes (key ``"function"``)."""
+    size = os.fstat(fd).st_size
+    offset, length = _FOOTER.unpack(os.pread(fd, _FOOTER.size, size - _FOOTER.size))
+    content: dict[str, Any] = pickle.loads(os.pread(fd, length, offset))
+    return content
+
+
+def load_function(fd: int, content: dict[str, Any]) -> Callable[..., Any]:
+    """Unpickle the function in a rank: its arrays become private maps of the memfd, its cells' sources are known to tracebacks."""
+    for filename, lines in content["sources"].items():
+        linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
+    global _mapping
+    _mapping = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    function: Callable[..., Any] = pickle.loads(content["function"])
+    return function
+
+
+# The memfd of this rank, while and after the function is unpickled (arrays keep it alive through their buffers).
+_mapping: mmap.mmap | None = None
+
+
+def _map_array(offset: int, dtype: Any, shape: tuple[int, ...], order: Any) -> Any:
+    import numpy as np
+
+    assert _mapping is not None
+    return np.ndarray(shape, dtype, buffer=_mapping, offset=offset, order=order)
+
+
+def _open_memmap(filename: str, dtype: Any, offset: int, shape: tuple[int, ...], order: Any) -> Any:
+    import numpy as np
+
+    return np.memmap(filename, dtype, mode="c", offset=offset, shape=shape, order=order)
+
+
+def _map_tensor(
+    offset: int, size: int, dtype: Any, start: int, shape: Any, stride: Any, grad: bool
+) -> Any:
+    import torch
+
+    assert _mapping is not None
+    key = (offset, size)
+    if key not in _storages:  # tensors that shared memory in the kernel share it in the rank
+        raw = torch.frombuffer(_mapping, dtype=torch.uint8, count=size, offset=offset)
+        _storages[key] = raw.untyped_storage()
+    tensor = torch.empty(0, dtype=dtype).set_(_storages[key], start, shape, stride)
+    return tensor.requires_grad_(grad)
+
+
+_storages: dict[tuple[int, int], Any] = {}
+
+
+def _sources(files: set[str]) -> dict[str, list[str]]:
+    """The text of cells (and other files that exist only in this process), for tracebacks in the ranks."""
+    return {
+        name: lines for name in files if not os.path.exists(name) and (lines := linecache.getlines(name))
+    }
+
+
+def _name_the_culprit(function: Callable[..., Any], error: Exception) -> CannotPickle:
+    """Find which captured object cannot be pickled, by trying them one by one."""
+    for kind, name, value in _captured(function):
+        try:
+            cloudpickle.dumps(value)
+        except Exception as cause:
+            inner = _inner_name(value)
+            what = f"the {kind} `{name}`{inner} (a {_type_name(value)}) captured by {function.__name__}() cannot be pickled: {cause}"
+            break
+    else:
+        name = getattr(function, "__name__", repr(function))
+        what = f"the function {name}() cannot be pickled: {error}"
+    return CannotPickle(
+        what,
+        allowed="functions, classes, arrays, CPU tensors and other picklable objects",
+        do='make it inside the function, or use start="fork" (if nb.doctor() says this kernel is fork-safe)',
+    )
+
+
+def _captured(function: Callable[..., Any]) -> list[tuple[str, str, Any]]:
+    """(kind, name, value) of what a function refers to: closure, globals, defaults; functions it calls come along."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return []
+    found: list[tuple[str, str, Any]] = []
+    for name, cell in zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False):
+        found.append(("closure variable", name, cell.cell_contents))
+    names = _global_names(code)
+    globals_ = getattr(function, "__globals__", {})
+    found += [("global", name, globals_[name]) for name in sorted(names) if name in globals_]
+    for index, value in enumerate(getattr(function, "__defaults__", None) or ()):
+        found.append(("default value", f"argument {index}", value))
+    return found
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _global_names(constant)
+    return names
+
+
+def _inner_name(value: Any) -> str:
+    """Where inside ``value`` the trouble sits, one level deep: its attribute, or what a function captured."""
+    if isinstance(value, types.FunctionType):
+        parts = [(f"{kind} `{name}`", part) for kind, name, part in _captured(value)]
+    else:
+        parts = [(f"attribute `{name}`", part) for name, part in getattr(value, "__dict__", {}).items()]
+    for label, part in parts:
+        try:
+            cloudpickle.dumps(part)
+        except Exception:
+            return f", through its {label} (a {_type_name(part)})"
+    return ""
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

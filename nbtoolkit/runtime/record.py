@@ -1,0 +1,109 @@
+"""RunRecord: what is known of a run while it lives, written down as events; one process, the owner, keeps it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from typing import Any
+
+from nbtoolkit.runtime.events import Event, EventLog
+from nbtoolkit.runtime.paths import RunPaths, read_json, write_json, write_whole
+
+
+class RunRecord:
+    """The run's diary and its present state. ``status`` says how it is to end once somebody asked it to end."""
+
+    def __init__(self, paths: RunPaths, *, deadline: float | None) -> None:
+        self.paths, self.deadline = paths, deadline
+        self.started = time.time()
+        self.metrics: dict[str, float] = {}
+        """The values last reported (or last logged, where nothing was reported)."""
+        self.checkpoint: str | None = None
+        self.leaving: str | None = None
+        """The status all ranks leave with at the next report; None: go on."""
+        self._reported = False
+        self._log = EventLog(paths.events)
+
+    def note(self, text: str, level: str = "info") -> None:
+        """Write a sentence for the user."""
+        self._log.write("note", level=level, text=text)
+
+    def write(self, type: str, **fields: Any) -> Event:
+        """Write any other event."""
+        return self._log.write(type, **fields)
+
+    def logged(self, values: dict[str, float], step: int | None) -> None:
+        """Metrics from ``ctx.log``."""
+        self._log.write("metrics", values=values, step=step)
+        if not self._reported:
+            self.metrics.update(values)
+
+    def reported(self, values: dict[str, float], step: int | None) -> str | None:
+        """Metrics from ``ctx.report``, on all ranks; returns the status to leave with, or None to go on."""
+        decision = self.decide()
+        self._log.write("report", values=values, step=step, decision=decision or "go")
+        if not self._reported:
+            self.metrics.clear()
+            self._reported = True
+        self.metrics.update(values)
+        return decision
+
+    def decide(self) -> str | None:
+        """Whether the run is to end now, and as what."""
+        if self.leaving is None and self.deadline is not None and time.time() >= self.deadline:
+            self.ask_to_stop("deadline", "the run's time budget is used up")
+        return self.leaving
+
+    def ask_to_stop(self, status: str, reason: str, grace: float | None = None) -> None:
+        """Let the ranks leave at the next report with ``status``."""
+        if self.leaving is None:
+            self.leaving = status
+            self._log.write("stop", reason=reason, grace=grace)
+
+    def stop_requested(self) -> dict[str, Any] | None:
+        """The request a handle left in the run's folder, once."""
+        try:
+            request: dict[str, Any] = json.loads(self.paths.stop.read_text())
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            request = {}
+        self.paths.stop.unlink(missing_ok=True)
+        return request
+
+    def saved(self, path: str, step: int | None, kind: str) -> None:
+        """A checkpoint was written."""
+        self.checkpoint = path
+        self._log.write("checkpoint", path=path, step=step, kind=kind)
+
+    def complete(self, status: str, processes: int) -> None:
+        """End the run well: result first, then the last event."""
+        seconds = time.time() - self.started
+        result = {
+            "status": status,
+            "metrics": self.metrics,
+            "seconds": seconds,
+            "processes": processes,
+            "checkpoint": self.checkpoint,
+        }
+        write_json(self.paths.result, result)
+        self._end(status, seconds, None)
+
+    def fail(self, error: dict[str, Any], *, rank: int | None, notes: list[str]) -> None:
+        """End the run with a packed error (see crossing.pack_error)."""
+        seconds = time.time() - self.started
+        write_whole(self.paths.error_pickle, pickle.dumps({**error, "rank": rank, "notes": notes}))
+        readable = {"type": error["type"], "text": error["text"], "traceback": error["traceback"]}
+        write_json(self.paths.error, {**readable, "rank": rank, "notes": notes, "seconds": seconds})
+        self._end("failed", seconds, f"{error['type']}: {error['text']}")
+
+    def _end(self, status: str, seconds: float, error: str | None) -> None:
+        self._log.write("ended", status=status, seconds=seconds, error=error, metrics=self.metrics)
+        self._log.close()
+
+
+def run_versions(paths: RunPaths) -> dict[str, Any]:
+    """What ``versions.json`` of a run says."""
+    versions: dict[str, Any] = read_json(paths.versions) or {}
+    return versions

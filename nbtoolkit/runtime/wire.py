@@ -1,0 +1,145 @@
+"""Talk between our own processes, over socket pairs that are inherited, never listened on.
+
+Two kinds: a ``Line`` carries JSON lines in both directions (rank and owner, kernel and owner); a packet carries one small
+JSON message together with open file descriptors (kernel or owner to the launchpad).
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import socket
+import threading
+from typing import Any
+
+Message = dict[str, Any]
+
+_MAX_FDS = 250  # the kernel refuses more than 253 (SCM_MAX_FD) in one message
+_MAX_PACKET = 64 * 1024
+
+
+class Line:
+    """JSON lines over a stream socket. Sending is thread-safe; receiving belongs to one thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._buffer = bytearray()
+        self._lock = threading.Lock()
+        self.closed = False
+        """True once the other end is gone."""
+
+    @classmethod
+    def pair(cls) -> tuple[Line, Line]:
+        """Two connected ends."""
+        left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return cls(left), cls(right)
+
+    def fileno(self) -> int:
+        """The descriptor, for select."""
+        return self._sock.fileno()
+
+    def send(self, message: Message) -> bool:
+        """Send one message; False when the other end is gone."""
+        data = json.dumps(message, default=str).encode() + b"\n"
+        try:
+            with self._lock:
+                self._sock.sendall(data)
+        except (BrokenPipeError, ConnectionResetError, OSError):
+            self.closed = True
+            return False
+        return True
+
+    def receive(self, timeout: float | None = None) -> Message | None:
+        """Wait for one message; None when the other end is gone.
+
+        Raises:
+            TimeoutError: nothing came within ``timeout`` seconds.
+        """
+        while (message := self._pop()) is None:
+            self._sock.settimeout(timeout)
+            try:
+                if not self._fill():
+                    return None
+            finally:
+                if self._sock.fileno() >= 0:
+                    self._sock.settimeout(None)
+        return message
+
+    def drain(self) -> list[Message]:
+        """All messages that are here now, without waiting."""
+        while not self.closed:
+            try:
+                if not self._fill(socket.MSG_DONTWAIT):
+                    break
+            except BlockingIOError:
+                break
+        messages = []
+        while (message := self._pop()) is not None:
+            messages.append(message)
+        return messages
+
+    def close(self) -> None:
+        """Close this end."""
+        self.closed = True
+        self._sock.close()
+
+    def _fill(self, flags: int = 0) -> bool:
+        try:
+            chunk = self._sock.recv(1 << 16, flags)
+        except ConnectionResetError:
+            chunk = b""
+        if not chunk:
+            self.closed = True
+            return False
+        self._buffer += chunk
+        return True
+
+    def _pop(self) -> Message | None:
+        end = self._buffer.find(b"\n")
+        if end < 0:
+            return None
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        message: Message = json.loads(line)
+        return message
+
+
+def packet_pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected ends for packets (SOCK_SEQPACKET: a message arrives whole or not at all)."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send_packet(sock: socket.socket, message: Message, fds: list[int] | None = None) -> bool:
+    """Send one message with open descriptors (they stay open here); False when the other end is gone."""
+    assert len(fds or ()) <= _MAX_FDS
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    try:
+        sock.sendmsg([json.dumps(message).encode()], ancillary)
+    except (BrokenPipeError, ConnectionResetError):
+        return False
+    return True
+
+
+def receive_packet(sock: socket.socket) -> tuple[Message, list[int]] | None:
+    """Wait for one message and its descriptors; None when the other end is gone."""
+    fds = array.array("i")
+    try:
+        data, ancillary, _, _ = sock.recvmsg(
+            _MAX_PACKET, socket.CMSG_SPACE(_MAX_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+        )
+    except ConnectionResetError:
+        return None
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    if not data:
+        return None
+    return json.loads(data), list(fds)
+
+
+def wake(line: Line | None) -> None:
+    """Tell the other end to look at the files again; it may be gone or busy, then nothing is lost."""
+    if line is not None and not line.closed:
+        with contextlib.suppress(OSError):
+            line.send({"type": "wake"})
