@@ -1,0 +1,42 @@
+# Every target makes .venv first when it is missing or older than what it was made from.
+#   make demo     train on two worker processes from a notebook, and say where the results lie
+#   make test     the test suite
+#   make check    lint, format, types, version
+#   make bench    the figures of docs/log.md
+#   make clean    remove what the above made (not outputs/)
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test check bench clean install
+
+demo: $(STAMP)
+	@$(BIN)/python tests/demo.py
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest
+
+check: $(STAMP)
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@$(BIN)/python tests/check_version.py
+
+bench: $(STAMP)
+	@$(BIN)/python -m tests.bench
+
+install: $(STAMP)
+
+# torch first and by its exact version: a range would let pip weigh builds of several GB.
+$(STAMP): pyproject.toml tests/constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "nbtoolkit: installing into $(VENV) (some minutes the first time) ..."
+	@$(BIN)/python -m pip install --quiet "$$(grep '^torch==' tests/constraints.txt)"
+	@$(BIN)/python -m pip install --quiet -c tests/constraints.txt -e '.[all,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .coverage*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

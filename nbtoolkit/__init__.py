@@ -1,0 +1,104 @@
+"""nbtoolkit: one training function, any notebook, any number of devices.
+
+Names load on first use, so that ``import nbtoolkit`` costs milliseconds and imports no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what type checkers and editors see; at run time `__getattr__` does the same
+    from nbtoolkit import errors as errors
+    from nbtoolkit.config import Config as Config
+    from nbtoolkit.config import load_config as load_config
+    from nbtoolkit.doctor import doctor as doctor
+    from nbtoolkit.errors import Leave as Leave
+    from nbtoolkit.runtime.context import RunContext as RunContext
+    from nbtoolkit.runtime.hardware import Hardware as Hardware
+    from nbtoolkit.runtime.hardware import detect_hardware as detect_hardware
+    from nbtoolkit.runtime.host import Host as Host
+    from nbtoolkit.runtime.host import detect_host as detect_host
+    from nbtoolkit.runtime.launch import attach as attach
+    from nbtoolkit.runtime.launch import launch as launch
+    from nbtoolkit.runtime.plan import LaunchPlan as LaunchPlan
+    from nbtoolkit.runtime.plan import make_plan as make_plan
+    from nbtoolkit.runtime.result import RunHandle as RunHandle
+    from nbtoolkit.runtime.result import RunResult as RunResult
+    from nbtoolkit.training.checkpoint import load_model as load_model
+    from nbtoolkit.training.loop import fit as fit
+
+__version__ = "0.1.0"
+
+# Public name -> the module that has it.
+_HOME = {
+    "Config": "nbtoolkit.config",
+    "Hardware": "nbtoolkit.runtime.hardware",
+    "Host": "nbtoolkit.runtime.host",
+    "LaunchPlan": "nbtoolkit.runtime.plan",
+    "Leave": "nbtoolkit.errors",
+    "RunContext": "nbtoolkit.runtime.context",
+    "RunHandle": "nbtoolkit.runtime.result",
+    "RunResult": "nbtoolkit.runtime.result",
+    "attach": "nbtoolkit.runtime.launch",
+    "detect_hardware": "nbtoolkit.runtime.hardware",
+    "detect_host": "nbtoolkit.runtime.host",
+    "doctor": "nbtoolkit.doctor",
+    "fit": "nbtoolkit.training.loop",
+    "launch": "nbtoolkit.runtime.launch",
+    "load_config": "nbtoolkit.config",
+    "load_model": "nbtoolkit.training.checkpoint",
+    "make_plan": "nbtoolkit.runtime.plan",
+}
+
+__all__ = [
+    "Config",
+    "Hardware",
+    "Host",
+    "LaunchPlan",
+    "Leave",
+    "RunContext",
+    "RunHandle",
+    "RunResult",
+    "__version__",
+    "attach",
+    "detect_hardware",
+    "detect_host",
+    "doctor",
+    "errors",
+    "fit",
+    "launch",
+    "load_config",
+    "load_model",
+    "make_plan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public name ``name`` (PEP 562)."""
+    if name == "errors":
+        return import_module("nbtoolkit.errors")
+    if name not in _HOME:
+        raise AttributeError(f"module 'nbtoolkit' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, those not yet loaded too."""
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """This package: a submodule with the name of a public function does not hide that function."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # `import nbtoolkit.doctor` makes the import system set `nbtoolkit.doctor` to the module.
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,183 @@
+"""Hygiene: a test leaves no process, thread, variable, folder, port or changed directory behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+GRACE = 5.0
+"""Seconds a process or thread that is on its way out gets before it counts as left behind."""
+
+OUR_FOLDERS = ("nbtoolkit-", "torchelastic_")
+"""Beginnings of the names of temporary folders that we (or torch elastic for us) make."""
+
+FAMILY = "NBTOOLKIT_TEST_FAMILY"
+"""Variable that marks every process started by this session, detached ones too."""
+
+# Variables that a library sets for good when it is first imported or used, with the culprit.
+SET_BY_LIBRARIES = {
+    "PYTEST_CURRENT_TEST",  # pytest itself, at every phase
+    "KMP_DUPLICATE_LIB_OK",  # scikit-learn, at import
+    "KMP_INIT_AT_FORK",  # scikit-learn, at import
+}
+
+# Threads that a library keeps for the life of the process, by class: tqdm's, IPython's.
+KEPT_BY_LIBRARIES = ("TMonitor", "HistorySavingThread")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if Path("/dev/nvidiactl").exists():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give the session a temporary folder and a family mark; at its end nobody is left."""
+    tmp_path_factory.getbasetemp()  # pytest's own folders stay where one looks for them
+    before = dict(os.environ), tempfile.tempdir
+    folder = tempfile.mkdtemp(prefix="nbt-")
+    os.environ.update({"TMPDIR": folder, FAMILY: uuid.uuid4().hex})
+    tempfile.tempdir = None
+    yield
+    _shut_launchpad()
+    left = _end_processes(set()) + _temporary_folders()
+    os.environ.clear()
+    os.environ.update(before[0])
+    tempfile.tempdir = before[1]
+    shutil.rmtree(folder, ignore_errors=True)
+    assert not left, f"the session left behind: {left}"
+
+
+@pytest.fixture(autouse=True)
+def test_leaves_nothing(session_leaves_nothing: None) -> Iterator[None]:
+    """Fail the test that leaves something behind, and clean up for the next one."""
+    processes, threads = set(_processes()), set(threading.enumerate())
+    folders, ports = _temporary_folders(), _listening()
+    environ, cwd = dict(os.environ), os.getcwd()
+    yield
+    left = {
+        "processes": _end_processes(processes),
+        "threads": _wait_until_empty(lambda: _threads_left(threads)),
+        "folders": [folder for folder in _temporary_folders() if folder not in folders],
+        "ports": [port for port in _listening() if port not in ports],
+        "variables": _changed_variables(environ),
+        "directory": [os.getcwd()] if os.getcwd() != cwd else [],
+    }
+    _restore(environ, cwd)
+    left = {kind: things for kind, things in left.items() if things}
+    assert not left, f"the test left behind: {left}"
+
+
+def _shut_launchpad() -> None:
+    """End the launchpad that the first nb.launch of this process keeps warm, if there was one."""
+    launchpad = sys.modules.get("nbtoolkit.runtime.launchpad")
+    if launchpad is not None:
+        launchpad.shutdown()
+
+
+def _kept_warm() -> set[int]:
+    """The launchpad's own processes: they live from the first launch to the session's end."""
+    launchpad = sys.modules.get("nbtoolkit.runtime.launchpad")
+    return launchpad.pids() if launchpad is not None else set()
+
+
+def _processes() -> dict[int, psutil.Process]:
+    """Processes of this session by pid: its children, and those that carry its mark anywhere."""
+    mark = os.environ.get(FAMILY)
+    found = {child.pid: child for child in psutil.Process().children(recursive=True)}
+    found.update({other.pid: other for other in psutil.process_iter() if _marked(other, mark)})
+    kept = _kept_warm() | {os.getpid()}
+    return {pid: one for pid, one in found.items() if pid not in kept and _ours(one)}
+
+
+def _end_processes(before: set[int]) -> list[str]:
+    """What processes, not there before, are left after the grace; they are then killed."""
+    found: dict[int, psutil.Process] = {}
+
+    def look() -> list[str]:
+        found.clear()
+        found.update({pid: one for pid, one in _processes().items() if pid not in before})
+        return [_describe(process) for process in found.values()]
+
+    left = _wait_until_empty(look)
+    for process in found.values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(found.values(), timeout=GRACE)
+    return left
+
+
+def _marked(process: psutil.Process, mark: str | None) -> bool:
+    try:
+        return mark is not None and process.environ().get(FAMILY) == mark
+    except (psutil.Error, OSError):
+        return False  # gone meanwhile, a zombie, or somebody else's
+
+
+def _ours(process: psutil.Process) -> bool:
+    """Python's resource tracker lives as long as the process that once needed it."""
+    try:
+        return "multiprocessing.resource_tracker" not in " ".join(process.cmdline())
+    except psutil.ZombieProcess:
+        return True
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {process.status()} {' '.join(process.cmdline())[:120]}"
+    except psutil.Error:
+        return str(process.pid)
+
+
+def _threads_left(before: set[threading.Thread]) -> list[str]:
+    new = set(threading.enumerate()) - before
+    return [t.name for t in new if type(t).__name__ not in KEPT_BY_LIBRARIES and t.is_alive()]
+
+
+def _temporary_folders() -> list[str]:
+    names = os.listdir(tempfile.gettempdir())
+    return sorted(name for name in names if name.startswith(OUR_FOLDERS))
+
+
+def _listening() -> list[str]:
+    """Ports on which this very process listens."""
+    connections = psutil.Process().net_connections(kind="inet")
+    return [f"{c.laddr.ip}:{c.laddr.port}" for c in connections if c.status == psutil.CONN_LISTEN]
+
+
+def _changed_variables(before: dict[str, str]) -> list[str]:
+    now = dict(os.environ)
+    names = {*before, *now} - SET_BY_LIBRARIES
+    return sorted(name for name in names if before.get(name) != now.get(name))
+
+
+def _restore(environ: dict[str, str], cwd: str) -> None:
+    os.chdir(cwd)
+    for name in _changed_variables(environ):
+        os.environ.pop(name, None)
+        if name in environ:
+            os.environ[name] = environ[name]
+
+
+def _wait_until_empty(look: Callable[[], list[str]]) -> list[str]:
+    """What ``look`` still finds after the grace; returns at once when it finds nothing."""
+    end = time.monotonic() + GRACE
+    while (left := look()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return left
