@@ -74,7 +74,8 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_plain(item, f"{where}[{i}]") for i, item in enumerate(value))
+        items = [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
     if type(value).__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biuf":
         return torch.as_tensor(value)
     raise CheckpointError(

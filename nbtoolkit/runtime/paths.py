@@ -116,6 +116,15 @@ class RunPaths:
         """Output of the launcher process itself (accelerate, elastic)."""
         return self.folder / "ranks" / "launcher.txt"
 
+    @property
+    def elastic(self) -> Path:
+        """Temporary files of the launcher; removed by the owner."""
+        return self.folder / "ranks" / "elastic"
+
+    def rank_error(self, rank: int) -> Path:
+        """The packed exception of rank ``rank``, as the rank wrote it."""
+        return self.folder / "ranks" / str(rank) / "error.pkl"
+
     def value(self, rank: int) -> Path:
         """The pickled return value of rank ``rank``."""
         return self.folder / "values" / f"{rank}.pkl"

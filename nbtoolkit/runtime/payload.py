@@ -116,8 +116,12 @@ class _Pickler(cloudpickle.Pickler):
         return self._stored[address, size]
 
 
-def pack_function(function: Callable[..., Any], extra: dict[str, Any]) -> int:
+def pack_function(function: Callable[..., Any] | None, extra: dict[str, Any]) -> int:
     """Pickle ``function`` and ``extra`` into a new sealed memfd; return its descriptor (the caller closes it).
+
+    Args:
+        function: the training function; None where the ranks are forked from this process and have it already.
+        extra: what else the owner, the pilot and the ranks need to know.
 
     Raises:
         CannotPickle: names the global, closure variable or default that cannot travel.
@@ -131,6 +135,7 @@ def pack_function(function: Callable[..., Any], extra: dict[str, Any]) -> int:
         except CannotPickle:
             raise
         except Exception as error:
+            assert function is not None
             raise _name_the_culprit(function, error) from error
         content = {"function": file.getvalue(), "sources": _sources(pickler.files), **extra}
         return writer.finish(cloudpickle.dumps(content))
@@ -205,7 +210,7 @@ def _name_the_culprit(function: Callable[..., Any], error: Exception) -> CannotP
             cloudpickle.dumps(value)
         except Exception as cause:
             inner = _inner_name(value)
-            what = f"the {kind} `{name}`{inner} (a {_type_name(value)}) captured by {function.__name__}() cannot be pickled: {cause}"
+            what = f"the {kind} `{name}` (a {_type_name(value)}){inner}, captured by {function.__name__}(), cannot be pickled: {cause}"
             break
     else:
         name = getattr(function, "__name__", repr(function))

@@ -1,0 +1,101 @@
+"""What a run shows in the cell: the plan's first line, notes, rank 0's lines; whole lines, rank-tagged, never a flood."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Literal
+
+from nbtoolkit.runtime.events import Event
+from nbtoolkit.runtime.paths import RunPaths
+
+Display = Literal["auto", "text", "off"]
+
+MAX_BYTES = 200_000  # shown of one run; a browser still scrolls through that, and papermill still saves it
+MAX_LINE = 2_000  # characters shown of one line
+_BAR_SECONDS = 1.0  # between two states of a progress bar that overwrites its line
+
+
+class CellOutput:
+    """Follows rank 0's log and prints from the thread that waits (ipykernel 7 loses what other threads print)."""
+
+    def __init__(self, paths: RunPaths, display: Display, *, offset: int = 0) -> None:
+        self._paths, self._on = paths, display != "off"
+        self._offset, self._tag = offset, ""
+        self._shown = 0
+        self._hidden = 0
+        self._rest = ""
+        self._bar = False
+        self._bar_at = 0.0
+
+    def event(self, event: Event) -> None:
+        """Show what an event says to the user."""
+        if event["type"] == "run":
+            self._tag = "[rank 0] " if event["plan"]["processes"] > 1 else ""
+        elif event["type"] == "note":
+            self._print(("warning: " if event["level"] == "warning" else "") + event["text"] + "\n")
+        elif event["type"] == "stop":
+            self._print(f"stopping: {event['reason']}\n")
+
+    def say(self, text: str) -> None:
+        """Show a line of our own."""
+        self._print(text + "\n")
+
+    def pump(self) -> None:
+        """Show what rank 0 has written since."""
+        if not self._on:
+            return
+        while chunk := self._read():
+            self._rest += chunk
+            *lines, self._rest = self._rest.split("\n")
+            for line in lines:
+                self._line(line)
+        self._show_bar()
+
+    def close(self) -> None:
+        """Show what is left, and say what was not shown."""
+        self.pump()
+        if self._rest:
+            self._line(self._rest)
+            self._rest = ""
+        if self._hidden:
+            text = f"... {self._hidden} more lines of rank 0 are in {self._paths.log(0)}\n"
+            self._shown = 0
+            self._print(text)
+        if self._on:
+            sys.stdout.flush()
+
+    def _read(self) -> str:
+        try:
+            with self._paths.log(0).open("rb") as file:
+                file.seek(self._offset)
+                data = file.read(1 << 20)
+        except FileNotFoundError:
+            return ""
+        cut = data.rfind(b"\n") + 1 or len(data)  # a character may be half written at the very end
+        self._offset += cut
+        return data[:cut].decode("utf-8", errors="replace")
+
+    def _line(self, line: str) -> None:
+        text = line.rstrip("\r").rpartition("\r")[2]  # the last state of a progress bar
+        if len(text) > MAX_LINE:
+            text = f"{text[:MAX_LINE]}... ({len(text)} characters)"
+        if self._shown > MAX_BYTES:
+            self._hidden += 1
+            return
+        start = "\r" if self._bar else ""
+        self._bar = False
+        self._print(f"{start}{self._tag}{text}\n")
+
+    def _show_bar(self) -> None:
+        """A bar that has not ended its line: show its last state now and then."""
+        now = time.monotonic()
+        if "\r" not in self._rest or now - self._bar_at < _BAR_SECONDS or self._shown > MAX_BYTES:
+            return
+        self._bar_at, self._bar = now, True
+        self._print("\r" + self._tag + self._rest.rstrip("\r").rpartition("\r")[2][:MAX_LINE])
+
+    def _print(self, text: str) -> None:
+        if self._on:
+            self._shown += len(text)
+            sys.stdout.write(text)

@@ -1,0 +1,197 @@
+"""Which run a launch is: a new one, or one to go on with. Two runs are never mixed: whoever holds the lock owns the folder."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbtoolkit.errors import LaunchError, ResumeError
+from nbtoolkit.runtime.paths import (
+    RunPaths,
+    fingerprint,
+    folder_error,
+    function_source,
+    read_json,
+    runs_in,
+    write_json,
+    write_whole,
+)
+
+if TYPE_CHECKING:
+    from nbtoolkit.config import Config
+    from nbtoolkit.runtime.host import Host
+    from nbtoolkit.runtime.plan import LaunchPlan
+
+_REPORTED = ("nbtoolkit", "torch", "accelerate", "numpy", "pydantic", "mlflow", "transformers")
+
+
+@dataclass(frozen=True)
+class ChosenRun:
+    """A run folder, locked for this launch."""
+
+    paths: RunPaths
+    lock_fd: int
+    attempt: int
+    """1 for a new run; 2 and more where one is gone on with."""
+
+    @property
+    def resumed(self) -> bool:
+        """Whether an earlier run is gone on with."""
+        return self.attempt > 1
+
+
+def choose_run(
+    config: Config, train: Callable[..., Any], name: str | None, resume: str | os.PathLike[str]
+) -> ChosenRun:
+    """Find or make the run of this launch, and lock it.
+
+    Args:
+        config: the resolved configuration.
+        train: the training function.
+        name: part of a new run's id; the function's name when None.
+        resume: ``"auto"`` (the newest unfinished, ownerless run of equal fingerprint that saved a checkpoint, else a new one),
+            ``"never"``, or a run's id or folder.
+
+    Raises:
+        ResumeError: the named run differs, is owned, or cannot be gone on with.
+        RunFolderError: the output folder cannot be written.
+    """
+    output_dir = Path(config.runtime.output_dir)
+    if resume == "auto":
+        chosen = _unfinished(output_dir, fingerprint(config.to_dict(), train))
+    elif resume == "never":
+        chosen = None
+    else:
+        chosen = _named(resume, output_dir, config, train)
+    if chosen is None:
+        paths = RunPaths.create(output_dir, name or getattr(train, "__name__", "run"))
+        try:
+            lock = lock_run(paths)
+        except OSError as error:
+            raise folder_error(paths.folder, error) from error
+        assert lock is not None
+        return ChosenRun(paths, lock, 1)
+    for left_over in (chosen.paths.result, chosen.paths.error, chosen.paths.error_pickle, chosen.paths.stop):
+        left_over.unlink(missing_ok=True)
+    return chosen
+
+
+def _unfinished(output_dir: Path, wanted: str) -> ChosenRun | None:
+    for paths in runs_in(output_dir):
+        about = read_json(paths.versions)
+        fits = about.get("fingerprint") == wanted and (paths.checkpoints / "last.pt").exists()
+        if not fits or paths.ended():
+            continue
+        lock = lock_run(paths)
+        if lock is not None:  # else its owner lives, here or in another kernel
+            return ChosenRun(paths, lock, about["attempt"] + 1)
+    return None
+
+
+def _named(
+    run: str | os.PathLike[str], output_dir: Path, config: Config, train: Callable[..., Any]
+) -> ChosenRun:
+    from nbtoolkit.config import load_config
+    from nbtoolkit.runtime.result import find_run
+
+    try:
+        paths = find_run(run, output_dir)
+    except LaunchError as error:
+        raise ResumeError(error.what, allowed='"auto", "never", ' + error.allowed, do=error.do) from None
+    about = read_json(paths.versions)
+    before = load_config(paths.config, env=None)
+    differences = {
+        key: values
+        for key, values in before.differences(config).items()
+        if key != "train.epochs" and not key.startswith(("tracking.", "runtime.", "checkpoint."))
+    }
+    if differences:
+        shown = "; ".join(f"{key}: {old!r} then, {new!r} now" for key, (old, new) in differences.items())
+        raise ResumeError(
+            f"the run {paths.run_id} was made with another configuration: {shown}",
+            allowed="a larger train.epochs; other output, tracking and checkpoint settings",
+            do="load the run's own config.yaml, or launch with resume='never'",
+        )
+    if about["source"] != source_hash(train):
+        raise ResumeError(
+            f"the run {paths.run_id} was made by another function: the source of {about['function']} differs",
+            allowed="the same training function",
+            do="launch with resume='never'",
+        )
+    if paths.result.exists() and config.train.epochs <= before.train.epochs:
+        raise ResumeError(
+            f"the run {paths.run_id} is complete",
+            allowed=f"extending it: train.epochs above {before.train.epochs}",
+            do="raise train.epochs, read its result with nb.attach(folder).result(), or launch with resume='never'",
+        )
+    lock = lock_run(paths)
+    if lock is None:
+        raise ResumeError(
+            f"the run {paths.run_id} is going on, owned by process {(read_json(paths.owner) or {}).get('pid')}",
+            do="attach to it with nb.attach(folder)",
+        )
+    return ChosenRun(paths, lock, about["attempt"] + 1)
+
+
+def lock_run(paths: RunPaths) -> int | None:
+    """Lock a run; the lock lives as long as the descriptor, which is handed on to the owner. None: somebody holds it."""
+    fd = os.open(paths.lock, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def write_header(
+    run: ChosenRun, config: Config, plan: LaunchPlan, host: Host, train: Callable[..., Any]
+) -> dict[str, Any]:
+    """Write what was decided before anything starts; returns the fields of the attempt's ``run`` event.
+
+    Raises:
+        RunFolderError: the folder cannot be written.
+    """
+    about = {
+        "run_id": run.paths.run_id,
+        "attempt": run.attempt,
+        "created": time.time(),
+        "fingerprint": fingerprint(config.to_dict(), train),
+        "function": f"{getattr(train, '__module__', '')}.{getattr(train, '__qualname__', repr(train))}",
+        "source": source_hash(train),
+        "host": host.kind,
+        "versions": versions(),
+    }
+    try:
+        write_whole(run.paths.config, config.to_yaml(), durable=False)
+        write_json(run.paths.plan, plan.to_dict(), durable=False)
+        write_json(run.paths.versions, about, durable=False)
+    except OSError as error:
+        raise folder_error(run.paths.folder, error) from error
+    kept = ("run_id", "attempt", "fingerprint", "function", "host", "versions")
+    return {**{key: about[key] for key in kept}, "config": config.to_dict()}
+
+
+def source_hash(train: Callable[..., Any]) -> str:
+    """16 hex digits over the function's source."""
+    return fingerprint({}, train) if function_source(train) else ""
+
+
+@lru_cache(maxsize=1)
+def versions() -> dict[str, str]:
+    """Versions of Python and the libraries that matter to a result."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in _REPORTED:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,36 @@
+"""A failed run's exception, raised in the kernel as its own type, with rank, cell line and log."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from typing import NoReturn
+
+from nbtoolkit.runtime.crossing import add_note, unpack_error, user_line
+from nbtoolkit.runtime.paths import RunPaths
+
+
+def raise_failure(paths: RunPaths) -> NoReturn:
+    """Raise what ended the run."""
+    __tracebackhide__ = True
+    packed = pickle.loads(paths.error_pickle.read_bytes())
+    error = unpack_error(packed)
+    if packed["rank"] is not None:
+        place = user_line(packed)
+        where = f"rank {packed['rank']}" + (f", {cell_name(*place)}" if place else "")
+        add_note(error, f"[nbtoolkit] {where}; log: {paths.log(packed['rank'])}")
+    for note in packed["notes"]:
+        add_note(error, f"[nbtoolkit] {note}")
+    raise error
+
+
+def cell_name(filename: str, line: int) -> str:
+    """``Cell In[3], line 5`` for code of a cell of this kernel, else file and line."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    compiler = getattr(shell, "compile", None)
+    if compiler is not None and hasattr(compiler, "format_code_name"):
+        name = compiler.format_code_name(filename)
+        if name is not None:
+            return f"{name[0]} {name[1]}, line {line}"
+    return f"{filename}:{line}"

@@ -1,0 +1,187 @@
+"""A flight: one pilot and its ranks, as the owner sees them: started, listened to, looked at, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nbtoolkit.runtime.plan import LaunchPlan
+from nbtoolkit.runtime.wire import Line, Message, receive_packet, send_packet
+
+
+# How a rank ends, by the type of its last message (a phase message "done" ends it too).
+LAST_WORDS = {"error": "failed", "group_failed": "failed", "left": "left"}
+
+
+@dataclass
+class RankView:
+    """What the owner knows of one rank."""
+
+    rank: int
+    line: Line
+    pid: int | None = None
+    phase: str = "none"
+    """none, started, group, ready, user, then done, left, failed or dead."""
+    ended_at: float | None = None
+    heard_at: float = field(default_factory=time.monotonic)
+    """When it last sent something."""
+    long: int = 0
+    """How many ``with ctx.long(...)`` it is inside."""
+    asking: Message | None = None
+    """The question it waits for an answer to, which comes when every rank asks."""
+    last_word: Message | None = None
+    """The message it ended with: done, left, error or group_failed."""
+    code: int | None = None
+    """Exit code, where known; negative: a signal."""
+
+    @property
+    def over(self) -> bool:
+        """Whether it will send nothing more."""
+        return self.phase in ("done", "left", "failed", "dead")
+
+    def end(self, phase: str, word: Message | None = None) -> None:
+        """It has ended: done, left, failed, or dead without a word."""
+        self.phase, self.last_word, self.ended_at = phase, word, time.monotonic()
+        self.asking = None
+
+    def hear(self, message: Message) -> bool:
+        """Take a message that may be its last word; whether it is."""
+        kind = message["type"]
+        if kind in LAST_WORDS or message.get("phase") == "done":
+            self.end(LAST_WORDS.get(kind, "done"), message)
+        return self.over
+
+
+class Flight:
+    """Starts a pilot through the launchpad and keeps the ranks' views up to date."""
+
+    def __init__(
+        self, plan: LaunchPlan, port: int, launchpad: socket.socket, pilot: Line, ranks: list[Line]
+    ) -> None:
+        self.plan, self.port = plan, port
+        self.launchpad = launchpad
+        self.landed: Message | None = None
+        """The pilot's last word: ``landed``, ``failures`` or ``not_started``."""
+        self.exited: int | None = None
+        """The pilot's exit code, once it is gone."""
+        self.pilot_pid: int | None = None
+        self.started_at = time.monotonic()
+        self.went = False
+        """Whether every rank was ready and all were sent into the user's code."""
+        self.ranks = [RankView(rank, line) for rank, line in enumerate(ranks)]
+        self._pilot = pilot
+        self._foreign = False
+
+    @classmethod
+    def start(cls, plan: LaunchPlan, port: int, launchpad: socket.socket, payload_fd: int) -> Flight:
+        """Have the launchpad fork a pilot."""
+        pilot, pilot_end = Line.pair()
+        pairs = [Line.pair() for _ in range(plan.processes)]
+        fds = [payload_fd, pilot_end.fileno(), *(end.fileno() for _, end in pairs)]
+        send_packet(launchpad, {"op": "pilot", "plan": plan.to_dict(), "port": port}, fds)
+        for end in [pilot_end, *(end for _, end in pairs)]:
+            end.close()
+        return cls(plan, port, launchpad, pilot, [mine for mine, _ in pairs])
+
+    @classmethod
+    def adopt(
+        cls, plan: LaunchPlan, port: int, launchpad: socket.socket, fds: list[int], pilot_pid: int
+    ) -> Flight:
+        """Take over a pilot that the kernel forked (``start="fork"``), and let it go."""
+        pilot, *ranks = [Line(socket.socket(fileno=fd)) for fd in fds]
+        flight = cls(plan, port, launchpad, pilot, ranks)
+        flight.pilot_pid, flight._foreign = pilot_pid, True
+        pilot.send({"plan": plan.to_dict(), "port": port})
+        return flight
+
+    def lines(self) -> list[Line]:
+        """What to select on, besides the launchpad's socket."""
+        return [line for line in [self._pilot, *(rank.line for rank in self.ranks)] if not line.closed]
+
+    def hear_launchpad(self) -> bool:
+        """Take one message of the launchpad; False when it is gone."""
+        packet = receive_packet(self.launchpad)
+        if packet is None:
+            return False
+        message, _ = packet
+        if message["op"] == "forked":
+            self.pilot_pid = message["pid"]
+        elif message["pid"] == self.pilot_pid:
+            self.exited = message["code"]
+        return True
+
+    def hear(self) -> list[tuple[RankView, Message]]:
+        """New messages of the ranks; the pilot's are kept here."""
+        for message in self._pilot.drain():
+            self.landed = message
+        heard = []
+        for rank in self.ranks:
+            for message in rank.line.drain():
+                rank.heard_at = time.monotonic()
+                heard.append((rank, message))
+        return heard
+
+    def gone(self) -> list[RankView]:
+        """Ranks whose process has ended and that have not said a last word; exit codes where the pilot has told them."""
+        if self._foreign and self.exited is None and self.pilot_pid is not None:
+            self.exited = exit_code(self.pilot_pid)
+        codes = (self.landed or {}).get("codes", {})
+        for rank in self.ranks:
+            rank.code = codes.get(str(rank.rank), rank.code)
+        return [
+            rank
+            for rank in self.ranks
+            if not rank.over and (rank.line.closed or (rank.pid is not None and not is_running(rank.pid)))
+        ]
+
+    def kill(self) -> None:
+        """SIGKILL the whole group: ranks, DataLoader workers, pilot. A rank blocked in C++ hears nothing less."""
+        if self.pilot_pid is not None and self.exited is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pilot_pid, signal.SIGKILL)
+
+    def kill_ranks(self) -> None:
+        """SIGKILL the ranks only, so that the pilot can still tell their exit codes."""
+        for rank in self.ranks:
+            if rank.pid is not None and rank.pid != self.pilot_pid and is_running(rank.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.pid, signal.SIGKILL)
+
+    def signal_ranks(self, number: int) -> None:
+        """Send a signal to every living rank."""
+        for rank in self.ranks:
+            if rank.pid is not None and not rank.over and is_running(rank.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.pid, number)
+
+    def close(self) -> None:
+        """Close all lines; waiting ranks read their end and go."""
+        for line in [self._pilot, *(rank.line for rank in self.ranks)]:
+            line.close()
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is not a zombie."""
+    state = process_fields(pid)
+    return state is not None and state[0] not in "ZX"
+
+
+def process_fields(pid: int) -> list[str] | None:
+    """The fields of /proc/<pid>/stat from the state on (man 5 proc, field 3); None when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def exit_code(pid: int) -> int | None:
+    """The exit code of a process that ended and was not reaped (/proc/<pid>/stat, field 52); None while it runs."""
+    if is_running(pid):
+        return None
+    fields = process_fields(pid)
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields else -signal.SIGKILL

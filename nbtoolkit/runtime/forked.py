@@ -1,0 +1,106 @@
+"""start="fork": the pilot is forked from this very process, so that nothing needs to be pickled; refused where that is not safe."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from nbtoolkit.errors import ForkRefused
+from nbtoolkit.runtime.payload import pack_function
+from nbtoolkit.runtime.plan import LaunchPlan
+from nbtoolkit.runtime.probe import probe_fork
+from nbtoolkit.runtime.wire import Line
+
+
+class ForkedPilot:
+    """A child of this process that waits for the owner's word, then starts the ranks.
+
+    Raises:
+        ForkRefused: the probe says that a forked child of this process could not work.
+    """
+
+    def __init__(self, train: Callable[..., Any], plan: LaunchPlan, content: dict[str, Any]) -> None:
+        probe = probe_fork(device=plan.device_type == "cuda")
+        if not probe.ok:
+            raise ForkRefused(
+                f'start="fork" would not work in this process: {probe.reason}',
+                allowed='start="launchpad" (ranks come from a clean process), or a fresh kernel that has not computed yet',
+                do='leave start out; what cannot be pickled is named then',
+            )
+        payload = pack_function(None, content)
+        pilot, pilot_end = Line.pair()
+        pairs = [Line.pair() for _ in range(plan.processes)]
+        self._lines = [pilot, *(mine for mine, _ in pairs)]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork beside threads: probed above
+            self.pid = os.fork()
+        if self.pid == 0:
+            _child(train, payload, pilot_end, [end for _, end in pairs], self._lines)
+        os.close(payload)
+        for end in [pilot_end, *(end for _, end in pairs)]:
+            end.close()
+
+    @property
+    def fds(self) -> list[int]:
+        """The owner's ends of the lines: pilot, then ranks."""
+        return [line.fileno() for line in self._lines]
+
+    def close(self) -> None:
+        """Close this process's copies of the lines, once the owner has its own."""
+        for line in self._lines:
+            line.close()
+
+    def kill(self) -> None:
+        """End it and reap it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self.reap()
+
+    def reap(self) -> None:
+        """Wait for its end; call when the owner has ended it."""
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+def _child(
+    train: Callable[..., Any], payload: int, pilot: Line, ranks: list[Line], others: list[Line]
+) -> None:
+    code = 1
+    try:
+        from nbtoolkit.runtime.pilot import default_signals, fly
+        from nbtoolkit.runtime.zygote import die_with_parent
+
+        default_signals()
+        die_with_parent(signal.SIGKILL)
+        for line in others:
+            line.close()
+        _forget_accelerators()
+        message = pilot.receive()  # the owner's word: plan and port; None when there will be no owner
+        if message is not None:
+            sock = socket.socket(fileno=os.dup(pilot.fileno()))
+            fly(payload, message, sock, [rank.fileno() for rank in ranks], train)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _forget_accelerators() -> None:
+    """An ``Accelerator()`` made in the kernel would make notebook_launcher refuse, and the ranks believe they are alone."""
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()

@@ -1,0 +1,170 @@
+"""launch: run a training function on every usable device, once, and bring back what it returned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from nbtoolkit.config import Config, load_config
+from nbtoolkit.errors import LaunchError, NestedLaunch, PlanError
+from nbtoolkit.runtime.cell import CellOutput, Display
+from nbtoolkit.runtime.choose import choose_run, write_header
+from nbtoolkit.runtime.events import Event
+from nbtoolkit.runtime.hardware import detect_hardware
+from nbtoolkit.runtime.host import detect_host
+from nbtoolkit.runtime.plan import LaunchPlan, make_plan
+from nbtoolkit.runtime.result import RunHandle, RunResult
+from nbtoolkit.runtime.surroundings import RANK_MARK
+
+if TYPE_CHECKING:
+    from nbtoolkit.runtime.context import RunContext
+
+Start = Literal["launchpad", "fork", "inline"]
+Train = Callable[[Config, "RunContext"], Any]
+
+
+@overload
+def launch(
+    train: Train, config: Config | Mapping[str, Any] | str | Path | None = None, *, processes: int | None = None,
+    start: Start = "launchpad", where: Literal["local"] = "local", name: str | None = None,
+    resume: str | os.PathLike[str] = "auto", wait: Literal[True] = True, detach: bool = False,
+    display: Display = "auto", on_event: Callable[[Event], None] | None = None,
+) -> RunResult: ...
+
+
+@overload
+def launch(
+    train: Train, config: Config | Mapping[str, Any] | str | Path | None = None, *, processes: int | None = None,
+    start: Start = "launchpad", where: Literal["local"] = "local", name: str | None = None,
+    resume: str | os.PathLike[str] = "auto", wait: Literal[False], detach: bool = False,
+    display: Display = "auto", on_event: Callable[[Event], None] | None = None,
+) -> RunHandle: ...
+
+
+def launch(
+    train: Train,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    *,
+    processes: int | None = None,
+    start: Start = "launchpad",
+    where: Literal["local"] = "local",
+    name: str | None = None,
+    resume: str | os.PathLike[str] = "auto",
+    wait: bool = True,
+    detach: bool = False,
+    display: Display = "auto",
+    on_event: Callable[[Event], None] | None = None,
+) -> RunResult | RunHandle:
+    """Run ``train(config, ctx)`` in its own processes, one a device, and return what it returned.
+
+    Args:
+        train: the training function; it may be defined in a cell.
+        config: a Config, a path to YAML, or a dict; the defaults when None.
+        processes: number of ranks; beats ``distributed.world_size``. More than one implies DDP, on the CPU too.
+        start: ``"launchpad"`` (a clean process that forks the ranks), ``"fork"`` (ranks forked from this process, for functions
+            that cannot be pickled; refused where that is not safe), ``"inline"`` (this process, one rank: breakpoints work).
+        where: ``"local"``.
+        name: part of the run's id; default the function's name.
+        resume: ``"auto"`` goes on with the newest unfinished, ownerless run of equal configuration and function that saved a
+            checkpoint, and says so; ``"never"``; or a run's id or folder.
+        wait: False returns a :class:`RunHandle` at once.
+        detach: the run outlives this process; see :func:`attach`.
+        display: ``"auto"`` and ``"text"`` show rank 0's lines in the cell; ``"off"`` shows nothing.
+        on_event: called with each event of the run while this process waits for it.
+
+    Returns:
+        The :class:`RunResult` (a :class:`RunHandle` with ``wait=False``).
+
+    Raises:
+        NbtoolkitError: the launch could not be planned or started (see errors.py), or a rank died or hung.
+        KeyboardInterrupt: the wait was interrupted; the ranks have ended.
+        Exception: what the training function raised, with its own type, from the rank that failed first.
+    """
+    __tracebackhide__ = True
+    _check_call(train, start, where, wait, detach)
+    config = as_config(config, processes)
+    host, hardware = detect_host(), detect_hardware()
+    if host.is_rank:
+        from nbtoolkit.runtime.inline import run_in_place
+
+        return run_in_place(train, config, host, hardware, name)
+    plan = _planned(make_plan(config, host, hardware), start, processes)
+    run = choose_run(config, train, name, resume)
+    header = write_header(run, config, plan, host, train)
+    offset = run.paths.events.stat().st_size if run.resumed else 0
+    if start == "inline":
+        from nbtoolkit.runtime.inline import run_inline
+
+        return run_inline(train, config, plan, run, header, on_event)
+    from nbtoolkit.runtime.takeoff import take_off
+
+    cell = CellOutput(run.paths, display, offset=_size(run.paths.log(0)))
+    cell.say(f"{plan.explain().splitlines()[0]} -> {run.paths.folder}")
+    if run.resumed:
+        cell.say(f"going on with the unfinished run {run.paths.run_id} (attempt {run.attempt}; resume='never' starts anew)")
+    line, tracked, forked = take_off(train, config, plan, run, header, host, hardware, detach=detach)
+    handle = RunHandle(
+        run.paths, line=line, cell=cell, on_event=on_event, tracked=tracked, offset=offset, forked=forked
+    )
+    return handle.result() if wait else handle
+
+
+def as_config(config: Config | Mapping[str, Any] | str | Path | None, processes: int | None) -> Config:
+    """A Config from whatever the user has, with ``processes`` put in its place."""
+    if config is None or isinstance(config, (str, Path)):
+        config = load_config(config)
+    elif not isinstance(config, Config):
+        config = load_config(overrides=dict(config))
+    if processes is not None:
+        config = config.with_overrides(
+            {"distributed.world_size": processes, "distributed.enabled": processes > 1}
+        )
+    return config
+
+
+def _check_call(train: Train, start: str, where: str, wait: bool, detach: bool) -> None:
+    if RANK_MARK in os.environ:
+        raise NestedLaunch(
+            f"nb.launch was called inside a rank of the run {os.environ[RANK_MARK]}",
+            allowed="launches from a notebook, a script or the command line",
+            do="move the launch out of the training function (its cell or its module's top level, behind `if __name__ == ...`)",
+        )
+    if not callable(train):
+        raise LaunchError(
+            f"launch was given {train!r}, which is not a function",
+            allowed="a function train(config, ctx)",
+            do="pass the function itself: nb.launch(train, config), not nb.launch(train(...), config)",
+        )
+    for argument, value, known in (("start", start, ("launchpad", "fork", "inline")), ("where", where, ("local",))):
+        if value not in known:
+            allowed = " | ".join(repr(name) for name in known)
+            raise LaunchError(f"{argument}={value!r} is not known", allowed=allowed, do=f"choose one of {allowed}")
+    if start != "launchpad" and (detach or not wait):
+        raise LaunchError(
+            f'start="{start}" ties the run to this process: it cannot be detached or left running',
+            allowed='wait=False and detach=True with start="launchpad"',
+            do='use start="launchpad"',
+        )
+
+
+def _planned(plan: LaunchPlan, start: Start, processes: int | None) -> LaunchPlan:
+    if start == "inline" and plan.processes > 1:
+        if processes is not None:
+            raise PlanError(
+                f'start="inline" is one rank in this process; {processes} were asked for',
+                allowed='processes=1, or start="launchpad"',
+                do="leave processes out to debug with one rank",
+            )
+        raise PlanError(
+            f'start="inline" is one rank in this process; the configuration plans {plan.processes}',
+            allowed='distributed.enabled: false, or start="launchpad"',
+            do="pass processes=1",
+        )
+    return replace(plan, start=start)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

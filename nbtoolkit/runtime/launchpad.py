@@ -1,0 +1,150 @@
+"""The kernel's end of the launchpad: start it at the first launch, keep it warm, hand it runs, let it go.
+
+The process itself is in zygote.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import nbtoolkit
+from nbtoolkit.errors import LaunchError
+from nbtoolkit.runtime.wire import packet_pair, receive_packet, send_packet
+
+START_SECONDS = 60.0  # a cold disk needs 20 s for the import of torch
+END_SECONDS = 20.0  # at the kernel's end: for tracking to write what has ended
+
+# `-c` puts the working directory first on sys.path; it must not be imported from (a user's random.py would win).
+_BOOT = (
+    "import sys; sys.path[:] = [p for p in sys.path if p]; sys.path.append({home!r}); "
+    "from nbtoolkit.runtime.zygote import main; main({fd})"
+)
+
+
+class Launchpad:
+    """One warm process of this kernel."""
+
+    def __init__(self) -> None:
+        self.kernel_pid = os.getpid()
+        ours, theirs = packet_pair()
+        home = str(Path(nbtoolkit.__file__).resolve().parent.parent)
+        environ = {
+            **os.environ,
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting GPUs must not create a CUDA context
+            "PYTHONUNBUFFERED": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT.format(home=home, fd=theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Jupyter interrupts the kernel's whole process group
+            cwd="/",
+            env=environ,
+        )
+        theirs.close()
+        self._socket = ours
+        self._ready = False
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def alive(self) -> bool:
+        """Whether it can take a run."""
+        return self._process.poll() is None
+
+    def run(self, fds: list[int]) -> int:
+        """Start an owner for a packed run: payload, the owner's end of the line, the run's lock (see zygote.py).
+
+        Returns:
+            The owner's pid.
+
+
+        Raises:
+            LaunchError: the launchpad did not start, or died.
+        """
+        self._wait_ready()
+        send_packet(self._socket, {"op": "run"}, fds)
+        message, _ = self._receive()
+        return int(message["pid"])
+
+    def track(self, folder: Path) -> None:
+        """Have a run's events followed into the tracking database."""
+        self._wait_ready()
+        send_packet(self._socket, {"op": "track", "folder": str(folder)})
+
+    def close(self, seconds: float = END_SECONDS) -> None:
+        """Let it go and wait; what has not ended by then is killed (detached runs stay)."""
+        self._socket.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._socket.close()
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _wait_ready(self) -> None:
+        if not self._ready:
+            self._receive()
+            self._ready = True
+
+    def _receive(self) -> tuple[dict[str, object], list[int]]:
+        self._socket.settimeout(START_SECONDS)
+        try:
+            packet = receive_packet(self._socket)
+        except TimeoutError:
+            packet = None
+        if packet is None:
+            code = self._process.poll()
+            self.kill()
+            raise LaunchError(
+                f"the launchpad process {'ended with code ' + str(code) if code is not None else 'does not answer'}",
+                do="launch again (a new one is started); if it stays so, read its output above and nb.doctor()",
+            )
+        return packet
+
+
+_current: Launchpad | None = None
+
+
+def launchpad() -> Launchpad:
+    """This kernel's launchpad, started when there is none (a forked child of the kernel gets its own)."""
+    global _current
+    if _current is None or not _current.alive() or _current.kernel_pid != os.getpid():
+        if _current is not None and _current.kernel_pid == os.getpid():
+            _current.kill()
+        if _current is None:
+            atexit.register(shutdown)
+        _current = Launchpad()
+    return _current
+
+
+def shutdown() -> None:
+    """End this kernel's launchpad, if there is one; the next launch starts a new one."""
+    global _current
+    if _current is not None and _current.kernel_pid == os.getpid():
+        _current.close()
+        _current = None
+
+
+def pids() -> set[int]:
+    """The launchpad's process ids (it and its children), for tests of cleanliness."""
+    if _current is None or not _current.alive():
+        return set()
+    found = {_current.pid}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == _current.pid:
+                    found.add(int(entry.name))
+    return found

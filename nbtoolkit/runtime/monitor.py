@@ -1,0 +1,51 @@
+"""Device use of a run, every few seconds: GPUs through NVML, ranks through /proc."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from nbtoolkit.runtime.flight import Flight, process_fields
+from nbtoolkit.runtime.record import RunRecord
+
+EVERY = 5.0  # seconds
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Monitor:
+    """Writes ``device`` events for one flight: memory of each rank (bytes), CPU use (1.0 is one core), and GPUs' own figures."""
+
+    def __init__(self, flight: Flight, record: RunRecord) -> None:
+        self._flight, self._record = flight, record
+        self._last = time.monotonic()
+        self._cpu: dict[int, float] = {}
+
+    def tick(self) -> None:
+        """Write an event when it is time for one."""
+        now = time.monotonic()
+        if now - self._last < EVERY:
+            return
+        readings = self._ranks(now - self._last) + self._gpus()
+        self._last = now
+        self._record.write("device", readings=readings)
+
+    def _ranks(self, elapsed: float) -> list[dict[str, Any]]:
+        readings = []
+        for rank in self._flight.ranks:
+            fields = process_fields(rank.pid) if rank.pid is not None else None
+            if fields is None:
+                continue
+            used = (int(fields[11]) + int(fields[12])) / _TICKS
+            share = (used - self._cpu.get(rank.rank, 0.0)) / elapsed
+            self._cpu[rank.rank] = used
+            readings.append({"rank": rank.rank, "cpu": round(share, 3), "memory": int(fields[21]) * _PAGE})
+        return readings
+
+    def _gpus(self) -> list[dict[str, Any]]:
+        if self._flight.plan.device_type != "cuda":
+            return []
+        from nbtoolkit.runtime.hardware import sample_devices
+
+        return [dict(reading) for reading in sample_devices(self._flight.plan.devices)]

@@ -1,0 +1,111 @@
+"""A pilot: one group of ranks, its own process group; its main thread calls accelerate's notebook_launcher.
+
+``notebook_launcher`` blocks, patches ``os.environ`` and wants the main thread: so it gets a process to itself, which
+also keeps what it leaves behind (signal handlers, variables, temporary folders) away from everybody else.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.runtime.plan import LaunchPlan
+from nbtoolkit.runtime.surroundings import enter
+from nbtoolkit.runtime.wire import Line
+
+POLL_SECONDS = 0.02  # how often elastic looks at the ranks; its own 0.1 s would be most of a warm launch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What every rank of a group gets from its pilot."""
+
+    content: dict[str, Any]
+    plan: LaunchPlan
+    paths: RunPaths
+    payload_fd: int
+    rank_fds: list[int]
+    function: Callable[..., Any] | None = None
+    """The training function itself, where ranks are forked from the kernel; else it comes out of the payload."""
+
+
+def fly(
+    payload_fd: int,
+    message: dict[str, Any],
+    sock: socket.socket,
+    rank_fds: list[int],
+    function: Callable[..., Any] | None = None,
+) -> None:
+    """Start the ranks, wait for them, tell the owner how they ended; the main function of a pilot process."""
+    from nbtoolkit.runtime.payload import unpack
+
+    os.setpgid(0, 0)
+    line = Line(sock)
+    content = unpack(payload_fd)
+    plan = LaunchPlan.from_dict(message["plan"])
+    paths = RunPaths(Path(content["folder"]))
+    enter(content["around"], plan, paths.folder)
+    write_output_to(paths.pilot_log())
+    job = Job(
+        content=content, plan=plan, paths=paths, payload_fd=payload_fd, rank_fds=rank_fds, function=function
+    )
+    # elastic leaves its log folder in the temporary folder: give it one that the owner removes
+    paths.elastic.mkdir(parents=True, exist_ok=True)
+    tempfile.tempdir = str(paths.elastic)
+    line.send(launch_ranks(job, message["port"]))
+
+
+def launch_ranks(job: Job, port: int) -> dict[str, Any]:
+    """Call notebook_launcher; returns the message for the owner: how the ranks ended."""
+    from accelerate import notebook_launcher
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from nbtoolkit.runtime.worker import run_rank
+
+    try:
+        notebook_launcher(
+            run_rank,
+            args=(job,),
+            num_processes=job.plan.processes,
+            mixed_precision="no" if job.plan.precision == "fp32" else job.plan.precision,
+            use_port=str(port),
+            monitor_interval=POLL_SECONDS,
+        )
+    except ChildFailedError as error:
+        codes = {str(rank): failure.exitcode for rank, failure in error.failures.items()}
+        return {"type": "failures", "codes": codes}
+    except Exception as error:  # whatever kept the ranks from starting is the owner's to judge
+        traceback.print_exc()
+        text = f"{type(error).__name__}: {error}"
+        return {"type": "not_started", "error": text, "busy": "EADDRINUSE" in text}
+    return {"type": "landed"}
+
+
+def write_output_to(path: Path) -> None:
+    """Send this process's stdout and stderr, C libraries included, to the end of a file; whole lines at a time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def default_signals() -> None:
+    """Ranks keep default signal handling, whatever elastic or a notebook installed in the process they were forked from."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in ("SIGHUP", "SIGQUIT", "SIGCHLD", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), signal.SIG_DFL)

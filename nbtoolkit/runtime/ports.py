@@ -1,0 +1,13 @@
+"""A free port on loopback, for the ranks to meet at."""
+
+from __future__ import annotations
+
+import socket
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago; whoever binds it may still find it taken and must be able to try another."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,281 @@
+"""RunResult: how a run ended. RunHandle: a run that goes on, in this process's hands or only looked at."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import select
+import time
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from nbtoolkit.errors import LaunchError, RunFolderError
+from nbtoolkit.runtime.cell import CellOutput
+from nbtoolkit.runtime.crossing import unpack_value
+from nbtoolkit.runtime.events import Event, EventReader
+from nbtoolkit.runtime.failure import raise_failure
+from nbtoolkit.runtime.forked import ForkedPilot
+from nbtoolkit.runtime.paths import RunPaths, read_json, write_json
+from nbtoolkit.runtime.plan import LaunchPlan
+from nbtoolkit.runtime.wire import Line
+
+if TYPE_CHECKING:
+    import torch
+
+Status = Literal["completed", "pruned", "stopped", "deadline"]
+
+INTERRUPT_GRACE = 5.0  # seconds the ranks get to come to a report after the first interrupt
+TRACKING_SECONDS = 10.0  # at most so long a launch waits for tracking to catch up; it goes on behind
+_POLL = 0.1
+
+
+class RunResult:
+    """How a run ended, read from its folder.
+
+    Attributes:
+        status: ``"completed"``, or why all ranks left early: ``"stopped"``, ``"deadline"``, ``"pruned"``.
+        metrics: the values last reported (or logged, where nothing was reported).
+        plan: what was run: processes, devices, precision, batch split, with reasons.
+        paths: the run's folder and files.
+        seconds: wall time from the owner's start to the last rank's end.
+        checkpoint: the file last saved; None when nothing was.
+    """
+
+    def __init__(self, paths: RunPaths) -> None:
+        ended = read_json(paths.result)
+        if ended is None:
+            raise LaunchError(f"the run {paths.folder} has no result", do="attach to it with nb.attach(folder)")
+        self.paths = paths
+        self.status: Status = ended["status"]
+        self.metrics: dict[str, float] = ended["metrics"]
+        self.seconds: float = ended["seconds"]
+        self.checkpoint = Path(ended["checkpoint"]) if ended["checkpoint"] else None
+        self.plan = LaunchPlan.from_dict(read_json(paths.plan))
+        self._processes: int = ended["processes"]
+
+    @property
+    def value(self) -> Any:
+        """What rank 0 returned (tensors on the CPU); None when the run left early."""
+        return self.values[0] if self.values else None
+
+    @cached_property
+    def values(self) -> list[Any]:
+        """What each rank returned, by rank; empty when the run left early."""
+        if self.status != "completed":
+            return []
+        return [unpack_value(self.paths.value(rank)) for rank in range(self._processes)]
+
+    def load_into(self, model: torch.nn.Module, kind: str = "best") -> torch.nn.Module:
+        """Load the run's weights into ``model`` (the notebook's own object) and return it.
+
+        Args:
+            model: a model of the same shape as the trained one.
+            kind: which checkpoint; where there is no ``best``, the one last saved is used.
+
+        Raises:
+            CheckpointError: the run saved none, or it does not fit the model.
+        """
+        from nbtoolkit.training.checkpoint import load_model
+
+        path = self.paths.checkpoints / f"{kind}.pt"
+        return load_model(path if path.exists() else self.checkpoint or path, model)
+
+    def __repr__(self) -> str:
+        metrics = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
+        return f"RunResult({self.status}, {metrics or 'no metrics'}, {self.seconds:.1f} s, {self.paths.folder})"
+
+    def _repr_html_(self) -> str:
+        rows = {
+            "status": self.status,
+            **{name: f"{value:.6g}" for name, value in self.metrics.items()},
+            "seconds": f"{self.seconds:.1f}",
+            "plan": str(self.plan.explain()).splitlines()[0],
+            "folder": str(self.paths.folder),
+        }
+        cells = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
+            f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
+            for name, text in rows.items()
+        )
+        return f"<table>{cells}</table>"
+
+
+class RunHandle:
+    """A run that goes on. Made by ``launch(wait=False)`` and by ``attach``; all it knows it reads from the run's folder."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        *,
+        line: Line | None = None,
+        cell: CellOutput | None = None,
+        on_event: Callable[[Event], None] | None = None,
+        tracked: bool = False,
+        offset: int = 0,
+        forked: ForkedPilot | None = None,
+    ) -> None:
+        self.paths = paths
+        self._line, self._cell, self._on_event, self._tracked = line, cell, on_event, tracked
+        self._reader = EventReader(paths.events, offset)
+        self._ended: Event | None = None
+        self._lost: dict[str, str] | None = None
+        self._forked = forked
+
+    def done(self) -> bool:
+        """Whether the run has ended (or lost its owner)."""
+        return self.paths.ended() or not self._owner_lives()
+
+    def events(self) -> Iterator[Event]:
+        """The run's events so far, oldest first (see runtime/events.py for their keys)."""
+        return EventReader(self.paths.events).read()
+
+    def stop(self, reason: str = "a handle asked", grace: float | None = None) -> None:
+        """Ask all ranks to leave at their next report; the run ends with status ``"stopped"``.
+
+        Args:
+            reason: noted in the run's events.
+            grace: seconds after which the ranks are killed; None: as long as it takes.
+        """
+        request = {"reason": reason, "grace": grace}
+        if self._line is None or not self._line.send({"type": "stop", **request}):
+            write_json(self.paths.stop, request, durable=False)
+
+    def result(self, timeout: float | None = None) -> RunResult:
+        """Wait for the run's end and return its result; shows its output meanwhile.
+
+        An interrupt asks the ranks to leave (they get 5 s, then are killed) and raises KeyboardInterrupt; a second one kills.
+
+        Args:
+            timeout: seconds to wait; None: as long as it takes.
+
+        Raises:
+            TimeoutError: it has not ended yet (it goes on).
+            KeyboardInterrupt: the wait was interrupted, and the run ended.
+            Exception: what the failed rank raised, with its own type.
+        """
+        __tracebackhide__ = True
+        limit = None if timeout is None else time.monotonic() + timeout
+        interrupts = 0
+        while not self._over():
+            if limit is not None and time.monotonic() >= limit:
+                raise TimeoutError(f"the run {self.paths.run_id} has not ended after {timeout:g} s; it goes on")
+            try:
+                self._wait()
+            except KeyboardInterrupt:
+                interrupts += 1
+                self._interrupt(interrupts)
+        self._finish()
+        if interrupts:
+            raise KeyboardInterrupt
+        return self._outcome()
+
+    # --- waiting ----------------------------------------------------------------------------------------------------
+
+    def _over(self) -> bool:
+        """Take what is new; whether the run has ended and its owner is gone."""
+        gone = not self._owner_lives()
+        for event in self._reader.read():
+            if self._on_event is not None:
+                self._on_event(event)
+            if self._cell is not None:
+                self._cell.event(event)
+            if event["type"] == "run":
+                self._ended = None  # a new attempt
+            elif event["type"] == "ended":
+                self._ended = event
+        if self._cell is not None:
+            self._cell.pump()
+        return gone
+
+    def _wait(self) -> None:
+        if self._line is None:
+            time.sleep(_POLL)
+            return
+        select.select([self._line], [], [], _POLL)
+        for message in self._line.drain():
+            if message["type"] == "lost":
+                self._lost = message
+
+    def _owner_lives(self) -> bool:
+        if self._line is not None:
+            return not self._line.closed
+        return self.paths.owned()
+
+    def _interrupt(self, count: int) -> None:
+        if count == 1:
+            self.stop("interrupted", grace=INTERRUPT_GRACE)
+        elif self._line is not None:
+            self._line.send({"type": "kill"})
+        else:
+            self.stop("interrupted twice", grace=0.0)
+
+    def _finish(self) -> None:
+        if self._cell is not None:
+            self._cell.close()
+        if self._line is not None:
+            self._line.close()
+        if self._forked is not None:
+            self._forked.reap()
+        if self._tracked and self._ended is not None:
+            wait_for_tracking(self.paths, TRACKING_SECONDS)
+
+    def _outcome(self) -> RunResult:
+        __tracebackhide__ = True
+        if self._lost is not None:
+            raise RunFolderError(self._lost["what"], allowed=self._lost["allowed"], do=self._lost["do"])
+        if self.paths.error.exists():
+            raise_failure(self.paths)
+        if self.paths.result.exists():
+            return RunResult(self.paths)
+        raise LaunchError(
+            f"the owner process of the run {self.paths.run_id} died, and the ranks with it",
+            allowed="a run that was cut off goes on from its last checkpoint",
+            do="launch again (resume='auto' finds it); if it died by itself, memory is the usual cause",
+        )
+
+    def __repr__(self) -> str:
+        return f"RunHandle({'ended' if self.done() else 'running'}, {self.paths.folder})"
+
+
+def wait_for_tracking(paths: RunPaths, seconds: float) -> bool:
+    """Wait until tracking has written all events of a run; False when it has not after ``seconds`` (it goes on)."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        try:
+            state = json.loads(paths.tracking.read_text())
+        except (FileNotFoundError, ValueError):
+            state = {}
+        if state.get("done") or state.get("error"):
+            return bool(state.get("done"))
+        time.sleep(0.01)
+    return False
+
+
+def find_run(run: str | os.PathLike[str], output_dir: str | Path = "outputs") -> RunPaths:
+    """The run with this id or in this folder.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    for folder in (Path(run).expanduser(), Path(output_dir).expanduser() / run):
+        if (folder / "versions.json").is_file():
+            return RunPaths(folder.absolute())
+    raise LaunchError(
+        f"there is no run {run}",
+        allowed=f"a run's folder, or the id of a run under {Path(output_dir).absolute()}",
+        do="look for folders named <time>-<name>-<4 hex> there",
+    )
+
+
+def attach(folder: str | os.PathLike[str], *, on_event: Callable[[Event], None] | None = None) -> RunHandle:
+    """Attach to a run of another kernel (or an ended one) by its folder or run id.
+
+    Args:
+        folder: the run's folder, or its id under ``outputs``.
+        on_event: called with each event while ``result()`` waits.
+    """
+    paths = find_run(folder)
+    return RunHandle(paths, cell=CellOutput(paths, "auto"), on_event=on_event)

@@ -1,0 +1,65 @@
+"""The kernel's surroundings, carried to the ranks: variables, working directory, sys.path; what would mislead them left out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nbtoolkit.runtime.plan import LaunchPlan
+
+RANK_MARK = "NBTOOLKIT_RANK"
+"""Set in every rank (and what it starts) to the run's folder."""
+
+# Positions in some other job: a rank that believed them would wait for ever for peers that do not exist.
+_STALE = frozenset(
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE NODE_RANK "
+    "MASTER_ADDR MASTER_PORT TPU_NAME PJRT_DEVICE COLAB_TPU_ADDR XRT_TPU_CONFIG".split()
+)
+_STALE_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PMI_", "PMIX_", "OMPI_", "MV2_", "FSDP_", "ACCELERATE_")
+
+
+def surroundings() -> dict[str, Any]:
+    """What a rank needs to find the same files and modules as this process."""
+    try:
+        cwd = os.getcwd()
+    except FileNotFoundError:
+        cwd = "/"
+    return {"environ": dict(os.environ), "cwd": cwd, "sys_path": list(sys.path), "argv": list(sys.argv)}
+
+
+def without_stale(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` without the variables that place a process in some other job."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _STALE and not name.startswith(_STALE_PREFIXES)
+    }
+
+
+def enter(around: dict[str, Any], plan: LaunchPlan, folder: Path) -> None:
+    """Make this process stand where the kernel stands, set up for ``plan``."""
+    environ = without_stale(around["environ"])
+    environ.update(_planned(environ, plan, folder))
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(around["cwd"])
+    sys.path[:] = around["sys_path"]
+    sys.argv[:] = around["argv"]
+
+
+def _planned(environ: Mapping[str, str], plan: LaunchPlan, folder: Path) -> dict[str, str]:
+    threads = str(plan.threads_per_rank)
+    set_now = {
+        RANK_MARK: str(folder),
+        "CUDA_VISIBLE_DEVICES": ",".join(plan.devices),  # empty on the CPU: an unusable GPU must not be found either
+        "ACCELERATE_MIXED_PRECISION": "no" if plan.precision == "fp32" else plan.precision,
+        "ACCELERATE_USE_CPU": "true" if plan.device_type == "cpu" else "false",
+        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", threads),
+        "TOKENIZERS_PARALLELISM": environ.get("TOKENIZERS_PARALLELISM", "false"),
+    }
+    if "inline" in environ.get("MPLBACKEND", ""):
+        set_now["MPLBACKEND"] = "agg"  # the notebook's back end needs the notebook's kernel
+    return set_now

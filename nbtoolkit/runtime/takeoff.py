@@ -1,0 +1,94 @@
+"""From the kernel to an owner: pack the function and its surroundings, hand them to the launchpad."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from nbtoolkit.runtime.choose import ChosenRun
+from nbtoolkit.runtime.forked import ForkedPilot
+from nbtoolkit.runtime.launchpad import Launchpad, launchpad
+from nbtoolkit.runtime.payload import pack_function
+from nbtoolkit.runtime.surroundings import surroundings
+from nbtoolkit.runtime.timing import deadline_of
+from nbtoolkit.runtime.wire import Line
+
+if TYPE_CHECKING:
+    from nbtoolkit.config import Config
+    from nbtoolkit.runtime.hardware import Hardware
+    from nbtoolkit.runtime.host import Host
+    from nbtoolkit.runtime.plan import LaunchPlan
+
+
+def take_off(
+    train: Callable[..., Any],
+    config: Config,
+    plan: LaunchPlan,
+    run: ChosenRun,
+    header: dict[str, Any],
+    host: Host,
+    hardware: Hardware,
+    *,
+    detach: bool,
+) -> tuple[Line, bool, ForkedPilot | None]:
+    """Start the run's owner.
+
+    Returns:
+        The line to the owner, whether the run is tracked, and the pilot where this process forked it (to be reaped).
+
+    Raises:
+        CannotPickle: the function captured something that cannot travel.
+        ForkRefused: ``start="fork"``, and this process is not fork-safe.
+        LaunchError: the launchpad did not start.
+    """
+    forked: ForkedPilot | None = None
+    try:
+        pad = launchpad()  # first: it imports torch while the function is being packed
+        content = {
+            "folder": str(run.paths.folder),
+            "config": config,
+            "plan": plan,
+            "host": host,
+            "hardware": hardware,
+            "header": header,
+            "around": surroundings(),
+            "detach": detach,
+            "deadline": deadline_of(config),
+            "params": {},
+            "fold": None,
+        }
+        if plan.start == "fork":
+            forked = ForkedPilot(train, plan, content)
+            content["pilot_pid"] = forked.pid
+        line = _send(pad, None if forked else train, content, run, forked.fds if forked else [])
+        tracked = config.tracking.mlflow or config.tracking.tensorboard
+        if tracked:
+            pad.track(run.paths.folder)
+    except BaseException:
+        if forked is not None:
+            forked.kill()
+        raise
+    finally:
+        os.close(run.lock_fd)  # the owner holds its own copy: the lock lives as long as that
+        if forked is not None:
+            forked.close()
+    return line, bool(tracked), forked
+
+
+def _send(
+    pad: Launchpad,
+    train: Callable[..., Any] | None,
+    content: dict[str, Any],
+    run: ChosenRun,
+    fds: list[int],
+) -> Line:
+    payload = pack_function(train, content)
+    try:
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            pad.run([payload, theirs.fileno(), run.lock_fd, *fds])
+    finally:
+        os.close(payload)
+    return Line(mine)

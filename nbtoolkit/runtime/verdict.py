@@ -1,0 +1,168 @@
+"""How did a flight end? Read from the ranks' last words and exit codes: a status, a failure with its rank, or a new plan's evidence."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbtoolkit.errors import WorkerDied, WorkerHung
+from nbtoolkit.runtime.crossing import pack_error
+from nbtoolkit.runtime.flight import Flight, RankView
+from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.runtime.plan import GroupFailure, PortBusy
+
+if TYPE_CHECKING:
+    from nbtoolkit.runtime.owner import Owner
+
+# Failures this close together have one cause: a dead rank breaks its neighbours' connections within milliseconds.
+_TOGETHER = 0.15
+_CODE_SECONDS = 2.5  # how long to wait for a dead rank's exit code
+
+# What a signal usually means to somebody who trains models.
+_MEANINGS = {
+    signal.SIGKILL: "killed from outside, usually by the kernel because memory ran out",
+    signal.SIGSEGV: "a crash in native code, usually an extension used after a fork or incompatible versions",
+    signal.SIGBUS: "usually a full /dev/shm (DataLoader workers) or a memory-mapped file that was cut short",
+    signal.SIGABRT: "native code gave up: a failed assertion, often a CUDA device-side assert or NCCL watchdog",
+    signal.SIGTERM: "asked to end from outside",
+    signal.SIGFPE: "an arithmetic fault in native code, usually an integer division by zero",
+    signal.SIGILL: "an instruction this CPU does not have: a wheel built for another CPU",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The error the launch raises: packed, with the rank that failed first."""
+
+    error: dict[str, Any]
+    rank: int | None
+    notes: list[str] = field(default_factory=list)
+
+
+def of(flight: Flight, owner: Owner) -> str | Failure | GroupFailure | PortBusy | None:
+    """The end of a flight; None while it goes on."""
+    if owner.killed_on_request and (flight.exited is not None or all(rank.over for rank in flight.ranks)):
+        return owner.record.leaving or "stopped"
+    troubled = [rank for rank in flight.ranks if rank.phase in ("failed", "dead")]
+    if troubled:
+        return _trouble(flight, owner, troubled)
+    if flight.landed is not None and flight.landed["type"] == "not_started":
+        busy = flight.landed["busy"]
+        return PortBusy(flight.port) if busy else GroupFailure(flight.landed["error"])
+    if all(rank.over for rank in flight.ranks):
+        left = [rank.last_word["status"] for rank in flight.ranks if rank.phase == "left" and rank.last_word]
+        return left[0] if left else "completed"
+    return None
+
+
+def _trouble(
+    flight: Flight, owner: Owner, troubled: list[RankView]
+) -> Failure | GroupFailure | PortBusy | None:
+    first = min(rank.ended_at or 0.0 for rank in troubled)
+    if time.monotonic() - first < _TOGETHER:
+        return None
+    dead = [rank for rank in troubled if rank.phase == "dead" and (rank.ended_at or 0) - first < _TOGETHER]
+    if dead and not owner.killed_on_request:
+        return _death(flight, owner.paths, dead[0], first)
+    culprit = min(troubled, key=lambda rank: rank.ended_at or 0.0)
+    word = culprit.last_word or {"type": "error"}
+    if word["type"] == "group_failed":
+        busy = "EADDRINUSE" in word["error"]
+        return PortBusy(flight.port) if busy else GroupFailure(f"rank {culprit.rank}: {word['error']}")
+    return _error(owner.paths, culprit)
+
+
+def _error(paths: RunPaths, culprit: RankView) -> Failure:
+    """The user's own exception, as the rank wrote it."""
+    packed: dict[str, Any] = pickle.loads(paths.rank_error(culprit.rank).read_bytes())
+    if packed["exit"]:
+        died = WorkerDied(
+            f"rank {culprit.rank} ended itself with {packed['type'].removeprefix('builtins.')}({packed['text']})",
+            allowed="the training function returns a value or raises an Exception",
+            do="return instead of calling sys.exit()",
+        )
+        packed = {**pack_error(died), "frames": packed["frames"]}
+    return Failure(packed, culprit.rank)
+
+
+def _death(
+    flight: Flight, paths: RunPaths, rank: RankView, first: float
+) -> Failure | GroupFailure | None:
+    """A rank that ended without a word: wait for its exit code, then say what it usually means."""
+    waited = time.monotonic() - first
+    if rank.code is None and flight.exited is not None and len(flight.ranks) == 1:
+        rank.code = flight.exited
+    if rank.code is None and waited < _CODE_SECONDS:
+        if waited > 1.0:
+            flight.kill_ranks()  # elastic tells exit codes once all ranks are gone; a rank in C++ ignores its SIGTERM
+        return None
+    what = f"rank {rank.rank} died with {describe(rank.code)}"
+    if not flight.went:
+        return GroupFailure(f"{what} before all ranks were ready")
+    trace = _last_lines(paths.stacks(rank.rank))
+    error = WorkerDied(
+        what + (f"\n  Its last stack:\n{trace}" if trace else ""),
+        allowed="the training function returns a value or raises an Exception",
+        do=f"read the end of {paths.log(rank.rank)}",
+    )
+    return Failure(pack_error(error), rank.rank)
+
+
+def describe(code: int | None) -> str:
+    """An exit code in words: what it is and what it usually means."""
+    if code is None:
+        return "an unknown exit code"
+    if code >= 0:
+        return f"exit code {code} and no exception (os._exit, or native code that called exit)"
+    meaning = _MEANINGS.get(signal.Signals(-code), "a signal from outside or native code")
+    return f"signal {signal.Signals(-code).name} ({meaning})"
+
+
+def _last_lines(path: Path, count: int = 12) -> str:
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return ""
+    return "\n".join(f"    {line}" for line in lines[:count])
+
+
+def hung(ranks: list[RankView], stacks: str, timeout: float, paths: RunPaths) -> Failure:
+    """The failure of ranks that the watch takes for hung."""
+    names = " and ".join(str(rank.rank) for rank in ranks)
+    error = WorkerHung(
+        f"rank {names} sent nothing and used under 1% CPU for {timeout:g} s while another rank waits for it\n{stacks}",
+        allowed="silence while computing; idle waiting inside `with ctx.long(...)`; a larger runtime.hang_timeout",
+        do=f"look at the stacks above for where the ranks' ways part, and at {paths.log(ranks[0].rank)}",
+    )
+    return Failure(pack_error(error), ranks[0].rank)
+
+
+def missing_call(asking: list[RankView], missing: list[RankView]) -> dict[str, str]:
+    """What ranks that wait in a common call are told when the others are not coming."""
+    question = asking[0].asking or {}
+    verb = {"report": "ctx.report", "checkpoint": "ctx.save"}[question["type"]]
+    here = ", ".join(str(rank.rank) for rank in asking)
+    there = ", ".join(f"{rank.rank} ({_where(rank)})" for rank in missing)
+    return {
+        "what": f"{verb} at {question['where']} was called on rank {here} only; it waits for rank {there}",
+        "allowed": f"{verb} is called by all ranks, in the same order",
+        "do": "take the call out of `if ctx.is_main:` (rank 0 alone writes and counts anyway)",
+    }
+
+
+def _where(rank: RankView) -> str:
+    return "which has returned" if rank.over else "which waits in another collective"
+
+
+def different_calls(flight: Flight) -> dict[str, str]:
+    """What ranks are told that wait for each other in different calls."""
+    calls = [f"rank {rank.rank}: {rank.asking['type']} at {rank.asking['where']}" for rank in flight.ranks if rank.asking]
+    return {
+        "what": "the ranks wait for each other in different calls: " + "; ".join(calls),
+        "allowed": "ctx.report and ctx.save are called by all ranks, in the same order",
+        "do": "make every rank take the same way through the function",
+    }

@@ -1,0 +1,198 @@
+"""What each rank does: settle, join the group, unpickle the function, call it, hand back its value or error."""
+
+from __future__ import annotations
+
+import builtins
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import tempfile
+import types
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from nbtoolkit.errors import Leave
+from nbtoolkit.runtime.channel import OwnerChannel
+from nbtoolkit.runtime.context import RunContext
+from nbtoolkit.runtime.crossing import pack_error, pack_value
+from nbtoolkit.runtime.paths import write_whole
+from nbtoolkit.runtime.pilot import Job, default_signals, write_output_to
+from nbtoolkit.runtime.plan import LaunchPlan
+from nbtoolkit.runtime.wire import Line
+from nbtoolkit.runtime.zygote import die_with_parent
+
+# Asks a rank for its stacks. A real-time signal, since users and schedulers have meanings of their own for SIGUSR1 and 2.
+STACKS_SIGNAL = signal.SIGRTMIN + 7
+
+
+def run_rank(job: Job) -> None:
+    """The entry point that the launcher starts in each rank's process. Errors go to the owner, not up."""
+    rank = int(os.environ.get("RANK", 0))
+    line = _settle(job, rank)
+    channel = OwnerChannel(line)
+    channel.send("phase", phase="started", pid=os.getpid())
+    try:
+        join_group(job.plan, rank)
+    except Exception as error:  # any failure before the user's code is the owner's to judge
+        return channel.send("group_failed", error=f"{type(error).__name__}: {error}")
+    channel.send("phase", phase="group")
+    context = RunContext(
+        config=job.content["config"],
+        plan=job.plan,
+        paths=job.paths,
+        channel=channel,
+        rank=rank,
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+        world_size=job.plan.processes,
+        deadline=job.content["deadline"],
+        params=job.content["params"],
+        fold=job.content["fold"],
+    )
+    try:
+        function = job.function or _load(job)
+        channel.send("phase", phase="ready")
+        if channel.wait() is not None:  # the owner's go; it comes when every rank is ready
+            _call(function, context, channel)
+    except BaseException as error:
+        _tell_error(job, rank, channel, error)
+    _leave_group()
+    return None
+
+
+def _call(function: Callable[..., Any], context: RunContext, channel: OwnerChannel) -> None:
+    seed_everything(context.seed)
+    try:
+        value = function(context.config, context)
+    except Leave as leave:
+        channel.send("left", status=leave.status)
+        return
+    write_whole(context.paths.value(context.rank), pack_value(value), durable=False)
+    _flush()
+    channel.send("phase", phase="done")
+
+
+def _tell_error(job: Job, rank: int, channel: OwnerChannel, error: BaseException) -> None:
+    """Hand the error to the owner, then wait to be ended with the others: an early exit would raise errors in them."""
+    packed = pack_error(error)
+    sys.stderr.write(packed["traceback"])
+    _flush()
+    packed["exit"] = isinstance(error, (SystemExit, KeyboardInterrupt))
+    write_whole(job.paths.rank_error(rank), pickle.dumps(packed), durable=False)
+    channel.send("error")
+    channel.wait()
+    os._exit(1)
+
+
+def _load(job: Job) -> Callable[..., Any]:
+    from nbtoolkit.runtime.payload import load_function
+
+    return load_function(job.payload_fd, job.content)
+
+
+# --- before the user's code ---------------------------------------------------------------------------------------
+
+
+def _settle(job: Job, rank: int) -> Line:
+    """Make a freshly forked process a rank: signals, output, stacks, its line to the owner."""
+    default_signals()
+    die_with_parent(signal.SIGKILL)
+    tempfile.tempdir = None
+    write_output_to(job.paths.log(rank))
+    stacks = open(job.paths.stacks(rank), "w")  # noqa: SIM115  (kept open as long as the rank lives)
+    faulthandler.enable(stacks)
+    faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)
+    _keep.append(stacks)
+    for other, fd in enumerate(job.rank_fds):
+        if other != rank:
+            os.close(fd)
+    gc.unfreeze()
+    gc.enable()
+    text_mode()
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
+    return Line(socket.socket(fileno=job.rank_fds[rank]))
+
+
+_keep: list[Any] = []
+
+
+def text_mode() -> None:
+    """What notebooks draw as widgets is text here: tqdm writes lines, ``display()`` prints."""
+    if not hasattr(builtins, "display"):
+        setattr(builtins, "display", _display)  # noqa: B010  (IPython puts it there for cells)
+    notebook_bars = types.ModuleType("tqdm.notebook", "Text bars: this process has no notebook front end.")
+    setattr(notebook_bars, "__getattr__", _text_bar)  # noqa: B010
+    sys.modules["tqdm.notebook"] = notebook_bars
+
+
+def _text_bar(name: str) -> Any:
+    import tqdm.std
+
+    names = {"tqdm": "tqdm", "tqdm_notebook": "tqdm", "trange": "trange", "tnrange": "trange"}
+    if name not in names:
+        raise AttributeError(name)
+    return getattr(tqdm.std, names[name])
+
+
+def _display(*objects: Any, **_: Any) -> None:
+    for item in objects:
+        print(repr(item))
+
+
+def join_group(plan: LaunchPlan, rank: int) -> None:
+    """Form the default process group and prove it with one all-reduce on the compute back end and one on gloo.
+
+    Raises:
+        Exception: whatever torch.distributed raises; nothing of the user's ran yet.
+    """
+    if plan.processes == 1:
+        return
+    import torch
+    import torch.distributed as dist
+
+    if plan.device_type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(plan.backend, timeout=timedelta(seconds=plan.group_timeout))
+    ones = torch.ones(1, device="cuda" if plan.backend == "nccl" else "cpu")
+    dist.all_reduce(ones)
+    if plan.backend != "gloo":
+        group = dist.new_group(backend="gloo")
+        dist.all_reduce(torch.ones(1), group=group)
+        dist.destroy_process_group(group)
+    if int(ones.item()) != plan.processes:
+        raise RuntimeError(f"the first all-reduce of {plan.processes} ranks gave {ones.item()} on rank {rank}")
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch alike on all ranks, so that models start equal everywhere."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+# --- after it -------------------------------------------------------------------------------------------------------
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _flush()
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
