@@ -1,0 +1,111 @@
+"""LaunchPlan: what a launch will do and why, decided before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, Literal
+
+from nbtoolkit.runtime.table import html_table
+
+Start = Literal["launchpad", "fork", "inline"]
+Precision = Literal["fp32", "fp16", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """What a launch will do. Made by ``make_plan``; frozen, picklable, plain data inside."""
+
+    start: Start = "launchpad"
+    """Who starts the processes: the launchpad, a fork of this process, or nobody (in place)."""
+    processes: int = 1
+    """How many ranks."""
+    device_type: Literal["cuda", "cpu"] = "cpu"
+    devices: tuple[str, ...] = ()
+    """What CUDA_VISIBLE_DEVICES is given: UUIDs, rank by rank; empty on the CPU."""
+    device_names: tuple[str, ...] = ()
+    """The devices' names, for people."""
+    strategy: Literal["single", "ddp"] = "single"
+    """``ddp`` where there is more than one process."""
+    backend: Literal["nccl", "gloo"] | None = None
+    """How the ranks talk; None for one process."""
+    precision: Precision = "fp32"
+    global_batch_size: int
+    """Samples behind one optimizer step: ``batch_size_per_device * processes * accumulate``."""
+    batch_size_per_device: int
+    """Samples in one rank's forward pass."""
+    accumulate: int = 1
+    """Forward passes of each rank before an optimizer step."""
+    lr_factor: float = 1.0
+    """What ``optim.lr`` is multiplied with (``optim.lr_rule``, with ``batch_size_per_device``)."""
+    threads_per_rank: int = 1
+    """CPU threads of one rank (OMP_NUM_THREADS)."""
+    fallback: bool = True
+    """Whether one process may take over when the ranks cannot form a group."""
+    port: int | None = None
+    """Where the ranks meet; None: a free port is picked."""
+    group_timeout: float = 1800.0
+    """Seconds a collective may wait before the group gives up."""
+    ddp: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Arguments for DistributedDataParallel."""
+    reasons: tuple[str, ...] = ()
+    """Why, one sentence a decision."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ddp", MappingProxyType(dict(self.ddp)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LaunchPlan.from_dict, (self.to_dict(),)  # a mapping proxy cannot be pickled
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON-able data; :meth:`from_dict` makes an equal plan of it."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: _plain(value) for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LaunchPlan:
+        """Rebuild a plan from :meth:`to_dict`'s data, also after a trip through JSON.
+
+        Raises:
+            TypeError: a key is missing or unknown.
+        """
+        lists = ("devices", "device_names", "reasons")
+        read: dict[str, Any] = {k: tuple(v) if k in lists else v for k, v in values.items()}
+        return cls(**read)
+
+    def explain(self) -> str:
+        """One line of what will happen, then the reasons, one a line."""
+        return "\n".join([self._headline(), *(f"  - {reason}" for reason in self.reasons)])
+
+    def _headline(self) -> str:
+        talk = f" ({self.strategy} over {self.backend})" if self.backend else ""
+        who = "1 process" if self.processes == 1 else f"{self.processes} processes"
+        return (
+            f"plan: {who} on {self._where()}{talk}, {self.precision}, "
+            f"batch {self.global_batch_size}, start: {self.start}"
+        )
+
+    def _where(self) -> str:
+        names = dict.fromkeys(self.device_names)
+        counted = (f"{self.device_names.count(name)} x {name}" for name in names)
+        return ", ".join(counted) or "the CPU"
+
+    def _repr_html_(self) -> str:
+        batch = f"{self.global_batch_size} = {self.batch_size_per_device} x {self.processes}"
+        rows: list[tuple[str, object]] = [
+            ("processes", f"{self.processes}, started by: {self.start}"),
+            ("devices", self._where()),
+            ("strategy", f"{self.strategy} over {self.backend}" if self.backend else self.strategy),
+            ("precision", self.precision),
+            ("batch", f"{batch} x {self.accumulate} (a rank, ranks, accumulation)"),
+            ("learning rate", f"optim.lr x {self.lr_factor:g}"),
+            ("CPU threads a rank", self.threads_per_rank),
+        ]
+        return html_table("launch plan", rows, self.reasons)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, tuple) else value
