@@ -7,6 +7,7 @@ in that rank, and only then costs memory. Plain pickle protocol 5 does not do: i
 from __future__ import annotations
 
 import fcntl
+import importlib
 import io
 import linecache
 import mmap
@@ -66,6 +67,8 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.FunctionType):
             self.files.add(obj.__code__.co_filename)
+        elif isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+            return importlib.import_module, (obj.__name__,)  # a lazy package: cloudpickle knows plain modules only
         elif "numpy" in sys.modules and (reduced := self._array(obj)) is not None:
             return reduced
         elif "torch" in sys.modules and (reduced := self._tensor(obj)) is not None:

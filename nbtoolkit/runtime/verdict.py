@@ -67,7 +67,7 @@ def _trouble(
         return None
     dead = [rank for rank in troubled if rank.phase == "dead" and (rank.ended_at or 0) - first < _TOGETHER]
     if dead and not owner.killed_on_request:
-        return _death(flight, owner.paths, dead[0], first)
+        return _death(flight, owner.paths, dead, first)
     culprit = min(troubled, key=lambda rank: rank.ended_at or 0.0)
     word = culprit.last_word or {"type": "error"}
     if word["type"] == "group_failed":
@@ -90,12 +90,14 @@ def _error(paths: RunPaths, culprit: RankView) -> Failure:
 
 
 def _death(
-    flight: Flight, paths: RunPaths, rank: RankView, first: float
+    flight: Flight, paths: RunPaths, dead: list[RankView], first: float
 ) -> Failure | GroupFailure | None:
     """A rank that ended without a word: wait for its exit code, then say what it usually means."""
     waited = time.monotonic() - first
-    if rank.code is None and flight.exited is not None and len(flight.ranks) == 1:
-        rank.code = flight.exited
+    if flight.exited is not None and len(flight.ranks) == 1:
+        dead[0].code = flight.exited
+    # elastic ends the others as soon as one is dead; it tells the code of the one that was first
+    rank = min(dead, key=lambda rank: rank.code is None)
     if rank.code is None and waited < _CODE_SECONDS:
         if waited > 1.0:
             flight.kill_ranks()  # elastic tells exit codes once all ranks are gone; a rank in C++ ignores its SIGTERM

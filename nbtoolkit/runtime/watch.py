@@ -6,6 +6,7 @@ That another rank waits is read from its stack: faulthandler writes it even whil
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
@@ -47,7 +48,8 @@ class Watch:
         for rank in self._flight.ranks:
             used = _tree_seconds(rank.pid, children) if rank.pid is not None else 0.0
             # a child that ended takes its time with it: any change is a sign of life
-            busy = abs(used - self._cpu[rank.rank]) >= BUSY_SHARE * (now - self._sampled_at)
+            least = max(BUSY_SHARE * (now - self._sampled_at), 2 / _TICKS)
+            busy = abs(used - self._cpu[rank.rank]) >= least
             if busy or rank.long:
                 self.idle_since[rank.rank] = now
             self._cpu[rank.rank] = used
@@ -77,7 +79,9 @@ class Watch:
         blocked = [rank for rank in quiet if rank.rank not in waiting]
         if len(self._flight.ranks) == 1 or not waiting:
             return None
-        # all of them wait, in different collectives: then none of them will ever go on
+        if not blocked and len(quiet) < sum(not rank.over for rank in self._flight.ranks):
+            return None  # those that wait are in order; the one they wait for is not silent for long enough
+        # where all of them wait, in different collectives, none of them will ever go on
         return (blocked or quiet), format_stacks(stacks)
 
     def warning(self) -> str | None:
@@ -103,14 +107,19 @@ class Watch:
         ):
             time.sleep(0.01)
         time.sleep(0.02)
+        children = _children()
+        for rank in self._flight.ranks:  # writing stacks costs CPU time that is not the rank's own
+            if rank.pid is not None:
+                self._cpu[rank.rank] = _tree_seconds(rank.pid, children)
         return {rank: _tail(self._paths.stacks(rank), mark) for rank, mark in marks.items()}
 
 
 def is_waiting(stack: str) -> bool:
     """Whether a faulthandler dump shows its main thread waiting for other ranks."""
     main = stack.rpartition("Current thread")[2] or stack
-    frames = [line for line in main.splitlines() if line.lstrip().startswith("File ")][:6]
-    return any(_WAITING.search(frame) for frame in frames)
+    frames = [line for line in main.splitlines() if line.lstrip().startswith("File ")]
+    inside_torch = itertools.takewhile(lambda frame: "/torch/" in frame, frames)  # innermost first
+    return any(_WAITING.search(frame) for frame in inside_torch)
 
 
 def format_stacks(stacks: dict[int, str]) -> str:
