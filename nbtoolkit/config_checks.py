@@ -1,0 +1,175 @@
+"""What is wrong with settings: names nobody knows, values not allowed, settings that clash."""
+
+from __future__ import annotations
+
+import functools
+import reprlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
+
+from pydantic import BaseModel, ValidationError
+
+from nbtoolkit.config_names import FREE, nearest
+from nbtoolkit.config_values import describe
+from nbtoolkit.yaml_lines import Keys, Layer, Mistake
+
+if TYPE_CHECKING:
+    from nbtoolkit.config import Config
+
+
+@functools.cache
+def fields(model: type[BaseModel]) -> dict[str, str]:
+    """Every checked setting of a model of sections: dotted name -> what it allows, in words."""
+    found = {}
+    for name, hint in _hints(model).items():
+        if isinstance(hint, type) and issubclass(hint, BaseModel):
+            found.update({f"{name}.{key}": describe(inner) for key, inner in _hints(hint).items()})
+        elif name not in FREE:
+            found[name] = describe(hint)
+    return found
+
+
+class Clash(NamedTuple):
+    """Settings that are right one by one and wrong together."""
+
+    what: str
+    do: str
+    names: tuple[str, ...]
+
+
+class Clashes(ValueError):
+    """All clashes of one configuration."""
+
+    def __init__(self, clashes: list[Clash]) -> None:
+        self.clashes = clashes
+        super().__init__("; ".join(f"{clash.what}: {clash.do}" for clash in clashes))
+
+
+def refuse_clashes(config: Config) -> None:
+    """Check what no single setting can check.
+
+    Raises:
+        Clashes: there is at least one.
+    """
+    if clashes := [*_batch_clashes(config), *_rank_clashes(config), *_time_clashes(config)]:
+        raise Clashes(clashes)
+
+
+def _batch_clashes(config: Config) -> Iterator[Clash]:
+    per_device = config.train.batch_size_per_device is not None
+    if per_device and "batch_size" in config.train.model_fields_set:
+        yield Clash(
+            "train.batch_size and train.batch_size_per_device are both set",
+            "set one of them",
+            ("train.batch_size", "train.batch_size_per_device"),
+        )
+    if config.optim.lr_rule != "none" and not per_device:
+        yield Clash(
+            "optim.lr_rule has nothing to follow: train.batch_size is the same on any devices",
+            "set train.batch_size_per_device, or lr_rule: none",
+            ("optim.lr_rule", "train.batch_size"),
+        )
+
+
+def _rank_clashes(config: Config) -> Iterator[Clash]:
+    ranks = config.distributed
+    size = 0 if ranks.world_size == "auto" else ranks.world_size
+    for one, name, word in (
+        (ranks.enabled is False, "distributed.enabled", "enabled: false"),
+        (ranks.strategy == "single", "distributed.strategy", "strategy: single"),
+    ):
+        if one and size > 1:
+            what = f"distributed.world_size: {size} against {word}"
+            yield Clash(what, "take one of them out", ("distributed.world_size", name))
+    if ranks.enabled is False and ranks.strategy == "ddp":
+        what = "distributed.strategy: ddp against enabled: false"
+        names = ("distributed.strategy", "distributed.enabled")
+        yield Clash(what, "take one of them out", names)
+    if ranks.device_ids and size > len(ranks.device_ids):
+        what = f"distributed.world_size: {size} ranks on {len(ranks.device_ids)} device_ids"
+        names = ("distributed.world_size", "distributed.device_ids")
+        yield Clash(what, "name as many devices as ranks", names)
+
+
+def _time_clashes(config: Config) -> Iterator[Clash]:
+    timeout, silence = config.distributed.timeout, config.runtime.hang_timeout
+    if timeout <= silence:
+        yield Clash(
+            f"distributed.timeout ({timeout:g} s) is not above hang_timeout ({silence:g} s)",
+            "raise distributed.timeout: a hang must be found before the group gives up",
+            ("distributed.timeout", "runtime.hang_timeout"),
+        )
+
+
+def mistakes(error: ValidationError, layer: Layer, model: type[BaseModel]) -> list[Mistake]:
+    """What pydantic found, one mistake for each setting, in our words and with places.
+
+    Args:
+        error: what checking ``layer.values`` raised.
+        layer: the values that were checked, and their places.
+        model: what they were checked against.
+    """
+    found: dict[object, Mistake] = {}
+    for item in error.errors(include_url=False):
+        problem = item.get("ctx", {}).get("error")
+        if isinstance(problem, Clashes):
+            found.update({clash: _clashing(layer, clash) for clash in problem.clashes})
+            continue
+        keys = _setting(item["loc"], model)
+        if item["type"] == "extra_forbidden":
+            found.setdefault(keys, _unknown(layer, keys, model))
+        else:
+            found.setdefault(keys, _wrong(layer, keys, model, item["msg"]))
+    return list(found.values())
+
+
+def _setting(loc: tuple[int | str, ...], model: type[BaseModel]) -> Keys:
+    """The setting that a location of pydantic is about: it goes on into unions and lists."""
+    keys = tuple(map(str, loc))
+    return keys[:1] if keys[0] in FREE or keys[0] in fields(model) else keys[:2]
+
+
+def _clashing(layer: Layer, clash: Clash) -> Mistake:
+    places = [layer.places.get(tuple(name.split("."))) for name in clash.names]
+    given = list(dict.fromkeys(place for place in places if place))
+    place = " and ".join(given) or "configuration"
+    return Mistake(place=place, what=clash.what, do=clash.do)
+
+
+def _unknown(layer: Layer, keys: Keys, model: type[BaseModel]) -> Mistake:
+    dotted, sections = ".".join(keys), list(model.model_fields)
+    names = [name for name in fields(model) if name.startswith(f"{keys[0]}.")]
+    close = nearest(dotted, [*fields(model), *(sections if len(keys) == 1 else ())])
+    return Mistake(
+        place=_place(layer, keys),
+        what=f"unknown setting '{dotted}'",
+        allowed=", ".join(name.partition(".")[2] for name in names) or ", ".join(sections),
+        do=f"did you mean '{close}'?"
+        if close
+        else "put settings of your own under model: or data:",
+    )
+
+
+def _wrong(layer: Layer, keys: Keys, model: type[BaseModel], message: str) -> Mistake:
+    dotted = ".".join(keys)
+    if dotted in FREE:
+        what = f"{dotted}: {message.removeprefix('Value error, ')}"
+        return Mistake(
+            place=_place(layer, keys), what=what, allowed=describe(_hints(model)[dotted])
+        )
+    value: Any = functools.reduce(lambda values, key: values[key], keys, layer.values)
+    what = f"{dotted}: {reprlib.repr(value)} is not allowed"
+    return Mistake(place=_place(layer, keys), what=what, allowed=fields(model)[dotted])
+
+
+def _place(layer: Layer, keys: Keys) -> str:
+    """The place of a setting, else of what is around it, else of all that is in it."""
+    around = (keys[:length] for length in range(len(keys), 0, -1))
+    inside = {place: 0 for some, place in layer.places.items() if some[: len(keys)] == keys}
+    exact = (layer.places[some] for some in around if some in layer.places)
+    return next(exact, " and ".join(inside) or "configuration")
+
+
+def _hints(model: type[BaseModel]) -> Mapping[str, Any]:
+    hints = get_type_hints(model, include_extras=True)
+    return {name: hints[name] for name in model.model_fields}
