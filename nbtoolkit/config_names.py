@@ -185,13 +185,16 @@ def nearest(dotted: str, known: Iterable[str]) -> str:
     Returns:
         The name, or an empty text when none is near.
     """
-    names = [*known, *(f"{dotted.rpartition('.')[0]}.{alias}".lstrip(".") for alias in _ALIASES)]
-    last = dotted.rpartition(".")[2].lower()
-    elsewhere = [name for name in names if name.rpartition(".")[2] == last]
-    found = elsewhere or difflib.get_close_matches(dotted.lower(), names, n=1, cutoff=0.6)
-    by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
-    close = found or [by_last[n] for n in difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)]
-    return _ALIASES.get(close[0].rpartition(".")[2], close[0]) if close else ""
+    section, last = dotted.rpartition(".")[0], dotted.rpartition(".")[2].lower()
+    means = {f"{section}.{alias}".lstrip("."): name for alias, name in _ALIASES.items()}
+    means.update({name: name for name in known})
+    by_last = {name.rpartition(".")[2]: name for name in reversed(means)}
+    if last in by_last:
+        return means[by_last[last]]
+    whole = difflib.get_close_matches(dotted.lower(), means, n=1, cutoff=0.6)
+    parts = difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)
+    close = whole or [by_last[part] for part in parts]
+    return means[close[0]] if close else ""
 
 
 class _Renamer:

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nbtoolkit.config import Config, load_config
+from nbtoolkit.config_checks import fields
+from nbtoolkit.config_names import _ALIASES, _REFUSED
+from nbtoolkit.errors import ConfigError
+
+
+def _load(**sections: Any) -> Config:
+    return load_config(env=None, overrides=sections)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"distributed": {"grad_accumulation": 4}}, {"train.accumulate": 4}),
+        ({"distributed": {"grad_accum_steps": 4}}, {"train.accumulate": 4}),
+        ({"train": {"gradient_accumulation_steps": 4}}, {"train.accumulate": 4}),
+        ({"distributed": {"fp16": True}}, {"train.precision": "fp16"}),
+        ({"distributed": {"fp16": False}}, {"train.precision": "fp32"}),
+        ({"train": {"bf16": True}}, {"train.precision": "bf16"}),
+        ({"train": {"mixed_precision": False}}, {"train.precision": "fp32"}),
+        ({"train": {"mixed_precision": "no"}}, {"train.precision": "fp32"}),
+        ({"train": {"mixed_precision": "FP16"}}, {"train.precision": "fp16"}),
+        ({"train": {"mixed_precision": True}}, {}),
+        ({"train": {"gradient_clipping": 1.0}}, {"train.clip_norm": 1.0}),
+        ({"train": {"per_device_batch_size": 8}}, {"train.batch_size_per_device": 8}),
+        ({"distributed": {"sync_bn": True}}, {"distributed.sync_batchnorm": True}),
+        ({"distributed": {"master_port": 29500}}, {"distributed.port": 29500}),
+        ({"distributed": {"timeout_seconds": 900}}, {"distributed.timeout": 900.0}),
+        ({"distributed": {"num_gpus": 2}}, {"distributed.world_size": 2}),
+        ({"distributed": {"num_gpus_per_node": 2, "num_nodes": 1}}, {"distributed.world_size": 2}),
+        ({"distributed": {"mode": "DISTRIBUTED"}}, {"distributed.strategy": "ddp"}),
+        ({"distributed": {"mode": "NONE"}}, {"distributed.strategy": "single"}),
+        ({"distributed": {"mode": "AUTO"}}, {}),
+        ({"distributed": {"backend": "pytorch-ddp"}}, {"distributed.strategy": "ddp"}),
+        ({"distributed": {"communication_backend": "gloo"}}, {"distributed.backend": "gloo"}),
+        ({"distributed": {"init_method": "env://", "master_addr": "localhost"}}, {}),
+        ({"enable_multi_gpu": True}, {"distributed.enabled": True}),
+        ({"multi_gpu_mode": "distributed"}, {"distributed.strategy": "ddp"}),
+        ({"multi_gpu_device_ids": [0, 2]}, {"distributed.device_ids": [0, 2]}),
+        ({"multi_gpu_bucket_cap_mb": 50}, {"distributed.bucket_cap_mb": 50.0}),
+        ({"train": {"checkpoint_frequency": 10}}, {"checkpoint.every_epochs": 10}),
+        ({"mlflow_tracking": False}, {"tracking.mlflow": False}),
+        ({"mlflow_experiment": "digits"}, {"tracking.experiment": "digits"}),
+        ({"learning_rate": 0.1}, {"optim.lr": 0.1}),
+        ({"resume_from_checkpoint": True}, {}),
+    ],
+)
+def test_other_launchers_names_are_understood(
+    settings: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    differences = _load(**settings).differences(Config())
+    changed = {name: mine for name, (mine, _) in differences.items() if mine is not None}
+    assert changed == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"distributed": {"rank": 0}}, r"'distributed.rank' is a process's position, set by the"),
+        ({"local_rank": 0}, r"'local_rank' is a process's position"),
+        ({"distributed": {"init_method": "tcp://a"}}, r"init_method' can only be env://"),
+        (
+            {"distributed": {"master_addr": "10.0.0.1"}},
+            r"can only be localhost(.|\n)*torchrun or srun",
+        ),
+        ({"distributed": {"num_nodes": 2}}, r"num_nodes' can only be 1"),
+        ({"distributed": {"launch_method": "torchrun"}}, r"chosen with the call\n.*start="),
+        ({"distributed": {"batch_size": 8}}, r"does not say whose batch it is\n.*per_device"),
+        ({"distributed": {"output_device": 0}}, r"belongs to DataParallel"),
+        ({"train": {"zero_stage": 3}}, r"belongs to DeepSpeed"),
+        ({"distributed": {"strategy": "dp"}}, r"strategy: 'dp' is refused: DataParallel gathers"),
+        ({"distributed": {"mode": "HYBRID"}}, r"strategy: 'hybrid' is refused"),
+        (
+            {"distributed": {"strategy": "fsdp"}},
+            r"'fsdp' is refused: not built in(.|\n)*auto, single or",
+        ),
+        ({"distributed": {"backend": "mpi"}}, r"backend: 'mpi' is refused: torch has it only when"),
+        ({"distributed": {"backend": "horovod"}}, r"Horovod's last release"),
+        ({"checkpoint": {"checkpoint_dir": "x"}}, r"not chosen alone\n.*runtime.output_dir"),
+        ({"checkpoint": {"auto_resume": False}}, r"chosen with the call\n.*resume=\"never\""),
+        ({"max_retries": 3}, r"'max_retries' is not known.*\n.*nb.launch again"),
+        ({"k_fold": {"n_splits": 5}}, r"'k_fold' belongs to a sweep\n.*config/hpo"),
+        (
+            {"distributed": {"sync_bn": True, "sync_batchnorm": True}},
+            r"sets distributed.sync_batchnorm, which override 'distributed' sets\b(.|\n)*keep one",
+        ),
+        ({"train": {"fp16": True, "bf16": True}}, r"'train.bf16' sets train.precision, which"),
+    ],
+)
+def test_what_is_refused_is_refused_with_its_reason(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _load(**settings)
+
+
+def test_names_of_the_users_own_sections_are_left_alone() -> None:
+    own = dict.fromkeys([*_ALIASES, *_REFUSED], 1)
+    assert _load(model=own).model.to_dict() == own
+
+
+def test_every_other_name_leads_to_a_setting_of_ours() -> None:
+    assert set(_ALIASES.values()) <= set(fields(Config))
+    assert not set(_ALIASES) & set(_REFUSED)
