@@ -78,12 +78,15 @@ class Flight:
         self._foreign = False
 
     @classmethod
-    def start(cls, plan: LaunchPlan, port: int, launchpad: socket.socket, payload_fd: int) -> Flight:
-        """Have the launchpad fork a pilot."""
+    def start(
+        cls, plan: LaunchPlan, port: int, launchpad: socket.socket, payload_fd: int, environment: str
+    ) -> Flight:
+        """Have the launchpad fork a pilot, from a branch that was made for ``environment`` if there is one."""
         pilot, pilot_end = Line.pair()
         pairs = [Line.pair() for _ in range(plan.processes)]
         fds = [payload_fd, pilot_end.fileno(), *(end.fileno() for _, end in pairs)]
-        send_packet(launchpad, {"op": "pilot", "plan": plan.to_dict(), "port": port}, fds)
+        message = {"op": "pilot", "plan": plan.to_dict(), "port": port, "environment": environment}
+        send_packet(launchpad, message, fds)
         for end in [pilot_end, *(end for _, end in pairs)]:
             end.close()
         return cls(plan, port, launchpad, pilot, [mine for mine, _ in pairs])

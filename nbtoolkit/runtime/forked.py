@@ -77,7 +77,7 @@ def _child(
     code = 1
     try:
         from nbtoolkit.runtime.pilot import default_signals, fly
-        from nbtoolkit.runtime.zygote import die_with_parent
+        from nbtoolkit.runtime.forker import die_with_parent
 
         default_signals()
         die_with_parent(signal.SIGKILL)

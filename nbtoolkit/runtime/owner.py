@@ -6,6 +6,7 @@ It never imports user code and never computes: it listens to the ranks, writes t
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import shutil
@@ -18,6 +19,7 @@ from typing import Any
 
 from nbtoolkit.errors import GroupStartFailed, LaunchError, NbtoolkitError
 from nbtoolkit.runtime import verdict
+from nbtoolkit.runtime.ahead import environment_key
 from nbtoolkit.runtime.channel import answer
 from nbtoolkit.runtime.crossing import pack_error
 from nbtoolkit.runtime.flight import Flight, RankView
@@ -28,7 +30,7 @@ from nbtoolkit.runtime.plan import GroupFailure, LaunchPlan, PortBusy, make_plan
 from nbtoolkit.runtime.ports import free_port
 from nbtoolkit.runtime.record import RunRecord
 from nbtoolkit.runtime.watch import Watch, is_waiting
-from nbtoolkit.runtime.wire import Line, Message, wake
+from nbtoolkit.runtime.wire import Line, Message, memory_file, send_packet, wake
 
 TICK = 0.05  # seconds between looks at the ranks when nothing is said
 FAILURE_GRACE = 1.0  # what the other ranks get after the first failure, before SIGKILL
@@ -121,7 +123,8 @@ class Owner:
             return Flight.adopt(
                 self.plan, port, self._launchpad, self._forked, self._content["pilot_pid"]
             )
-        return Flight.start(self.plan, port, self._launchpad, self._payload_fd)
+        environment = environment_key(self._content["around"]["environ"])
+        return Flight.start(self.plan, port, self._launchpad, self._payload_fd, environment)
 
     def _fly(self) -> Any:
         """One flight; returns how it ended: a status, a packed error with its rank, or evidence for a new plan."""
@@ -182,10 +185,17 @@ class Owner:
         elif kind in ("report", "checkpoint"):
             rank.asking = message
             self._answer_if_all_ask(flight)
+        elif kind == "imports":
+            self._import_ahead(message["names"])
         elif kind == "long":
             rank.long += 1 if message["on"] else -1
         rank.hear(message)
         wake(self._kernel)
+
+    def _import_ahead(self, names: list[str]) -> None:
+        """Have the launchpad import for the next launch what a rank imports now."""
+        with memory_file(json.dumps(self._content["around"]["environ"]).encode()) as fd:
+            send_packet(self._launchpad, {"op": "imports", "names": names}, [fd])
 
     def _on_phase(self, flight: Flight, rank: RankView, message: Message) -> None:
         rank.phase = message["phase"]

@@ -48,7 +48,7 @@ def fly(
     """Start the ranks, wait for them, tell the owner how they ended; the main function of a pilot process."""
     from nbtoolkit.runtime.payload import unpack
 
-    os.setpgid(0, 0)
+    os.setpgid(0, 0)  # where the kernel forked it; from the launchpad it leads a group already
     line = Line(sock)
     content = unpack(payload_fd)
     plan = LaunchPlan.from_dict(message["plan"])

@@ -9,8 +9,10 @@ from __future__ import annotations
 import array
 import contextlib
 import json
+import os
 import socket
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 Message = dict[str, Any]
@@ -136,6 +138,17 @@ def receive_packet(sock: socket.socket) -> tuple[Message, list[int]] | None:
     if not data:
         return None
     return json.loads(data), list(fds)
+
+
+@contextlib.contextmanager
+def memory_file(content: bytes) -> Iterator[int]:
+    """The descriptor of an anonymous file with ``content``, for what is too large for a packet."""
+    fd = os.memfd_create("nbtoolkit-message", os.MFD_CLOEXEC)
+    try:
+        os.pwrite(fd, content, 0)
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def wake(line: Line | None) -> None:

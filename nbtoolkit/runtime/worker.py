@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 from nbtoolkit.errors import Leave
+from nbtoolkit.runtime.ahead import ImportNotes
 from nbtoolkit.runtime.channel import OwnerChannel
 from nbtoolkit.runtime.context import RunContext
 from nbtoolkit.runtime.crossing import pack_error, pack_value
@@ -25,7 +26,7 @@ from nbtoolkit.runtime.paths import write_whole
 from nbtoolkit.runtime.pilot import Job, default_signals, write_output_to
 from nbtoolkit.runtime.plan import LaunchPlan
 from nbtoolkit.runtime.wire import Line
-from nbtoolkit.runtime.zygote import die_with_parent
+from nbtoolkit.runtime.forker import die_with_parent
 
 # Asks a rank for its stacks. A real-time signal, since users and schedulers have meanings of their own for SIGUSR1 and 2.
 STACKS_SIGNAL = signal.SIGRTMIN + 7
@@ -54,18 +55,23 @@ def run_rank(job: Job) -> None:
         params=job.content["params"],
         fold=job.content["fold"],
     )
+    notes = ImportNotes(lambda names: channel.send("imports", names=names))
+    if rank == 0:
+        sys.meta_path.insert(0, notes)  # what is imported from here on, the launchpad imports for the next launch
     try:
         function = job.function or _load(job)
         channel.send("phase", phase="ready")
         if channel.wait() is not None:  # the owner's go; it comes when every rank is ready
-            _call(function, context, channel)
+            _call(function, context, channel, notes)
     except BaseException as error:
         _tell_error(job, rank, channel, error)
     _leave_group()
     return None
 
 
-def _call(function: Callable[..., Any], context: RunContext, channel: OwnerChannel) -> None:
+def _call(
+    function: Callable[..., Any], context: RunContext, channel: OwnerChannel, notes: ImportNotes
+) -> None:
     seed_everything(context.seed)
     try:
         value = function(context.config, context)
@@ -74,6 +80,7 @@ def _call(function: Callable[..., Any], context: RunContext, channel: OwnerChann
         return
     write_whole(context.paths.value(context.rank), pack_value(value), durable=False)
     _flush()
+    notes.tell_submodules()
     channel.send("phase", phase="done")
 
 

@@ -9,51 +9,48 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import selectors
 import signal
 import socket
-import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbtoolkit.runtime.ahead import Ahead
+from nbtoolkit.runtime.forker import Forker, close_all, kill_group
 from nbtoolkit.runtime.wire import Message, packet_pair, receive_packet, send_packet
 
 
 @dataclass
-class Child:
-    """A forked process: what it is, and the line on which its requester is told of its end."""
+class Owner:
+    """An owner process: the socket it asks for pilots on, and the pilots it has."""
 
-    kind: str
-    socket: socket.socket | None = None
-    owner: int | None = None
+    socket: socket.socket
     pilots: set[int] = field(default_factory=set)
 
 
-class Zygote:
+class Zygote(Forker):
     """Accepts requests from the kernel and from owners, forks, reaps."""
 
     def __init__(self, kernel: socket.socket) -> None:
+        super().__init__()
         self._kernel: socket.socket | None = kernel
-        self._children: dict[int, Child] = {}
+        self._owners: dict[int, Owner] = {}
+        self._pilots: dict[int, int] = {}  # pilot -> its owner
+        self._tokens: dict[int, int] = {}  # requests that a branch is working on -> their owner
+        self._own_pilots: set[int] = set()  # those forked here, not in a branch
         self._tracking: socket.socket | None = None
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(kernel, selectors.EVENT_READ, self._from_kernel)
-        self._wakeup_read, self._wakeup_write = os.pipe()
-        os.set_blocking(self._wakeup_write, False)
-        os.set_blocking(self._wakeup_read, False)
-        signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._selector.register(self._wakeup_read, selectors.EVENT_READ, self._reap)
+        self._tracking_pid: int | None = None
+        self._ahead = Ahead(self.fork, self._listen, self._forget, self._pilot_ended, self._branch_forked)
+        self._listen(kernel, self._from_kernel)
 
     def serve(self) -> None:
-        """Accept, fork and reap until the kernel and every child are gone."""
-        while self._kernel is not None or self._children:
-            for key, _ in self._selector.select():
-                key.data()
+        """Accept, fork and reap until the kernel, every owner and the tracking service are gone."""
+        while self._kernel is not None or self._owners or self._tracking_pid is not None:
+            self.turn()
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -61,7 +58,7 @@ class Zygote:
         assert self._kernel is not None
         packet = receive_packet(self._kernel)
         if packet is None:
-            self._selector.unregister(self._kernel)
+            self._forget(self._kernel)
             self._kernel.close()
             self._kernel = None
             self._end_tracking()  # it writes what has ended, then goes
@@ -74,35 +71,45 @@ class Zygote:
 
     def _fork_owner(self, fds: list[int]) -> None:
         ours, theirs = packet_pair()
-        pid = self._fork(lambda: _run_owner(theirs, fds), keep=[theirs.fileno(), *fds])
+        pid = self.fork(lambda: run_owner(theirs, fds), keep=[theirs.fileno(), *fds])
         theirs.close()
-        _close(fds)
-        self._children[pid] = Child("owner", ours)
-        self._selector.register(ours, selectors.EVENT_READ, lambda: self._from_owner(pid, ours))
+        close_all(fds)
+        self._owners[pid] = Owner(ours)
+        self._listen(ours, lambda: self._from_owner(pid))
         if self._kernel is not None:
             send_packet(self._kernel, {"op": "forked", "pid": pid})
 
-    def _from_owner(self, owner: int, sock: socket.socket) -> None:
+    def _from_owner(self, owner: int) -> None:
+        sock = self._owners[owner].socket
         packet = receive_packet(sock)
         if packet is None:
-            self._selector.unregister(sock)
+            self._forget(sock)
             return
         message, fds = packet
-        pid = self._fork(lambda: _run_pilot(message, fds), keep=fds, parent_death=signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.setpgid(pid, pid)  # the child does so too; whoever is first
-        _close(fds)
-        self._children[pid] = Child("pilot", sock, owner)
-        self._children[owner].pilots.add(pid)
-        send_packet(sock, {"op": "forked", "pid": pid})
+        if message["op"] == "pilot":
+            self._fork_pilot(owner, message, fds)
+        elif message["op"] == "imports":
+            with os.fdopen(fds[0]) as environ:
+                self._ahead.want(message["names"], json.load(environ))
+
+    def _fork_pilot(self, owner: int, message: Message, fds: list[int]) -> None:
+        branch = self._ahead.branch_for(message["environment"])
+        token = max(self._tokens, default=0) + 1
+        if branch is not None and send_packet(branch, {**message, "token": token}, fds):
+            self._tokens[token] = owner
+        else:
+            pid = self.fork(
+                lambda: run_pilot(message, fds), keep=fds, parent_death=signal.SIGKILL, leader=True
+            )
+            self._own_pilots.add(pid)
+            self._pilot_forked(owner, pid)
+        close_all(fds)
 
     def _track(self, message: Message) -> None:
         if self._tracking is None:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            pid = self._fork(lambda: _run_tracking(theirs), keep=[theirs.fileno()])
+            self._tracking, theirs = packet_pair()
+            self._tracking_pid = self.fork(lambda: run_tracking(theirs), keep=[theirs.fileno()])
             theirs.close()
-            self._children[pid] = Child("tracking")
-            self._tracking = ours
         if not send_packet(self._tracking, message):  # it died: the next request starts another
             self._end_tracking()
 
@@ -111,114 +118,80 @@ class Zygote:
             self._tracking.close()
             self._tracking = None
 
-    # --- fork and reap --------------------------------------------------------------------------------------------
+    # --- pilots, wherever they were forked ------------------------------------------------------------------------
 
-    def _fork(self, run: Callable[[], None], *, keep: list[int], parent_death: int = 0) -> int:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
-        if pid:
-            return pid
-        code = 1
-        try:
-            self._become_child(keep, parent_death)
-            run()
-            code = 0
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else 1
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            with contextlib.suppress(Exception):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)
+    def _branch_forked(self, token: int, pid: int) -> None:
+        self._pilot_forked(self._tokens.pop(token), pid)
 
-    def _become_child(self, keep: list[int], parent_death: int) -> None:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if parent_death:
-            die_with_parent(parent_death)
-        mine = [self._wakeup_read, self._wakeup_write]
-        mine += [key.fd for key in self._selector.get_map().values()]
-        mine += [child.socket.fileno() for child in self._children.values() if child.socket]
-        mine += [self._tracking.fileno()] if self._tracking is not None else []
-        self._selector.close()
-        _close(sorted(set(mine) - set(keep) - {-1}))
-
-    def _reap(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wakeup_read, 4096)
-        while True:
-            try:
-                info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if info is None:
-                return
-            self._bury(info.si_pid)
-
-    def _bury(self, pid: int) -> None:
-        """Clean up after a child that has ended; its pid is still reserved, so its group can be killed safely."""
-        child = self._children.pop(pid, None)
-        if child is not None and child.kind == "pilot":
-            _kill_group(pid)  # ranks and DataLoader workers that outlived it
-        _, status = os.waitpid(pid, 0)
-        if child is None:
+    def _pilot_forked(self, owner: int, pid: int) -> None:
+        if owner not in self._owners:  # it died meanwhile
+            kill_group(pid)
             return
-        if child.kind == "pilot" and child.owner in self._children:
-            assert child.socket is not None
-            self._children[child.owner].pilots.discard(pid)
-            code = os.waitstatus_to_exitcode(status)
-            send_packet(child.socket, {"op": "exited", "pid": pid, "code": code})
-        elif child.kind == "owner":
-            for pilot in child.pilots:
-                _kill_group(pilot)
-            assert child.socket is not None
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(child.socket)
-            child.socket.close()
-        elif child.kind == "tracking":
+        self._pilots[pid] = owner
+        self._owners[owner].pilots.add(pid)
+        send_packet(self._owners[owner].socket, {"op": "forked", "pid": pid})
+
+    def _pilot_ended(self, pid: int, code: int) -> None:
+        owner = self._owners.get(self._pilots.pop(pid, -1))
+        if owner is not None:
+            owner.pilots.discard(pid)
+            send_packet(owner.socket, {"op": "exited", "pid": pid, "code": code})
+
+    # --- what the loop asks ---------------------------------------------------------------------------------------
+
+    def is_group(self, pid: int) -> bool:
+        """See :class:`Forker`."""
+        return pid in self._own_pilots
+
+    def ended(self, pid: int, code: int) -> None:
+        """See :class:`Forker`."""
+        if pid in self._own_pilots:
+            self._own_pilots.discard(pid)
+            self._pilot_ended(pid, code)
+        elif pid in self._owners:
+            owner = self._owners.pop(pid)
+            for pilot in owner.pilots:
+                kill_group(pilot)
+            self._forget(owner.socket)
+            owner.socket.close()
+        elif pid == self._tracking_pid:
+            self._tracking_pid = None
             self._end_tracking()
 
+    def descriptors(self) -> list[int]:
+        """See :class:`Forker`."""
+        tracking = [self._tracking.fileno()] if self._tracking is not None else []
+        return [owner.socket.fileno() for owner in self._owners.values()] + tracking + self._ahead.descriptors
 
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+    def _listen(self, sock: socket.socket, hear: Callable[[], None]) -> None:
+        self.selector.register(sock, selectors.EVENT_READ, hear)
 
-
-def _close(fds: list[int]) -> None:
-    for fd in fds:
-        with contextlib.suppress(OSError):
-            os.close(fd)
-
-
-def die_with_parent(number: int) -> None:
-    """Ask Linux for signal ``number`` when the thread that forked this process ends (prctl PR_SET_PDEATHSIG)."""
-    from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
-
-    _prctl_pr_set_pdeathsig(number)
+    def _forget(self, sock: socket.socket) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(sock)
 
 
 # --- what the children are ------------------------------------------------------------------------------------------
 
 
-def _run_owner(launchpad: socket.socket, fds: list[int]) -> None:
+def run_owner(launchpad: socket.socket, fds: list[int]) -> None:
+    """The main function of an owner's process."""
     from nbtoolkit.runtime.owner import own
 
     payload, kernel, _lock, *forked = fds  # the run stays locked as long as this process holds the descriptor
     own(payload, socket.socket(fileno=kernel), launchpad, forked)
 
 
-def _run_pilot(message: dict[str, Any], fds: list[int]) -> None:
+def run_pilot(message: dict[str, Any], fds: list[int]) -> None:
+    """The main function of a pilot's process."""
     from nbtoolkit.runtime.pilot import fly
 
     payload, line, *ranks = fds
     fly(payload, message, socket.socket(fileno=line), ranks)
 
 
-def _run_tracking(control: socket.socket) -> None:
+def run_tracking(control: socket.socket) -> None:
+    """The main function of the tracking service."""
     from nbtoolkit.tracking import run_service
 
     run_service(control)
