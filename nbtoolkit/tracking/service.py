@@ -1,0 +1,228 @@
+"""The tracking service: follows the runs it is told of, in a process of its own.
+
+It talks JSON lines over a socket that is inherited (see runtime/wire.py):
+
+    to it     {"op": "track", "folder": ..., "output_dir": ... or absent}    again: look now
+    from it   {"op": "tracked", "folder": ..., "mlflow_run_id": ... or null}
+              {"op": "failed", "folder": ..., "error": text}
+
+When the other end is gone it finishes what has ended, for at most 10 s, and exits; what it does not
+finish, ``replay`` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from nbtoolkit.errors import MissingExtra, TrackingError
+from nbtoolkit.runtime.events import EventReader
+from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.runtime.wire import Line, Message
+from nbtoolkit.tracking.choice import choose_tracking
+from nbtoolkit.tracking.database import import_client
+from nbtoolkit.tracking.follow import Follower
+
+POLL = 0.2
+"""Seconds between two looks at the runs."""
+
+GRACE = 10.0
+"""Seconds for what is left to write when the other end is gone."""
+
+# Set in this process only. The second is what fluent calls in a kernel leave in its environment:
+# nothing of it is meant for our runs.
+_NO_TELEMETRY = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+_KERNEL_STATE = (
+    "MLFLOW_RUN_ID",
+    "MLFLOW_EXPERIMENT_ID",
+    "MLFLOW_EXPERIMENT_NAME",
+    "MLFLOW_TRACKING_URI",
+    "MLFLOW_REGISTRY_URI",
+    "MLFLOW_ENABLE_WORKSPACES",
+    "MLFLOW_WORKSPACE",
+)
+
+
+def run_service(control: socket.socket) -> None:
+    """Be the tracking service. Returns when the other end of ``control`` is gone.
+
+    For a process of its own, forked or fresh: it changes the environment.
+    """
+    _set_environment()
+    with contextlib.suppress(MissingExtra):  # TensorBoard alone may be wanted; MLflow's runs say so
+        import_client()  # now, while the training starts, rather than when its first event is there
+    Service(Line(control)).run()
+
+
+class Service:
+    """Follows several runs in one thread, round robin."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._followers: dict[str, Follower] = {}
+
+    def run(self) -> None:
+        """Serve until the other end is gone."""
+        while not self._line.closed:
+            self._wait()
+            for message in self._line.drain():
+                if message.get("op") == "track":
+                    self._begin(message)
+            self._look()
+        self._finish()
+
+    def _wait(self) -> None:
+        """Until a message comes, or it is time to look again."""
+        select.select([self._line], [], [], POLL if self._followers else None)
+
+    def _begin(self, message: Message) -> None:
+        folder, output_dir = message["folder"], message.get("output_dir")
+        if folder not in self._followers:
+            with self._answering(folder):
+                where = Path(output_dir) if output_dir else None
+                self._followers[folder] = Follower(RunPaths(Path(folder)), output_dir=where)
+
+    def _look(self) -> None:
+        for folder, follower in list(self._followers.items()):
+            with self._answering(folder):
+                if follower.poll():
+                    run_id = follower.state.get("mlflow_run_id")
+                    self._end(folder)
+                    self._line.send({"op": "tracked", "folder": folder, "mlflow_run_id": run_id})
+
+    def _finish(self) -> None:
+        until = time.monotonic() + GRACE
+        while self._followers and time.monotonic() < until:
+            self._look()
+            time.sleep(POLL)
+
+    def _end(self, folder: str) -> None:
+        if follower := self._followers.pop(folder, None):
+            follower.close()
+
+    @contextlib.contextmanager
+    def _answering(self, folder: str) -> Iterator[None]:
+        """Whatever goes wrong with one run is told, and is no matter of the others."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self._end(folder)
+            text = f"{type(error).__name__}: {error}"
+            self._line.send({"op": "failed", "folder": folder, "error": text})
+
+
+class TrackingProcess:
+    """A tracking service in a fresh interpreter, for who has no launchpad to fork it from.
+
+    Use it in a ``with`` block; at its end the service finishes and exits.
+    """
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-c", _START, str(theirs.fileno()), json.dumps(sys.path)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # an interrupt of the kernel is not for it
+            )
+        self._line = Line(ours)
+
+    def track(self, folder: Path, output_dir: Path | None = None) -> None:
+        """Ask for a run to be followed to its end."""
+        where = str(output_dir) if output_dir else None
+        self._line.send({"op": "track", "folder": str(folder), "output_dir": where})
+
+    def wait(self, timeout: float | None = None) -> str | None:
+        """Wait until the next run is written through.
+
+        Returns:
+            The id of its MLflow run; None when MLflow is off.
+
+        Raises:
+            TrackingError: it could not be written, or the service died.
+            TimeoutError: it took longer than ``timeout`` seconds.
+        """
+        answer = self._line.receive(timeout)
+        if answer is None:
+            raise TrackingError(f"the tracking process died (exit code {self._process.wait()})")
+        if answer["op"] == "failed":
+            raise TrackingError(
+                f"tracking {answer['folder']} failed: {answer['error']}",
+                do="the run itself is whole; write it later with nbtoolkit.tracking.replay(folder)",
+            )
+        run_id: str | None = answer["mlflow_run_id"]
+        return run_id
+
+    def close(self) -> None:
+        """Let it finish and exit."""
+        self._line.close()
+        self._process.wait()
+
+    def __enter__(self) -> TrackingProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def replay(folder: str | Path, *, output_dir: str | Path | None = None) -> str | None:
+    """Write a run that was not, or not wholly, tracked: from where tracking stopped, to its end.
+
+    Done twice it changes nothing. When the database is gone it is written anew. It runs in a
+    process of its own, so that this one imports no MLflow.
+
+    Args:
+        folder: the run's folder.
+        output_dir: where the MLflow database lies; None: the run folder's parent.
+
+    Returns:
+        The id of its MLflow run; None when MLflow is off in the run's configuration.
+
+    Raises:
+        TrackingError: there is no run in the folder, or it could not be written.
+        MissingExtra: a tracker that the run's configuration asks for is not installed.
+    """
+    paths = RunPaths(Path(folder).absolute())
+    run = next(EventReader(paths.events).read(), None)
+    if run is None:
+        raise TrackingError(
+            f"there are no events in {paths.folder}",
+            do="give the folder of one run, such as result.paths.folder",
+        )
+    choice = choose_tracking(run["config"].get("tracking", {}))
+    if choice.notes:
+        raise MissingExtra("\n".join(choice.notes))
+    with TrackingProcess() as service:
+        service.track(paths.folder, Path(output_dir).absolute() if output_dir else None)
+        return service.wait()
+
+
+_START = """
+import json, socket, sys
+sys.path[:] = json.loads(sys.argv[2])
+from nbtoolkit.tracking.service import run_service
+run_service(socket.socket(fileno=int(sys.argv[1])))
+"""
+
+
+def _set_environment() -> None:
+    os.environ.update(_NO_TELEMETRY, MLFLOW_LOGGING_LEVEL="WARNING")
+    for name in _KERNEL_STATE:
+        os.environ.pop(name, None)

@@ -1,0 +1,79 @@
+"""TensorBoardTracker: the same numbers as TensorBoard event files, in the run's own folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nbtoolkit.errors import MissingExtra
+from nbtoolkit.runtime.events import Event
+from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.tracking.choice import INSTALL
+from nbtoolkit.tracking.tracker import Point
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+
+def tensorboard_folder(paths: RunPaths) -> Path:
+    """What ``tensorboard --logdir`` takes for one run; the output folder shows all of them."""
+    return paths.folder / "tensorboard"
+
+
+class TensorBoardTracker:
+    """Writes one run folder's curves with torch's SummaryWriter.
+
+    Args:
+        paths: the run.
+        fresh: the events come from the first: what is there is written anew.
+    """
+
+    def __init__(self, paths: RunPaths, *, fresh: bool) -> None:
+        self._folder, self._fresh = tensorboard_folder(paths), fresh
+        self._opened: SummaryWriter | None = None
+
+    def open(self, run: Event) -> bool:
+        """Begin the folder, or go on with it."""
+        if self._fresh:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._write_text(run)
+        return self._folder.is_dir()
+
+    def write(self, points: Sequence[Point], events: Sequence[Event]) -> None:
+        """Write the curves, and let them be seen at once."""
+        if points:
+            for point in points:
+                self._writer().add_scalar(point.name, point.value, point.step, point.time)
+            self._writer().flush()
+
+    def close(self, ended: Event) -> None:
+        """Close the file."""
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    def _writer(self) -> SummaryWriter:
+        """A new event file at the first write (TensorBoard draws all files of a folder as one)."""
+        if self._opened is None:
+            self._opened = _summary_writer(self._folder)
+        return self._opened
+
+    def _write_text(self, run: Event) -> None:
+        for name in ("config", "plan"):
+            text = json.dumps(run.get(name), indent=2, default=str)
+            indented = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown: as it is
+            self._writer().add_text(name, indented, 0, run["t"])
+
+
+def _summary_writer(folder: Path) -> SummaryWriter:
+    try:
+        from torch.utils.tensorboard.writer import SummaryWriter
+    except ImportError as error:
+        raise MissingExtra(
+            f"TensorBoard cannot be imported: {error}",
+            do=f"{INSTALL['tensorboard']}, or set tracking.tensorboard: false",
+        ) from error
+    return SummaryWriter(str(folder))
