@@ -137,7 +137,7 @@ def test_the_search_ends_at_a_pyproject(write: Write, tmp_path: Path) -> None:
     (project / "pyproject.toml").touch()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(project)
-        with pytest.raises(ConfigError, match="no configuration file 'my.yaml'"):
+        with pytest.raises(ConfigError, match=r"no configuration file 'my\.yaml'"):
             load_config("my.yaml", env=None)
 
 

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nbtoolkit
+
+HEAVY = ("torch", "mlflow", "optuna", "accelerate", "ipywidgets", "pydantic", "numpy", "yaml")
+
+
+@pytest.mark.parametrize("name", nbtoolkit.__all__)
+def test_every_public_name_loads(name: str) -> None:
+    assert getattr(nbtoolkit, name) is not None
+
+
+def test_the_names_are_sorted_and_complete() -> None:
+    assert nbtoolkit.__all__ == sorted(nbtoolkit.__all__)
+    assert set(nbtoolkit.__all__) == {*nbtoolkit._HOME, "errors", "__version__"}
+    assert set(nbtoolkit.__all__) <= set(dir(nbtoolkit))
+
+
+def test_type_checkers_see_the_same_names_in_the_same_modules() -> None:
+    tree = ast.parse(Path(nbtoolkit.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {name.name: node.module for node in block.body for name in node.names}
+    assert seen == {**nbtoolkit._HOME, "errors": "nbtoolkit"}
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'nbtoolkit' has no attribute 'lunch'"):
+        _ = nbtoolkit.lunch
+
+
+def test_a_module_does_not_hide_the_function_of_its_name() -> None:
+    importlib.import_module("nbtoolkit.doctor")
+    assert callable(nbtoolkit.doctor)
+
+
+def test_importing_costs_nothing() -> None:
+    program = f"import sys, nbtoolkit; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
