@@ -32,15 +32,23 @@ from nbtoolkit.runtime.probe import probe_fork
 from nbtoolkit.runtime.wire import Message, packet_pair, receive_packet, send_packet
 
 # Known not to survive a fork although a probe of torch passes: they keep native threads and connections of their own.
-_NEVER = frozenset({"tensorflow", "jax", "jaxlib", "ray", "grpc", "pyspark", "torch_xla", "triton", "bitsandbytes"})
+_NEVER = frozenset(
+    {"tensorflow", "jax", "jaxlib", "ray", "grpc", "pyspark", "torch_xla", "triton", "bitsandbytes"}
+)
 
 # Variables that say nothing about how a package behaves.
-_IRRELEVANT = frozenset({"PWD", "OLDPWD", "_", "SHLVL", "COLUMNS", "LINES", "JPY_PARENT_PID", "JPY_SESSION_NAME"})
+_IRRELEVANT = frozenset(
+    {"PWD", "OLDPWD", "_", "SHLVL", "COLUMNS", "LINES", "JPY_PARENT_PID", "JPY_SESSION_NAME"}
+)
 
 
 def installed_roots() -> tuple[str, ...]:
     """The folders that pip installs into."""
-    roots = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
+    roots = {
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+        site.getusersitepackages(),
+    }
     roots.update(site.getsitepackages())
     return tuple(os.path.join(root, "") for root in sorted(roots))
 
@@ -76,7 +84,9 @@ class ImportNotes:
 
     def tell_submodules(self) -> None:
         """The submodules that came later, for packages that load their parts lazily."""
-        late = [name for name in sys.modules if "." in name and name.partition(".")[0] in self._told]
+        late = [
+            name for name in sys.modules if "." in name and name.partition(".")[0] in self._told
+        ]
         if late:
             self._tell(sorted(late)[:2000])
 
@@ -84,9 +94,14 @@ class ImportNotes:
 class Ahead:
     """In the launchpad: the branch in use, the one that grows, and what is still to be imported."""
 
-    def __init__(self, fork: Callable[..., int], listen: Callable[[socket.socket, Callable[[], None]], None],
-                 forget: Callable[[socket.socket], None], exited: Callable[[int, int], None],
-                 forked: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        fork: Callable[..., int],
+        listen: Callable[[socket.socket, Callable[[], None]], None],
+        forget: Callable[[socket.socket], None],
+        exited: Callable[[int, int], None],
+        forked: Callable[[int, int], None],
+    ) -> None:
         self._fork, self._listen, self._forget = fork, listen, forget
         self._exited, self._forked = exited, forked
         self._key: str | None = None
@@ -104,7 +119,11 @@ class Ahead:
         if key != self._key or self._installed != _installed_state():
             self.drop()
             self._key, self._environ, self._installed = key, environ, _installed_state()
-        new = [name for name in names if name not in self._known and name.partition(".")[0] not in _NEVER]
+        new = [
+            name
+            for name in names
+            if name not in self._known and name.partition(".")[0] not in _NEVER
+        ]
         self._known.update(new)
         if new:
             self._wanted.append(new)
@@ -225,7 +244,9 @@ class Branch(Forker):
     def _fork_pilot(self, message: Message, fds: list[int]) -> None:
         from nbtoolkit.runtime.zygote import run_pilot
 
-        pid = self.fork(lambda: run_pilot(message, fds), keep=fds, parent_death=signal.SIGKILL, leader=True)
+        pid = self.fork(
+            lambda: run_pilot(message, fds), keep=fds, parent_death=signal.SIGKILL, leader=True
+        )
         self._pilots.add(pid)
         close_all(fds)
         send_packet(self._launchpad, {"op": "forked", "token": message["token"], "pid": pid})

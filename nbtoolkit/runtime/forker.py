@@ -29,7 +29,12 @@ class Forker:
             key.data()
 
     def fork(
-        self, run: Callable[[], None], *, keep: list[int], parent_death: int = 0, leader: bool = False
+        self,
+        run: Callable[[], None],
+        *,
+        keep: list[int],
+        parent_death: int = 0,
+        leader: bool = False,
     ) -> int:
         """Fork a child that calls ``run`` and ends.
 

@@ -44,7 +44,9 @@ class Zygote(Forker):
         self._own_pilots: set[int] = set()  # those forked here, not in a branch
         self._tracking: socket.socket | None = None
         self._tracking_pid: int | None = None
-        self._ahead = Ahead(self.fork, self._listen, self._forget, self._pilot_ended, self._branch_forked)
+        self._ahead = Ahead(
+            self.fork, self._listen, self._forget, self._pilot_ended, self._branch_forked
+        )
         self._listen(kernel, self._from_kernel)
 
     def serve(self) -> None:
@@ -71,7 +73,12 @@ class Zygote(Forker):
 
     def _fork_owner(self, fds: list[int]) -> None:
         ours, theirs = packet_pair()
-        pid = self.fork(lambda: run_owner(theirs, fds), keep=[theirs.fileno(), *fds])
+
+        def child() -> None:
+            ours.close()  # else the owner would hold its own line open and never hear of this process's end
+            run_owner(theirs, fds)
+
+        pid = self.fork(child, keep=[theirs.fileno(), *fds])
         theirs.close()
         close_all(fds)
         self._owners[pid] = Owner(ours)
@@ -161,7 +168,11 @@ class Zygote(Forker):
     def descriptors(self) -> list[int]:
         """See :class:`Forker`."""
         tracking = [self._tracking.fileno()] if self._tracking is not None else []
-        return [owner.socket.fileno() for owner in self._owners.values()] + tracking + self._ahead.descriptors
+        return (
+            [owner.socket.fileno() for owner in self._owners.values()]
+            + tracking
+            + self._ahead.descriptors
+        )
 
     def _listen(self, sock: socket.socket, hear: Callable[[], None]) -> None:
         self.selector.register(sock, selectors.EVENT_READ, hear)
@@ -178,7 +189,9 @@ def run_owner(launchpad: socket.socket, fds: list[int]) -> None:
     """The main function of an owner's process."""
     from nbtoolkit.runtime.owner import own
 
-    payload, kernel, _lock, *forked = fds  # the run stays locked as long as this process holds the descriptor
+    payload, kernel, _lock, *forked = (
+        fds  # the run stays locked as long as this process holds the descriptor
+    )
     own(payload, socket.socket(fileno=kernel), launchpad, forked)
 
 
