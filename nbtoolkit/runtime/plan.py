@@ -95,10 +95,10 @@ def make_plan(
         ddp={name: getattr(config.distributed, name) for name in _DDP},
         reasons=(
             *learnt,
-            *about_port,
             *seats.reasons,
             about_precision,
             *about_backend,
+            *about_port,
             str(batch),
             *about_batch,
             about_threads,
@@ -129,8 +129,9 @@ def _learn(
 ) -> tuple[Seats, BatchSplit, tuple[str, ...]]:
     """Fall back to one process when the ranks could not form a group; the step stays the same."""
     failures = [item for item in evidence if isinstance(item, GroupFailure)]
-    if not failures or seats.processes == 1:
-        return seats, batch, ()
+    busy = [f"port {item.port} was busy" for item in evidence if isinstance(item, PortBusy)]
+    if seats.processes == 1 or not failures:
+        return seats, batch, tuple(busy)
     what = f"{seats.processes} ranks could not form a process group: {failures[-1].reason}"
     if host.is_rank or not config.distributed.fallback:
         raise GroupStartFailed(
@@ -146,7 +147,7 @@ def _learn(
         f"accumulation {batch.accumulate} -> {alone.accumulate} on one process: the same "
         f"{batch.per_device} samples a forward pass, the same {batch.total} a step",
     )
-    return seats.on_one(), alone, said
+    return seats.on_one("the group could not be formed"), alone, said
 
 
 def _precision(
@@ -212,9 +213,7 @@ def _port(
 ) -> tuple[int | None, tuple[str, ...]]:
     if processes == 1:
         return None, ()
-    busy = [item.port for item in evidence if isinstance(item, PortBusy)]
-    if busy:
-        return None, (f"port {busy[-1]} was busy: a free one is picked",)
-    if wish == "auto":
+    busy = any(isinstance(item, PortBusy) for item in evidence)
+    if busy or wish == "auto":
         return None, ("port: a free one is picked",)
     return wish, (f"port {wish}: distributed.port says so",)

@@ -24,11 +24,21 @@ class Seats:
     processes: int
     devices: tuple[Device, ...] = ()
     """Empty on the CPU."""
-    reasons: tuple[str, ...] = ()
+    why: str
+    """Why so many."""
+    notes: tuple[str, ...] = ()
+    """What else is to be said: devices left out, memory in use."""
 
-    def on_one(self) -> Seats:
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Sentences for the plan; the first says who sits where."""
+        where = ", ".join(map(str, self.devices)) or "the CPU"
+        count = "1 process" if self.processes == 1 else f"{self.processes} processes"
+        return (f"{count} on {where}: {self.why}", *self.notes)
+
+    def on_one(self, why: str) -> Seats:
         """The first seat alone."""
-        return replace(self, processes=1, devices=self.devices[:1])
+        return replace(self, processes=1, devices=self.devices[:1], why=why)
 
 
 def choose_seats(config: Config, host: Host, hardware: Hardware, start: Start) -> Seats:
@@ -45,12 +55,12 @@ def choose_seats(config: Config, host: Host, hardware: Hardware, start: Start) -
     usable = [device for device in allowed if device.usable]
     if host.is_rank:
         return _in_place(host, usable)
-    if host.tpu and not usable and wish.enabled is not False and wish.device_ids != ():
+    if host.tpu and not usable and wish.enabled is not False:
         raise _tpu_only(host)
     alone = _why_alone(wish, start)
     seats = _on_gpus(wish, usable, alone) if usable else _on_cpu(wish, hardware, alone)
     unusable = [f"{device} is not used: {device.reason}" for device in allowed if not device.usable]
-    return replace(seats, reasons=(*seats.reasons, *unusable))
+    return replace(seats, notes=(*seats.notes, *unusable))
 
 
 def _allowed(device_ids: Sequence[int] | None, hardware: Hardware) -> list[Device]:
@@ -63,7 +73,7 @@ def _allowed(device_ids: Sequence[int] | None, hardware: Hardware) -> list[Devic
         raise PlanError(
             f"distributed.device_ids names {unknown}, which this process cannot see "
             f"({hardware.reason})",
-            allowed=", ".join(map(str, hardware.devices)) or "[] (the CPU), or null",
+            allowed=", ".join(map(str, hardware.devices)) or "null (there is the CPU only)",
             do="name GPUs that are there, or take device_ids out",
         )
     chosen = [by_index[index] for index in device_ids]
@@ -72,7 +82,7 @@ def _allowed(device_ids: Sequence[int] | None, hardware: Hardware) -> list[Devic
         raise PlanError(
             f"distributed.device_ids names {unusable[0]}, which is not usable: "
             f"{unusable[0].reason}",
-            allowed=", ".join(map(str, hardware.usable)) or "[] (the CPU), or null",
+            allowed=", ".join(map(str, hardware.usable)) or "null (there is the CPU only)",
             do="take it out of device_ids",
         )
     return chosen
@@ -110,23 +120,22 @@ def _on_gpus(wish: Distributed, usable: Sequence[Device], alone: str) -> Seats:
         count, why = wish.world_size, f"distributed.world_size is {wish.world_size}"
         _check_fits(count, [*equal, *others])
     else:
-        count, why = len(equal), _how_many(equal, best)
+        count, why = len(equal), _how_many(equal, others)
     chosen = (*equal, *others)[:count]
     return Seats(
         processes=count,
         devices=chosen,
-        reasons=(
-            f"{_processes(count)} on {', '.join(map(str, chosen))}: {why}",
-            *_about_unequal(best, chosen, others, alone),
-            *_about_memory(chosen),
-        ),
+        why=why,
+        notes=(*_about_unequal(best, chosen, others, alone), *_about_memory(chosen)),
     )
 
 
-def _how_many(equal: Sequence[Device], best: Device) -> str:
-    if best.is_slice:
+def _how_many(equal: Sequence[Device], others: Sequence[Device]) -> str:
+    if len(equal) > 1:
+        return f"{len(equal)} equal, usable GPUs"
+    if equal[0].is_slice:
         return "a MIG slice cannot be part of a group"
-    return f"{len(equal)} equal, usable GPUs" if len(equal) > 1 else "one usable GPU of its kind"
+    return "the best of unequal GPUs" if others else "the only usable GPU"
 
 
 def _check_fits(count: int, usable: Sequence[Device]) -> None:
@@ -136,7 +145,7 @@ def _check_fits(count: int, usable: Sequence[Device]) -> None:
             f"{count} processes are asked for (distributed.world_size), but a process needs a GPU "
             f"of its own, and {len(usable)} can be used: {', '.join(map(str, usable))}",
             allowed=f"{fits} on GPUs; any number on the CPU",
-            do="set distributed.world_size: auto, or distributed.device_ids: [] for the CPU",
+            do="set distributed.world_size: auto, or hide the GPUs (CUDA_VISIBLE_DEVICES='')",
         )
 
 
@@ -147,7 +156,7 @@ def _about_unequal(
         return ["the GPUs are unequal: the slowest sets the pace for all"]
     if alone:
         return []
-    do = "distributed.world_size takes it in all the same"
+    do = "distributed.world_size: 2 or more uses it all the same"
     return [f"{device} is not used: it is unlike {best}; {do}" for device in others]
 
 
@@ -172,16 +181,12 @@ def _on_cpu(wish: Distributed, hardware: Hardware, alone: str) -> Seats:
         count, why = 1, "it uses all CPUs"
     return Seats(
         processes=count,
-        reasons=(
-            f"{_processes(count)} on the CPU: {why}",
-            f"no GPU: {_why_no_gpu(wish, hardware)}",
-        ),
+        why=why,
+        notes=(f"no GPU: {_why_no_gpu(hardware)}",),
     )
 
 
-def _why_no_gpu(wish: Distributed, hardware: Hardware) -> str:
-    if wish.device_ids == ():
-        return "distributed.device_ids is []"
+def _why_no_gpu(hardware: Hardware) -> str:
     if hardware.devices:
         return f"none of {len(hardware.devices)} is usable"
     return hardware.reason
@@ -196,8 +201,8 @@ def _in_place(host: Host, usable: Sequence[Device]) -> Seats:
             allowed=f"at most {len(usable)}; any number on the CPU (CUDA_VISIBLE_DEVICES='')",
             do=f"start {len(usable)} (torchrun --nproc-per-node {len(usable)})",
         )
-    why = f"{_processes(host.world_size)}, in place: {host.rank_reason}"
-    return Seats(processes=host.world_size, devices=tuple(usable), reasons=(why,))
+    why = f"in place, started by {host.rank_reason}"
+    return Seats(processes=host.world_size, devices=tuple(usable), why=why)
 
 
 def _tpu_only(host: Host) -> PlanError:
@@ -208,7 +213,3 @@ def _tpu_only(host: Host) -> PlanError:
         do="switch the accelerator (Kaggle: GPU T4 x2; Colab: T4), or set "
         "distributed.enabled: false to train on the CPU",
     )
-
-
-def _processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"
