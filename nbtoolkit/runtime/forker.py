@@ -26,7 +26,9 @@ class Forker:
     def turn(self) -> None:
         """Wait for something to do, and do it."""
         for key, _ in self.selector.select():
-            key.data()
+            # what was done for one key of this batch may have closed another (an owner that ended and was reaped)
+            if self.selector.get_map().get(key.fd) is key:
+                key.data()
 
     def fork(
         self,
