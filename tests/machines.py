@@ -53,7 +53,7 @@ class Nvml:
     class NVMLError(Exception):
         """As pynvml's."""
 
-    def __init__(self, *cards: Card, driver: int = 13_000, broken: str = "") -> None:
+    def __init__(self, *cards: Card, driver: int | None = 13_000, broken: str = "") -> None:
         self.cards, self.driver, self.broken = cards, driver, broken
         self.sessions = 0
 
@@ -66,6 +66,8 @@ class Nvml:
         self.sessions -= 1
 
     def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        if self.driver is None:
+            raise self.NVMLError("Function Not Found")
         return self.driver
 
     def nvmlDeviceGetCount(self) -> int:

@@ -88,9 +88,9 @@ def test_an_unknown_list_counts_as_usable_and_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("driver", "usable"),
-    [(12_040, False), (13_000, True), (13_010, True), (14_000, True)],
+    [(12_040, False), (13_000, True), (13_010, True), (14_000, True), (None, True)],
 )
-def test_a_driver_older_than_torchs_cuda_is_named(driver: int, usable: bool) -> None:
+def test_a_driver_older_than_torchs_cuda_is_named(driver: int | None, usable: bool) -> None:
     found = detect_hardware({}, Nvml(T4, driver=driver), torch_build=CU130)
     assert found.devices[0].usable is usable
     if not usable:

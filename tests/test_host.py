@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -137,6 +138,9 @@ def test_a_folder_that_is_not_there_is_not_offered(root: Path) -> None:
     (root / "tmp").rmdir()
     host = at(root, {"TMPDIR": str(root / "gone")})
     assert host.scratch == root / "home"
+    (root / "home").rmdir()
+    nowhere = at(root, {"TMPDIR": str(root / "gone")})
+    assert nowhere.working == nowhere.scratch == Path(tempfile.gettempdir())
 
 
 @pytest.mark.parametrize("modules", [{}, TERMINAL])
