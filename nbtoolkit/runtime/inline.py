@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,10 +58,8 @@ def run_in_place(
     """One of the ranks that another launcher started: join the others, call ``train``; rank 0 keeps the run's folder."""
     from nbtoolkit.runtime.worker import join_group, seed_everything
 
-    local = config.with_overrides(
-        {"distributed.world_size": host.local_world_size, "distributed.enabled": host.world_size > 1}
-    )
-    plan = spread(make_plan(local, host, hardware), host)
+    plan = make_plan(config, host, hardware)
+    os.environ.update(rendezvous(host))
     join_group(plan, host.rank)
     run = choose_run(config, train, name, "never") if host.rank == 0 else None
     paths = RunPaths(Path(_agree(str(run.paths.folder) if run else None, host)))
@@ -79,7 +77,7 @@ def run_in_place(
     if record is not None:
         _call(train, ctx, record)
     else:
-        with suppress(Leave):
+        with suppress(Leave):  # rank 0 leaves at the same report, and writes the status
             write_whole(paths.value(ctx.rank), pack_value(train(config, ctx)), durable=False)
     _agree(None, host)  # rank 0 has written the result, the others their values
     if run is not None:
@@ -88,16 +86,22 @@ def run_in_place(
     return RunResult(paths)
 
 
-def spread(plan: LaunchPlan, host: Host) -> LaunchPlan:
-    """A plan of this machine's ranks, as one of all machines' ranks: the global batch is divided by all of them."""
-    machines = max(1, host.world_size // max(1, host.local_world_size))
-    return replace(
-        plan,
-        start="inline",
-        processes=host.world_size,
-        batch_size_per_device=max(1, plan.batch_size_per_device // machines),
-        reasons=(host.rank_reason, *plan.reasons),
-    )
+def rendezvous(host: Host) -> dict[str, str]:
+    """The variables that torch.distributed looks for, where the launcher did not set them (srun sets its own)."""
+    wanted = {
+        "RANK": str(host.rank),
+        "LOCAL_RANK": str(host.local_rank),
+        "WORLD_SIZE": str(host.world_size),
+        "MASTER_ADDR": _first_node(os.environ.get("SLURM_STEP_NODELIST", "")) or "127.0.0.1",
+        "MASTER_PORT": str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000),
+    }
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _first_node(nodes: str) -> str:
+    """The first host of a Slurm node list: ``n[01-04],m2`` begins with ``n01``."""
+    head, bracket, rest = nodes.partition("[")
+    return head + re.split(r"[-,\]]", rest)[0] if bracket and "," not in head else nodes.split(",")[0]
 
 
 def _call(train: Train, ctx: RunContext, record: RunRecord) -> None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from nbtoolkit.config import Config, load_config
-from nbtoolkit.errors import LaunchError, NestedLaunch, PlanError
+from nbtoolkit.errors import LaunchError, NestedLaunch
 from nbtoolkit.runtime.cell import CellOutput, Display
 from nbtoolkit.runtime.choose import choose_run, write_header
 from nbtoolkit.runtime.events import Event
 from nbtoolkit.runtime.hardware import detect_hardware
 from nbtoolkit.runtime.host import detect_host
-from nbtoolkit.runtime.plan import LaunchPlan, make_plan
+from nbtoolkit.runtime.plan import make_plan
 from nbtoolkit.runtime.result import RunHandle, RunResult
 from nbtoolkit.runtime.surroundings import RANK_MARK
 
@@ -91,7 +90,7 @@ def launch(
         from nbtoolkit.runtime.inline import run_in_place
 
         return run_in_place(train, config, host, hardware, name)
-    plan = _planned(make_plan(config, host, hardware), start, processes)
+    plan = make_plan(config, host, hardware, start=start)
     run = choose_run(config, train, name, resume)
     header = write_header(run, config, plan, host, train)
     offset = run.paths.events.stat().st_size if run.resumed else 0
@@ -148,22 +147,6 @@ def _check_call(train: Train, start: str, where: str, wait: bool, detach: bool) 
             allowed='wait=False and detach=True with start="launchpad"',
             do='use start="launchpad"',
         )
-
-
-def _planned(plan: LaunchPlan, start: Start, processes: int | None) -> LaunchPlan:
-    if start == "inline" and plan.processes > 1:
-        if processes is not None:
-            raise PlanError(
-                f'start="inline" is one rank in this process; {processes} were asked for',
-                allowed='processes=1, or start="launchpad"',
-                do="leave processes out to debug with one rank",
-            )
-        raise PlanError(
-            f'start="inline" is one rank in this process; the configuration plans {plan.processes}',
-            allowed='distributed.enabled: false, or start="launchpad"',
-            do="pass processes=1",
-        )
-    return replace(plan, start=start)
 
 
 def _size(path: Path) -> int:

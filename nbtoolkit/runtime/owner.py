@@ -13,7 +13,6 @@ import shutil
 import signal
 import socket
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -290,8 +289,9 @@ class Owner:
 
     def _replan(self, evidence: GroupFailure | PortBusy) -> None:
         content = self._content
-        plan = make_plan(content["config"], content["host"], content["hardware"], (evidence,))
-        self.plan = replace(plan, start=self.plan.start)
+        self.plan = make_plan(
+            content["config"], content["host"], content["hardware"], (evidence,), start=self.plan.start
+        )
         write_json(self.paths.plan, self.plan.to_dict())
         self.record.note(f"{self.plan.reasons[0]}\nnew plan: {self.plan.explain()}", level="warning")
         wake(self._kernel)

@@ -166,7 +166,8 @@ def join_group(plan: LaunchPlan, rank: int) -> None:
 
     if plan.device_type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(plan.backend, timeout=timedelta(seconds=plan.group_timeout))
+    if not dist.is_initialized():  # a script under torchrun may have joined already
+        dist.init_process_group(plan.backend, timeout=timedelta(seconds=plan.group_timeout))
     ones = torch.ones(1, device="cuda" if plan.backend == "nccl" else "cpu")
     dist.all_reduce(ones)
     if plan.backend != "gloo":

@@ -1,0 +1,24 @@
+"""Run all benchmarks, print the table of docs/log.md, fail where a figure is over its gate."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from tests.bench.figures import Figure, machine, table
+
+MODULES = ("imports", "launches", "memory")
+
+
+def main() -> int:
+    figures: list[Figure] = []
+    for name in sys.argv[1:] or MODULES:
+        figures += importlib.import_module(f"tests.bench.{name}").figures()
+    print(machine())
+    print()
+    print(table(figures))
+    return 0 if all(figure.passed for figure in figures) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

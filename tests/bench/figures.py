@@ -1,0 +1,81 @@
+"""One figure: what was measured, what it may be, and the table they are printed in."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import nbtoolkit as nb
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured value and its target; ``gate`` is the value at which the benchmark fails (None: reported only)."""
+
+    name: str
+    value: float
+    unit: str
+    target: float | None = None
+    gate: float | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.gate is None or self.value <= self.gate
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+@contextmanager
+def quiet_config(**overrides: Any) -> Iterator[nb.Config]:
+    """A config whose runs go into a folder that is removed afterwards; tracking off."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        wishes = {"runtime.output_dir": folder, "tracking.mlflow": False}
+        yield nb.load_config(env=None, overrides={**wishes, **overrides})
+
+
+def in_fresh_process(module: str, *arguments: str) -> Any:
+    """Run ``python -m module arguments`` and return the JSON on its last line."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[2], check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"{module} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def machine() -> str:
+    names = ("torch", "accelerate", "mlflow", "numpy")
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    model = next(
+        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.machine(),
+    )  # fmt: skip
+    return f"{os.cpu_count()} x {model}, Linux {platform.release()}, Python {platform.python_version()}, {versions}"
+
+
+def table(figures: list[Figure]) -> str:
+    lines = ["| figure | measured | target | |", "|---|---|---|---|"]
+    for figure in figures:
+        target = "" if figure.target is None else f"{figure.target:g} {figure.unit}"
+        missed = figure.target is not None and figure.value > figure.target
+        mark = "missed" if missed else ("met" if figure.target is not None else "")
+        lines.append(f"| {figure.name} | {figure.value:.3g} {figure.unit} | {target} | {mark} |")
+    return "\n".join(lines)
+
+
+def dump(figures: list[Figure]) -> str:
+    return json.dumps([asdict(figure) for figure in figures])
