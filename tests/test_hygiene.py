@@ -1,0 +1,67 @@
+"""The checks of conftest.py notice what they are there for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+LEAKS = """
+import os, socket, subprocess, tempfile, threading
+
+kept = []
+
+def test_process():
+    kept.append(subprocess.Popen(["sleep", "60"]))
+
+def test_detached_process():
+    subprocess.run(["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 &"], check=True)
+
+def test_thread():
+    end = threading.Event()
+    kept.append(end)
+    threading.Thread(target=end.wait).start()
+
+def test_thread_of_the_test_before_is_not_blamed():
+    kept.pop().set()
+
+def test_variable():
+    os.environ["LEFT"] = "1"
+
+def test_directory(tmp_path):
+    os.chdir(tmp_path)
+
+def test_folder():
+    kept.append(tempfile.TemporaryDirectory(prefix="nbtoolkit-"))
+
+def test_port():
+    kept.append(socket.create_server(("127.0.0.1", 0)))
+
+def test_that_ends_what_it_began(monkeypatch, tmp_path):
+    kept.clear()
+    monkeypatch.setenv("LEFT", "1")
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(["true"], check=True)
+"""
+
+
+def test_what_a_test_leaves_behind_fails_it_and_only_it(tmp_path: Path) -> None:
+    conftest = (Path(__file__).parent / "conftest.py").read_text()
+    (tmp_path / "conftest.py").write_text(conftest.replace("GRACE = 5.0", "GRACE = 0.3"))
+    (tmp_path / "test_leaks.py").write_text(LEAKS)
+    program = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rE", "."]
+    environ = {**os.environ, "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(
+        program, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ERROR ")]
+    assert [line.split("::")[1].split()[0] for line in lines] == [
+        "test_process",
+        "test_detached_process",
+        "test_thread",
+        "test_variable",
+        "test_directory",
+        "test_folder",
+        "test_port",
+    ], done.stdout

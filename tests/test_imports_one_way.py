@@ -1,0 +1,166 @@
+"""Imports point one way, as the data do: config, host and hardware, plan, ranks, launch.
+
+Read from the source, so that a module counts whether or not a test imports it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nbtoolkit
+
+PACKAGE = Path(nbtoolkit.__file__).parent
+
+# Room -> rooms it may import when it is loaded. A new room gets its line here. The package itself
+# may be imported anywhere: it loads its names on first use.
+ROOMS = {
+    "nbtoolkit": set(),
+    "errors": set(),
+    "config": {"errors"},
+    "runtime": {"errors", "config"},
+    "training": {"errors", "config", "runtime"},
+    "tracking": {"errors", "runtime"},
+    "tasks": {"errors", "training"},
+    "doctor": {"errors", "config", "runtime"},
+}
+
+# Modules of the configuration room, which has no folder of its own.
+CONFIG = ("config", "yaml_lines")
+
+# Against the stream, inside a function and for a reason.
+LATE = {
+    ("config", "runtime.host"): 'env="auto" asks where it runs, and only then',
+    (
+        "runtime.inline",
+        "tracking",
+    ): "the owner tells the trackers; inline, this process is it",
+    (
+        "runtime.zygote",
+        "tracking",
+    ): "the process that tracks is forked where torch is warm",
+    ("runtime.result", "training.checkpoint"): "result.load_into(model)",
+}
+
+# Stations of the data's way. Loading one loads none that comes later.
+STATIONS = [
+    {"errors", "yaml_lines"},
+    {"config"},
+    {"runtime.host", "runtime.hardware"},
+    {"runtime.plan"},
+    {"runtime.context"},
+    {"runtime.pilot", "runtime.worker", "runtime.owner"},
+    {"runtime.launchpad", "runtime.takeoff", "runtime.inline", "runtime.launch"},
+]
+
+# What the kernel loads for a launch; torch and its kind are for the ranks.
+KERNEL = ["config", "doctor", "runtime.launch", "runtime.takeoff", "runtime.result"]
+HEAVY = {
+    "torch",
+    "accelerate",
+    "mlflow",
+    "optuna",
+    "transformers",
+    "lightning",
+    "sklearn",
+    "pandas",
+}
+
+
+def _name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__") or "nbtoolkit"
+
+
+MODULES = {_name(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+
+
+def _imports(module: str, *, late: bool) -> set[str]:
+    """Modules that a module imports when it is loaded, or (late) inside its functions."""
+    return set(_found(MODULES[module], late=late, inside=False))
+
+
+def _found(node: ast.AST, *, late: bool, inside: bool) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if inside == late:
+            yield from _targets(child)
+        function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        yield from _found(child, late=late, inside=inside or function)
+
+
+def _targets(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        for name in node.names:
+            yield _ours(name.name)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        for name in node.names:
+            whole = _ours(f"{node.module}.{name.name}")
+            yield whole if whole in MODULES else _ours(node.module)
+
+
+def _ours(name: str) -> str:
+    return name.removeprefix("nbtoolkit.")
+
+
+def _room(module: str) -> str:
+    top = module.partition(".")[0]
+    return "config" if top.startswith(CONFIG) else top
+
+
+def _loads(module: str) -> set[str]:
+    """Every module of ours that loading a module loads."""
+    seen: set[str] = set()
+    todo = [module]
+    while todo:
+        here = todo.pop()
+        if here in MODULES and here not in seen:
+            seen.add(here)
+            todo += _imports(here, late=False)
+    return seen
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_a_room_imports_only_rooms_before_it(module: str) -> None:
+    allowed = ROOMS[_room(module)] | {_room(module), "nbtoolkit"}
+    wrong = {
+        one for one in _imports(module, late=False) & set(MODULES) if _room(one) not in allowed
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {"nbtoolkit"}))
+def test_what_is_imported_late_against_the_stream_is_listed_with_a_reason(module: str) -> None:
+    allowed = ROOMS[_room(module)] | {_room(module), "nbtoolkit"}
+    late = _imports(module, late=True) & set(MODULES)
+    assert {one for one in late if _room(one) not in allowed} <= {
+        target for source, target in LATE if source == module
+    }
+
+
+def test_the_list_of_late_imports_is_not_longer_than_needed() -> None:
+    assert [pair for pair in LATE if pair[1] not in _imports(pair[0], late=True)] == []
+
+
+@pytest.mark.parametrize("number", range(len(STATIONS)))
+def test_no_station_loads_a_later_one(number: int) -> None:
+    later = set().union(*STATIONS[number + 1 :])
+    for station in STATIONS[number]:
+        assert not _loads(station) & later
+
+
+def test_no_module_loads_itself_in_a_circle() -> None:
+    for module in MODULES:
+        others = _imports(module, late=False) & set(MODULES) - {module}
+        assert not [one for one in others if module in _loads(one)], module
+
+
+@pytest.mark.parametrize("module", KERNEL)
+def test_what_the_kernel_loads_imports_nothing_heavy(module: str) -> None:
+    for loaded in _loads(module):
+        roots = {name.partition(".")[0] for name in _imports(loaded, late=False)}
+        assert not roots & HEAVY, loaded
