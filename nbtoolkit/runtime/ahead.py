@@ -111,7 +111,7 @@ class Ahead:
         self._known: set[str] = set()
         self._installed = _installed_state()
         self._environ: dict[str, str] = {}
-        self._branches: set[socket.socket] = set()
+        self._branches: dict[socket.socket, int | None] = {}  # with their pids, once they have said so
 
     def want(self, names: list[str], environ: dict[str, str]) -> None:
         """Import ``names`` as soon as possible, under ``environ``."""
@@ -149,6 +149,11 @@ class Ahead:
             self._gone(sock)
 
     @property
+    def pids(self) -> list[int]:
+        """The branches' processes."""
+        return [pid for pid in self._branches.values() if pid is not None]
+
+    @property
     def descriptors(self) -> list[int]:
         """Sockets that belong to the launchpad alone."""
         return [sock.fileno() for sock in self._branches]
@@ -159,7 +164,7 @@ class Ahead:
             return
         names = self._wanted.pop(0)
         ours, theirs = packet_pair()
-        self._branches.add(ours)
+        self._branches[ours] = None
         self._growing = ours
         self._listen(ours, lambda: self._hear(ours))
         if self._branch is not None:
@@ -176,7 +181,9 @@ class Ahead:
             self._gone(sock)
             return
         message, _ = packet
-        if message["op"] == "forked":
+        if message["op"] == "hello":
+            self._branches[sock] = message["pid"]
+        elif message["op"] == "forked":
             self._forked(message["token"], message["pid"])
         elif message["op"] == "exited":
             self._exited(message["pid"], message["code"])
@@ -189,7 +196,7 @@ class Ahead:
     def _gone(self, sock: socket.socket) -> None:
         """A branch ended: an import failed or was not fork-safe (the ranks do it themselves), or it retired."""
         self._forget(sock)
-        self._branches.discard(sock)
+        self._branches.pop(sock, None)
         sock.close()
         if sock is self._branch:
             self._branch = None
@@ -267,6 +274,7 @@ def run_branch(launchpad: socket.socket, names: list[str], environ: dict[str, st
     if environ is not None:
         os.environ.clear()
         os.environ.update(environ)
+    send_packet(launchpad, {"op": "hello", "pid": os.getpid()})
     gc.enable()
     roots = installed_roots()
     for name in names:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import nbtoolkit
 from nbtoolkit.errors import LaunchError
-from nbtoolkit.runtime.wire import packet_pair, receive_packet, send_packet
+from nbtoolkit.runtime.wire import Message, packet_pair, receive_packet, send_packet
 
 START_SECONDS = 60.0  # a cold disk needs 20 s for the import of torch
 END_SECONDS = 20.0  # at the kernel's end: for tracking to write what has ended
@@ -81,6 +81,13 @@ class Launchpad:
         self._wait_ready()
         send_packet(self._socket, {"op": "track", "folder": str(folder)})
 
+    def warm_pids(self) -> set[int]:
+        """The processes that stay between launches."""
+        self._wait_ready()
+        send_packet(self._socket, {"op": "pids"})
+        message, _ = self._receive()
+        return {int(pid) for pid in message["pids"]}
+
     def close(self, seconds: float = END_SECONDS) -> None:
         """Let it go and wait; what has not ended by then is killed (detached runs stay)."""
         self._socket.close()
@@ -98,7 +105,7 @@ class Launchpad:
             self._receive()
             self._ready = True
 
-    def _receive(self) -> tuple[dict[str, object], list[int]]:
+    def _receive(self) -> tuple[Message, list[int]]:
         self._socket.settimeout(START_SECONDS)
         try:
             packet = receive_packet(self._socket)
@@ -138,13 +145,7 @@ def shutdown() -> None:
 
 
 def pids() -> set[int]:
-    """The launchpad's process ids (it and its children), for tests of cleanliness."""
-    if _current is None or not _current.alive():
+    """What this kernel keeps warm: the launchpad, its branches, its tracking service; not owners, pilots, ranks."""
+    if _current is None or _current.kernel_pid != os.getpid() or not _current.alive():
         return set()
-    found = {_current.pid}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError, IndexError):
-                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == _current.pid:
-                    found.add(int(entry.name))
-    return found
+    return _current.warm_pids()

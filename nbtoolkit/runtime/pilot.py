@@ -22,7 +22,7 @@ from nbtoolkit.runtime.plan import LaunchPlan
 from nbtoolkit.runtime.surroundings import enter
 from nbtoolkit.runtime.wire import Line
 
-POLL_SECONDS = 0.02  # how often elastic looks at the ranks; its own 0.1 s would be most of a warm launch
+POLL_SECONDS = 0.01  # how often elastic looks at the ranks; its own 0.1 s would be most of a warm launch
 
 
 @dataclass(frozen=True, kw_only=True)

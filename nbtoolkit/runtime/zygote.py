@@ -70,6 +70,9 @@ class Zygote(Forker):
             self._fork_owner(fds)
         elif message["op"] == "track":
             self._track(message)
+        elif message["op"] == "pids":
+            tracking = [self._tracking_pid] if self._tracking_pid is not None else []
+            send_packet(self._kernel, {"pids": [os.getpid(), *tracking, *self._ahead.pids]})
 
     def _fork_owner(self, fds: list[int]) -> None:
         ours, theirs = packet_pair()
