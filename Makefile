@@ -33,8 +33,8 @@ install: $(STAMP)
 $(STAMP): pyproject.toml tests/constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "nbtoolkit: installing into $(VENV) (some minutes the first time) ..."
-	@$(BIN)/python -m pip install --quiet "$$(grep '^torch==' tests/constraints.txt)"
-	@$(BIN)/python -m pip install --quiet -c tests/constraints.txt -e '.[all,dev]'
+	@$(BIN)/python -m pip install -qq "$$(grep '^torch==' tests/constraints.txt)"
+	@$(BIN)/python -m pip install -qq -c tests/constraints.txt -e '.[all,dev]'
 	@touch $@
 
 clean:
