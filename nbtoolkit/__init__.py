@@ -21,12 +21,12 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time `__getattr_
     from nbtoolkit.runtime.hardware import detect_hardware as detect_hardware
     from nbtoolkit.runtime.host import Host as Host
     from nbtoolkit.runtime.host import detect_host as detect_host
-    from nbtoolkit.runtime.launch import attach as attach
     from nbtoolkit.runtime.launch import launch as launch
     from nbtoolkit.runtime.plan import LaunchPlan as LaunchPlan
     from nbtoolkit.runtime.plan import make_plan as make_plan
     from nbtoolkit.runtime.result import RunHandle as RunHandle
     from nbtoolkit.runtime.result import RunResult as RunResult
+    from nbtoolkit.runtime.result import attach as attach
     from nbtoolkit.training.checkpoint import load_model as load_model
     from nbtoolkit.training.loop import fit as fit
 
@@ -42,7 +42,7 @@ _HOME = {
     "RunContext": "nbtoolkit.runtime.context",
     "RunHandle": "nbtoolkit.runtime.result",
     "RunResult": "nbtoolkit.runtime.result",
-    "attach": "nbtoolkit.runtime.launch",
+    "attach": "nbtoolkit.runtime.result",
     "detect_hardware": "nbtoolkit.runtime.hardware",
     "detect_host": "nbtoolkit.runtime.host",
     "doctor": "nbtoolkit.doctor",

@@ -45,17 +45,31 @@ def warm() -> dict[str, float]:
         nb.launch(trivial, config, processes=2, resume="never", display="off")
         for _ in range(ROUNDS):
             theirs.append(
-                seconds(lambda: notebook_launcher(accelerate_trivial, num_processes=2, use_port=str(free_port())))
+                seconds(
+                    lambda: notebook_launcher(
+                        accelerate_trivial, num_processes=2, use_port=str(free_port())
+                    )
+                )
             )
-            ours.append(seconds(lambda: nb.launch(trivial, config, processes=2, resume="never", display="off")))
-            single.append(seconds(lambda: nb.launch(trivial, config, processes=1, resume="never", display="off")))
+            ours.append(
+                seconds(
+                    lambda: nb.launch(trivial, config, processes=2, resume="never", display="off")
+                )
+            )
+            single.append(
+                seconds(
+                    lambda: nb.launch(trivial, config, processes=1, resume="never", display="off")
+                )
+            )
     return {"theirs": median(theirs), "ours": median(ours), "single": median(single)}
 
 
 def first(tracking: bool) -> float:
     """The first launch of a process, launchpad start included."""
     with quiet_config(**{"tracking.mlflow": tracking}) as config:
-        spent = seconds(lambda: nb.launch(trivial, config, processes=2, resume="never", display="off"))
+        spent = seconds(
+            lambda: nb.launch(trivial, config, processes=2, resume="never", display="off")
+        )
         from nbtoolkit.runtime.launchpad import shutdown
 
         shutdown()

@@ -1,0 +1,111 @@
+"""nb.doctor(): what this machine and kernel are like, what a launch would do, and what may go wrong."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from nbtoolkit.errors import NbtoolkitError
+from nbtoolkit.runtime.choose import versions
+from nbtoolkit.runtime.culprit import find_culprit
+from nbtoolkit.runtime.hardware import Hardware, detect_hardware
+from nbtoolkit.runtime.host import Host, detect_host
+from nbtoolkit.runtime.known_bad import known_bad
+from nbtoolkit.runtime.plan import LaunchPlan, make_plan
+from nbtoolkit.runtime.probe import PROBE_SECONDS, ProbeResult, probe_fork
+from nbtoolkit.runtime.table import html_table
+
+# A child that must import torch first needs that much longer (1.5 s warm, 15 s from a cold disk).
+_IMPORT_SECONDS = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What :func:`doctor` found; shown as a table in a cell, as text by ``print``."""
+
+    host: Host
+    hardware: Hardware
+    plan: LaunchPlan | None
+    """What a launch with default settings would do here; None when it would be refused."""
+    refusal: str
+    """Why, when it would be refused."""
+    versions: dict[str, str]
+    problems: tuple[str, ...]
+    """Known-bad pairs of libraries found here, in words."""
+    fork: ProbeResult
+    """Whether ``start="fork"`` would work in this process."""
+    culprit: str
+    """Which import or cell made this process not fork-safe; empty when it is."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether a launch works here and nothing known to be bad was found."""
+        return self.plan is not None and not self.problems
+
+    def explain(self) -> str:
+        """Everything as text."""
+        plan = self.plan.explain() if self.plan is not None else f"refused: {self.refusal}"
+        names = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        parts = [
+            f"host      {self.host.explain()}",
+            f"hardware  {self.hardware.explain()}",
+            plan,
+            f"versions  {names}",
+            *(f"problem   {problem}" for problem in self.problems),
+            f"fork-safe {self._fork()}",
+        ]
+        return "\n".join(parts)
+
+    def _fork(self) -> str:
+        verdict = "yes" if self.fork.ok else "no"
+        culprit = f"; {self.culprit}" if self.culprit else ""
+        harmless = (
+            "" if self.fork.ok else ' (nb.launch works all the same; only start="fork" does not)'
+        )
+        return f"{verdict}: {self.fork.reason}{culprit}{harmless}"
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("host", f"{self.host.kind}: {self.host.reason}"),
+            ("hardware", self.hardware.explain()),
+            ("plan", self.plan.explain() if self.plan is not None else f"refused: {self.refusal}"),
+            ("fork-safe", self._fork()),
+            *self.versions.items(),
+        ]
+        return html_table("nbtoolkit doctor", rows, self.problems)
+
+
+def doctor() -> Report:
+    """Look at host, hardware, libraries and this process; nothing is changed and no device is touched here.
+
+    The probe forks a child that computes in parallel (and allocates on a GPU if there is one); where it fails, fresh
+    interpreters import this process's packages one after the other to name the one that breaks forks (up to a minute).
+
+    Returns:
+        The report; ``print`` it, or let a cell show it.
+    """
+    from nbtoolkit.config import load_config
+
+    host, hardware = detect_host(), detect_hardware()
+    plan: LaunchPlan | None = None
+    refusal = ""
+    try:
+        plan = make_plan(load_config(), host, hardware)
+    except NbtoolkitError as error:
+        refusal = str(error)
+    device = bool(hardware.usable)
+    seconds = PROBE_SECONDS + (0.0 if "torch" in sys.modules else _IMPORT_SECONDS)
+    fork = probe_fork(device=device, seconds=seconds)
+    return Report(
+        host=host,
+        hardware=hardware,
+        plan=plan,
+        refusal=refusal,
+        versions=versions(),
+        problems=tuple(known_bad()),
+        fork=fork,
+        culprit="" if fork.ok else find_culprit(device=device),
+    )

@@ -1,0 +1,130 @@
+"""What tracking costs: python tests/bench/tracking_bench.py [samples] prints medians (s) as JSON.
+
+first_use    a fresh tracking process, a fresh output folder, a run that has ended: until all of
+             it is in MLflow (a launch goes on meanwhile, so it sees less of this)
+next_kernel  the same, where the database exists
+warm         the next run of a process that is warm
+stock        what it takes stock MLflow to import itself, make a database and log the same run
+share        processor time of the tracking process, per second, while a run logs 50 times a second
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+
+from nbtoolkit.runtime.events import EventLog
+from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.tracking import TrackingProcess
+
+STEPS = 200
+
+STOCK = f"""
+import sys
+from mlflow.tracking import MlflowClient
+from mlflow.entities import Metric, Param
+client = MlflowClient(sys.argv[1])
+experiment = client.create_experiment("stock", artifact_location=sys.argv[2])
+run = client.create_run(experiment).info.run_id
+client.log_batch(run, params=[Param(f"p{{i}}", "1") for i in range(10)])
+client.log_batch(run, metrics=[Metric("loss", 0.5, step, step) for step in range({STEPS})])
+client.set_terminated(run)
+"""
+
+
+def begin(output_dir: Path) -> tuple[RunPaths, EventLog]:
+    paths = RunPaths.create(output_dir, "bench")
+    log = EventLog(paths.events)
+    config = {"seed": 0, "optim": {"lr": 0.001}, "tracking": {"mlflow": True}}
+    log.write("run", run_id=paths.run_id, name="bench", attempt=1, plan={}, config=config)
+    return paths, log
+
+
+def whole_run(output_dir: Path) -> Path:
+    paths, log = begin(output_dir)
+    for step in range(STEPS):
+        log.write("metrics", values={"loss": 0.5}, step=step)
+    log.write("ended", status="completed", seconds=1.0, error=None)
+    log.close()
+    return paths.folder
+
+
+def in_fresh_process(output_dir: Path) -> dict[str, float]:
+    """The two first runs of a tracking process."""
+    folders = [whole_run(output_dir), whole_run(output_dir)]
+    begun = time.perf_counter()
+    with TrackingProcess() as service:
+        times = [begun]
+        for folder in folders:
+            service.track(folder)
+            service.wait()
+            times.append(time.perf_counter())
+    return {"first": times[1] - times[0], "warm": times[2] - times[1]}
+
+
+def stock(output_dir: Path) -> float:
+    begun = time.perf_counter()
+    store, artifacts = f"sqlite:///{output_dir}/mlflow.db", (output_dir / "artifacts").as_uri()
+    command = [sys.executable, "-c", STOCK, store, artifacts]
+    environ = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
+    subprocess.run(command, check=True, env=environ, stderr=subprocess.DEVNULL)
+    return time.perf_counter() - begun
+
+
+def share(output_dir: Path, seconds: float = 5.0) -> float:
+    """Of one core, with an event every 20 ms."""
+    with TrackingProcess() as service:
+        service.track(whole_run(output_dir))
+        service.wait()
+        paths, log = begin(output_dir)
+        owner = os.open(paths.lock, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        service.track(paths.folder)
+        (process,) = psutil.Process().children()
+        before, until, step = sum(process.cpu_times()[:2]), time.perf_counter() + seconds, 0
+        while time.perf_counter() < until:
+            log.write("metrics", values={"loss": 0.5, "lr": 0.001}, step=step)
+            step += 1
+            time.sleep(0.02)
+        used = sum(process.cpu_times()[:2]) - before
+        log.write("ended", status="completed", seconds=seconds, error=None)
+        log.close()
+        os.close(owner)
+        service.wait()
+    return used / seconds
+
+
+def sample(folder: Callable[[], Path]) -> dict[str, float]:
+    same = folder()
+    first, second = in_fresh_process(same), in_fresh_process(same)
+    return {
+        "first_use": first["first"],
+        "next_kernel": second["first"],
+        "warm": second["warm"],
+        "stock": stock(folder()),
+        "share": share(same),
+    }
+
+
+def main(samples: int = 3) -> None:
+    with tempfile.TemporaryDirectory(prefix="nbtoolkit-bench-") as temporary:
+        found = [sample(lambda: Path(tempfile.mkdtemp(dir=temporary))) for _ in range(samples)]
+    medians = {key: round(statistics.median(one[key] for one in found), 3) for key in found[0]}
+    machine = {"cores": os.cpu_count(), "python": platform.python_version()}
+    print(json.dumps({**medians, **machine, "mlflow": version("mlflow"), "samples": samples}))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

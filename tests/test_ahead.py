@@ -1,0 +1,94 @@
+"""Imports ahead of need: done once in a branch of the launchpad, never where that could break or mislead the ranks."""
+
+from __future__ import annotations
+
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nbtoolkit as nb
+from nbtoolkit.runtime.ahead import environment_key
+
+# Installed with matplotlib; nothing that the launchpad imports needs it.
+SMALL = "pyparsing"
+
+
+def tell_and_import(name: str, config: nb.Config) -> bool:
+    """Whether a rank finds ``name`` imported already."""
+
+    def train(config: nb.Config, ctx: nb.RunContext) -> bool:
+        import importlib
+        import sys
+
+        before = name in sys.modules
+        importlib.import_module(name)
+        return before
+
+    return bool(nb.launch(train, config, processes=1, resume="never", display="off").value)
+
+
+def launch_until(name: str, config: nb.Config, seconds: float = 30.0) -> bool:
+    """Launch until a rank finds ``name`` imported already; False when none has in time."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        if tell_and_import(name, config):
+            return True
+    return False
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> nb.Config:
+    return nb.load_config(
+        env=None, overrides={"tracking.mlflow": False, "runtime.output_dir": str(tmp_path)}
+    )
+
+
+@pytest.fixture
+def unsafe_package() -> Iterator[str]:
+    """An installed module that computes in parallel at import: a fork of its importer hangs."""
+    name = "nbtoolkit_test_computes_at_import"
+    file = Path(sysconfig.get_path("purelib")) / f"{name}.py"
+    file.write_text(
+        "import torch\ntorch.set_num_threads(2)\n(torch.ones(900, 900) @ torch.ones(900, 900)).exp()\n"
+    )
+    yield name
+    file.unlink()
+
+
+def test_what_a_rank_imports_is_there_in_a_later_launch(config: nb.Config) -> None:
+    assert launch_until(SMALL, config)
+
+
+def test_a_changed_environment_is_not_served_from_old_imports(
+    config: nb.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert launch_until(SMALL, config)
+    monkeypatch.setenv("NBTOOLKIT_TEST_SETTING", "1")
+    assert not tell_and_import(SMALL, config)
+
+
+def test_a_module_that_breaks_forks_is_left_to_the_ranks(
+    config: nb.Config, unsafe_package: str
+) -> None:
+    assert not tell_and_import(unsafe_package, config)
+    assert launch_until(SMALL, config), "a module that is refused must not keep others out"
+    assert not tell_and_import(unsafe_package, config)
+
+
+def test_modules_of_the_working_directory_are_never_imported_ahead(
+    config: nb.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_own_module.py").write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not tell_and_import("my_own_module", config)
+    assert launch_until(SMALL, config)
+    assert not tell_and_import("my_own_module", config)
+
+
+def test_environment_key_ignores_what_says_nothing() -> None:
+    base = {"HF_HOME": "/a", "PWD": "/x"}
+    assert environment_key(base) == environment_key({"HF_HOME": "/a", "PWD": "/y"})
+    assert environment_key(base) != environment_key({"HF_HOME": "/b", "PWD": "/x"})

@@ -1,0 +1,106 @@
+"""nb.doctor(): one report of host, hardware, plan, versions, known-bad pairs, and whether a fork of this process works."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nbtoolkit as nb
+from nbtoolkit.runtime.culprit import guilty_import, suspicious_cells
+from nbtoolkit.runtime.known_bad import known_bad
+
+USED_OPENMP = """
+import torch
+torch.set_num_threads(2)
+(torch.ones(900, 900) @ torch.ones(900, 900)).exp()
+import nbtoolkit as nb
+print(nb.doctor())
+"""
+
+
+def test_report_says_what_is_here() -> None:
+    report = nb.doctor()
+    text = report.explain()
+    for part in (report.host.kind, "hardware", "plan", "torch", "accelerate", "fork-safe"):
+        assert part in text
+        assert part in report._repr_html_()
+    assert report.plan is not None
+
+
+def test_a_process_that_computed_in_parallel_is_not_fork_safe() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", USED_OPENMP], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "fork-safe no: a forked child hung" in done.stdout
+    assert "no import does it" in done.stdout
+
+
+def test_a_fresh_process_is_fork_safe() -> None:
+    code = "import nbtoolkit as nb; r = nb.doctor(); print(r.fork.ok, repr(r.culprit))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == "True ''"
+
+
+def test_the_import_that_breaks_forks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "computes_at_import.py").write_text(
+        "import torch\ntorch.set_num_threads(2)\n(torch.ones(900, 900) @ torch.ones(900, 900)).exp()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert (
+        guilty_import(["json", "computes_at_import", "csv"], device=False) == "computes_at_import"
+    )
+    assert guilty_import(["json", "csv"], device=False) is None
+
+
+@pytest.mark.parametrize(
+    ("cell", "suspect"),
+    [
+        ("x = torch.randn(3).cuda()", True),
+        ("a @ b", True),
+        ("model.to('cuda')", True),
+        ("accelerator = Accelerator()", True),
+        ("def train(config, ctx):\n    return a @ b", False),
+        ("%matplotlib inline\nimport torch", False),
+        ("this is not python", False),
+    ],
+)
+def test_cells_that_compute_at_top_level_are_suspects(cell: str, suspect: bool) -> None:
+    assert suspicious_cells({7: cell}) == ([7] if suspect else [])
+
+
+def _launchers(folder: Path, source: str) -> dict[str, Path]:
+    (folder / "accelerate").mkdir()
+    (folder / "accelerate" / "launchers.py").write_text(source)
+    (folder / "torch" / "numa").mkdir(parents=True)
+    (folder / "torch" / "numa" / "binding.py").touch()
+    return {"accelerate": folder / "accelerate", "torch": folder / "torch"}
+
+
+def test_known_bad_numa_binding(tmp_path: Path) -> None:
+    broken = _launchers(
+        tmp_path, "launch_config_kwargs['numa_options'] = NumaOptions(AffinityMode.NODE)"
+    )
+    (sentence,) = known_bad({"torch": "2.13.0"}.get, broken)
+    assert "accelerate#3925" in sentence
+    (tmp_path / "accelerate" / "launchers.py").write_text(
+        "numa_options = ...; launch_config.numa_options = None"
+    )
+    assert known_bad({"torch": "2.13.0"}.get, broken) == []
+
+
+def test_known_bad_versions() -> None:
+    (torchao,) = known_bad({"accelerate": "1.6.0", "torchao": "0.9", "torch": "2.6.0"}.get, {})
+    assert "accelerate#3524" in torchao
+    (old,) = known_bad({"torch": "2.5.1+cu121"}.get, {})
+    assert "older than 2.6" in old
+
+
+def test_what_is_installed_here_has_no_known_bad_pair() -> None:
+    assert known_bad() == []
