@@ -81,8 +81,9 @@ class Report:
 def doctor() -> Report:
     """Look at host, hardware, libraries and this process; nothing is changed and no device is touched here.
 
-    The probe forks a child that computes in parallel (and allocates on a GPU if there is one); where it fails, fresh
-    interpreters import this process's packages one after the other to name the one that breaks forks (up to a minute).
+    The probe forks a child that computes in parallel (and allocates on a GPU if there is one);
+    where it fails, fresh interpreters import this process's packages one after the other to name
+    the one that breaks forks (up to a minute).
 
     Returns:
         The report; ``print`` it, or let a cell show it.

@@ -1,11 +1,13 @@
 """Imports ahead of need: what the ranks import from site-packages is imported once more, in a branch of the launchpad.
 
-While a rank imports, say, transformers, a branch does the same beside it; the next launch forks its ranks from the branch, where the
-import is done. A branch is made, import by import, by forking the one before; an import that leaves a process which is not fork-safe (see probe.py), or
-that starts a thread, is remembered and left to the ranks.
+While a rank imports, say, transformers, a branch does the same beside it; the next launch forks its
+ranks from the branch, where the import is done. A branch is made, import by import, by forking the
+one before; an import that leaves a process which is not fork-safe (see probe.py), or that starts a
+thread, is remembered and left to the ranks.
 
-Nothing from the working directory or an editable install is imported here: a changed file must take effect. A branch holds for
-one set of environment variables, since many packages read them at import.
+Nothing from the working directory or an editable install is imported here: a changed file must take
+effect. A branch holds for one set of environment variables, since many packages read them at
+import.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from nbtoolkit.runtime.forker import Forker, close_all, kill_group
 from nbtoolkit.runtime.probe import probe_fork
 from nbtoolkit.runtime.wire import Message, packet_pair, receive_packet, send_packet
 
-# Known not to survive a fork although a probe of torch passes: they keep native threads and connections of their own.
+# Known not to survive a fork although a probe of torch passes: they keep native threads and
+# connections of their own.
 _NEVER = frozenset(
     {"tensorflow", "jax", "jaxlib", "ray", "grpc", "pyspark", "torch_xla", "triton", "bitsandbytes"}
 )
@@ -111,7 +114,9 @@ class Ahead:
         self._known: set[str] = set()
         self._installed = _installed_state()
         self._environ: dict[str, str] = {}
-        self._branches: dict[socket.socket, int | None] = {}  # with their pids, once they have said so
+        self._branches: dict[
+            socket.socket, int | None
+        ] = {}  # with their pids, once they have said so
 
     def want(self, names: list[str], environ: dict[str, str]) -> None:
         """Import ``names`` as soon as possible, under ``environ``."""
@@ -214,7 +219,8 @@ def _installed_state() -> tuple[float, ...]:
     return tuple(times)
 
 
-# --- the branch's own process -------------------------------------------------------------------------------------
+# --- the branch's own process
+# -------------------------------------------------------------------------------------
 
 
 class Branch(Forker):

@@ -17,7 +17,8 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """Write ``state`` to ``path``: temporary file beside it, fsync, ``os.replace``.
 
     Raises:
-        CheckpointError: the state holds something that is not a tensor or a plain value (names it), or the disk is full.
+        CheckpointError: the state holds something that is not a tensor or a plain value (names it),
+            or the disk is full.
     """
     import torch
 
@@ -30,7 +31,10 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError of its zip writer
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # torch reports a full disk as a RuntimeError of its zip writer
         raise CheckpointError(
             f"the checkpoint {path} could not be written: {error}",
             allowed="a folder on a disk with free space (the last good checkpoint is untouched)",
@@ -48,7 +52,8 @@ def read_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
         mmap: map the tensors from the file instead of reading them (writes to them stay private).
 
     Raises:
-        CheckpointError: the file is missing or damaged, or holds more than tensors and plain values.
+        CheckpointError: the file is missing or damaged, or holds more than tensors and plain
+            values.
     """
     import torch
 

@@ -104,8 +104,9 @@ class RunContext:
     def report(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Report a validation's metrics; called by **all** ranks, once a validation. May not return.
 
-        The ranks wait for each other here, and then all go on, or all leave the training function: because somebody
-        pressed stop, the time budget is used up, or the trial is pruned. Rank 0's values count.
+        The ranks wait for each other here, and then all go on, or all leave the training function:
+        because somebody pressed stop, the time budget is used up, or the trial is pruned. Rank 0's
+        values count.
 
         Args:
             metrics: names and numbers.
@@ -117,13 +118,16 @@ class RunContext:
         """
         self._together("report", values=_numbers(metrics), step=step)
 
-    def save(self, state: Mapping[str, Any], *, kind: str = "last", step: int | None = None) -> Path:
+    def save(
+        self, state: Mapping[str, Any], *, kind: str = "last", step: int | None = None
+    ) -> Path:
         """Save a checkpoint; called by **all** ranks, written by the main rank, whole or not at all.
 
         Args:
-            state: tensors, numbers, strings, and dicts, lists, tuples of them (``state_dict()`` is that), so that
-                ``torch.load(path, weights_only=True)`` reads it.
-            kind: ``"last"``, ``"best"`` or a name of your own; the file ``checkpoints/<kind>.pt`` is replaced.
+            state: tensors, numbers, strings, and dicts, lists, tuples of them (``state_dict()`` is
+                that), so that ``torch.load(path, weights_only=True)`` reads it.
+            kind: ``"last"``, ``"best"`` or a name of your own; the file ``checkpoints/<kind>.pt``
+                is replaced.
             step: the optimizer step it belongs to.
 
         Returns:
@@ -243,5 +247,3 @@ def _make_accelerator(plan: LaunchPlan) -> Accelerator:
             InitProcessGroupKwargs(timeout=timedelta(seconds=plan.group_timeout)),
         ],
     )
-
-

@@ -26,7 +26,8 @@ class Forker:
     def turn(self) -> None:
         """Wait for something to do, and do it."""
         for key, _ in self.selector.select():
-            # what was done for one key of this batch may have closed another (an owner that ended and was reaped)
+            # what was done for one key of this batch may have closed another (an owner that ended
+            # and was reaped)
             if self.selector.get_map().get(key.fd) is key:
                 key.data()
 
@@ -107,8 +108,8 @@ class Forker:
                 return
             if info is None:
                 return
-            # Not reaped yet, so its pid is still taken, and its group can be killed without hitting a stranger:
-            # ranks and DataLoader workers that outlived their pilot.
+            # Not reaped yet, so its pid is still taken, and its group can be killed without hitting
+            # a stranger: ranks and DataLoader workers that outlived their pilot.
             if self.is_group(info.si_pid):
                 kill_group(info.si_pid)
             _, status = os.waitpid(info.si_pid, 0)

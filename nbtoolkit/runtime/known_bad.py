@@ -33,7 +33,8 @@ def known_bad(
 
 
 def _numa(accelerate: Path | None, torch: Path | None) -> str:
-    # huggingface/accelerate#3833, #3925; fixed by PR #4059 (2026-05-29), which takes the NUMA options back out.
+    # huggingface/accelerate#3833, #3925; fixed by PR #4059 (2026-05-29), which takes the NUMA
+    # options back out.
     if accelerate is None or torch is None or not (torch / "numa" / "binding.py").exists():
         return ""
     source = (accelerate / "launchers.py").read_text(errors="replace")

@@ -27,19 +27,35 @@ Train = Callable[[Config, "RunContext"], Any]
 
 @overload
 def launch(
-    train: Train, config: Config | Mapping[str, Any] | str | Path | None = None, *, processes: int | None = None,
-    start: Start = "launchpad", where: Literal["local"] = "local", name: str | None = None,
-    resume: str | os.PathLike[str] = "auto", wait: Literal[True] = True, detach: bool = False,
-    display: Display = "auto", on_event: Callable[[Event], None] | None = None,
+    train: Train,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    *,
+    processes: int | None = None,
+    start: Start = "launchpad",
+    where: Literal["local"] = "local",
+    name: str | None = None,
+    resume: str | os.PathLike[str] = "auto",
+    wait: Literal[True] = True,
+    detach: bool = False,
+    display: Display = "auto",
+    on_event: Callable[[Event], None] | None = None,
 ) -> RunResult: ...
 
 
 @overload
 def launch(
-    train: Train, config: Config | Mapping[str, Any] | str | Path | None = None, *, processes: int | None = None,
-    start: Start = "launchpad", where: Literal["local"] = "local", name: str | None = None,
-    resume: str | os.PathLike[str] = "auto", wait: Literal[False], detach: bool = False,
-    display: Display = "auto", on_event: Callable[[Event], None] | None = None,
+    train: Train,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    *,
+    processes: int | None = None,
+    start: Start = "launchpad",
+    where: Literal["local"] = "local",
+    name: str | None = None,
+    resume: str | os.PathLike[str] = "auto",
+    wait: Literal[False],
+    detach: bool = False,
+    display: Display = "auto",
+    on_event: Callable[[Event], None] | None = None,
 ) -> RunHandle: ...
 
 
@@ -62,13 +78,15 @@ def launch(
     Args:
         train: the training function; it may be defined in a cell.
         config: a Config, a path to YAML, or a dict; the defaults when None.
-        processes: number of ranks; beats ``distributed.world_size``. More than one implies DDP, on the CPU too.
-        start: ``"launchpad"`` (a clean process that forks the ranks), ``"fork"`` (ranks forked from this process, for functions
-            that cannot be pickled; refused where that is not safe), ``"inline"`` (this process, one rank: breakpoints work).
+        processes: number of ranks; beats ``distributed.world_size``. More than one implies DDP, on
+            the CPU too.
+        start: ``"launchpad"`` (a clean process that forks the ranks), ``"fork"`` (ranks forked from
+            this process, for functions that cannot be pickled; refused where that is not safe),
+            ``"inline"`` (this process, one rank: breakpoints work).
         where: ``"local"``.
         name: part of the run's id; default the function's name.
-        resume: ``"auto"`` goes on with the newest unfinished, ownerless run of equal configuration and function that saved a
-            checkpoint, and says so; ``"never"``; or a run's id or folder.
+        resume: ``"auto"`` goes on with the newest unfinished, ownerless run of equal configuration
+            and function that saved a checkpoint, and says so; ``"never"``; or a run's id or folder.
         wait: False returns a :class:`RunHandle` at once.
         detach: the run outlives this process; see :func:`attach`.
         display: ``"auto"`` and ``"text"`` show rank 0's lines in the cell; ``"off"`` shows nothing.
@@ -78,9 +96,11 @@ def launch(
         The :class:`RunResult` (a :class:`RunHandle` with ``wait=False``).
 
     Raises:
-        NbtoolkitError: the launch could not be planned or started (see errors.py), or a rank died or hung.
+        NbtoolkitError: the launch could not be planned or started (see errors.py), or a rank died
+            or hung.
         KeyboardInterrupt: the wait was interrupted; the ranks have ended.
-        Exception: what the training function raised, with its own type, from the rank that failed first.
+        Exception: what the training function raised, with its own type, from the rank that failed
+            first.
     """
     __tracebackhide__ = True
     _check_call(train, start, where, wait, detach)
@@ -103,15 +123,27 @@ def launch(
     cell = CellOutput(run.paths, display, offset=_size(run.paths.log(0)))
     cell.say(f"{plan.explain().splitlines()[0]} -> {run.paths.folder}")
     if run.resumed:
-        cell.say(f"going on with the unfinished run {run.paths.run_id} (attempt {run.attempt}; resume='never' starts anew)")
-    line, tracked, forked = take_off(train, config, plan, run, header, host, hardware, detach=detach)
+        cell.say(
+            f"going on with the unfinished run {run.paths.run_id} (attempt {run.attempt}; resume='never' starts anew)"
+        )
+    line, tracked, forked = take_off(
+        train, config, plan, run, header, host, hardware, detach=detach
+    )
     handle = RunHandle(
-        run.paths, line=line, cell=cell, on_event=on_event, tracked=tracked, offset=offset, forked=forked
+        run.paths,
+        line=line,
+        cell=cell,
+        on_event=on_event,
+        tracked=tracked,
+        offset=offset,
+        forked=forked,
     )
     return handle.result() if wait else handle
 
 
-def as_config(config: Config | Mapping[str, Any] | str | Path | None, processes: int | None) -> Config:
+def as_config(
+    config: Config | Mapping[str, Any] | str | Path | None, processes: int | None
+) -> Config:
     """A Config from whatever the user has, with ``processes`` put in its place."""
     if config is None or isinstance(config, (str, Path)):
         config = load_config(config)
@@ -137,10 +169,15 @@ def _check_call(train: Train, start: str, where: str, wait: bool, detach: bool) 
             allowed="a function train(config, ctx)",
             do="pass the function itself: nb.launch(train, config), not nb.launch(train(...), config)",
         )
-    for argument, value, known in (("start", start, ("launchpad", "fork", "inline")), ("where", where, ("local",))):
+    for argument, value, known in (
+        ("start", start, ("launchpad", "fork", "inline")),
+        ("where", where, ("local",)),
+    ):
         if value not in known:
             allowed = " | ".join(repr(name) for name in known)
-            raise LaunchError(f"{argument}={value!r} is not known", allowed=allowed, do=f"choose one of {allowed}")
+            raise LaunchError(
+                f"{argument}={value!r} is not known", allowed=allowed, do=f"choose one of {allowed}"
+            )
     if start != "launchpad" and (detach or not wait):
         raise LaunchError(
             f'start="{start}" ties the run to this process: it cannot be detached or left running',

@@ -20,7 +20,8 @@ from nbtoolkit.runtime.wire import Message, packet_pair, receive_packet, send_pa
 START_SECONDS = 60.0  # a cold disk needs 20 s for the import of torch
 END_SECONDS = 20.0  # at the kernel's end: for tracking to write what has ended
 
-# `-c` puts the working directory first on sys.path; it must not be imported from (a user's random.py would win).
+# `-c` puts the working directory first on sys.path; it must not be imported from (a user's
+# random.py would win).
 _BOOT = (
     "import sys; sys.path[:] = [p for p in sys.path if p]; sys.path.append({home!r}); "
     "from nbtoolkit.runtime.zygote import main; main({fd})"

@@ -6,7 +6,8 @@ import os
 import time
 from typing import Any
 
-from nbtoolkit.runtime.flight import Flight, process_fields
+from nbtoolkit.runtime.flight import Flight
+from nbtoolkit.runtime.processes import SYSTEM_TIME, USER_TIME, process_fields
 from nbtoolkit.runtime.record import RunRecord
 
 EVERY = 5.0  # seconds
@@ -37,10 +38,12 @@ class Monitor:
             fields = process_fields(rank.pid) if rank.pid is not None else None
             if fields is None:
                 continue
-            used = (int(fields[11]) + int(fields[12])) / _TICKS
+            used = (int(fields[USER_TIME]) + int(fields[SYSTEM_TIME])) / _TICKS
             share = (used - self._cpu.get(rank.rank, 0.0)) / elapsed
             self._cpu[rank.rank] = used
-            readings.append({"rank": rank.rank, "cpu": round(share, 3), "memory": int(fields[21]) * _PAGE})
+            readings.append(
+                {"rank": rank.rank, "cpu": round(share, 3), "memory": int(fields[21]) * _PAGE}
+            )
         return readings
 
     def _gpus(self) -> list[dict[str, Any]]:

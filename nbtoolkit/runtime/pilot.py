@@ -1,7 +1,8 @@
 """A pilot: one group of ranks, its own process group; its main thread calls accelerate's notebook_launcher.
 
-``notebook_launcher`` blocks, patches ``os.environ`` and wants the main thread: so it gets a process to itself, which
-also keeps what it leaves behind (signal handlers, variables, temporary folders) away from everybody else.
+``notebook_launcher`` blocks, patches ``os.environ`` and wants the main thread: so it gets a process
+to itself, which also keeps what it leaves behind (signal handlers, variables, temporary folders)
+away from everybody else.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from nbtoolkit.runtime.plan import LaunchPlan
 from nbtoolkit.runtime.surroundings import enter
 from nbtoolkit.runtime.wire import Line
 
-POLL_SECONDS = 0.01  # how often elastic looks at the ranks; its own 0.1 s would be most of a warm launch
+POLL_SECONDS = (
+    0.01  # how often elastic looks at the ranks; its own 0.1 s would be most of a warm launch
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,12 @@ def fly(
     enter(content["around"], plan, paths.folder)
     write_output_to(paths.pilot_log())
     job = Job(
-        content=content, plan=plan, paths=paths, payload_fd=payload_fd, rank_fds=rank_fds, function=function
+        content=content,
+        plan=plan,
+        paths=paths,
+        payload_fd=payload_fd,
+        rank_fds=rank_fds,
+        function=function,
     )
     # elastic leaves its log folder in the temporary folder: give it one that the owner removes
     paths.elastic.mkdir(parents=True, exist_ok=True)
@@ -98,7 +106,9 @@ def write_output_to(path: Path) -> None:
     os.dup2(fd, 2)
     os.close(fd)
     for name, number in (("stdout", 1), ("stderr", 2)):
-        stream = open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        stream = open(
+            number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+        )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 

@@ -33,7 +33,9 @@ def probe_fork(*, device: bool, seconds: float = PROBE_SECONDS) -> ProbeResult:
     """
     read_end, write_end = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns on fork beside threads: we test just that
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # Python 3.12 warns on fork beside threads: we test just that
         pid = os.fork()
     if pid == 0:
         _child(write_end, device)
@@ -44,11 +46,17 @@ def probe_fork(*, device: bool, seconds: float = PROBE_SECONDS) -> ProbeResult:
     finally:
         os.close(read_end)
     if status is None:
-        return ProbeResult(False, f"a forked child hung for {seconds:g} s in a parallel CPU operation (OpenMP was used here)")
+        return ProbeResult(
+            False,
+            f"a forked child hung for {seconds:g} s in a parallel CPU operation (OpenMP was used here)",
+        )
     if status != 0:
         how = f"signal {-status}" if status < 0 else f"exit code {status}"
         return ProbeResult(False, f"a forked child failed: {said or how}")
-    return ProbeResult(True, "a forked child computed in parallel" + (" and allocated on the GPU" if device else ""))
+    return ProbeResult(
+        True,
+        "a forked child computed in parallel" + (" and allocated on the GPU" if device else ""),
+    )
 
 
 def _child(write_end: int, device: bool) -> None:

@@ -13,12 +13,38 @@ from nbtoolkit.runtime.plan import LaunchPlan
 RANK_MARK = "NBTOOLKIT_RANK"
 """Set in every rank (and what it starts) to the run's folder."""
 
-# Positions in some other job: a rank that believed them would wait for ever for peers that do not exist.
+# Positions in some other job: a rank that believed them would wait for ever for peers that do not
+# exist.
 _STALE = frozenset(
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE NODE_RANK "
-    "MASTER_ADDR MASTER_PORT TPU_NAME PJRT_DEVICE COLAB_TPU_ADDR XRT_TPU_CONFIG".split()
+    [
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_RANK",
+        "ROLE_NAME",
+        "ROLE_WORLD_SIZE",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TPU_NAME",
+        "PJRT_DEVICE",
+        "COLAB_TPU_ADDR",
+        "XRT_TPU_CONFIG",
+    ]
 )
-_STALE_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PMI_", "PMIX_", "OMPI_", "MV2_", "FSDP_", "ACCELERATE_")
+_STALE_PREFIXES = (
+    "TORCHELASTIC_",
+    "SLURM_",
+    "PMI_",
+    "PMIX_",
+    "OMPI_",
+    "MV2_",
+    "FSDP_",
+    "ACCELERATE_",
+)
 
 
 def surroundings() -> dict[str, Any]:
@@ -27,7 +53,12 @@ def surroundings() -> dict[str, Any]:
         cwd = os.getcwd()
     except FileNotFoundError:
         cwd = "/"
-    return {"environ": dict(os.environ), "cwd": cwd, "sys_path": list(sys.path), "argv": list(sys.argv)}
+    return {
+        "environ": dict(os.environ),
+        "cwd": cwd,
+        "sys_path": list(sys.path),
+        "argv": list(sys.argv),
+    }
 
 
 def without_stale(environ: Mapping[str, str]) -> dict[str, str]:
@@ -54,7 +85,9 @@ def _planned(environ: Mapping[str, str], plan: LaunchPlan, folder: Path) -> dict
     threads = str(plan.threads_per_rank)
     set_now = {
         RANK_MARK: str(folder),
-        "CUDA_VISIBLE_DEVICES": ",".join(plan.devices),  # empty on the CPU: an unusable GPU must not be found either
+        "CUDA_VISIBLE_DEVICES": ",".join(
+            plan.devices
+        ),  # empty on the CPU: an unusable GPU must not be found either
         "ACCELERATE_MIXED_PRECISION": "no" if plan.precision == "fp32" else plan.precision,
         "ACCELERATE_USE_CPU": "true" if plan.device_type == "cpu" else "false",
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", threads),

@@ -36,7 +36,8 @@ def take_off(
     """Start the run's owner.
 
     Returns:
-        The line to the owner, whether the run is tracked, and the pilot where this process forked it (to be reaped).
+        The line to the owner, whether the run is tracked, and the pilot where this process forked
+        it (to be reaped).
 
     Raises:
         CannotPickle: the function captured something that cannot travel.

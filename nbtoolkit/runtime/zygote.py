@@ -1,8 +1,9 @@
 """The launchpad's process: one clean interpreter with torch and accelerate imported, that only accepts, forks and reaps.
 
-It forks owners (one a run) for the kernel, pilots (one a group of ranks) for owners, and one tracking service. It has no
-threads of its own, never computes, never touches a device and never imports anything from the working directory. It watches its
-sockets for their end: kernel gone means no new run; it goes itself when its last child has gone.
+It forks owners (one a run) for the kernel, pilots (one a group of ranks) for owners, and one
+tracking service. It has no threads of its own, never computes, never touches a device and never
+imports anything from the working directory. It watches its sockets for their end: kernel gone means
+no new run; it goes itself when its last child has gone.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Zygote(Forker):
         while self._kernel is not None or self._owners or self._tracking_pid is not None:
             self.turn()
 
-    # --- requests -------------------------------------------------------------------------------------------------
+    # --- requests
+    # -------------------------------------------------------------------------------------------------
 
     def _from_kernel(self) -> None:
         assert self._kernel is not None
@@ -128,7 +130,8 @@ class Zygote(Forker):
             self._tracking.close()
             self._tracking = None
 
-    # --- pilots, wherever they were forked ------------------------------------------------------------------------
+    # --- pilots, wherever they were forked
+    # ------------------------------------------------------------------------
 
     def _branch_forked(self, token: int, pid: int) -> None:
         self._pilot_forked(self._tokens.pop(token), pid)
@@ -147,7 +150,8 @@ class Zygote(Forker):
             owner.pilots.discard(pid)
             send_packet(owner.socket, {"op": "exited", "pid": pid, "code": code})
 
-    # --- what the loop asks ---------------------------------------------------------------------------------------
+    # --- what the loop asks
+    # ---------------------------------------------------------------------------------------
 
     def is_group(self, pid: int) -> bool:
         """See :class:`Forker`."""
@@ -185,7 +189,8 @@ class Zygote(Forker):
             self.selector.unregister(sock)
 
 
-# --- what the children are ------------------------------------------------------------------------------------------
+# --- what the children are
+# ------------------------------------------------------------------------------------------
 
 
 def run_owner(launchpad: socket.socket, fds: list[int]) -> None:
@@ -215,7 +220,8 @@ def run_tracking(control: socket.socket) -> None:
 
 def main(kernel_fd: int) -> None:
     """Start the launchpad's process on an inherited socket."""
-    # Python 3.12 warns on fork beside threads; the idle BLAS threads that numpy leaves here are harmless (see probe.py).
+    # Python 3.12 warns on fork beside threads; the idle BLAS threads that numpy leaves here are
+    # harmless (see probe.py).
     warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
     import accelerate  # noqa: F401  (imported ahead, once for all ranks)
     import cloudpickle  # noqa: F401
