@@ -2,16 +2,17 @@
 
 Each line is a JSON object with ``t`` (unix seconds) and ``type``; the types and their other keys:
 
-    run        run_id, name, attempt, plan (dict), config (dict), versions (dict)   first line of
-    each attempt rank       rank, phase ("started" | "group" | "ready" | "done"), pid note
-    level ("info" | "warning"), text                                    shown to the user as it is
-    metrics    values {name: float}, step                                         from ctx.log
-    report     values {name: float}, step, decision ("go" | a status)             from ctx.report
-    checkpoint path, step, kind                                                   from ctx.save and
-    fit device     readings [{index or rank, name: value}]                            device use,
-    every few seconds stop       reason, grace
-    somebody asked to end ended      status ("completed" | "pruned" | "stopped" | "deadline" |
-    "failed"), seconds, error    last line
+    run         the first line of each attempt: run_id, attempt, fingerprint, function, host,
+                plan, config, versions (dicts)
+    rank        rank, pid, phase ("started" | "group" | "ready" | "done")
+    note        level ("info" | "warning"), text: shown to the user as it is
+    metrics     values {name: float}, step: from ctx.log
+    report      values {name: float}, step, decision ("go" | a status): from ctx.report
+    checkpoint  path, step, kind: from ctx.save and fit
+    device      readings [{index or rank, name: value}]: device use, every few seconds
+    stop        reason, grace: somebody asked to end
+    ended       the last line: seconds, error, metrics and
+                status ("completed" | "pruned" | "stopped" | "deadline" | "failed")
 """
 
 from __future__ import annotations
