@@ -114,9 +114,8 @@ class Ahead:
         self._known: set[str] = set()
         self._installed = _installed_state()
         self._environ: dict[str, str] = {}
-        self._branches: dict[
-            socket.socket, int | None
-        ] = {}  # with their pids, once they have said so
+        # with their pids, once they have said so
+        self._branches: dict[socket.socket, int | None] = {}
 
     def want(self, names: list[str], environ: dict[str, str]) -> None:
         """Import ``names`` as soon as possible, under ``environ``."""
@@ -219,8 +218,7 @@ def _installed_state() -> tuple[float, ...]:
     return tuple(times)
 
 
-# --- the branch's own process
-# -------------------------------------------------------------------------------------
+# --- the branch's own process ---
 
 
 class Branch(Forker):

@@ -85,9 +85,8 @@ def _planned(environ: Mapping[str, str], plan: LaunchPlan, folder: Path) -> dict
     threads = str(plan.threads_per_rank)
     set_now = {
         RANK_MARK: str(folder),
-        "CUDA_VISIBLE_DEVICES": ",".join(
-            plan.devices
-        ),  # empty on the CPU: an unusable GPU must not be found either
+        # empty on the CPU: a GPU that is not usable must not be found either
+        "CUDA_VISIBLE_DEVICES": ",".join(plan.devices),
         "ACCELERATE_MIXED_PRECISION": "no" if plan.precision == "fp32" else plan.precision,
         "ACCELERATE_USE_CPU": "true" if plan.device_type == "cpu" else "false",
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", threads),

@@ -55,8 +55,7 @@ class Zygote(Forker):
         while self._kernel is not None or self._owners or self._tracking_pid is not None:
             self.turn()
 
-    # --- requests
-    # -------------------------------------------------------------------------------------------------
+    # --- requests ---
 
     def _from_kernel(self) -> None:
         assert self._kernel is not None
@@ -130,8 +129,7 @@ class Zygote(Forker):
             self._tracking.close()
             self._tracking = None
 
-    # --- pilots, wherever they were forked
-    # ------------------------------------------------------------------------
+    # --- pilots, wherever they were forked ---
 
     def _branch_forked(self, token: int, pid: int) -> None:
         self._pilot_forked(self._tokens.pop(token), pid)
@@ -150,8 +148,7 @@ class Zygote(Forker):
             owner.pilots.discard(pid)
             send_packet(owner.socket, {"op": "exited", "pid": pid, "code": code})
 
-    # --- what the loop asks
-    # ---------------------------------------------------------------------------------------
+    # --- what the loop asks ---
 
     def is_group(self, pid: int) -> bool:
         """See :class:`Forker`."""
@@ -189,8 +186,7 @@ class Zygote(Forker):
             self.selector.unregister(sock)
 
 
-# --- what the children are
-# ------------------------------------------------------------------------------------------
+# --- what the children are ---
 
 
 def run_owner(launchpad: socket.socket, fds: list[int]) -> None:
