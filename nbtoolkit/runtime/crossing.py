@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import sys
+import sysconfig
 import traceback
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 from nbtoolkit.errors import CannotPickle, WorkerError
+from nbtoolkit.runtime.ahead import installed_roots
 
+_OUR_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _MAX_CHAIN = 5  # causes and contexts carried along; deeper chains are cut
 
 
@@ -20,6 +26,8 @@ class _ValuePickler(cloudpickle.Pickler):
     """cloudpickle that moves device tensors to the CPU: the kernel must not touch a device to read a result."""
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (type, types.FunctionType)) and _in_main(obj):
+            return NotImplemented  # by its name: with start="fork" the kernel has the very same class
         if "torch" in sys.modules:
             import torch
 
@@ -33,29 +41,38 @@ class _ValuePickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
+def _in_main(obj: Any) -> bool:
+    """Whether ``obj`` is a global of this process's ``__main__`` (in ranks from the launchpad nothing of the user's is)."""
+    return obj.__module__ == "__main__" and getattr(sys.modules["__main__"], obj.__qualname__, None) is obj
+
+
+def _dumps(value: Any) -> bytes:
+    file = io.BytesIO()
+    _ValuePickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
 def pack_value(value: Any) -> bytes:
     """Pickle a return value, its tensors on the CPU and detached.
 
     Raises:
         CannotPickle: names the part that cannot be pickled.
     """
-    file = io.BytesIO()
     try:
-        _ValuePickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        return _dumps(value)
     except Exception as error:
         raise CannotPickle(
             f"the function returned something that cannot be pickled: {_part(value)}: {error}",
             allowed="numbers, strings, arrays, tensors, and other picklable objects",
             do="return plain values; save models with ctx.save(...) and read them back from result.checkpoint",
         ) from None
-    return file.getvalue()
 
 
 def _part(value: Any) -> str:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
     for key, item in items:
         try:
-            cloudpickle.dumps(item)
+            _dumps(item)
         except Exception:
             return f"value[{key!r}] (a {type(item).__qualname__})"
     return f"a {type(value).__qualname__}"
@@ -96,20 +113,45 @@ def _text(error: BaseException) -> str:
 
 
 def _pickle_error(error: BaseException) -> bytes | None:
-    """The exception pickled by its parts, since many classes with their own ``__init__`` cannot be called again."""
-    for parts in (dict(error.__dict__), {}):
+    """The exception's pickle: the first way to pickle it that gives back the same text; None where there is none."""
+    for way in _ways(error):
         try:
-            return cloudpickle.dumps((type(error), error.args, parts))
-        except Exception:
+            data = _dumps(way())
+        except Exception:  # any failure of foreign code to pickle itself: try the next way
             continue
+        again = _rebuild(data)
+        if again is not None and _text(again) == _text(error):
+            return data
     return None
+
+
+def _ways(error: BaseException) -> list[Callable[[], Any]]:
+    """What to pickle of an exception. Many classes with an ``__init__`` of their own cannot be called again: take them by parts."""
+
+    def whole() -> Any:
+        return error
+
+    def parts() -> Any:
+        return type(error), error.args, dict(error.__dict__)
+
+    def fewer_parts() -> Any:
+        return type(error), error.args, {k: v for k, v in error.__dict__.items() if _can_dump(v)}
+
+    own_init = isinstance(type(error).__init__, types.FunctionType)
+    return [parts, whole, fewer_parts] if own_init else [whole, parts, fewer_parts]
+
+
+def _can_dump(value: Any) -> bool:
+    try:
+        _dumps(value)
+    except Exception:  # see above
+        return False
+    return True
 
 
 def unpack_error(packed: dict[str, Any]) -> BaseException:
     """Rebuild an exception with its own type and its traceback; a :class:`WorkerError` where that cannot be."""
-    error = _rebuild(packed.get("pickle"))
-    if error is None or _text(error) != packed["text"]:
-        error = error if error is not None and not _lost_text(error, packed) else _stand_in(packed)
+    error = _rebuild(packed.get("pickle")) or _stand_in(packed)
     if packed.get("frames"):
         import tblib
 
@@ -120,15 +162,14 @@ def unpack_error(packed: dict[str, Any]) -> BaseException:
     return error
 
 
-def _lost_text(error: BaseException, packed: dict[str, Any]) -> bool:
-    return not _text(error) and bool(packed["text"])
-
-
 def _rebuild(data: bytes | None) -> BaseException | None:
     if data is None:
         return None
     try:
-        kind, args, state = pickle.loads(data)
+        made = pickle.loads(data)
+        if isinstance(made, BaseException):
+            return made
+        kind, args, state = made
         error: BaseException = kind.__new__(kind, *args)
         error.args = args
         error.__dict__.update(state)
@@ -153,14 +194,13 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def user_line(packed: dict[str, Any]) -> tuple[str, int] | None:
-    """File and line of the innermost frame that is not in an installed package: the user's own line."""
+    """File and line of the innermost frame that is neither in an installed package nor Python's nor ours: the user's own."""
+    foreign = (*installed_roots(), sysconfig.get_path("stdlib"), _OUR_FOLDER, "<frozen")
     frames = packed.get("frames")
     found = None
     while frames:
         filename = frames["tb_frame"]["f_code"]["co_filename"]
-        if not any(part in filename for part in ("site-packages", "dist-packages", "/nbtoolkit/", "<frozen", "/lib/python")):
+        if not filename.startswith(foreign):
             found = (filename, frames["tb_lineno"])
         frames = frames["tb_next"]
     return found
-
-

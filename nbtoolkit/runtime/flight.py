@@ -8,11 +8,10 @@ import signal
 import socket
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from nbtoolkit.runtime.plan import LaunchPlan
+from nbtoolkit.runtime.processes import exit_code, is_running
 from nbtoolkit.runtime.wire import Line, Message, receive_packet, send_packet
-
 
 # How a rank ends, by the type of its last message (a phase message "done" ends it too).
 LAST_WORDS = {"error": "failed", "group_failed": "failed", "left": "left"}
@@ -166,25 +165,3 @@ class Flight:
         """Close all lines; waiting ranks read their end and go."""
         for line in [self._pilot, *(rank.line for rank in self.ranks)]:
             line.close()
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process exists and is not a zombie."""
-    state = process_fields(pid)
-    return state is not None and state[0] not in "ZX"
-
-
-def process_fields(pid: int) -> list[str] | None:
-    """The fields of /proc/<pid>/stat from the state on (man 5 proc, field 3); None when it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-
-
-def exit_code(pid: int) -> int | None:
-    """The exit code of a process that ended and was not reaped (/proc/<pid>/stat, field 52); None while it runs."""
-    if is_running(pid):
-        return None
-    fields = process_fields(pid)
-    return os.waitstatus_to_exitcode(int(fields[49])) if fields else -signal.SIGKILL

@@ -43,6 +43,7 @@ class ForkedPilot:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork beside threads: probed above
             self.pid = os.fork()
+        self._reaped = False
         if self.pid == 0:
             _child(train, payload, pilot_end, [end for _, end in pairs], self._lines)
         os.close(payload)
@@ -60,15 +61,15 @@ class ForkedPilot:
             line.close()
 
     def kill(self) -> None:
-        """End it and reap it."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        self.reap()
-
-    def reap(self) -> None:
-        """Wait for its end; call when the owner has ended it."""
+        """End it, the ranks with it, and reap it; once is enough, more does no harm."""
+        if self._reaped:
+            return
+        for end in (os.killpg, os.kill):  # it may not lead its group yet
+            with contextlib.suppress(ProcessLookupError):
+                end(self.pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
+        self._reaped = True
 
 
 def _child(

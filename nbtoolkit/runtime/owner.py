@@ -27,6 +27,7 @@ from nbtoolkit.runtime.paths import RunPaths, boot_id, folder_error, write_json
 from nbtoolkit.runtime.payload import unpack
 from nbtoolkit.runtime.plan import GroupFailure, LaunchPlan, PortBusy, make_plan
 from nbtoolkit.runtime.ports import free_port
+from nbtoolkit.runtime.processes import Peer
 from nbtoolkit.runtime.record import RunRecord
 from nbtoolkit.runtime.watch import Watch, is_waiting
 from nbtoolkit.runtime.wire import Line, Message, memory_file, send_packet, wake
@@ -52,22 +53,25 @@ def own(
         forked: the lines of a pilot and ranks that the kernel forks itself; empty otherwise.
     """
     content = unpack(payload_fd)
-    owner = Owner(content, payload_fd, Line(kernel), launchpad, forked)
+    line = Line(kernel)
     try:
-        owner.run()
-    except KernelGone:
-        owner.record.note("the kernel is gone: the run was ended, unfinished", level="warning")
+        Owner(content, payload_fd, line, launchpad, forked).carry()
     except LaunchpadGone:
-        owner.fail_with(
-            LaunchError(
-                "the launchpad process died, and the ranks with it (its usual end: out of memory)",
-                do="launch again: a new launchpad is started, an unfinished run goes on from its checkpoint",
-            )
+        lost = LaunchError(
+            "the launchpad process died, and the ranks with it (its usual end: out of memory)",
+            do="launch again: a new launchpad is started, and a run that saved a checkpoint goes on from it",
         )
-    except OSError as error:
-        owner.give_up(error)
+        _tell_lost(line, lost)
+    except OSError as error:  # the run's folder cannot be written any more
+        _tell_lost(line, folder_error(Path(content["folder"]), error))
     finally:
-        owner.close()
+        line.close()
+
+
+def _tell_lost(line: Line, error: LaunchError) -> None:
+    """The run cannot go on, and its folder is not the place to say so: tell whoever still listens."""
+    kind = type(error).__name__
+    line.send({"type": "lost", "error": kind, "what": error.what, "allowed": error.allowed, "do": error.do})
 
 
 class Owner:
@@ -93,10 +97,21 @@ class Owner:
         self._flight: Flight | None = None
         self._kill_at: float | None = None
         self._killed_on_request = False
+        self._kernel_process = Peer(kernel)
         self._read_end, self._write_end = os.pipe()
         self._catch_signals()
 
     # --- the story --------------------------------------------------------------------------------------------------
+
+    def carry(self) -> None:
+        """Run, and write how it ended when it could not go on to its end."""
+        try:
+            self.run()
+        except KernelGone:
+            self.record.note("the kernel is gone: the run was ended, unfinished", level="warning")
+        except LaunchpadGone:
+            self.record.note("the launchpad is gone: the run was ended, unfinished", level="warning")
+            raise
 
     def run(self) -> None:
         """Fly until the ranks have ended; fly again with another plan when they could not start."""
@@ -229,7 +244,7 @@ class Owner:
         """Requests that come as files, the kernel's end, and graces that have run out."""
         if (request := self.record.stop_requested()) is not None:
             self._stop(request.get("reason", "a handle asked"), request.get("grace"))
-        if self._kernel.closed and not self._detached:
+        if not self._detached and (self._kernel.closed or self._kernel_process.gone()):
             raise KernelGone
         if self._kill_at is not None and time.monotonic() >= self._kill_at and self._flight is not None:
             self._killed_on_request = True
@@ -282,7 +297,7 @@ class Owner:
         """Wait for the processes to go after their last word; after a failure the others have a second."""
         flight_over = time.monotonic() + (LAND_SECONDS if patient else FAILURE_GRACE)
         while flight.exited is None and time.monotonic() < flight_over:
-            with contextlib.suppress(KernelGone):
+            with contextlib.suppress(LaunchpadGone):  # the ranks are gone then, and how they ended is known
                 self._listen(flight)
 
     # --- the end ----------------------------------------------------------------------------------------------------
@@ -315,17 +330,6 @@ class Owner:
         """End the run with an error of our own."""
         self.record.fail(pack_error(error), rank=None, notes=[])
         wake(self._kernel)
-
-    def give_up(self, error: OSError) -> None:
-        """The run's folder cannot be written any more: say so where it can still be heard."""
-        what = folder_error(self.paths.folder, error)
-        self._kernel.send({"type": "lost", "what": what.what, "allowed": what.allowed, "do": what.do})
-
-    def close(self) -> None:
-        """Let everything go; the lock goes with the process."""
-        if self._flight is not None:
-            self._flight.kill()
-        self._kernel.close()
 
     def _catch_signals(self) -> None:
         os.set_blocking(self._write_end, False)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import html
 import json
 import os
 import select
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -20,7 +22,7 @@ from nbtoolkit.runtime.failure import raise_failure
 from nbtoolkit.runtime.forked import ForkedPilot
 from nbtoolkit.runtime.paths import RunPaths, read_json, write_json
 from nbtoolkit.runtime.plan import LaunchPlan
-from nbtoolkit.runtime.wire import Line
+from nbtoolkit.runtime.wire import Line, Message
 
 if TYPE_CHECKING:
     import torch
@@ -121,11 +123,15 @@ class RunHandle:
         self._line, self._cell, self._on_event, self._tracked = line, cell, on_event, tracked
         self._reader = EventReader(paths.events, offset)
         self._ended: Event | None = None
-        self._lost: dict[str, str] | None = None
+        self._lost: Message | None = None
         self._forked = forked
+        self._hearing = threading.Lock()
+        if line is not None:
+            _keep(self)
 
     def done(self) -> bool:
         """Whether the run has ended (or lost its owner)."""
+        self._hear()
         return self.paths.ended() or not self._owner_lives()
 
     def events(self) -> Iterator[Event]:
@@ -158,21 +164,40 @@ class RunHandle:
         """
         __tracebackhide__ = True
         limit = None if timeout is None else time.monotonic() + timeout
-        interrupts = 0
-        while not self._over():
-            if limit is not None and time.monotonic() >= limit:
-                raise TimeoutError(f"the run {self.paths.run_id} has not ended after {timeout:g} s; it goes on")
-            try:
-                self._wait()
-            except KeyboardInterrupt:
-                interrupts += 1
-                self._interrupt(interrupts)
+        try:
+            interrupts = self._wait_for_end(limit)
+        except BaseException:  # on_event's own error, or a third interrupt: nobody waits for the run any more
+            self.let_go()
+            raise
+        if interrupts is None:
+            raise TimeoutError(
+                f"the run {self.paths.run_id} has not ended after {timeout:g} s; it goes on"
+            )
         self._finish()
         if interrupts:
             raise KeyboardInterrupt
         return self._outcome()
 
+    def let_go(self) -> None:
+        """Close the line to the owner: a run that is not detached ends. For the end of the kernel."""
+        if self._line is not None:
+            self._line.close()
+
     # --- waiting ----------------------------------------------------------------------------------------------------
+
+    def _wait_for_end(self, limit: float | None) -> int | None:
+        """How often the wait was interrupted; None when the limit came first."""
+        interrupts = 0
+        while True:
+            try:
+                if self._over():
+                    return interrupts
+                if limit is not None and time.monotonic() >= limit:
+                    return None
+                self._wait()
+            except KeyboardInterrupt:
+                interrupts += 1
+                self._interrupt(interrupts)
 
     def _over(self) -> bool:
         """Take what is new; whether the run has ended and its owner is gone."""
@@ -194,10 +219,19 @@ class RunHandle:
         if self._line is None:
             time.sleep(_POLL)
             return
-        select.select([self._line], [], [], _POLL)
-        for message in self._line.drain():
-            if message["type"] == "lost":
-                self._lost = message
+        news = select.poll()  # select() refuses descriptors above 1023, which a lived-in kernel may reach
+        news.register(self._line, select.POLLIN)
+        news.poll(_POLL * 1000)
+        self._hear()
+
+    def _hear(self) -> None:
+        """Take what the owner said; mostly that there is something new in the files."""
+        if self._line is None:
+            return
+        with self._hearing:
+            for message in self._line.drain():
+                if message["type"] == "lost":
+                    self._lost = message
 
     def _owner_lives(self) -> bool:
         if self._line is not None:
@@ -218,14 +252,15 @@ class RunHandle:
         if self._line is not None:
             self._line.close()
         if self._forked is not None:
-            self._forked.reap()
+            self._forked.kill()  # its owner is gone, and would have ended it
         if self._tracked and self._ended is not None:
             wait_for_tracking(self.paths, TRACKING_SECONDS)
 
     def _outcome(self) -> RunResult:
         __tracebackhide__ = True
         if self._lost is not None:
-            raise RunFolderError(self._lost["what"], allowed=self._lost["allowed"], do=self._lost["do"])
+            kind = {"RunFolderError": RunFolderError}.get(self._lost["error"], LaunchError)
+            raise kind(self._lost["what"], allowed=self._lost["allowed"], do=self._lost["do"])
         if self.paths.error.exists():
             raise_failure(self.paths)
         if self.paths.result.exists():
@@ -238,6 +273,24 @@ class RunHandle:
 
     def __repr__(self) -> str:
         return f"RunHandle({'ended' if self.done() else 'running'}, {self.paths.folder})"
+
+
+_kept: list[RunHandle] = []
+"""Runs of this kernel: their lines stay open while they go on, also where nobody holds the handle."""
+
+
+def _keep(handle: RunHandle) -> None:
+    """Keep a run's line until the run has ended or this process ends: it is by that line that the owner knows us alive."""
+    if not _kept:
+        atexit.unregister(_let_all_go)
+        atexit.register(_let_all_go)  # after the launchpad's own, hence before it: it waits for owners to end
+    _kept[:] = [other for other in _kept if not other.done()]
+    _kept.append(handle)
+
+
+def _let_all_go() -> None:
+    for handle in _kept:
+        handle.let_go()
 
 
 def wait_for_tracking(paths: RunPaths, seconds: float) -> bool:

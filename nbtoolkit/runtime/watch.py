@@ -12,7 +12,8 @@ import re
 import time
 from pathlib import Path
 
-from nbtoolkit.runtime.flight import Flight, RankView, process_fields
+from nbtoolkit.runtime import processes
+from nbtoolkit.runtime.flight import Flight, RankView
 from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.runtime.worker import STACKS_SIGNAL
 
@@ -44,9 +45,9 @@ class Watch:
         now = time.monotonic()
         if now - self._sampled_at < self._window:
             return
-        children = _children()
+        families = processes.children()
         for rank in self._flight.ranks:
-            used = _tree_seconds(rank.pid, children) if rank.pid is not None else 0.0
+            used = processes.tree_seconds(rank.pid, families) if rank.pid is not None else 0.0
             # a child that ended takes its time with it: any change is a sign of life
             least = max(BUSY_SHARE * (now - self._sampled_at), 2 / _TICKS)
             busy = abs(used - self._cpu[rank.rank]) >= least
@@ -107,10 +108,10 @@ class Watch:
         ):
             time.sleep(0.01)
         time.sleep(0.02)
-        children = _children()
+        families = processes.children()
         for rank in self._flight.ranks:  # writing stacks costs CPU time that is not the rank's own
             if rank.pid is not None:
-                self._cpu[rank.rank] = _tree_seconds(rank.pid, children)
+                self._cpu[rank.rank] = processes.tree_seconds(rank.pid, families)
         return {rank: _tail(self._paths.stacks(rank), mark) for rank, mark in marks.items()}
 
 
@@ -139,19 +140,3 @@ def _tail(path: Path, offset: int) -> str:
         return path.read_bytes()[offset:].decode(errors="replace")
     except FileNotFoundError:
         return ""
-
-
-def _children() -> dict[int, list[int]]:
-    """Every process's children."""
-    found: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit() and (fields := process_fields(int(name))):
-            found.setdefault(int(fields[1]), []).append(int(name))
-    return found
-
-
-def _tree_seconds(pid: int, children: dict[int, list[int]]) -> float:
-    """CPU seconds of a process and its descendants (a rank that waits for its DataLoader workers is not idle)."""
-    fields = process_fields(pid)
-    own = (int(fields[11]) + int(fields[12])) / _TICKS if fields else 0.0
-    return own + sum(_tree_seconds(child, children) for child in children.get(pid, ()))

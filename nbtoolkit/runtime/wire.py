@@ -25,7 +25,8 @@ class Line:
     """JSON lines over a stream socket. Sending is thread-safe; receiving belongs to one thread."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+        self.socket = sock
+        """For select and for asking who is at the other end."""
         self._buffer = bytearray()
         self._lock = threading.Lock()
         self.closed = False
@@ -39,18 +40,24 @@ class Line:
 
     def fileno(self) -> int:
         """The descriptor, for select."""
-        return self._sock.fileno()
+        return self.socket.fileno()
 
     def send(self, message: Message) -> bool:
         """Send one message; False when the other end is gone."""
         data = json.dumps(message, default=str).encode() + b"\n"
         try:
             with self._lock:
-                self._sock.sendall(data)
+                self.socket.sendall(data)
         except (BrokenPipeError, ConnectionResetError, OSError):
             self.closed = True
             return False
         return True
+
+    def offer(self, message: Message) -> None:
+        """Send one short message if there is room for it now, else drop it."""
+        data = json.dumps(message).encode() + b"\n"
+        with self._lock, contextlib.suppress(OSError):  # full, or gone: whoever receives will notice
+            self.socket.send(data, socket.MSG_DONTWAIT)
 
     def receive(self, timeout: float | None = None) -> Message | None:
         """Wait for one message; None when the other end is gone.
@@ -59,13 +66,13 @@ class Line:
             TimeoutError: nothing came within ``timeout`` seconds.
         """
         while (message := self._pop()) is None:
-            self._sock.settimeout(timeout)
+            self.socket.settimeout(timeout)
             try:
                 if not self._fill():
                     return None
             finally:
-                if self._sock.fileno() >= 0:
-                    self._sock.settimeout(None)
+                if self.socket.fileno() >= 0:
+                    self.socket.settimeout(None)
         return message
 
     def drain(self) -> list[Message]:
@@ -84,11 +91,11 @@ class Line:
     def close(self) -> None:
         """Close this end."""
         self.closed = True
-        self._sock.close()
+        self.socket.close()
 
     def _fill(self, flags: int = 0) -> bool:
         try:
-            chunk = self._sock.recv(1 << 16, flags)
+            chunk = self.socket.recv(1 << 16, flags)
         except ConnectionResetError:
             chunk = b""
         if not chunk:
@@ -151,8 +158,7 @@ def memory_file(content: bytes) -> Iterator[int]:
         os.close(fd)
 
 
-def wake(line: Line | None) -> None:
-    """Tell the other end to look at the files again; it may be gone or busy, then nothing is lost."""
-    if line is not None and not line.closed:
-        with contextlib.suppress(OSError):
-            line.send({"type": "wake"})
+def wake(line: Line) -> None:
+    """Tell the other end to look at the files again. It may be gone or not listening: then nothing is lost, nothing waits."""
+    if not line.closed:
+        line.offer({"type": "wake"})
