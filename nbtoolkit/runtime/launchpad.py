@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import nbtoolkit
@@ -52,6 +53,7 @@ class Launchpad:
         theirs.close()
         self._socket = ours
         self._ready = False
+        self._asking = threading.RLock()  # launches may come from several threads
 
     @property
     def pid(self) -> int:
@@ -72,22 +74,17 @@ class Launchpad:
         Raises:
             LaunchError: the launchpad did not start, or died.
         """
-        self._wait_ready()
-        send_packet(self._socket, {"op": "run"}, fds)
-        message, _ = self._receive()
-        return int(message["pid"])
+        return int(self._ask({"op": "run"}, "forked", fds)["pid"])
 
     def track(self, folder: Path) -> None:
         """Have a run's events followed into the tracking database."""
-        self._wait_ready()
-        send_packet(self._socket, {"op": "track", "folder": str(folder)})
+        with self._asking:
+            self._wait_ready()
+            send_packet(self._socket, {"op": "track", "folder": str(folder)})
 
     def warm_pids(self) -> set[int]:
         """The processes that stay between launches."""
-        self._wait_ready()
-        send_packet(self._socket, {"op": "pids"})
-        message, _ = self._receive()
-        return {int(pid) for pid in message["pids"]}
+        return {int(pid) for pid in self._ask({"op": "pids"}, "pids")["pids"]}
 
     def close(self, seconds: float = END_SECONDS) -> None:
         """Let it go and wait; what has not ended by then is killed (detached runs stay)."""
@@ -101,12 +98,20 @@ class Launchpad:
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 
+    def _ask(self, request: Message, answer: str, fds: list[int] | None = None) -> Message:
+        with self._asking:
+            self._wait_ready()
+            send_packet(self._socket, request, fds)
+            while (message := self._receive())["op"] != answer:
+                pass  # the answer to a launch that was interrupted before it was read
+            return message
+
     def _wait_ready(self) -> None:
         if not self._ready:
             self._receive()
             self._ready = True
 
-    def _receive(self) -> tuple[Message, list[int]]:
+    def _receive(self) -> Message:
         self._socket.settimeout(START_SECONDS)
         try:
             packet = receive_packet(self._socket)
@@ -119,22 +124,24 @@ class Launchpad:
                 f"the launchpad process {'ended with code ' + str(code) if code is not None else 'does not answer'}",
                 do="launch again (a new one is started); if it stays so, read its output above and nb.doctor()",
             )
-        return packet
+        return packet[0]
 
 
 _current: Launchpad | None = None
+_starting = threading.Lock()
 
 
 def launchpad() -> Launchpad:
     """This kernel's launchpad, started when there is none (a forked child of the kernel gets its own)."""
     global _current
-    if _current is None or not _current.alive() or _current.kernel_pid != os.getpid():
-        if _current is not None and _current.kernel_pid == os.getpid():
-            _current.kill()
-        if _current is None:
-            atexit.register(shutdown)
-        _current = Launchpad()
-    return _current
+    with _starting:
+        if _current is None or not _current.alive() or _current.kernel_pid != os.getpid():
+            if _current is not None and _current.kernel_pid == os.getpid():
+                _current.kill()
+            if _current is None:
+                atexit.register(shutdown)
+            _current = Launchpad()
+        return _current
 
 
 def shutdown() -> None:

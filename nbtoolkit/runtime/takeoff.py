@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -87,9 +86,14 @@ def _send(
 ) -> Line:
     payload = pack_function(train, content)
     try:
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
+        mine, theirs = Line.pair()
+        try:
             pad.run([payload, theirs.fileno(), run.lock_fd, *fds])
+        except BaseException:
+            mine.close()  # else a traceback that the notebook keeps would keep the owner waiting for its kernel
+            raise
+        finally:
+            theirs.close()
     finally:
         os.close(payload)
-    return Line(mine)
+    return mine
