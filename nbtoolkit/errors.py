@@ -14,6 +14,7 @@
     │   └── WorkerHung         a rank is silent and idle while another waits for it
     ├── ReportError            ctx.report or ctx.save was not called by every rank
     ├── ResumeError            resume= names a run that does not fit
+    ├── FitError               nb.fit was given something it cannot train with
     ├── CheckpointError        a checkpoint is missing, damaged or foreign
     ├── TrackingError          the tracking database cannot be used
     └── MissingExtra           an optional package is not installed (gives the install line)
@@ -105,6 +106,10 @@ class ReportError(NbtoolkitError):
 
 class ResumeError(NbtoolkitError):
     """``resume=`` names a run that cannot be gone on with."""
+
+
+class FitError(NbtoolkitError):
+    """``nb.fit`` was given data, a model or a setting that it cannot train with."""
 
 
 class CheckpointError(NbtoolkitError):

@@ -1,0 +1,1 @@
+"""Ready-made train functions on data that ships with scikit-learn."""

@@ -1,0 +1,1 @@
+"""The optional training loop: order, optimizer, schedule, precision, metrics, checkpoints."""

@@ -1,0 +1,110 @@
+"""Weights back from a checkpoint, without any distributed code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nbtoolkit.errors import CheckpointError
+from nbtoolkit.runtime.checkpoint import read_state
+
+if TYPE_CHECKING:
+    import torch
+
+    Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def load_model(path: str | Path, model: Model) -> Model:
+    """Load a checkpoint's weights into ``model``, for inference.
+
+    Args:
+        path: a checkpoint file, or a run's folder (its best checkpoint, else its last).
+        model: the architecture that was saved; changed in place.
+
+    Returns:
+        ``model``, in evaluation mode, on the device it was on.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or it belongs to another model
+            (the first differences are named).
+    """
+    file = _find(Path(path))
+    load_weights(read_state(file), model, source=str(file))
+    return model.eval()
+
+
+def load_weights(state: Mapping[str, Any], model: torch.nn.Module, *, source: str) -> None:
+    """Load the model's part of a checkpoint's state into ``model``.
+
+    Args:
+        state: what was saved: the weights under ``model``, or the weights themselves.
+        model: changed in place.
+        source: the file's name, for the message.
+
+    Raises:
+        CheckpointError: the weights are another model's (the first differences are named).
+    """
+    expected = model.state_dict()
+    weights = _weights(state, expected, source)
+    differences = _differences(weights, expected)
+    if differences:
+        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise CheckpointError(
+            f"the checkpoint {source} does not fit this {type(model).__name__}: "
+            f"{'; '.join(differences[:3])}{more}",
+            allowed="the model that was saved, with the same layers and sizes",
+            do="build the model from the run's own config.yaml, beside its checkpoints folder",
+        )
+    model.load_state_dict(weights)
+
+
+def _find(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    for kind in ("best", "last"):
+        if (folder / f"{kind}.pt").exists():
+            return folder / f"{kind}.pt"
+    raise CheckpointError(
+        f"there is no checkpoint in {path}",
+        allowed="a checkpoint file, or a run's folder with checkpoints/best.pt or last.pt",
+        do="train with checkpoint.enabled: true, or use ctx.save({'model': model.state_dict()})",
+    )
+
+
+def _weights(state: Mapping[str, Any], expected: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The model's part of a state, by the model's own names (a wrapper put ``module.`` first)."""
+    import torch
+
+    inner = state.get("model")
+    weights = inner if isinstance(inner, Mapping) else state
+    if not any(isinstance(value, torch.Tensor) for value in weights.values()):
+        raise CheckpointError(
+            f"the checkpoint {source} holds no model but {', '.join(map(str, state)) or 'nothing'}",
+            allowed="what fit saved, or {'model': model.state_dict()}, or a state_dict itself",
+            do="save the model with ctx.save({'model': model.state_dict()})",
+        )
+    wrapped = _all_wrapped(weights) and not _all_wrapped(expected)
+    return {name.removeprefix("module.") if wrapped else name: weights[name] for name in weights}
+
+
+def _all_wrapped(names: Iterable[str]) -> bool:
+    return all(name.startswith("module.") for name in names)
+
+
+def _differences(weights: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    there, here = _shapes(weights), _shapes(expected)
+    return [
+        *(
+            f"{name} is {there[name]} in the file and {here[name]} in the model"
+            for name in here
+            if name in there and there[name] != here[name]
+        ),
+        *(f"{name} is missing in the file" for name in here if name not in there),
+        *(f"{name} is not in the model" for name in there if name not in here),
+    ]
+
+
+def _shapes(weights: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(getattr(value, "shape", ())) for name, value in weights.items()}
