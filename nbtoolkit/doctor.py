@@ -1,4 +1,4 @@
-"""nb.doctor(): what this machine and kernel are like, what a launch would do, and what may go wrong."""
+"""nb.doctor(): what is here, what a launch would do, and what may go wrong."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Report:
 
 
 def doctor() -> Report:
-    """Look at host, hardware, libraries and this process; nothing is changed and no device is touched here.
+    """Look at host, hardware, libraries and this process; nothing is changed or touched.
 
     The probe forks a child that computes in parallel (and allocates on a GPU if there is one);
     where it fails, fresh interpreters import this process's packages one after the other to name

@@ -1,4 +1,4 @@
-"""Imports ahead of need: done once in a branch of the launchpad, never where that could break or mislead the ranks."""
+"""Imports ahead of need: in a branch of the launchpad, never where it could break the ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def unsafe_package() -> Iterator[str]:
     name = "nbtoolkit_test_computes_at_import"
     file = Path(sysconfig.get_path("purelib")) / f"{name}.py"
     file.write_text(
-        "import torch\ntorch.set_num_threads(2)\n(torch.ones(900, 900) @ torch.ones(900, 900)).exp()\n"
+        "import torch\ntorch.set_num_threads(2)\nx = torch.ones(900, 900)\n(x @ x).exp()\n"
     )
     yield name
     file.unlink()

@@ -1,4 +1,4 @@
-"""Imports ahead of need: what the ranks import from site-packages is imported once more, in a branch of the launchpad.
+"""Imports ahead of need: a branch of the launchpad imports what the ranks import.
 
 While a rank imports, say, transformers, a branch does the same beside it; the next launch forks its
 ranks from the branch, where the import is done. A branch is made, import by import, by forking the
@@ -198,7 +198,7 @@ class Ahead:
             self._grow()
 
     def _gone(self, sock: socket.socket) -> None:
-        """A branch ended: an import failed or was not fork-safe (the ranks do it themselves), or it retired."""
+        """A branch ended: it retired, or an import was not fork-safe (the ranks do it then)."""
         self._forget(sock)
         self._branches.pop(sock, None)
         sock.close()
@@ -210,7 +210,7 @@ class Ahead:
 
 
 def _installed_state() -> tuple[float, ...]:
-    """Changes when something is installed or removed: what was imported before may be stale then."""
+    """Changes when something is installed or removed: earlier imports may be stale then."""
     times = []
     for root in installed_roots():
         with contextlib.suppress(OSError):
@@ -293,7 +293,7 @@ def run_branch(launchpad: socket.socket, names: list[str], environ: dict[str, st
 
 
 def _import_installed(name: str, roots: tuple[str, ...]) -> None:
-    """Import a module if it comes from an installed package; a failure here is a failure there, where it is shown."""
+    """Import an installed module; if that fails it fails in the rank too, where it is shown."""
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.origin and spec.origin.startswith(roots):

@@ -1,4 +1,4 @@
-"""One state on disk: written whole, without pickled code (``torch.load(path, weights_only=True)`` reads it)."""
+"""One state on disk: written whole, without pickled code (``weights_only=True`` reads it)."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def read_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
         raise CheckpointError(
             f"the checkpoint {path} cannot be read: {type(error).__name__}: {error}",
             allowed="a file written by ctx.save or fit, whole",
-            do="use another checkpoint of the run's folder (checkpoints/best.pt, checkpoints/last.pt)",
+            do="use another one of the run's folder (checkpoints/best.pt, checkpoints/last.pt)",
         ) from error
     return state
 
 
 def _plain(value: Any, where: str) -> Any:
-    """``value`` with containers made plain and arrays made tensors; raises for what weights-only loading would refuse."""
+    """``value`` of plain containers and tensors; raises for what weights-only loading refuses."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -84,7 +84,8 @@ def _plain(value: Any, where: str) -> Any:
     if type(value).__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biuf":
         return torch.as_tensor(value)
     raise CheckpointError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold",
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}: "
+        "a checkpoint cannot hold that",
         allowed="tensors, numbers, strings, None, and dicts, lists, tuples of them",
         do="save its state_dict() or its plain values",
     )

@@ -102,7 +102,7 @@ class RunContext:
             self._channel.send("metrics", values=_numbers(metrics), step=step)
 
     def report(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Report a validation's metrics; called by **all** ranks, once a validation. May not return.
+        """Report a validation's metrics; called by **all** ranks, once each. May not return.
 
         The ranks wait for each other here, and then all go on, or all leave the training function:
         because somebody pressed stop, the time budget is used up, or the trial is pruned. Rank 0's
@@ -121,7 +121,7 @@ class RunContext:
     def save(
         self, state: Mapping[str, Any], *, kind: str = "last", step: int | None = None
     ) -> Path:
-        """Save a checkpoint; called by **all** ranks, written by the main rank, whole or not at all.
+        """Save a checkpoint; called by **all** ranks, written by the main one, whole or not at all.
 
         Args:
             state: tensors, numbers, strings, and dicts, lists, tuples of them (``state_dict()`` is
@@ -144,7 +144,7 @@ class RunContext:
         return path
 
     def load(self, kind: str = "last") -> dict[str, Any] | None:
-        """The state last saved as ``kind`` in this run's folder, on the CPU; None when there is none.
+        """The state last saved as ``kind`` in this run, on the CPU; None when there is none.
 
         Raises:
             CheckpointError: the file is damaged.
@@ -153,7 +153,7 @@ class RunContext:
         return read_state(path) if path.exists() else None
 
     def prepare(self, *objects: Any) -> Any:
-        """Prepare a model, optimizer and data loaders of your own loop, as ``Accelerator.prepare`` does.
+        """Prepare your own loop's model, optimizer and loaders, as ``Accelerator.prepare`` does.
 
         A loader's ``batch_size`` is the global batch: the ranks divide each batch among them.
 
@@ -165,7 +165,7 @@ class RunContext:
         return prepare(self, *objects)
 
     def cached(self, key: str, build: Callable[[], Any]) -> Any:
-        """``build()``, but once for all ranks and later runs in this output folder; others map the file read-only.
+        """``build()``, but once for all ranks and later runs; the others map its file.
 
         Args:
             key: names the content; a new content needs a new key.
@@ -185,7 +185,7 @@ class RunContext:
 
     @contextmanager
     def long(self, what: str) -> Iterator[None]:
-        """``with ctx.long("download"):`` — inside, this rank may be silent and idle without being taken for hung."""
+        """Inside ``with ctx.long("download"):`` this rank may be silent and idle."""
         self._channel.send("long", what=what, on=True)
         try:
             yield
@@ -201,7 +201,8 @@ class RunContext:
             raise Leave(answer["leave"])
 
     def __repr__(self) -> str:
-        return f"RunContext(rank={self.rank}({self.world_size}), device={self.device}, run={self.paths.run_id})"
+        rank = f"{self.rank}({self.world_size})"
+        return f"RunContext(rank={rank}, device={self.device}, run={self.paths.run_id})"
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

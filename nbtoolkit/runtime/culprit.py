@@ -1,4 +1,4 @@
-"""Who made this process not fork-safe? An installed package (found by importing in fresh interpreters), else a cell (named as suspect)."""
+"""Who made this process not fork-safe? An import, found by trying; else a cell, as suspect."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def loaded_packages() -> list[str]:
 
 
 def guilty_import(packages: list[str], *, device: bool, limit: float = LIMIT) -> str | None:
-    """The first of ``packages`` after whose import a fresh interpreter is not fork-safe; None when there is none."""
+    """The first package after whose import a fresh interpreter is not fork-safe; None: none."""
     end = time.monotonic() + limit
 
     def breaks(count: int) -> bool:

@@ -28,7 +28,7 @@ Event = dict[str, Any]
 
 
 class EventLog:
-    """The writing end; exactly one process, the owner, has one. Each event is one ``write`` of one line."""
+    """The writing end; only the owner has one. Each event is one ``write`` of one line."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -50,14 +50,14 @@ class EventLog:
 
 
 class EventReader:
-    """The reading end: hands out whole new lines each time it is asked; never blocks, never locks."""
+    """The reading end: hands out whole new lines when asked; never blocks, never locks."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self._path, self.offset = path, offset
         """Bytes read so far: whole lines only, so that it can be kept and gone on from."""
 
     def read(self) -> Iterator[Event]:
-        """The events appended since the last call (a line still being written waits for the next)."""
+        """The events appended since the last call (a line half written waits for the next)."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self.offset)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 
 class Forker:
-    """An event loop over sockets and ended children. Single-threaded; subclasses say what a request and an end mean."""
+    """A single-threaded loop over sockets and ended children; subclasses give both a meaning."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -130,7 +130,7 @@ def close_all(fds: list[int]) -> None:
 
 
 def die_with_parent(number: int) -> None:
-    """Ask Linux for signal ``number`` when the thread that forked this process ends (prctl PR_SET_PDEATHSIG)."""
+    """Ask Linux for signal ``number`` when the thread that forked us ends (PR_SET_PDEATHSIG)."""
     from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
     _prctl_pr_set_pdeathsig(number)

@@ -1,4 +1,4 @@
-"""Pairs of library versions that are known to break launches, found by looking at what is installed, without importing it."""
+"""Pairs of libraries known to break launches, found without importing them."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def _numa(accelerate: Path | None, torch: Path | None) -> str:
     source = (accelerate / "launchers.py").read_text(errors="replace")
     if "numa_options" in source and "numa_options = None" not in source:
         return (
-            "this accelerate asks torch for NUMA binding, which initialises CUDA before the fork (accelerate#3925): "
-            "plain notebook_launcher fails on GPUs; nb.launch is not affected; pip install -U accelerate"
+            "this accelerate asks torch for NUMA binding, which initialises CUDA before the fork "
+            "(accelerate#3925): plain notebook_launcher fails on GPUs; nb.launch is not affected; "
+            "pip install -U accelerate"
         )
     return ""
 
@@ -51,8 +52,8 @@ def _torchao(version: Versions) -> str:
     accelerate, torchao = version("accelerate"), version("torchao")
     if torchao is not None and accelerate is not None and _numbers(accelerate) < (1, 7):
         return (
-            f"accelerate {accelerate} imports torchao {torchao}, which initialises CUDA (accelerate#3524): "
-            "plain notebook_launcher fails on GPUs; pip install -U accelerate"
+            f"accelerate {accelerate} imports torchao {torchao}, which initialises CUDA "
+            "(accelerate#3524): plain notebook_launcher fails on GPUs; pip install -U accelerate"
         )
     return ""
 
@@ -60,7 +61,7 @@ def _torchao(version: Versions) -> str:
 def _torch_floor(version: Versions) -> str:
     torch = version("torch")
     if torch is not None and _numbers(torch) < (2, 6):
-        return f"torch {torch} is older than 2.6, the oldest that nbtoolkit is made for; pip install -U torch"
+        return f"torch {torch} is older than 2.6, the oldest we work with; pip install -U torch"
     return ""
 
 

@@ -124,7 +124,8 @@ def launch(
     cell.say(f"{plan.explain().splitlines()[0]} -> {run.paths.folder}")
     if run.resumed:
         cell.say(
-            f"going on with the unfinished run {run.paths.run_id} (attempt {run.attempt}; resume='never' starts anew)"
+            f"going on with the unfinished run {run.paths.run_id} (attempt {run.attempt}; "
+            "resume='never' starts anew)"
         )
     line, tracked, forked = take_off(
         train, config, plan, run, header, host, hardware, detach=detach
@@ -161,13 +162,13 @@ def _check_call(train: Train, start: str, where: str, wait: bool, detach: bool) 
         raise NestedLaunch(
             f"nb.launch was called inside a rank of the run {os.environ[RANK_MARK]}",
             allowed="launches from a notebook, a script or the command line",
-            do="move the launch out of the training function (its cell or its module's top level, behind `if __name__ == ...`)",
+            do="move the launch out of the training function, or behind `if __name__ == ...`",
         )
     if not callable(train):
         raise LaunchError(
             f"launch was given {train!r}, which is not a function",
             allowed="a function train(config, ctx)",
-            do="pass the function itself: nb.launch(train, config), not nb.launch(train(...), config)",
+            do="pass the function itself: nb.launch(train, config), not nb.launch(train(...))",
         )
     for argument, value, known in (
         ("start", start, ("launchpad", "fork", "inline")),

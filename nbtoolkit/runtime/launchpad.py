@@ -1,4 +1,4 @@
-"""The kernel's end of the launchpad: start it at the first launch, keep it warm, hand it runs, let it go.
+"""The kernel's end of the launchpad: start it at the first launch, keep it warm, hand it runs.
 
 The process itself is in zygote.py.
 """
@@ -65,7 +65,10 @@ class Launchpad:
         return self._process.poll() is None
 
     def run(self, fds: list[int]) -> int:
-        """Start an owner for a packed run: payload, the owner's end of the line, the run's lock (see zygote.py).
+        """Start an owner for a packed run.
+
+        Args:
+            fds: the payload, the owner's end of the line, the run's lock (see zygote.py).
 
         Returns:
             The owner's pid.
@@ -120,9 +123,10 @@ class Launchpad:
         if packet is None:
             code = self._process.poll()
             self.kill()
+            end = "does not answer" if code is None else f"ended with code {code}"
             raise LaunchError(
-                f"the launchpad process {'ended with code ' + str(code) if code is not None else 'does not answer'}",
-                do="launch again (a new one is started); if it stays so, read its output above and nb.doctor()",
+                f"the launchpad process {end}",
+                do="launch again (a new one is started); if it stays so, see nb.doctor()",
             )
         return packet[0]
 
@@ -132,7 +136,7 @@ _starting = threading.Lock()
 
 
 def launchpad() -> Launchpad:
-    """This kernel's launchpad, started when there is none (a forked child of the kernel gets its own)."""
+    """This kernel's launchpad, started if there is none (a forked child of it gets its own)."""
     global _current
     with _starting:
         if _current is None or not _current.alive() or _current.kernel_pid != os.getpid():
@@ -153,7 +157,7 @@ def shutdown() -> None:
 
 
 def pids() -> set[int]:
-    """What this kernel keeps warm: the launchpad, its branches, its tracking service; not owners, pilots, ranks."""
+    """What this kernel keeps warm: launchpad, branches, tracking; not owners, pilots, ranks."""
     if _current is None or _current.kernel_pid != os.getpid() or not _current.alive():
         return set()
     return _current.warm_pids()

@@ -16,7 +16,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Monitor:
-    """Writes ``device`` events for one flight: memory of each rank (bytes), CPU use (1.0 is one core), and GPUs' own figures."""
+    """Writes ``device`` events: each rank's memory (bytes), CPU use (1.0: one core); the GPUs."""
 
     def __init__(self, flight: Flight, record: RunRecord) -> None:
         self._flight, self._record = flight, record

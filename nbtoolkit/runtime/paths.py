@@ -1,14 +1,14 @@
 """RunPaths: every file of a run; whole-file writes; run ids and fingerprints.
 
-    <output_dir>/<run id>/
-        config.yaml  plan.json  versions.json     what was decided, before anything starts
-        owner.lock  owner.json                    who is in charge (flock; pid, boot id)
-        events.jsonl                              the run's diary, append-only: the only thing readers read
-        stop                                      written by a handle: "please end"
-        ranks/<rank>/log.txt  stacks.txt          all output of a rank; its stacks when it hangs
-        values/<rank>.pkl                         return values (pickled: load only your own runs)
-        checkpoints/                              written by ctx.save and fit
-        result.json | error.json, error.pkl       how it ended
+<output_dir>/<run id>/
+config.yaml  plan.json  versions.json     what was decided, before anything starts
+owner.lock  owner.json                    who is in charge (flock; pid, boot id)
+events.jsonl                              the run's diary, append-only: the only thing readers read
+stop                                      written by a handle: "please end"
+ranks/<rank>/log.txt  stacks.txt          all output of a rank; its stacks when it hangs
+values/<rank>.pkl                         return values (pickled: load only your own runs)
+checkpoints/                              written by ctx.save and fit
+result.json | error.json, error.pkl       how it ended
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def folder_error(folder: Path, error: OSError) -> RunFolderError:
 
 
 def write_whole(path: Path, data: bytes | str, *, durable: bool = True) -> None:
-    """Write ``path`` so that a reader sees all of it or nothing: temporary file, fsync, ``os.replace``.
+    """Write ``path`` so that a reader sees all or nothing: temporary file, fsync, ``os.replace``.
 
     Args:
         path: the file; its parent folder is made when missing.
@@ -226,11 +226,12 @@ def function_source(function: Callable[..., Any]) -> str:
         code = getattr(function, "__code__", None)
         if code is None:
             return repr(getattr(function, "__qualname__", type(function)))
-        return f"{code.co_code.hex()} {code.co_names} {[c for c in code.co_consts if isinstance(c, (int, float, str))]}"
+        constants = [value for value in code.co_consts if isinstance(value, (int, float, str))]
+        return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
 def fingerprint(config: dict[str, Any], function: Callable[..., Any]) -> str:
-    """16 hex digits of a SHA-256 over what decides a run's result: its config and its function's source.
+    """16 hex digits over what decides a run's result: its config and its function's source.
 
     Args:
         config: the resolved configuration as plain Python; output and tracking keys are left out.

@@ -1,4 +1,4 @@
-"""A pilot: one group of ranks, its own process group; its main thread calls accelerate's notebook_launcher.
+"""A pilot: one group of ranks; its main thread calls accelerate's notebook_launcher.
 
 ``notebook_launcher`` blocks, patches ``os.environ`` and wants the main thread: so it gets a process
 to itself, which also keeps what it leaves behind (signal handlers, variables, temporary folders)
@@ -38,7 +38,7 @@ class Job:
     payload_fd: int
     rank_fds: list[int]
     function: Callable[..., Any] | None = None
-    """The training function itself, where ranks are forked from the kernel; else it comes out of the payload."""
+    """The training function, where ranks are forked from the kernel; else it is in the payload."""
 
 
 def fly(
@@ -48,7 +48,7 @@ def fly(
     rank_fds: list[int],
     function: Callable[..., Any] | None = None,
 ) -> None:
-    """Start the ranks, wait for them, tell the owner how they ended; the main function of a pilot process."""
+    """Start the ranks, wait for them, tell the owner how they ended: a pilot process's life."""
     from nbtoolkit.runtime.payload import unpack
 
     os.setpgid(0, 0)  # where the kernel forked it; from the launchpad it leads a group already
@@ -99,7 +99,7 @@ def launch_ranks(job: Job, port: int) -> dict[str, Any]:
 
 
 def write_output_to(path: Path) -> None:
-    """Send this process's stdout and stderr, C libraries included, to the end of a file; whole lines at a time."""
+    """Append this process's stdout and stderr, C libraries included, to a file; whole lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(fd, 1)
@@ -114,7 +114,7 @@ def write_output_to(path: Path) -> None:
 
 
 def default_signals() -> None:
-    """Ranks keep default signal handling, whatever elastic or a notebook installed in the process they were forked from."""
+    """Default signal handling, whatever was installed in the process this one was forked from."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in ("SIGHUP", "SIGQUIT", "SIGCHLD", "SIGUSR1", "SIGUSR2"):

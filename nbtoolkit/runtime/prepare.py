@@ -1,4 +1,4 @@
-"""ctx.prepare: an own loop's model, optimizer and loaders on this rank, with loader batch = global batch."""
+"""ctx.prepare: an own loop's parts on this rank, with loader batch = global batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def prepare(ctx: RunContext, *objects: Any) -> Any:
-    """``Accelerator.prepare`` after a check of the loaders' batch sizes; see :meth:`RunContext.prepare`."""
+    """``Accelerator.prepare`` after a check of the batch sizes; see :meth:`RunContext.prepare`."""
     from torch.utils.data import DataLoader
 
     for item in objects:

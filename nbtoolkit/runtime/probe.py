@@ -1,4 +1,4 @@
-"""Is this process fork-safe? Found by trying, in a child, what a rank would do: a parallel CPU operation and a device allocation.
+"""Is this process fork-safe? Found by trying, in a child, what a rank would do.
 
 Counting threads does not answer it (numpy alone leaves some that are harmless), and neither does
 ``torch.cuda.is_initialized()`` (it stays False after some imports that break every fork).
@@ -48,7 +48,7 @@ def probe_fork(*, device: bool, seconds: float = PROBE_SECONDS) -> ProbeResult:
     if status is None:
         return ProbeResult(
             False,
-            f"a forked child hung for {seconds:g} s in a parallel CPU operation (OpenMP was used here)",
+            f"a forked child hung for {seconds:g} s in a parallel operation (OpenMP was used here)",
         )
     if status != 0:
         how = f"signal {-status}" if status < 0 else f"exit code {status}"
@@ -75,7 +75,6 @@ def _child(write_end: int, device: bool) -> None:
     except BaseException as error:
         os.write(write_end, f"{type(error).__name__}: {error}".encode()[:4000])
     finally:
-        sys.stdout = sys.stderr = None  # type: ignore[assignment]  # nothing buffered by the parent is printed twice
         os._exit(code)
 
 

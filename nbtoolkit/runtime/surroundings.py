@@ -1,4 +1,4 @@
-"""The kernel's surroundings, carried to the ranks: variables, working directory, sys.path; what would mislead them left out."""
+"""The kernel's surroundings, carried to the ranks, without what would mislead them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the kernel to an owner: pack the function and its surroundings, hand them to the launchpad."""
+"""From the kernel to an owner: pack function and surroundings, hand them to the launchpad."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launchpad's process: one clean interpreter with torch and accelerate imported, that only accepts, forks and reaps.
+"""The launchpad's process: a clean interpreter with torch imported, that accepts, forks and reaps.
 
 It forks owners (one a run) for the kernel, pilots (one a group of ranks) for owners, and one
 tracking service. It has no threads of its own, never computes, never touches a device and never
@@ -79,7 +79,7 @@ class Zygote(Forker):
         ours, theirs = packet_pair()
 
         def child() -> None:
-            ours.close()  # else the owner would hold its own line open and never hear of this process's end
+            ours.close()  # else the owner would hold its own line open and not hear of our end
             run_owner(theirs, fds)
 
         pid = self.fork(child, keep=[theirs.fileno(), *fds])
@@ -235,5 +235,5 @@ def main(kernel_fd: int) -> None:
     zygote = Zygote(kernel)
     send_packet(kernel, {"op": "ready", "pid": os.getpid()})
     gc.collect()
-    gc.freeze()  # the children share these objects' pages as long as the collector does not write to them
+    gc.freeze()  # children share these objects' pages as long as the collector leaves them alone
     zygote.serve()

@@ -21,7 +21,7 @@ import nbtoolkit as nb
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured value and its target; ``gate`` is the value at which the benchmark fails (None: reported only)."""
+    """A measured value and its target; the benchmark fails above ``gate`` (None: reported only)."""
 
     name: str
     value: float
@@ -60,11 +60,11 @@ def in_fresh_process(module: str, *arguments: str) -> Any:
 def machine() -> str:
     names = ("torch", "accelerate", "mlflow", "numpy")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
-    model = next(
-        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.machine(),
-    )  # fmt: skip
-    return f"{os.cpu_count()} x {model}, Linux {platform.release()}, Python {platform.python_version()}, {versions}"
+    cpus = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in cpus if line.startswith("model name")]
+    model = models[0] if models else platform.machine()
+    system = f"Linux {platform.release()}, Python {platform.python_version()}"
+    return f"{os.cpu_count()} x {model}, {system}, {versions}"
 
 
 def table(figures: list[Figure]) -> str:

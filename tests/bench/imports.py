@@ -1,4 +1,4 @@
-"""Cost of `import nbtoolkit`, and of a second launch of a function whose modules take 3 s to import."""
+"""Cost of `import nbtoolkit`, and of launches of a function whose imports take 3 s."""
 
 from __future__ import annotations
 
