@@ -73,7 +73,8 @@ class Zygote(Forker):
             self._track(message)
         elif message["op"] == "pids":
             tracking = [self._tracking_pid] if self._tracking_pid is not None else []
-            send_packet(self._kernel, {"pids": [os.getpid(), *tracking, *self._ahead.pids]})
+            pids = [os.getpid(), *tracking, *self._ahead.pids]
+            send_packet(self._kernel, {"op": "pids", "pids": pids})
 
     def _fork_owner(self, fds: list[int]) -> None:
         ours, theirs = packet_pair()
