@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.metadata
 import os
 import platform
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from nbtoolkit.runtime.plan import LaunchPlan
 
 _REPORTED = ("nbtoolkit", "torch", "accelerate", "numpy", "pydantic", "mlflow", "transformers")
+
+_LOCK_TRIES = 3  # whoever asks whether a run is owned holds its lock for a moment
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ def choose_run(
     else:
         chosen = _named(resume, output_dir, config, train)
     if chosen is None:
-        paths = RunPaths.create(output_dir, name or getattr(train, "__name__", "run"))
+        paths = RunPaths.create(output_dir, name or str(getattr(train, "__name__", "run")))
         try:
             lock = lock_run(paths)
         except OSError as error:
@@ -91,8 +95,11 @@ def _unfinished(output_dir: Path, wanted: str) -> ChosenRun | None:
         if not fits or paths.ended():
             continue
         lock = lock_run(paths)
-        if lock is not None:  # else its owner lives, here or in another kernel
-            return ChosenRun(paths, lock, about["attempt"] + 1)
+        if lock is None:  # its owner lives, here or in another kernel
+            continue
+        if not paths.ended():  # else it ended between the look and the lock
+            return ChosenRun(paths, lock, read_json(paths.versions)["attempt"] + 1)
+        os.close(lock)
     return None
 
 
@@ -138,18 +145,25 @@ def _named(
             f"the run {paths.run_id} is going on, owned by process {(read_json(paths.owner) or {}).get('pid')}",
             do="attach to it with nb.attach(folder)",
         )
-    return ChosenRun(paths, lock, about["attempt"] + 1)
+    return ChosenRun(paths, lock, read_json(paths.versions)["attempt"] + 1)
 
 
 def lock_run(paths: RunPaths) -> int | None:
     """Lock a run; the lock lives as long as the descriptor, which is handed on to the owner. None: somebody holds it."""
     fd = os.open(paths.lock, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    return fd
+    for _ in range(_LOCK_TRIES):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        time.sleep(0.01)
+    os.close(fd)
+    return None
+
+
+def discard(run: ChosenRun) -> None:
+    """A launch that did not start leaves no new folder behind."""
+    if not run.resumed:
+        shutil.rmtree(run.paths.folder, ignore_errors=True)
 
 
 def write_header(
@@ -175,6 +189,8 @@ def write_header(
         write_json(run.paths.plan, plan.to_dict(), durable=False)
         write_json(run.paths.versions, about, durable=False)
     except OSError as error:
+        os.close(run.lock_fd)
+        discard(run)
         raise folder_error(run.paths.folder, error) from error
     kept = ("run_id", "attempt", "fingerprint", "function", "host", "versions")
     return {**{key: about[key] for key in kept}, "config": config.to_dict()}

@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.runtime.choose import ChosenRun
+from nbtoolkit.errors import LaunchError
+from nbtoolkit.runtime.choose import ChosenRun, discard
 from nbtoolkit.runtime.forked import ForkedPilot
 from nbtoolkit.runtime.launchpad import Launchpad, launchpad
 from nbtoolkit.runtime.payload import pack_function
@@ -66,9 +67,11 @@ def take_off(
         tracked = config.tracking.mlflow or config.tracking.tensorboard
         if tracked:
             pad.track(run.paths.folder)
-    except BaseException:
+    except BaseException as error:
         if forked is not None:
             forked.kill()
+        if isinstance(error, LaunchError):  # it did not start; an interrupt may have come when it had
+            discard(run)
         raise
     finally:
         os.close(run.lock_fd)  # the owner holds its own copy: the lock lives as long as that
