@@ -176,6 +176,15 @@ def join_group(plan: LaunchPlan, rank: int) -> None:
         dist.destroy_process_group(group)
     if int(ones.item()) != plan.processes:
         raise RuntimeError(f"the first all-reduce of {plan.processes} ranks gave {ones.item()} on rank {rank}")
+    if plan.device_type == "cpu":
+        _tell_accelerate()
+
+
+def _tell_accelerate() -> None:
+    """Make this rank's accelerate state: a bare ``PartialState()`` on the CPU sees one rank (1.15)."""
+    from accelerate import PartialState
+
+    PartialState(cpu=True, backend="gloo")
 
 
 def seed_everything(seed: int) -> None:

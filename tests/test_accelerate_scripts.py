@@ -1,0 +1,49 @@
+"""accelerate's own test scripts run green under nb.launch, on two ranks that know of each other."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+import nbtoolkit as nb
+
+# What each script says on rank 0 only where it had two ranks, and what its last part says.
+SAID = {
+    "test_ops": ["Num processes: 2", "testing sending tensors across devices"],
+    "test_sync": [
+        "**Test Distributed `no_sync` context manager**",
+        "**Test Distributed `no_sync` context manager with multiple forwards**",
+    ],
+    "test_script": [
+        "Num processes: 2",
+        "All rng are properly synched.",
+        "**Test reinstantiated state**",
+    ],
+}
+
+
+@pytest.mark.parametrize("script", SAID)
+def test_script_is_green_on_two_ranks(script: str, tmp_path: Path) -> None:
+    main = importlib.import_module(f"accelerate.test_utils.scripts.{script}").main
+    settings = {"runtime.output_dir": str(tmp_path), "tracking.mlflow": False}
+    result = nb.launch(lambda config, ctx: main(), settings, processes=2, display="off")
+
+    logs = [result.paths.log(rank).read_text().splitlines() for rank in (0, 1)]
+    assert result.values == [None, None]
+    assert [line for line in SAID[script] if line not in logs[0]] == []
+    said = {line for log in logs for line in log}
+    assert "Num processes: 1" not in said  # a rank that took itself for all there are
+
+
+def test_a_bare_partial_state_knows_of_both_ranks(tmp_path: Path) -> None:
+    def train(config, ctx):
+        from accelerate import PartialState
+
+        state = PartialState()
+        return state.num_processes, state.process_index
+
+    settings = {"runtime.output_dir": str(tmp_path), "tracking.mlflow": False}
+    result = nb.launch(train, settings, processes=2, display="off")
+    assert result.values == [(2, 0), (2, 1)]
