@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import faulthandler
-import gc
 import os
 import pickle
 import random
@@ -118,8 +117,6 @@ def _settle(job: Job, rank: int) -> Line:
     for other, fd in enumerate(job.rank_fds):
         if other != rank:
             os.close(fd)
-    gc.unfreeze()
-    gc.enable()
     text_mode()
     import torch
 
