@@ -597,10 +597,11 @@ def test_the_service_finishes_what_has_ended_when_the_other_end_is_gone(tmp_path
 
 
 def test_replay_in_a_process_of_its_own(tmp_path: Path) -> None:
-    paths = whole_run(tmp_path)
+    paths = whole_run(tmp_path, tracking={"mlflow": True, "tensorboard": True})
     run_id = replay(paths.folder)
     (found,) = all_runs(tmp_path)
     assert found.info.run_id == run_id
+    assert len(scalars(paths.folder / "tensorboard")) == 5
 
 
 def test_replay_of_a_folder_without_a_run(tmp_path: Path) -> None:
