@@ -18,11 +18,33 @@ import socket
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from nbtoolkit.runtime.ahead import Ahead
 from nbtoolkit.runtime.forker import Forker, close_all, kill_group
 from nbtoolkit.runtime.wire import Message, packet_pair, receive_packet, send_packet
+
+# Imported once here, for owners, pilots and ranks alike; the last ones are what elastic and a rank
+# would otherwise import in each launch, some milliseconds each.
+PRELOADED = (
+    "accelerate",
+    "cloudpickle",
+    "tblib",
+    "torch.distributed.launcher.api",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "nbtoolkit.config",
+    "nbtoolkit.runtime.owner",
+    "nbtoolkit.runtime.pilot",
+    "nbtoolkit.runtime.worker",
+    "torch.distributed.elastic.rendezvous.static_tcp_rendezvous",
+    "multiprocessing.popen_fork",
+    "multiprocessing.queues",
+    "numpy.random",
+    "encodings.idna",
+    "shutil",
+)
 
 
 @dataclass
@@ -220,18 +242,8 @@ def main(kernel_fd: int) -> None:
     # Python 3.12 warns on fork beside threads; the idle BLAS threads that numpy leaves here are
     # harmless (see probe.py).
     warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
-    import accelerate  # noqa: F401  (imported ahead, once for all ranks)
-    import cloudpickle  # noqa: F401
-    import tblib  # noqa: F401
-    import torch.distributed.launcher.api
-    import torch.nn.parallel
-    import torch.utils.data  # noqa: F401
-
-    import nbtoolkit.config
-    import nbtoolkit.runtime.owner
-    import nbtoolkit.runtime.pilot
-    import nbtoolkit.runtime.worker  # noqa: F401
-
+    for name in PRELOADED:
+        import_module(name)
     kernel = socket.socket(fileno=kernel_fd)
     zygote = Zygote(kernel)
     send_packet(kernel, {"op": "ready", "pid": os.getpid()})
