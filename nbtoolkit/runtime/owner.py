@@ -29,7 +29,7 @@ from nbtoolkit.runtime.plan import GroupFailure, LaunchPlan, PortBusy, make_plan
 from nbtoolkit.runtime.ports import free_port
 from nbtoolkit.runtime.processes import Peer
 from nbtoolkit.runtime.record import RunRecord
-from nbtoolkit.runtime.watch import Watch, is_waiting
+from nbtoolkit.runtime.watch import Watch
 from nbtoolkit.runtime.wire import Line, Message, memory_file, send_packet, wake
 
 TICK = 0.05  # seconds between looks at the ranks when nothing is said
@@ -165,7 +165,8 @@ class Owner:
     def _listen(self, flight: Flight) -> None:
         """Wait a tick, or until somebody says something; then take all that was said."""
         with selectors.DefaultSelector() as selector:
-            for source in [*flight.lines(), self._launchpad, self._read_end]:
+            sources: list[Line | socket.socket | int] = [self._launchpad, self._read_end]
+            for source in [*flight.lines(), *sources]:
                 selector.register(source, selectors.EVENT_READ)
             if not self._kernel.closed:
                 selector.register(self._kernel, selectors.EVENT_READ)
@@ -204,7 +205,6 @@ class Owner:
         elif kind == "long":
             rank.long += 1 if message["on"] else -1
         rank.hear(message)
-        wake(self._kernel)
 
     def _import_ahead(self, names: list[str]) -> None:
         """Have the launchpad import for the next launch what a rank imports now."""
@@ -288,8 +288,7 @@ class Owner:
         if not over and (waited < MISSING_SECONDS or idle < MISSING_SECONDS / 2):
             return
         if not over:
-            stacks = self._watch.stacks()
-            over = [rank for rank in missing if is_waiting(stacks[rank.rank])]
+            over = self._watch.waiting_elsewhere(missing)
         if over:
             self._reply(flight, {"error": verdict.missing_call(asking, over)})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import signal
+import textwrap
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from nbtoolkit.runtime.crossing import pack_error
 from nbtoolkit.runtime.flight import Flight, RankView
 from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.runtime.plan import GroupFailure, PortBusy
+from nbtoolkit.runtime.watch import without_launcher
 
 if TYPE_CHECKING:
     from nbtoolkit.runtime.owner import Owner
@@ -105,7 +107,7 @@ def _death(
     what = f"rank {rank.rank} died with {describe(rank.code)}"
     if not flight.went:
         return GroupFailure(f"{what} before all ranks were ready")
-    trace = _last_lines(paths.stacks(rank.rank))
+    trace = _last_stack(paths.stacks(rank.rank))
     error = WorkerDied(
         what + (f"\n  Its last stack:\n{trace}" if trace else ""),
         allowed="the training function returns a value or raises an Exception",
@@ -124,12 +126,14 @@ def describe(code: int | None) -> str:
     return f"signal {signal.Signals(-code).name} ({meaning})"
 
 
-def _last_lines(path: Path, count: int = 12) -> str:
+def _last_stack(path: Path) -> str:
+    """What faulthandler wrote when the rank crashed in native code; empty where it did not."""
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        text = path.read_text(errors="replace")
     except FileNotFoundError:
         return ""
-    return "\n".join(f"    {line}" for line in lines[:count])
+    crash = text[text.find("Fatal Python error") :] if "Fatal Python error" in text else ""
+    return textwrap.indent(without_launcher(crash), "    ")
 
 
 def hung(ranks: list[RankView], stacks: str, timeout: float, paths: RunPaths) -> Failure:

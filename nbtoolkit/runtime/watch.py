@@ -19,6 +19,7 @@ from nbtoolkit.runtime.worker import STACKS_SIGNAL
 
 BUSY_SHARE = 0.01  # of one core
 _TICKS = os.sysconf("SC_CLK_TCK")
+_CALLED_FROM = "/nbtoolkit/runtime/worker.py"
 _STACK_SECONDS = 0.3  # what a rank gets to write its stacks
 
 # Innermost Python frames of a rank that waits for others. DDP waits for its buckets inside the backward call.
@@ -33,11 +34,12 @@ class Watch:
     def __init__(self, flight: Flight, paths: RunPaths, hang_timeout: float) -> None:
         self._flight, self._paths = flight, paths
         self._timeout = hang_timeout
-        # A window long enough that 1% of it is several clock ticks (10 ms each), short against the timeout.
-        self._window = min(10.0, max(0.5, hang_timeout / 8))
+        # 1% of 2 s are two clock ticks (10 ms each), the least that can be told from none.
+        self._window = min(2.0, max(0.5, hang_timeout / 8))
         self._sampled_at = time.monotonic()
         self._cpu = {rank.rank: 0.0 for rank in flight.ranks}
         self.idle_since = {rank.rank: time.monotonic() for rank in flight.ranks}
+        self._looked_at = 0.0
         self._warned = False
 
     def sample(self) -> None:
@@ -45,74 +47,85 @@ class Watch:
         now = time.monotonic()
         if now - self._sampled_at < self._window:
             return
-        families = processes.children()
-        for rank in self._flight.ranks:
-            used = processes.tree_seconds(rank.pid, families) if rank.pid is not None else 0.0
+        least = max(BUSY_SHARE * (now - self._sampled_at), 2 / _TICKS)
+        for rank, used in self._cpu_seconds().items():
             # a child that ended takes its time with it: any change is a sign of life
-            least = max(BUSY_SHARE * (now - self._sampled_at), 2 / _TICKS)
-            busy = abs(used - self._cpu[rank.rank]) >= least
-            if busy or rank.long:
-                self.idle_since[rank.rank] = now
-            self._cpu[rank.rank] = used
+            if abs(used - self._cpu[rank]) >= least or self._flight.ranks[rank].long:
+                self.idle_since[rank] = now
+            self._cpu[rank] = used
         self._sampled_at = now
 
     def silence(self, rank: RankView) -> float:
         """Seconds since the rank last sent something or computed."""
         return time.monotonic() - max(rank.heard_at, self.idle_since[rank.rank])
 
-    def suspects(self) -> tuple[list[RankView], float]:
-        """The ranks silent and idle for at least half the timeout, and the longest silence among them."""
-        quiet = [
-            rank
-            for rank in self._flight.ranks
-            if not rank.over and not rank.asking and self.silence(rank) >= self._timeout / 2
-        ]
-        return quiet, max((self.silence(rank) for rank in quiet), default=0.0)
-
     def hung(self) -> tuple[list[RankView], str] | None:
-        """The hung ranks and every rank's stack, once the timeout is reached; at half of it, see :meth:`warning`."""
-        quiet, longest = self.suspects()
-        if longest < self._timeout:
-            return None
-        quiet = [rank for rank in quiet if self.silence(rank) >= self._timeout]
-        stacks = self.stacks()
-        waiting = {rank.rank for rank in self._flight.ranks if rank.asking or is_waiting(stacks[rank.rank])}
-        blocked = [rank for rank in quiet if rank.rank not in waiting]
-        if len(self._flight.ranks) == 1 or not waiting:
-            return None
-        if not blocked and len(quiet) < sum(not rank.over for rank in self._flight.ranks):
-            return None  # those that wait are in order; the one they wait for is not silent for long enough
-        # where all of them wait, in different collectives, none of them will ever go on
-        return (blocked or quiet), format_stacks(stacks)
+        """The ranks silent and idle for the whole timeout while another waits for them, and every rank's stack."""
+        return self._stuck(self._timeout)
 
     def warning(self) -> str | None:
-        """At half the timeout, once: the stacks of all ranks."""
-        quiet, longest = self.suspects()
-        if self._warned or not quiet or len(self._flight.ranks) == 1:
-            self._warned = self._warned and bool(quiet)
+        """At half the timeout, once: who is suspected, and every rank's stack."""
+        if self._warned or (stuck := self._stuck(self._timeout / 2)) is None:
             return None
         self._warned = True
-        names = ", ".join(str(rank.rank) for rank in quiet)
+        ranks, stacks = stuck
         return (
-            f"rank {names} silent and idle for {longest:.0f} s; at {self._timeout:.0f} s it is taken for hung if another "
-            f"rank waits for it (runtime.hang_timeout; with ctx.long(...) suspends this)\n" + format_stacks(self.stacks())
+            f"rank {' and '.join(str(rank.rank) for rank in ranks)} silent and idle for {self._timeout / 2:g} s while "
+            f"another rank waits; at {self._timeout:g} s it is taken for hung (runtime.hang_timeout; "
+            f"`with ctx.long(...)` suspends this)\n{stacks}"
         )
+
+    def waiting_elsewhere(self, ranks: list[RankView]) -> list[RankView]:
+        """Those of ``ranks`` that wait for others in a collective; none where the last look was a moment ago."""
+        if not self._may_look():
+            return []
+        stacks = self.stacks()
+        return [rank for rank in ranks if is_waiting(stacks[rank.rank])]
+
+    def _stuck(self, seconds: float) -> tuple[list[RankView], str] | None:
+        alive = [rank for rank in self._flight.ranks if not rank.over]
+        quiet = [rank for rank in alive if not rank.asking and self.silence(rank) >= seconds]
+        if not quiet or len(self._flight.ranks) == 1 or not self._may_look():
+            return None
+        stacks = self.stacks()
+        waiting = [rank for rank in alive if rank.asking or is_waiting(stacks[rank.rank])]
+        blocked = [rank for rank in quiet if rank not in waiting]
+        # Those that only wait are in order as long as somebody they wait for works. Where all of them wait, in
+        # different collectives, none will ever go on.
+        if not waiting or (not blocked and len(quiet) < len(alive)):
+            return None
+        return (blocked or quiet), format_stacks(stacks)
+
+    def _may_look(self) -> bool:
+        """Asking for stacks interrupts the ranks: once per window is enough."""
+        now = time.monotonic()
+        if now - self._looked_at < self._window:
+            return False
+        self._looked_at = now
+        return True
 
     def stacks(self) -> dict[int, str]:
         """Every living rank's stacks, newest only."""
         marks = {rank.rank: _size(self._paths.stacks(rank.rank)) for rank in self._flight.ranks}
+        before = self._cpu_seconds()
         self._flight.signal_ranks(STACKS_SIGNAL)
         limit = time.monotonic() + _STACK_SECONDS
         while time.monotonic() < limit and any(
             _size(self._paths.stacks(rank)) == mark for rank, mark in marks.items()
         ):
             time.sleep(0.01)
-        time.sleep(0.02)
-        families = processes.children()
-        for rank in self._flight.ranks:  # writing stacks costs CPU time that is not the rank's own
-            if rank.pid is not None:
-                self._cpu[rank.rank] = processes.tree_seconds(rank.pid, families)
+        time.sleep(0.02)  # for the rest of what is being written
+        for rank, used in self._cpu_seconds().items():
+            self._cpu[rank] += used - before[rank]  # writing stacks is no sign of life
         return {rank: _tail(self._paths.stacks(rank), mark) for rank, mark in marks.items()}
+
+    def _cpu_seconds(self) -> dict[int, float]:
+        """CPU time of each rank and its children so far."""
+        families = processes.children()
+        return {
+            rank.rank: processes.tree_seconds(rank.pid, families) if rank.pid is not None else 0.0
+            for rank in self._flight.ranks
+        }
 
 
 def is_waiting(stack: str) -> bool:
@@ -125,7 +138,16 @@ def is_waiting(stack: str) -> bool:
 
 def format_stacks(stacks: dict[int, str]) -> str:
     """All ranks' stacks as one text."""
-    return "\n".join(f"--- stack of rank {rank} ---\n{text.strip() or '(none)'}" for rank, text in stacks.items())
+    return "\n".join(
+        f"--- stack of rank {rank} ---\n{without_launcher(text) or '(none)'}"
+        for rank, text in stacks.items()
+    )
+
+
+def without_launcher(stack: str) -> str:
+    """A stack, newest call first, down to where the user's function was called."""
+    mine = itertools.takewhile(lambda line: _CALLED_FROM not in line, stack.strip().splitlines())
+    return "\n".join(mine)
 
 
 def _size(path: Path) -> int:
