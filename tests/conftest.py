@@ -34,6 +34,7 @@ SET_BY_LIBRARIES = {
     "PYTEST_CURRENT_TEST",  # pytest itself, at every phase
     "KMP_DUPLICATE_LIB_OK",  # scikit-learn, at import
     "KMP_INIT_AT_FORK",  # scikit-learn, at import
+    "TORCHINDUCTOR_CACHE_DIR",  # torch, when the first optimizer is made
 }
 
 # Threads that a library keeps for the life of the process, by class: tqdm's, IPython's.

@@ -1,0 +1,215 @@
+"""The order of the samples and the batches made of it: the same steps for any ranks and passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from nbtoolkit.errors import FitError
+from nbtoolkit.training.data import make_source
+from nbtoolkit.training.order import Order, mix, shard
+
+CPU = torch.device("cpu")
+
+# samples, global batch, ranks, passes a step
+WALKS = [
+    (24, 12, 1, 1),
+    (24, 12, 2, 1),
+    (37, 12, 3, 2),
+    (37, 12, 2, 3),
+    (13, 12, 3, 1),  # one sample in the last step: two ranks have none
+    (2, 12, 3, 2),  # a data set smaller than the ranks
+    (5, 6, 2, 3),
+]
+
+
+def orders(size: int, batch: int, ranks: int, passes: int, seed: int = 0) -> list[Order]:
+    micro = batch // (ranks * passes)
+    make = {"size": size, "batch": batch, "micro": micro, "seed": seed, "ranks": ranks}
+    return [Order(**make, rank=rank) for rank in range(ranks)]
+
+
+def steps(order: Order, epoch: int) -> list[list[tuple[list[int], float]]]:
+    """By optimizer step: the samples that count and the weight of each pass."""
+    indices = order.indices(epoch).tolist()
+    found: list[list[tuple[list[int], float]]] = [[]]
+    for end, size, share in zip(accumulate(order.sizes), order.sizes, order.shares, strict=True):
+        found[-1].append((indices[end - size : end][: share.samples], share.weight))
+        if share.last:
+            found.append([])
+    assert found.pop() == []
+    assert sum(order.sizes) == len(indices)
+    return found
+
+
+def test_the_permutation_is_a_function_of_seed_and_epoch() -> None:
+    torch.manual_seed(1)
+    one = Order(size=100, batch=10, micro=10, seed=7).permutation(3)
+    torch.manual_seed(2)
+    assert torch.equal(one, Order(size=100, batch=20, micro=5, seed=7).permutation(3))
+    assert torch.equal(one.sort().values, torch.arange(100))
+    others = [(7, 4), (8, 3)]
+    for seed, epoch in others:
+        other = Order(size=100, batch=10, micro=10, seed=seed).permutation(epoch)
+        assert not torch.equal(one, other)
+
+
+def test_the_permutation_is_the_one_that_old_checkpoints_were_trained_on() -> None:
+    order = Order(size=8, batch=4, micro=4, seed=0)
+    assert order.permutation(1).tolist() == [1, 3, 4, 6, 5, 2, 0, 7]
+    assert mix(0, "order", 1) == 4672741961019256271
+
+
+@pytest.mark.parametrize(("size", "batch", "ranks", "passes"), WALKS)
+def test_a_step_takes_the_same_samples_on_any_ranks(
+    size: int, batch: int, ranks: int, passes: int
+) -> None:
+    all_ranks = orders(size, batch, ranks, passes)
+    walks = [steps(order, epoch=2) for order in all_ranks]
+    expected = [block.tolist() for block in all_ranks[0].permutation(2).split(batch)]
+    assert all_ranks[0].steps == len(expected)
+    for number, samples in enumerate(expected):
+        taken = [index for walk in walks for part, _ in walk[number] for index in part]
+        assert sorted(taken) == sorted(samples)
+
+
+@pytest.mark.parametrize(("size", "batch", "ranks", "passes"), WALKS)
+def test_the_weights_make_the_mean_over_the_steps_samples(
+    size: int, batch: int, ranks: int, passes: int
+) -> None:
+    values = torch.rand(size, dtype=torch.float64)
+    all_ranks = orders(size, batch, ranks, passes)
+    walks = [steps(order, epoch=1) for order in all_ranks]
+    for number, samples in enumerate(all_ranks[0].permutation(1).split(batch)):
+        parts = [pair for walk in walks for pair in walk[number] if pair[0]]
+        # DDP takes the mean over the ranks of what each rank has added up over its passes
+        mean = sum(values[part].mean() * weight for part, weight in parts) / ranks
+        assert mean == pytest.approx(values[samples].mean().item(), abs=1e-12)
+
+
+@pytest.mark.parametrize(("size", "batch", "ranks", "passes"), WALKS)
+def test_every_rank_makes_as_many_passes(size: int, batch: int, ranks: int, passes: int) -> None:
+    walks = [steps(order, epoch=1) for order in orders(size, batch, ranks, passes)]
+    assert len({tuple(len(step) for step in walk) for walk in walks}) == 1
+
+
+def test_passes_of_some_steps() -> None:
+    order = Order(size=37, batch=12, micro=3, seed=0, rank=1, ranks=2)
+    assert [order.passes(steps) for steps in (0, 1, 3, 4, 99)] == [0, 2, 6, 7, 7]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [0, 1, 4, 359])
+def test_shards_cover_everything_once(size: int, ranks: int) -> None:
+    parts = [range(*shard(size, rank, ranks)) for rank in range(ranks)]
+    assert [index for part in parts for index in part] == list(range(size))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+INPUTS = torch.arange(40, dtype=torch.float32).reshape(20, 2)
+TARGETS = torch.arange(20)
+INDICES = torch.tensor([3, 0, 19, 7, 7, 12, 5])
+SIZES = [3, 1, 3]
+
+
+class Samples(Dataset[Any]):
+    """A map-style data set without any arrays to index."""
+
+    def __len__(self) -> int:
+        return len(TARGETS)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return INPUTS[index], int(TARGETS[index])
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def check_pairs(batches: list[Any]) -> None:
+    expected = INDICES.split(SIZES)
+    assert len(batches) == len(expected)
+    for (inputs, targets), indices in zip(batches, expected, strict=True):
+        assert torch.equal(inputs, INPUTS[indices])
+        assert targets.tolist() == TARGETS[indices].tolist()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (INPUTS, TARGETS),
+        (INPUTS.numpy(), TARGETS.numpy()),
+        TensorDataset(INPUTS, TARGETS),
+        Samples(),
+        list(zip(INPUTS, TARGETS, strict=True)),
+    ],
+    ids=["tensors", "arrays", "TensorDataset", "Dataset", "list"],
+)
+def test_pairs_come_in_the_asked_order(data: Any) -> None:
+    source = make_source(data, CPU)
+    assert len(source) == 20
+    for _ in range(2):
+        check_pairs(list(source.batches(INDICES, SIZES)))
+
+
+def test_dicts_and_single_arrays_keep_their_form() -> None:
+    batches = list(make_source({"x": INPUTS, "y": TARGETS}, CPU).batches(INDICES, SIZES))
+    check_pairs([(batch["x"], batch["y"]) for batch in batches])
+    assert next(make_source(TARGETS, CPU).batches(INDICES, SIZES)).tolist() == [3, 0, 19]
+
+
+def test_workers_and_collate_change_nothing_of_the_order() -> None:
+    source = make_source(Samples(), CPU, workers=2)
+    check_pairs(list(source.batches(INDICES, SIZES)))
+    check_pairs(list(source.batches(INDICES, SIZES)))
+
+    def collate(samples: list[Any]) -> Any:
+        inputs, targets = zip(*samples, strict=True)
+        return torch.stack(inputs), torch.tensor(targets)
+
+    check_pairs(list(make_source((INPUTS, TARGETS), CPU, collate=collate).batches(INDICES, SIZES)))
+
+
+def test_large_rows_are_gathered_in_several_blocks() -> None:
+    rows = torch.arange(6, dtype=torch.float32)[:, None].expand(6, 2**19).contiguous()  # 2 MiB each
+    batches = list(make_source(rows, CPU).batches(torch.tensor([5, 0, 3, 1, 2]), [1, 1, 2, 1]))
+    assert [batch[:, 0].tolist() for batch in batches] == [[5], [0], [3, 1], [2]]
+
+
+def test_a_read_only_array_is_read_and_not_written_to() -> None:
+    array = INPUTS.numpy().copy()
+    array.setflags(write=False)
+    for batch in make_source(array, CPU).batches(torch.arange(20), [20]):
+        batch += 1
+    assert np.array_equal(array, INPUTS.numpy())
+
+
+def test_arrays_of_different_length_are_refused() -> None:
+    with pytest.raises(FitError, match=r"differ in length: their shapes are \(20, 2\), \(19,\)"):
+        make_source((INPUTS, TARGETS[:19]), CPU)
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (
+            DataLoader(TensorDataset(INPUTS)),
+            r"DataLoader, but makes the batches[\s\S]*loader\.data",
+        ),
+        (Endless(), r"cannot index a .*Endless[\s\S]*ctx\.prepare"),
+        (3, r"cannot index a builtins\.int"),
+    ],
+    ids=["loader", "iterable", "number"],
+)
+def test_what_cannot_be_indexed_is_refused(data: Any, what: str) -> None:
+    with pytest.raises(FitError, match=what):
+        make_source(data, CPU)

@@ -1,0 +1,503 @@
+"""fit: the same steps on any number of ranks, exact validation, checkpoints, resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from machines import CPU_BUILD, machine
+from torch import nn
+
+import nbtoolkit as nb
+from nbtoolkit.config import Config
+from nbtoolkit.errors import CheckpointError, FitError
+from nbtoolkit.runtime.channel import RecordChannel
+from nbtoolkit.runtime.context import RunContext
+from nbtoolkit.runtime.host import detect_host
+from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.runtime.plan import make_plan
+from nbtoolkit.runtime.record import RunRecord
+from nbtoolkit.training.metrics import Meter, accuracy, named_metrics
+from nbtoolkit.training.optimizer import make_optimizer, make_schedule
+from nbtoolkit.training.order import Order
+
+SETTINGS = {
+    "optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "warmup": 0.0},
+    "train": {"epochs": 3, "batch_size": 12},
+    "tracking": {"mlflow": False, "log_every_n_steps": 2},
+}
+
+
+def configured(**more: Any) -> Config:
+    return Config.model_validate(SETTINGS).with_overrides(more.pop("overrides", {}))
+
+
+def samples(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Points in 6 dimensions, and which of the first three is largest."""
+    inputs = torch.randn(size, 6, generator=torch.Generator().manual_seed(seed))
+    return inputs, inputs[:, :3].argmax(dim=1)
+
+
+def model_of(*more: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), *more, nn.Tanh(), nn.Linear(16, 3))
+
+
+class Run:
+    """A run of one rank in this process, whose folder can be gone on with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = RunPaths(folder)
+        folder.mkdir()
+
+    def context(self, config: Config) -> RunContext:
+        hardware = machine(build=CPU_BUILD)
+        plan = make_plan(config, detect_host({}), hardware)
+        self.record = RunRecord(self.paths, deadline=None)
+        return RunContext(
+            config=config, plan=plan, paths=self.paths, channel=RecordChannel(self.record)
+        )
+
+    def fit(self, model: nn.Module | None = None, *, config: Config | None = None, **more: Any):
+        config = config or configured()
+        given = {
+            "train_data": samples(37),
+            "valid_data": samples(11, seed=1),
+            "loss": nn.functional.cross_entropy,
+            **more,
+        }
+        return nb.fit(self.context(config), config, model or model_of(), **given)
+
+    def events(self, type: str) -> list[dict[str, Any]]:
+        lines = map(json.loads, self.paths.events.read_text().splitlines())
+        return [event for event in lines if event["type"] == type]
+
+    def saved(self, kind: str = "last") -> dict[str, Any]:
+        return torch.load(self.paths.checkpoints / f"{kind}.pt", weights_only=True)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "run")
+
+
+@pytest.fixture
+def another(tmp_path: Path) -> Run:
+    return Run(tmp_path / "another")
+
+
+def check_equal_weights(one: nn.Module, other: nn.Module, *, atol: float = 0.0) -> None:
+    for name, value in one.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], value, atol=atol, rtol=0)
+
+
+# --- the steps -----------------------------------------------------------------------------------
+
+
+def by_hand(model: nn.Module, config: Config) -> list[float]:
+    """The loop one would write: returns each epoch's mean loss."""
+    inputs, targets = samples(37)
+    order = Order(size=37, batch=12, micro=12, seed=config.seed)
+    schedule = make_schedule(config, steps=12, factor=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    losses, step = [], 0
+    for epoch in (1, 2, 3):
+        total = 0.0
+        for rows in order.permutation(epoch).split(12):
+            loss = nn.functional.cross_entropy(model(inputs[rows]), targets[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.param_groups[0]["lr"] = schedule.rate(step)
+            optimizer.step()
+            total, step = total + loss.item() * len(rows), step + 1
+        losses.append(total / 37)
+    return losses
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_steps_are_those_of_a_loop_by_hand(run: Run, accumulate: int) -> None:
+    mine, theirs = model_of(), model_of()
+    config = configured(overrides={"train.accumulate": accumulate})
+    run.fit(theirs, config=config)
+    losses = by_hand(mine, config)
+    reported = [event["values"]["train_loss"] for event in run.events("report")]
+    assert reported == pytest.approx(losses, abs=1e-6)
+    check_equal_weights(mine, theirs, atol=1e-6)
+
+
+def test_clipping_limits_the_gradient_and_notes_its_norm(run: Run, another: Run) -> None:
+    free, clipped = model_of(), model_of()
+    run.fit(free)
+    another.fit(clipped, config=configured(overrides={"train.clip_norm": 0.01}))
+    norms = [event["values"]["grad_norm"] for event in another.events("metrics")]
+    assert min(norms) > 0.01  # before clipping
+    start = model_of()
+    moved = [
+        sum((a - b).norm() for a, b in zip(m.parameters(), start.parameters(), strict=True))
+        for m in (clipped, free)
+    ]
+    assert moved[0] < moved[1] / 5
+
+
+def test_bf16_computes_in_bf16_and_keeps_fp32_weights(run: Run) -> None:
+    seen = set()
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        seen.add(outputs.dtype)
+        return nn.functional.cross_entropy(outputs, targets)
+
+    model = model_of()
+    run.fit(model, config=configured(overrides={"train.precision": "bf16"}), loss=loss)
+    assert seen == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_max_steps_ends_in_the_middle_of_an_epoch(run: Run) -> None:
+    result = run.fit(config=configured(overrides={"train.max_steps": 6}))
+    assert result["epoch"] == 2
+    assert run.saved()["step"] == 6
+    assert [event["step"] for event in run.events("report")] == [1, 2]
+
+
+# --- what is said and returned -------------------------------------------------------------------
+
+
+def test_it_logs_by_step_reports_by_epoch_and_returns_the_last(run: Run) -> None:
+    result = run.fit(metrics=["accuracy"])
+    logged, reported = run.events("metrics"), run.events("report")
+    assert [event["step"] for event in logged] == [2, 4, 6, 8, 10, 12]
+    assert {*logged[0]["values"]} == {"loss", "lr", "grad_norm", "samples_per_second"}
+    assert [event["step"] for event in reported] == [1, 2, 3]
+    assert {*reported[0]["values"]} == {"train_loss", "val_loss", "val_accuracy"}
+    losses = [event["values"]["val_loss"] for event in reported]
+    best = min(range(3), key=losses.__getitem__)
+    extra = {"epoch": 3, "best_epoch": best + 1, "best_val_loss": losses[best]}
+    assert result == {**reported[-1]["values"], **extra}
+    assert losses[-1] < losses[0]
+
+
+def test_validation_is_that_of_the_whole_set(run: Run) -> None:
+    model = model_of()
+    inputs, targets = samples(29, seed=1)
+    result = run.fit(model, valid_data=(inputs, targets), metrics={"right": accuracy})
+    with torch.no_grad():
+        outputs = model(inputs)
+    assert not model.training
+    expected = nn.functional.cross_entropy(outputs, targets).item()
+    assert result["val_loss"] == pytest.approx(expected, abs=1e-6)
+    assert result["val_right"] == (outputs.argmax(1) == targets).sum().item() / 29
+
+
+def test_without_validation_the_training_loss_decides(run: Run) -> None:
+    result = run.fit(valid_data=None)
+    assert {*result} == {"train_loss", "epoch", "best_epoch", "best_train_loss"}
+
+
+def test_a_step_of_ones_own_takes_any_batch(run: Run) -> None:
+    inputs, targets = samples(37)
+    data = {"x": inputs, "y": targets}
+    result = run.fit(
+        train_data=data,
+        valid_data=data,
+        step=lambda model, batch: (model(batch["x"]), batch["y"]),
+        metrics=["accuracy"],
+    )
+    assert 0 <= result["val_accuracy"] <= 1
+
+
+def test_the_model_may_be_fitted_twice_in_one_run(run: Run) -> None:
+    config = configured()
+    ctx, model = run.context(config), model_of()
+    data = {"train_data": samples(37), "valid_data": samples(11)}
+    for _ in range(2):
+        nb.fit(ctx, config, model, **data, loss=nn.functional.cross_entropy)
+    assert [event["step"] for event in run.events("report")] == [1, 2, 3, 1, 2, 3]
+    assert run.saved("last-2")["epoch"] == 3
+    assert not torch.equal(run.saved()["model"]["0.bias"], run.saved("last-2")["model"]["0.bias"])
+
+
+# --- checkpoints and resume ----------------------------------------------------------------------
+
+
+def test_checkpoints_load_without_our_code(run: Run) -> None:
+    model = model_of()
+    run.fit(model)
+    last = run.saved()
+    assert {*last["model"]} == {*model.state_dict()}
+    assert (last["epoch"], last["step"]) == (3, 12)
+    fresh = model_of()
+    assert nb.load_model(run.paths.checkpoints / "last.pt", fresh) is fresh
+    assert not fresh.training
+    check_equal_weights(model, fresh)
+
+
+def test_best_is_the_monitored_epoch(run: Run) -> None:
+    overrides = {"checkpoint.monitor": "val_recall", "train.epochs": 4}
+    values = iter([0.2, 0.6, 0.6, 0.1])
+
+    def recall(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        return next(values)
+
+    result = run.fit(config=configured(overrides=overrides), metrics=[recall])
+    assert (result["best_epoch"], result["best_val_recall"]) == (2, 0.6)
+    assert run.saved("best")["epoch"] == 2
+    assert run.saved("last")["epoch"] == 4
+
+
+def test_nothing_is_saved_when_checkpoints_are_off(run: Run) -> None:
+    run.fit(config=configured(overrides={"checkpoint.enabled": False}))
+    assert not run.paths.checkpoints.exists()
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(run: Run, another: Run) -> None:
+    config = configured(overrides={"optim.name": "adamw", "optim.weight_decay": 0.1})
+    whole, halves, fresh = (model_of(nn.Dropout(0.5)) for _ in range(3))
+    expected = run.fit(whole, config=config, metrics=["accuracy"])
+
+    ctx = another.context(config)
+    another.record.ask_to_stop("stopped", "the test")
+    data = {"train_data": samples(37), "valid_data": samples(11, seed=1)}
+    more = {"loss": nn.functional.cross_entropy, "metrics": ["accuracy"]}
+    with pytest.raises(nb.Leave):
+        nb.fit(ctx, config, halves, **data, **more)
+    assert another.saved()["epoch"] == 1
+    assert another.fit(fresh, config=config, metrics=["accuracy"]) == expected
+    check_equal_weights(whole, fresh)
+    assert [event["step"] for event in another.events("report")] == [1, 2, 3]
+
+
+def test_a_finished_run_gives_its_values_again(run: Run) -> None:
+    expected = run.fit()
+    again = model_of()
+    assert run.fit(again) == expected
+    assert len(run.events("report")) == 3
+    check_equal_weights(nb.load_model(run.paths.folder / "checkpoints/last.pt", model_of()), again)
+
+
+def test_a_checkpoint_of_another_model_is_refused(run: Run) -> None:
+    run.fit()
+    torch.manual_seed(0)
+    other = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    what = r"last\.pt does not fit this Sequential: 0\.weight is \(16, 6\) in the file and \(8, 6\)"
+    with pytest.raises(CheckpointError, match=what):
+        run.fit(other)
+    with pytest.raises(CheckpointError, match=r"; and 1 more[\s\S]*config\.yaml"):
+        nb.load_model(run.paths.folder, nn.Sequential(nn.Linear(6, 16)).append(nn.Linear(1, 1)))
+
+
+def test_load_model_takes_a_folder_and_a_wrapped_models_state(tmp_path: Path) -> None:
+    model = model_of()
+    wrapped = {f"module.{name}": value for name, value in model.state_dict().items()}
+    torch.save(wrapped, tmp_path / "last.pt")
+    torch.manual_seed(5)
+    check_equal_weights(model, nb.load_model(tmp_path, nn.Sequential(*map(_like, model))))
+
+
+def _like(layer: nn.Module) -> nn.Module:
+    linear = isinstance(layer, nn.Linear)
+    return nn.Linear(layer.in_features, layer.out_features) if linear else layer
+
+
+def test_load_model_says_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        nb.load_model(tmp_path, model_of())
+    torch.save({"epoch": 3}, tmp_path / "best.pt")
+    with pytest.raises(CheckpointError, match=r"best\.pt holds no model but epoch"):
+        nb.load_model(tmp_path, model_of())
+    (tmp_path / "best.pt").write_bytes(b"PK\x03\x04 cut off")
+    with pytest.raises(CheckpointError, match=r"best\.pt cannot be read"):
+        nb.load_model(tmp_path, model_of())
+
+
+# --- optimizer, schedule, metrics ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "rmsprop"])
+def test_every_optimizer_learns_and_spares_vectors_of_decay(run: Run, name: str) -> None:
+    lr = 0.1 if name == "sgd" else 0.01
+    more = {"optim.name": name, "optim.lr": lr, "optim.weight_decay": 0.1, "train.epochs": 8}
+    config = configured(overrides=more)
+    model = model_of(nn.LayerNorm(16))
+    decayed, plain = make_optimizer(config, model).param_groups
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert [parameter.ndim for parameter in decayed["params"]] == [2, 2]
+    assert len(plain["params"]) == 4
+    run.fit(model, config=config)
+    losses = [event["values"]["train_loss"] for event in run.events("report")]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("constant", [0.1, 0.2, 0.2, 0.2, 0.2, 0.2]),
+        ("linear", [0.1, 0.2, 0.2, 0.15, 0.1, 0.05]),
+        ("cosine", [0.1, 0.2, 0.2, 0.17071, 0.1, 0.02929]),
+    ],
+)
+def test_the_learning_rate_of_every_step(kind: str, expected: list[float]) -> None:
+    overrides = {"optim.schedule": kind, "optim.warmup": 1 / 3}
+    schedule = make_schedule(configured(overrides=overrides), steps=6, factor=2.0)
+    assert [schedule.rate(step) for step in range(6)] == pytest.approx(expected, abs=1e-5)
+
+
+def test_accuracy_of_classes_logits_and_pixels() -> None:
+    scores = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.7, 0.3]])
+    assert accuracy(scores, torch.tensor([1, 0, 1])) == pytest.approx(2 / 3)
+    assert accuracy(torch.tensor([2.0, -1.0, 3.0, 0.5]), torch.tensor([1, 0, 0, 1])) == 0.75
+    pixels = torch.stack([torch.zeros(2, 4), torch.ones(2, 4)], dim=1)
+    assert accuracy(pixels, torch.ones(2, 4)) == 1.0
+
+
+def test_metrics_name_themselves_or_are_named() -> None:
+    def recall(outputs: Any, targets: Any) -> float:
+        return 0.0
+
+    assert named_metrics(None) == {}
+    assert named_metrics("accuracy") == {"accuracy": accuracy}
+    assert named_metrics(["accuracy", recall]) == {"accuracy": accuracy, "recall": recall}
+    assert named_metrics({"mine": "accuracy"}) == {"mine": accuracy}
+    with pytest.raises(FitError, match=r"two metrics are called 'recall'[\s\S]*dict"):
+        named_metrics([recall, recall])
+    with pytest.raises(FitError, match=r"'f1' is not a metric[\s\S]*\"accuracy\""):
+        named_metrics(["f1"])
+
+
+def test_a_collection_of_torchmetrics_gives_each_its_name() -> None:
+    from torchmetrics import MetricCollection
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+    both = MetricCollection([MulticlassAccuracy(3, average="micro"), MulticlassF1Score(3)])
+    meter = Meter(named_metrics({"m": both}), torch.device("cpu"), ranks=1, samples=3)
+    meter.add(torch.tensor(1.0), torch.eye(3)[:2], torch.tensor([0, 1]), 2)
+    meter.add(torch.tensor(4.0), torch.eye(3)[:1], torch.tensor([1]), 1)
+    values = meter.result()
+    assert values["loss"] == 2.0
+    assert values["m_MulticlassAccuracy"] == pytest.approx(2 / 3)
+    assert "m_MulticlassF1Score" in values
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"train_data": samples(0)}, "the training set is empty"),
+        ({"valid_data": samples(0)}, r"the validation set is empty[\s\S]*valid_data=None"),
+        ({"train_data": samples(9)[0]}, r"not a pair .* but a Tensor[\s\S]*step="),
+        ({"metrics": ["precision"]}, "'precision' is not a metric"),
+    ],
+    ids=["empty", "empty validation", "no pair", "metric"],
+)
+def test_what_cannot_be_trained_is_refused(run: Run, given: dict[str, Any], what: str) -> None:
+    with pytest.raises(FitError, match=what):
+        run.fit(**given)
+
+
+def test_an_unknown_monitored_metric_is_refused(run: Run) -> None:
+    what = r"checkpoint.monitor is 'val_f1', which no epoch has\n.*train_loss, val_loss"
+    with pytest.raises(FitError, match=what):
+        run.fit(config=configured(overrides={"checkpoint.monitor": "val_f1"}))
+    assert not (run.paths.checkpoints / "last.pt").exists()
+
+
+# --- several ranks -------------------------------------------------------------------------------
+
+STAGES = ["uneven", "tiny", "normed"]
+
+
+def on_ranks(config: Config, ctx: RunContext) -> dict[str, Any]:
+    """Three fits in one run: uneven sizes, fewer samples than ranks, a batch norm."""
+    from torchmetrics.classification import MulticlassAUROC
+
+    seen: list[int] = []
+
+    def watched(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        seen.append(len(targets))
+        return accuracy(outputs, targets)
+
+    def stage(model: nn.Module, size: int, valid: int) -> dict[str, float]:
+        return nb.fit(
+            ctx,
+            config,
+            model,
+            samples(size),
+            samples(valid, seed=1),
+            loss=nn.functional.cross_entropy,
+            metrics={"accuracy": watched, "auroc": MulticlassAUROC(3)},
+        )
+
+    uneven = stage(model_of(), 37, 11)
+    counted = sum(seen)
+    tiny = stage(model_of(), 2, 2)
+    normed = model_of(nn.BatchNorm1d(16))
+    stage(normed, 36, 11)
+    return {
+        "uneven": uneven,
+        "tiny": tiny,
+        "counted": counted,
+        "buffers": {name: value.tolist() for name, value in normed.named_buffers()},
+    }
+
+
+Ranks = tuple[nb.RunResult, list[list[dict[str, float]]]]
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ranks]]:
+    """Runs of ``on_ranks`` by (ranks, passes): the result, and the reports of every stage."""
+    folder, done = tmp_path_factory.mktemp("ranks"), {}
+
+    def launch(ranks: int, passes: int) -> Ranks:
+        if (ranks, passes) not in done:
+            more = {"runtime.output_dir": str(folder), "train.accumulate": passes}
+            config = configured(overrides=more)
+            result = nb.launch(on_ranks, config, processes=ranks, resume="never", display="off")
+            events = map(json.loads, result.paths.events.read_text().splitlines())
+            reports = [event["values"] for event in events if event["type"] == "report"]
+            done[ranks, passes] = result, [reports[:3], reports[3:6], reports[6:]]
+        return done[ranks, passes]
+
+    return launch
+
+
+@pytest.mark.filterwarnings("ignore:No positive samples:UserWarning")
+@pytest.mark.parametrize(("ranks", "passes"), [(2, 2), (3, 1)])
+def test_loss_curves_do_not_depend_on_the_ranks(launched: Any, ranks: int, passes: int) -> None:
+    _, expected = launched(1, 1)
+    _, found = launched(ranks, passes)
+    for number, stage in enumerate(STAGES[:2]):
+        for one, other in zip(expected[number], found[number], strict=True):
+            assert other == pytest.approx(one, abs=1e-5), stage
+
+
+def test_every_validation_sample_counts_once(launched: Any) -> None:
+    for ranks, passes in [(1, 1), (2, 2), (3, 1)]:
+        result, _ = launched(ranks, passes)
+        assert sum(value["counted"] for value in result.values) == 11 * 3
+
+
+def test_all_ranks_return_the_same(launched: Any) -> None:
+    result, reports = launched(3, 1)
+    first, *others = result.values
+    for other in others:
+        assert other["uneven"] == first["uneven"]
+        assert other["tiny"] == first["tiny"]
+        assert other["buffers"] == first["buffers"]
+    assert len(reports[2]) == 3
+
+
+def test_what_ranks_saved_is_a_plain_models_state(launched: Any) -> None:
+    result, _ = launched(3, 1)
+    model = nb.load_model(result.paths.checkpoints / "last.pt", model_of())
+    inputs, targets = samples(11, seed=1)
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(model(inputs), targets).item()
+    assert result.value["uneven"]["val_loss"] == pytest.approx(loss, abs=1e-6)
+    third = torch.load(result.paths.checkpoints / "last-3.pt", weights_only=True)
+    assert third["model"]["1.running_mean"].tolist() == result.value["buffers"]["1.running_mean"]
