@@ -25,14 +25,14 @@ END_SECONDS = 20.0  # at the kernel's end: for tracking to write what has ended
 # random.py would win).
 _BOOT = (
     "import sys; sys.path[:] = [p for p in sys.path if p]; sys.path.append({home!r}); "
-    "from nbtoolkit.runtime.zygote import main; main({fd})"
+    "from nbtoolkit.runtime.zygote import main; main({fd}, {tracking})"
 )
 
 
 class Launchpad:
     """One warm process of this kernel."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tracking: bool = False) -> None:
         self.kernel_pid = os.getpid()
         ours, theirs = packet_pair()
         home = str(Path(nbtoolkit.__file__).resolve().parent.parent)
@@ -42,7 +42,7 @@ class Launchpad:
             "PYTHONUNBUFFERED": "1",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT.format(home=home, fd=theirs.fileno())],
+            [sys.executable, "-c", _BOOT.format(home=home, fd=theirs.fileno(), tracking=tracking)],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -135,8 +135,12 @@ _current: Launchpad | None = None
 _starting = threading.Lock()
 
 
-def launchpad() -> Launchpad:
-    """This kernel's launchpad, started if there is none (a forked child of it gets its own)."""
+def launchpad(*, tracking: bool = False) -> Launchpad:
+    """This kernel's launchpad, started if there is none (a forked child of it gets its own).
+
+    Args:
+        tracking: a run is going to be tracked: a new launchpad starts the tracking service first.
+    """
     global _current
     with _starting:
         if _current is None or not _current.alive() or _current.kernel_pid != os.getpid():
@@ -144,7 +148,7 @@ def launchpad() -> Launchpad:
                 _current.kill()
             if _current is None:
                 atexit.register(shutdown)
-            _current = Launchpad()
+            _current = Launchpad(tracking=tracking)
         return _current
 
 

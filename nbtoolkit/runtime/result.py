@@ -115,7 +115,7 @@ class RunHandle:
         line: Line | None = None,
         cell: CellOutput | None = None,
         on_event: Callable[[Event], None] | None = None,
-        tracked: bool = False,
+        tracked: Callable[[], None] | None = None,
         offset: int = 0,
         forked: ForkedPilot | None = None,
     ) -> None:
@@ -253,7 +253,8 @@ class RunHandle:
             self._line.close()
         if self._forked is not None:
             self._forked.kill()  # its owner is gone, and would have ended it
-        if self._tracked and self._ended is not None:
+        if self._tracked is not None and self._ended is not None:
+            self._tracked()  # the service need not wait for its next look
             wait_for_tracking(self.paths, TRACKING_SECONDS)
 
     def _outcome(self) -> RunResult:

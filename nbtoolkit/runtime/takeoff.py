@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import LaunchError
@@ -32,12 +33,12 @@ def take_off(
     hardware: Hardware,
     *,
     detach: bool,
-) -> tuple[Line, bool, ForkedPilot | None]:
+) -> tuple[Line, Callable[[], None] | None, ForkedPilot | None]:
     """Start the run's owner.
 
     Returns:
-        The line to the owner, whether the run is tracked, and the pilot where this process forked
-        it (to be reaped).
+        The line to the owner; where the run is tracked, a call that has the tracking service look
+        at it now; the pilot where this process forked it (to be reaped).
 
     Raises:
         CannotPickle: the function captured something that cannot travel.
@@ -46,7 +47,8 @@ def take_off(
     """
     forked: ForkedPilot | None = None
     try:
-        pad = launchpad()  # first: it imports torch while the function is being packed
+        tracked = config.tracking.mlflow or config.tracking.tensorboard
+        pad = launchpad(tracking=tracked)  # first: it imports torch while the function is packed
         content = {
             "folder": str(run.paths.folder),
             "config": config,
@@ -64,9 +66,9 @@ def take_off(
             forked = ForkedPilot(train, plan, content)
             content["pilot_pid"] = forked.pid
         line = _send(pad, None if forked else train, content, run, forked.fds if forked else [])
-        tracked = config.tracking.mlflow or config.tracking.tensorboard
-        if tracked:
-            pad.track(run.paths.folder)
+        track = partial(pad.track, run.paths.folder) if tracked else None
+        if track is not None:
+            track()
     except BaseException as error:
         if forked is not None:
             forked.kill()
@@ -77,7 +79,7 @@ def take_off(
         os.close(run.lock_fd)  # the owner holds its own copy: the lock lives as long as that
         if forked is not None:
             forked.close()
-    return line, bool(tracked), forked
+    return line, track, forked
 
 
 def _send(

@@ -76,6 +76,8 @@ class Zygote(Forker):
         """Accept, fork and reap until the kernel, every owner and the tracking service are gone."""
         while self._kernel is not None or self._owners or self._tracking_pid is not None:
             self.turn()
+            if self._kernel is None and not self._owners:
+                self._end_tracking()  # it writes what has ended, then goes; detached runs are over
 
     # --- requests ---
 
@@ -86,7 +88,6 @@ class Zygote(Forker):
             self._forget(self._kernel)
             self._kernel.close()
             self._kernel = None
-            self._end_tracking()  # it writes what has ended, then goes
             return
         message, fds = packet
         if message["op"] == "run":
@@ -139,11 +140,16 @@ class Zygote(Forker):
             self._pilot_forked(owner, pid)
         close_all(fds)
 
+    def start_tracking(self) -> None:
+        """Fork the tracking service."""
+        self._tracking, theirs = packet_pair()
+        self._tracking_pid = self.fork(lambda: run_tracking(theirs), keep=[theirs.fileno()])
+        theirs.close()
+
     def _track(self, message: Message) -> None:
         if self._tracking is None:
-            self._tracking, theirs = packet_pair()
-            self._tracking_pid = self.fork(lambda: run_tracking(theirs), keep=[theirs.fileno()])
-            theirs.close()
+            self.start_tracking()
+        assert self._tracking is not None
         if not send_packet(self._tracking, message):  # it died: the next request starts another
             self._end_tracking()
 
@@ -237,15 +243,22 @@ def run_tracking(control: socket.socket) -> None:
     run_service(control)
 
 
-def main(kernel_fd: int) -> None:
-    """Start the launchpad's process on an inherited socket."""
+def main(kernel_fd: int, tracking: bool) -> None:
+    """Start the launchpad's process on an inherited socket.
+
+    Args:
+        kernel_fd: the socket.
+        tracking: start the tracking service first: it imports MLflow while torch is imported here.
+    """
     # Python 3.12 warns on fork beside threads; the idle BLAS threads that numpy leaves here are
     # harmless (see probe.py).
     warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
-    for name in PRELOADED:
-        import_module(name)
     kernel = socket.socket(fileno=kernel_fd)
     zygote = Zygote(kernel)
+    if tracking:
+        zygote.start_tracking()
+    for name in PRELOADED:
+        import_module(name)
     send_packet(kernel, {"op": "ready", "pid": os.getpid()})
     gc.collect()
     gc.freeze()  # children share these objects' pages as long as the collector leaves them alone
