@@ -18,15 +18,15 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 class Monitor:
     """Writes ``device`` events: each rank's memory (bytes), CPU use (1.0: one core); the GPUs."""
 
-    def __init__(self, flight: Flight, record: RunRecord) -> None:
-        self._flight, self._record = flight, record
+    def __init__(self, flight: Flight, record: RunRecord, *, on: bool = True) -> None:
+        self._flight, self._record, self._on = flight, record, on
         self._last = time.monotonic()
         self._cpu: dict[int, float] = {}
 
     def tick(self) -> None:
         """Write an event when it is time for one."""
         now = time.monotonic()
-        if now - self._last < EVERY:
+        if not self._on or now - self._last < EVERY:
             return
         readings = self._ranks(now - self._last) + self._gpus()
         self._last = now

@@ -90,7 +90,9 @@ class Owner:
         self._detached: bool = content["detach"]
         self.paths = RunPaths(Path(content["folder"]))
         self.plan: LaunchPlan = content["plan"]
-        self._hang_timeout: float = content["config"].runtime.hang_timeout
+        config = content["config"]
+        self._hang_timeout: float = config.runtime.hang_timeout
+        self._device_metrics: bool = config.tracking.device_metrics
         about = {"pid": os.getpid(), "boot_id": boot_id(), "since": time.time()}
         write_json(self.paths.owner, about, durable=False)
         self.record = RunRecord(self.paths, deadline=content["deadline"])
@@ -144,7 +146,7 @@ class Owner:
         """One flight; returns how it ended: a status, a packed error with its rank, or evidence for a new plan."""
         self._flight = flight = self._start()
         self._watch = Watch(flight, self.paths, self._hang_timeout)
-        self._monitor = Monitor(flight, self.record)
+        self._monitor = Monitor(flight, self.record, on=self._device_metrics)
         try:
             while (outcome := self._step(flight)) is None:
                 pass
