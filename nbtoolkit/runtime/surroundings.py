@@ -90,6 +90,7 @@ def _planned(environ: Mapping[str, str], plan: LaunchPlan, folder: Path) -> dict
         "ACCELERATE_MIXED_PRECISION": "no" if plan.precision == "fp32" else plan.precision,
         "ACCELERATE_USE_CPU": "true" if plan.device_type == "cpu" else "false",
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", threads),
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting GPUs must not touch CUDA before the fork
         "TOKENIZERS_PARALLELISM": environ.get("TOKENIZERS_PARALLELISM", "false"),
     }
     if "inline" in environ.get("MPLBACKEND", ""):

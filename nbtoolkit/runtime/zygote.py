@@ -15,6 +15,7 @@ import os
 import selectors
 import signal
 import socket
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,6 +46,11 @@ PRELOADED = (
     "encodings.idna",
     "shutil",
 )
+
+
+# accelerate 1.6 (Kaggle's) imports torchao where it finds it, which initialises CUDA and so breaks every fork
+# (accelerate#3524). In a rank they are importable again.
+TOUCH_DEVICES = ("torchao", "bitsandbytes")
 
 
 @dataclass
@@ -243,6 +249,16 @@ def run_tracking(control: socket.socket) -> None:
     run_service(control)
 
 
+def preload() -> None:
+    """Import what every launch needs, and nothing that touches a device."""
+    hidden = {name: None for name in TOUCH_DEVICES if name not in sys.modules}
+    sys.modules.update(hidden)  # type: ignore[arg-type]  # None: "not installed", says the import system
+    for name in PRELOADED:
+        import_module(name)
+    for name in hidden:
+        del sys.modules[name]
+
+
 def main(kernel_fd: int, tracking: bool) -> None:
     """Start the launchpad's process on an inherited socket.
 
@@ -257,8 +273,7 @@ def main(kernel_fd: int, tracking: bool) -> None:
     zygote = Zygote(kernel)
     if tracking:
         zygote.start_tracking()
-    for name in PRELOADED:
-        import_module(name)
+    preload()
     send_packet(kernel, {"op": "ready", "pid": os.getpid()})
     gc.collect()
     gc.freeze()  # children share these objects' pages as long as the collector leaves them alone

@@ -1,0 +1,30 @@
+"""The launchpad's process imports what launches need, and nothing that touches a device."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+CODE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from nbtoolkit.runtime.zygote import preload
+preload()
+assert "accelerate" in sys.modules
+print("touched" if "torchao" in sys.modules else "clean")
+import torchao
+"""
+
+
+def test_packages_that_touch_devices_are_not_imported_but_stay_importable(tmp_path: Path) -> None:
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").write_text("print('imported')\n")
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.split() == ["clean", "imported"]
