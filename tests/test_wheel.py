@@ -45,4 +45,4 @@ def test_configuration_loads_from_the_wheel(installed: Path, tmp_path: Path) -> 
         text=True,
         timeout=60,
     )
-    assert done.stdout.split() == [str(installed / "nbtoolkit/__init__.py"), "41400.0", "10"], done
+    assert done.stdout.split() == [str(installed / "nbtoolkit/__init__.py"), "41400.0", "30"], done

@@ -14,7 +14,8 @@ from nbtoolkit.errors import ConfigError, MissingExtra
 from nbtoolkit.training.loop import fit
 
 if TYPE_CHECKING:
-    import numpy as np
+    from collections.abc import Sequence
+
     import torch
     from torch import Tensor
 
@@ -76,7 +77,7 @@ def load() -> tuple[Tensor, Tensor]:
     return torch.as_tensor(images, dtype=torch.float32) / 16, torch.as_tensor(labels).long()
 
 
-def split(labels: Tensor, config: Config, ctx: RunContext) -> tuple[np.ndarray, np.ndarray]:
+def split(labels: Tensor, config: Config, ctx: RunContext) -> tuple[Sequence[int], Sequence[int]]:
     """Indices to train and to validate on: the fold's, or a stratified split, always the same."""
     from sklearn.model_selection import train_test_split
 
