@@ -48,8 +48,8 @@ PRELOADED = (
 )
 
 
-# accelerate 1.6 (Kaggle's) imports torchao where it finds it, which initialises CUDA and so breaks every fork
-# (accelerate#3524). In a rank they are importable again.
+# accelerate 1.6 (Kaggle's) imports torchao where it finds it, which initialises CUDA and so breaks
+# every fork (accelerate#3524). In a rank they are importable again.
 TOUCH_DEVICES = ("torchao", "bitsandbytes")
 
 
