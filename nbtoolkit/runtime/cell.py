@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import sys
 import time
 from typing import Literal
@@ -12,6 +13,7 @@ from nbtoolkit.runtime.paths import RunPaths
 Display = Literal["auto", "text", "off"]
 
 MAX_BYTES = 200_000  # shown of one run; a browser still scrolls through that, and papermill still saves it
+MAX_REST = 1 << 20  # characters kept of a line that does not end
 MAX_LINE = 2_000  # characters shown of one line
 _BAR_SECONDS = 1.0  # between two states of a progress bar that overwrites its line
 
@@ -24,6 +26,8 @@ class CellOutput:
         self._offset, self._tag = offset, ""
         self._shown = 0
         self._hidden = 0
+        # Characters of several bytes (a bar's blocks) may be half written when the file is read.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest = ""
         self._bar = False
         self._bar_at = 0.0
@@ -46,10 +50,10 @@ class CellOutput:
         if not self._on:
             return
         while chunk := self._read():
-            self._rest += chunk
-            *lines, self._rest = self._rest.split("\n")
+            *lines, rest = (self._rest + self._decoder.decode(chunk)).split("\n")
             for line in lines:
                 self._line(line)
+            self._rest = _last_state(rest)[-MAX_REST:]
         self._show_bar()
 
     def close(self) -> None:
@@ -65,19 +69,18 @@ class CellOutput:
         if self._on:
             sys.stdout.flush()
 
-    def _read(self) -> str:
+    def _read(self) -> bytes:
         try:
             with self._paths.log(0).open("rb") as file:
                 file.seek(self._offset)
                 data = file.read(1 << 20)
         except FileNotFoundError:
-            return ""
-        cut = data.rfind(b"\n") + 1 or len(data)  # a character may be half written at the very end
-        self._offset += cut
-        return data[:cut].decode("utf-8", errors="replace")
+            return b""
+        self._offset += len(data)
+        return data
 
     def _line(self, line: str) -> None:
-        text = line.rstrip("\r").rpartition("\r")[2]  # the last state of a progress bar
+        text = _last_state(line).strip("\r")
         if len(text) > MAX_LINE:
             text = f"{text[:MAX_LINE]}... ({len(text)} characters)"
         if self._shown > MAX_BYTES:
@@ -90,12 +93,18 @@ class CellOutput:
     def _show_bar(self) -> None:
         """A bar that has not ended its line: show its last state now and then."""
         now = time.monotonic()
-        if "\r" not in self._rest or now - self._bar_at < _BAR_SECONDS or self._shown > MAX_BYTES:
+        if not self._rest.startswith("\r") or now - self._bar_at < _BAR_SECONDS or self._shown > MAX_BYTES:
             return
         self._bar_at, self._bar = now, True
-        self._print("\r" + self._tag + self._rest.rstrip("\r").rpartition("\r")[2][:MAX_LINE])
+        self._print("\r" + self._tag + self._rest.strip("\r")[:MAX_LINE])
 
     def _print(self, text: str) -> None:
         if self._on:
             self._shown += len(text)
             sys.stdout.write(text)
+
+
+def _last_state(text: str) -> str:
+    """What is seen of a line that a progress bar has overwritten again and again: from its last carriage return on."""
+    start = text.rstrip("\r").rfind("\r")
+    return text[max(start, 0) :]

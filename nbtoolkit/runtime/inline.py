@@ -38,9 +38,12 @@ def run_inline(
     on_event: Callable[[Event], None] | None,
 ) -> RunResult:
     """One rank, here. Its exceptions pass as they are."""
+    from nbtoolkit.runtime.worker import seed_everything
+
     record = RunRecord(run.paths, deadline=deadline_of(config))
     record.write("run", **header, plan=plan.to_dict())
     ctx = RunContext(config=config, plan=plan, paths=run.paths, channel=RecordChannel(record), deadline=record.deadline)
+    seed_everything(config.seed)  # as in a rank: the same numbers, wherever it runs
     try:
         _call(train, ctx, record)
     finally:
@@ -133,6 +136,6 @@ def _track(config: Config, paths: RunPaths) -> None:
     if config.tracking.mlflow or config.tracking.tensorboard:
         from nbtoolkit.tracking import replay
 
-        replay(paths)
+        replay(paths.folder)
 
 

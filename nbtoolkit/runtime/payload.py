@@ -6,6 +6,7 @@ in that rank, and only then costs memory. Plain pickle protocol 5 does not do: i
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib
 import io
@@ -17,7 +18,7 @@ import struct
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import cloudpickle
 
@@ -79,12 +80,11 @@ class _Pickler(cloudpickle.Pickler):
         import numpy as np
 
         if type(obj) is np.memmap and isinstance(obj.base, mmap.mmap) and obj.filename:
-            order = "F" if obj.flags.f_contiguous and not obj.flags.c_contiguous else "C"
-            place = (str(obj.filename), obj.dtype, obj.offset, obj.shape, order)
+            place = (str(obj.filename), obj.dtype, obj.offset, obj.shape, _order(obj))
             return _open_memmap, place
         if type(obj) is not np.ndarray or obj.dtype.hasobject or obj.nbytes < _SMALL:
             return None
-        order = "F" if obj.flags.f_contiguous and not obj.flags.c_contiguous else "C"
+        order = _order(obj)
         flat = np.asarray(obj, order=order)
         offset = self._store(flat.__array_interface__["data"][0], flat.nbytes, flat, order)
         return _map_array, (offset, obj.dtype, obj.shape, order)
@@ -117,6 +117,11 @@ class _Pickler(cloudpickle.Pickler):
             data = flat.reshape(-1, order=order).view("u1")
             self._stored[address, size] = self._writer.put(memoryview(data))
         return self._stored[address, size]
+
+
+def _order(array: Any) -> Literal["C", "F"]:
+    """How an array lies in memory: as it is where it is contiguous, else as it will be copied."""
+    return "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
 
 
 def pack_function(function: Callable[..., Any] | None, extra: dict[str, Any]) -> int:
@@ -208,16 +213,15 @@ def _sources(files: set[str]) -> dict[str, list[str]]:
 
 def _name_the_culprit(function: Callable[..., Any], error: Exception) -> CannotPickle:
     """Find which captured object cannot be pickled, by trying them one by one."""
+    called = f"{getattr(function, '__name__', _type_name(function))}()"
+    what = f"the function {called} cannot be pickled: {error}"
     for kind, name, value in _captured(function):
         try:
             cloudpickle.dumps(value)
         except Exception as cause:
-            inner = _inner_name(value)
-            what = f"the {kind} `{name}` (a {_type_name(value)}){inner}, captured by {function.__name__}(), cannot be pickled: {cause}"
+            which = f"the {kind} `{name}` (a {_type_name(value)}){_inner_name(value)}"
+            what = f"{which}, captured by {called}, cannot be pickled: {cause}"
             break
-    else:
-        name = getattr(function, "__name__", repr(function))
-        what = f"the function {name}() cannot be pickled: {error}"
     return CannotPickle(
         what,
         allowed="functions, classes, arrays, CPU tensors and other picklable objects",
@@ -232,7 +236,8 @@ def _captured(function: Callable[..., Any]) -> list[tuple[str, str, Any]]:
         return []
     found: list[tuple[str, str, Any]] = []
     for name, cell in zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False):
-        found.append(("closure variable", name, cell.cell_contents))
+        with contextlib.suppress(ValueError):  # an empty cell: not assigned yet
+            found.append(("closure variable", name, cell.cell_contents))
     names = _global_names(code)
     globals_ = getattr(function, "__globals__", {})
     found += [("global", name, globals_[name]) for name in sorted(names) if name in globals_]

@@ -21,7 +21,7 @@ from nbtoolkit.runtime.ahead import ImportNotes
 from nbtoolkit.runtime.channel import OwnerChannel
 from nbtoolkit.runtime.context import RunContext
 from nbtoolkit.runtime.crossing import pack_error, pack_value
-from nbtoolkit.runtime.paths import write_whole
+from nbtoolkit.runtime.paths import folder_error, write_whole
 from nbtoolkit.runtime.pilot import Job, default_signals, write_output_to
 from nbtoolkit.runtime.plan import LaunchPlan
 from nbtoolkit.runtime.wire import Line
@@ -77,7 +77,11 @@ def _call(
     except Leave as leave:
         channel.send("left", status=leave.status)
         return
-    write_whole(context.paths.value(context.rank), pack_value(value), durable=False)
+    packed, path = pack_value(value), context.paths.value(context.rank)
+    try:
+        write_whole(path, packed, durable=False)
+    except OSError as error:
+        raise folder_error(path, error) from error
     _flush()
     notes.tell_submodules()
     channel.send("phase", phase="done")
@@ -129,11 +133,24 @@ _keep: list[Any] = []
 
 def text_mode() -> None:
     """What notebooks draw as widgets is text here: tqdm writes lines, ``display()`` prints."""
+    _leave_notebook()
     if not hasattr(builtins, "display"):
         setattr(builtins, "display", _display)  # noqa: B010  (IPython puts it there for cells)
     notebook_bars = types.ModuleType("tqdm.notebook", "Text bars: this process has no notebook front end.")
     setattr(notebook_bars, "__getattr__", _text_bar)  # noqa: B010
     sys.modules["tqdm.notebook"] = notebook_bars
+
+
+def _leave_notebook() -> None:
+    """In a rank forked from a notebook (start="fork"), what would talk to the front end falls back to text."""
+    shells = sys.modules.get("IPython.core.interactiveshell")
+    if shells is not None and shells.InteractiveShell.initialized():
+        type(shells.InteractiveShell.instance()).clear_instance()  # display() prints where there is no shell
+    bars = sys.modules.get("tqdm.notebook")
+    widget_bar = getattr(bars, "tqdm_notebook", None)
+    if isinstance(widget_bar, type):  # tqdm.auto's class derives from it: without its own methods it is the text bar
+        for name in {*vars(widget_bar)} - {"__module__", "__doc__"}:
+            delattr(widget_bar, name)
 
 
 def _text_bar(name: str) -> Any:
