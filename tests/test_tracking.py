@@ -16,6 +16,7 @@ import pytest
 from nbtoolkit.errors import TrackingError
 from nbtoolkit.runtime.events import EventLog
 from nbtoolkit.runtime.paths import RunPaths, read_json, write_json
+from nbtoolkit.runtime.wire import packet_pair, send_packet
 from nbtoolkit.tracking import (
     Follower,
     NullTracker,
@@ -27,6 +28,7 @@ from nbtoolkit.tracking import (
     tracking_table,
 )
 from nbtoolkit.tracking.database import database_uri, open_database
+from nbtoolkit.tracking.service import Service
 from nbtoolkit.tracking.tracker import Trackers, points
 
 # MLflow 3.17 uses a loader that SQLAlchemy 2.1 means to drop; nothing we could do about it.
@@ -415,7 +417,7 @@ def test_tracking_off_writes_no_database(tmp_path: Path) -> None:
     paths = whole_run(tmp_path, tracking={"mlflow": False, "tensorboard": False})
     assert follow(paths) is None
     assert sorted(p.name for p in tmp_path.iterdir()) == [paths.run_id]
-    assert read_json(paths.tracking)["written"]
+    assert read_json(paths.tracking)["done"]
 
 
 # --- TensorBoard ------------------------------------------------------------------------------
@@ -585,6 +587,29 @@ def test_the_service_follows_two_live_runs_and_tells_of_a_third_that_fails(
     assert names == [second.paths.run_id, first.paths.run_id]
 
 
+def test_the_service_needs_no_reader_of_its_answers_and_keeps_an_error_with_its_run(
+    outputs: Path,
+) -> None:
+    broken = Run.new(outputs)
+    broken.begin(tracking={"mlflow": True, "uri": "sqlite:///../broken/mlflow.db"})
+    broken.end()
+    (outputs.parent / "broken").mkdir()
+    (outputs.parent / "broken/mlflow.db").write_text("not a database, but long enough")
+    with TrackingProcess() as service:
+        for number in range(1000):  # more answers than a socket holds
+            service.track(outputs / f"nothing{number}")
+        service.track(broken.paths.folder)
+        paths = whole_run(outputs)
+        service.track(paths.folder)
+    assert [run.info.run_name for run in all_runs(outputs)] == [paths.run_id]
+    state = read_json(paths.tracking)
+    assert state["done"]
+    assert state["read"] == paths.events.stat().st_size
+    state = read_json(broken.paths.tracking)
+    assert not state["done"]
+    assert "is not an SQLite database" in state["error"]
+
+
 def test_the_service_finishes_what_has_ended_when_the_other_end_is_gone(tmp_path: Path) -> None:
     run = Run.new(tmp_path)
     run.begin()
@@ -594,6 +619,17 @@ def test_the_service_finishes_what_has_ended_when_the_other_end_is_gone(tmp_path
         run.end()
     (found,) = all_runs(tmp_path)
     assert found.info.status == "FINISHED"
+
+
+def test_a_request_behind_an_answer_that_nobody_read_is_not_lost(outputs: Path) -> None:
+    paths = whole_run(outputs)
+    ours, theirs = packet_pair()
+    with theirs:
+        send_packet(theirs, {"op": "tracked", "folder": "an earlier run"})
+        send_packet(ours, {"op": "track", "folder": str(paths.folder)})
+        ours.close()  # with the answer unread: theirs sees a reset, then the request, then the end
+        Service(theirs).run()
+    assert read_json(paths.tracking)["done"]
 
 
 def test_replay_in_a_process_of_its_own(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -67,6 +68,12 @@ class Follower:
         if not self._ended and not owned:
             self._close({"t": self._time, "type": "ended", "status": "killed"})
         return self._ended
+
+    def failed(self, error: str) -> None:
+        """Keep with the run why it is not written."""
+        with contextlib.suppress(OSError):  # the disk may be what failed
+            kept = read_json(self._paths.tracking) or {}
+            write_json(self._paths.tracking, {**kept, "done": False, "error": error})
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -146,7 +153,8 @@ class Follower:
             "run_at": self._run_at,
             "last_steps": self._last_steps,
             "state": self.state,
-            "written": self._ended,
+            "done": self._ended,
+            "read": self._reader.offset,
         }
         write_json(self._paths.tracking, kept, durable=False)  # an older one is as good
 

@@ -1,10 +1,13 @@
 """The tracking service: follows the runs it is told of, in a process of its own.
 
-It talks JSON lines over a socket that is inherited (see runtime/wire.py):
+It talks JSON packets over a socket that is inherited (see runtime/wire.py):
 
     to it     {"op": "track", "folder": ..., "output_dir": ... or absent}    again: look now
     from it   {"op": "tracked", "folder": ..., "mlflow_run_id": ... or null}
               {"op": "failed", "folder": ..., "error": text}
+
+Nobody has to read the answers: ``tracking.json`` in the run's folder says the same (``done``, with
+``read`` bytes of the events written; or ``error``).
 
 When the other end is gone it finishes what has ended, for at most 10 s, and exits; what it does not
 finish, ``replay`` does.
@@ -26,10 +29,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from nbtoolkit.errors import MissingExtra, TrackingError
+from nbtoolkit.errors import MissingExtra, NbtoolkitError, TrackingError
 from nbtoolkit.runtime.events import EventReader
 from nbtoolkit.runtime.paths import RunPaths
-from nbtoolkit.runtime.wire import Line, Message
+from nbtoolkit.runtime.wire import Message, packet_pair, receive_packet, send_packet
 from nbtoolkit.tracking.choice import choose_tracking
 from nbtoolkit.tracking.database import import_client
 from nbtoolkit.tracking.follow import Follower
@@ -39,6 +42,8 @@ POLL = 0.5
 
 GRACE = 10.0
 """Seconds for what is left to write when the other end is gone."""
+
+_ERROR_LENGTH = 4000  # MLflow's errors repeat the whole batch; a packet has 64 KB
 
 # Set in this process only. The second is what fluent calls in a kernel leave in its environment:
 # nothing of it is meant for our runs.
@@ -69,29 +74,39 @@ def run_service(control: socket.socket) -> None:
     with contextlib.suppress(MissingExtra):  # TensorBoard alone may be wanted; MLflow's runs say so
         import_client()  # now, while the training starts, rather than when its first event is there
     gc.freeze()  # what is imported stays: the collector need not look through it again
-    Service(Line(control)).run()
+    Service(control).run()
 
 
 class Service:
     """Follows several runs in one thread, round robin."""
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
         self._followers: dict[str, Follower] = {}
+        self._alone = False  # the other end is gone
 
     def run(self) -> None:
-        """Serve until the other end is gone."""
-        while not self._line.closed:
-            self._wait()
-            for message in self._line.drain():
-                if message.get("op") == "track":
-                    self._begin(message)
+        """Serve until the other end is gone, then finish."""
+        while not self._alone:
+            if self._message_within(POLL if self._followers else None):
+                self._hear()
             self._look()
-        self._finish()
+        until = time.monotonic() + GRACE
+        while self._followers and time.monotonic() < until:
+            time.sleep(POLL)
+            self._look()
 
-    def _wait(self) -> None:
-        """Until a message comes, or it is time to look again."""
-        select.select([self._line], [], [], POLL if self._followers else None)
+    def _message_within(self, seconds: float | None) -> bool:
+        return bool(select.select([self._control], [], [], seconds)[0])
+
+    def _hear(self) -> None:
+        # A second time: answers that nobody read make the first end in a reset, which may stand
+        # before packets that are still to be read.
+        packet = receive_packet(self._control) or receive_packet(self._control)
+        if packet is None:
+            self._alone = True
+        elif packet[0].get("op") == "track":
+            self._begin(packet[0])
 
     def _begin(self, message: Message) -> None:
         folder, output_dir = message["folder"], message.get("output_dir")
@@ -106,13 +121,7 @@ class Service:
                 if follower.poll():
                     run_id = follower.state.get("mlflow_run_id")
                     self._end(folder)
-                    self._line.send({"op": "tracked", "folder": folder, "mlflow_run_id": run_id})
-
-    def _finish(self) -> None:
-        until = time.monotonic() + GRACE
-        while self._followers and time.monotonic() < until:
-            self._look()
-            time.sleep(POLL)
+                    self._tell({"op": "tracked", "folder": folder, "mlflow_run_id": run_id})
 
     def _end(self, folder: str) -> None:
         if follower := self._followers.pop(folder, None):
@@ -124,10 +133,18 @@ class Service:
         try:
             yield
         except Exception as error:
-            traceback.print_exc()
+            if not isinstance(error, NbtoolkitError):  # those say all that is to be said
+                traceback.print_exc()
+            text = f"{type(error).__name__}: {error}"[:_ERROR_LENGTH]
+            if folder in self._followers:
+                self._followers[folder].failed(text)
             self._end(folder)
-            text = f"{type(error).__name__}: {error}"
-            self._line.send({"op": "failed", "folder": folder, "error": text})
+            self._tell({"op": "failed", "folder": folder, "error": text})
+
+    def _tell(self, message: Message) -> None:
+        """Answer, unless that would wait for a reader."""
+        if select.select([], [self._control], [], 0)[1]:
+            send_packet(self._control, message)
 
 
 class TrackingProcess:
@@ -137,7 +154,7 @@ class TrackingProcess:
     """
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
+        self._socket, theirs = packet_pair()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-c", _START, str(theirs.fileno()), json.dumps(sys.path)],
@@ -145,12 +162,11 @@ class TrackingProcess:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # an interrupt of the kernel is not for it
             )
-        self._line = Line(ours)
 
     def track(self, folder: Path, output_dir: Path | None = None) -> None:
         """Ask for a run to be followed to its end."""
         where = str(output_dir) if output_dir else None
-        self._line.send({"op": "track", "folder": str(folder), "output_dir": where})
+        send_packet(self._socket, {"op": "track", "folder": str(folder), "output_dir": where})
 
     def wait(self, timeout: float | None = None) -> str | None:
         """Wait until the next run is written through.
@@ -162,9 +178,11 @@ class TrackingProcess:
             TrackingError: it could not be written, or the service died.
             TimeoutError: it took longer than ``timeout`` seconds.
         """
-        answer = self._line.receive(timeout)
-        if answer is None:
+        self._socket.settimeout(timeout)
+        packet = receive_packet(self._socket)
+        if packet is None:
             raise TrackingError(f"the tracking process died (exit code {self._process.wait()})")
+        answer = packet[0]
         if answer["op"] == "failed":
             raise TrackingError(
                 f"tracking {answer['folder']} failed: {answer['error']}",
@@ -175,7 +193,7 @@ class TrackingProcess:
 
     def close(self) -> None:
         """Let it finish and exit."""
-        self._line.close()
+        self._socket.close()
         self._process.wait()
 
     def __enter__(self) -> TrackingProcess:
