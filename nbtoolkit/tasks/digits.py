@@ -71,7 +71,7 @@ def load() -> tuple[Tensor, Tensor]:
     except ImportError as error:
         raise MissingExtra(
             "the digits come with scikit-learn, which is not installed",
-            do="pip install 'nbtoolkit[training]'",
+            do="pip install scikit-learn",
         ) from error
     images, labels = load_digits(return_X_y=True)
     return torch.as_tensor(images, dtype=torch.float32) / 16, torch.as_tensor(labels).long()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -33,6 +34,7 @@ class Progress:
         self._ctx, self._checkpoint, self._stepper = ctx, config.checkpoint, stepper
         number = _fits[ctx] = _fits.get(ctx, 0) + 1
         self._suffix = "" if number == 1 else f"-{number}"
+        self._epochs, self._said = config.train.epochs, 0.0
         self.epoch = 0
         self.values: dict[str, float] = {}
         self.best: float | None = None
@@ -63,11 +65,19 @@ class Progress:
             if better:
                 self._ctx.save(state, kind=f"best{self._suffix}", step=self._stepper.step)
             self._ctx.save(state, kind=f"last{self._suffix}", step=self._stepper.step)
+        self._say()
 
     def summary(self) -> dict[str, float]:
         """The last epoch's metrics and the best one's."""
         best = {f"best_{self._monitored(self.values)}": self.best} if self.best is not None else {}
         return {**self.values, **best, "epoch": self.epoch, "best_epoch": self.best_epoch}
+
+    def _say(self) -> None:
+        """A line a second at most: epochs may take milliseconds."""
+        if self.epoch == self._epochs or time.monotonic() - self._said >= 1.0:
+            self._said = time.monotonic()
+            values = "  ".join(f"{name} {value:.4f}" for name, value in self.values.items())
+            self._ctx.print(f"epoch {self.epoch}/{self._epochs}  {values}")
 
     def _monitored(self, values: dict[str, float]) -> str:
         """The metric that decides which epoch is best."""

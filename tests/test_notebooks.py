@@ -1,0 +1,73 @@
+"""The notebooks run unchanged, under papermill and in a plain kernel, and are stored clean."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import papermill
+import pytest
+from demo import IPC
+
+NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
+TRAIN = next(path for path in NOTEBOOKS if path.name == "01_train.ipynb")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_stored_clean(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert notebook.nbformat_minor >= 5  # cells have ids
+    tags = [tag for cell in notebook.cells for tag in cell.metadata.get("tags", [])]
+    assert tags.count("parameters") == 1
+    assert notebook.cells[0].source.startswith("# ")
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert (cell.outputs, cell.execution_count) == ([], None)
+
+
+def test_training_under_papermill_with_parameters(tmp_path: Path) -> None:
+    overrides = {"train.epochs": 3, "model.hidden": 32}
+    parameters = {"processes": 2, "overrides": overrides, "output_dir": str(tmp_path / "out")}
+    executed = papermill.execute_notebook(
+        TRAIN,
+        tmp_path / "executed.ipynb",
+        parameters=parameters,
+        cwd=tmp_path,
+        progress_bar=False,
+        config=IPC,
+    )
+    (run,) = (tmp_path / "out").glob("*-digits-*")
+    result = json.loads((run / "result.json").read_text())
+    assert (result["status"], result["processes"]) == ("completed", 2)
+    assert result["metrics"]["val_accuracy"] > 0.6
+    assert (tmp_path / "out/mlflow.db").stat().st_size > 0
+
+    outputs = {cell.id: cell.outputs for cell in executed.cells if cell.cell_type == "code"}
+    assert "2 processes on the CPU" in outputs["plan"][-1].data["text/html"]
+    assert f"{result['metrics']['val_accuracy']:.6g}" in outputs["train"][-1].data["text/html"]
+    assert "image/png" in outputs["curves"][-1].data
+    shown = "".join(out.get("text", "") for out in outputs["train"])
+    assert "[rank 0] epoch 3/3  train_loss" in shown
+    assert str(run) in outputs["after"][-1].text
+    assert not [out for cell in outputs.values() for out in cell if out.get("name") == "stderr"]
+
+
+def test_training_in_a_plain_kernel(tmp_path: Path) -> None:
+    copy = shutil.copy(TRAIN, tmp_path)
+    options = ["-q", "-p", "no:cacheprovider", "--nbval-lax", "--nbval-current-env"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "--rootdir", str(tmp_path), str(copy)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = (tmp_path / "outputs").glob("*-digits-*")
+    assert json.loads((run / "result.json").read_text())["metrics"]["val_accuracy"] >= 0.97
