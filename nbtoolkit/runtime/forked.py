@@ -17,6 +17,7 @@ from nbtoolkit.runtime.payload import pack_function
 from nbtoolkit.runtime.plan import LaunchPlan
 from nbtoolkit.runtime.probe import probe_fork
 from nbtoolkit.runtime.wire import Line
+from nbtoolkit.runtime.zygote import preload
 
 
 class ForkedPilot:
@@ -27,6 +28,7 @@ class ForkedPilot:
     """
 
     def __init__(self, train: Callable[..., Any], plan: LaunchPlan, content: dict[str, Any]) -> None:
+        preload()  # else the probe, the pilot and each launch after this one would do it: 2 s
         probe = probe_fork(device=plan.device_type == "cuda")
         if not probe.ok:
             raise ForkRefused(

@@ -278,15 +278,20 @@ class RunHandle:
 
 _kept: list[RunHandle] = []
 """Runs of this kernel: their lines stay open while they go on, also where nobody holds the handle."""
+_keeping = threading.Lock()
 
 
 def _keep(handle: RunHandle) -> None:
     """Keep a run's line until the run has ended or this process ends: it is by that line that the owner knows us alive."""
-    if not _kept:
-        atexit.unregister(_let_all_go)
-        atexit.register(_let_all_go)  # after the launchpad's own, hence before it: it waits for owners to end
-    _kept[:] = [other for other in _kept if not other.done()]
-    _kept.append(handle)
+    with _keeping:
+        if not _kept:
+            atexit.unregister(_let_all_go)
+            atexit.register(_let_all_go)  # after the launchpad's, hence called before: it waits for owners
+        for other in list(_kept):
+            if other.done():
+                other.let_go()
+                _kept.remove(other)
+        _kept.append(handle)
 
 
 def _let_all_go() -> None:

@@ -1,0 +1,221 @@
+"""Kernels for the tests to kill: scripts that speak over a pipe, and real Jupyter kernels."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+HERE = Path(__file__).parent
+SECONDS = 60.0
+"""Longest wait for anything that must come; a noisy machine needs a part of it."""
+
+START = f"""
+import sys
+sys.path.insert(0, {str(HERE)!r})
+import functions
+import nbtoolkit as nb
+"""
+
+
+def until(look: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
+    """The first true value of ``look()``; fails, naming ``what``, when there is none in time."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        if found := look():
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"{what} did not come within {seconds:g} s")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def all_gone(pids: set[int], seconds: float = SECONDS) -> None:
+    """Wait until none of the processes is left."""
+    until(lambda: not any(map(alive, pids)), f"the end of {pids}", seconds)
+
+
+def run_folder(output_dir: Path) -> Path:
+    """The one run in a folder, once it has an owner."""
+    found = until(lambda: list(output_dir.glob("*/owner.json")), "the run's owner")
+    assert len(found) == 1
+    return Path(found[0]).parent
+
+
+def ranks_up(folder: Path, count: int = 2) -> set[int]:
+    """The pids of a run's ranks, once all of them say that they are up."""
+    files = [folder / f"up-{rank}" for rank in range(count)]
+    until(lambda: all(file.exists() for file in files), "all ranks")
+    return {int(file.read_text()) for file in files}
+
+
+def descendants(pid: int) -> set[int]:
+    """A process's children, theirs, and so on."""
+    found: set[int] = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found |= {child} | descendants(child)
+    return found
+
+
+class Script:
+    """A Python process without a notebook that runs ``code`` after START."""
+
+    def __init__(self, code: str, cwd: Path, **environ: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", START + textwrap.dedent(code)],
+            cwd=cwd,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.pid = self.process.pid
+
+    def end(self, seconds: float = SECONDS) -> tuple[str, str]:
+        """Wait for its end; what it wrote to stdout and stderr."""
+        return self.process.communicate(timeout=seconds)
+
+    def output(self) -> str:
+        """Wait for its end, which must be a good one; what it wrote to stdout."""
+        out, err = self.end()
+        assert self.process.returncode == 0, err
+        return out
+
+    def interrupt(self) -> None:
+        """Ctrl-C, as a terminal sends it: to the whole process group."""
+        os.killpg(self.pid, signal.SIGINT)
+
+    def kill(self) -> None:
+        """SIGKILL, to it alone."""
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def script(code: str, cwd: Path, **environ: str) -> Iterator[Script]:
+    """A Script, killed at the end if it still runs."""
+    running = Script(code, cwd, **environ)
+    try:
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.kill()
+        for pipe in (running.process.stdout, running.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+class Notebook:
+    """A Jupyter kernel, spoken to as a front end does."""
+
+    def __init__(self, cwd: Path) -> None:
+        from jupyter_client.manager import KernelManager
+
+        self._manager = KernelManager(kernel_name="python3")
+        self._manager.start_kernel(cwd=str(cwd))
+        self._connect()
+
+    def _connect(self) -> None:
+        self._client = self._manager.blocking_client()
+        self._client.start_channels()
+        self._client.wait_for_ready(timeout=SECONDS)
+        self.run(START).ok()
+
+    @property
+    def pid(self) -> int:
+        """The kernel's process id."""
+        return int(self._manager.provisioner.process.pid)
+
+    def start(self, code: str) -> str:
+        """Send a cell; returns its message id for :meth:`wait`."""
+        return str(self._client.execute(textwrap.dedent(code)))
+
+    def run(self, code: str) -> Cell:
+        """Run a cell to its end."""
+        return self.wait(self.start(code))
+
+    def wait(self, message: str, seconds: float = SECONDS) -> Cell:
+        """Collect a cell's output until the kernel is idle again."""
+        cell, limit = Cell(), time.monotonic() + seconds
+        while time.monotonic() < limit:
+            try:
+                answer = self._client.get_iopub_msg(timeout=0.5)
+            except Empty:
+                continue
+            if answer["parent_header"].get("msg_id") == message and cell.take(answer):
+                return cell
+        raise AssertionError(f"the cell did not end within {seconds:g} s; it wrote: {cell.text}")
+
+    def interrupt(self) -> None:
+        """What the stop button does."""
+        self._manager.interrupt_kernel()
+
+    def restart(self) -> None:
+        """What the restart button does."""
+        self._client.stop_channels()
+        self._manager.restart_kernel(now=False)
+        self._connect()
+
+    def kill(self) -> None:
+        """SIGKILL of the kernel, as the memory killer does it."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Shut it down."""
+        self._client.stop_channels()
+        self._manager.shutdown_kernel(now=True)
+        self._manager.cleanup_resources()
+
+
+@dataclass
+class Cell:
+    """What a cell wrote, and how it ended."""
+
+    text: str = ""
+    displayed: list[dict[str, Any]] = field(default_factory=list)
+    error: str = ""
+    """The exception's class name; empty where the cell ended well."""
+    traceback: str = ""
+
+    def take(self, message: dict[str, Any]) -> bool:
+        """Add what a message says; whether it is the cell's last."""
+        kind, content = message["msg_type"], message["content"]
+        if kind == "stream":
+            self.text += content["text"]
+        elif kind in ("display_data", "execute_result"):
+            self.displayed.append(content["data"])
+        elif kind == "error":
+            self.error, self.traceback = content["ename"], "\n".join(content["traceback"])
+        return bool(kind == "status" and content["execution_state"] == "idle")
+
+    def ok(self) -> Cell:
+        """The cell itself, if it ended well."""
+        assert not self.error, self.traceback
+        return self
+
+
+@contextmanager
+def notebook(cwd: Path) -> Iterator[Notebook]:
+    """A Notebook, shut down at the end."""
+    running = Notebook(cwd)
+    try:
+        yield running
+    finally:
+        running.close()

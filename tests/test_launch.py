@@ -1,0 +1,607 @@
+"""nb.launch end to end, on real processes: what comes back, what goes over, what goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import functions
+import pytest
+from kernels import ranks_up, run_folder, script, until
+
+import nbtoolkit as nb
+from nbtoolkit.errors import CannotPickle, LaunchError, PlanError, ResumeError
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> nb.Config:
+    settings = {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path / "out")}
+    return nb.load_config(env=None, overrides=settings)
+
+
+def quiet(train: Any, config: nb.Config, processes: int = 2, **options: Any) -> nb.RunResult:
+    """A launch that shows nothing and goes on with nothing."""
+    options = {"display": "off", "resume": "never", **options}
+    return nb.launch(train, config, processes=processes, **options)
+
+
+def begin(train: Any, config: nb.Config, processes: int = 2, **options: Any) -> nb.RunHandle:
+    """A launch that is not waited for."""
+    options = {"display": "off", "resume": "never", "wait": False, **options}
+    return nb.launch(train, config, processes=processes, **options)
+
+
+# --- what comes back ---
+
+
+def test_result_of_two_ranks(config: nb.Config) -> None:
+    result = quiet(functions.reports, config, name="my run")
+    assert result.value == {"accuracy": 0.75, "seed": 0.0}
+    assert result.values == [result.value, result.value]
+    assert result.metrics == {"accuracy": 0.75}
+    assert result.status == "completed"
+    assert (result.plan.processes, result.plan.backend) == (2, "gloo")
+    assert result.paths.folder.parent == Path(config.runtime.output_dir)
+    assert "-my_run-" in result.paths.run_id
+    assert 0 < result.seconds < 60
+    assert result.checkpoint == result.paths.checkpoints / "last.pt"
+    assert "completed" in repr(result)
+    assert "0.75" in result._repr_html_()
+
+
+def test_values_come_by_rank_from_processes_of_their_own(config: nb.Config) -> None:
+    result = quiet(functions.ranks, config)
+    assert [value["rank"] for value in result.values] == [0, 1]
+    assert len({value["pid"] for value in result.values} | {os.getpid()}) == 3
+
+
+def test_one_then_two_then_one_process_each_as_planned(config: nb.Config) -> None:
+    wishes = [(1, "fp32", "no"), (2, "bf16", "bf16"), (1, "fp32", "no")]
+    for processes, precision, said in wishes:
+        mine = config.with_overrides({"train.precision": precision})
+        result = quiet(functions.precision_and_sum, mine, processes)
+        assert result.plan.processes == processes
+        for value in result.values:
+            assert value == {
+                "precision": said,
+                "processes": processes,
+                "sum": sum(range(1, processes + 1)),
+                "threads": result.plan.threads_per_rank,
+                "device": "cpu",
+            }
+
+
+@pytest.mark.parametrize("start", ["launchpad", "fork", "inline"])
+def test_every_start_gives_the_same_result(start: str, config: nb.Config, tmp_path: Path) -> None:
+    """In a fresh process, since start="fork" is for kernels that have not computed yet."""
+    code = f"""
+    config = nb.load_config("{tmp_path}/config.json", env=None)
+    for train in (functions.reports, functions.draws):
+        result = nb.launch(train, config, processes=1, start="{start}", display="off")
+        saved = result.checkpoint.name if result.checkpoint else None
+        print(result.status, result.values, result.metrics, saved)
+        files = sorted(path.name for path in result.paths.folder.iterdir() if path.is_file())
+        print(result.plan.processes, files)
+    """
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    with script(code, tmp_path) as kernel:
+        first, first_plan, second, second_plan = kernel.output().splitlines()
+    assert first == ("completed [{'accuracy': 0.75, 'seed': 0.0}] {'accuracy': 0.75} last.pt")
+    assert second == f"completed [{quiet(functions.draws, config, 1).value}] {{}} None"
+    files = [
+        "config.yaml",
+        "events.jsonl",
+        "owner.lock",
+        "plan.json",
+        "result.json",
+        "versions.json",
+    ]
+    assert first_plan.replace("'owner.json', ", "") == f"1 {files}"
+    assert second_plan == first_plan
+
+
+def test_inline_is_one_process(config: nb.Config) -> None:
+    with pytest.raises(PlanError, match="inline"):
+        quiet(functions.ranks, config, 2, start="inline")
+
+
+def test_processes_beats_the_configuration(config: nb.Config) -> None:
+    wide = config.with_overrides({"distributed.world_size": 2, "distributed.enabled": True})
+    assert quiet(functions.ranks, wide, 1).value["world_size"] == 1
+
+
+def test_a_wrong_call_says_what_is_right(config: nb.Config) -> None:
+    with pytest.raises(LaunchError, match=r"pass the function itself"):
+        nb.launch(42, config)  # type: ignore[arg-type]
+    with pytest.raises(LaunchError, match=r"'launchpad' \| 'fork' \| 'inline'"):
+        nb.launch(functions.ranks, config, start="spawn")  # type: ignore[call-overload]
+    with pytest.raises(LaunchError, match="cannot be detached"):
+        nb.launch(functions.ranks, config, start="inline", detach=True)
+
+
+def test_on_event_hears_the_whole_story(config: nb.Config) -> None:
+    heard: list[dict[str, Any]] = []
+    quiet(functions.reports, config, on_event=heard.append)
+    kinds = [event["type"] for event in heard]
+    assert (kinds[0], kinds[-1]) == ("run", "ended")
+    assert [e["values"]["loss"] for e in heard if e["type"] == "metrics"] == [1.0, 0.5, 1 / 3]
+    assert [e["step"] for e in heard if e["type"] == "report"] == [0, 1, 2]
+    assert kinds.count("checkpoint") == 1
+
+
+# --- handles ---
+
+
+def waiting(config: nb.Config, tmp_path: Path) -> tuple[nb.Config, Path]:
+    """A configuration for functions.waits_for_file, and the file."""
+    return config.with_overrides({"model.go": str(tmp_path / "go")}), tmp_path / "go"
+
+
+def test_a_handle_is_asked_now_and_then(config: nb.Config, tmp_path: Path) -> None:
+    mine, go = waiting(config, tmp_path)
+    handle = begin(functions.waits_for_file, mine)
+    ranks_up(handle.paths.folder)
+    assert not handle.done()
+    with pytest.raises(TimeoutError, match="it goes on"):
+        handle.result(timeout=0.1)
+    go.write_text("now")
+    assert handle.result(timeout=60).value == "now"
+    assert handle.done()
+    assert handle.result().values == ["now", "now"]  # as often as one likes
+    assert [event["type"] for event in handle.events()][-1] == "ended"
+
+
+def test_stop_lets_all_ranks_leave_at_their_next_report(config: nb.Config) -> None:
+    handle = begin(functions.reports_until_stopped, config)
+    ranks_up(handle.paths.folder)
+    until(lambda: any(e["type"] == "report" for e in handle.events()), "a report")
+    handle.stop("enough")
+    result = handle.result(timeout=60)
+    assert (result.status, result.value, result.values) == ("stopped", None, [])
+    assert result.metrics["time"] > 0
+    assert [e["reason"] for e in handle.events() if e["type"] == "stop"] == ["enough"]
+
+
+def test_stop_with_a_grace_ends_ranks_that_never_report(config: nb.Config) -> None:
+    handle = begin(functions.sleeps, config)
+    ranks_up(handle.paths.folder)
+    handle.stop(grace=0.1)
+    assert handle.result(timeout=30).status == "stopped"
+
+
+def test_a_time_budget_ends_the_run_at_a_report(config: nb.Config) -> None:
+    mine = config.with_overrides({"runtime.time_budget": 1})
+    assert quiet(functions.reports_until_stopped, mine).status == "deadline"
+
+
+def test_a_run_nobody_listens_to_goes_on(config: nb.Config) -> None:
+    """Neither a dropped handle nor thousands of unread messages end or stop a run."""
+    folder = begin(functions.logs_much, config.with_overrides({"model.steps": 3000})).paths.folder
+    handle = nb.attach(folder)
+    assert handle.result(timeout=60).value == 3000
+
+
+def test_attach_from_this_process(config: nb.Config, tmp_path: Path) -> None:
+    mine, go = waiting(config, tmp_path)
+    first = begin(functions.waits_for_file, mine)
+    ranks_up(first.paths.folder)
+    second = nb.attach(first.paths.folder)
+    assert not second.done()
+    go.write_text("to both")
+    assert second.result(timeout=60).value == "to both"
+    assert first.result(timeout=60).value == "to both"
+    assert nb.attach(first.paths.folder).result().value == "to both"  # long ended
+
+
+def test_attach_from_another_process_and_stop(config: nb.Config, tmp_path: Path) -> None:
+    handle = begin(functions.reports_until_stopped, config)
+    ranks_up(handle.paths.folder)
+    code = f"""
+    handle = nb.attach({str(handle.paths.folder)!r})
+    print(handle.done())
+    handle.stop("from far away")
+    print(handle.result(timeout=60).status)
+    """
+    with script(code, tmp_path) as other:
+        lines = other.output().splitlines()
+    assert (lines[0], lines[-1]) == ("False", "stopped")
+    assert handle.result(timeout=60).status == "stopped"
+
+
+def test_attach_to_nothing_names_what_it_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="there is no run nonsense"):
+        nb.attach("nonsense")
+
+
+def test_several_launches_at_once(config: nb.Config) -> None:
+    """Three from threads beside three that are not waited for, none in the way of another."""
+    runs: dict[int, nb.RunResult] = {}
+
+    def one(seed: int) -> None:
+        runs[seed] = quiet(functions.reports, config.with_overrides({"seed": seed}))
+
+    threads = [threading.Thread(target=one, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    handles = {s: begin(functions.reports, config.with_overrides({"seed": s})) for s in (3, 4, 5)}
+    for thread in threads:
+        thread.join(90)
+    runs |= {seed: handle.result(timeout=90) for seed, handle in handles.items()}
+    assert {seed: run.value["seed"] for seed, run in runs.items()} == {
+        s: float(s) for s in range(6)
+    }
+    assert len({run.paths.folder for run in runs.values()}) == 6
+
+
+# --- output ---
+
+
+def test_lines_are_whole_and_tagged_and_every_rank_has_its_file(
+    config: nb.Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = quiet(functions.prints, config, display="text")
+    said = capsys.readouterr().out.splitlines()
+    assert "plan: 2 processes on the CPU" in said[0]
+    assert [line for line in said if line.startswith("[rank 0] line")] == [
+        f"[rank 0] line {n} of rank 0 end" for n in range(200)
+    ]
+    assert "[rank 0] straight to the descriptor" in said
+    assert not [line for line in said if "of rank 1" in line]
+    mine = [f"line {n} of rank 1 end" for n in range(200)]
+    assert result.paths.log(1).read_text().splitlines()[:200] == mine
+
+
+def test_ten_megabytes_of_prints_neither_hang_nor_flood(
+    config: nb.Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = quiet(functions.floods, config, display="text")
+    said = capsys.readouterr().out
+    assert len(said) < 300_000
+    assert "more lines of rank 0 are in" in said.splitlines()[-1]
+    log = result.paths.log(0)
+    assert log.stat().st_size > 10_000_000
+    assert log.read_text().endswith("the last line\n")
+
+
+def test_bars_and_display_do_not_vanish(
+    config: nb.Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quiet(functions.draws_bars, config, 1, display="text")
+    said = capsys.readouterr().out
+    for name in ("auto bar", "notebook bar", "range bar"):
+        assert f"{name}: 100%" in said
+    quiet(functions.displays, config, 1, display="text")
+    said = capsys.readouterr().out
+    assert "{'shown': 'by import'}" in said
+    assert "{'shown': 'as in a cell'}" in said
+    assert "HTML object" in said
+
+
+# --- what crosses the border ---
+
+
+def test_cwd_path_and_environment_are_carried_over(
+    config: nb.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "mine"))
+    monkeypatch.setenv("MY_SETTING", "later than the launchpad")
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    found = quiet(functions.surroundings, config, 1).value
+    assert found["cwd"] == str(tmp_path)
+    assert found["path"] == sys.path
+    assert found["environ"]["MY_SETTING"] == "later than the launchpad"
+    assert "SLURM_JOB_ID" not in found["environ"]
+    assert found["environ"].get("MASTER_PORT") != "1"
+
+
+def test_functions_of_a_cell(config: nb.Config) -> None:
+    """Helpers, classes, lambdas, closures and globals of __main__, recursion and a generator."""
+    cell: dict[str, Any] = {"__name__": "__main__"}
+    source = """
+    from dataclasses import dataclass
+
+    SCALE = 10
+
+    class Base:
+        def __init__(self, x): self.x = x
+        def twice(self): return 2 * self.x
+
+    class Child(Base):
+        def twice(self): return super().twice() + 1
+
+    @dataclass
+    class Point:
+        x: int
+
+    def factorial(n): return 1 if n < 2 else n * factorial(n - 1)
+    def counter(start):
+        def train(config, ctx):
+            numbers = list(evens(3))
+            return Point(start + SCALE), Child(3).twice(), square(5), factorial(5), numbers
+        return train
+    def evens(n):
+        for i in range(n): yield 2 * i
+    square = lambda x: x * x
+    train = counter(7)
+    """
+    exec(textwrap.dedent(source), cell)
+    result = quiet(cell["train"], config)
+    for value in result.values:
+        assert value == (cell["Point"](17), 7, 25, 120, [0, 2, 4])
+        assert type(value[0]) is cell["Point"]  # the cell's own class, not a copy of it
+    assert quiet(lambda config, ctx: ctx.rank, config).values == [0, 1]
+
+
+def test_captured_arrays_and_tensors_are_mapped_and_private(config: nb.Config) -> None:
+    import numpy as np
+    import torch
+    from torch.utils.data import TensorDataset
+
+    array = np.arange(100_000.0)
+    fortran = np.asfortranarray(np.arange(60_000).reshape(300, 200))
+    tensor = torch.arange(100_000.0)
+    view = tensor[10:20]  # shares memory with tensor
+    data = TensorDataset(tensor.reshape(-1, 2))
+
+    def train(config: Any, ctx: Any) -> dict[str, Any]:
+        def mapped(address: int) -> bool:
+            for line in Path("/proc/self/maps").read_text().splitlines():
+                start, end = (int(x, 16) for x in line.split()[0].split("-"))
+                if start <= address < end:
+                    return "memfd:nbtoolkit" in line
+            return False
+
+        before = float(array[5]), float(tensor[15])
+        array[5] = tensor[15] = 100 + ctx.rank
+        return {
+            "mapped": [
+                mapped(array.ctypes.data),
+                mapped(tensor.data_ptr()),
+                mapped(data[0][0].data_ptr()),
+            ],
+            "before": before,
+            "after": (float(array[5]), float(tensor[15]), float(view[5]), float(data[7][0][1])),
+            "fortran": (fortran.flags.f_contiguous, int(fortran[299, 199]), int(fortran.sum())),
+        }
+
+    result = quiet(train, config)
+    for rank, value in enumerate(result.values):
+        assert value["mapped"] == [True, True, True]
+        assert value["before"] == (5.0, 15.0)  # the other rank's write is not seen
+        assert (
+            value["after"] == (100.0 + rank,) * 4
+        )  # tensors that share memory here share it there
+        assert value["fortran"] == (True, 59_999, int(fortran.sum()))
+    assert (array[5], tensor[15].item()) == (5.0, 15.0)
+
+
+def test_tensors_come_back_detached_and_whole(config: nb.Config) -> None:
+    def train(config: Any, ctx: Any) -> Any:
+        import torch
+
+        weight = torch.nn.Parameter(torch.ones(3))
+        return {"loss": (weight * 2).sum(), "weight": weight, "none": None}
+
+    value = quiet(train, config, 1).value
+    assert float(value["loss"]) == 6.0
+    assert not value["loss"].requires_grad
+    assert value["weight"].requires_grad
+
+
+def test_what_cannot_be_pickled_is_named(config: nb.Config) -> None:
+    cell: dict[str, Any] = {"__name__": "__main__"}
+    source = """
+    import threading
+    guard = threading.Lock()
+    class Model:
+        def __init__(self): self.lock = guard
+    model = Model()
+    def helper(): return guard
+    def direct(config, ctx): return guard
+    def through_attribute(config, ctx): return model
+    def through_helper(config, ctx): return helper()
+    def by_default(config, ctx, lock=guard): return lock
+    """
+    exec(textwrap.dedent(source), cell)
+    for name, match in {
+        "direct": r"global `guard` \(a _thread.lock\), captured by direct\(\)",
+        "through_attribute": r"global `model` \(a __main__.Model\), through its attribute `lock`",
+        "through_helper": r"global `helper` \(a function\), through its global `guard`",
+        "by_default": r"default value `argument 0`",
+    }.items():
+        with pytest.raises(CannotPickle, match=match):
+            quiet(cell[name], config)
+    assert not list(Path(config.runtime.output_dir).iterdir())  # a launch that did not start
+
+
+def test_an_edited_module_takes_effect(
+    config: nb.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = tmp_path / "edited_between_launches.py"
+    module.write_text("def train(config, ctx):\n    return 'first'\n")
+    import edited_between_launches  # type: ignore[import-not-found]
+
+    assert quiet(edited_between_launches.train, config, 1).value == "first"
+    module.write_text("def train(config, ctx):\n    return 'second, and longer'\n")
+    assert quiet(edited_between_launches.train, config, 1).value == "second, and longer"
+    del sys.modules["edited_between_launches"]
+
+
+# --- the context ---
+
+
+def test_context_in_a_rank(config: nb.Config, capsys: pytest.CaptureFixture[str]) -> None:
+    def train(config: Any, ctx: Any) -> dict[str, Any]:
+        ctx.print("only once")
+        path = ctx.save({"step": 1, "weights": {"w": [1.0]}}, kind="best", step=1)
+        with ctx.long("thinking"):
+            state = ctx.load("best")
+        return {
+            "main": ctx.is_main,
+            "local": ctx.local_rank,
+            "device": str(ctx.device),
+            "seed": ctx.seed,
+            "free": (ctx.params, ctx.fold, ctx.deadline),
+            "plan": ctx.plan.processes,
+            "saved": (path.name, state, ctx.load("never saved")),
+        }
+
+    result = quiet(train, config.with_overrides({"seed": 7}), display="text")
+    for rank, value in enumerate(result.values):
+        assert value == {
+            "main": rank == 0,
+            "local": rank,
+            "device": "cpu",
+            "seed": 7,
+            "free": ({}, None, None),
+            "plan": 2,
+            "saved": ("best.pt", {"step": 1, "weights": {"w": [1.0]}}, None),
+        }
+    assert capsys.readouterr().out.count("only once") == 1
+    assert result.paths.log(1).read_text() == ""
+
+
+def test_log_takes_numbers_only(config: nb.Config) -> None:
+    def train(config: Any, ctx: Any) -> None:
+        ctx.log({"loss": "low"})
+
+    with pytest.raises(TypeError, match=r"the metric 'loss' is 'low' \(a str\), not a number"):
+        quiet(train, config, 1)
+
+
+def test_leave_is_not_swallowed_and_ends_all_ranks_with_its_status(config: nb.Config) -> None:
+    def train(config: Any, ctx: Any) -> None:
+        try:
+            ctx.report({"a": 1.5})
+            raise nb.Leave("pruned")
+        except Exception:
+            raise AssertionError("Leave was taken for an Exception") from None
+
+    result = quiet(train, config)
+    assert (result.status, result.value, result.metrics) == ("pruned", None, {"a": 1.5})
+
+
+def test_cached_builds_once_for_all_ranks(config: nb.Config, tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    mine = config.with_overrides({"model.marks": str(marks)})
+    for _ in range(2):  # the second launch finds it built
+        assert quiet(functions.caches, mine).values == [(0.0, True), (1.0, True)]
+
+
+def test_prepare_divides_the_global_batch(config: nb.Config) -> None:
+    one, two = (quiet(functions.prepares, config, n) for n in (1, 2))
+    assert one.value["sizes"] == [8, 8]
+    assert [value["sizes"] for value in two.values] == [[4, 4], [4, 4]]
+    assert two.value["gradient"] == pytest.approx(one.value["gradient"], rel=1e-5)
+    with pytest.raises(PlanError, match="batch_size is 7, which 2 ranks cannot divide"):
+        quiet(functions.prepares, config.with_overrides({"model.batch": 7}), 2)
+
+
+# --- going on with a run ---
+
+
+def cut_off(config: nb.Config) -> Path:
+    """The folder of a run that saved a checkpoint before its owner was killed."""
+    handle = begin(functions.saves_then_waits, config)
+    ranks_up(handle.paths.folder)
+    os.kill(json.loads(handle.paths.owner.read_text())["pid"], signal.SIGKILL)
+    with pytest.raises(LaunchError, match=r"the owner process of the run .* died"):
+        handle.result(timeout=60)
+    return handle.paths.folder
+
+
+def test_auto_goes_on_with_an_unfinished_run_and_says_so(
+    config: nb.Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = cut_off(config)
+    result = quiet(functions.saves_then_waits, config, resume="auto", display="text")
+    assert result.paths.folder == folder
+    assert result.values == [{"epoch": 3}, {"epoch": 3}]
+    assert f"going on with the unfinished run {folder.name} (attempt 2" in capsys.readouterr().out
+    attempts = [e["attempt"] for e in nb.attach(folder).events() if e["type"] == "run"]
+    assert attempts == [1, 2]
+
+
+def test_auto_takes_no_run_of_another_configuration_or_function(config: nb.Config) -> None:
+    folder = cut_off(config)
+    other = config.with_overrides({"optim.lr": 0.5})
+    assert quiet(functions.reports, other, resume="auto").paths.folder != folder
+    assert quiet(functions.reports, config, resume="auto").paths.folder != folder
+
+
+def test_auto_never_takes_a_complete_run(config: nb.Config) -> None:
+    first = quiet(functions.reports, config)
+    assert quiet(functions.reports, config, resume="auto").paths.folder != first.paths.folder
+
+
+def test_auto_never_takes_an_owned_run(config: nb.Config, tmp_path: Path) -> None:
+    mine, go = waiting(config, tmp_path)
+    first = begin(functions.saves_then_waits_for_file, mine)
+    ranks_up(first.paths.folder)
+    second = begin(functions.saves_then_waits_for_file, mine, resume="auto")
+    assert second.paths.folder != first.paths.folder
+    with pytest.raises(ResumeError, match=r"is going on, owned by process \d+"):
+        quiet(functions.saves_then_waits_for_file, mine, resume=first.paths.folder)
+    go.write_text("both")
+    assert [handle.result(timeout=60).value for handle in (first, second)] == ["both", "both"]
+
+
+def test_two_launches_race_for_one_unfinished_run_without_mixing(
+    config: nb.Config, tmp_path: Path
+) -> None:
+    mine, go = waiting(config, tmp_path)
+    first = begin(functions.saves_then_waits_for_file, mine)
+    ranks_up(first.paths.folder)
+    os.kill(json.loads(first.paths.owner.read_text())["pid"], signal.SIGKILL)
+    with pytest.raises(LaunchError, match="died"):
+        first.result(timeout=60)
+    go.write_text("raced")
+    results: list[nb.RunResult] = []
+
+    def race() -> None:
+        results.append(quiet(functions.saves_then_waits_for_file, mine, resume="auto"))
+
+    threads = [threading.Thread(target=race) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+    assert [result.value for result in results] == ["raced"] * 3
+    folders = [result.paths.folder for result in results]
+    # whoever comes when the first racer has ended already finds the run complete
+    assert folders.count(first.paths.folder) == 1
+    assert len(set(folders)) == 3
+
+
+def test_a_named_run_refuses_differences_and_shows_them(config: nb.Config) -> None:
+    folder = cut_off(config)
+    train = functions.saves_then_waits
+    with pytest.raises(ResumeError, match=r"optim.lr: 0.001 then, 0.5 now"):
+        quiet(train, config.with_overrides({"optim.lr": 0.5}), resume=folder)
+    with pytest.raises(ResumeError, match=r"made by another function.*functions.saves_then_waits"):
+        quiet(functions.reports, config, resume=folder.name)
+    with pytest.raises(ResumeError, match="there is no run of-another-life"):
+        quiet(train, config, resume="of-another-life")
+    assert quiet(train, config, resume=folder.name).paths.folder == folder
+    with pytest.raises(ResumeError, match="is complete"):
+        quiet(train, config, resume=folder)
+    longer = config.with_overrides({"train.epochs": 11})
+    assert quiet(train, longer, resume=folder).value == {"epoch": 3}
+
+
+def test_a_detached_run_is_attached_to_when_it_has_ended(config: nb.Config) -> None:
+    handle = begin(functions.reports, config, detach=True)
+    assert handle.result(timeout=60).status == "completed"
+    assert run_folder(Path(config.runtime.output_dir)) == handle.paths.folder
