@@ -289,6 +289,13 @@ def test_a_checkpoint_of_another_model_is_refused(run: Run) -> None:
         nb.load_model(run.paths.folder, nn.Sequential(nn.Linear(6, 16)).append(nn.Linear(1, 1)))
 
 
+def test_a_checkpoint_that_is_not_fits_is_refused(run: Run) -> None:
+    run.context(configured()).save({"model": model_of().state_dict()})
+    what = r"last\.pt was not written by fit: optimizer, scaler, step is missing"
+    with pytest.raises(CheckpointError, match=what):
+        run.fit()
+
+
 def test_load_model_takes_a_folder_and_a_wrapped_models_state(tmp_path: Path) -> None:
     model = model_of()
     wrapped = {f"module.{name}": value for name, value in model.state_dict().items()}

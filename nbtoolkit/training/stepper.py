@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from nbtoolkit.errors import CheckpointError
 from nbtoolkit.training.checkpoint import load_weights
 from nbtoolkit.training.optimizer import Schedule, make_optimizer
 from nbtoolkit.training.order import Share
@@ -112,8 +113,15 @@ class Stepper:
         """Go on from a :meth:`state` that was read from ``source``.
 
         Raises:
-            CheckpointError: it is another model's.
+            CheckpointError: it is another model's, or not of :meth:`state`.
         """
+        if missing := {"optimizer", "scaler", "step"} - state.keys():
+            raise CheckpointError(
+                f"the checkpoint {source} was not written by fit: {', '.join(sorted(missing))} is "
+                "missing",
+                allowed="a run's own checkpoint, to go on from",
+                do="give ctx.save another kind than 'last' in functions that call fit, too",
+            )
         load_weights(state, self.module, source=source)
         self._optimizer.load_state_dict(state["optimizer"])
         self._scaler.load_state_dict(state["scaler"])
@@ -186,6 +194,9 @@ def _clip(parameters: list[torch.nn.Parameter], limit: float) -> Tensor:
 
 
 def _norm(parameters: list[torch.nn.Parameter]) -> Tensor:
-    import torch
+    import torch  # torch.nn.utils.get_total_norm is public from torch 2.7 on only
 
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = torch.linalg.vector_norm
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    total: Tensor = norm(torch.stack([norm(one, dtype=torch.float32) for one in gradients]))
+    return total
