@@ -118,6 +118,8 @@ class Owner:
     def run(self) -> None:
         """Fly until the ranks have ended; fly again with another plan when they could not start."""
         self.record.write("run", **self._content["header"], plan=self.plan.to_dict())
+        for note in self._content["notes"]:
+            self.record.note(note, level="warning")
         ports_tried = 0
         while True:
             outcome = self._fly()

@@ -307,8 +307,9 @@ def wait_for_tracking(paths: RunPaths, seconds: float) -> bool:
             state = json.loads(paths.tracking.read_text())
         except (FileNotFoundError, ValueError):
             state = {}
-        if state.get("done") or state.get("error"):
-            return bool(state.get("done"))
+        done = state.get("done") and state.get("read", 0) >= paths.events.stat().st_size
+        if done or state.get("error"):  # a "done" of an earlier attempt has read less
+            return bool(done)
         time.sleep(0.01)
     return False
 

@@ -45,10 +45,12 @@ def take_off(
         ForkRefused: ``start="fork"``, and this process is not fork-safe.
         LaunchError: the launchpad did not start.
     """
+    from nbtoolkit.tracking import choose_tracking
+
     forked: ForkedPilot | None = None
     try:
-        tracked = config.tracking.mlflow or config.tracking.tensorboard
-        pad = launchpad(tracking=tracked)  # first: it imports torch while the function is packed
+        tracking = choose_tracking(config.to_dict()["tracking"])
+        pad = launchpad(tracking=tracking.on)  # first: it imports torch while the function is packed
         content = {
             "folder": str(run.paths.folder),
             "config": config,
@@ -56,6 +58,7 @@ def take_off(
             "host": host,
             "hardware": hardware,
             "header": header,
+            "notes": tracking.notes,
             "around": surroundings(),
             "detach": detach,
             "deadline": deadline_of(config),
@@ -66,7 +69,7 @@ def take_off(
             forked = ForkedPilot(train, plan, content)
             content["pilot_pid"] = forked.pid
         line = _send(pad, None if forked else train, content, run, forked.fds if forked else [])
-        track = partial(pad.track, run.paths.folder) if tracked else None
+        track = partial(pad.track, run.paths.folder) if tracking.on else None
         if track is not None:
             track()
     except BaseException as error:
