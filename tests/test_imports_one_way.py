@@ -35,14 +35,15 @@ CONFIG = ("config", "yaml_lines")
 LATE = {
     ("config", "runtime.host"): 'env="auto" asks where it runs, and only then',
     (
-        "runtime.inline",
+        "runtime.keeper",
         "tracking",
-    ): "the owner tells the trackers; inline, this process is it",
+    ): "the owner tells the trackers; without one, this process does",
     (
         "runtime.zygote",
         "tracking",
     ): "the process that tracks is forked where torch is warm",
     ("runtime.result", "training.checkpoint"): "result.load_into(model)",
+    ("runtime.takeoff", "tracking"): "what will be tracked is chosen, and said, before the start",
 }
 
 # Stations of the data's way. Loading one loads none that comes later.
@@ -53,7 +54,7 @@ STATIONS = [
     {"runtime.plan"},
     {"runtime.context"},
     {"runtime.pilot", "runtime.worker", "runtime.owner"},
-    {"runtime.launchpad", "runtime.takeoff", "runtime.inline", "runtime.launch"},
+    {"runtime.launchpad", "runtime.takeoff", "runtime.keeper", "runtime.launch"},
 ]
 
 # What the kernel loads for a launch; torch and its kind are for the ranks.

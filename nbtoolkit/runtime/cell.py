@@ -5,10 +5,14 @@ from __future__ import annotations
 import codecs
 import sys
 import time
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from nbtoolkit.runtime.events import Event
 from nbtoolkit.runtime.paths import RunPaths
+
+if TYPE_CHECKING:
+    from nbtoolkit.runtime.choose import ChosenRun
+    from nbtoolkit.runtime.launch_plan import LaunchPlan
 
 Display = Literal["auto", "text", "off"]
 
@@ -31,6 +35,15 @@ class CellOutput:
         self._rest = ""
         self._bar = False
         self._bar_at = 0.0
+
+    def begin(self, plan: LaunchPlan, run: ChosenRun) -> None:
+        """Show what is launched, and where."""
+        self.say(f"{plan.explain().splitlines()[0]} -> {run.paths.folder}")
+        if run.resumed:
+            self.say(
+                f"going on with the unfinished run {run.paths.run_id} (attempt {run.attempt}; "
+                "resume='never' starts anew)"
+            )
 
     def event(self, event: Event) -> None:
         """Show what an event says to the user."""

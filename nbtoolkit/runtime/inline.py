@@ -1,30 +1,29 @@
-"""Runs without an owner: ``start="inline"`` (this process, breakpoints work), and ranks that torchrun or Slurm started."""
+"""Inline: a run of one rank in this very process. Breakpoints work, exceptions pass as they are."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import Leave
-from nbtoolkit.runtime.channel import Channel, GroupChannel, RecordChannel
-from nbtoolkit.runtime.choose import ChosenRun, choose_run, write_header
+from nbtoolkit.runtime.cell import CellOutput
+from nbtoolkit.runtime.choose import ChosenRun
 from nbtoolkit.runtime.context import RunContext
 from nbtoolkit.runtime.crossing import pack_error, pack_value
-from nbtoolkit.runtime.events import Event, EventReader
-from nbtoolkit.runtime.paths import RunPaths, write_whole
-from nbtoolkit.runtime.plan import LaunchPlan, make_plan
+from nbtoolkit.runtime.events import Event
+from nbtoolkit.runtime.keeper import Keeper
+from nbtoolkit.runtime.paths import folder_error, write_whole
+from nbtoolkit.runtime.plan import LaunchPlan
 from nbtoolkit.runtime.record import RunRecord
 from nbtoolkit.runtime.result import RunResult
-from nbtoolkit.runtime.timing import deadline_of
+from nbtoolkit.runtime.surroundings import lend_variables, of_plan, without_stale
 
 if TYPE_CHECKING:
     from nbtoolkit.config import Config
     from nbtoolkit.runtime.hardware import Hardware
-    from nbtoolkit.runtime.host import Host
 
 Train = Callable[..., Any]
 
@@ -35,107 +34,128 @@ def run_inline(
     plan: LaunchPlan,
     run: ChosenRun,
     header: dict[str, Any],
+    *,
+    hardware: Hardware,
+    cell: CellOutput,
     on_event: Callable[[Event], None] | None,
 ) -> RunResult:
-    """One rank, here. Its exceptions pass as they are."""
-    from nbtoolkit.runtime.worker import seed_everything
+    """One rank, here; folder, events, tracking and result as with ranks of their own.
 
-    record = RunRecord(run.paths, deadline=deadline_of(config))
-    record.write("run", **header, plan=plan.to_dict())
-    ctx = RunContext(config=config, plan=plan, paths=run.paths, channel=RecordChannel(record), deadline=record.deadline)
-    seed_everything(config.seed)  # as in a rank: the same numbers, wherever it runs
-    try:
-        _call(train, ctx, record)
-    finally:
-        os.close(run.lock_fd)
-        for event in EventReader(run.paths.events).read() if on_event is not None else ():
-            if on_event is not None:
-                on_event(event)
-    _track(config, run.paths)
+    Its output goes where this process's goes, and to no file. Variables and accelerate's state are
+    the run's while it lasts, and then again what they were.
+
+    Raises:
+        BaseException: what ``train`` raises, as it is. An interrupt ends the run as ``stopped``.
+    """
+    variables = {**without_stale(os.environ), **of_plan(plan, run.paths.folder)}
+    with Keeper(run, config, plan, header, cell, on_event) as keeper:
+        ctx = RunContext(
+            config=config,
+            plan=plan,
+            paths=run.paths,
+            channel=keeper,
+            local_rank=_device_index(plan, hardware),
+            deadline=keeper.record.deadline,
+        )
+        with lend_variables(variables), own_accelerate_state():
+            settle(ctx)
+            call(train, ctx, keeper.record)
     return RunResult(run.paths)
 
 
-def run_in_place(
-    train: Train, config: Config, host: Host, hardware: Hardware, name: str | None
-) -> RunResult:
-    """One of the ranks that another launcher started: join the others, call ``train``; rank 0 keeps the run's folder."""
-    from nbtoolkit.runtime.worker import join_group, seed_everything
+def settle(ctx: RunContext) -> None:
+    """Seeds and the current device, as in a rank of its own."""
+    from nbtoolkit.runtime.worker import seed_everything
 
-    plan = make_plan(config, host, hardware)
-    os.environ.update(rendezvous(host))
-    join_group(plan, host.rank)
-    run = choose_run(config, train, name, "never") if host.rank == 0 else None
-    paths = RunPaths(Path(_agree(str(run.paths.folder) if run else None, host)))
-    record = None
-    if run is not None:
-        record = RunRecord(paths, deadline=deadline_of(config))
-        record.write("run", **write_header(run, config, plan, host, train), plan=plan.to_dict())
-    own = RecordChannel(record) if record is not None else None
-    channel: Channel = GroupChannel(host.rank, own) if host.world_size > 1 else own  # type: ignore[assignment]
-    ctx = RunContext(
-        config=config, plan=plan, paths=paths, channel=channel, rank=host.rank, local_rank=host.local_rank,
-        world_size=host.world_size, deadline=deadline_of(config),
-    )
-    seed_everything(config.seed)
-    if record is not None:
-        _call(train, ctx, record)
-    else:
-        with suppress(Leave):  # rank 0 leaves at the same report, and writes the status
-            write_whole(paths.value(ctx.rank), pack_value(train(config, ctx)), durable=False)
-    _agree(None, host)  # rank 0 has written the result, the others their values
-    if run is not None:
-        os.close(run.lock_fd)
-        _track(config, paths)
-    return RunResult(paths)
+    seed_everything(ctx.seed)
+    if ctx.device.type == "cuda":
+        import torch
+
+        torch.cuda.set_device(ctx.device)
 
 
-def rendezvous(host: Host) -> dict[str, str]:
-    """The variables that torch.distributed looks for, where the launcher did not set them (srun sets its own)."""
-    wanted = {
-        "RANK": str(host.rank),
-        "LOCAL_RANK": str(host.local_rank),
-        "WORLD_SIZE": str(host.world_size),
-        "MASTER_ADDR": _first_node(os.environ.get("SLURM_STEP_NODELIST", "")) or "127.0.0.1",
-        "MASTER_PORT": str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000),
-    }
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+def call(
+    train: Train,
+    ctx: RunContext,
+    record: RunRecord | None,
+    together: Callable[[], object] = lambda: None,
+) -> None:
+    """Call the function and write how the run ended, as far as that is this rank's to write.
 
-
-def _first_node(nodes: str) -> str:
-    """The first host of a Slurm node list: ``n[01-04],m2`` begins with ``n01``."""
-    head, bracket, rest = nodes.partition("[")
-    return head + re.split(r"[-,\]]", rest)[0] if bracket and "," not in head else nodes.split(",")[0]
-
-
-def _call(train: Train, ctx: RunContext, record: RunRecord) -> None:
+    Args:
+        train: the user's function.
+        ctx: handed to it.
+        record: the run's; None where another rank keeps it.
+        together: waits for the other ranks; only when all are well is the run complete.
+    """
+    status = "completed"
     try:
-        value = train(ctx.config, ctx)
-    except Leave as leave:
-        record.complete(leave.status, ctx.world_size)
-        return
-    except BaseException as error:
-        record.fail(pack_error(error), rank=ctx.rank, notes=[])
+        _write_value(ctx, train(ctx.config, ctx))
+        together()
+    except Leave as leave:  # on all ranks at the same report
+        status = leave.status
+    except KeyboardInterrupt:
+        if record is not None:
+            record.ask_to_stop("stopped", "interrupted")
+            record.complete("stopped", ctx.world_size)
         raise
-    write_whole(ctx.paths.value(ctx.rank), pack_value(value), durable=False)
-    record.complete("completed", ctx.world_size)
+    except BaseException as error:
+        _fail(ctx, record, error)
+        raise
+    if record is not None:
+        _complete(record, status, ctx.world_size)
 
 
-def _agree(value: str | None, host: Host) -> str:
-    """Rank 0's value on every rank; also a barrier."""
-    if host.world_size == 1:
-        return value or ""
-    import torch.distributed as dist
-
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0] or ""
+def _write_value(ctx: RunContext, value: Any) -> None:
+    path, packed = ctx.paths.value(ctx.rank), pack_value(value)
+    try:
+        write_whole(path, packed, durable=False)
+    except OSError as error:
+        raise folder_error(path, error) from error
 
 
-def _track(config: Config, paths: RunPaths) -> None:
-    """Without a launchpad there is no tracking service: write what happened now."""
-    if config.tracking.mlflow or config.tracking.tensorboard:
-        from nbtoolkit.tracking import replay
+def _complete(record: RunRecord, status: str, processes: int) -> None:
+    try:
+        record.complete(status, processes)
+    except OSError as error:
+        raise folder_error(record.paths.folder, error) from error
 
-        replay(paths.folder)
+
+def _fail(ctx: RunContext, record: RunRecord | None, error: BaseException) -> None:
+    """Write the error down, unless a rank that failed first did; it is raised in any case."""
+    if ctx.paths.error.exists():
+        return
+    with suppress(OSError):  # the disk may be what failed
+        record = record or RunRecord(ctx.paths, deadline=None)
+        record.fail(pack_error(error), rank=ctx.rank, notes=[])
 
 
+def _device_index(plan: LaunchPlan, hardware: Hardware) -> int:
+    """Where this process finds the planned device: here nothing hides the others."""
+    places = {device.uuid: device.index for device in hardware.devices}
+    return places.get(plan.devices[0], 0) if plan.devices else 0
+
+
+@contextmanager
+def own_accelerate_state() -> Iterator[None]:
+    """Give the run an accelerate state of its own, and then back what was there.
+
+    accelerate keeps one a process and refuses a second ``Accelerator`` with other settings: a run
+    with another precision, or after an ``Accelerator`` of a cell, would fail.
+    """
+    before = [(state, dict(state)) for state in _accelerate_states()]
+    for state, _ in before:
+        state.clear()
+    try:
+        yield
+    finally:
+        for state in _accelerate_states():
+            state.clear()
+        for state, content in before:
+            state.update(content)
+
+
+def _accelerate_states() -> list[dict[str, Any]]:
+    module = sys.modules.get("accelerate.state")
+    names = ("PartialState", "AcceleratorState", "GradientState")
+    return [getattr(module, name)._shared_state for name in names] if module is not None else []

@@ -107,26 +107,33 @@ def launch(
     config = as_config(config, processes)
     host, hardware = detect_host(), detect_hardware()
     if host.is_rank:
-        from nbtoolkit.runtime.inline import run_in_place
+        from nbtoolkit.runtime.in_place import run_in_place
 
-        return run_in_place(train, config, host, hardware, name)
+        result = run_in_place(
+            train,
+            config,
+            host,
+            hardware,
+            name=name,
+            resume=resume,
+            display=display,
+            on_event=on_event,
+        )
+        return result if wait else RunHandle(result.paths)
     plan = make_plan(config, host, hardware, start=start)
     run = choose_run(config, train, name, resume)
     header = write_header(run, config, plan, host, train)
     offset = run.paths.events.stat().st_size if run.resumed else 0
+    cell = CellOutput(run.paths, display, offset=_size(run.paths.log(0)))
+    cell.begin(plan, run)
     if start == "inline":
         from nbtoolkit.runtime.inline import run_inline
 
-        return run_inline(train, config, plan, run, header, on_event)
+        return run_inline(
+            train, config, plan, run, header, hardware=hardware, cell=cell, on_event=on_event
+        )
     from nbtoolkit.runtime.takeoff import take_off
 
-    cell = CellOutput(run.paths, display, offset=_size(run.paths.log(0)))
-    cell.say(f"{plan.explain().splitlines()[0]} -> {run.paths.folder}")
-    if run.resumed:
-        cell.say(
-            f"going on with the unfinished run {run.paths.run_id} (attempt {run.attempt}; "
-            "resume='never' starts anew)"
-        )
     line, tracked, forked = take_off(
         train, config, plan, run, header, host, hardware, detach=detach
     )

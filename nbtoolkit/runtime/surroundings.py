@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +82,43 @@ def enter(around: dict[str, Any], plan: LaunchPlan, folder: Path) -> None:
     sys.argv[:] = around["argv"]
 
 
+def of_plan(plan: LaunchPlan, folder: Path) -> dict[str, str]:
+    """The variables that every rank has, wherever it runs."""
+    return {
+        RANK_MARK: str(folder),
+        "ACCELERATE_MIXED_PRECISION": "no" if plan.precision == "fp32" else plan.precision,
+        "ACCELERATE_USE_CPU": "true" if plan.device_type == "cpu" else "false",
+    }
+
+
+@contextmanager
+def lend_variables(environ: Mapping[str, str]) -> Iterator[None]:
+    """Let this process have exactly these variables for a while; then each is again what it was.
+
+    What the block itself changes in other variables stays.
+    """
+    before = dict(os.environ)
+    names = {name for name in {*before, *environ} if before.get(name) != environ.get(name)}
+    _set(names, environ)
+    try:
+        yield
+    finally:
+        _set(names, before)
+
+
+def _set(names: set[str], environ: Mapping[str, str]) -> None:
+    for name in names:
+        os.environ.pop(name, None)
+        if name in environ:
+            os.environ[name] = environ[name]
+
+
 def _planned(environ: Mapping[str, str], plan: LaunchPlan, folder: Path) -> dict[str, str]:
     threads = str(plan.threads_per_rank)
     set_now = {
-        RANK_MARK: str(folder),
+        **of_plan(plan, folder),
         # empty on the CPU: a GPU that is not usable must not be found either
         "CUDA_VISIBLE_DEVICES": ",".join(plan.devices),
-        "ACCELERATE_MIXED_PRECISION": "no" if plan.precision == "fp32" else plan.precision,
-        "ACCELERATE_USE_CPU": "true" if plan.device_type == "cpu" else "false",
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", threads),
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting GPUs must not touch CUDA before the fork
         "TOKENIZERS_PARALLELISM": environ.get("TOKENIZERS_PARALLELISM", "false"),
