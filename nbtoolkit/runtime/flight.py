@@ -131,10 +131,14 @@ class Flight:
     def gone(self) -> list[RankView]:
         """Ranks whose process has ended and that have not said a last word; exit codes where the pilot has told them."""
         if self._foreign and self.exited is None and self.pilot_pid is not None:
-            self.exited = exit_code(self.pilot_pid)
+            if not is_running(self.pilot_pid):
+                self.exited = exit_code(self.pilot_pid) or 0
         codes = (self.landed or {}).get("codes", {})
         for rank in self.ranks:
             rank.code = codes.get(str(rank.rank), rank.code)
+            # elastic hears nothing as long as DataLoader workers of the dead rank live: look for ourselves
+            if rank.code is None and rank.pid is not None:
+                rank.code = exit_code(rank.pid)
         return [
             rank
             for rank in self.ranks

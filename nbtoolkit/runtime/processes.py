@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import struct
 import time
@@ -33,11 +32,11 @@ def is_running(pid: int) -> bool:
 
 
 def exit_code(pid: int) -> int | None:
-    """The exit code of a process that ended, as far as it can still be seen (-9 when not); None while it runs."""
-    if is_running(pid):
-        return None
+    """The exit code of a process that has ended and was not reaped yet (negative: a signal); else None."""
     fields = process_fields(pid)
-    return os.waitstatus_to_exitcode(int(fields[EXIT_CODE])) if fields else -signal.SIGKILL
+    if fields is None or fields[STATE] != "Z":
+        return None
+    return os.waitstatus_to_exitcode(int(fields[EXIT_CODE]))
 
 
 def children() -> dict[int, list[int]]:

@@ -1,0 +1,509 @@
+"""What goes wrong in real processes: the right error, soon, nobody left; the next launch works."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import functions
+import psutil
+import pytest
+from kernels import START, all_gone, descendants, ranks_up, run_folder, script, until
+
+import nbtoolkit as nb
+from nbtoolkit import errors
+from nbtoolkit.runtime.launchpad import launchpad
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(120)]
+
+SOON = 15.0
+"""Seconds for what takes one to three on a quiet machine."""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> nb.Config:
+    settings = {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path / "out")}
+    return nb.load_config(env=None, overrides=settings)
+
+
+def begin(train: Any, config: nb.Config, processes: int = 2, **options: Any) -> nb.RunHandle:
+    options = {"display": "off", "resume": "never", "wait": False, **options}
+    return nb.launch(train, config, processes=processes, **options)
+
+
+def run(train: Any, config: nb.Config, processes: int = 2, seconds: float = SOON) -> nb.RunResult:
+    """A launch whose end is waited for, but not for ever."""
+    return begin(train, config, processes).result(timeout=seconds)
+
+
+def works(config: nb.Config) -> bool:
+    """Whether the next launch works."""
+    return [value["rank"] for value in run(functions.ranks, config).values] == [0, 1]
+
+
+def notes(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", ()))
+
+
+def line_of(function: Callable[..., Any], text: str) -> int:
+    """The number of the first line of ``function`` that contains ``text``."""
+    lines, start = inspect.getsourcelines(function)
+    return start + next(n for n, line in enumerate(lines) if text in line)
+
+
+# --- errors of the user's function ---
+
+
+@pytest.mark.parametrize(
+    "train",
+    [functions.fails_in_all_reduce, functions.fails_in_store_wait, functions.fails_in_barrier],
+)
+def test_an_error_on_rank_1_while_rank_0_waits(train: Any, config: nb.Config) -> None:
+    handle = begin(train, config)
+    with pytest.raises(ValueError, match="wrong on rank 1") as caught:
+        handle.result(timeout=SOON)
+    line = line_of(train, "raise ValueError")
+    assert f"rank 1, {functions.__file__}:{line};" in notes(caught.value)
+    assert str(handle.paths.log(1)) in notes(caught.value)
+    assert "wrong on rank 1" in handle.paths.log(1).read_text()
+    assert json.loads(handle.paths.error.read_text())["rank"] == 1
+    frames = [frame.name for frame in caught.traceback]
+    assert frames[-1] == train.__name__  # down to the user's line
+
+
+def test_an_exception_with_an_init_of_its_own(config: nb.Config) -> None:
+    with pytest.raises(functions.OwnInit, match="code 3") as caught:
+        run(functions.fails_with_own_init, config)
+    assert (caught.value.code, caught.value.extra) == (3, [1, 2])
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_builtin_exceptions_come_back_whole(config: nb.Config) -> None:
+    with pytest.raises(FileNotFoundError) as missing:
+        run(functions.fails_with_file, config, 1)
+    assert missing.value.filename == "/no/such/file"
+    with pytest.raises(UnicodeDecodeError) as undecodable:
+        run(functions.fails_with_decode, config, 1)
+    assert undecodable.value.object == b"\xff"
+
+
+def test_what_of_an_exception_cannot_be_pickled_is_left_out(config: nb.Config) -> None:
+    with pytest.raises(functions.OwnInit, match="code 4") as caught:
+        run(functions.fails_with_lock_inside, config, 1)
+    assert caught.value.extra == [1]
+    assert not hasattr(caught.value, "lock")
+
+
+def test_an_exception_that_cannot_be_rebuilt(config: nb.Config) -> None:
+    with pytest.raises(errors.WorkerError, match=r"Stubborn: the text survives") as caught:
+        run(functions.fails_beyond_rebuilding, config, 1)
+    assert 'raise Stubborn("the text survives")' in str(caught.value)
+    line = line_of(functions.fails_beyond_rebuilding, "raise Stubborn")
+    assert f"functions.py:{line};" in notes(caught.value)
+
+
+def test_a_value_that_cannot_be_pickled(config: nb.Config) -> None:
+    with pytest.raises(errors.CannotPickle, match=r"value\['lazy'\] \(a generator\)"):
+        run(functions.returns_a_generator, config)
+
+
+def test_a_launch_inside_a_rank(config: nb.Config) -> None:
+    with pytest.raises(errors.NestedLaunch, match=r"inside a rank of the run .*launches_inside"):
+        run(functions.launches_inside, config)
+
+
+# --- ranks that die ---
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("train", "what"),
+    [
+        (functions.exits_hard, "exit code 7 and no exception"),
+        (functions.exits, r"ended itself with SystemExit\(3\)"),
+        (functions.is_killed, r"signal SIGKILL \(killed from outside, usually .* memory ran out\)"),
+        (functions.crashes, "signal SIGSEGV"),
+    ],
+)
+def test_a_rank_dies(train: Any, what: str, processes: int, config: nb.Config) -> None:
+    with pytest.raises(errors.WorkerDied, match=what) as caught:
+        run(train, config, processes)
+    assert f"rank {processes - 1}" in str(caught.value)
+    if train is functions.crashes:
+        assert f"line {line_of(train, 'string_at')} in" in str(caught.value)
+
+
+def test_helpers_of_a_killed_rank_go_with_it(config: nb.Config) -> None:
+    handle = begin(functions.is_killed_with_helpers, config)
+    with pytest.raises(errors.WorkerDied, match="SIGKILL"):
+        handle.result(timeout=SOON)
+    files = [handle.paths.folder / f"helpers-{rank}" for rank in range(2)]
+    helpers = {int(pid) for file in files for pid in file.read_text().split()}
+    assert len(helpers) == 4
+    all_gone(helpers)
+    assert works(config)
+
+
+# --- ranks that wait ---
+
+
+def test_a_rank_sleeps_while_another_waits(config: nb.Config) -> None:
+    mine = config.with_overrides({"runtime.hang_timeout": 2})
+    handle = begin(functions.sleeps_while_other_waits, mine)
+    with pytest.raises(errors.WorkerHung, match="rank 1 sent nothing") as caught:
+        handle.result(timeout=30)
+    said = str(caught.value)
+    first, second = said.index("stack of rank 0"), said.index("stack of rank 1")
+    assert "in barrier" in said[first:second]
+    line = line_of(functions.sleeps_while_other_waits, "time.sleep")
+    assert f"line {line} in sleeps_while_other_waits" in said[second:]
+    warned = [e["text"] for e in handle.events() if e["type"] == "note"]
+    assert len(warned) == 1
+    assert "rank 1 silent and idle for 1 s" in warned[0]
+    assert "stack of rank 0" in warned[0]
+
+
+def test_who_computes_or_says_so_or_is_not_waited_for_is_not_hung(config: nb.Config) -> None:
+    mine = config.with_overrides({"runtime.hang_timeout": 2, "model.seconds": 5})
+    trains = {
+        functions.computes_while_other_waits: "computed",
+        functions.sleeps_long_while_other_waits: "waited",
+        functions.all_sleep: "slept",
+    }
+    handles = [begin(train, mine) for train in trains]
+    assert [handle.result(timeout=60).value for handle in handles] == list(trains.values())
+
+
+@pytest.mark.parametrize(
+    ("train", "call", "why"),
+    [
+        (functions.report_and_return, "ctx.report", r"rank 1 \(which has returned\)"),
+        (functions.save_and_return, "ctx.save", r"rank 1 \(which has returned\)"),
+        (functions.report_and_barrier, "ctx.report", "which waits in another collective"),
+        (functions.report_and_save, "ctx.report", "different calls"),
+    ],
+)
+def test_a_call_for_all_ranks_on_one_rank(
+    train: Any, call: str, why: str, config: nb.Config
+) -> None:
+    with pytest.raises(errors.ReportError, match=why) as caught:
+        run(train, config, seconds=30)
+    assert f"functions.py:{line_of(train, call)}" in str(caught.value)
+
+
+# --- interrupts, and kernels that die ---
+
+SCRIPT = """
+config = nb.load_config("config.json", env=None)
+def run(train, **options):
+    return nb.launch(train, config, processes=2, resume="never", display="off", **options)
+"""
+
+
+@pytest.fixture
+def home(config: nb.Config, tmp_path: Path) -> Path:
+    """A working directory for scripts that start with SCRIPT; runs go to its folder ``out``."""
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    return tmp_path
+
+
+INTERRUPTED = """
+try:
+    run(functions.TRAIN)
+except KeyboardInterrupt:
+    print("interrupted")
+print([value["rank"] for value in run(functions.ranks).values])
+"""
+
+
+def test_interrupt_leaves_at_the_next_report(home: Path) -> None:
+    code = SCRIPT + INTERRUPTED.replace("TRAIN", "reports_until_stopped")
+    with script(code, home) as kernel:
+        folder = run_folder(home / "out")
+        ranks = ranks_up(folder)
+        kernel.interrupt()
+        assert kernel.output().splitlines() == ["interrupted", "[0, 1]"]
+    all_gone(ranks)
+    assert nb.attach(folder).result().status == "stopped"
+
+
+def test_interrupt_twice_kills(home: Path) -> None:
+    code = SCRIPT + INTERRUPTED.replace("TRAIN", "sleeps")
+    with script(code, home) as kernel:
+        folder = run_folder(home / "out")
+        ranks = ranks_up(folder)
+        kernel.interrupt()
+        told = nb.attach(folder)
+        until(lambda: [e for e in told.events() if e["type"] == "stop"], "the first interrupt")
+        kernel.interrupt()
+        assert kernel.output().splitlines() == ["interrupted", "[0, 1]"]
+    all_gone(ranks)
+    when = {event["type"]: event["t"] for event in told.events()}
+    assert when["ended"] - when["stop"] < 4.5  # the grace of the first is 5 s
+
+
+def test_killed_kernel_takes_everything_with_it(home: Path) -> None:
+    with script(SCRIPT + "run(functions.sleeps_with_helpers)", home) as kernel:
+        folder = run_folder(home / "out")
+        ranks_up(folder)
+        family = descendants(kernel.pid)
+        assert (
+            len(family) >= 1 + 1 + 1 + 2 + 4
+        )  # launchpad, owner, pilot, ranks, DataLoader workers
+        kernel.kill()
+        all_gone(family, 10)
+    assert not (folder / "result.json").exists()
+    assert not (folder / "error.json").exists()  # unfinished: it can be gone on with
+
+
+def test_killed_kernel_whose_child_lives_on(home: Path) -> None:
+    """A process that the kernel forked holds a copy of every line to the owner open."""
+    code = """
+    handle = run(functions.sleeps, wait=False)
+    import os, time
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    open("child.new", "w").write(str(child))
+    os.rename("child.new", "child")
+    time.sleep(60)
+    """
+    with script(SCRIPT + textwrap.dedent(code), home) as kernel:
+        ranks = ranks_up(run_folder(home / "out"))
+        until((home / "child").exists, "the child")
+        kernel.kill()
+        try:
+            all_gone(ranks, 10)
+        finally:
+            os.kill(int((home / "child").read_text()), signal.SIGKILL)
+
+
+def test_a_detached_run_outlives_its_kernel(config: nb.Config, home: Path) -> None:
+    go = home / "go"
+    mine = config.with_overrides({"model.go": str(go)})
+    (home / "config.json").write_text(json.dumps(mine.to_dict()))
+    with script(SCRIPT + "run(functions.waits_for_file, detach=True)", home) as kernel:
+        folder = run_folder(home / "out")
+        ranks_up(folder)
+        family = descendants(kernel.pid)
+        kernel.kill()
+    go.write_text("after the kernel's death")
+    code = f"print(nb.attach({str(folder)!r}).result(timeout=30).values)"
+    with script(code, home) as another:
+        assert another.output().splitlines()[-1] == str(["after the kernel's death"] * 2)
+    all_gone(family)
+
+
+def test_killed_launchpad(config: nb.Config) -> None:
+    handle = begin(functions.sleeps_with_helpers, config)
+    ranks_up(handle.paths.folder)
+    family = descendants(launchpad().pid)
+    os.kill(launchpad().pid, signal.SIGKILL)
+    with pytest.raises(errors.LaunchError, match="the launchpad process died"):
+        handle.result(timeout=SOON)
+    all_gone(family)
+    assert not handle.paths.ended()  # unfinished: it can be gone on with
+    assert works(config)
+
+
+def test_killed_launchpad_between_launches(config: nb.Config) -> None:
+    assert works(config)
+    pid = launchpad().pid
+    os.kill(pid, signal.SIGKILL)
+    all_gone({pid})
+    assert works(config)
+
+
+def test_killed_owner(config: nb.Config) -> None:
+    handle = begin(functions.sleeps_with_helpers, config)
+    ranks_up(handle.paths.folder)
+    owner = json.loads(handle.paths.owner.read_text())["pid"]
+    family = descendants(launchpad().pid)
+    assert owner in family
+    ranks = ranks_up(handle.paths.folder)
+    os.kill(owner, signal.SIGKILL)
+    with pytest.raises(errors.LaunchError, match=r"the owner process of the run .* died"):
+        handle.result(timeout=SOON)
+    all_gone(ranks)
+    assert works(config)
+
+
+def test_a_handle_hears_of_its_owners_death_without_waiting(config: nb.Config) -> None:
+    handle = begin(functions.sleeps, config)
+    ranks = ranks_up(handle.paths.folder)
+    os.kill(json.loads(handle.paths.owner.read_text())["pid"], signal.SIGKILL)
+    until(handle.done, "the handle's notice")
+    all_gone(ranks)
+
+
+# --- kernels that were lived in ---
+
+
+def test_a_kernel_that_computed_in_parallel(home: Path) -> None:
+    """With OMP_NUM_THREADS=2 and one matmul, notebook_launcher in the kernel hangs for ever."""
+    code = (
+        SCRIPT
+        + """
+import torch
+(torch.ones(2000, 2000) @ torch.ones(2000, 2000)).exp().sum()
+print(run(functions.precision_and_sum).value)
+try:
+    run(functions.ranks, start="fork")
+except nb.errors.ForkRefused as error:
+    print("refused:", error)
+"""
+    )
+    with script(code, home, OMP_NUM_THREADS="2") as kernel:
+        value, *refused = kernel.output().splitlines()
+    assert "'sum': 3.0" in value
+    assert "'threads': 2" in value
+    assert "a forked child hung for 5 s in a parallel operation" in refused[0]
+    assert 'start="launchpad"' in "".join(refused)
+
+
+def test_an_accelerator_made_in_the_kernel(home: Path) -> None:
+    code = (
+        SCRIPT
+        + """
+from accelerate import Accelerator
+Accelerator()
+for start in ("launchpad", "fork"):
+    print([value["processes"] for value in run(functions.precision_and_sum, start=start).values])
+"""
+    )
+    with script(code, home) as kernel:
+        assert kernel.output().splitlines() == ["[2, 2]", "[2, 2]"]
+
+
+def test_a_killed_owner_of_forked_ranks(home: Path) -> None:
+    code = (
+        SCRIPT
+        + """
+try:
+    run(functions.sleeps, start="fork")
+except nb.errors.LaunchError as error:
+    print(str(error).splitlines()[0])
+"""
+    )
+    with script(code, home) as kernel:
+        folder = run_folder(home / "out")
+        ranks = ranks_up(folder)
+        os.kill(json.loads((folder / "owner.json").read_text())["pid"], signal.SIGKILL)
+        assert "died" in kernel.output()
+    all_gone(ranks)
+
+
+# --- ports and networks ---
+
+
+def test_a_busy_port_is_left_for_a_free_one(config: nb.Config) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        handle = begin(functions.ranks, config.with_overrides({"distributed.port": port}))
+        result = handle.result(timeout=60)
+    assert len(result.values) == 2
+    told = "".join(e["text"] for e in handle.events() if e["type"] == "note")
+    assert f"port {port} was busy" in told
+    assert result.plan.port is None
+
+
+def test_ranks_that_cannot_meet_fall_back_to_one(
+    config: nb.Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonexistent")
+    result = begin(functions.reports, config, display="text").result(timeout=60)
+    assert (result.plan.processes, len(result.values)) == (1, 1)
+    assert result.value["accuracy"] == 0.75
+    assert "warning: FALLING BACK TO ONE PROCESS: 2 ranks could not form" in capsys.readouterr().out
+    assert result.plan.global_batch_size == config.train.batch_size
+
+    strict = config.with_overrides({"distributed.fallback": False})
+    with pytest.raises(errors.GroupStartFailed, match=r"(?s)could not form.*nonexistent"):
+        run(functions.reports, strict, seconds=60)
+
+
+# --- folders ---
+
+
+def test_a_file_where_the_folder_should_be(config: nb.Config, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("not a folder")
+    with pytest.raises(errors.RunFolderError, match=r"out cannot be written.*\n.*disk with free"):
+        run(functions.ranks, config)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_an_unwritable_folder(config: nb.Config, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir(mode=0o500)
+    with pytest.raises(errors.RunFolderError, match="Permission denied"):
+        run(functions.ranks, config)
+
+
+FULL_DISK = """
+import os
+for train in (functions.returns_too_much, functions.fills_the_disk, functions.ranks):
+    try:
+        run(train)
+    except nb.errors.RunFolderError as error:
+        print(train.__name__, str(error).splitlines()[0])
+"""
+
+
+def test_a_full_disk(home: Path) -> None:
+    """In a mount namespace of its own, on a file system of 2 MB."""
+    unshare = [shutil.which("unshare") or "unshare", "-rm"]
+    if subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs a mount namespace (unshare -rm), which this machine does not allow")
+    (home / "out").mkdir()
+    (home / "full.py").write_text(START + SCRIPT + FULL_DISK)
+    mounted = f"mount -t tmpfs -o size=2m tmpfs out && exec {sys.executable} full.py"
+    done = subprocess.run(
+        [*unshare, "sh", "-c", mounted], cwd=home, capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["returns_too_much", "fills_the_disk", "ranks"]
+    for line in lines:
+        assert f"the run folder {home}/out" in line
+        assert "No space left on device" in line
+
+
+# --- again and again ---
+
+
+def test_fifty_launches_leave_no_trace(config: nb.Config) -> None:
+    def state() -> dict[str, int]:
+        kernel, pad = psutil.Process(), psutil.Process(launchpad().pid)
+        return {
+            "kernel's descriptors": kernel.num_fds(),
+            "kernel's threads": kernel.num_threads(),
+            "kernel's children": len(kernel.children()),
+            "launchpad's descriptors": pad.num_fds(),
+            "launchpad's threads": pad.num_threads(),
+        }
+
+    def memory() -> tuple[int, int]:
+        kernel, pad = psutil.Process(), psutil.Process(launchpad().pid)
+        return kernel.memory_info().rss, pad.memory_info().rss
+
+    for _ in range(5):
+        run(functions.ranks, config)
+    before, memory_before = state(), memory()
+    for _ in range(50):
+        run(functions.ranks, config)
+    until(lambda: len(psutil.Process(launchpad().pid).children()) <= 1, "the last owner's end")
+    assert state() == before
+    grown = [after - base for after, base in zip(memory(), memory_before, strict=True)]
+    assert max(grown) < 8_000_000, grown
