@@ -27,6 +27,7 @@ import sysconfig
 import threading
 from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
+from types import FrameType
 from typing import Any
 
 from nbtoolkit.runtime.forker import Forker, close_all, kill_group
@@ -68,10 +69,15 @@ class ImportNotes:
     def __init__(self, tell: Callable[[list[str]], None]) -> None:
         self._tell, self._roots = tell, installed_roots()
         self._told: set[str] = set()
+        self._at_start = {name for name in sys.modules if "." not in name}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """The import system's question; answered as the other finders do."""
-        if "." in name:
+        root, dot, _ = name.partition(".")
+        if dot:
+            # a late part of what the launchpad has: torch._dynamo takes 1 s at the first optimizer
+            if root in self._at_start and _is_outermost():
+                self._tell([name])
             return None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
@@ -92,6 +98,17 @@ class ImportNotes:
         ]
         if late:
             self._tell(sorted(late)[:2000])
+
+
+def _is_outermost() -> bool:
+    """Whether the import that asks is not part of another one (which brings it along)."""
+    frame: FrameType | None = sys._getframe(2)
+    running = 0
+    while frame is not None and running < 2:
+        code = frame.f_code
+        running += code.co_name == "_find_and_load" and code.co_filename.startswith("<frozen")
+        frame = frame.f_back
+    return running == 1
 
 
 class Ahead:

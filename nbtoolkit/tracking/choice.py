@@ -8,10 +8,11 @@ from importlib.util import find_spec
 from typing import Any
 
 INSTALL = {
-    "mlflow": "pip install 'nbtoolkit[tracking]'",
-    "tensorboard": "pip install 'nbtoolkit[tensorboard]'",
+    "mlflow": "pip install mlflow",
+    "tensorboard": "pip install tensorboard",
 }
-"""The install line of each tracker."""
+"""The install line of each tracker. By package: `pip install 'nbtoolkit[...]'` from an index would
+fetch whatever has that name there, where this one was not installed from a wheel or a clone."""
 
 # mlflow-skinny comes without these two, and then fails with a message that names neither.
 _FOR_SQLITE = ("sqlalchemy", "alembic")
