@@ -1,0 +1,238 @@
+"""nb.launch in a real Jupyter kernel: cells, their lines, output, interrupt, restart, fork."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kernels import Notebook, all_gone, descendants, notebook, ranks_up, until
+
+import nbtoolkit as nb
+
+pytestmark = pytest.mark.timeout(180)
+
+SET_UP = """
+config = nb.load_config("config.json", env=None)
+def run(train, processes=2, **options):
+    return nb.launch(train, config, processes=processes, resume="never", **options)
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kernel")
+    settings = {"tracking.mlflow": False, "runtime.output_dir": str(folder / "out")}
+    config = nb.load_config(env=None, overrides=settings)
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def kernel(session_leaves_nothing: None, home: Path) -> Iterator[Notebook]:
+    with notebook(home) as running:
+        running.run(SET_UP).ok()
+        yield running
+
+
+@pytest.fixture
+def shared(kernel: Notebook) -> Iterator[Notebook]:
+    """One kernel for the tests that leave it as it was; its launchpad ends with each of them."""
+    yield kernel
+    kernel.run("from nbtoolkit.runtime import launchpad; launchpad.shutdown()").ok()
+
+
+def new_run(home: Path, before: set[Path]) -> Path:
+    """The folder of the run that was started since."""
+
+    def look() -> list[Path]:
+        return [
+            path.parent for path in (home / "out").glob("*/owner.json") if path.parent not in before
+        ]
+
+    return Path(until(look, "the run's owner")[0])
+
+
+def runs(home: Path) -> set[Path]:
+    return set((home / "out").glob("*")) if (home / "out").exists() else set()
+
+
+CELL = """
+from dataclasses import dataclass
+import numpy as np
+
+SCALE = 10
+weights = np.arange(10_000.0)
+
+@dataclass
+class Point:
+    x: float
+
+class Model:
+    def __init__(self): self.points = [Point(1.0)]
+    def forward(self, x): return Point(x * SCALE + self.points[0].x)
+
+def helper(x): return Model().forward(x)
+
+def train(config, ctx):
+    return helper(float(weights[ctx.rank + 1]))
+"""
+
+
+def test_functions_classes_and_globals_of_cells(shared: Notebook) -> None:
+    shared.run(CELL).ok()
+    cell = shared.run("r = run(train, display='off'); print(r.values, type(r.value) is Point)").ok()
+    assert cell.text.splitlines() == ["[Point(x=11.0), Point(x=21.0)] True"]
+    shared.run("SCALE = 100").ok()  # a cell that was run again takes effect
+    cell = shared.run("print(run(train, display='off').value)").ok()
+    assert cell.text.splitlines() == ["Point(x=101.0)"]
+
+
+def test_output_appears_in_the_cell(shared: Notebook) -> None:
+    cell = shared.run("""
+    def talk(config, ctx):
+        from tqdm.auto import tqdm
+        for n in range(3):
+            print("line", n, "of rank", ctx.rank)
+        for n in tqdm(range(3), desc="bar"):
+            pass
+        display({"a": 1})
+    r = run(talk)
+    r
+    """).ok()
+    lines = cell.text.splitlines()
+    assert "plan: 2 processes" in lines[0]
+    assert [line for line in lines if "line" in line] == [
+        f"[rank 0] line {n} of rank 0" for n in range(3)
+    ]
+    assert "bar: 100%" in cell.text
+    assert "[rank 0] {'a': 1}" in lines
+    assert "<table>" in cell.displayed[-1]["text/html"]
+    assert "completed" in cell.displayed[-1]["text/html"]
+
+
+def test_the_users_own_exception_names_the_cells_line(shared: Notebook) -> None:
+    shared.run("""
+    class MyError(Exception):
+        def __init__(self, code, *, hint): super().__init__(f"code {code}"); self.hint = hint
+    def fails(config, ctx):
+        if ctx.rank == 1:
+            raise MyError(3, hint="try again")
+    """).ok()
+    cell = shared.run("""
+    try:
+        run(fails, display="off")
+    except MyError as error:
+        caught = error
+    print(caught.hint, caught.__notes__[0])
+    """).ok()
+    number = shared.run("print(In.index([c for c in In if 'def fails' in c][0]))").ok().text.strip()
+    assert f"try again [nbtoolkit] rank 1, Cell In[{number}], line 5; log: " in cell.text
+    cell = shared.run("run(fails, display='off')")
+    assert cell.error == "MyError"
+    assert 'raise MyError(3, hint="try again")' in plain(cell.traceback)
+    assert f"rank 1, Cell In[{number}], line 5" in plain(cell.traceback)
+    assert "takeoff.py" not in plain(cell.traceback)  # our own frames are left out
+
+
+def test_forked_ranks_of_a_kernel(shared: Notebook) -> None:
+    """start="fork" takes what cannot be pickled; what the notebook draws turns to text."""
+    cell = shared.run("""
+    import threading
+    from tqdm.auto import tqdm
+    lock = threading.Lock()
+    def forked(config, ctx):
+        with lock:
+            for n in tqdm(range(3), desc="bar"):
+                pass
+            display({"a": 1})
+            print("said")
+        return Point(ctx.rank), tuple(sorted(k for k in __import__("os").environ if k == "RANK"))
+    r = run(forked, start="fork")
+    print(r.values, type(r.value[0]) is Point)
+    """).ok()
+    assert "bar: 100%" in cell.text
+    assert "[rank 0] {'a': 1}" in cell.text
+    assert "[rank 0] said" in cell.text
+    assert "[(Point(x=0), ('RANK',)), (Point(x=1), ('RANK',))] True" in cell.text
+    assert not cell.displayed
+
+
+def test_stale_variables_of_another_job_mislead_nobody(shared: Notebook) -> None:
+    cell = shared.run("""
+    import os
+    stale = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "10.9.9.9",
+             "MASTER_PORT": "1", "SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1",
+             "TORCHELASTIC_RUN_ID": "old", "TORCHELASTIC_RESTART_COUNT": "0"}
+    os.environ.update(stale)
+    def place(config, ctx):
+        left = [k for k in os.environ if k.startswith("SLURM_")]
+        return ctx.rank, ctx.world_size, os.environ["RANK"], os.environ["WORLD_SIZE"], left
+    try:
+        print(run(place, display="off").values)
+        print({name: os.environ.get(name) for name in stale} == stale)
+    finally:
+        for name in stale: del os.environ[name]
+    """).ok()
+    assert cell.text.splitlines() == ["[(0, 2, '0', '2', []), (1, 2, '1', '2', [])]", "True"]
+
+
+@pytest.mark.parametrize(("train", "times"), [("reports_until_stopped", 1), ("sleeps", 2)])
+def test_interrupt_button(train: str, times: int, shared: Notebook, home: Path) -> None:
+    before = runs(home)
+    message = shared.start(f"run(functions.{train})")
+    folder = new_run(home, before)
+    ranks = ranks_up(folder)
+    told = nb.attach(folder)
+    for _ in range(times):
+        shared.interrupt()
+        until(lambda: [e for e in told.events() if e["type"] == "stop"], "the interrupt")
+    cell = shared.wait(message)
+    assert cell.error == "KeyboardInterrupt"
+    assert "stopping: interrupted" in cell.text
+    all_gone(ranks)
+    assert (
+        shared.run("print(run(functions.ranks, display='off').status)").ok().text == "completed\n"
+    )
+
+
+def test_restart_leaves_nothing(home: Path) -> None:
+    with notebook(home) as kernel:
+        kernel.run(SET_UP).ok()
+        before = runs(home)
+        kernel.run("handle = run(functions.sleeps_with_helpers, wait=False)").ok()
+        ranks_up(new_run(home, before))
+        family = descendants(kernel.pid)
+        assert len(family) >= 9
+        kernel.restart()
+        all_gone(family)
+        kernel.run(SET_UP).ok()
+        assert (
+            kernel.run("print(run(functions.ranks, display='off').status)").ok().text
+            == "completed\n"
+        )
+
+
+def test_killed_kernel_and_a_new_one_attaches(home: Path) -> None:
+    before = runs(home)
+    with notebook(home) as kernel:
+        kernel.run(SET_UP).ok()
+        kernel.run(f"config = config.with_overrides({{'model.go': {str(home / 'go')!r}}})").ok()
+        kernel.start("run(functions.waits_for_file, detach=True)")
+        folder = new_run(home, before)
+        ranks_up(folder)
+        family = descendants(kernel.pid)
+        kernel.kill()
+    with notebook(home) as another:
+        (home / "go").write_text("still here")
+        cell = another.run(f"print(nb.attach({str(folder)!r}).result(timeout=60).value)").ok()
+        assert cell.text.splitlines()[-1] == "still here"
+    all_gone(family)
+
+
+def plain(text: str) -> str:
+    """A traceback without its colours."""
+
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
