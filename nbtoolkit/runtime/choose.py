@@ -37,14 +37,43 @@ _REPORTED = ("nbtoolkit", "torch", "accelerate", "numpy", "pydantic", "mlflow", 
 _LOCK_TRIES = 3  # whoever asks whether a run is owned holds its lock for a moment
 
 
+class RunLock:
+    """A lock on a run, held by this process until released, dropped, or the process ends.
+
+    An owner process that was given the descriptor holds the lock as long as it lives.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def fileno(self) -> int:
+        """The descriptor."""
+        return self._fd
+
+    def release(self) -> None:
+        """Give up this process's hold; twice does no harm."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.release()
+
+
 @dataclass(frozen=True)
 class ChosenRun:
-    """A run folder, locked for this launch."""
+    """A run folder, locked for this launch until the end of its ``with`` block."""
 
     paths: RunPaths
-    lock_fd: int
+    lock: RunLock
     attempt: int
     """1 for a new run; 2 and more where one is gone on with."""
+
+    def __enter__(self) -> ChosenRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
 
     @property
     def resumed(self) -> bool:
@@ -99,7 +128,7 @@ def _unfinished(output_dir: Path, wanted: str) -> ChosenRun | None:
             continue
         if not paths.ended():  # else it ended between the look and the lock
             return ChosenRun(paths, lock, read_json(paths.versions)["attempt"] + 1)
-        os.close(lock)
+        lock.release()
     return None
 
 
@@ -148,15 +177,15 @@ def _named(
     return ChosenRun(paths, lock, read_json(paths.versions)["attempt"] + 1)
 
 
-def lock_run(paths: RunPaths) -> int | None:
-    """Lock a run; the lock lives as long as the descriptor, which is handed on to the owner. None: somebody holds it."""
-    fd = os.open(paths.lock, os.O_RDWR | os.O_CREAT, 0o644)
+def lock_run(paths: RunPaths) -> RunLock | None:
+    """Lock a run; None: somebody holds it."""
+    lock = RunLock(os.open(paths.lock, os.O_RDWR | os.O_CREAT, 0o644))
     for _ in range(_LOCK_TRIES):
         with contextlib.suppress(BlockingIOError):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return fd
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
         time.sleep(0.01)
-    os.close(fd)
+    lock.release()
     return None
 
 
@@ -189,7 +218,6 @@ def write_header(
         write_json(run.paths.plan, plan.to_dict(), durable=False)
         write_json(run.paths.versions, about, durable=False)
     except OSError as error:
-        os.close(run.lock_fd)
         discard(run)
         raise folder_error(run.paths.folder, error) from error
     kept = ("run_id", "attempt", "fingerprint", "function", "host", "versions")

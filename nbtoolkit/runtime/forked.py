@@ -7,9 +7,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from nbtoolkit.errors import ForkRefused
@@ -28,6 +29,17 @@ class ForkedPilot:
     """
 
     def __init__(self, train: Callable[..., Any], plan: LaunchPlan, content: dict[str, Any]) -> None:
+        self._lines: list[Line] = []
+        self._reaped = True
+        try:
+            with without_interrupts():
+                self._fork(train, plan, content)
+        except BaseException:  # an interrupt that was held back, or no memory for a child
+            self.close()
+            self.kill()
+            raise
+
+    def _fork(self, train: Callable[..., Any], plan: LaunchPlan, content: dict[str, Any]) -> None:
         preload()  # else the probe, the pilot and each launch after this one would do it: 2 s
         probe = probe_fork(device=plan.device_type == "cuda")
         if not probe.ok:
@@ -74,13 +86,29 @@ class ForkedPilot:
         self._reaped = True
 
 
+@contextlib.contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Hold an interrupt back: a torch that was interrupted at import cannot be imported again, not even to crash well."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # interrupts are raised in the main thread only
+        return
+    held: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before or signal.default_int_handler)
+    if held:
+        raise KeyboardInterrupt
+
+
 def _child(
     train: Callable[..., Any], payload: int, pilot: Line, ranks: list[Line], others: list[Line]
 ) -> None:
     code = 1
     try:
-        from nbtoolkit.runtime.pilot import default_signals, fly
         from nbtoolkit.runtime.forker import die_with_parent
+        from nbtoolkit.runtime.pilot import default_signals, fly
 
         default_signals()
         die_with_parent(signal.SIGKILL)

@@ -79,7 +79,7 @@ class Keeper(RecordChannel):
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        os.close(self._run.lock_fd)
+        self._run.lock.release()
         try:
             self._tell()
         finally:

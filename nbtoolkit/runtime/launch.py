@@ -121,32 +121,32 @@ def launch(
         )
         return result if wait else RunHandle(result.paths)
     plan = make_plan(config, host, hardware, start=start)
-    run = choose_run(config, train, name, resume)
-    header = write_header(run, config, plan, host, train)
-    offset = run.paths.events.stat().st_size if run.resumed else 0
-    cell = CellOutput(run.paths, display, offset=_size(run.paths.log(0)))
-    cell.begin(plan, run)
-    if start == "inline":
-        from nbtoolkit.runtime.inline import run_inline
+    with choose_run(config, train, name, resume) as run:
+        header = write_header(run, config, plan, host, train)
+        offset = run.paths.events.stat().st_size if run.resumed else 0
+        cell = CellOutput(run.paths, display, offset=_size(run.paths.log(0)))
+        cell.begin(plan, run)
+        if start == "inline":
+            from nbtoolkit.runtime.inline import run_inline
 
-        return run_inline(
-            train, config, plan, run, header, hardware=hardware, cell=cell, on_event=on_event
+            return run_inline(
+                train, config, plan, run, header, hardware=hardware, cell=cell, on_event=on_event
+            )
+        from nbtoolkit.runtime.takeoff import take_off
+
+        line, tracked, forked = take_off(
+            train, config, plan, run, header, host, hardware, detach=detach
         )
-    from nbtoolkit.runtime.takeoff import take_off
-
-    line, tracked, forked = take_off(
-        train, config, plan, run, header, host, hardware, detach=detach
-    )
-    handle = RunHandle(
-        run.paths,
-        line=line,
-        cell=cell,
-        on_event=on_event,
-        tracked=tracked,
-        offset=offset,
-        forked=forked,
-    )
-    return handle.result() if wait else handle
+        handle = RunHandle(
+            run.paths,
+            line=line,
+            cell=cell,
+            on_event=on_event,
+            tracked=tracked,
+            offset=offset,
+            forked=forked,
+        )
+    return handle.result() if wait else handle  # from here on the owner alone holds the lock
 
 
 def as_config(

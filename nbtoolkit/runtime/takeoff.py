@@ -79,7 +79,6 @@ def take_off(
             discard(run)
         raise
     finally:
-        os.close(run.lock_fd)  # the owner holds its own copy: the lock lives as long as that
         if forked is not None:
             forked.close()
     return line, track, forked
@@ -96,7 +95,7 @@ def _send(
     try:
         mine, theirs = Line.pair()
         try:
-            pad.run([payload, theirs.fileno(), run.lock_fd, *fds])
+            pad.run([payload, theirs.fileno(), run.lock.fileno(), *fds])
         except BaseException:
             mine.close()  # else a traceback that the notebook keeps would keep the owner waiting for its kernel
             raise

@@ -1,4 +1,4 @@
-"""What each rank does: settle, join the group, unpickle the function, call it, hand back its value or error."""
+"""What each rank does: join the group, unpickle the function, call it, hand back its value."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from nbtoolkit.runtime.ahead import ImportNotes
 from nbtoolkit.runtime.channel import OwnerChannel
 from nbtoolkit.runtime.context import RunContext
 from nbtoolkit.runtime.crossing import pack_error, pack_value
+from nbtoolkit.runtime.forker import die_with_parent
 from nbtoolkit.runtime.paths import folder_error, write_whole
 from nbtoolkit.runtime.pilot import Job, default_signals, write_output_to
 from nbtoolkit.runtime.plan import LaunchPlan
 from nbtoolkit.runtime.wire import Line
-from nbtoolkit.runtime.forker import die_with_parent
 
-# Asks a rank for its stacks. A real-time signal, since users and schedulers have meanings of their own for SIGUSR1 and 2.
+# Asks a rank for its stacks. A real-time signal, since users and schedulers have meanings of their
+# own for SIGUSR1 and 2.
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 
 
 def run_rank(job: Job) -> None:
-    """The entry point that the launcher starts in each rank's process. Errors go to the owner, not up."""
+    """What the launcher starts in each rank's process. Errors go to the owner, not up."""
     rank = int(os.environ.get("RANK", 0))
     line = _settle(job, rank)
     channel = OwnerChannel(line)
@@ -56,7 +57,9 @@ def run_rank(job: Job) -> None:
     )
     notes = ImportNotes(lambda names: channel.send("imports", names=names))
     if rank == 0:
-        sys.meta_path.insert(0, notes)  # what is imported from here on, the launchpad imports for the next launch
+        sys.meta_path.insert(
+            0, notes
+        )  # what is imported from here on, the launchpad imports for the next launch
     try:
         function = job.function or _load(job)
         channel.send("phase", phase="ready")
@@ -88,7 +91,7 @@ def _call(
 
 
 def _tell_error(job: Job, rank: int, channel: OwnerChannel, error: BaseException) -> None:
-    """Hand the error to the owner, then wait to be ended with the others: an early exit would raise errors in them."""
+    """Hand the error to the owner, then wait: an early exit would raise errors in the others."""
     packed = pack_error(error)
     sys.stderr.write(packed["traceback"])
     _flush()
@@ -105,7 +108,7 @@ def _load(job: Job) -> Callable[..., Any]:
     return load_function(job.payload_fd, job.content)
 
 
-# --- before the user's code ---------------------------------------------------------------------------------------
+# --- before the user's code ---
 
 
 def _settle(job: Job, rank: int) -> Line:
@@ -114,7 +117,7 @@ def _settle(job: Job, rank: int) -> Line:
     die_with_parent(signal.SIGKILL)
     tempfile.tempdir = None
     write_output_to(job.paths.log(rank))
-    stacks = open(job.paths.stacks(rank), "w")  # noqa: SIM115  (kept open as long as the rank lives)
+    stacks = open(job.paths.stacks(rank), "w")  # noqa: SIM115  (kept open)
     faulthandler.enable(stacks)
     faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)
     _keep.append(stacks)
@@ -136,19 +139,25 @@ def text_mode() -> None:
     _leave_notebook()
     if not hasattr(builtins, "display"):
         setattr(builtins, "display", _display)  # noqa: B010  (IPython puts it there for cells)
-    notebook_bars = types.ModuleType("tqdm.notebook", "Text bars: this process has no notebook front end.")
+    notebook_bars = types.ModuleType(
+        "tqdm.notebook", "Text bars: this process has no notebook front end."
+    )
     setattr(notebook_bars, "__getattr__", _text_bar)  # noqa: B010
     sys.modules["tqdm.notebook"] = notebook_bars
 
 
 def _leave_notebook() -> None:
-    """In a rank forked from a notebook (start="fork"), what would talk to the front end falls back to text."""
+    """In a rank forked from a notebook, what would talk to the front end falls back to text."""
     shells = sys.modules.get("IPython.core.interactiveshell")
     if shells is not None and shells.InteractiveShell.initialized():
-        type(shells.InteractiveShell.instance()).clear_instance()  # display() prints where there is no shell
+        type(
+            shells.InteractiveShell.instance()
+        ).clear_instance()  # display() prints where there is no shell
     bars = sys.modules.get("tqdm.notebook")
     widget_bar = getattr(bars, "tqdm_notebook", None)
-    if isinstance(widget_bar, type):  # tqdm.auto's class derives from it: without its own methods it is the text bar
+    if isinstance(
+        widget_bar, type
+    ):  # tqdm.auto's class derives from it: without its own methods it is the text bar
         for name in {*vars(widget_bar)} - {"__module__", "__doc__"}:
             delattr(widget_bar, name)
 
@@ -168,7 +177,7 @@ def _display(*objects: Any, **_: Any) -> None:
 
 
 def join_group(plan: LaunchPlan, rank: int) -> None:
-    """Form the default process group and prove it with one all-reduce on the compute back end and one on gloo.
+    """Form the default process group and prove it with an all-reduce on each back end.
 
     Raises:
         Exception: whatever torch.distributed raises; nothing of the user's ran yet.
@@ -189,13 +198,15 @@ def join_group(plan: LaunchPlan, rank: int) -> None:
         dist.all_reduce(torch.ones(1), group=group)
         dist.destroy_process_group(group)
     if int(ones.item()) != plan.processes:
-        raise RuntimeError(f"the first all-reduce of {plan.processes} ranks gave {ones.item()} on rank {rank}")
+        raise RuntimeError(
+            f"the first all-reduce of {plan.processes} ranks gave {ones.item()} on rank {rank}"
+        )
     if plan.device_type == "cpu":
         _tell_accelerate()
 
 
 def _tell_accelerate() -> None:
-    """Make this rank's accelerate state: a bare ``PartialState()`` on the CPU sees one rank (1.15)."""
+    """Make accelerate's state: a bare ``PartialState()`` on the CPU sees one rank (1.15)."""
     from accelerate import PartialState
 
     PartialState(cpu=True, backend="gloo")
@@ -211,7 +222,7 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-# --- after it -------------------------------------------------------------------------------------------------------
+# --- after it ---
 
 
 def _leave_group() -> None:
@@ -225,5 +236,3 @@ def _leave_group() -> None:
 def _flush() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-
-
