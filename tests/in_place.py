@@ -56,6 +56,14 @@ def fails_on_rank_1(config: Any, ctx: Any) -> None:
     dist.barrier()
 
 
+def ends_the_group(config: Any, ctx: Any) -> int:
+    """As accelerate's examples do; rank 1 is late with its value."""
+    ctx.accelerator.wait_for_everyone()
+    ctx.accelerator.end_training()
+    time.sleep(0.3 * ctx.rank)
+    return int(ctx.rank)
+
+
 def main(function: str, settings: str) -> None:
     before, events = dict(os.environ), []
     result = nb.launch(globals()[function], json.loads(settings), on_event=events.append)

@@ -117,6 +117,12 @@ def test_torchrun_job_ends_with_the_exception_of_one_rank(tmp_path: Path) -> Non
     assert "rank 1, " in caught.value.__notes__[0]
 
 
+def test_a_function_may_end_the_group(tmp_path: Path) -> None:
+    ranks = told(torchrun("ends_the_group", tmp_path))
+    assert [rank["values"] for rank in ranks] == [[0, 1]] * 2
+    assert types(the_run(tmp_path)) == ["run", "ended"]
+
+
 # --- bare variables -------------------------------------------------------------------------------
 
 

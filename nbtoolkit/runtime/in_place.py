@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from nbtoolkit.errors import GroupStartFailed
 from nbtoolkit.runtime.cell import CellOutput, Display
 from nbtoolkit.runtime.channel import Channel, GroupChannel
-from nbtoolkit.runtime.choose import choose_run, write_header
+from nbtoolkit.runtime.choose import ChosenRun, choose_run, write_header
 from nbtoolkit.runtime.context import RunContext
 from nbtoolkit.runtime.events import Event
+from nbtoolkit.runtime.failure import raise_failure
 from nbtoolkit.runtime.inline import call, own_accelerate_state, settle
 from nbtoolkit.runtime.keeper import Keeper
 from nbtoolkit.runtime.paths import RunPaths
@@ -55,7 +57,7 @@ def run_in_place(
     variables = {**threads, **os.environ, **rendezvous(host, hardware, os.environ)}
     with lend_variables(variables), own_accelerate_state(), ExitStack() as stack:
         _join(plan, host)
-        run = choose_run(config, train, name, resume) if host.rank == 0 else None
+        run = _choose(train, config, host, name, resume)
         paths = RunPaths(Path(_agree(str(run.paths.folder) if run is not None else "", host)))
         keeper = None
         if run is not None:
@@ -64,8 +66,24 @@ def run_in_place(
             header = write_header(run, config, plan, host, train)
             keeper = stack.enter_context(Keeper(run, config, plan, header, cell, on_event))
         _run_rank(train, config, plan, paths, host, keeper)
-        _agree("", host)  # rank 0 has written the result
+        _meet(host, paths.ended)  # rank 0 has written the result
     return RunResult(paths)
+
+
+def _choose(
+    train: Callable[..., Any],
+    config: Config,
+    host: Host,
+    name: str | None,
+    resume: str | os.PathLike[str],
+) -> ChosenRun | None:
+    """The run, for rank 0; the others hear of it."""
+    if host.rank != 0:
+        return None
+    run = choose_run(config, train, name, resume)
+    for rank in range(host.world_size):
+        run.paths.value(rank).unlink(missing_ok=True)  # an earlier attempt's
+    return run
 
 
 def _run_rank(
@@ -91,7 +109,7 @@ def _run_rank(
     record = keeper.record if keeper is not None else None
     with lend_variables({**os.environ, **of_plan(plan, paths.folder)}):
         settle(ctx)
-        call(train, ctx, record, together=lambda: _agree("", host))
+        call(train, ctx, record, together=lambda: _all_well(host, paths))
 
 
 def _join(plan: LaunchPlan, host: Host) -> None:
@@ -149,6 +167,28 @@ def first_node(nodes: str) -> str:
     if bracket and "," not in head:
         return head + re.split(r"[-,\]]", rest)[0]
     return nodes.split(",")[0]
+
+
+def _all_well(host: Host, paths: RunPaths) -> None:
+    """Wait until every rank is through with the function; raise the error of one that failed."""
+    values = [paths.value(rank) for rank in range(host.world_size)]
+    _meet(host, lambda: paths.error.exists() or all(value.exists() for value in values))
+    if paths.error.exists():
+        raise_failure(paths)
+
+
+def _meet(host: Host, together: Callable[[], bool]) -> None:
+    """Wait for the other ranks: in the group, or by the run's files where the function ended it.
+
+    ``Accelerator.end_training()`` does that, as the last line of many a training function.
+    """
+    import torch.distributed as dist
+
+    if host.world_size == 1 or dist.is_initialized():
+        _agree("", host)
+        return
+    while not together():
+        time.sleep(0.05)
 
 
 def _agree(value: str, host: Host) -> str:
