@@ -1,25 +1,25 @@
-"""Every error nbtoolkit raises on purpose, in one tree; each message says what happened, what is allowed, what to do now.
+"""Every error raised on purpose, in one tree; each says what happened, is allowed, to do now.
 
-    NbtoolkitError
-    ├── ConfigError            a configuration file or override is wrong (names file and line)
-    ├── PlanError              the wish cannot be planned on this machine
-    ├── LaunchError            the launch failed before the user's code ran
-    │   ├── CannotPickle       a captured object cannot travel to the ranks (names the global)
-    │   ├── ForkRefused        start="fork" in a process that is not fork-safe (names the reason)
-    │   ├── NestedLaunch       nb.launch called inside a rank
-    │   ├── GroupStartFailed   the ranks could not form a process group (and fallback is off)
-    │   └── RunFolderError     the run's folder cannot be written (disk full, read-only)
-    ├── WorkerError            a rank failed with an exception that cannot be rebuilt here
-    │   ├── WorkerDied         a rank ended without an exception (signal, os._exit)
-    │   └── WorkerHung         a rank is silent and idle while another waits for it
-    ├── ReportError            ctx.report or ctx.save was not called by every rank
-    ├── ResumeError            resume= names a run that does not fit
-    ├── FitError               nb.fit was given something it cannot train with
-    ├── CheckpointError        a checkpoint is missing, damaged or foreign
-    ├── TrackingError          the tracking database cannot be used
-    └── MissingExtra           an optional package is not installed (gives the install line)
+NbtoolkitError
+├── ConfigError            a configuration file or override is wrong (names file and line)
+├── PlanError              the wish cannot be planned on this machine
+├── LaunchError            the launch failed before the user's code ran
+│   ├── CannotPickle       a captured object cannot travel to the ranks (names the global)
+│   ├── ForkRefused        start="fork" where a fork would hang (names the reason)
+│   ├── NestedLaunch       nb.launch called inside a rank
+│   ├── GroupStartFailed   the ranks could not form a process group (and fallback is off)
+│   └── RunFolderError     the run's folder cannot be written (disk full, read-only)
+├── WorkerError            a rank failed with an exception that cannot be rebuilt here
+│   ├── WorkerDied         a rank ended without an exception (signal, os._exit)
+│   └── WorkerHung         a rank is silent and idle while another waits for it
+├── ReportError            ctx.report or ctx.save was not called by every rank
+├── ResumeError            resume= names a run that does not fit
+├── FitError               nb.fit was given something it cannot train with
+├── CheckpointError        a checkpoint is missing, damaged or foreign
+├── TrackingError          the tracking database cannot be used
+└── MissingExtra           an optional package is not installed (gives the install line)
 
-    Leave (BaseException)      all ranks leave the user's function at the same report
+Leave (BaseException)      all ranks leave the user's function at the same report
 """
 
 from __future__ import annotations

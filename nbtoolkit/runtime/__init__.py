@@ -1,1 +1,1 @@
-"""From a config to finished ranks: host + hardware -> plan -> launch -> launchpad -> owner, worker."""
+"""From a config to finished ranks: host, hardware, plan, launch, launchpad, owner, worker."""

@@ -1,4 +1,4 @@
-"""What a run shows in the cell: the plan's first line, notes, rank 0's lines; whole lines, rank-tagged, never a flood."""
+"""What a run shows in the cell: notes and rank 0's lines, whole, tagged, never a flood."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 Display = Literal["auto", "text", "off"]
 
-MAX_BYTES = 200_000  # shown of one run; a browser still scrolls through that, and papermill still saves it
+MAX_BYTES = (
+    200_000  # shown of one run; a browser still scrolls through that, and papermill still saves it
+)
 MAX_REST = 1 << 20  # characters kept of a line that does not end
 MAX_LINE = 2_000  # characters shown of one line
 _BAR_SECONDS = 1.0  # between two states of a progress bar that overwrites its line
 
 
 class CellOutput:
-    """Follows rank 0's log and prints from the thread that waits (ipykernel 7 loses what other threads print)."""
+    """Follows rank 0's log; prints in the thread that waits (ipykernel 7 loses other threads')."""
 
     def __init__(self, paths: RunPaths, display: Display, *, offset: int = 0) -> None:
         self._paths, self._on = paths, display != "off"
@@ -106,7 +108,11 @@ class CellOutput:
     def _show_bar(self) -> None:
         """A bar that has not ended its line: show its last state now and then."""
         now = time.monotonic()
-        if not self._rest.startswith("\r") or now - self._bar_at < _BAR_SECONDS or self._shown > MAX_BYTES:
+        if (
+            not self._rest.startswith("\r")
+            or now - self._bar_at < _BAR_SECONDS
+            or self._shown > MAX_BYTES
+        ):
             return
         self._bar_at, self._bar = now, True
         self._print("\r" + self._tag + self._rest.strip("\r")[:MAX_LINE])
@@ -118,6 +124,6 @@ class CellOutput:
 
 
 def _last_state(text: str) -> str:
-    """What is seen of a line that a progress bar has overwritten again and again: from its last carriage return on."""
+    """What is seen of a line that a progress bar has overwritten: from its last return on."""
     start = text.rstrip("\r").rfind("\r")
     return text[max(start, 0) :]

@@ -1,4 +1,4 @@
-"""How a rank talks to whoever keeps the run's record: the owner (over a line), or itself (inline, torchrun)."""
+"""How a rank talks to whoever keeps the run's record: the owner, or itself (inline, torchrun)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Channel(Protocol):
 
 
 class OwnerChannel:
-    """A rank under an owner. The owner answers when every rank has asked, so all of them hear the same."""
+    """A rank under an owner, who answers when every rank has asked: all of them hear the same."""
 
     def __init__(self, line: Line) -> None:
         self._line, self._asking = line, threading.Lock()
@@ -71,7 +71,7 @@ def answer(record: RunRecord, message: Message) -> Message:
 
 
 class GroupChannel:
-    """Ranks that torchrun or Slurm started: rank 0 keeps the record, its answers are broadcast on a gloo group."""
+    """Ranks that torchrun or Slurm started: rank 0 keeps the record and broadcasts its answers."""
 
     def __init__(self, rank: int, own: RecordChannel | None) -> None:
         import torch.distributed as dist

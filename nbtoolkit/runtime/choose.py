@@ -1,4 +1,4 @@
-"""Which run a launch is: a new one, or one to go on with. Two runs are never mixed: whoever holds the lock owns the folder."""
+"""Which run a launch is: a new one, or one to go on with. Who holds its lock owns the folder."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def choose_run(
         config: the resolved configuration.
         train: the training function.
         name: part of a new run's id; the function's name when None.
-        resume: ``"auto"`` (the newest unfinished, ownerless run of equal fingerprint that saved a checkpoint, else a new one),
-            ``"never"``, or a run's id or folder.
+        resume: ``"auto"`` (the newest unfinished, ownerless run of equal fingerprint that saved a
+            checkpoint, else a new one), ``"never"``, or a run's id or folder.
 
     Raises:
         ResumeError: the named run differs, is owned, or cannot be gone on with.
@@ -112,7 +112,12 @@ def choose_run(
             raise folder_error(paths.folder, error) from error
         assert lock is not None
         return ChosenRun(paths, lock, 1)
-    for left_over in (chosen.paths.result, chosen.paths.error, chosen.paths.error_pickle, chosen.paths.stop):
+    for left_over in (
+        chosen.paths.result,
+        chosen.paths.error,
+        chosen.paths.error_pickle,
+        chosen.paths.stop,
+    ):
         left_over.unlink(missing_ok=True)
     return chosen
 
@@ -141,7 +146,9 @@ def _named(
     try:
         paths = find_run(run, output_dir)
     except LaunchError as error:
-        raise ResumeError(error.what, allowed='"auto", "never", ' + error.allowed, do=error.do) from None
+        raise ResumeError(
+            error.what, allowed='"auto", "never", ' + error.allowed, do=error.do
+        ) from None
     about = read_json(paths.versions)
     before = load_config(paths.config, env=None)
     differences = {
@@ -150,7 +157,9 @@ def _named(
         if key != "train.epochs" and not key.startswith(("tracking.", "runtime.", "checkpoint."))
     }
     if differences:
-        shown = "; ".join(f"{key}: {old!r} then, {new!r} now" for key, (old, new) in differences.items())
+        shown = "; ".join(
+            f"{key}: {old!r} then, {new!r} now" for key, (old, new) in differences.items()
+        )
         raise ResumeError(
             f"the run {paths.run_id} was made with another configuration: {shown}",
             allowed="a larger train.epochs; other output, tracking and checkpoint settings",
@@ -158,7 +167,8 @@ def _named(
         )
     if about["source"] != source_hash(train):
         raise ResumeError(
-            f"the run {paths.run_id} was made by another function: the source of {about['function']} differs",
+            f"the run {paths.run_id} was made by another function: the source of "
+            f"{about['function']} differs",
             allowed="the same training function",
             do="launch with resume='never'",
         )
@@ -166,12 +176,14 @@ def _named(
         raise ResumeError(
             f"the run {paths.run_id} is complete",
             allowed=f"extending it: train.epochs above {before.train.epochs}",
-            do="raise train.epochs, read its result with nb.attach(folder).result(), or launch with resume='never'",
+            do="raise train.epochs, read its result with nb.attach(folder).result(), or launch "
+            "with resume='never'",
         )
     lock = lock_run(paths)
     if lock is None:
+        owner = read_json(paths.owner) or {}
         raise ResumeError(
-            f"the run {paths.run_id} is going on, owned by process {(read_json(paths.owner) or {}).get('pid')}",
+            f"the run {paths.run_id} is going on, owned by process {owner.get('pid')}",
             do="attach to it with nb.attach(folder)",
         )
     return ChosenRun(paths, lock, read_json(paths.versions)["attempt"] + 1)
@@ -198,17 +210,18 @@ def discard(run: ChosenRun) -> None:
 def write_header(
     run: ChosenRun, config: Config, plan: LaunchPlan, host: Host, train: Callable[..., Any]
 ) -> dict[str, Any]:
-    """Write what was decided before anything starts; returns the fields of the attempt's ``run`` event.
+    """Write what was decided, before anything starts; returns the ``run`` event's fields.
 
     Raises:
         RunFolderError: the folder cannot be written.
     """
+    qualified_name = getattr(train, "__qualname__", repr(train))
     about = {
         "run_id": run.paths.run_id,
         "attempt": run.attempt,
         "created": time.time(),
         "fingerprint": fingerprint(config.to_dict(), train),
-        "function": f"{getattr(train, '__module__', '')}.{getattr(train, '__qualname__', repr(train))}",
+        "function": f"{getattr(train, '__module__', '')}.{qualified_name}",
         "source": source_hash(train),
         "host": host.kind,
         "versions": versions(),

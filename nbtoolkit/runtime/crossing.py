@@ -23,11 +23,13 @@ _MAX_CHAIN = 5  # causes and contexts carried along; deeper chains are cut
 
 
 class _ValuePickler(cloudpickle.Pickler):
-    """cloudpickle that moves device tensors to the CPU: the kernel must not touch a device to read a result."""
+    """cloudpickle with device tensors moved to the CPU: the kernel must not touch a device."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)) and _in_main(obj):
-            return NotImplemented  # by its name: with start="fork" the kernel has the very same class
+            return (
+                NotImplemented  # by its name: with start="fork" the kernel has the very same class
+            )
         if "torch" in sys.modules:
             import torch
 
@@ -42,8 +44,11 @@ class _ValuePickler(cloudpickle.Pickler):
 
 
 def _in_main(obj: Any) -> bool:
-    """Whether ``obj`` is a global of this process's ``__main__`` (in ranks from the launchpad nothing of the user's is)."""
-    return obj.__module__ == "__main__" and getattr(sys.modules["__main__"], obj.__qualname__, None) is obj
+    """Whether ``obj`` is a global of this process's ``__main__`` (only with start="fork")."""
+    return (
+        obj.__module__ == "__main__"
+        and getattr(sys.modules["__main__"], obj.__qualname__, None) is obj
+    )
 
 
 def _dumps(value: Any) -> bytes:
@@ -64,12 +69,18 @@ def pack_value(value: Any) -> bytes:
         raise CannotPickle(
             f"the function returned something that cannot be pickled: {_part(value)}: {error}",
             allowed="numbers, strings, arrays, tensors, and other picklable objects",
-            do="return plain values; save models with ctx.save(...) and read them back from result.checkpoint",
+            do="return plain values; save models with ctx.save(...), see result.checkpoint",
         ) from None
 
 
 def _part(value: Any) -> str:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     for key, item in items:
         try:
             _dumps(item)
@@ -83,18 +94,20 @@ def unpack_value(path: Path) -> Any:
     return pickle.loads(path.read_bytes())
 
 
-# --- exceptions ---------------------------------------------------------------------------------------------------
+# --- exceptions ---
 
 
 def pack_error(error: BaseException, depth: int = 0) -> dict[str, Any]:
-    """An exception as plain data: its pickle (if it has one), type name, text, traceback, causes."""
+    """An exception as plain data: its pickle (if it has one), type, text, traceback, causes."""
     import tblib
 
     trace = error.__traceback__
     packed: dict[str, Any] = {
         "type": f"{type(error).__module__}.{type(error).__qualname__}",
         "text": _text(error),
-        "traceback": "".join(traceback.format_exception(type(error), error, trace)) if depth == 0 else "",
+        "traceback": "".join(traceback.format_exception(type(error), error, trace))
+        if depth == 0
+        else "",
         "frames": tblib.Traceback(trace).to_dict() if trace else None,
         "pickle": _pickle_error(error),
         "suppress": error.__suppress_context__,
@@ -113,7 +126,7 @@ def _text(error: BaseException) -> str:
 
 
 def _pickle_error(error: BaseException) -> bytes | None:
-    """The exception's pickle: the first way to pickle it that gives back the same text; None where there is none."""
+    """The exception's pickle: the first way that gives back the same text; None: no way does."""
     for way in _ways(error):
         try:
             data = _dumps(way())
@@ -126,7 +139,7 @@ def _pickle_error(error: BaseException) -> bytes | None:
 
 
 def _ways(error: BaseException) -> list[Callable[[], Any]]:
-    """What to pickle of an exception. Many classes with an ``__init__`` of their own cannot be called again: take them by parts."""
+    """What to pickle of an exception; by parts where its ``__init__`` cannot be called again."""
 
     def whole() -> Any:
         return error
@@ -150,7 +163,7 @@ def _can_dump(value: Any) -> bool:
 
 
 def unpack_error(packed: dict[str, Any]) -> BaseException:
-    """Rebuild an exception with its own type and its traceback; a :class:`WorkerError` where that cannot be."""
+    """Rebuild an exception with its own type and traceback; else a :class:`WorkerError`."""
     error = _rebuild(packed.get("pickle")) or _stand_in(packed)
     if packed.get("frames"):
         import tblib
@@ -174,7 +187,9 @@ def _rebuild(data: bytes | None) -> BaseException | None:
         error.args = args
         error.__dict__.update(state)
         return error
-    except Exception:  # any failure of foreign code to rebuild itself has the same answer: the stand-in
+    except (
+        Exception
+    ):  # any failure of foreign code to rebuild itself has the same answer: the stand-in
         return None
 
 
@@ -186,7 +201,7 @@ def _stand_in(packed: dict[str, Any]) -> WorkerError:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """``error.add_note(note)``, also on Python 3.10 (where tracebacks do not print notes, but tools may)."""
+    """``error.add_note(note)``, also on Python 3.10 (whose tracebacks do not print notes)."""
     if sys.version_info >= (3, 11):
         error.add_note(note)
     else:
@@ -194,7 +209,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def user_line(packed: dict[str, Any]) -> tuple[str, int] | None:
-    """File and line of the innermost frame that is neither in an installed package nor Python's nor ours: the user's own."""
+    """File and line of the innermost frame that is the user's: not installed, not Python's."""
     foreign = (*installed_roots(), sysconfig.get_path("stdlib"), _OUR_FOLDER, "<frozen")
     frames = packed.get("frames")
     found = None

@@ -1,4 +1,4 @@
-"""A flight: one pilot and its ranks, as the owner sees them: started, listened to, looked at, ended."""
+"""A flight: one pilot and its ranks, as the owner sees them: started, listened to, ended."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ class RankView:
     pid: int | None = None
     phase: str = "none"
     """none, started, group, ready, user, then done, left, failed or dead."""
+    reached: str = "none"
+    """The last phase before it ended."""
     ended_at: float | None = None
     heard_at: float = field(default_factory=time.monotonic)
     """When it last sent something."""
@@ -45,6 +47,7 @@ class RankView:
 
     def end(self, phase: str, word: Message | None = None) -> None:
         """It has ended: done, left, failed, or dead without a word."""
+        self.reached = self.phase
         self.phase, self.last_word, self.ended_at = phase, word, time.monotonic()
         self.asking = None
 
@@ -78,9 +81,14 @@ class Flight:
 
     @classmethod
     def start(
-        cls, plan: LaunchPlan, port: int, launchpad: socket.socket, payload_fd: int, environment: str
+        cls,
+        plan: LaunchPlan,
+        port: int,
+        launchpad: socket.socket,
+        payload_fd: int,
+        environment: str,
     ) -> Flight:
-        """Have the launchpad fork a pilot, from a branch that was made for ``environment`` if there is one."""
+        """Have the launchpad fork a pilot, from its branch for ``environment`` if there is one."""
         pilot, pilot_end = Line.pair()
         pairs = [Line.pair() for _ in range(plan.processes)]
         fds = [payload_fd, pilot_end.fileno(), *(end.fileno() for _, end in pairs)]
@@ -103,7 +111,9 @@ class Flight:
 
     def lines(self) -> list[Line]:
         """What to select on, besides the launchpad's socket."""
-        return [line for line in [self._pilot, *(rank.line for rank in self.ranks)] if not line.closed]
+        return [
+            line for line in [self._pilot, *(rank.line for rank in self.ranks)] if not line.closed
+        ]
 
     def hear_launchpad(self) -> bool:
         """Take one message of the launchpad; False when it is gone."""
@@ -129,24 +139,25 @@ class Flight:
         return heard
 
     def gone(self) -> list[RankView]:
-        """Ranks whose process has ended and that have not said a last word; exit codes where the pilot has told them."""
-        if self._foreign and self.exited is None and self.pilot_pid is not None:
-            if not is_running(self.pilot_pid):
-                self.exited = exit_code(self.pilot_pid) or 0
+        """Ranks whose process has ended without a last word; with exit codes where known."""
+        pilot = self.pilot_pid if self._foreign and self.exited is None else None
+        if pilot is not None and not is_running(pilot):
+            self.exited = exit_code(pilot) or 0
         codes = (self.landed or {}).get("codes", {})
         for rank in self.ranks:
             rank.code = codes.get(str(rank.rank), rank.code)
-            # elastic hears nothing as long as DataLoader workers of the dead rank live: look for ourselves
+            # elastic hears nothing while DataLoader workers of the dead rank live: look ourselves
             if rank.code is None and rank.pid is not None:
                 rank.code = exit_code(rank.pid)
         return [
             rank
             for rank in self.ranks
-            if not rank.over and (rank.line.closed or (rank.pid is not None and not is_running(rank.pid)))
+            if not rank.over
+            and (rank.line.closed or (rank.pid is not None and not is_running(rank.pid)))
         ]
 
     def kill(self) -> None:
-        """SIGKILL the whole group: ranks, DataLoader workers, pilot. A rank blocked in C++ hears nothing less."""
+        """SIGKILL the group, DataLoader workers too: a rank blocked in C++ hears nothing less."""
         if self.pilot_pid is not None and self.exited is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pilot_pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""start="fork": the pilot is forked from this very process, so that nothing needs to be pickled; refused where that is not safe."""
+"""start="fork": the pilot is forked from this process, nothing is pickled; refused if unsafe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class ForkedPilot:
         ForkRefused: the probe says that a forked child of this process could not work.
     """
 
-    def __init__(self, train: Callable[..., Any], plan: LaunchPlan, content: dict[str, Any]) -> None:
+    def __init__(
+        self, train: Callable[..., Any], plan: LaunchPlan, content: dict[str, Any]
+    ) -> None:
         self._lines: list[Line] = []
         self._reaped = True
         try:
@@ -45,8 +47,9 @@ class ForkedPilot:
         if not probe.ok:
             raise ForkRefused(
                 f'start="fork" would not work in this process: {probe.reason}',
-                allowed='start="launchpad" (ranks come from a clean process), or a fresh kernel that has not computed yet',
-                do='leave start out; what cannot be pickled is named then',
+                allowed='start="launchpad" (ranks come from a clean process), or a kernel that has '
+                "not computed yet",
+                do="leave start out; what cannot be pickled is named then",
             )
         payload = pack_function(None, content)
         pilot, pilot_end = Line.pair()
@@ -55,7 +58,9 @@ class ForkedPilot:
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork beside threads: probed above
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # Python 3.12 on fork beside threads: probed above
             self.pid = os.fork()
         self._reaped = False
         if self.pid == 0:
@@ -88,7 +93,7 @@ class ForkedPilot:
 
 @contextlib.contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Hold an interrupt back: a torch that was interrupted at import cannot be imported again, not even to crash well."""
+    """Hold an interrupt back: a torch interrupted at its import cannot be imported again."""
     if threading.current_thread() is not threading.main_thread():
         yield  # interrupts are raised in the main thread only
         return
@@ -115,7 +120,9 @@ def _child(
         for line in others:
             line.close()
         _forget_accelerators()
-        message = pilot.receive()  # the owner's word: plan and port; None when there will be no owner
+        message = (
+            pilot.receive()
+        )  # the owner's word: plan and port; None when there will be no owner
         if message is not None:
             sock = socket.socket(fileno=os.dup(pilot.fileno()))
             fly(payload, message, sock, [rank.fileno() for rank in ranks], train)
@@ -129,7 +136,7 @@ def _child(
 
 
 def _forget_accelerators() -> None:
-    """An ``Accelerator()`` made in the kernel would make notebook_launcher refuse, and the ranks believe they are alone."""
+    """With an ``Accelerator()`` made in the kernel notebook_launcher would refuse to start."""
     if "accelerate" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState
 

@@ -1,6 +1,7 @@
-"""The owner of one run: its lock, pilots, events, deadline, failure and stop. A process of its own, forked by the launchpad.
+"""The owner of one run: its pilots, events, deadline, failure and stop. A process of its own.
 
-It never imports user code and never computes: it listens to the ranks, writes the run's record and decides when it is over.
+It never imports user code and never computes: it listens to the ranks, writes the run's record and
+decides when it is over.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def own(
     except LaunchpadGone:
         lost = LaunchError(
             "the launchpad process died, and the ranks with it (its usual end: out of memory)",
-            do="launch again: a new launchpad is started, and a run that saved a checkpoint goes on from it",
+            do="launch again: a new launchpad is started, a run with a checkpoint goes on",
         )
         _tell_lost(line, lost)
     except OSError as error:  # the run's folder cannot be written any more
@@ -69,9 +70,17 @@ def own(
 
 
 def _tell_lost(line: Line, error: LaunchError) -> None:
-    """The run cannot go on, and its folder is not the place to say so: tell whoever still listens."""
+    """The run cannot go on, nor its folder say so: tell whoever still listens."""
     kind = type(error).__name__
-    line.send({"type": "lost", "error": kind, "what": error.what, "allowed": error.allowed, "do": error.do})
+    line.send(
+        {
+            "type": "lost",
+            "error": kind,
+            "what": error.what,
+            "allowed": error.allowed,
+            "do": error.do,
+        }
+    )
 
 
 class Owner:
@@ -103,7 +112,7 @@ class Owner:
         self._read_end, self._write_end = os.pipe()
         self._catch_signals()
 
-    # --- the story --------------------------------------------------------------------------------------------------
+    # --- the story ---
 
     def carry(self) -> None:
         """Run, and write how it ended when it could not go on to its end."""
@@ -112,7 +121,9 @@ class Owner:
         except KernelGone:
             self.record.note("the kernel is gone: the run was ended, unfinished", level="warning")
         except LaunchpadGone:
-            self.record.note("the launchpad is gone: the run was ended, unfinished", level="warning")
+            self.record.note(
+                "the launchpad is gone: the run was ended, unfinished", level="warning"
+            )
             raise
 
     def run(self) -> None:
@@ -145,7 +156,7 @@ class Owner:
         return Flight.start(self.plan, port, self._launchpad, self._payload_fd, environment)
 
     def _fly(self) -> Any:
-        """One flight; returns how it ended: a status, a packed error with its rank, or evidence for a new plan."""
+        """One flight; returns how it ended: a status, a failure, or evidence for a new plan."""
         self._flight = flight = self._start()
         self._watch = Watch(flight, self.paths, self._hang_timeout)
         self._monitor = Monitor(flight, self.record, on=self._device_metrics)
@@ -164,7 +175,7 @@ class Owner:
         self._obey()
         return verdict.of(flight, self) or self._care(flight)
 
-    # --- listening --------------------------------------------------------------------------------------------------
+    # --- listening ---
 
     def _listen(self, flight: Flight) -> None:
         """Wait a tick, or until somebody says something; then take all that was said."""
@@ -177,7 +188,9 @@ class Owner:
             ready = {key.fileobj for key, _ in selector.select(TICK)}
         if self._read_end in ready:
             os.read(self._read_end, 512)
-            self.record.ask_to_stop("stopped", "the owner got a signal to end (pre-emption or SIGTERM)")
+            self.record.ask_to_stop(
+                "stopped", "the owner got a signal to end (pre-emption or SIGTERM)"
+            )
         if self._launchpad in ready and not flight.hear_launchpad():
             flight.kill()
             flight.exited = -signal.SIGKILL
@@ -242,7 +255,7 @@ class Owner:
                 rank.asking = None
                 rank.line.send({"type": "answer", **reply})
 
-    # --- stopping ---------------------------------------------------------------------------------------------------
+    # --- stopping ---
 
     def _obey(self) -> None:
         """Requests that come as files, the kernel's end, and graces that have run out."""
@@ -250,7 +263,11 @@ class Owner:
             self._stop(request.get("reason", "a handle asked"), request.get("grace"))
         if not self._detached and (self._kernel.closed or self._kernel_process.gone()):
             raise KernelGone
-        if self._kill_at is not None and time.monotonic() >= self._kill_at and self._flight is not None:
+        if (
+            self._kill_at is not None
+            and time.monotonic() >= self._kill_at
+            and self._flight is not None
+        ):
             self._killed_on_request = True
             self._flight.kill()
 
@@ -281,7 +298,7 @@ class Owner:
         return None
 
     def _look_for_missing(self, flight: Flight) -> None:
-        """Ranks that wait in ctx.report for one that ended, or that waits elsewhere, are told instead of left to wait."""
+        """Ranks that wait in ctx.report for one that is not coming are told so."""
         asking = [rank for rank in flight.ranks if rank.asking is not None]
         missing = [rank for rank in flight.ranks if rank.asking is None]
         if not asking or not missing:
@@ -297,21 +314,29 @@ class Owner:
             self._reply(flight, {"error": verdict.missing_call(asking, over)})
 
     def _land(self, flight: Flight, *, patient: bool) -> None:
-        """Wait for the processes to go after their last word; after a failure the others have a second."""
+        """Wait for the processes to go; after a failure the others have a second."""
         flight_over = time.monotonic() + (LAND_SECONDS if patient else FAILURE_GRACE)
         while flight.exited is None and time.monotonic() < flight_over:
-            with contextlib.suppress(LaunchpadGone):  # the ranks are gone then, and how they ended is known
+            with contextlib.suppress(
+                LaunchpadGone
+            ):  # the ranks are gone then, and how they ended is known
                 self._listen(flight)
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- the end ---
 
     def _replan(self, evidence: GroupFailure | PortBusy) -> None:
         content = self._content
         self.plan = make_plan(
-            content["config"], content["host"], content["hardware"], (evidence,), start=self.plan.start
+            content["config"],
+            content["host"],
+            content["hardware"],
+            (evidence,),
+            start=self.plan.start,
         )
         write_json(self.paths.plan, self.plan.to_dict())
-        self.record.note(f"{self.plan.reasons[0]}\nnew plan: {self.plan.explain()}", level="warning")
+        self.record.note(
+            f"{self.plan.reasons[0]}\nnew plan: {self.plan.explain()}", level="warning"
+        )
         wake(self._kernel)
 
     def _settle(self, outcome: Any) -> None:
@@ -321,8 +346,9 @@ class Owner:
         elif isinstance(outcome, verdict.Failure):
             self.record.fail(outcome.error, rank=outcome.rank, notes=outcome.notes)
         else:
+            reason = getattr(outcome, "reason", outcome)
             error = GroupStartFailed(
-                f"{self.plan.processes} ranks could not form a process group: {getattr(outcome, 'reason', outcome)}",
+                f"{self.plan.processes} ranks could not form a process group: {reason}",
                 allowed="distributed.fallback: true goes on with one process",
                 do=f"read {self.paths.pilot_log()} and {self.paths.log(0)}",
             )

@@ -1,7 +1,8 @@
-"""The function's way to the ranks: pickled once, with its arrays, into one memfd that every rank maps copy-on-write.
+"""The function's way to the ranks: pickled once, with its arrays, into one memfd all map.
 
-NumPy arrays and CPU tensors captured by the function lie raw in the memfd; a rank maps the file privately, so a write works, stays
-in that rank, and only then costs memory. Plain pickle protocol 5 does not do: it keeps torch tensors in-band and hands arrays over read-only.
+NumPy arrays and CPU tensors captured by the function lie raw in the memfd; a rank maps the file
+privately, so a write works, stays in that rank, and only then costs memory. Plain pickle protocol 5
+does not do: it keeps torch tensors in-band and hands arrays over read-only.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import cloudpickle
 from nbtoolkit.errors import CannotPickle
 
 _ALIGN = 64  # bytes; keeps every array on its own cache line, which vectorised kernels like
-_SMALL = 16 * 1024  # bytes; below this an array travels inside the pickle, a map entry would cost more
+_SMALL = (
+    16 * 1024
+)  # bytes; below this an array travels inside the pickle, a map entry would cost more
 _FOOTER = struct.Struct("<QQ")  # offset and size of the pickle, at the very end of the file
 
 
@@ -62,17 +65,21 @@ class _Pickler(cloudpickle.Pickler):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._writer = writer
         self._stored: dict[tuple[int, int], int] = {}
-        self.keep: list[Any] = []  # what was put aside must not be freed (and its address reused) while pickling
+        self.keep: list[
+            Any
+        ] = []  # what was put aside must not be freed (and its address reused) while pickling
         self.files: set[str] = set()
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.FunctionType):
             self.files.add(obj.__code__.co_filename)
         elif isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
-            return importlib.import_module, (obj.__name__,)  # a lazy package: cloudpickle knows plain modules only
-        elif "numpy" in sys.modules and (reduced := self._array(obj)) is not None:
-            return reduced
-        elif "torch" in sys.modules and (reduced := self._tensor(obj)) is not None:
+            return importlib.import_module, (
+                obj.__name__,
+            )  # a lazy package: cloudpickle knows plain modules only
+        elif ("numpy" in sys.modules and (reduced := self._array(obj)) is not None) or (
+            "torch" in sys.modules and (reduced := self._tensor(obj)) is not None
+        ):
             return reduced
         return super().reducer_override(obj)
 
@@ -96,7 +103,7 @@ class _Pickler(cloudpickle.Pickler):
             return None
         if obj.device.type not in ("cpu", "meta"):
             raise CannotPickle(
-                f"a tensor on {obj.device} of shape {tuple(obj.shape)} is captured by the training function",
+                f"the function captures a tensor on {obj.device}, of shape {tuple(obj.shape)}",
                 allowed="CPU tensors, arrays and plain Python objects; devices belong to the ranks",
                 do="move it with .cpu() before the launch, or make it inside the function",
             )
@@ -125,10 +132,11 @@ def _order(array: Any) -> Literal["C", "F"]:
 
 
 def pack_function(function: Callable[..., Any] | None, extra: dict[str, Any]) -> int:
-    """Pickle ``function`` and ``extra`` into a new sealed memfd; return its descriptor (the caller closes it).
+    """Pickle ``function`` and ``extra`` into a new sealed memfd; the caller closes it.
 
     Args:
-        function: the training function; None where the ranks are forked from this process and have it already.
+        function: the training function; None where the ranks are forked from this process and have
+            it already.
         extra: what else the owner, the pilot and the ranks need to know.
 
     Raises:
@@ -161,7 +169,7 @@ def unpack(fd: int) -> dict[str, Any]:
 
 
 def load_function(fd: int, content: dict[str, Any]) -> Callable[..., Any]:
-    """Unpickle the function in a rank: its arrays become private maps of the memfd, its cells' sources are known to tracebacks."""
+    """Unpickle the function in a rank: its arrays are private maps, its cells have sources."""
     for filename, lines in content["sources"].items():
         linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
     global _mapping
@@ -170,7 +178,8 @@ def load_function(fd: int, content: dict[str, Any]) -> Callable[..., Any]:
     return function
 
 
-# The memfd of this rank, while and after the function is unpickled (arrays keep it alive through their buffers).
+# The memfd of this rank, while and after the function is unpickled (arrays keep it alive through
+# their buffers).
 _mapping: mmap.mmap | None = None
 
 
@@ -205,9 +214,11 @@ _storages: dict[tuple[int, int], Any] = {}
 
 
 def _sources(files: set[str]) -> dict[str, list[str]]:
-    """The text of cells (and other files that exist only in this process), for tracebacks in the ranks."""
+    """The text of cells (files that exist only in this process), for tracebacks in the ranks."""
     return {
-        name: lines for name in files if not os.path.exists(name) and (lines := linecache.getlines(name))
+        name: lines
+        for name in files
+        if not os.path.exists(name) and (lines := linecache.getlines(name))
     }
 
 
@@ -225,17 +236,19 @@ def _name_the_culprit(function: Callable[..., Any], error: Exception) -> CannotP
     return CannotPickle(
         what,
         allowed="functions, classes, arrays, CPU tensors and other picklable objects",
-        do='make it inside the function, or use start="fork" (if nb.doctor() says this kernel is fork-safe)',
+        do='make it inside the function, or use start="fork" (nb.doctor() says whether it works)',
     )
 
 
 def _captured(function: Callable[..., Any]) -> list[tuple[str, str, Any]]:
-    """(kind, name, value) of what a function refers to: closure, globals, defaults; functions it calls come along."""
+    """(kind, name, value) of what a function refers to: closure, globals, defaults."""
     code = getattr(function, "__code__", None)
     if code is None:
         return []
     found: list[tuple[str, str, Any]] = []
-    for name, cell in zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False):
+    for name, cell in zip(
+        code.co_freevars, getattr(function, "__closure__", None) or (), strict=False
+    ):
         with contextlib.suppress(ValueError):  # an empty cell: not assigned yet
             found.append(("closure variable", name, cell.cell_contents))
     names = _global_names(code)
@@ -255,11 +268,13 @@ def _global_names(code: types.CodeType) -> set[str]:
 
 
 def _inner_name(value: Any) -> str:
-    """Where inside ``value`` the trouble sits, one level deep: its attribute, or what a function captured."""
+    """Where in ``value`` the trouble sits, one level deep: an attribute, or what it captured."""
     if isinstance(value, types.FunctionType):
         parts = [(f"{kind} `{name}`", part) for kind, name, part in _captured(value)]
     else:
-        parts = [(f"attribute `{name}`", part) for name, part in getattr(value, "__dict__", {}).items()]
+        parts = [
+            (f"attribute `{name}`", part) for name, part in getattr(value, "__dict__", {}).items()
+        ]
     for label, part in parts:
         try:
             cloudpickle.dumps(part)
@@ -270,4 +285,8 @@ def _inner_name(value: Any) -> str:
 
 def _type_name(value: Any) -> str:
     kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )

@@ -106,7 +106,7 @@ def write_output_to(path: Path) -> None:
     os.dup2(fd, 2)
     os.close(fd)
     for name, number in (("stdout", 1), ("stderr", 2)):
-        stream = open(
+        stream = os.fdopen(
             number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
         )
         setattr(sys, name, stream)

@@ -1,4 +1,4 @@
-"""Facts about other processes, read from /proc: whether one runs, its exit code, the CPU time of it and its children."""
+"""Facts about other processes, read from /proc: whether one runs, its exit code, CPU time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 from nbtoolkit.runtime.wire import Line
 
-# Fields of /proc/<pid>/stat as `process_fields` counts them, from the state (field 3 in man 5 proc) on.
+# Fields of /proc/<pid>/stat as `process_fields` counts them, from the state (field 3 in man 5 proc)
+# on.
 STATE, PARENT, USER_TIME, SYSTEM_TIME, START_TIME, EXIT_CODE = 0, 1, 11, 12, 19, 49
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -32,7 +33,7 @@ def is_running(pid: int) -> bool:
 
 
 def exit_code(pid: int) -> int | None:
-    """The exit code of a process that has ended and was not reaped yet (negative: a signal); else None."""
+    """The exit code of a process that ended and was not reaped (negative: a signal); or None."""
     fields = process_fields(pid)
     if fields is None or fields[STATE] != "Z":
         return None
@@ -49,7 +50,7 @@ def children() -> dict[int, list[int]]:
 
 
 def tree_seconds(pid: int, families: dict[int, list[int]]) -> float:
-    """CPU seconds of a process and its descendants (a rank that waits for its DataLoader workers is not idle)."""
+    """CPU seconds of a process and its descendants (who waits for own workers is not idle)."""
     fields = process_fields(pid)
     own = (int(fields[USER_TIME]) + int(fields[SYSTEM_TIME])) / _TICKS if fields else 0.0
     return own + sum(tree_seconds(child, families) for child in families.get(pid, ()))
@@ -58,8 +59,8 @@ def tree_seconds(pid: int, families: dict[int, list[int]]) -> float:
 class Peer:
     """The process that made the other end of a line.
 
-    The end of a line alone does not tell that it died: a process it forked (a DataLoader worker of the notebook's own)
-    holds a copy of the line open.
+    The end of a line alone does not tell that it died: a process it forked (a DataLoader worker of
+    the notebook's own) holds a copy of the line open.
     """
 
     def __init__(self, line: Line) -> None:

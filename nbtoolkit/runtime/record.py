@@ -1,4 +1,4 @@
-"""RunRecord: what is known of a run while it lives, written down as events; one process, the owner, keeps it."""
+"""RunRecord: what is known of a run while it lives, written down as events; the owner's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nbtoolkit.runtime.paths import RunPaths, read_json, write_json, write_whole
 
 
 class RunRecord:
-    """The run's diary and its present state. ``status`` says how it is to end once somebody asked it to end."""
+    """The run's diary and its present state: metrics, checkpoint, and whether it is to end."""
 
     def __init__(self, paths: RunPaths, *, deadline: float | None) -> None:
         self.paths, self.deadline = paths, deadline
@@ -40,7 +40,7 @@ class RunRecord:
             self.metrics.update(values)
 
     def reported(self, values: dict[str, float], step: int | None) -> str | None:
-        """Metrics from ``ctx.report``, on all ranks; returns the status to leave with, or None to go on."""
+        """Metrics from ``ctx.report``; returns the status to leave with, or None to go on."""
         decision = self.decide()
         self._log.write("report", values=values, step=step, decision=decision or "go")
         if not self._reported:

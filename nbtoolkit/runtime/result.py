@@ -1,4 +1,4 @@
-"""RunResult: how a run ended. RunHandle: a run that goes on, in this process's hands or only looked at."""
+"""RunResult: how a run ended. RunHandle: a run that goes on, ours or only looked at."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 Status = Literal["completed", "pruned", "stopped", "deadline"]
 
 INTERRUPT_GRACE = 5.0  # seconds the ranks get to come to a report after the first interrupt
-TRACKING_SECONDS = 10.0  # at most so long a launch waits for tracking to catch up; it goes on behind
+TRACKING_SECONDS = (
+    10.0  # at most so long a launch waits for tracking to catch up; it goes on behind
+)
 _POLL = 0.1
 
 
@@ -38,7 +40,8 @@ class RunResult:
     """How a run ended, read from its folder.
 
     Attributes:
-        status: ``"completed"``, or why all ranks left early: ``"stopped"``, ``"deadline"``, ``"pruned"``.
+        status: ``"completed"``, or why all ranks left early: ``"stopped"``, ``"deadline"``,
+            ``"pruned"``.
         metrics: the values last reported (or logged, where nothing was reported).
         plan: what was run: processes, devices, precision, batch split, with reasons.
         paths: the run's folder and files.
@@ -49,7 +52,9 @@ class RunResult:
     def __init__(self, paths: RunPaths) -> None:
         ended = read_json(paths.result)
         if ended is None:
-            raise LaunchError(f"the run {paths.folder} has no result", do="attach to it with nb.attach(folder)")
+            raise LaunchError(
+                f"the run {paths.folder} has no result", do="attach to it with nb.attach(folder)"
+            )
         self.paths = paths
         self.status: Status = ended["status"]
         self.metrics: dict[str, float] = ended["metrics"]
@@ -87,7 +92,8 @@ class RunResult:
 
     def __repr__(self) -> str:
         metrics = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
-        return f"RunResult({self.status}, {metrics or 'no metrics'}, {self.seconds:.1f} s, {self.paths.folder})"
+        metrics = metrics or "no metrics"
+        return f"RunResult({self.status}, {metrics}, {self.seconds:.1f} s, {self.paths.folder})"
 
     def _repr_html_(self) -> str:
         rows = {
@@ -106,7 +112,7 @@ class RunResult:
 
 
 class RunHandle:
-    """A run that goes on. Made by ``launch(wait=False)`` and by ``attach``; all it knows it reads from the run's folder."""
+    """A run that goes on, from ``launch(wait=False)`` or ``attach``; it reads the run's folder."""
 
     def __init__(
         self,
@@ -152,7 +158,8 @@ class RunHandle:
     def result(self, timeout: float | None = None) -> RunResult:
         """Wait for the run's end and return its result; shows its output meanwhile.
 
-        An interrupt asks the ranks to leave (they get 5 s, then are killed) and raises KeyboardInterrupt; a second one kills.
+        An interrupt asks the ranks to leave (they get 5 s, then are killed) and raises
+        KeyboardInterrupt; a second one kills.
 
         Args:
             timeout: seconds to wait; None: as long as it takes.
@@ -166,7 +173,9 @@ class RunHandle:
         limit = None if timeout is None else time.monotonic() + timeout
         try:
             interrupts = self._wait_for_end(limit)
-        except BaseException:  # on_event's own error, or a third interrupt: nobody waits for the run any more
+        except (
+            BaseException
+        ):  # on_event's own error, or a third interrupt: nobody waits for the run any more
             self.let_go()
             raise
         if interrupts is None:
@@ -179,11 +188,11 @@ class RunHandle:
         return self._outcome()
 
     def let_go(self) -> None:
-        """Close the line to the owner: a run that is not detached ends. For the end of the kernel."""
+        """Close the line to the owner: a run that is not detached ends (the kernel ends)."""
         if self._line is not None:
             self._line.close()
 
-    # --- waiting ----------------------------------------------------------------------------------------------------
+    # --- waiting ---
 
     def _wait_for_end(self, limit: float | None) -> int | None:
         """How often the wait was interrupted; None when the limit came first."""
@@ -219,7 +228,9 @@ class RunHandle:
         if self._line is None:
             time.sleep(_POLL)
             return
-        news = select.poll()  # select() refuses descriptors above 1023, which a lived-in kernel may reach
+        news = (
+            select.poll()
+        )  # select() refuses descriptors above 1023, which a lived-in kernel may reach
         news.register(self._line, select.POLLIN)
         news.poll(_POLL * 1000)
         self._hear()
@@ -269,7 +280,7 @@ class RunHandle:
         raise LaunchError(
             f"the owner process of the run {self.paths.run_id} died, and the ranks with it",
             allowed="a run that was cut off goes on from its last checkpoint",
-            do="launch again (resume='auto' finds it); if it died by itself, memory is the usual cause",
+            do="launch again (resume='auto' finds it); the usual cause is memory",
         )
 
     def __repr__(self) -> str:
@@ -277,16 +288,18 @@ class RunHandle:
 
 
 _kept: list[RunHandle] = []
-"""Runs of this kernel: their lines stay open while they go on, also where nobody holds the handle."""
+"""Runs of this kernel: their lines stay open while they go on, whoever holds the handle."""
 _keeping = threading.Lock()
 
 
 def _keep(handle: RunHandle) -> None:
-    """Keep a run's line until the run has ended or this process ends: it is by that line that the owner knows us alive."""
+    """Keep a run's line until the run or this process ends: by it the owner knows us alive."""
     with _keeping:
         if not _kept:
             atexit.unregister(_let_all_go)
-            atexit.register(_let_all_go)  # after the launchpad's, hence called before: it waits for owners
+            atexit.register(
+                _let_all_go
+            )  # after the launchpad's, hence called before: it waits for owners
         for other in list(_kept):
             if other.done():
                 other.let_go()
@@ -300,7 +313,7 @@ def _let_all_go() -> None:
 
 
 def wait_for_tracking(paths: RunPaths, seconds: float) -> bool:
-    """Wait until tracking has written all events of a run; False when it has not after ``seconds`` (it goes on)."""
+    """Wait until tracking has written a run's events; False: not within ``seconds``."""
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
         try:
@@ -330,7 +343,9 @@ def find_run(run: str | os.PathLike[str], output_dir: str | Path = "outputs") ->
     )
 
 
-def attach(folder: str | os.PathLike[str], *, on_event: Callable[[Event], None] | None = None) -> RunHandle:
+def attach(
+    folder: str | os.PathLike[str], *, on_event: Callable[[Event], None] | None = None
+) -> RunHandle:
     """Attach to a run of another kernel (or an ended one) by its folder or run id.
 
     Args:

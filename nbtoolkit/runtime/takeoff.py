@@ -50,7 +50,9 @@ def take_off(
     forked: ForkedPilot | None = None
     try:
         tracking = choose_tracking(config.to_dict()["tracking"])
-        pad = launchpad(tracking=tracking.on)  # first: it imports torch while the function is packed
+        pad = launchpad(
+            tracking=tracking.on
+        )  # first: it imports torch while the function is packed
         content = {
             "folder": str(run.paths.folder),
             "config": config,
@@ -75,7 +77,9 @@ def take_off(
     except BaseException as error:
         if forked is not None:
             forked.kill()
-        if isinstance(error, LaunchError):  # it did not start; an interrupt may have come when it had
+        if isinstance(
+            error, LaunchError
+        ):  # it did not start; an interrupt may have come when it had
             discard(run)
         raise
     finally:
@@ -97,7 +101,7 @@ def _send(
         try:
             pad.run([payload, theirs.fileno(), run.lock.fileno(), *fds])
         except BaseException:
-            mine.close()  # else a traceback that the notebook keeps would keep the owner waiting for its kernel
+            mine.close()  # else a traceback that the notebook keeps would keep the owner waiting
             raise
         finally:
             theirs.close()

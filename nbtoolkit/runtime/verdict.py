@@ -1,4 +1,4 @@
-"""How did a flight end? Read from the ranks' last words and exit codes: a status, a failure with its rank, or a new plan's evidence."""
+"""How did a flight end? A status, a failure with its rank, or evidence for a new plan."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from nbtoolkit.runtime.watch import without_launcher
 if TYPE_CHECKING:
     from nbtoolkit.runtime.owner import Owner
 
-# Failures this close together have one cause: a dead rank breaks its neighbours' connections within milliseconds.
+# Failures this close together have one cause: a dead rank breaks its neighbours' connections within
+# milliseconds.
 _TOGETHER = 0.15
 _CODE_SECONDS = 2.5  # how long to wait for a dead rank's exit code
 
 # What a signal usually means to somebody who trains models.
 _MEANINGS = {
     signal.SIGKILL: "killed from outside, usually by the kernel because memory ran out",
-    signal.SIGSEGV: "a crash in native code, usually an extension used after a fork or incompatible versions",
-    signal.SIGBUS: "usually a full /dev/shm (DataLoader workers) or a memory-mapped file that was cut short",
-    signal.SIGABRT: "native code gave up: a failed assertion, often a CUDA device-side assert or NCCL watchdog",
+    signal.SIGSEGV: "a crash in native code, usually of incompatible versions or after a fork",
+    signal.SIGBUS: "usually a full /dev/shm (DataLoader workers) or a mapped file cut short",
+    signal.SIGABRT: "native code gave up: often a CUDA device-side assert or NCCL's watchdog",
     signal.SIGTERM: "asked to end from outside",
     signal.SIGFPE: "an arithmetic fault in native code, usually an integer division by zero",
     signal.SIGILL: "an instruction this CPU does not have: a wheel built for another CPU",
@@ -47,7 +48,9 @@ class Failure:
 
 def of(flight: Flight, owner: Owner) -> str | Failure | GroupFailure | PortBusy | None:
     """The end of a flight; None while it goes on."""
-    if owner.killed_on_request and (flight.exited is not None or all(rank.over for rank in flight.ranks)):
+    if owner.killed_on_request and (
+        flight.exited is not None or all(rank.over for rank in flight.ranks)
+    ):
         return owner.record.leaving or "stopped"
     troubled = [rank for rank in flight.ranks if rank.phase in ("failed", "dead")]
     if troubled:
@@ -56,7 +59,11 @@ def of(flight: Flight, owner: Owner) -> str | Failure | GroupFailure | PortBusy 
         busy = flight.landed["busy"]
         return PortBusy(flight.port) if busy else GroupFailure(flight.landed["error"])
     if all(rank.over for rank in flight.ranks):
-        left = [rank.last_word["status"] for rank in flight.ranks if rank.phase == "left" and rank.last_word]
+        left = [
+            rank.last_word["status"]
+            for rank in flight.ranks
+            if rank.phase == "left" and rank.last_word
+        ]
         return left[0] if left else "completed"
     return None
 
@@ -67,14 +74,20 @@ def _trouble(
     first = min(rank.ended_at or 0.0 for rank in troubled)
     if time.monotonic() - first < _TOGETHER:
         return None
-    dead = [rank for rank in troubled if rank.phase == "dead" and (rank.ended_at or 0) - first < _TOGETHER]
+    dead = [
+        rank
+        for rank in troubled
+        if rank.phase == "dead" and (rank.ended_at or 0) - first < _TOGETHER
+    ]
     if dead and not owner.killed_on_request:
         return _death(flight, owner.paths, dead, first)
     culprit = min(troubled, key=lambda rank: rank.ended_at or 0.0)
     word = culprit.last_word or {"type": "error"}
     if word["type"] == "group_failed":
         busy = "EADDRINUSE" in word["error"]
-        return PortBusy(flight.port) if busy else GroupFailure(f"rank {culprit.rank}: {word['error']}")
+        return (
+            PortBusy(flight.port) if busy else GroupFailure(f"rank {culprit.rank}: {word['error']}")
+        )
     return _error(owner.paths, culprit)
 
 
@@ -82,8 +95,9 @@ def _error(paths: RunPaths, culprit: RankView) -> Failure:
     """The user's own exception, as the rank wrote it."""
     packed: dict[str, Any] = pickle.loads(paths.rank_error(culprit.rank).read_bytes())
     if packed["exit"]:
+        kind = packed["type"].removeprefix("builtins.")
         died = WorkerDied(
-            f"rank {culprit.rank} ended itself with {packed['type'].removeprefix('builtins.')}({packed['text']})",
+            f"rank {culprit.rank} ended itself with {kind}({packed['text']})",
             allowed="the training function returns a value or raises an Exception",
             do="return instead of calling sys.exit()",
         )
@@ -98,15 +112,15 @@ def _death(
     waited = time.monotonic() - first
     if flight.exited is not None and len(flight.ranks) == 1:
         dead[0].code = flight.exited
-    # elastic ends the others as soon as one is dead; it tells the code of the one that was first
-    rank = min(dead, key=lambda rank: rank.code is None)
+    # elastic ends the others with SIGTERM as soon as one is dead, within milliseconds
+    rank = min(dead, key=lambda rank: (rank.code is None, rank.code == -signal.SIGTERM))
     if rank.code is None and waited < _CODE_SECONDS:
         if waited > 1.0:
-            flight.kill_ranks()  # elastic tells exit codes once all ranks are gone; a rank in C++ ignores its SIGTERM
+            flight.kill_ranks()  # elastic tells codes once all are gone; C++ ignores SIGTERM
         return None
     what = f"rank {rank.rank} died with {describe(rank.code)}"
-    if not flight.went:
-        return GroupFailure(f"{what} before all ranks were ready")
+    if rank.reached in ("none", "started"):  # later it died of what the user's modules do at import
+        return GroupFailure(f"{what} before the ranks had formed their group")
     trace = _last_stack(paths.stacks(rank.rank))
     error = WorkerDied(
         what + (f"\n  Its last stack:\n{trace}" if trace else ""),
@@ -140,9 +154,10 @@ def hung(ranks: list[RankView], stacks: str, timeout: float, paths: RunPaths) ->
     """The failure of ranks that the watch takes for hung."""
     names = " and ".join(str(rank.rank) for rank in ranks)
     error = WorkerHung(
-        f"rank {names} sent nothing and used under 1% CPU for {timeout:g} s while another rank waits for it\n{stacks}",
-        allowed="silence while computing; idle waiting inside `with ctx.long(...)`; a larger runtime.hang_timeout",
-        do=f"look at the stacks above for where the ranks' ways part, and at {paths.log(ranks[0].rank)}",
+        f"rank {names} sent nothing and used under 1% CPU for {timeout:g} s while another rank "
+        f"waits for it\n{stacks}",
+        allowed="silence while computing, or inside `with ctx.long(...)`; a larger hang_timeout",
+        do=f"see in the stacks where the ranks' ways part, and {paths.log(ranks[0].rank)}",
     )
     return Failure(pack_error(error), ranks[0].rank)
 
@@ -154,7 +169,8 @@ def missing_call(asking: list[RankView], missing: list[RankView]) -> dict[str, s
     here = ", ".join(str(rank.rank) for rank in asking)
     there = ", ".join(f"{rank.rank} ({_where(rank)})" for rank in missing)
     return {
-        "what": f"{verb} at {question['where']} was called on rank {here} only; it waits for rank {there}",
+        "what": f"{verb} at {question['where']} was called on rank {here} only; "
+        f"it waits for rank {there}",
         "allowed": f"{verb} is called by all ranks, in the same order",
         "do": "take the call out of `if ctx.is_main:` (rank 0 alone writes and counts anyway)",
     }
@@ -166,7 +182,11 @@ def _where(rank: RankView) -> str:
 
 def different_calls(flight: Flight) -> dict[str, str]:
     """What ranks are told that wait for each other in different calls."""
-    calls = [f"rank {rank.rank}: {rank.asking['type']} at {rank.asking['where']}" for rank in flight.ranks if rank.asking]
+    calls = [
+        f"rank {rank.rank}: {rank.asking['type']} at {rank.asking['where']}"
+        for rank in flight.ranks
+        if rank.asking
+    ]
     return {
         "what": "the ranks wait for each other in different calls: " + "; ".join(calls),
         "allowed": "ctx.report and ctx.save are called by all ranks, in the same order",

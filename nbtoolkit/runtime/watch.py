@@ -1,7 +1,8 @@
-"""Is a rank hung, or only busy? Decided from what it sent, the CPU time of it and its children, and the others' stacks.
+"""Is a rank hung, or only busy? Told from its messages, its CPU time, and the others' stacks.
 
-A rank is hung when for ``hang_timeout`` it sent no event and used under 1% CPU while another rank waits in a collective.
-That another rank waits is read from its stack: faulthandler writes it even while the rank is blocked in C++.
+A rank is hung when for ``hang_timeout`` it sent no event and used under 1% CPU while another rank
+waits in a collective. That another rank waits is read from its stack: faulthandler writes it even
+while the rank is blocked in C++.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _CALLED_FROM = "/nbtoolkit/runtime/worker.py"
 _STACK_SECONDS = 0.3  # what a rank gets to write its stacks
 
-# Innermost Python frames of a rank that waits for others. DDP waits for its buckets inside the backward call.
+# Innermost Python frames of a rank that waits for others. DDP waits for its buckets inside the
+# backward call.
 _WAITING = re.compile(
-    r'File ".*/torch/distributed/.*", line \d+ in|File ".*/torch/autograd/graph\.py", line \d+ in _engine_run_backward'
+    r'File ".*/torch/distributed/.*", line \d+ in'
+    r'|File ".*/torch/autograd/graph\.py", line \d+ in _engine_run_backward'
 )
 
 
@@ -60,7 +63,7 @@ class Watch:
         return time.monotonic() - max(rank.heard_at, self.idle_since[rank.rank])
 
     def hung(self) -> tuple[list[RankView], str] | None:
-        """The ranks silent and idle for the whole timeout while another waits for them, and every rank's stack."""
+        """The ranks silent and idle for the timeout while another waits, and every rank's stack."""
         return self._stuck(self._timeout)
 
     def warning(self) -> str | None:
@@ -69,14 +72,15 @@ class Watch:
             return None
         self._warned = True
         ranks, stacks = stuck
+        names = " and ".join(str(rank.rank) for rank in ranks)
         return (
-            f"rank {' and '.join(str(rank.rank) for rank in ranks)} silent and idle for {self._timeout / 2:g} s while "
-            f"another rank waits; at {self._timeout:g} s it is taken for hung (runtime.hang_timeout; "
+            f"rank {names} silent and idle for {self._timeout / 2:g} s while another rank waits; "
+            f"at {self._timeout:g} s it is taken for hung (runtime.hang_timeout; "
             f"`with ctx.long(...)` suspends this)\n{stacks}"
         )
 
     def waiting_elsewhere(self, ranks: list[RankView]) -> list[RankView]:
-        """Those of ``ranks`` that wait for others in a collective; none where the last look was a moment ago."""
+        """Those of ``ranks`` that wait in a collective; none where the last look was just now."""
         if not self._may_look():
             return []
         stacks = self.stacks()
@@ -90,8 +94,8 @@ class Watch:
         stacks = self.stacks()
         waiting = [rank for rank in alive if rank.asking or is_waiting(stacks[rank.rank])]
         blocked = [rank for rank in quiet if rank not in waiting]
-        # Those that only wait are in order as long as somebody they wait for works. Where all of them wait, in
-        # different collectives, none will ever go on.
+        # Those that only wait are in order as long as somebody they wait for works. Where all of
+        # them wait, in different collectives, none will ever go on.
         if not waiting or (not blocked and len(quiet) < len(alive)):
             return None
         return (blocked or quiet), format_stacks(stacks)

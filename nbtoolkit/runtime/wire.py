@@ -1,7 +1,8 @@
 """Talk between our own processes, over socket pairs that are inherited, never listened on.
 
-Two kinds: a ``Line`` carries JSON lines in both directions (rank and owner, kernel and owner); a packet carries one small
-JSON message together with open file descriptors (kernel or owner to the launchpad).
+Two kinds: a ``Line`` carries JSON lines in both directions (rank and owner, kernel and owner); a
+packet carries one small JSON message together with open file descriptors (kernel or owner to the
+launchpad).
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ class Line:
     def offer(self, message: Message) -> None:
         """Send one short message if there is room for it now, else drop it."""
         data = json.dumps(message).encode() + b"\n"
-        with self._lock, contextlib.suppress(OSError):  # full, or gone: whoever receives will notice
+        with (
+            self._lock,
+            contextlib.suppress(OSError),
+        ):  # full, or gone: whoever receives will notice
             self.socket.send(data, socket.MSG_DONTWAIT)
 
     def receive(self, timeout: float | None = None) -> Message | None:
@@ -120,7 +124,7 @@ def packet_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send_packet(sock: socket.socket, message: Message, fds: list[int] | None = None) -> bool:
-    """Send one message with open descriptors (they stay open here); False when the other end is gone."""
+    """Send one message with open descriptors (they stay open); False: the other end is gone."""
     assert len(fds or ()) <= _MAX_FDS
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     try:
@@ -159,6 +163,6 @@ def memory_file(content: bytes) -> Iterator[int]:
 
 
 def wake(line: Line) -> None:
-    """Tell the other end to look at the files again. It may be gone or not listening: then nothing is lost, nothing waits."""
+    """Tell the other end to look at the files again; where it does not listen, nothing is lost."""
     if not line.closed:
         line.offer({"type": "wake"})
