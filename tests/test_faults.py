@@ -143,6 +143,35 @@ def test_a_rank_dies(train: Any, what: str, processes: int, config: nb.Config) -
         assert f"line {line_of(train, 'string_at')} in" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "kind", "match"),
+    [
+        ("import os\nos._exit(5)", errors.WorkerDied, "died with exit code 5"),
+        ("raise RuntimeError('at import')", RuntimeError, "at import"),
+    ],
+)
+def test_a_module_of_the_user_breaks_at_import(
+    text: str,
+    kind: type[Exception],
+    match: str,
+    config: nb.Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is the user's error, not a reason to fall back to one process."""
+    module = tmp_path / "breaks_in_ranks.py"
+    module.write_text("def train(config, ctx): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import breaks_in_ranks  # type: ignore[import-not-found]
+
+    module.write_text(text + "\n" * 100)
+    handle = begin(breaks_in_ranks.train, config)
+    del sys.modules["breaks_in_ranks"]
+    with pytest.raises(kind, match=match):
+        handle.result(timeout=SOON)
+    assert not [event for event in handle.events() if event["type"] == "note"]
+
+
 def test_helpers_of_a_killed_rank_go_with_it(config: nb.Config) -> None:
     handle = begin(functions.is_killed_with_helpers, config)
     with pytest.raises(errors.WorkerDied, match="SIGKILL"):

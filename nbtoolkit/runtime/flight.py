@@ -73,8 +73,6 @@ class Flight:
         """The pilot's exit code, once it is gone."""
         self.pilot_pid: int | None = None
         self.started_at = time.monotonic()
-        self.went = False
-        """Whether every rank was ready and all were sent into the user's code."""
         self.ranks = [RankView(rank, line) for rank, line in enumerate(ranks)]
         self._pilot = pilot
         self._foreign = False

@@ -233,7 +233,6 @@ class Owner:
         rank.pid = message.get("pid", rank.pid)
         self.record.write("rank", rank=rank.rank, phase=rank.phase, pid=rank.pid)
         if rank.phase == "ready" and all(other.phase == "ready" for other in flight.ranks):
-            flight.went = True
             for other in flight.ranks:
                 other.phase = "user"
                 other.line.send({"type": "go"})

@@ -52,12 +52,12 @@ def of(flight: Flight, owner: Owner) -> str | Failure | GroupFailure | PortBusy 
         flight.exited is not None or all(rank.over for rank in flight.ranks)
     ):
         return owner.record.leaving or "stopped"
-    troubled = [rank for rank in flight.ranks if rank.phase in ("failed", "dead")]
-    if troubled:
-        return _trouble(flight, owner, troubled)
     if flight.landed is not None and flight.landed["type"] == "not_started":
         busy = flight.landed["busy"]
         return PortBusy(flight.port) if busy else GroupFailure(flight.landed["error"])
+    troubled = [rank for rank in flight.ranks if rank.phase in ("failed", "dead")]
+    if troubled:
+        return _trouble(flight, owner, troubled)
     if all(rank.over for rank in flight.ranks):
         left = [
             rank.last_word["status"]
