@@ -117,12 +117,6 @@ def test_torchrun_job_ends_with_the_exception_of_one_rank(tmp_path: Path) -> Non
     assert "rank 1, " in caught.value.__notes__[0]
 
 
-def test_a_function_may_end_the_group(tmp_path: Path) -> None:
-    ranks = told(torchrun("ends_the_group", tmp_path))
-    assert [rank["values"] for rank in ranks] == [[0, 1]] * 2
-    assert types(the_run(tmp_path)) == ["run", "ended"]
-
-
 # --- bare variables -------------------------------------------------------------------------------
 
 
@@ -134,7 +128,7 @@ def test_one_process_with_rank_variables_is_a_run(tmp_path: Path) -> None:
 
 
 def test_a_rank_whose_peers_never_come_says_so(tmp_path: Path) -> None:
-    patience = {"distributed.timeout": 2, "runtime.hang_timeout": 1}
+    patience = {"distributed.timeout": 1, "runtime.hang_timeout": 0.5}
     program = [sys.executable, *arguments("works", tmp_path, **patience)]
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
@@ -169,6 +163,13 @@ def test_srun_tasks_find_each_other(tmp_path: Path) -> None:
     assert [value["sum"] for value in ranks[0]["values"]] == [3.0, 3.0]
     assert [rank["folder"] for rank in ranks] == [str(the_run(tmp_path).folder)] * 2
     assert [rank["left"] for rank in ranks] == [[], []]  # RANK, MASTER_PORT and so on are gone
+
+
+def test_a_function_may_end_the_group(tmp_path: Path) -> None:
+    program = [sys.executable, *arguments("ends_the_group", tmp_path)]
+    ranks = told(*[start(program, **task(number)) for number in (0, 1)])
+    assert [rank["values"] for rank in ranks] == [[0, 1]] * 2
+    assert types(the_run(tmp_path)) == ["run", "ended"]
 
 
 def places(environ: Mapping[str, str], *cards: Any) -> dict[str, str]:
