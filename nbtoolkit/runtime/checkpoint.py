@@ -22,7 +22,13 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """
     import torch
 
-    plain = _plain(dict(state), "state")
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"a checkpoint was to be made of a {type(state).__name__}, not a dict",
+            allowed="a dict of tensors, numbers, strings, and dicts, lists, tuples of them",
+            do='save {"model": model.state_dict()}',
+        )
+    plain = _plain(state, "state")
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
+import reprlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.errors import Leave, ReportError
+from nbtoolkit.errors import CheckpointError, Leave, ReportError
 from nbtoolkit.runtime.channel import Channel
 from nbtoolkit.runtime.checkpoint import read_state, write_state
 from nbtoolkit.runtime.paths import RunPaths
@@ -96,10 +98,10 @@ class RunContext:
             step: the optimizer step they belong to.
 
         Raises:
-            TypeError: a value is not a number.
+            TypeError: a value or the step is not a number.
         """
         if self.is_main:
-            self._channel.send("metrics", values=_numbers(metrics), step=step)
+            self._channel.send("metrics", values=_numbers(metrics), step=_whole(step))
 
     def report(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Report a validation's metrics; called by **all** ranks, once each. May not return.
@@ -116,7 +118,7 @@ class RunContext:
             Leave: the run is to end here (a BaseException: let it pass).
             ReportError: another rank is not coming to this call.
         """
-        self._together("report", values=_numbers(metrics), step=step)
+        self._together("report", values=_numbers(metrics), step=_whole(step))
 
     def save(
         self, state: Mapping[str, Any], *, kind: str = "last", step: int | None = None
@@ -134,13 +136,14 @@ class RunContext:
             The file, there on return on every rank.
 
         Raises:
-            CheckpointError: the state holds something else (names it), or the disk is full.
+            CheckpointError: the state holds something else (names it), ``kind`` is no name, or the
+                disk is full.
             ReportError: another rank is not coming to this call.
         """
-        path = self.paths.checkpoints / f"{kind}.pt"
+        path = self._checkpoint(kind)
         if self.is_main:
             write_state(path, state)
-        self._together("checkpoint", path=str(path), step=step, kind=kind)
+        self._together("checkpoint", path=str(path), step=_whole(step), kind=kind)
         return path
 
     def load(self, kind: str = "last") -> dict[str, Any] | None:
@@ -149,7 +152,7 @@ class RunContext:
         Raises:
             CheckpointError: the file is damaged.
         """
-        path = self.paths.checkpoints / f"{kind}.pt"
+        path = self._checkpoint(kind)
         return read_state(path) if path.exists() else None
 
     def prepare(self, *objects: Any) -> Any:
@@ -192,6 +195,15 @@ class RunContext:
         finally:
             self._channel.send("long", what=what, on=False)
 
+    def _checkpoint(self, kind: str) -> Path:
+        if not re.fullmatch(r"[^./][^/]*", kind):  # "../../x" would leave the run's folder
+            raise CheckpointError(
+                f"kind={kind!r} cannot name a checkpoint",
+                allowed="a name without '/' and a leading '.': the file is checkpoints/<kind>.pt",
+                do='choose a plain name, such as kind="epoch_3"',
+            )
+        return self.paths.checkpoints / f"{kind}.pt"
+
     def _together(self, type: str, **fields: Any) -> None:
         """One call that every rank makes; raises what the answer says."""
         answer = self._channel.ask(type, where=_caller(), **fields)
@@ -206,6 +218,12 @@ class RunContext:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"metrics are {reprlib.repr(metrics)} (a {type(metrics).__name__}), not a dict\n"
+            "  Allowed: a dict of names and numbers\n"
+            '  Do now:  write {"loss": value}'
+        )
     values = {}
     for name, value in metrics.items():
         try:
@@ -217,6 +235,20 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
                 "  Do now:  report a number, for example value.mean()"
             ) from None
     return values
+
+
+def _whole(step: Any) -> int | None:
+    """A step as the whole number it stands for (NumPy's and torch's are taken too)."""
+    try:
+        if isinstance(step, str):
+            raise TypeError
+        return None if step is None else int(step)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise TypeError(
+            f"step is {step!r} (a {type(step).__name__}), not a number\n"
+            "  Allowed: a whole number, such as the optimizer step or the epoch; None\n"
+            "  Do now:  pass step=<number>; what has a name belongs into the metric's name"
+        ) from None
 
 
 def _caller() -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from nbtoolkit.config import Config, load_config
-from nbtoolkit.errors import LaunchError, NestedLaunch
+from nbtoolkit.errors import ConfigError
+from nbtoolkit.runtime.call import check_call
 from nbtoolkit.runtime.cell import CellOutput, Display
 from nbtoolkit.runtime.choose import choose_run, write_header
 from nbtoolkit.runtime.events import Event
@@ -16,7 +18,6 @@ from nbtoolkit.runtime.hardware import detect_hardware
 from nbtoolkit.runtime.host import detect_host
 from nbtoolkit.runtime.plan import make_plan
 from nbtoolkit.runtime.result import RunHandle, RunResult
-from nbtoolkit.runtime.surroundings import RANK_MARK
 
 if TYPE_CHECKING:
     from nbtoolkit.runtime.context import RunContext
@@ -103,7 +104,20 @@ def launch(
             first.
     """
     __tracebackhide__ = True
-    _check_call(train, start, where, wait, detach)
+    check_call(
+        train,
+        {
+            "processes": processes,
+            "start": start,
+            "where": where,
+            "name": name,
+            "resume": resume,
+            "wait": wait,
+            "detach": detach,
+            "display": display,
+            "on_event": on_event,
+        },
+    )
     config = as_config(config, processes)
     host, hardware = detect_host(), detect_hardware()
     if host.is_rank:
@@ -155,43 +169,19 @@ def as_config(
     """A Config from whatever the user has, with ``processes`` put in its place."""
     if config is None or isinstance(config, (str, Path)):
         config = load_config(config)
+    elif isinstance(config, Mapping):
+        config = load_config(overrides=config)
     elif not isinstance(config, Config):
-        config = load_config(overrides=dict(config))
+        raise ConfigError(
+            f"launch was given {reprlib.repr(config)} as its configuration",
+            allowed="a Config, a path to YAML, a dict of settings, or None for the defaults",
+            do='nb.launch(train, {"optim.lr": 3e-4}), or nb.load_config(path, overrides=...)',
+        )
     if processes is not None:
         config = config.with_overrides(
             {"distributed.world_size": processes, "distributed.enabled": processes > 1}
         )
     return config
-
-
-def _check_call(train: Train, start: str, where: str, wait: bool, detach: bool) -> None:
-    if RANK_MARK in os.environ:
-        raise NestedLaunch(
-            f"nb.launch was called inside a rank of the run {os.environ[RANK_MARK]}",
-            allowed="launches from a notebook, a script or the command line",
-            do="move the launch out of the training function, or behind `if __name__ == ...`",
-        )
-    if not callable(train):
-        raise LaunchError(
-            f"launch was given {train!r}, which is not a function",
-            allowed="a function train(config, ctx)",
-            do="pass the function itself: nb.launch(train, config), not nb.launch(train(...))",
-        )
-    for argument, value, known in (
-        ("start", start, ("launchpad", "fork", "inline")),
-        ("where", where, ("local",)),
-    ):
-        if value not in known:
-            allowed = " | ".join(repr(name) for name in known)
-            raise LaunchError(
-                f"{argument}={value!r} is not known", allowed=allowed, do=f"choose one of {allowed}"
-            )
-    if start != "launchpad" and (detach or not wait):
-        raise LaunchError(
-            f'start="{start}" ties the run to this process: it cannot be detached or left running',
-            allowed='wait=False and detach=True with start="launchpad"',
-            do='use start="launchpad"',
-        )
 
 
 def _size(path: Path) -> int:

@@ -1,0 +1,136 @@
+"""Calls and training functions that are nearly right: what is wrong is said, early and in words."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import functions
+import numpy as np
+import pytest
+import torch
+
+import nbtoolkit as nb
+from nbtoolkit.errors import CheckpointError, ConfigError, LaunchError
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> nb.Config:
+    settings = {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path / "out")}
+    return nb.load_config(env=None, overrides=settings)
+
+
+def quiet(train: Any, config: Any, **options: Any) -> nb.RunResult:
+    return nb.launch(train, config, **{"display": "off", "resume": "never", **options})
+
+
+# --- calls ---
+
+
+async def waits(config: Any, ctx: Any) -> int:
+    return 1
+
+
+def yields(config: Any, ctx: Any) -> Any:
+    yield 1
+
+
+def takes_none() -> int:
+    return 1
+
+
+def takes_more(config: Any, ctx: Any, lr: float) -> float:
+    return lr
+
+
+class Yields:
+    def __call__(self, config: Any, ctx: Any) -> Any:
+        yield 1
+
+
+@pytest.mark.parametrize(
+    ("train", "what"),
+    [
+        (waits, r"waits is an async function.*\n.*\n.*asyncio.run"),
+        (functools.partial(waits), "waits is an async function"),
+        (yields, "yields is a generator function"),
+        (Yields(), "Yields is a generator function"),
+        (takes_none, r"takes_none\(config, ctx\): too many positional arguments"),
+        (takes_more, r"missing a required argument: 'lr'\n(.*\n)*.*functools.partial"),
+        (Yields, "too many positional arguments"),
+        ("train", "'train', which is not a function"),
+    ],
+)
+def test_a_function_that_cannot_be_meant(train: Any, what: str, config: nb.Config) -> None:
+    with pytest.raises(LaunchError, match=what):
+        quiet(train, config)
+    assert not Path(config.runtime.output_dir).exists()
+
+
+def test_partials_and_built_in_functions_can_be_launched(config: nb.Config) -> None:
+    assert quiet(functools.partial(takes_more, lr=0.5), config).value == 0.5
+    assert quiet(print, {"seed": 1, **_settings(config)}, start="inline").status == "completed"
+
+
+def _settings(config: nb.Config) -> dict[str, Any]:
+    return {"tracking.mlflow": False, "runtime.output_dir": config.runtime.output_dir}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "allowed"),
+    [
+        ({"processes": 0}, "a whole number of at least 1"),
+        ({"processes": "2"}, "a whole number of at least 1"),
+        ({"processes": True}, "a whole number of at least 1"),
+        ({"name": 5}, "a string"),
+        ({"resume": None}, '"auto" \\| "never" \\| a run\'s id or folder'),
+        ({"resume": ""}, '"auto" \\| "never"'),
+        ({"display": "rich"}, "'auto' \\| 'text' \\| 'off'"),
+        ({"on_event": 3}, "a function of one event"),
+    ],
+)
+def test_an_argument_that_launch_does_not_take(
+    wrong: dict[str, Any], allowed: str, config: nb.Config
+) -> None:
+    (name,) = wrong
+    with pytest.raises(LaunchError, match=rf"(?s)^{name}=.* is not known.*Allowed: {allowed}"):
+        quiet(functions.ranks, config, **wrong)
+
+
+@pytest.mark.parametrize("given", [5, ["optim.lr=3"]])
+def test_a_configuration_of_another_kind(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)as its configuration.*a dict of settings.*Do now"):
+        nb.launch(functions.ranks, given)
+
+
+# --- what a rank hands over ---
+
+
+def test_metrics_that_are_no_dict(config: nb.Config) -> None:
+    for call in (lambda ctx: ctx.log("loss"), lambda ctx: ctx.report(0.5)):
+        with pytest.raises(TypeError, match=r"not a dict\n  Allowed: a dict"):
+            quiet(lambda config, ctx, call=call: call(ctx), config, start="inline")
+
+
+def test_a_step_is_a_whole_number(config: nb.Config) -> None:
+    def train(config: Any, ctx: Any) -> None:
+        for step in (1, np.int64(2), torch.tensor(3), None):
+            ctx.log({"loss": 1.0}, step=step)
+
+    result = quiet(train, config)
+    events = [json.loads(line) for line in result.paths.events.read_text().splitlines()]
+    assert [e["step"] for e in events if e["type"] == "metrics"] == [1, 2, 3, None]
+    with pytest.raises(TypeError, match="step is 'e1'"):
+        quiet(lambda config, ctx: ctx.log({"loss": 1.0}, step="e1"), config, start="inline")
+
+
+def test_a_checkpoint_stays_in_its_folder_and_is_a_dict(config: nb.Config) -> None:
+    for kind in ("../../x", "a/b", "", ".hidden"):
+        with pytest.raises(CheckpointError, match="cannot name a checkpoint"):
+            quiet(lambda config, ctx, kind=kind: ctx.save({}, kind=kind), config, start="inline")
+    with pytest.raises(CheckpointError, match=r"of a Linear, not a dict\n(.*\n)*.*state_dict"):
+        quiet(lambda config, ctx: ctx.save(torch.nn.Linear(1, 1)), config, start="inline")
