@@ -11,6 +11,7 @@ import functions
 import numpy as np
 import pytest
 import torch
+from kernels import script
 
 import nbtoolkit as nb
 from nbtoolkit.errors import CheckpointError, ConfigError, LaunchError
@@ -134,3 +135,50 @@ def test_a_checkpoint_stays_in_its_folder_and_is_a_dict(config: nb.Config) -> No
             quiet(lambda config, ctx, kind=kind: ctx.save({}, kind=kind), config, start="inline")
     with pytest.raises(CheckpointError, match=r"of a Linear, not a dict\n(.*\n)*.*state_dict"):
         quiet(lambda config, ctx: ctx.save(torch.nn.Linear(1, 1)), config, start="inline")
+
+
+# --- what a training function does ---
+
+
+def recurses(config: Any, ctx: Any) -> int:
+    return recurses(config, ctx) + 1
+
+
+def test_endless_recursion_comes_back_as_itself(config: nb.Config) -> None:
+    with pytest.raises(RecursionError, match="maximum recursion depth") as caught:
+        quiet(recurses, config)
+    assert len(caught.traceback) < 150
+
+
+def test_cell_functions_and_classes_in_pools_and_loaders(config: nb.Config, tmp_path: Path) -> None:
+    """Plain pickle takes them by name; a DataLoader whose worker cannot do so waits for ever."""
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    code = f"""
+    import multiprocessing, pickle
+    from collections import namedtuple
+    from torch.utils.data import DataLoader
+
+    config = nb.load_config("{tmp_path}/config.json", env=None)
+    Item = namedtuple("Item", "x y")
+
+    class Data:
+        def __len__(self): return 4
+        def __getitem__(self, index): return Item(float(index), index)
+
+    def square(x): return x * x
+
+    def train(config, ctx):
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            squares = pool.map(square, [1, 2])
+        loader = DataLoader(Data(), batch_size=4, num_workers=1, multiprocessing_context="fork")
+        return squares, [batch.x.sum().item() for batch in loader], pickle.loads(pickle.dumps(Item(1, 2)))
+
+    result = nb.launch(train, config, display="off")
+    print(result.value, type(result.value[2]) is Item)
+    print(b"cloudpickle" in result.paths.value(0).read_bytes())
+    """
+    with script(code, tmp_path) as kernel:
+        assert kernel.output().splitlines() == [
+            "([1, 4], [6.0], Item(x=1, y=2)) True",
+            "True",  # by value: readable where the class is not defined
+        ]

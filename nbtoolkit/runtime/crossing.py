@@ -17,16 +17,18 @@ import cloudpickle
 
 from nbtoolkit.errors import CannotPickle, WorkerError
 from nbtoolkit.runtime.ahead import installed_roots
+from nbtoolkit.runtime.payload import came_from_payload, in_main
 
 _OUR_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _MAX_CHAIN = 5  # causes and contexts carried along; deeper chains are cut
+_MAX_FRAMES = 100  # of a traceback; a RecursionError has a thousand
 
 
 class _ValuePickler(cloudpickle.Pickler):
     """cloudpickle with device tensors moved to the CPU: the kernel must not touch a device."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (type, types.FunctionType)) and _in_main(obj):
+        if isinstance(obj, (type, types.FunctionType)) and _is_kernels_own(obj):
             return (
                 NotImplemented  # by its name: with start="fork" the kernel has the very same class
             )
@@ -43,12 +45,9 @@ class _ValuePickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-def _in_main(obj: Any) -> bool:
-    """Whether ``obj`` is a global of this process's ``__main__`` (only with start="fork")."""
-    return (
-        obj.__module__ == "__main__"
-        and getattr(sys.modules["__main__"], obj.__qualname__, None) is obj
-    )
+def _is_kernels_own(obj: Any) -> bool:
+    """Whether this process was forked from the kernel (or is it), and so has its very objects."""
+    return in_main(obj) and not came_from_payload()
 
 
 def _dumps(value: Any) -> bytes:
@@ -108,7 +107,7 @@ def pack_error(error: BaseException, depth: int = 0) -> dict[str, Any]:
         "traceback": "".join(traceback.format_exception(type(error), error, trace))
         if depth == 0
         else "",
-        "frames": tblib.Traceback(trace).to_dict() if trace else None,
+        "frames": tblib.Traceback(_shortened(trace)).to_dict() if trace else None,
         "pickle": _pickle_error(error),
         "suppress": error.__suppress_context__,
     }
@@ -116,6 +115,22 @@ def pack_error(error: BaseException, depth: int = 0) -> dict[str, Any]:
         for key, linked in (("cause", error.__cause__), ("context", error.__context__)):
             packed[key] = pack_error(linked, depth + 1) if linked is not None else None
     return packed
+
+
+def _shortened(trace: types.TracebackType) -> types.TracebackType:
+    """The outer and inner ends of a long traceback: tblib and pickle recurse, once a frame."""
+    entries: list[types.TracebackType] = []
+    entry: types.TracebackType | None = trace
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    if len(entries) <= _MAX_FRAMES:
+        return trace
+    short: types.TracebackType | None = None
+    for kept in reversed(entries[: _MAX_FRAMES // 2] + entries[-_MAX_FRAMES // 2 :]):
+        short = types.TracebackType(short, kept.tb_frame, kept.tb_lasti, kept.tb_lineno)
+    assert short is not None
+    return short
 
 
 def _text(error: BaseException) -> str:

@@ -69,8 +69,12 @@ class _Pickler(cloudpickle.Pickler):
             Any
         ] = []  # what was put aside must not be freed (and its address reused) while pickling
         self.files: set[str] = set()
+        self.of_main: dict[str, Any] = {}
+        """Functions and classes of cells, by the name under which plain pickle looks for them."""
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (type, types.FunctionType)) and in_main(obj):
+            self.of_main[obj.__qualname__] = obj
         if isinstance(obj, types.FunctionType):
             self.files.add(obj.__code__.co_filename)
         elif isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
@@ -147,7 +151,7 @@ def pack_function(function: Callable[..., Any] | None, extra: dict[str, Any]) ->
         file = io.BytesIO()
         pickler = _Pickler(file, writer)
         try:
-            pickler.dump(function)
+            pickler.dump((function, pickler.of_main))  # filled while the function is pickled
         except CannotPickle:
             raise
         except Exception as error:
@@ -174,8 +178,23 @@ def load_function(fd: int, content: dict[str, Any]) -> Callable[..., Any]:
         linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
     global _mapping
     _mapping = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    function: Callable[..., Any] = pickle.loads(content["function"])
+    function: Callable[..., Any]
+    function, of_main = pickle.loads(content["function"])
+    # Plain pickle takes cell functions and classes by name: it is what pools, DataLoader workers
+    # (whose batch would be lost otherwise, and waited for without end) and torch.save use.
+    vars(sys.modules["__main__"]).update(of_main)
     return function
+
+
+def in_main(obj: Any) -> bool:
+    """Whether a function or class is a global of this process's ``__main__``: of a cell or a script."""
+    main = sys.modules["__main__"]
+    return obj.__module__ == "__main__" and getattr(main, obj.__qualname__, None) is obj
+
+
+def came_from_payload() -> bool:
+    """Whether what is of the user's in this process was unpickled here."""
+    return _mapping is not None
 
 
 # The memfd of this rank, while and after the function is unpickled (arrays keep it alive through
