@@ -43,7 +43,11 @@ PORT_TRIES = 4
 
 
 def own(
-    payload_fd: int, kernel: socket.socket, launchpad: socket.socket, forked: list[int]
+    payload_fd: int,
+    kernel: socket.socket,
+    launchpad: socket.socket,
+    lock_fd: int,
+    forked: list[int],
 ) -> None:
     """Carry one run from its plan to its last event; the main function of an owner process.
 
@@ -51,6 +55,8 @@ def own(
         payload_fd: the packed function and what belongs to it.
         kernel: the line to whoever launched.
         launchpad: packets to the launchpad: asks for pilots, hears of their end.
+        lock_fd: holds the run's lock; let go before the line, so that who hears of the run's end
+            can go on with it at once.
         forked: the lines of a pilot and ranks that the kernel forks itself; empty otherwise.
     """
     content = unpack(payload_fd)
@@ -66,6 +72,7 @@ def own(
     except OSError as error:  # the run's folder cannot be written any more
         _tell_lost(line, folder_error(Path(content["folder"]), error))
     finally:
+        os.close(lock_fd)
         line.close()
 
 
@@ -313,12 +320,13 @@ class Owner:
             self._reply(flight, {"error": verdict.missing_call(asking, over)})
 
     def _land(self, flight: Flight, *, patient: bool) -> None:
-        """Wait for the processes to go; after a failure the others have a second."""
-        flight_over = time.monotonic() + (LAND_SECONDS if patient else FAILURE_GRACE)
-        while flight.exited is None and time.monotonic() < flight_over:
-            with contextlib.suppress(
-                LaunchpadGone
-            ):  # the ranks are gone then, and how they ended is known
+        """Wait for the processes to go; after a failure the ranks that still run have a second."""
+        limit = time.monotonic() + (LAND_SECONDS if patient else FAILURE_GRACE)
+        while flight.exited is None and time.monotonic() < limit:
+            if not patient and all(rank.over for rank in flight.ranks):
+                return  # those that failed wait to be ended
+            # where the launchpad is gone the ranks are, and how they ended is known
+            with contextlib.suppress(LaunchpadGone):
                 self._listen(flight)
 
     # --- the end ---

@@ -228,10 +228,8 @@ def run_owner(launchpad: socket.socket, fds: list[int]) -> None:
     """The main function of an owner's process."""
     from nbtoolkit.runtime.owner import own
 
-    payload, kernel, _lock, *forked = (
-        fds  # the run stays locked as long as this process holds the descriptor
-    )
-    own(payload, socket.socket(fileno=kernel), launchpad, forked)
+    payload, kernel, lock, *forked = fds
+    own(payload, socket.socket(fileno=kernel), launchpad, lock, forked)
 
 
 def run_pilot(message: dict[str, Any], fds: list[int]) -> None:
