@@ -159,6 +159,16 @@ def waits_for_file(config: Any, ctx: Any) -> str:
     return go.read_text()
 
 
+def saves_then_leaves(config: Any, ctx: Any) -> str:
+    """Saves, then reports until it is asked to leave; returns at once where it finds what it saved."""
+    if ctx.load() is not None:
+        return "went on"
+    ctx.save({"epoch": 1})
+    while True:
+        ctx.report({"epoch": 1})
+        time.sleep(0.05)
+
+
 def reports_until_stopped(config: Any, ctx: Any) -> None:
     says_it_is_up(ctx)
     limit = time.monotonic() + 60

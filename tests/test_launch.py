@@ -546,6 +546,16 @@ def test_auto_never_takes_a_complete_run(config: nb.Config) -> None:
     assert quiet(functions.reports, config, resume="auto").paths.folder != first.paths.folder
 
 
+@pytest.mark.parametrize("by_name", [False, True], ids=["auto", "named"])
+def test_a_run_that_left_early_is_gone_on_with(config: nb.Config, by_name: bool) -> None:
+    train = functions.saves_then_leaves
+    first = quiet(train, config.with_overrides({"runtime.time_budget": 1.0}))
+    assert first.status == "deadline"
+    second = quiet(train, config, resume=first.paths.folder if by_name else "auto")
+    assert (second.status, second.value) == ("completed", "went on")
+    assert second.paths.folder == first.paths.folder
+
+
 def test_auto_never_takes_an_owned_run(config: nb.Config, tmp_path: Path) -> None:
     mine, go = waiting(config, tmp_path)
     first = begin(functions.saves_then_waits_for_file, mine)

@@ -90,8 +90,9 @@ def choose_run(
         config: the resolved configuration.
         train: the training function.
         name: part of a new run's id; the function's name when None.
-        resume: ``"auto"`` (the newest unfinished, ownerless run of equal fingerprint that saved a
-            checkpoint, else a new one), ``"never"``, or a run's id or folder.
+        resume: ``"auto"`` (the newest ownerless run of equal fingerprint that saved a checkpoint
+            and is not through: it was cut off, stopped, out of time, or failed; else a new one),
+            ``"never"``, or a run's id or folder.
 
     Raises:
         ResumeError: the named run differs, is owned, or cannot be gone on with.
@@ -124,15 +125,15 @@ def choose_run(
 
 def _unfinished(output_dir: Path, wanted: str) -> ChosenRun | None:
     for paths in runs_in(output_dir):
-        about = read_json(paths.versions)
+        about = _about(paths)
         fits = about.get("fingerprint") == wanted and (paths.checkpoints / "last.pt").exists()
-        if not fits or paths.ended():
+        if not fits or paths.completed():
             continue
         lock = lock_run(paths)
         if lock is None:  # its owner lives, here or in another kernel
             continue
-        if not paths.ended():  # else it ended between the look and the lock
-            return ChosenRun(paths, lock, read_json(paths.versions)["attempt"] + 1)
+        if not paths.completed():  # else it ended between the look and the lock
+            return ChosenRun(paths, lock, _about(paths)["attempt"] + 1)
         lock.release()
     return None
 
@@ -149,7 +150,13 @@ def _named(
         raise ResumeError(
             error.what, allowed='"auto", "never", ' + error.allowed, do=error.do
         ) from None
-    about = read_json(paths.versions)
+    about = _about(paths)
+    if not about:
+        raise ResumeError(
+            f"the run {paths.run_id} cannot be gone on with: {paths.versions} is damaged",
+            allowed="a run whose folder is whole",
+            do="launch with resume='never'; nb.load_model reads its checkpoints",
+        )
     before = load_config(paths.config, env=None)
     differences = {
         key: values
@@ -172,7 +179,7 @@ def _named(
             allowed="the same training function",
             do="launch with resume='never'",
         )
-    if paths.result.exists() and config.train.epochs <= before.train.epochs:
+    if paths.completed() and config.train.epochs <= before.train.epochs:
         raise ResumeError(
             f"the run {paths.run_id} is complete",
             allowed=f"extending it: train.epochs above {before.train.epochs}",
@@ -186,7 +193,16 @@ def _named(
             f"the run {paths.run_id} is going on, owned by process {owner.get('pid')}",
             do="attach to it with nb.attach(folder)",
         )
-    return ChosenRun(paths, lock, read_json(paths.versions)["attempt"] + 1)
+    return ChosenRun(paths, lock, _about(paths)["attempt"] + 1)
+
+
+def _about(paths: RunPaths) -> dict[str, Any]:
+    """What ``versions.json`` of a run says; nothing where a crash of the machine cut it short."""
+    try:
+        about = read_json(paths.versions)
+    except (OSError, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}
 
 
 def lock_run(paths: RunPaths) -> RunLock | None:

@@ -13,7 +13,9 @@ result.json | error.json, error.pkl       how it ended
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import functools
 import hashlib
 import inspect
 import json
@@ -165,9 +167,18 @@ class RunPaths:
         finally:
             os.close(fd)
 
+    def completed(self) -> bool:
+        """Whether the run is through; one that was stopped, ran out of time or failed is not."""
+        return _status(self.result) in ("completed", "pruned")
+
     def ended(self) -> bool:
         """Whether the run ended (a result or an error was written)."""
         return self.result.exists() or self.error.exists()
+
+
+def _status(path: Path) -> str | None:
+    """The status in a result file; None without one."""
+    return (read_json(path) or {}).get("status")
 
 
 def folder_error(folder: Path, error: OSError) -> RunFolderError:
@@ -219,7 +230,19 @@ def read_json(path: Path) -> Any:
 
 
 def function_source(function: Callable[..., Any]) -> str:
-    """The source of a function, or a stable stand-in (its byte code) where there is none."""
+    """What a function does, as text: its source (or byte code) and the plain values bound to it.
+
+    Bound are a partial's arguments, defaults, what a closure holds, and an object's attributes.
+    """
+    if isinstance(function, functools.partial):
+        bound = function.args, sorted(function.keywords.items())
+        return f"{function_source(function.func)} {bound!r}"
+    routine = inspect.isroutine(function) or inspect.isclass(function)
+    text = _code_text(function if routine else type(function))
+    return " ".join([text, *map(repr, _bound_values(function))])
+
+
+def _code_text(function: Callable[..., Any]) -> str:
     try:
         return inspect.getsource(function)
     except (OSError, TypeError):
@@ -228,6 +251,18 @@ def function_source(function: Callable[..., Any]) -> str:
             return repr(getattr(function, "__qualname__", type(function)))
         constants = [value for value in code.co_consts if isinstance(value, (int, float, str))]
         return f"{code.co_code.hex()} {code.co_names} {constants}"
+
+
+def _bound_values(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+    """The numbers and texts that two functions of one source may differ in, by name."""
+    owner = getattr(function, "__self__", function)
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    found = list(getattr(owner, "__dict__", {}).items())
+    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
+        with contextlib.suppress(ValueError):  # an empty cell: not assigned yet
+            found.append((name, cell.cell_contents))
+    found += [("default", value) for value in getattr(function, "__defaults__", None) or ()]
+    return [(name, value) for name, value in found if isinstance(value, (int, float, str))]
 
 
 def fingerprint(config: dict[str, Any], function: Callable[..., Any]) -> str:
@@ -247,7 +282,8 @@ def runs_in(output_dir: str | Path) -> list[RunPaths]:
     parent = Path(output_dir).expanduser().absolute()
     if not parent.is_dir():
         return []
-    folders = [entry for entry in parent.iterdir() if (entry / "versions.json").is_file()]
+    # os.path: what of other users lies there and may not be looked into is no run of ours
+    folders = [entry for entry in parent.iterdir() if os.path.isfile(entry / "versions.json")]
     return [RunPaths(folder) for folder in sorted(folders, key=lambda f: f.name, reverse=True)]
 
 
