@@ -160,7 +160,7 @@ def waits_for_file(config: Any, ctx: Any) -> str:
 
 
 def saves_then_leaves(config: Any, ctx: Any) -> str:
-    """Saves, then reports until it is asked to leave; returns at once where it finds what it saved."""
+    """Save, then report until asked to leave; return at once where a checkpoint is found."""
     if ctx.load() is not None:
         return "went on"
     ctx.save({"epoch": 1})
