@@ -11,10 +11,11 @@ import functions
 import numpy as np
 import pytest
 import torch
-from kernels import script
+from kernels import run_folder, script
 
 import nbtoolkit as nb
-from nbtoolkit.errors import CheckpointError, ConfigError, LaunchError
+from nbtoolkit.errors import CheckpointError, ConfigError, LaunchError, ResumeError
+from nbtoolkit.runtime.paths import fingerprint
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -171,7 +172,8 @@ def test_cell_functions_and_classes_in_pools_and_loaders(config: nb.Config, tmp_
         with multiprocessing.get_context("fork").Pool(1) as pool:
             squares = pool.map(square, [1, 2])
         loader = DataLoader(Data(), batch_size=4, num_workers=1, multiprocessing_context="fork")
-        return squares, [batch.x.sum().item() for batch in loader], pickle.loads(pickle.dumps(Item(1, 2)))
+        sums = [batch.x.sum().item() for batch in loader]
+        return squares, sums, pickle.loads(pickle.dumps(Item(1, 2)))
 
     result = nb.launch(train, config, display="off")
     print(result.value, type(result.value[2]) is Item)
@@ -182,3 +184,84 @@ def test_cell_functions_and_classes_in_pools_and_loaders(config: nb.Config, tmp_
             "([1, 4], [6.0], Item(x=1, y=2)) True",
             "True",  # by value: readable where the class is not defined
         ]
+
+
+# --- runs that were there before ---
+
+
+class Trains:
+    def __init__(self, lr: float) -> None:
+        self.lr = lr
+
+    def __call__(self, config: Any, ctx: Any) -> float:
+        return self.lr
+
+    def train(self, config: Any, ctx: Any) -> float:
+        return self.lr
+
+
+def _closure(lr: float) -> Any:
+    return lambda config, ctx: lr
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _closure,
+        Trains,
+        lambda lr: Trains(lr).train,
+        lambda lr: functools.partial(takes_more, lr=lr),
+    ],
+)
+def test_functions_that_differ_in_a_bound_value_share_no_run(make: Any) -> None:
+    assert fingerprint({}, make(0.1)) == fingerprint({}, make(0.1))
+    assert fingerprint({}, make(0.1)) != fingerprint({}, make(0.2))
+
+
+def test_partials_of_two_functions_share_no_run() -> None:
+    one, other = functools.partial(functions.ranks), functools.partial(functions.reports)
+    assert fingerprint({}, one) != fingerprint({}, other)
+
+
+def test_a_run_damaged_by_a_crash_hinders_no_launch(config: nb.Config) -> None:
+    """What is not synced to the disk is empty after a crash of the machine."""
+    damaged = quiet(functions.draws, config).paths
+    damaged.versions.write_text("")
+    assert quiet(functions.draws, config, resume="auto").status == "completed"
+    with pytest.raises(ResumeError, match=r"versions\.json is damaged"):
+        quiet(functions.draws, config, resume=damaged.run_id)
+
+
+def test_a_detached_run_does_not_keep_its_kernel(config: nb.Config, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    mine = config.with_overrides({"model.go": str(go)})
+    (tmp_path / "config.json").write_text(json.dumps(mine.to_dict()))
+    code = f"""
+    config = nb.load_config("{tmp_path}/config.json", env=None)
+    nb.launch(functions.waits_for_file, config, detach=True, wait=False, display="off")
+    """
+    with script(code, tmp_path) as kernel:
+        kernel.output()  # it has ended before the run, which waits
+    handle = nb.attach(run_folder(tmp_path / "out"))
+    assert not handle.done()
+    go.write_text("gone on")
+    assert handle.result(timeout=60).value == "gone on"
+
+
+def test_a_launchpad_that_cannot_start_says_why(config: nb.Config, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    code = f"""
+    import os
+    config = nb.load_config("{tmp_path}/config.json", env=None)
+    os.environ["PYTHONHOME"] = "/nowhere"
+    try:
+        nb.launch(functions.ranks, config, display="off")
+    except nb.errors.LaunchError as error:
+        print(error)
+    """
+    with script(code, tmp_path) as kernel:
+        said = kernel.output()
+    assert "the launchpad process ended with code 1; its last words:" in said
+    assert "No module named 'encodings'" in said
+    assert "Do now:  launch again" in said
+    assert not list((tmp_path / "out").iterdir())

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import nbtoolkit
 from nbtoolkit.errors import LaunchError
+from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.runtime.wire import Message, packet_pair, receive_packet, send_packet
 
 START_SECONDS = 60.0  # a cold disk needs 20 s for the import of torch
+_LAST_WORDS = 2000  # characters of its stderr that an error shows
 END_SECONDS = 20.0  # at the kernel's end: for tracking to write what has ended
 
 # `-c` puts the working directory first on sys.path; it must not be imported from (a user's
@@ -41,11 +43,15 @@ class Launchpad:
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting GPUs must not create a CUDA context
             "PYTHONUNBUFFERED": "1",
         }
+        # Not this process's stderr: who reads a kernel's pipes to their end would wait for detached
+        # runs too, and in a notebook nobody would see it.
+        self._stderr = os.memfd_create("launchpad-stderr", os.MFD_CLOEXEC)
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT.format(home=home, fd=theirs.fileno(), tracking=tracking)],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            stderr=self._stderr,
             start_new_session=True,  # Jupyter interrupts the kernel's whole process group
             cwd="/",
             env=environ,
@@ -53,6 +59,7 @@ class Launchpad:
         theirs.close()
         self._socket = ours
         self._ready = False
+        self._detached: list[RunPaths] = []
         self._asking = threading.RLock()  # launches may come from several threads
 
     @property
@@ -85,21 +92,35 @@ class Launchpad:
             self._wait_ready()
             send_packet(self._socket, {"op": "track", "folder": str(folder)})
 
+    def let_outlive(self, run: RunPaths) -> None:
+        """Note a detached run: while it goes on, this kernel's end does not wait."""
+        self._detached.append(run)
+
     def warm_pids(self) -> set[int]:
         """The processes that stay between launches."""
         return {int(pid) for pid in self._ask({"op": "pids"}, "pids")["pids"]}
 
     def close(self, seconds: float = END_SECONDS) -> None:
-        """Let it go and wait; what has not ended by then is killed (detached runs stay)."""
-        self._socket.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
+        """Let it go, and wait until it has ended; not where a detached run keeps it."""
+        self._hang_up()
+        if not any(run.owned() for run in self._detached):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
 
     def kill(self) -> None:
         """End it at once."""
-        self._socket.close()
+        self._hang_up()
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
+
+    def _hang_up(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._socket.close()
+            os.close(self._stderr)
+
+    def _last_words(self) -> str:
+        said = os.pread(self._stderr, 1 << 20, 0).decode(errors="replace").rstrip()
+        return f"; its last words:\n{said[-_LAST_WORDS:]}" if said else ""
 
     def _ask(self, request: Message, answer: str, fds: list[int] | None = None) -> Message:
         with self._asking:
@@ -122,10 +143,11 @@ class Launchpad:
             packet = None
         if packet is None:
             code = self._process.poll()
-            self.kill()
             end = "does not answer" if code is None else f"ended with code {code}"
+            what = f"the launchpad process {end}{self._last_words()}"
+            self.kill()
             raise LaunchError(
-                f"the launchpad process {end}",
+                what,
                 do="launch again (a new one is started); if it stays so, see nb.doctor()",
             )
         return packet[0]

@@ -187,7 +187,7 @@ def load_function(fd: int, content: dict[str, Any]) -> Callable[..., Any]:
 
 
 def in_main(obj: Any) -> bool:
-    """Whether a function or class is a global of this process's ``__main__``: of a cell or a script."""
+    """Whether a function or class is a global of ``__main__``: of a cell or a script."""
     main = sys.modules["__main__"]
     return obj.__module__ == "__main__" and getattr(main, obj.__qualname__, None) is obj
 

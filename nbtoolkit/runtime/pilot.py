@@ -56,8 +56,8 @@ def fly(
     content = unpack(payload_fd)
     plan = LaunchPlan.from_dict(message["plan"])
     paths = RunPaths(Path(content["folder"]))
+    write_output_to(paths.pilot_log())  # what goes wrong from here on is found there
     enter(content["around"], plan, paths.folder)
-    write_output_to(paths.pilot_log())
     job = Job(
         content=content,
         plan=plan,

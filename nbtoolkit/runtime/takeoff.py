@@ -71,6 +71,8 @@ def take_off(
             forked = ForkedPilot(train, plan, content)
             content["pilot_pid"] = forked.pid
         line = _send(pad, None if forked else train, content, run, forked.fds if forked else [])
+        if detach:
+            pad.let_outlive(run.paths)
         track = partial(pad.track, run.paths.folder) if tracking.on else None
         if track is not None:
             track()
