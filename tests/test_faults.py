@@ -368,6 +368,25 @@ def test_killed_owner(config: nb.Config) -> None:
     assert works(config)
 
 
+def test_an_owner_that_is_asked_to_end_lets_the_ranks_leave(config: nb.Config) -> None:
+    """What a pre-emption or a shutdown of the machine looks like."""
+    handle = begin(functions.reports_until_stopped, config)
+    ranks_up(handle.paths.folder)
+    os.kill(json.loads(handle.paths.owner.read_text())["pid"], signal.SIGTERM)
+    assert handle.result(timeout=SOON).status == "stopped"
+
+
+def test_a_killed_pilot_takes_its_ranks_with_it(config: nb.Config) -> None:
+    handle = begin(functions.sleeps_with_helpers, config)
+    ranks = ranks_up(handle.paths.folder)
+    pilot = psutil.Process(min(ranks)).ppid()
+    family = descendants(pilot)
+    os.kill(pilot, signal.SIGKILL)
+    with pytest.raises(errors.WorkerDied, match=r"rank \d died with"):
+        handle.result(timeout=SOON)
+    all_gone(family)
+
+
 def test_a_handle_hears_of_its_owners_death_without_waiting(config: nb.Config) -> None:
     handle = begin(functions.sleeps, config)
     ranks = ranks_up(handle.paths.folder)
@@ -473,15 +492,26 @@ def test_a_file_where_the_folder_should_be(config: nb.Config, tmp_path: Path) ->
         run(functions.ranks, config)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_an_unwritable_folder(config: nb.Config, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir(mode=0o500)
-    with pytest.raises(errors.RunFolderError, match="Permission denied"):
-        run(functions.ranks, config)
+def in_own_mounts(code: str, home: Path, *, mode: str = "rw") -> list[str]:
+    """Run ``code`` where ``out`` is a file system of 2 MB, in a mount namespace; its lines."""
+    unshare = [shutil.which("unshare") or "unshare", "-rm"]
+    if subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs a mount namespace (unshare -rm), which this machine does not allow")
+    (home / "out").mkdir()
+    (home / "mounted.py").write_text(START + SCRIPT + code)
+    mount = f"mount -t tmpfs -o size=2m,{mode} tmpfs out"
+    done = subprocess.run(
+        [*unshare, "sh", "-c", f"{mount} && exec {sys.executable} mounted.py"],
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 FULL_DISK = """
-import os
 for train in (functions.returns_too_much, functions.fills_the_disk, functions.ranks):
     try:
         run(train)
@@ -491,22 +521,24 @@ for train in (functions.returns_too_much, functions.fills_the_disk, functions.ra
 
 
 def test_a_full_disk(home: Path) -> None:
-    """In a mount namespace of its own, on a file system of 2 MB."""
-    unshare = [shutil.which("unshare") or "unshare", "-rm"]
-    if subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode:
-        pytest.skip("needs a mount namespace (unshare -rm), which this machine does not allow")
-    (home / "out").mkdir()
-    (home / "full.py").write_text(START + SCRIPT + FULL_DISK)
-    mounted = f"mount -t tmpfs -o size=2m tmpfs out && exec {sys.executable} full.py"
-    done = subprocess.run(
-        [*unshare, "sh", "-c", mounted], cwd=home, capture_output=True, text=True, timeout=90
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = in_own_mounts(FULL_DISK, home)
     assert [line.split()[0] for line in lines] == ["returns_too_much", "fills_the_disk", "ranks"]
     for line in lines:
         assert f"the run folder {home}/out" in line
         assert "No space left on device" in line
+
+
+def test_an_unwritable_folder(home: Path) -> None:
+    code = """
+try:
+    run(functions.ranks)
+except nb.errors.RunFolderError as error:
+    print(error)
+"""
+    what, allowed, do = in_own_mounts(code, home, mode="ro")
+    assert what == f"the run folder {home}/out cannot be written: Read-only file system"
+    assert "a disk with free space that you may write to" in allowed
+    assert "set runtime.output_dir to another folder" in do
 
 
 # --- again and again ---
@@ -515,6 +547,7 @@ def test_a_full_disk(home: Path) -> None:
 def test_fifty_launches_leave_no_trace(config: nb.Config) -> None:
     def state() -> dict[str, int]:
         kernel, pad = psutil.Process(), psutil.Process(launchpad().pid)
+        until(lambda: len(pad.children()) <= 1, "the last owner's end")  # a branch may stay
         return {
             "kernel's descriptors": kernel.num_fds(),
             "kernel's threads": kernel.num_threads(),
@@ -532,7 +565,6 @@ def test_fifty_launches_leave_no_trace(config: nb.Config) -> None:
     before, memory_before = state(), memory()
     for _ in range(50):
         run(functions.ranks, config)
-    until(lambda: len(psutil.Process(launchpad().pid).children()) <= 1, "the last owner's end")
     assert state() == before
     grown = [after - base for after, base in zip(memory(), memory_before, strict=True)]
     assert max(grown) < 8_000_000, grown

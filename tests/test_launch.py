@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import sqlite3
 import sys
 import textwrap
 import threading
@@ -507,6 +509,22 @@ def test_prepare_divides_the_global_batch(config: nb.Config) -> None:
     assert two.value["gradient"] == pytest.approx(one.value["gradient"], rel=1e-5)
     with pytest.raises(PlanError, match="batch_size is 7, which 2 ranks cannot divide"):
         quiet(functions.prepares, config.with_overrides({"model.batch": 7}), 2)
+
+
+# --- tracking ---
+
+
+def test_a_tracked_run_is_in_the_database_when_the_launch_returns(config: nb.Config) -> None:
+    tracked = config.with_overrides({"tracking.mlflow": True})
+    result = quiet(functions.reports, tracked)
+    database = Path(config.runtime.output_dir) / "mlflow.db"
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        rows = connection.execute("select key, step, value from metrics order by step").fetchall()
+        runs = connection.execute("select name, status from runs").fetchall()
+    assert [row for row in rows if row[0] == "accuracy"] == [
+        ("accuracy", step, 0.25 * (step + 1)) for step in range(3)
+    ]
+    assert runs == [(result.paths.run_id, "FINISHED")]
 
 
 # --- going on with a run ---

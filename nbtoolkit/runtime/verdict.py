@@ -113,7 +113,7 @@ def _death(
     if flight.exited is not None and len(flight.ranks) == 1:
         dead[0].code = flight.exited
     # elastic ends the others with SIGTERM as soon as one is dead, within milliseconds
-    rank = min(dead, key=lambda rank: (rank.code is None, rank.code == -signal.SIGTERM))
+    rank = min(dead, key=lambda rank: (rank.code == -signal.SIGTERM, rank.code is None))
     if rank.code is None and waited < _CODE_SECONDS:
         if waited > 1.0:
             flight.kill_ranks()  # elastic tells codes once all are gone; C++ ignores SIGTERM
