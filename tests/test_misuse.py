@@ -14,7 +14,7 @@ import torch
 from kernels import run_folder, script
 
 import nbtoolkit as nb
-from nbtoolkit.errors import CheckpointError, ConfigError, LaunchError, ResumeError
+from nbtoolkit.errors import CheckpointError, ConfigError, LaunchError, ResumeError, RunFolderError
 from nbtoolkit.runtime.paths import fingerprint
 
 pytestmark = pytest.mark.timeout(120)
@@ -265,3 +265,34 @@ def test_a_launchpad_that_cannot_start_says_why(config: nb.Config, tmp_path: Pat
     assert "No module named 'encodings'" in said
     assert "Do now:  launch again" in said
     assert not list((tmp_path / "out").iterdir())
+
+
+# --- surroundings ---
+
+
+@pytest.mark.parametrize("value", ["", "auto", "0"])
+def test_omp_num_threads_that_is_no_number(
+    value: str, config: nb.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    result = quiet(lambda config, ctx: torch.get_num_threads(), config, processes=2)
+    assert result.values == [result.plan.threads_per_rank] * 2
+
+
+def test_a_working_directory_that_was_deleted(
+    config: nb.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(
+        LaunchError, match=r"directory of this process has been deleted\n(.*\n)*.*%cd"
+    ):
+        quiet(functions.ranks, config)
+
+
+def test_a_folder_whose_name_is_too_long(config: nb.Config) -> None:
+    mine = config.with_overrides({"runtime.output_dir": "/tmp/" + "x" * 300})
+    with pytest.raises(RunFolderError, match="File name too long"):
+        quiet(functions.ranks, mine, resume="auto")

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from nbtoolkit.errors import ConfigError
+from nbtoolkit.errors import ConfigError, LaunchError
 from nbtoolkit.runtime.limits import ROOT, cpu_count, memory_limit
 from nbtoolkit.runtime.table import gib, html_table
 
@@ -99,7 +99,7 @@ def detect_host(
     modules = sys.modules if modules is None else modules
     kernel = in_kernel(modules)
     kind, reason = _kind(environ, root, modules, kernel)
-    working, scratch, data = _folders(kind, environ, root, cwd or Path.cwd())
+    working, scratch, data = _folders(kind, environ, root, cwd or _cwd())
     tpu_reason = _tpu(environ, root)
     return Host(
         kind=kind,
@@ -168,6 +168,17 @@ def _unknown_kind(asked: str) -> ConfigError:
         allowed=", ".join(get_args(HostKind)),
         do=f"set it to {near[0]!r}" if near else "unset it, and the host is detected",
     )
+
+
+def _cwd() -> Path:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise LaunchError(
+            "the working directory of this process has been deleted",
+            allowed="a working directory that is there",
+            do="change to another one: os.chdir(...), or %cd in a cell",
+        ) from None
 
 
 def _folders(

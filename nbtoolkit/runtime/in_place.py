@@ -23,7 +23,7 @@ from nbtoolkit.runtime.keeper import Keeper
 from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.runtime.plan import LaunchPlan, make_plan
 from nbtoolkit.runtime.result import RunResult
-from nbtoolkit.runtime.surroundings import lend_variables, of_plan
+from nbtoolkit.runtime.surroundings import lend_variables, of_plan, omp_threads
 from nbtoolkit.runtime.timing import deadline_of
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def run_in_place(
         BaseException: what ``train`` raises on this rank, as it is; the launcher ends the others.
     """
     plan = make_plan(config, host, hardware)
-    threads = {"OMP_NUM_THREADS": str(plan.threads_per_rank)}
-    variables = {**threads, **os.environ, **rendezvous(host, hardware, os.environ)}
+    threads = {"OMP_NUM_THREADS": omp_threads(os.environ, plan)}
+    variables = {**os.environ, **threads, **rendezvous(host, hardware, os.environ)}
     with lend_variables(variables), own_accelerate_state(), ExitStack() as stack:
         _join(plan, host)
         run = _choose(train, config, host, name, resume)

@@ -353,10 +353,12 @@ class Owner:
         elif isinstance(outcome, verdict.Failure):
             self.record.fail(outcome.error, rank=outcome.rank, notes=outcome.notes)
         else:
-            reason = getattr(outcome, "reason", outcome)
+            count = self.plan.processes
+            what = f"{count} ranks could not form a process group"
             error = GroupStartFailed(
-                f"{self.plan.processes} ranks could not form a process group: {reason}",
-                allowed="distributed.fallback: true goes on with one process",
+                f"{what if count > 1 else 'the rank could not start'}: "
+                f"{getattr(outcome, 'reason', outcome)}",
+                allowed="distributed.fallback: true goes on with one process" if count > 1 else "",
                 do=f"read {self.paths.pilot_log()} and {self.paths.log(0)}",
             )
             self.fail_with(error)

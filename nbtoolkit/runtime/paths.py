@@ -280,7 +280,7 @@ def fingerprint(config: dict[str, Any], function: Callable[..., Any]) -> str:
 def runs_in(output_dir: str | Path) -> list[RunPaths]:
     """The runs under ``output_dir``, newest first."""
     parent = Path(output_dir).expanduser().absolute()
-    if not parent.is_dir():
+    if not os.path.isdir(parent):
         return []
     # os.path: what of other users lies there and may not be looked into is no run of ours
     folders = [entry for entry in parent.iterdir() if os.path.isfile(entry / "versions.json")]

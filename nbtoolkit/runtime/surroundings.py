@@ -113,13 +113,19 @@ def _set(names: set[str], environ: Mapping[str, str]) -> None:
             os.environ[name] = environ[name]
 
 
+def omp_threads(environ: Mapping[str, str], plan: LaunchPlan) -> str:
+    """``OMP_NUM_THREADS`` of a rank: the user's where it is a number (or a list: ``4,2``)."""
+    wish = environ.get("OMP_NUM_THREADS", "")
+    first = wish.split(",")[0]
+    return wish if first.isdecimal() and int(first) else str(plan.threads_per_rank)
+
+
 def _planned(environ: Mapping[str, str], plan: LaunchPlan, folder: Path) -> dict[str, str]:
-    threads = str(plan.threads_per_rank)
     set_now = {
         **of_plan(plan, folder),
         # empty on the CPU: a GPU that is not usable must not be found either
         "CUDA_VISIBLE_DEVICES": ",".join(plan.devices),
-        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", threads),
+        "OMP_NUM_THREADS": omp_threads(environ, plan),
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting GPUs must not touch CUDA before the fork
         "TOKENIZERS_PARALLELISM": environ.get("TOKENIZERS_PARALLELISM", "false"),
     }
