@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import reprlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
@@ -159,7 +160,19 @@ def _wrong(layer: Layer, keys: Keys, model: type[BaseModel], message: str) -> Mi
         )
     value: Any = functools.reduce(lambda values, key: values[key], keys, layer.values)
     what = f"{dotted}: {reprlib.repr(value)} is not allowed"
-    return Mistake(place=_place(layer, keys), what=what, allowed=fields(model)[dotted])
+    return Mistake(
+        place=_place(layer, keys),
+        what=what,
+        allowed=fields(model)[dotted],
+        do=f"set one of these, or take the setting out (default: {_default(model, keys)})",
+    )
+
+
+def _default(model: type[BaseModel], keys: Keys) -> str:
+    """What a setting is where nobody sets it, as YAML writes it."""
+    section = model if len(keys) == 1 else _hints(model)[keys[0]]
+    default = section.model_fields[keys[-1]].get_default(call_default_factory=True)
+    return default if isinstance(default, str) else json.dumps(default)
 
 
 def _place(layer: Layer, keys: Keys) -> str:

@@ -236,7 +236,7 @@ def test_every_setting_is_documented_and_says_what_it_allows() -> None:
         # values
         (
             "train: {epochs: many}",
-            r"my.yaml:1: train.epochs: 'many' is not allowed\n.*a whole number",
+            r"my.yaml:1: train.epochs: 'many' is not allowed\n.*a whole number.*\n.*default: 10",
         ),
         ("train: {epochs: 0}", r"train.epochs: 0 is not allowed\n.*at least 1"),
         ("train: {epochs: true}", r"train.epochs: True is not allowed"),
