@@ -186,6 +186,18 @@ def test_cell_functions_and_classes_in_pools_and_loaders(config: nb.Config, tmp_
         ]
 
 
+def test_weights_of_a_run_that_saved_none(config: nb.Config) -> None:
+    result = quiet(functions.draws, config, start="inline")
+    with pytest.raises(CheckpointError, match=r"saved no checkpoint\n(.*\n)*.*ctx\.save"):
+        result.load_into(torch.nn.Linear(1, 1))
+
+
+def test_the_value_of_rank_0_is_read_without_the_others(config: nb.Config) -> None:
+    result = quiet(functions.ranks, config, processes=2)
+    result.paths.value(1).write_bytes(b"nothing that can be read")
+    assert result.value["rank"] == 0
+
+
 # --- runs that were there before ---
 
 

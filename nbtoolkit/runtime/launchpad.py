@@ -142,6 +142,8 @@ class Launchpad:
         except TimeoutError:
             packet = None
         if packet is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)  # its socket closes a moment before it has ended
             code = self._process.poll()
             end = "does not answer" if code is None else f"ended with code {code}"
             what = f"the launchpad process {end}{self._last_words()}"

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from nbtoolkit.errors import LaunchError, RunFolderError
+from nbtoolkit.errors import CheckpointError, LaunchError, RunFolderError
 from nbtoolkit.runtime.cell import CellOutput
 from nbtoolkit.runtime.crossing import unpack_value
 from nbtoolkit.runtime.events import Event, EventReader
@@ -63,17 +63,18 @@ class RunResult:
         self.plan = LaunchPlan.from_dict(read_json(paths.plan))
         self._processes: int = ended["processes"]
 
-    @property
+    @cached_property
     def value(self) -> Any:
         """What rank 0 returned (tensors on the CPU); None when the run left early."""
-        return self.values[0] if self.values else None
+        return unpack_value(self.paths.value(0)) if self.status == "completed" else None
 
     @cached_property
     def values(self) -> list[Any]:
         """What each rank returned, by rank; empty when the run left early."""
         if self.status != "completed":
             return []
-        return [unpack_value(self.paths.value(rank)) for rank in range(self._processes)]
+        others = range(1, self._processes)
+        return [self.value, *(unpack_value(self.paths.value(rank)) for rank in others)]
 
     def load_into(self, model: torch.nn.Module, kind: str = "best") -> torch.nn.Module:
         """Load the run's weights into ``model`` (the notebook's own object) and return it.
@@ -88,6 +89,12 @@ class RunResult:
         from nbtoolkit.training.checkpoint import load_model
 
         path = self.paths.checkpoints / f"{kind}.pt"
+        if not path.exists() and self.checkpoint is None:
+            raise CheckpointError(
+                f"the run {self.paths.run_id} has saved no checkpoint",
+                allowed="runs whose function calls nb.fit(...) or ctx.save(...)",
+                do='call ctx.save({"model": model.state_dict()}) before it returns',
+            )
         return load_model(path if path.exists() else self.checkpoint or path, model)
 
     def __repr__(self) -> str:

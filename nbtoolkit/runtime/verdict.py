@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Failures this close together have one cause: a dead rank breaks its neighbours' connections within
 # milliseconds.
 _TOGETHER = 0.15
-_CODE_SECONDS = 6.0  # for the pilot to tell a dead rank's exit code; it needs 0.1 on a quiet machine
+_CODE_SECONDS = 6.0  # for the pilot to tell a dead rank's exit code; 0.1 on a quiet machine
 
 # What a signal usually means to somebody who trains models.
 _MEANINGS = {
