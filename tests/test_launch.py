@@ -629,6 +629,20 @@ def test_a_named_run_refuses_differences_and_shows_them(config: nb.Config) -> No
     assert quiet(train, longer, resume=folder).value == {"epoch": 3}
 
 
+def test_a_launch_that_does_not_start_leaves_the_named_run_as_it_was(config: nb.Config) -> None:
+    cell: dict[str, Any] = {"__name__": "__main__", "captured": 1}
+    exec("def train(config, ctx):\n    return str(captured)", cell)
+    first = quiet(cell["train"], config)
+    cell["captured"] = threading.Lock()
+    longer = config.with_overrides({"train.epochs": config.train.epochs + 1})
+    with pytest.raises(CannotPickle, match="the global `captured`"):
+        quiet(cell["train"], longer, resume=first.paths.folder)
+    again = nb.attach(first.paths.folder).result(timeout=60)
+    assert (again.status, again.value) == ("completed", "1")
+    cell["captured"] = 2
+    assert quiet(cell["train"], longer, resume=first.paths.folder).value == "2"
+
+
 def test_a_detached_run_is_attached_to_when_it_has_ended(config: nb.Config) -> None:
     handle = begin(functions.reports, config, detach=True)
     assert handle.result(timeout=60).status == "completed"

@@ -60,6 +60,11 @@ class RunLock:
         self.release()
 
 
+# Files of a run that each attempt writes anew: before it starts, and when it has ended.
+_DECIDED = ("config.yaml", "plan.json", "versions.json")
+_ENDED = ("result.json", "error.json", "error.pkl")
+
+
 @dataclass(frozen=True)
 class ChosenRun:
     """A run folder, locked for this launch until the end of its ``with`` block."""
@@ -113,14 +118,20 @@ def choose_run(
             raise folder_error(paths.folder, error) from error
         assert lock is not None
         return ChosenRun(paths, lock, 1)
-    for left_over in (
-        chosen.paths.result,
-        chosen.paths.error,
-        chosen.paths.error_pickle,
-        chosen.paths.stop,
-    ):
-        left_over.unlink(missing_ok=True)
+    _put_aside(chosen.paths)
     return chosen
+
+
+def _put_aside(paths: RunPaths) -> None:
+    """Keep how the last attempt was decided and ended, until the next one has started."""
+    paths.previous.mkdir(exist_ok=True)
+    for name in _DECIDED:
+        shutil.copy2(paths.folder / name, paths.previous / name)
+    for name in _ENDED:
+        (paths.previous / name).unlink(missing_ok=True)
+        if (paths.folder / name).exists():
+            os.replace(paths.folder / name, paths.previous / name)
+    paths.stop.unlink(missing_ok=True)
 
 
 def _unfinished(output_dir: Path, wanted: str) -> ChosenRun | None:
@@ -218,9 +229,12 @@ def lock_run(paths: RunPaths) -> RunLock | None:
 
 
 def discard(run: ChosenRun) -> None:
-    """A launch that did not start leaves no new folder behind."""
+    """A launch that did not start leaves no new folder behind, and an earlier run as it was."""
     if not run.resumed:
         shutil.rmtree(run.paths.folder, ignore_errors=True)
+        return
+    for file in run.paths.previous.iterdir():
+        os.replace(file, run.paths.folder / file.name)
 
 
 def write_header(

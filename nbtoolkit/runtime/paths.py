@@ -9,6 +9,7 @@ ranks/<rank>/log.txt  stacks.txt          all output of a rank; its stacks when 
 values/<rank>.pkl                         return values (pickled: load only your own runs)
 checkpoints/                              written by ctx.save and fit
 result.json | error.json, error.pkl       how it ended
+previous/                                 the same of the attempt before, and what was decided then
 """
 
 from __future__ import annotations
@@ -117,6 +118,11 @@ class RunPaths:
     def pilot_log(self) -> Path:
         """Output of the launcher process itself (accelerate, elastic)."""
         return self.folder / "ranks" / "launcher.txt"
+
+    @property
+    def previous(self) -> Path:
+        """How the attempt before this one was decided and ended."""
+        return self.folder / "previous"
 
     @property
     def elastic(self) -> Path:
