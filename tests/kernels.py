@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty
 from typing import Any
+
+from nbtoolkit.runtime.watch import without_launcher
+from nbtoolkit.runtime.worker import STACKS_SIGNAL
 
 HERE = Path(__file__).parent
 SECONDS = 60.0
@@ -71,6 +75,37 @@ def descendants(pid: int) -> set[int]:
         for child in map(int, task.read_text().split()):
             found |= {child} | descendants(child)
     return found
+
+
+def finish(handle: Any, seconds: float) -> Any:
+    """A run's result; one that does not come in time is ended, and what is known of it told."""
+    try:
+        return handle.result(timeout=seconds)
+    except TimeoutError as error:
+        told = _all_that_is_known(handle)
+        handle.stop("the test has waited long enough", grace=0.0)
+        raise AssertionError(f"{error}\n{told}") from None
+
+
+def _all_that_is_known(handle: Any) -> str:
+    events = [event for event in handle.events() if event["type"] != "run"]
+    ranks = {event["pid"] for event in events if event.get("pid")}
+    for pid in filter(alive, ranks):
+        os.kill(pid, STACKS_SIGNAL)
+    time.sleep(0.5)
+    files = [*handle.paths.folder.glob("ranks/*.txt"), *handle.paths.folder.glob("ranks/*/*.txt")]
+    logs = [f"--- {file}\n{without_launcher(file.read_text())[-3000:]}" for file in files]
+    owner = json.loads(handle.paths.owner.read_text())["pid"]
+    family = {owner, *ranks, *descendants(os.getpid())}
+    waits = [f"{pid} in {_read(pid, 'wchan')}: {_read(pid, 'stat')[:60]}" for pid in sorted(family)]
+    return "\n".join([*map(str, events), *waits, *logs])
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text()
+    except OSError as error:
+        return str(error)
 
 
 class Script:

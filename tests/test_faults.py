@@ -18,7 +18,7 @@ from typing import Any
 import functions
 import psutil
 import pytest
-from kernels import START, all_gone, descendants, ranks_up, run_folder, script, until
+from kernels import START, all_gone, descendants, finish, ranks_up, run_folder, script, until
 
 import nbtoolkit as nb
 from nbtoolkit import errors
@@ -43,7 +43,8 @@ def begin(train: Any, config: nb.Config, processes: int = 2, **options: Any) -> 
 
 def run(train: Any, config: nb.Config, processes: int = 2, seconds: float = SOON) -> nb.RunResult:
     """A launch whose end is waited for, but not for ever."""
-    return begin(train, config, processes).result(timeout=seconds)
+    result: nb.RunResult = finish(begin(train, config, processes), seconds)
+    return result
 
 
 def works(config: nb.Config) -> bool:
