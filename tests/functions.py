@@ -159,6 +159,14 @@ def waits_for_file(config: Any, ctx: Any) -> str:
     return go.read_text()
 
 
+def loads_late(config: Any, ctx: Any) -> bool:
+    """Rank 1 comes to its load when rank 0 has long come to its save; whether it found a state."""
+    time.sleep(0.5 * ctx.rank)
+    found = ctx.load() is not None
+    ctx.save({"epoch": 1})
+    return found
+
+
 def saves_then_leaves(config: Any, ctx: Any) -> str:
     """Save, then report until asked to leave; return at once where a checkpoint is found."""
     if ctx.load() is not None:

@@ -629,6 +629,10 @@ def test_a_named_run_refuses_differences_and_shows_them(config: nb.Config) -> No
     assert quiet(train, longer, resume=folder).value == {"epoch": 3}
 
 
+def test_a_late_rank_does_not_load_what_is_being_saved(config: nb.Config) -> None:
+    assert quiet(functions.loads_late, config).values == [False, False]
+
+
 def test_a_launch_that_does_not_start_leaves_the_named_run_as_it_was(config: nb.Config) -> None:
     cell: dict[str, Any] = {"__name__": "__main__", "captured": 1}
     exec("def train(config, ctx):\n    return str(captured)", cell)

@@ -141,6 +141,8 @@ class RunContext:
             ReportError: another rank is not coming to this call.
         """
         path = self._checkpoint(kind)
+        # only when all ranks are here: one that is late must not load what is saved now
+        self._together("saving")
         if self.is_main:
             write_state(path, state)
         self._together("checkpoint", path=str(path), step=_whole(step), kind=kind)

@@ -221,7 +221,7 @@ class Owner:
             self.record.logged(message["values"], message["step"])
         elif kind == "phase":
             self._on_phase(flight, rank, message)
-        elif kind in ("report", "checkpoint"):
+        elif kind in ("report", "saving", "checkpoint"):
             rank.asking = message
             self._answer_if_all_ask(flight)
         elif kind == "imports":

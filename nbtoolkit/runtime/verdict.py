@@ -165,7 +165,7 @@ def hung(ranks: list[RankView], stacks: str, timeout: float, paths: RunPaths) ->
 def missing_call(asking: list[RankView], missing: list[RankView]) -> dict[str, str]:
     """What ranks that wait in a common call are told when the others are not coming."""
     question = asking[0].asking or {}
-    verb = {"report": "ctx.report", "checkpoint": "ctx.save"}[question["type"]]
+    verb = "ctx.report" if question["type"] == "report" else "ctx.save"
     here = ", ".join(str(rank.rank) for rank in asking)
     there = ", ".join(f"{rank.rank} ({_where(rank)})" for rank in missing)
     return {
