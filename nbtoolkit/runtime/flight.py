@@ -45,6 +45,11 @@ class RankView:
         """Whether it will send nothing more."""
         return self.phase in ("done", "left", "failed", "dead")
 
+    @property
+    def has_group(self) -> bool:
+        """Whether it has joined the others; what comes then, the user's imports, may take long."""
+        return self.phase in ("group", "ready", "user")
+
     def end(self, phase: str, word: Message | None = None) -> None:
         """It has ended: done, left, failed, or dead without a word."""
         self.reached = self.phase

@@ -36,7 +36,8 @@ from nbtoolkit.runtime.wire import Line, Message, memory_file, send_packet, wake
 TICK = 0.05  # seconds between looks at the ranks when nothing is said
 FAILURE_GRACE = 1.0  # what the other ranks get after the first failure, before SIGKILL
 INTERRUPT_GRACE = 5.0
-START_SECONDS = 90.0  # for all ranks to form their group; NCCL on a cold T4 pair takes 15 s
+START_SECONDS = 30.0  # for all ranks to form their group: 0.1 s on a quiet machine,
+NCCL_START_SECONDS = 90.0  # 15 s with NCCL on a cold T4 pair
 LAND_SECONDS = 10.0  # for the processes to end after their last word
 MISSING_SECONDS = 4.0  # a rank in ctx.report waits this long before the others are looked at
 PORT_TRIES = 4
@@ -139,9 +140,13 @@ class Owner:
         for note in self._content["notes"]:
             self.record.note(note, level="warning")
         ports_tried = 0
+        late_before = False
         while True:
             outcome = self._fly()
-            if isinstance(outcome, PortBusy) and ports_tried < PORT_TRIES and not self._forked:
+            if isinstance(outcome, Late) and not late_before and not self._forked:
+                late_before = True
+                self.record.note(f"{outcome.reason}: once more", level="warning")
+            elif isinstance(outcome, PortBusy) and ports_tried < PORT_TRIES and not self._forked:
                 ports_tried += 1
                 self._replan(outcome)
             elif isinstance(outcome, GroupFailure) and self._may_fall_back():
@@ -299,8 +304,10 @@ class Owner:
                 wake(self._kernel)
             if (hung := self._watch.hung()) is not None:
                 return verdict.hung(*hung, self._hang_timeout, self.paths)
-        elif time.monotonic() - flight.started_at > START_SECONDS:
-            return GroupFailure(f"the ranks did not form a group within {START_SECONDS:.0f} s")
+        elif not all(rank.has_group or rank.over for rank in flight.ranks):
+            limit = NCCL_START_SECONDS if flight.plan.backend == "nccl" else START_SECONDS
+            if time.monotonic() - flight.started_at > limit:
+                return Late(f"the ranks did not form a group within {limit:.0f} s")
         return None
 
     def _look_for_missing(self, flight: Flight) -> None:
@@ -374,6 +381,10 @@ class Owner:
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
+
+
+class Late(GroupFailure):
+    """The ranks were too slow. Elastic forks them beside a thread of its store: such a child can hang."""
 
 
 class LaunchpadGone(Exception):
