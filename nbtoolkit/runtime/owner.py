@@ -384,7 +384,7 @@ class Owner:
 
 
 class Late(GroupFailure):
-    """The ranks were too slow. Elastic forks them beside a thread of its store: such a child can hang."""
+    """The ranks were too slow: they are forked beside a thread of elastic's, and may hang."""
 
 
 class LaunchpadGone(Exception):
