@@ -24,6 +24,7 @@ from nbtoolkit.config_values import (
     Free,
     FreeSection,
     NotNegative,
+    OptimizerName,
     Port,
     Positive,
     Seconds,
@@ -53,18 +54,28 @@ class Section(BaseModel):
 class Optim(Section):
     """The optimizer and its schedule, as `nb.fit` builds them."""
 
-    name: Literal["adamw", "adam", "sgd", "rmsprop"] = "adamw"
-    """The optimizer."""
+    name: OptimizerName = "adamw"
+    """The optimizer: one of torch's by its short name, or any class by its dotted one."""
+    options: Free = FreeSection()
+    """More arguments of the optimizer, by their own names (`betas`, `eps`, `nesterov`)."""
     lr: Positive = 1e-3
     """The peak learning rate, before `lr_rule`."""
     weight_decay: NotNegative = 0.01
     """Weight decay (decoupled for adamw)."""
+    decay_all: bool = False
+    """Whether biases and the weights of norms decay too."""
     momentum: Share = 0.9
     """Momentum of sgd; the others do not read it."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up."""
+    schedule: Literal["cosine", "linear", "constant", "one_cycle", "plateau"] = "cosine"
+    """How the learning rate falls after the warm-up; all but `plateau` by the optimizer step."""
     warmup: Share = 0.05
     """Share of all steps in which the learning rate rises from 0 to its peak."""
+    floor: Share = 0.0
+    """Where cosine, linear, one_cycle and plateau end at the lowest, as a share of the peak."""
+    plateau_patience: Count = 5
+    """`plateau`: epochs without a better `checkpoint.monitor` after which the rate drops."""
+    plateau_factor: Share = 0.1
+    """`plateau`: what the rate is multiplied by when it drops."""
     lr_rule: Literal["none", "linear", "sqrt"] = "none"
     """With `train.batch_size_per_device`: how the rate grows with the number of devices."""
 
@@ -82,16 +93,42 @@ class Train(Section):
     """The other choice: samples of one rank in one step. `batch_size` then has no meaning."""
     precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
     """`auto`: by the device's compute capability (bf16 from sm_80, fp16 on a T4), fp32 on a CPU."""
+    drop_last: bool = False
+    """Leave out an epoch's last uneven step (false: it counts by exactly the samples it has)."""
     clip_norm: Positive | None = None
     """Gradients with a larger norm are scaled down to this one."""
     accumulate: Auto | Count = "auto"
     """Micro-batches in one optimizer step; `auto`: one, more when memory demands it."""
     workers: CountFrom0 = 0
     """DataLoader processes of each rank; data in memory as tensors or arrays needs none."""
+    compile: bool = False
+    """`torch.compile` the model: minutes at the start, faster steps after."""
+    channels_last: bool = False
+    """Images in memory by pixel, not by channel: faster convolutions on GPUs with tensor cores."""
+    activation_checkpointing: bool = False
+    """Compute activations anew in the backward pass instead of keeping them: less memory."""
+    fp16_weights: Literal["refuse", "upcast"] = "refuse"
+    """Trainable weights that come in half precision; `upcast`: make them fp32."""
+    average: Literal["none", "ema", "swa"] = "none"
+    """Validate and keep averaged weights: exponential (every step), or the mean of late epochs."""
+    ema_decay: Share = 0.999
+    """`ema`: how much of the average stays in each step, after a warm-up of its own."""
+    swa_start: Share = 0.75
+    """`swa`: the share of all steps after which averaging begins."""
+    swa_lr: Positive | None = None
+    """`swa`: the constant learning rate while averaging; null: what the schedule says."""
+    patience: Count | None = None
+    """End after so many epochs without a better `checkpoint.monitor`; null: never early."""
+    min_delta: NotNegative = 0.0
+    """What counts as better, for `patience`: by more than this."""
     scaler_init_scale: Positive = 65536.0
     """First loss scale under fp16."""
     scaler_growth_interval: Count = 2000
-    """Steps without overflow after which the loss scale under fp16 doubles."""
+    """Steps without overflow after which the loss scale under fp16 grows."""
+    scaler_growth_factor: Positive = 2.0
+    """What the loss scale is multiplied by then."""
+    scaler_backoff_factor: Positive = 0.5
+    """What the loss scale is multiplied by after an overflow."""
 
 
 class Distributed(Section):
@@ -125,6 +162,10 @@ class Distributed(Section):
     """Size of DDP's buckets in MiB."""
     static_graph: bool = False
     """The same parameters are used in every step; wrong results where that is not so."""
+    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """Gradients travel compressed: faster over slow links, not exact."""
+    powersgd_rank: Count = 1
+    """`powersgd`: rank of the approximation; higher is more exact and slower."""
 
 
 class Checkpoint(Section):
@@ -136,6 +177,8 @@ class Checkpoint(Section):
     """Longest time between two checkpoints; null: not by time."""
     every_epochs: Count | None = None
     """Also after every so many epochs."""
+    every_steps: Count | None = None
+    """Also after every so many optimizer steps."""
     keep_last: Count = 2
     """How many of the newest stay (the best one stays too)."""
     monitor: Text | None = None
@@ -159,6 +202,8 @@ class Tracking(Section):
     """How often `nb.fit` logs the training loss, in optimizer steps."""
     device_metrics: bool = True
     """Memory and use of the devices, every few seconds."""
+    samples: bool = False
+    """`nb.fit` writes down which samples every optimizer step took (the run's `samples/`)."""
 
 
 class Runtime(Section):
@@ -168,6 +213,10 @@ class Runtime(Section):
     """Each run has a folder of its own in it."""
     time_budget: Seconds | None = None
     """The run saves and ends with status `deadline` in time for this; null: no limit."""
+    session_limit: Seconds | None = None
+    """The same for the age of the host's session (of the container, by its own clock)."""
+    reserve: Seconds = 60.0
+    """How long before `session_limit` the run ends, for what is left to do in the notebook."""
     hang_timeout: Seconds = 300.0
     """A rank that is silent and idle for so long while another waits for it is hung."""
 

@@ -185,6 +185,11 @@ Seconds = Annotated[
     Says("seconds above 0, or a text such as 90s, 30m or 1h30m"),
 ]
 Text = Annotated[str, Field(min_length=1), Says("a text")]
+OptimizerName = Annotated[
+    str,
+    Field(pattern=r"^(adamw|adam|sgd|rmsprop|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+)$"),
+    Says("adamw, adam, sgd, rmsprop, or package.module.Class"),
+]
 TaskName = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$"), Says("package.module:function")]
 Devices = Annotated[
     tuple[Annotated[int, Field(ge=0)], ...],

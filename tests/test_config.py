@@ -57,7 +57,11 @@ def test_later_layers_win(write: Write) -> None:
 
 def test_the_hosts_overlay_holds_where_the_shipped_file_is_silent() -> None:
     config = load_config(ROOT / "config/train.yaml", env="kaggle")
-    assert config.differences(Config()) == {**DIGITS, "runtime.time_budget": (41400.0, None)}
+    assert config.differences(Config()) == {
+        **DIGITS,
+        "runtime.session_limit": (43200.0, None),
+        "runtime.reserve": (900.0, 60.0),
+    }
     assert load_config(env="colab").checkpoint.every_minutes == 5
 
 
@@ -245,7 +249,10 @@ def test_every_setting_is_documented_and_says_what_it_allows() -> None:
         ("optim: {lr: .nan}", r"optim.lr: nan is not allowed"),
         ("optim: {lr: .inf}", r"optim.lr: inf is not allowed"),
         ("optim: {warmup: 5}", r"optim.warmup: 5 is not allowed\n.*from 0 to 1"),
-        ("optim: {name: lion}", r"optim.name: 'lion' is not allowed\n.*adamw, adam, sgd or"),
+        (
+            "optim: {name: lion}",
+            r"optim.name: 'lion' is not allowed\n.*adamw, adam, sgd, rmsprop, or",
+        ),
         ("train: {precision: fp8}", r"'fp8' is not allowed\n.*auto, fp32, fp16 or bf16"),
         ("distributed: {enabled: 2}", r"enabled: 2 is not allowed\n.*auto, true or false"),
         (

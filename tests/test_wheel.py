@@ -34,7 +34,7 @@ def test_configuration_loads_from_the_wheel(installed: Path, tmp_path: Path) -> 
     program = (
         "import nbtoolkit as nb\n"
         "config = nb.load_config('config/train.yaml', env='kaggle')\n"
-        "print(nb.__file__, config.runtime.time_budget, config.train.epochs)"
+        "print(nb.__file__, config.runtime.session_limit, config.train.epochs)"
     )
     environ = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(
@@ -45,4 +45,4 @@ def test_configuration_loads_from_the_wheel(installed: Path, tmp_path: Path) -> 
         text=True,
         timeout=60,
     )
-    assert done.stdout.split() == [str(installed / "nbtoolkit/__init__.py"), "41400.0", "30"], done
+    assert done.stdout.split() == [str(installed / "nbtoolkit/__init__.py"), "43200.0", "30"], done
