@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.data import Collate, Source, make_source
-from nbtoolkit.training.metrics import LossWindow, Meter, Metrics, named_metrics
+from nbtoolkit.training.metrics import LossWindow, Metrics, named_metrics
 from nbtoolkit.training.optimizer import make_schedule
-from nbtoolkit.training.order import Order, mix, shard
+from nbtoolkit.training.order import Order, mix
 from nbtoolkit.training.progress import Progress
 from nbtoolkit.training.stepper import Forward, Loss, Stepper
+from nbtoolkit.training.validation import Validator
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,7 @@ def fit(
         Leave: the run was asked to end (a BaseException: let it pass); all is saved by then.
     """
     trainer = _Trainer(ctx, config, model, train_data, loss, step or _pair, collate)
-    validator = _Validator(ctx, config, valid_data, named_metrics(metrics), collate)
+    validator = Validator(ctx, config, valid_data, named_metrics(metrics), collate)
     progress = Progress.of(ctx, config, trainer.stepper)
     while not trainer.done:
         epoch = progress.epoch + 1
@@ -96,7 +97,7 @@ class _Trainer:
         collate: Collate | None,
     ) -> None:
         self._ctx = ctx
-        self._source = _source(ctx, config, data, collate, "training")
+        self._source = _source(ctx, config, data, collate)
         self._order = Order(
             size=len(self._source),
             batch=ctx.plan.global_batch_size,
@@ -142,51 +143,17 @@ class _Trainer:
         self._ctx.log(values, step=stepper.step)
 
 
-class _Validator:
-    """One rank's part of every validation: a shard without padding, each sample counts once."""
-
-    def __init__(
-        self,
-        ctx: RunContext,
-        config: Config,
-        data: Any,
-        metrics: dict[str, Any],
-        collate: Collate | None,
-    ) -> None:
-        self._ctx, self._metrics = ctx, metrics
-        self._source = None if data is None else _source(ctx, config, data, collate, "validation")
-
-    def values(self, stepper: Stepper) -> dict[str, float]:
-        """``val_loss`` and the metrics over all samples of all ranks; none without a data set."""
-        import torch
-
-        if self._source is None:
-            return {}
-        ctx, size, batch = self._ctx, len(self._source), self._ctx.plan.batch_size_per_device
-        low, high = shard(size, ctx.rank, ctx.world_size)
-        sizes = [min(batch, high - start) for start in range(low, high, batch)]
-        meter = Meter(self._metrics, ctx.device, ranks=ctx.world_size, samples=size)
-        stepper.share_buffers()
-        stepper.module.eval()
-        batches = self._source.batches(torch.arange(low, high), sizes)
-        for rows, count in zip(batches, sizes, strict=True):
-            outputs, targets, loss = stepper.evaluate(rows)
-            meter.add(loss, outputs, targets, count)
-        return {f"val_{name}": value for name, value in meter.result().items()}
-
-
 def _source(
     ctx: RunContext,
     config: Config,
     data: Any,
     collate: Collate | None,
-    what: str,
 ) -> Source:
     source = make_source(data, ctx.device, collate=collate, workers=config.train.workers)
     if len(source) == 0:
         raise FitError(
-            f"the {what} set is empty",
-            allowed="one sample or more" + (", or valid_data=None" if what == "validation" else ""),
+            "the training set is empty",
+            allowed="one sample or more",
             do="check the split or the filter that made it",
         )
     return source
