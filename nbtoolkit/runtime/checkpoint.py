@@ -74,6 +74,12 @@ def read_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     return state
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run's ``checkpoints`` folder has something to go on from (ctx.save's, or fit's)."""
+    patterns = ("last.pt", "step-*/manifest.json", "fit-*/step-*/manifest.json")
+    return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
+
+
 def _plain(value: Any, where: str) -> Any:
     """``value`` of plain containers and tensors; raises for what weights-only loading refuses."""
     import torch
