@@ -172,7 +172,7 @@ def _default(model: type[BaseModel], keys: Keys) -> str:
     """What a setting is where nobody sets it, as YAML writes it."""
     section = model if len(keys) == 1 else _hints(model)[keys[0]]
     default = section.model_fields[keys[-1]].get_default(call_default_factory=True)
-    return default if isinstance(default, str) else json.dumps(default)
+    return default if isinstance(default, str) else json.dumps(default, default=dict)
 
 
 def _place(layer: Layer, keys: Keys) -> str:

@@ -54,6 +54,23 @@ _ALIASES = {
     "enable_multi_gpu_monitoring": "tracking.device_metrics",
 }
 
+# Arguments of torch's optimizers: they stand under optim.options, by their own names.
+_OPTIMIZER_ARGUMENTS = (
+    "alpha",
+    "amsgrad",
+    "betas",
+    "centered",
+    "dampening",
+    "eps",
+    "fused",
+    "initial_accumulator_value",
+    "lr_decay",
+    "maximize",
+    "momentum_decay",
+    "nesterov",
+    "rho",
+)
+
 # Names that may stand there with these values, and then say nothing new.
 _ALREADY_SO: dict[str, tuple[Any, ...]] = {
     "init_method": ("env://",),
@@ -186,6 +203,8 @@ def nearest(dotted: str, known: Iterable[str]) -> str:
         The name, or an empty text when none is near.
     """
     section, last = dotted.rpartition(".")[0], dotted.rpartition(".")[2].lower()
+    if section in ("", "optim") and last in _OPTIMIZER_ARGUMENTS:
+        return f"optim.options.{last}"
     means = {f"{section}.{alias}".lstrip("."): name for alias, name in _ALIASES.items()}
     means.update({name: name for name in known})
     by_last = {name.rpartition(".")[2]: name for name in reversed(means)}

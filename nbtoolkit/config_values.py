@@ -125,6 +125,8 @@ def _choices(hint: Any) -> Iterator[str]:
 
 
 def _free(value: Any) -> Any:
+    if value is None:
+        return FreeSection()  # `options:` with nothing under it
     if not isinstance(value, Mapping):
         raise ValueError(f"{value!r} is no section")
     return value if isinstance(value, FreeSection) else FreeSection(value)

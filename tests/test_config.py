@@ -184,6 +184,15 @@ def test_it_goes_to_yaml_and_back(tmp_path: Path) -> None:
     assert Config.model_validate(json.loads(json.dumps(config.to_dict()))) == config
 
 
+def test_arguments_of_the_optimizer_come_from_files_and_overrides(write: Write) -> None:
+    path = write("optim:\n  name: torch.optim.NAdam\n  options:\n    eps: 1e-6\n    betas: [1, 1]")
+    config = load_config(path, env=None, overrides=["optim.options.betas=[0.9, 0.95]"])
+    assert dict(config.optim.options) == {"eps": 1e-6, "betas": (0.9, 0.95)}
+    path.write_text(config.to_yaml())
+    assert load_config(path, env=None) == config
+    assert load_config(write("optim: {options: }"), env=None) == Config()
+
+
 def test_it_is_frozen_hashable_and_travels() -> None:
     config = load_config(env=None, overrides={"model": {"layers": [1, {"a": 2}]}})
     for section in (config, config.optim, config.model):
@@ -248,6 +257,9 @@ def test_every_setting_is_documented_and_says_what_it_allows() -> None:
         ("optim: {lr: -1}", r"optim.lr: -1 is not allowed\n.*above 0"),
         ("optim: {lr: .nan}", r"optim.lr: nan is not allowed"),
         ("optim: {lr: .inf}", r"optim.lr: inf is not allowed"),
+        ("optim: {options: 5}", r"optim.options: 5 is not allowed\n.*texts.*\n.*default: \{\}"),
+        ("optim: {betas: [1, 2]}", r"setting 'optim.betas'(.|\n)*mean 'optim.options.betas'"),
+        ("nesterov: true", r"setting 'nesterov'(.|\n)*did you mean 'optim.options.nesterov'"),
         ("optim: {warmup: 5}", r"optim.warmup: 5 is not allowed\n.*from 0 to 1"),
         (
             "optim: {name: lion}",

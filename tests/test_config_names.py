@@ -101,6 +101,7 @@ def test_what_is_refused_is_refused_with_its_reason(settings: dict[str, Any], me
 def test_names_of_the_users_own_sections_are_left_alone() -> None:
     own = dict.fromkeys([*_ALIASES, *_REFUSED], 1)
     assert _load(model=own).model.to_dict() == own
+    assert _load(optim={"options": own}).optim.options.to_dict() == own
 
 
 def test_every_other_name_leads_to_a_setting_of_ours() -> None:
