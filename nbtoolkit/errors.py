@@ -12,7 +12,7 @@ NbtoolkitError
 ├── WorkerError            a rank failed with an exception that cannot be rebuilt here
 │   ├── WorkerDied         a rank ended without an exception (signal, os._exit)
 │   └── WorkerHung         a rank is silent and idle while another waits for it
-├── ReportError            ctx.report or ctx.save was not called by every rank
+├── ReportError            ctx.report, ctx.check or ctx.save was not called by every rank
 ├── ResumeError            resume= names a run that does not fit
 ├── FitError               nb.fit was given something it cannot train with
 ├── CheckpointError        a checkpoint is missing, damaged or foreign
@@ -125,7 +125,7 @@ class MissingExtra(NbtoolkitError, ImportError):
 
 
 class Leave(BaseException):
-    """Raised on every rank at the same ``ctx.report`` when the run is to end early.
+    """Raised on every rank at the same ``ctx.report`` or ``ctx.check`` when a run ends early.
 
     A ``BaseException``, so that ``except Exception`` in user code does not swallow it.
     ``status`` is the status the launch returns: ``"stopped"``, ``"pruned"`` or ``"deadline"``.

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any, Protocol
 
 from nbtoolkit.runtime.record import RunRecord
 from nbtoolkit.runtime.wire import Line, Message
+
+LOOK_SECONDS = 0.2  # between two looks at the run's folder when asked for news: one takes 10 us
 
 
 class Channel(Protocol):
     """One rank's way to the run's record."""
 
     def send(self, type: str, **fields: Any) -> None:
-        """Say something; no answer comes."""
+        """Say something; no answer comes. Any thread may."""
 
     def ask(self, type: str, **fields: Any) -> Message:
         """Say something that every rank says, and wait for the one answer all of them get."""
+
+    def news(self) -> bool:
+        """Whether the ranks are to come and ask; on rank 0, at once, without the other ranks."""
 
 
 class OwnerChannel:
@@ -24,6 +30,7 @@ class OwnerChannel:
 
     def __init__(self, line: Line) -> None:
         self._line, self._asking = line, threading.Lock()
+        self._called = False
 
     def send(self, type: str, **fields: Any) -> None:
         """See :class:`Channel`. An owner that is gone is noticed at the next ask."""
@@ -35,9 +42,27 @@ class OwnerChannel:
             self._line.send({"type": type, **fields})
             return self.wait() or {"leave": "stopped"}
 
+    def news(self) -> bool:
+        """See :class:`Channel`: 2 us. An owner that is gone is news too."""
+        if not self._called and self._asking.acquire(blocking=False):  # else another thread asks
+            try:
+                for message in self._line.drain():
+                    self._note(message)
+            finally:
+                self._asking.release()
+        return self._called or self._line.closed
+
     def wait(self) -> Message | None:
-        """The owner's next message; None when it is gone."""
-        return self._line.receive()
+        """The owner's next message; None when it is gone. Its call to come is only noted."""
+        while (message := self._line.receive()) is not None and self._note(message):
+            pass
+        return message
+
+    def _note(self, message: Message) -> bool:
+        """Note the owner's call to come, which comes at any moment; whether it was that."""
+        called = message["type"] == "come"
+        self._called |= called
+        return called
 
 
 class RecordChannel:
@@ -45,26 +70,48 @@ class RecordChannel:
 
     def __init__(self, record: RunRecord) -> None:
         self.record = record
+        self._looked = time.monotonic()
 
     def send(self, type: str, **fields: Any) -> None:
         """See :class:`Channel`."""
-        if type == "metrics":
-            self.record.logged(fields["values"], fields["step"])
-        elif type != "long":  # nobody watches for hangs here
-            self.record.write(type, **fields)
+        take(self.record, {"type": type, **fields})
 
     def ask(self, type: str, **fields: Any) -> Message:
         """See :class:`Channel`."""
+        self._obey()
         return answer(self.record, {"type": type, **fields})
+
+    def news(self) -> bool:
+        """See :class:`Channel`; looks at the run's folder a few times a second."""
+        now = time.monotonic()
+        if self.record.leaving is None and now - self._looked >= LOOK_SECONDS:
+            self._looked = now
+            self._obey()
+        return self.record.leaving is not None
+
+    def _obey(self) -> None:
+        """Heed the request to stop that a handle left in the run's folder."""
+        if (request := self.record.stop_requested()) is not None:
+            reason = request.get("reason", "a handle asked")
+            self.record.ask_to_stop("stopped", reason, request.get("grace"))
+
+
+def take(record: RunRecord, message: Message) -> None:
+    """Write down what a rank says without asking; what only an owner heeds is no matter here."""
+    if message["type"] == "metrics":
+        record.logged(message["values"], message["step"])
+    elif message["type"] == "saved":
+        record.saved(message["path"], message["step"], message["kind"])
+    elif message["type"] == "note":
+        record.note(message["text"], message["level"])
 
 
 def answer(record: RunRecord, message: Message) -> Message:
     """What the record says to a question that every rank has asked (``message`` is rank 0's)."""
-    request = record.stop_requested()
-    if request is not None:
-        record.ask_to_stop("stopped", request.get("reason", "a handle asked"), request.get("grace"))
     if message["type"] == "report":
         return {"leave": record.reported(message["values"], message["step"])}
+    if message["type"] == "check":
+        return {"leave": record.decide(message["reserve"])}
     if message["type"] == "checkpoint":
         record.saved(message["path"], message["step"], message["kind"])
     return {"leave": None}
@@ -92,3 +139,7 @@ class GroupChannel:
         dist.broadcast_object_list(box, src=0, group=self._group)
         message: Message = box[0]
         return message
+
+    def news(self) -> bool:
+        """See :class:`Channel`."""
+        return self._own is not None and self._own.news()

@@ -8,7 +8,7 @@ Each line is a JSON object with ``t`` (unix seconds) and ``type``; the types and
     note        level ("info" | "warning"), text: shown to the user as it is
     metrics     values {name: float}, step: from ctx.log
     report      values {name: float}, step, decision ("go" | a status): from ctx.report
-    checkpoint  path, step, kind: from ctx.save and fit
+    checkpoint  path, step, kind: from ctx.save, ctx.note_saved and fit
     device      readings [{index or rank, name: value}]: device use, every few seconds
     stop        reason, grace: somebody asked to end
     ended       the last line: seconds, error, metrics and
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,25 +29,33 @@ Event = dict[str, Any]
 
 
 class EventLog:
-    """The writing end; only the owner has one. Each event is one ``write`` of one line."""
+    """The writing end; only the owner has one. Each event is one ``write`` of one line.
+
+    Without an owner several threads write: the one that trains, and the one that saves.
+    """
 
     def __init__(self, path: Path) -> None:
+        self._writing = threading.Lock()
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, type: str, **fields: Any) -> Event:
         """Append one event and return it.
 
         Raises:
-            OSError: the disk is full or the folder is gone.
+            OSError: the disk is full, the folder is gone, or the log is closed.
         """
         event: Event = {"t": round(time.time(), 6), "type": type, **fields}
-        os.write(self._fd, (json.dumps(event, default=str) + "\n").encode())
+        line = (json.dumps(event, default=str) + "\n").encode()
+        with self._writing:
+            os.write(self._fd, line)
         return event
 
     def close(self) -> None:
         """Flush to disk and close."""
-        os.fsync(self._fd)
-        os.close(self._fd)
+        with self._writing:
+            fd, self._fd = self._fd, -1  # so that a late write meets no other file of that number
+            os.fsync(fd)
+            os.close(fd)
 
 
 class EventReader:

@@ -78,6 +78,8 @@ class Flight:
         """The pilot's exit code, once it is gone."""
         self.pilot_pid: int | None = None
         self.started_at = time.monotonic()
+        self.called = False
+        """Whether rank 0 was told that the run is to end."""
         self.ranks = [RankView(rank, line) for rank, line in enumerate(ranks)]
         self._pilot = pilot
         self._foreign = False

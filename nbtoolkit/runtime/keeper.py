@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -51,6 +52,7 @@ class Keeper(RecordChannel):
     ) -> None:
         before = run.paths.events.stat().st_size if run.resumed else 0
         self._run, self._cell, self._on_event = run, cell, on_event
+        self._thread = threading.get_ident()
         self._reader = EventReader(run.paths.events, before)
         about = {"pid": os.getpid(), "boot_id": boot_id(), "since": time.time()}
         write_json(run.paths.owner, about, durable=False)
@@ -86,7 +88,9 @@ class Keeper(RecordChannel):
             self._end_tracking()
 
     def _tell(self) -> None:
-        """Hand on the events that are new."""
+        """Hand on the events that are new; what another thread writes (it saves) has time."""
+        if threading.get_ident() != self._thread:
+            return
         for event in self._reader.read():
             if self._on_event is not None:
                 self._on_event(event)

@@ -20,7 +20,7 @@ from typing import Any
 from nbtoolkit.errors import GroupStartFailed, LaunchError, NbtoolkitError
 from nbtoolkit.runtime import verdict
 from nbtoolkit.runtime.ahead import environment_key
-from nbtoolkit.runtime.channel import answer
+from nbtoolkit.runtime.channel import answer, take
 from nbtoolkit.runtime.crossing import pack_error
 from nbtoolkit.runtime.flight import Flight, RankView
 from nbtoolkit.runtime.monitor import Monitor
@@ -185,6 +185,7 @@ class Owner:
     def _step(self, flight: Flight) -> Any:
         self._listen(flight)
         self._obey()
+        self._call_ranks(flight)
         return verdict.of(flight, self) or self._care(flight)
 
     # --- listening ---
@@ -222,11 +223,11 @@ class Owner:
 
     def _on_message(self, flight: Flight, rank: RankView, message: Message) -> None:
         kind = message["type"]
-        if kind == "metrics":
-            self.record.logged(message["values"], message["step"])
+        if kind in ("metrics", "saved", "note"):
+            take(self.record, message)
         elif kind == "phase":
             self._on_phase(flight, rank, message)
-        elif kind in ("report", "saving", "checkpoint"):
+        elif kind in ("report", "check", "saving", "checkpoint"):
             rank.asking = message
             self._answer_if_all_ask(flight)
         elif kind == "imports":
@@ -287,6 +288,12 @@ class Owner:
         if grace is not None:
             limit = time.monotonic() + grace
             self._kill_at = limit if self._kill_at is None else min(limit, self._kill_at)
+
+    def _call_ranks(self, flight: Flight) -> None:
+        """Once the run is to end, rank 0 hears of it: its next report may be an hour away."""
+        if self.record.leaving is not None and not flight.called:
+            flight.called = True
+            flight.ranks[0].line.send({"type": "come"})
 
     @property
     def killed_on_request(self) -> bool:

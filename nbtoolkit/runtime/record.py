@@ -49,10 +49,12 @@ class RunRecord:
         self.metrics.update(values)
         return decision
 
-    def decide(self) -> str | None:
-        """Whether the run is to end now, and as what."""
-        if self.leaving is None and self.deadline is not None and time.time() >= self.deadline:
-            self.ask_to_stop("deadline", "the run's time budget is used up")
+    def decide(self, reserve: float = 0.0) -> str | None:
+        """Whether the run is to end now, and as what; ``reserve``: seconds that saving takes."""
+        left = None if self.deadline is None else self.deadline - time.time()
+        if self.leaving is None and left is not None and left <= reserve:
+            kept = f", but for {left:.0f} s to save in" if left >= 1.0 else ""
+            self.ask_to_stop("deadline", f"the run's time is used up{kept}")
         return self.leaving
 
     def ask_to_stop(self, status: str, reason: str, grace: float | None = None) -> None:

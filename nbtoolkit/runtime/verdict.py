@@ -165,7 +165,7 @@ def hung(ranks: list[RankView], stacks: str, timeout: float, paths: RunPaths) ->
 def missing_call(asking: list[RankView], missing: list[RankView]) -> dict[str, str]:
     """What ranks that wait in a common call are told when the others are not coming."""
     question = asking[0].asking or {}
-    verb = "ctx.report" if question["type"] == "report" else "ctx.save"
+    verb = {"report": "ctx.report", "check": "ctx.check"}.get(question["type"], "ctx.save")
     here = ", ".join(str(rank.rank) for rank in asking)
     there = ", ".join(f"{rank.rank} ({_where(rank)})" for rank in missing)
     return {
@@ -189,6 +189,6 @@ def different_calls(flight: Flight) -> dict[str, str]:
     ]
     return {
         "what": "the ranks wait for each other in different calls: " + "; ".join(calls),
-        "allowed": "ctx.report and ctx.save are called by all ranks, in the same order",
+        "allowed": "ctx.report, ctx.check and ctx.save are called by all ranks, in the same order",
         "do": "make every rank take the same way through the function",
     }

@@ -1,0 +1,204 @@
+"""Time: a run hears in mid-epoch that it is to end, and ends in time, with all saved."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kernels import ranks_up
+
+import nbtoolkit as nb
+from nbtoolkit.errors import ReportError
+from nbtoolkit.runtime.channel import OwnerChannel
+from nbtoolkit.runtime.events import EventLog, EventReader
+from nbtoolkit.runtime.wire import Line
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> nb.Config:
+    settings = {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path / "out")}
+    return nb.load_config(env=None, overrides=settings)
+
+
+def begin(train: Any, config: nb.Config, processes: int = 2, **options: Any) -> nb.RunHandle:
+    """A launch that is not waited for."""
+    options = {"display": "off", "resume": "never", "wait": False, **options}
+    return nb.launch(train, config, processes=processes, **options)
+
+
+def told(handle: nb.RunHandle) -> list[str]:
+    """The types of a run's events, without those of its ranks' starts."""
+    return [event["type"] for event in handle.events() if event["type"] not in ("rank", "device")]
+
+
+# --- the question in mid-epoch --------------------------------------------------------------------
+
+
+def steps_until_news(config: Any, ctx: Any) -> None:
+    """An epoch without an end, whose every step tells all ranks what rank 0 has heard."""
+    import functions
+    import torch
+    import torch.distributed as dist
+
+    functions.says_it_is_up(ctx)
+    while True:
+        news = torch.tensor([ctx.news()], dtype=torch.int)
+        if ctx.world_size > 1:
+            dist.all_reduce(news)
+        if news.item():
+            status = ctx.leaving()
+            ctx.note_saved(ctx.paths.checkpoints / "last.pt", 7, "last")
+            ctx.note(f"saved before leaving: {status}")
+            raise nb.Leave(status)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_stop_is_heard_inside_an_epoch_and_all_ranks_save_and_leave(
+    config: nb.Config, processes: int
+) -> None:
+    handle = begin(steps_until_news, config, processes)
+    ranks_up(handle.paths.folder, processes)
+    handle.stop("enough")
+    result = handle.result(timeout=60)
+    assert (result.status, result.value) == ("stopped", None)
+    assert result.checkpoint == result.paths.checkpoints / "last.pt"
+    assert told(handle) == ["run", "stop", "checkpoint", "note", "ended"]
+    notes = [event["text"] for event in handle.events() if event["type"] == "note"]
+    assert notes == ["saved before leaving: stopped"]  # once: rank 0 alone speaks
+
+
+def test_a_deadline_is_news_without_anybody_saying_so(config: nb.Config) -> None:
+    mine = config.with_overrides({"runtime.time_budget": 0.5})
+    assert begin(steps_until_news, mine).result(timeout=60).status == "deadline"
+
+
+def test_a_deadline_nearer_than_the_time_to_save_ends_the_run(config: nb.Config) -> None:
+    def train(config: Any, ctx: Any) -> None:
+        ctx.check()
+        ctx.check(reserve=1800.0)
+        (Path(ctx.paths.folder) / f"went on {ctx.rank}").touch()
+        ctx.check(reserve=7200.0)
+        raise AssertionError("went on")
+
+    handle = begin(train, config.with_overrides({"runtime.time_budget": "1h"}))
+    assert handle.result(timeout=60).status == "deadline"
+    assert len(list(handle.paths.folder.glob("went on *"))) == 2
+    [stop] = [event for event in handle.events() if event["type"] == "stop"]
+    assert stop["reason"].startswith("the run's time is used up, but for 3")
+
+
+def test_a_check_on_one_rank_only_is_told_with_its_line(config: nb.Config) -> None:
+    def train(config: Any, ctx: Any) -> None:
+        if ctx.is_main:
+            ctx.check()
+
+    with pytest.raises(ReportError, match=r"ctx.check at .*test_time.py:\d+ .* on rank 0 only"):
+        begin(train, config).result(timeout=60)
+
+
+def test_a_check_meets_no_report(config: nb.Config) -> None:
+    def train(config: Any, ctx: Any) -> None:
+        ctx.check() if ctx.is_main else ctx.report({"a": 1.0})
+
+    with pytest.raises(ReportError, match="rank 0: check at .*; rank 1: report at"):
+        begin(train, config).result(timeout=60)
+
+
+def test_inline_hears_of_a_stop_too(config: nb.Config) -> None:
+    def train(config: Any, ctx: Any) -> None:
+        assert not ctx.news()
+        ctx.check()
+        threading.Thread(target=nb.attach(ctx.paths.folder).stop).start()
+        while not ctx.news():
+            pass
+        assert ctx.leaving() == "stopped"
+        saver = threading.Thread(target=ctx.note_saved, args=("here.pt", 1, "last"))
+        saver.start()
+        saver.join()
+        ctx.note("careful", level="warning")
+        ctx.check()
+
+    heard: list[str] = []
+    options: dict[str, Any] = {"start": "inline", "on_event": lambda e: heard.append(e["type"])}
+    result = nb.launch(train, config, display="off", resume="never", **options)
+    assert (result.status, result.checkpoint) == ("stopped", Path("here.pt"))
+    assert heard == ["run", "stop", "checkpoint", "note", "ended"]
+
+
+# --- the line -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def line() -> Any:
+    """The owner's end of a line, and a rank's channel at the other."""
+    owner, rank = Line.pair()
+    yield owner, OwnerChannel(rank)
+    owner.close()
+    rank.close()
+
+
+def test_a_call_to_come_is_no_answer(line: tuple[Line, OwnerChannel]) -> None:
+    owner, channel = line
+    assert not channel.news()
+    owner.send({"type": "come"})
+    owner.send({"type": "answer", "leave": None})
+    assert channel.ask("check")["type"] == "answer"
+    assert channel.news()
+
+
+def test_a_call_to_come_before_the_start_is_no_start(line: tuple[Line, OwnerChannel]) -> None:
+    owner, channel = line
+    owner.send({"type": "come"})
+    owner.send({"type": "go"})
+    assert channel.wait() == {"type": "go"}
+    assert channel.news()
+
+
+def test_an_owner_that_is_gone_is_news(line: tuple[Line, OwnerChannel]) -> None:
+    owner, channel = line
+    owner.close()
+    assert channel.news()
+    assert channel.ask("check", reserve=0.0) == {"leave": "stopped"}
+
+
+def test_asking_for_news_waits_for_no_other_thread(line: tuple[Line, OwnerChannel]) -> None:
+    owner, channel = line
+    other = threading.Thread(target=channel.ask, args=("check",))
+    other.start()
+    assert owner.receive(timeout=60) == {"type": "check"}  # from here on it waits for the answer
+    assert not channel.news()
+    owner.send({"type": "answer"})
+    other.join(60)
+
+
+# --- the diary ------------------------------------------------------------------------------------
+
+
+def test_threads_write_whole_events(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+
+    def write(name: str) -> None:
+        for _ in range(200):
+            log.write(name, text=name * 500)
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    log.close()
+    events = list(EventReader(tmp_path / "events.jsonl").read())
+    assert len(events) == 600
+    assert all(event["text"] == event["type"] * 500 for event in events)
+
+
+def test_a_closed_diary_takes_nothing_more(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.close()
+    with (tmp_path / "another").open("wb"), pytest.raises(OSError, match="Bad file descriptor"):
+        log.write("late")
+    assert (tmp_path / "another").read_bytes() == b""
