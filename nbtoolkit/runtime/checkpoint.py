@@ -20,6 +20,31 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
         CheckpointError: the state holds something that is not a tensor or a plain value (names it),
             or the disk is full.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            dump_state(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint {path} could not be written: {error}",
+            allowed="a folder on a disk with free space (the last good checkpoint is untouched)",
+            do="free some space, save fewer checkpoints, or set runtime.output_dir to another disk",
+        ) from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def dump_state(state: Mapping[str, Any], file: Any) -> None:
+    """Write ``state`` into an open file, in torch's format.
+
+    Raises:
+        CheckpointError: it holds something that is not a tensor or a plain value (names it).
+        OSError: the file cannot be written.
+    """
     import torch
 
     if not isinstance(state, Mapping):
@@ -29,25 +54,10 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
             do='save {"model": model.state_dict()}',
         )
     plain = _plain(state, "state")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(fd, "wb") as file:
-            torch.save(plain, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # torch reports a full disk as a RuntimeError of its zip writer
-        raise CheckpointError(
-            f"the checkpoint {path} could not be written: {error}",
-            allowed="a folder on a disk with free space (the last good checkpoint is untouched)",
-            do="free some space, save fewer checkpoints, or set runtime.output_dir to another disk",
-        ) from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+        torch.save(plain, file)
+    except RuntimeError as error:  # how torch's zip writer reports a full disk
+        raise OSError(str(error)) from error
 
 
 def read_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class RunResult:
         plan: what was run: processes, devices, precision, batch split, with reasons.
         paths: the run's folder and files.
         seconds: wall time from the owner's start to the last rank's end.
-        checkpoint: the file last saved; None when nothing was.
+        checkpoint: the checkpoint (ctx.save's file, fit's folder) last saved; None: nothing was.
     """
 
     def __init__(self, paths: RunPaths) -> None:
@@ -76,26 +76,28 @@ class RunResult:
         others = range(1, self._processes)
         return [self.value, *(unpack_value(self.paths.value(rank)) for rank in others)]
 
-    def load_into(self, model: torch.nn.Module, kind: str = "best") -> torch.nn.Module:
+    def load_into(
+        self, model: torch.nn.Module, kind: Literal["best", "last"] = "best"
+    ) -> torch.nn.Module:
         """Load the run's weights into ``model`` (the notebook's own object) and return it.
 
         Args:
             model: a model of the same shape as the trained one.
-            kind: which checkpoint; where there is no ``best``, the one last saved is used.
+            kind: which weights; where there are no best ones, the last saved are used.
 
         Raises:
-            CheckpointError: the run saved none, or it does not fit the model.
+            CheckpointError: the run saved none, they are damaged, or they do not fit the model.
         """
-        from nbtoolkit.training.checkpoint import load_model
+        from nbtoolkit.training.checkpoint import find_weights, load_model
 
-        path = self.paths.checkpoints / f"{kind}.pt"
-        if not path.exists() and self.checkpoint is None:
+        if self.checkpoint is None:
             raise CheckpointError(
                 f"the run {self.paths.run_id} has saved no checkpoint",
                 allowed="runs whose function calls nb.fit(...) or ctx.save(...)",
                 do='call ctx.save({"model": model.state_dict()}) before it returns',
             )
-        return load_model(path if path.exists() else self.checkpoint or path, model)
+        # where there is none by these names, the one last saved has a name of its own
+        return load_model(find_weights(self.paths.folder, kind) or self.checkpoint, model)
 
     def __repr__(self) -> str:
         metrics = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from nbtoolkit.errors import CheckpointError
 from nbtoolkit.runtime.checkpoint import read_state
+from nbtoolkit.training.shelf import Entry, Shelf
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,8 @@ def load_model(path: str | Path, model: Model) -> Model:
     """Load a checkpoint's weights into ``model``, for inference.
 
     Args:
-        path: a checkpoint file, or a run's folder (its best checkpoint, else its last).
+        path: a run's folder (its best epoch's weights, else its last ones), one of the checkpoint
+            folders in it, or a file that ``ctx.save`` wrote.
         model: the architecture that was saved; changed in place.
 
     Returns:
@@ -29,7 +31,13 @@ def load_model(path: str | Path, model: Model) -> Model:
         CheckpointError: there is no checkpoint, it is damaged, or it belongs to another model
             (the first differences are named).
     """
-    file = _find(Path(path))
+    file = find_weights(Path(path))
+    if file is None:
+        raise CheckpointError(
+            f"there is no checkpoint in {path}",
+            allowed="a file of ctx.save, or a run's folder with something in checkpoints/",
+            do="train with checkpoint.enabled: true, or ctx.save({'model': model.state_dict()})",
+        )
     load_weights(read_state(file), model, source=str(file))
     return model.eval()
 
@@ -59,18 +67,42 @@ def load_weights(state: Mapping[str, Any], model: torch.nn.Module, *, source: st
     model.load_state_dict(weights)
 
 
-def _find(path: Path) -> Path:
+def find_weights(path: Path, kind: Literal["best", "last"] = "best") -> Path | None:
+    """The file with a model's weights; None: there is none.
+
+    Args:
+        path: a file (returned as it is), a checkpoint folder, or a run's folder.
+        kind: which of a run's; where there is no best one, the last is taken.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
     if not path.is_dir():
         return path
+    if (path / "manifest.json").exists():
+        return _in_checkpoint(path)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    for kind in ("best", "last"):
-        if (folder / f"{kind}.pt").exists():
-            return folder / f"{kind}.pt"
-    raise CheckpointError(
-        f"there is no checkpoint in {path}",
-        allowed="a checkpoint file, or a run's folder with checkpoints/best.pt or last.pt",
-        do="train with checkpoint.enabled: true, or use ctx.save({'model': model.state_dict()})",
-    )
+    shelf = Shelf(folder)
+    best, steps = shelf.entries("best"), shelf.entries("step")
+    for entries, saved in ((best, "best.pt"), (steps, "last.pt"))[kind == "last" :]:
+        if entries:
+            return _in_checkpoint(entries[0].folder)
+        if (folder / saved).exists():
+            return folder / saved
+    return None
+
+
+def _in_checkpoint(folder: Path) -> Path:
+    """The weights to predict with: averaged ones where the fit kept them."""
+    entry = Entry.at(folder)
+    if damage := entry.damage():
+        raise CheckpointError(
+            f"the checkpoint {folder} is damaged: {damage}",
+            allowed="one that is whole",
+            do=f"use another one of {folder.parent}, or put it back from a copy",
+        )
+    parts = [name for name in ("averaged.pt", "model.pt") if name in entry.about["files"]]
+    return folder / parts[0]
 
 
 def _weights(state: Mapping[str, Any], expected: Mapping[str, Any], source: str) -> dict[str, Any]:

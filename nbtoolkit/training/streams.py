@@ -1,0 +1,66 @@
+"""Streams: the random numbers of a rank, as a state that a checkpoint can hold."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+from nbtoolkit.training.order import mix
+
+if TYPE_CHECKING:
+    import torch
+
+
+def seed_streams(*parts: object) -> None:
+    """Begin fresh streams (Python, NumPy, torch), decided by ``parts``."""
+    import numpy as np
+    import torch
+
+    seed = mix(*parts)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def take_streams(device: torch.device) -> dict[str, Any]:
+    """Where this process's streams are: tensors and plain values."""
+    import numpy as np
+    import torch
+
+    version, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    streams = {
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "numpy": [torch.from_numpy(keys.astype(np.int64)), position, has_gauss, float(cached)],
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        streams["cuda"] = torch.cuda.get_rng_state(device)
+    return streams
+
+
+def put_streams(streams: dict[str, Any], device: torch.device) -> None:
+    """Go on with streams as :func:`take_streams` found them."""
+    import numpy as np
+    import torch
+
+    version, words, gauss = streams["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    keys, position, has_gauss, cached = streams["numpy"]
+    state = ("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached)
+    np.random.set_state(state)
+    torch.set_rng_state(streams["torch"])
+    if device.type == "cuda" and "cuda" in streams:
+        torch.cuda.set_rng_state(streams["cuda"], device)
+
+
+def gather_streams(device: torch.device, ranks: int) -> list[dict[str, Any]]:
+    """The streams of every rank, by rank; a collective when there are several."""
+    import torch.distributed as dist
+
+    mine = take_streams(device)
+    if ranks == 1:
+        return [mine]
+    boxes: list[Any] = [None] * ranks
+    dist.all_gather_object(boxes, mine)
+    return boxes

@@ -1,0 +1,225 @@
+"""Checkpoints on disk: whole or not there, the damaged passed over, the oldest taken away."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from nbtoolkit.errors import CheckpointError
+from nbtoolkit.training.shelf import Entry, Shelf
+from nbtoolkit.training.snapshot import Snapshot
+from nbtoolkit.training.writer import Writer
+
+PARTS = {
+    "model": {"weight": torch.arange(6.0)},
+    "training": {"progress": {"epoch": 2}, "rates": [0.1]},
+}
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    return Shelf(tmp_path / "checkpoints", keep=2)
+
+
+def put(shelf: Shelf, step: int, kind: str = "step") -> Path:
+    return shelf.put(kind, step, PARTS, {"epoch": step // 10})
+
+
+def test_a_checkpoint_is_read_as_it_was_put(shelf: Shelf) -> None:
+    path = put(shelf, 20)
+    entry, wrong = shelf.good("step")
+    assert entry is not None
+    assert (entry.folder, entry.step, entry.about["epoch"], wrong) == (path, 20, 2, [])
+    torch.testing.assert_close(entry.read("model")["weight"], torch.arange(6.0))
+    assert entry.read("training") == {"progress": {"epoch": 2}, "rates": [0.1]}
+
+
+def test_an_empty_shelf_has_nothing_good_and_nothing_wrong(shelf: Shelf) -> None:
+    assert shelf.good("step") == (None, [])
+
+
+def test_the_newest_are_kept_and_one_best(shelf: Shelf) -> None:
+    for step in (10, 20, 30):
+        put(shelf, step)
+        put(shelf, step, "best")
+    assert [entry.step for entry in shelf.entries("step")] == [30, 20]
+    assert [entry.step for entry in shelf.entries("best")] == [30]
+    assert sorted(path.name for path in shelf.folder.iterdir()) == [
+        "best-000000030",
+        "step-000000020",
+        "step-000000030",
+    ]
+
+
+def test_a_best_one_of_an_earlier_step_takes_the_place_of_a_later_one(shelf: Shelf) -> None:
+    """A run that goes on from an earlier checkpoint comes to the same best epoch again."""
+    put(shelf, 30, "best")
+    put(shelf, 20, "best")
+    assert [entry.step for entry in shelf.entries("best")] == [20]
+
+
+def test_a_step_taken_again_takes_the_place_of_the_first(shelf: Shelf) -> None:
+    put(shelf, 10)
+    shelf.put("step", 10, {"model": {"weight": torch.ones(2)}}, {"epoch": 1})
+    entry, _ = shelf.good("step")
+    assert entry is not None
+    assert entry.read("model")["weight"].tolist() == [1.0, 1.0]
+    assert [path.name for path in shelf.folder.iterdir()] == ["step-000000010"]
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "file", "said"),
+    [
+        (flip_a_byte, "model.pt", "model.pt is damaged: its SHA-256 differs"),
+        (cut, "training.pt", r"training.pt has \d+ bytes of \d+"),
+        (Path.unlink, "model.pt", "model.pt is missing"),
+        (cut, "manifest.json", "its manifest cannot be read"),
+    ],
+)
+def test_a_damaged_one_is_passed_over_and_named(shelf: Shelf, spoil, file: str, said: str) -> None:
+    put(shelf, 10)
+    spoil(put(shelf, 20) / file)
+    entry, wrong = shelf.good("step")
+    assert entry is not None
+    assert entry.step == 10
+    assert len(wrong) == 1
+    assert re.fullmatch(f"step-000000020: {said}", wrong[0])
+
+
+def test_when_all_are_damaged_nothing_is_begun_anew_in_silence(shelf: Shelf) -> None:
+    flip_a_byte(put(shelf, 10) / "model.pt")
+    flip_a_byte(put(shelf, 20) / "model.pt")
+    with pytest.raises(CheckpointError, match=r"every checkpoint .* is damaged: step-000000020"):
+        shelf.good("step")
+
+
+def test_a_folder_of_somebody_else_is_not_one_of_ours(shelf: Shelf) -> None:
+    path = put(shelf, 10)
+    (path / "manifest.json").write_text(json.dumps({"epoch": 3}))
+    with pytest.raises(CheckpointError, match="not one of ours"):
+        Entry.at(path)
+
+
+def test_what_cannot_be_loaded_without_pickled_code_is_refused_by_name(shelf: Shelf) -> None:
+    with pytest.raises(CheckpointError, match=r"state\['model'\] is a builtins.set"):
+        shelf.put("step", 1, {"model": {"model": {1}}}, {"epoch": 0})
+    assert list(shelf.folder.iterdir()) == []
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """A full disk: the system refuses to let a file grow further."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_the_last_good_one_and_nothing_half(shelf: Shelf) -> None:
+    put(shelf, 10)
+    large = {"model": {"weight": torch.zeros(100_000)}}
+    with files_up_to(50_000), pytest.raises(CheckpointError, match="could not be written"):
+        shelf.put("step", 20, large, {"epoch": 2})
+    assert [path.name for path in shelf.folder.iterdir()] == ["step-000000010"]
+    entry, wrong = shelf.good("step")
+    assert entry is not None
+    assert (entry.step, wrong) == (10, [])
+
+
+KILLED = """
+import sys, torch
+from pathlib import Path
+from nbtoolkit.training.shelf import Shelf
+shelf = Shelf(Path(sys.argv[1]), keep=2)
+for step in range(1, 10_000):
+    shelf.put("step", step, {"model": {"weight": torch.full((50_000,), float(step))}}, {"epoch": 0})
+    print(step, flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_one(tmp_path: Path) -> None:
+    """Killed at five different moments; what is found is never older than the last one reported."""
+    for moment in range(5):
+        folder = tmp_path / str(moment)
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for _ in range(3 + moment):
+                said = int(lines.readline())
+            for _ in range(moment * 20_000):
+                pass
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+        shelf = Shelf(folder)
+        entry, wrong = shelf.good("step")
+        assert entry is not None
+        assert wrong == []
+        assert entry.step >= said
+        assert set(entry.read("model")["weight"].tolist()) == {float(entry.step)}
+        shelf.tidy()
+        assert [path for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_snapshot_is_a_copy_and_uses_its_memory_again() -> None:
+    weight = torch.arange(4.0)
+    snapshot = Snapshot()
+    first = snapshot.take({"a": [weight, {"b": (weight, 3)}], "c": "text"})
+    weight += 1
+    assert first["a"][0].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert (first["a"][1]["b"][1], first["c"]) == (3, "text")
+    second = snapshot.take({"a": [weight, {"b": (weight, 3)}], "c": "text"})
+    assert second["a"][0].data_ptr() == first["a"][0].data_ptr()
+    assert second["a"][0].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_snapshot_of_a_part_of_a_tensor_saves_that_part_alone(shelf: Shelf) -> None:
+    large = torch.zeros(1_000_000)
+    path = shelf.put("step", 1, Snapshot().take({"model": {"weight": large[:10]}}), {"epoch": 0})
+    assert (path / "model.pt").stat().st_size < 10_000
+
+
+def test_the_writer_writes_beside_and_says_what_is_there(shelf: Shelf) -> None:
+    said = []
+    writer = Writer(shelf, lambda path, step, kind: said.append((path.name, step, kind)))
+    writer.put("step", 7, PARTS, {"epoch": 0})
+    writer.put("best", 7, PARTS, {"epoch": 0})
+    writer.wait()
+    assert not writer.busy
+    assert said == [("step-000000007", 7, "step"), ("best-000000007", 7, "best")]
+    assert writer.failure() is None
+
+
+def test_what_the_writer_could_not_write_is_told_once(shelf: Shelf) -> None:
+    writer = Writer(shelf, lambda *_: None)
+    writer.put("step", 7, {"model": {"bad": {1, 2}}}, {"epoch": 0})
+    writer.wait()
+    failure = writer.failure()
+    assert failure is not None
+    assert failure[0] == "step"
+    assert isinstance(failure[1], CheckpointError)
+    assert writer.failure() is None
