@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import functions
 import pytest
 from kernels import ranks_up
 
@@ -13,6 +16,7 @@ import nbtoolkit as nb
 from nbtoolkit.errors import ReportError
 from nbtoolkit.runtime.channel import OwnerChannel
 from nbtoolkit.runtime.events import EventLog, EventReader
+from nbtoolkit.runtime.timing import TimeLimit, session_age, time_limit
 from nbtoolkit.runtime.wire import Line
 
 pytestmark = pytest.mark.timeout(120)
@@ -40,7 +44,6 @@ def told(handle: nb.RunHandle) -> list[str]:
 
 def steps_until_news(config: Any, ctx: Any) -> None:
     """An epoch without an end, whose every step tells all ranks what rank 0 has heard."""
-    import functions
     import torch
     import torch.distributed as dist
 
@@ -104,7 +107,7 @@ def test_a_check_meets_no_report(config: nb.Config) -> None:
     def train(config: Any, ctx: Any) -> None:
         ctx.check() if ctx.is_main else ctx.report({"a": 1.0})
 
-    with pytest.raises(ReportError, match="rank 0: check at .*; rank 1: report at"):
+    with pytest.raises(ReportError, match=r"rank 0: check at .*; rank 1: report at"):
         begin(train, config).result(timeout=60)
 
 
@@ -127,6 +130,102 @@ def test_inline_hears_of_a_stop_too(config: nb.Config) -> None:
     result = nb.launch(train, config, display="off", resume="never", **options)
     assert (result.status, result.checkpoint) == ("stopped", Path("here.pt"))
     assert heard == ["run", "stop", "checkpoint", "note", "ended"]
+
+
+# --- the limits -----------------------------------------------------------------------------------
+
+DAY = 86_400.0
+NOON = 1_700_000_000.0 - 1_700_000_000.0 % DAY + DAY / 2
+
+
+def machine_of_age(root: Path, age: float, *, uptime: float = 40 * DAY) -> Path:
+    """A /proc whose first process started ``age`` seconds ago, on a machine up for ``uptime``."""
+    (root / "proc/1").mkdir(parents=True, exist_ok=True)
+    ticks = int((uptime - age) * os.sysconf("SC_CLK_TCK"))
+    # the command may hold anything: man 5 proc, field 2
+    stat = f"1 (sh) -c ) S 0 1 1 0 -1 {'0 ' * 13}{ticks} 4608 200"
+    (root / "proc/1/stat").write_text(stat)
+    (root / "proc/uptime").write_text(f"{uptime} {uptime / 2}\n")
+    return root
+
+
+def limit_of(root: Path, **runtime: Any) -> TimeLimit:
+    overrides = {"runtime": {"reserve": "15m", **runtime}}
+    return time_limit(nb.load_config(env=None, overrides=overrides), root=root, now=NOON)
+
+
+def test_the_age_of_a_session_is_its_first_process_s(tmp_path: Path) -> None:
+    assert session_age(machine_of_age(tmp_path, 4321.0)) == pytest.approx(4321.0, abs=0.02)
+    assert session_age(tmp_path / "no proc") is None
+    assert session_age(machine_of_age(tmp_path, -10.0)) is None  # clocks that do not fit together
+    (tmp_path / "proc/1/stat").write_text("1 (init) S 0")
+    assert session_age(tmp_path) is None
+
+
+def test_this_machine_has_an_age() -> None:
+    assert 0 < (session_age() or 0) < time.clock_gettime(time.CLOCK_BOOTTIME) + 1
+
+
+def test_without_a_session_limit_the_budget_counts_alone(tmp_path: Path) -> None:
+    assert limit_of(tmp_path) == TimeLimit(None)
+    assert limit_of(tmp_path, time_budget="2h") == TimeLimit(NOON + 7200)
+
+
+def test_the_session_s_limit_less_the_reserve_ends_a_run(tmp_path: Path) -> None:
+    limit = limit_of(machine_of_age(tmp_path, 12_000), session_limit="12h", time_budget="11h")
+    assert limit.deadline == pytest.approx(NOON + 12 * 3600 - 900 - 12_000, abs=0.02)
+    assert limit.notes == (
+        (
+            "info",
+            "the session is 3 h 20 min old: the run must end by 20:25 UTC, in 8 h 25 min "
+            "(runtime.session_limit 12 h, less 15 min in reserve)",
+        ),
+    )
+
+
+def test_a_budget_that_ends_before_the_session_says_so(tmp_path: Path) -> None:
+    limit = limit_of(machine_of_age(tmp_path, 12_000), session_limit="12h", time_budget="90m")
+    assert limit.deadline == NOON + 5400
+    text = (
+        "the run must end by 13:30 UTC, in 1 h 30 min "
+        "(runtime.time_budget; the session has more time)"
+    )
+    assert limit.notes == (("info", text),)
+
+
+def test_a_session_that_has_outlived_its_limit_has_another_one(tmp_path: Path) -> None:
+    """A Jupyter server that is up for weeks, with the settings of another host."""
+    limit = limit_of(machine_of_age(tmp_path, 20 * DAY), session_limit="12h", time_budget=60)
+    assert limit.deadline == NOON + 60
+    [(level, text)] = limit.notes
+    assert level == "warning"
+    assert "the session is 20 d old and has outlived its limit of 12 h" in text
+
+
+def test_an_age_that_cannot_be_told_is_told(tmp_path: Path) -> None:
+    limit = limit_of(tmp_path, session_limit="12h")
+    assert limit.deadline is None
+    assert "the session's age cannot be read from /proc" in limit.notes[0][1]
+
+
+def test_inside_the_reserve_a_run_ends_at_its_first_report(tmp_path: Path) -> None:
+    limit = limit_of(machine_of_age(tmp_path, 11.9 * 3600), session_limit="12h")
+    assert limit.deadline == pytest.approx(NOON - 540, abs=0.02)
+    [(level, text)] = limit.notes
+    assert level == "warning"
+    assert text.startswith("the session is 11 h 54 min old, and its time for runs is used up")
+
+
+@pytest.mark.parametrize("start", ["launchpad", "inline"])
+def test_a_launch_says_which_limit_counts_and_keeps_it(config: nb.Config, start: Any) -> None:
+    age = session_age()
+    assert age is not None
+    mine = config.with_overrides({"runtime.session_limit": age + 61.0, "runtime.reserve": 60.0})
+    options: dict[str, Any] = {"processes": 1, "start": start, "resume": "never", "display": "off"}
+    result = nb.launch(functions.reports_until_stopped, mine, **options)
+    assert result.status == "deadline"
+    [note] = [e for e in nb.attach(result.paths.folder).events() if e["type"] == "note"]
+    assert note["text"].startswith("the session is ")
 
 
 # --- the line -------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nbtoolkit.errors import GroupStartFailed
 from nbtoolkit.runtime.cell import CellOutput, Display
@@ -24,12 +24,14 @@ from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.runtime.plan import LaunchPlan, make_plan
 from nbtoolkit.runtime.result import RunResult
 from nbtoolkit.runtime.surroundings import lend_variables, of_plan, omp_threads
-from nbtoolkit.runtime.timing import deadline_of
+from nbtoolkit.runtime.timing import time_limit
 
 if TYPE_CHECKING:
     from nbtoolkit.config import Config
     from nbtoolkit.runtime.hardware import Hardware
     from nbtoolkit.runtime.host import Host
+
+T = TypeVar("T")
 
 
 def run_in_place(
@@ -58,14 +60,16 @@ def run_in_place(
     with lend_variables(variables), own_accelerate_state(), ExitStack() as stack:
         _join(plan, host)
         run = _choose(train, config, host, name, resume)
-        paths = RunPaths(Path(_agree(str(run.paths.folder) if run is not None else "", host)))
-        keeper = None
+        limit = time_limit(config)
+        mine = ("", None) if run is None else (str(run.paths.folder), limit.deadline)
+        folder, deadline = _agree(mine, host)
+        paths, keeper = RunPaths(Path(folder)), None
         if run is not None:
             cell = CellOutput(paths, display)
             cell.begin(plan, run)
             header = write_header(run, config, plan, host, train)
-            keeper = stack.enter_context(Keeper(run, config, plan, header, cell, on_event))
-        _run_rank(train, config, plan, paths, host, keeper)
+            keeper = stack.enter_context(Keeper(run, config, plan, limit, header, cell, on_event))
+        _run_rank(train, config, plan, paths, host, keeper, deadline)
         _meet(host, paths.ended)  # rank 0 has written the result
     return RunResult(paths)
 
@@ -93,6 +97,7 @@ def _run_rank(
     paths: RunPaths,
     host: Host,
     keeper: Keeper | None,
+    deadline: float | None,
 ) -> None:
     alone = keeper is not None and host.world_size == 1
     channel: Channel = keeper if alone else GroupChannel(host.rank, keeper)  # type: ignore[assignment]
@@ -104,7 +109,7 @@ def _run_rank(
         rank=host.rank,
         local_rank=int(os.environ.get("LOCAL_RANK", host.local_rank)),
         world_size=host.world_size,
-        deadline=deadline_of(config),
+        deadline=deadline,
     )
     record = keeper.record if keeper is not None else None
     with lend_variables({**os.environ, **of_plan(plan, paths.folder)}):
@@ -185,13 +190,13 @@ def _meet(host: Host, together: Callable[[], bool]) -> None:
     import torch.distributed as dist
 
     if host.world_size == 1 or dist.is_initialized():
-        _agree("", host)
+        _agree(None, host)
         return
     while not together():
         time.sleep(0.05)
 
 
-def _agree(value: str, host: Host) -> str:
+def _agree(value: T, host: Host) -> T:
     """Rank 0's value on every rank; also a barrier."""
     if host.world_size == 1:
         return value

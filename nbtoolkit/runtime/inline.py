@@ -20,6 +20,7 @@ from nbtoolkit.runtime.plan import LaunchPlan
 from nbtoolkit.runtime.record import RunRecord
 from nbtoolkit.runtime.result import RunResult
 from nbtoolkit.runtime.surroundings import lend_variables, of_plan, without_stale
+from nbtoolkit.runtime.timing import time_limit
 
 if TYPE_CHECKING:
     from nbtoolkit.config import Config
@@ -48,7 +49,7 @@ def run_inline(
         BaseException: what ``train`` raises, as it is. An interrupt ends the run as ``stopped``.
     """
     variables = {**without_stale(os.environ), **of_plan(plan, run.paths.folder)}
-    with Keeper(run, config, plan, header, cell, on_event) as keeper:
+    with Keeper(run, config, plan, time_limit(config), header, cell, on_event) as keeper:
         ctx = RunContext(
             config=config,
             plan=plan,

@@ -17,7 +17,7 @@ from nbtoolkit.runtime.events import Event, EventReader
 from nbtoolkit.runtime.paths import boot_id, write_json
 from nbtoolkit.runtime.plan import LaunchPlan
 from nbtoolkit.runtime.record import RunRecord
-from nbtoolkit.runtime.timing import deadline_of
+from nbtoolkit.runtime.timing import TimeLimit
 from nbtoolkit.runtime.wire import Message
 
 if TYPE_CHECKING:
@@ -34,8 +34,9 @@ class Keeper(RecordChannel):
 
     Args:
         run: the run's folder, locked.
-        config: says whether it is tracked, and its time budget.
+        config: says whether it is tracked.
         plan: what is run.
+        limit: when it must end.
         header: the fields of the attempt's ``run`` event.
         cell: shows notes.
         on_event: called with each event of this attempt.
@@ -46,6 +47,7 @@ class Keeper(RecordChannel):
         run: ChosenRun,
         config: Config,
         plan: LaunchPlan,
+        limit: TimeLimit,
         header: dict[str, Any],
         cell: CellOutput,
         on_event: Callable[[Event], None] | None,
@@ -56,8 +58,10 @@ class Keeper(RecordChannel):
         self._reader = EventReader(run.paths.events, before)
         about = {"pid": os.getpid(), "boot_id": boot_id(), "since": time.time()}
         write_json(run.paths.owner, about, durable=False)
-        super().__init__(RunRecord(run.paths, deadline=deadline_of(config)))
+        super().__init__(RunRecord(run.paths, deadline=limit.deadline))
         self.record.write("run", **header, plan=plan.to_dict())
+        for level, text in limit.notes:
+            self.record.note(text, level)
         self._tracking = self._track(config)
 
     def send(self, type: str, **fields: Any) -> None:

@@ -137,8 +137,8 @@ class Owner:
     def run(self) -> None:
         """Fly until the ranks have ended; fly again with another plan when they could not start."""
         self.record.write("run", **self._content["header"], plan=self.plan.to_dict())
-        for note in self._content["notes"]:
-            self.record.note(note, level="warning")
+        for level, text in self._content["notes"]:
+            self.record.note(text, level)
         ports_tried = 0
         late_before = False
         while True:

@@ -13,7 +13,7 @@ from nbtoolkit.runtime.forked import ForkedPilot
 from nbtoolkit.runtime.launchpad import Launchpad, launchpad
 from nbtoolkit.runtime.payload import pack_function
 from nbtoolkit.runtime.surroundings import surroundings
-from nbtoolkit.runtime.timing import deadline_of
+from nbtoolkit.runtime.timing import time_limit
 from nbtoolkit.runtime.wire import Line
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def take_off(
         pad = launchpad(
             tracking=tracking.on
         )  # first: it imports torch while the function is packed
+        limit = time_limit(config)
         content = {
             "folder": str(run.paths.folder),
             "config": config,
@@ -60,10 +61,10 @@ def take_off(
             "host": host,
             "hardware": hardware,
             "header": header,
-            "notes": tracking.notes,
+            "notes": [*limit.notes, *(("warning", note) for note in tracking.notes)],
             "around": surroundings(),
             "detach": detach,
-            "deadline": deadline_of(config),
+            "deadline": limit.deadline,
             "params": {},
             "fold": None,
         }
