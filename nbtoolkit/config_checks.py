@@ -100,6 +100,13 @@ def _time_clashes(config: Config) -> Iterator[Clash]:
             "raise distributed.timeout: a hang must be found before the group gives up",
             ("distributed.timeout", "runtime.hang_timeout"),
         )
+    limit, reserve = config.runtime.session_limit, config.runtime.reserve
+    if limit is not None and reserve >= limit:
+        yield Clash(
+            f"runtime.reserve ({reserve:g} s) leaves nothing of session_limit ({limit:g} s)",
+            "lower runtime.reserve: runs would end as they begin",
+            ("runtime.reserve", "runtime.session_limit"),
+        )
 
 
 def mistakes(error: ValidationError, layer: Layer, model: type[BaseModel]) -> list[Mistake]:

@@ -13,7 +13,7 @@ import pytest
 from kernels import ranks_up
 
 import nbtoolkit as nb
-from nbtoolkit.errors import ReportError
+from nbtoolkit.errors import ConfigError, ReportError
 from nbtoolkit.runtime.channel import OwnerChannel
 from nbtoolkit.runtime.events import EventLog, EventReader
 from nbtoolkit.runtime.timing import TimeLimit, session_age, time_limit
@@ -214,6 +214,11 @@ def test_inside_the_reserve_a_run_ends_at_its_first_report(tmp_path: Path) -> No
     [(level, text)] = limit.notes
     assert level == "warning"
     assert text.startswith("the session is 11 h 54 min old, and its time for runs is used up")
+
+
+def test_a_reserve_that_leaves_no_time_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"reserve \(1200 s\) leaves nothing of session_limit"):
+        nb.load_config(env=None, overrides=["runtime.session_limit=20m", "runtime.reserve=20m"])
 
 
 @pytest.mark.parametrize("start", ["launchpad", "inline"])
