@@ -22,8 +22,9 @@ from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.runtime.plan import make_plan
 from nbtoolkit.runtime.record import RunRecord
 from nbtoolkit.training.metrics import Meter, accuracy, named_metrics
-from nbtoolkit.training.optimizer import make_optimizer, make_schedule
+from nbtoolkit.training.optimizer import make_optimizer
 from nbtoolkit.training.order import Order
+from nbtoolkit.training.schedule import make_schedule
 
 SETTINGS = {
     "optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "warmup": 0.0},
@@ -336,20 +337,6 @@ def test_every_optimizer_learns_and_spares_vectors_of_decay(run: Run, name: str)
     run.fit(model, config=config)
     losses = [event["values"]["train_loss"] for event in run.events("report")]
     assert losses[-1] < 0.8 * losses[0]
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("constant", [0.1, 0.2, 0.2, 0.2, 0.2, 0.2]),
-        ("linear", [0.1, 0.2, 0.2, 0.15, 0.1, 0.05]),
-        ("cosine", [0.1, 0.2, 0.2, 0.17071, 0.1, 0.02929]),
-    ],
-)
-def test_the_learning_rate_of_every_step(kind: str, expected: list[float]) -> None:
-    overrides = {"optim.schedule": kind, "optim.warmup": 1 / 3}
-    schedule = make_schedule(configured(overrides=overrides), steps=6, factor=2.0)
-    assert [schedule.rate(step) for step in range(6)] == pytest.approx(expected, abs=1e-5)
 
 
 def test_accuracy_of_classes_logits_and_pixels() -> None:

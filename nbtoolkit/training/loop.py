@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.data import Collate, Source, make_source
 from nbtoolkit.training.metrics import LossWindow, Metrics, named_metrics
-from nbtoolkit.training.optimizer import make_schedule
 from nbtoolkit.training.order import Order, mix
 from nbtoolkit.training.progress import Progress
+from nbtoolkit.training.schedule import make_schedule
 from nbtoolkit.training.stepper import Forward, Loss, Stepper
 from nbtoolkit.training.validation import Validator
 

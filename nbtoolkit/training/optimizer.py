@@ -1,54 +1,13 @@
-"""Optimizer and learning-rate schedule from the config, counted in optimizer steps."""
+"""Optimizer: from the config, over the model's trainable parameters."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
     from nbtoolkit.config import Config
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """The learning rate of every optimizer step, as a pure function: nothing to save or restore.
-
-    Attributes:
-        kind: the way from the peak to 0 (``constant``: stay there).
-        peak: the learning rate after the warm-up.
-        warmup: steps of the linear way up.
-        total: steps of the whole run.
-    """
-
-    kind: Literal["cosine", "linear", "constant"]
-    peak: float
-    warmup: int
-    total: int
-
-    def rate(self, step: int) -> float:
-        """The learning rate of optimizer step ``step`` (from 0)."""
-        if step < self.warmup:
-            return self.peak * (step + 1) / self.warmup
-        done = min(1.0, (step - self.warmup) / max(1, self.total - self.warmup))
-        if self.kind == "cosine":
-            return self.peak * 0.5 * (1 + math.cos(math.pi * done))
-        return self.peak * (1 - done) if self.kind == "linear" else self.peak
-
-
-def make_schedule(config: Config, *, steps: int, factor: float) -> Schedule:
-    """The schedule that ``config.optim`` asks for.
-
-    Args:
-        config: ``optim.lr, schedule, warmup``.
-        steps: optimizer steps of the whole run.
-        factor: what ``optim.lr`` is multiplied by (the plan's ``lr_factor``).
-    """
-    optim = config.optim
-    warmup = round(optim.warmup * steps)
-    return Schedule(kind=optim.schedule, peak=optim.lr * factor, warmup=warmup, total=steps)
 
 
 def make_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbtoolkit.errors import CheckpointError
 from nbtoolkit.training.checkpoint import load_weights
-from nbtoolkit.training.optimizer import Schedule, make_optimizer
+from nbtoolkit.training.optimizer import make_optimizer
 from nbtoolkit.training.order import Share
+from nbtoolkit.training.schedule import Schedule
 
 if TYPE_CHECKING:
     import torch
