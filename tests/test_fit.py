@@ -21,8 +21,7 @@ from nbtoolkit.runtime.host import detect_host
 from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.runtime.plan import make_plan
 from nbtoolkit.runtime.record import RunRecord
-from nbtoolkit.training.metrics import Meter, accuracy, named_metrics
-from nbtoolkit.training.optimizer import make_optimizer
+from nbtoolkit.training.metrics import accuracy
 from nbtoolkit.training.order import Order
 from nbtoolkit.training.schedule import make_schedule
 
@@ -292,7 +291,7 @@ def test_a_checkpoint_of_another_model_is_refused(run: Run) -> None:
 
 def test_a_checkpoint_that_is_not_fits_is_refused(run: Run) -> None:
     run.context(configured()).save({"model": model_of().state_dict()})
-    what = r"last\.pt was not written by fit: optimizer, scaler, step is missing"
+    what = r"last\.pt was not written by fit: optimizer, scaler, schedule, step is missing"
     with pytest.raises(CheckpointError, match=what):
         run.fit()
 
@@ -321,58 +320,7 @@ def test_load_model_says_what_is_wrong(tmp_path: Path) -> None:
         nb.load_model(tmp_path, model_of())
 
 
-# --- optimizer, schedule, metrics ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "rmsprop"])
-def test_every_optimizer_learns_and_spares_vectors_of_decay(run: Run, name: str) -> None:
-    lr = 0.1 if name == "sgd" else 0.01
-    more = {"optim.name": name, "optim.lr": lr, "optim.weight_decay": 0.1, "train.epochs": 8}
-    config = configured(overrides=more)
-    model = model_of(nn.LayerNorm(16))
-    decayed, plain = make_optimizer(config, model).param_groups
-    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
-    assert [parameter.ndim for parameter in decayed["params"]] == [2, 2]
-    assert len(plain["params"]) == 4
-    run.fit(model, config=config)
-    losses = [event["values"]["train_loss"] for event in run.events("report")]
-    assert losses[-1] < 0.8 * losses[0]
-
-
-def test_accuracy_of_classes_logits_and_pixels() -> None:
-    scores = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.7, 0.3]])
-    assert accuracy(scores, torch.tensor([1, 0, 1])) == pytest.approx(2 / 3)
-    assert accuracy(torch.tensor([2.0, -1.0, 3.0, 0.5]), torch.tensor([1, 0, 0, 1])) == 0.75
-    pixels = torch.stack([torch.zeros(2, 4), torch.ones(2, 4)], dim=1)
-    assert accuracy(pixels, torch.ones(2, 4)) == 1.0
-
-
-def test_metrics_name_themselves_or_are_named() -> None:
-    def recall(outputs: Any, targets: Any) -> float:
-        return 0.0
-
-    assert named_metrics(None) == {}
-    assert named_metrics("accuracy") == {"accuracy": accuracy}
-    assert named_metrics(["accuracy", recall]) == {"accuracy": accuracy, "recall": recall}
-    assert named_metrics({"mine": "accuracy"}) == {"mine": accuracy}
-    with pytest.raises(FitError, match=r"two metrics are called 'recall'[\s\S]*dict"):
-        named_metrics([recall, recall])
-    with pytest.raises(FitError, match=r"'f1' is not a metric[\s\S]*\"accuracy\""):
-        named_metrics(["f1"])
-
-
-def test_a_collection_of_torchmetrics_gives_each_its_name() -> None:
-    from torchmetrics import MetricCollection
-    from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
-
-    both = MetricCollection([MulticlassAccuracy(3, average="micro"), MulticlassF1Score(3)])
-    meter = Meter(named_metrics({"m": both}), torch.device("cpu"), ranks=1, samples=3)
-    meter.add(torch.tensor(1.0), torch.eye(3)[:2], torch.tensor([0, 1]), 2)
-    meter.add(torch.tensor(4.0), torch.eye(3)[:1], torch.tensor([1]), 1)
-    values = meter.result()
-    assert values["loss"] == 2.0
-    assert values["m_MulticlassAccuracy"] == pytest.approx(2 / 3)
-    assert "m_MulticlassF1Score" in values
+# --- metrics -------------------------------------------------------------------------------------
 
 
 # --- bad input -----------------------------------------------------------------------------------
