@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time `__getattr_
     from nbtoolkit.runtime.result import attach as attach
     from nbtoolkit.training.checkpoint import load_model as load_model
     from nbtoolkit.training.loop import fit as fit
+    from nbtoolkit.training.metrics import over_all as over_all
+    from nbtoolkit.training.prediction import predict as predict
 
 __version__ = "0.1.0"
 
@@ -51,6 +53,8 @@ _HOME = {
     "load_config": "nbtoolkit.config",
     "load_model": "nbtoolkit.training.checkpoint",
     "make_plan": "nbtoolkit.runtime.plan",
+    "over_all": "nbtoolkit.training.metrics",
+    "predict": "nbtoolkit.training.prediction",
 }
 
 __all__ = [
@@ -73,6 +77,8 @@ __all__ = [
     "load_config",
     "load_model",
     "make_plan",
+    "over_all",
+    "predict",
 ]
 
 

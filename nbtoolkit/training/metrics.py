@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbtoolkit.errors import FitError
+from nbtoolkit.training.gathering import gather_on_first, tell_all
+from nbtoolkit.training.late import OverAll, late_metric
 
 if TYPE_CHECKING:
     import torch
@@ -26,62 +29,88 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     return (answers == targets).double().mean()
 
 
+def over_all(function: Callable[[Any, Any], Any]) -> OverAll:
+    """Mark a metric that must see the whole validation set: F1, AUC, a quantile, R2.
+
+    Plain functions are averaged over batches, which is right for means only. A marked one is called
+    once a validation, on rank 0, with the outputs and targets of all samples on all ranks, in the
+    data set's order, on the CPU (half precision as float32); all ranks get its value.
+
+        metrics={"f1": nb.over_all(lambda scores, y: f1_score(y, scores.argmax(1)))}
+
+    Args:
+        function: ``function(outputs, targets)`` -> a number, or a dict of numbers.
+
+    Returns:
+        A metric for :func:`nbtoolkit.fit`. Called itself, it calls ``function``.
+    """
+    return OverAll(function)
+
+
 def named_metrics(metrics: Metrics) -> dict[str, Any]:
     """What the user passed as ``metrics``, by name.
 
     Args:
         metrics: a dict; or a list whose items name themselves: ``"accuracy"``, functions
-            ``(outputs, targets)`` -> mean over the batch, torchmetrics objects.
+            ``(outputs, targets)`` -> mean over the batch, those marked with :func:`over_all`,
+            torchmetrics objects.
 
     Raises:
-        FitError: an item is none of these, or two have one name.
+        FitError: an item is none of these, two have one name, or one is called ``loss``.
     """
-    if isinstance(metrics, Mapping):
-        return {str(name): _resolve(metric) for name, metric in metrics.items()}
+    if isinstance(metrics, str):
+        metrics = [metrics]
+    given = metrics.items() if isinstance(metrics, Mapping) else map(_self_named, metrics or ())
     named: dict[str, Any] = {}
-    for metric in [metrics] if isinstance(metrics, str) else metrics or ():
-        name = metric if isinstance(metric, str) else _name(metric)
-        if name in named:
+    for name, metric in given:
+        if name in named or name == "loss":
             raise FitError(
-                f"two metrics are called {name!r}",
+                f"two metrics are called {name!r}"
+                + (": the loss is always among them" if name == "loss" else ""),
                 allowed="one metric a name",
                 do="pass metrics as a dict: {name: metric}",
             )
-        named[name] = _resolve(metric)
+        named[str(name)] = _resolve(metric)
     return named
 
 
 class Meter:
-    """One pass over a data set, and its means; the loss's goes by the name ``loss``.
+    """One pass over a data set, and what it comes to; the loss goes by the name ``loss``.
 
-    Functions are averaged with each batch's samples as weight; torchmetrics objects gather
-    their own state.
+    Loss and plain functions are means with each batch's samples as weight. The other metrics are
+    computed on rank 0 from what every rank saw, in the data set's order, and told to all: a rank
+    that saw nothing does not matter, and all ranks have the same numbers.
+
+    Args:
+        metrics: by name, from :func:`named_metrics`.
+        device: where outputs and targets are.
+        ranks: how many there are; rank 0 sees a sample if any rank does.
     """
 
-    def __init__(
-        self, metrics: Mapping[str, Any], device: torch.device, *, ranks: int, samples: int
-    ) -> None:
-        self._functions = {name: one for name, one in metrics.items() if not _has_state(one)}
-        self._states = {name: one.to(device) for name, one in metrics.items() if _has_state(one)}
+    def __init__(self, metrics: Mapping[str, Any], device: torch.device, *, ranks: int = 1) -> None:
+        late = {name: late_metric(one, device) for name, one in metrics.items()}
+        self._late = {name: one for name, one in late.items() if one is not None}
+        self._functions = {name: one for name, one in metrics.items() if late[name] is None}
         self._device, self._ranks = device, ranks
         self._sums: list[Tensor] = []
-        for state in self._states.values():
-            state.reset()
-            if samples < ranks:
-                _gather_what_is_there(state)
 
     def add(self, loss: Tensor, outputs: Any, targets: Any, samples: int) -> None:
-        """Take in one batch of ``samples`` samples and its mean loss."""
+        """Take in one batch of ``samples`` samples (at least one) and its mean loss."""
         import torch
+        from accelerate.utils import convert_to_fp32
 
+        outputs = convert_to_fp32(outputs)  # NumPy knows no bf16, and metrics count on its digits
         values = [loss, *(one(outputs, targets) for one in self._functions.values()), 1.0]
         row = [torch.as_tensor(value, dtype=torch.float64, device=self._device) for value in values]
         self._sums.append(torch.stack(row) * samples)
-        for state in self._states.values():
-            state.update(outputs, targets)
+        for metric in self._late.values():
+            metric.add(outputs, targets, samples)
 
     def result(self) -> dict[str, float]:
-        """The means over all samples of all ranks; a collective when there are several."""
+        """The values for all samples of all ranks; collectives when there are several."""
+        return {**self._means(), **self._computed_late()}
+
+    def _means(self) -> dict[str, float]:
         import torch
         import torch.distributed as dist
 
@@ -91,10 +120,20 @@ class Meter:
             dist.all_reduce(sums)
         *totals, samples = sums.tolist()
         names = ["loss", *self._functions]
-        values = {name: total / samples for name, total in zip(names, totals, strict=True)}
-        for name, state in self._states.items():
-            values.update(_flat(name, state.compute()))
-        return values
+        return {name: total / samples for name, total in zip(names, totals, strict=True)}
+
+    def _computed_late(self) -> dict[str, float]:
+        if not self._late:
+            return {}
+        mine = {name: metric.part() for name, metric in self._late.items()} if self._sums else None
+        gathered = gather_on_first(mine, self._ranks)
+        values: dict[str, float] = {}
+        if gathered is not None:
+            parts = [part for part in gathered if part is not None]
+            for name, metric in self._late.items():
+                values.update(_flat(name, metric.value([part[name] for part in parts])))
+        told: dict[str, float] = tell_all(values, self._ranks)
+        return told
 
 
 class LossWindow:
@@ -127,6 +166,12 @@ class LossWindow:
         return total, int(samples)
 
 
+def _self_named(metric: Any) -> tuple[str, Any]:
+    if isinstance(metric, str):
+        return metric, metric
+    return str(getattr(metric, "__name__", type(metric).__name__)).lower(), metric
+
+
 def _resolve(metric: Any) -> Any:
     if isinstance(metric, str) and metric == "accuracy":
         return accuracy
@@ -134,41 +179,25 @@ def _resolve(metric: Any) -> Any:
         return metric
     raise FitError(
         f"{metric!r} is not a metric",
-        allowed='"accuracy", a function (outputs, targets) -> mean, or a torchmetrics object',
+        allowed='"accuracy", a function (outputs, targets) -> mean over the batch, nb.over_all of '
+        "another function, or a torchmetrics object",
         do="pass a list of these, or a dict of them by name",
     )
 
 
-def _name(metric: Any) -> str:
-    return str(getattr(metric, "__name__", type(metric).__name__)).lower()
-
-
-def _has_state(metric: Any) -> bool:
-    """Whether this is a torchmetrics object (or looks like one)."""
-    return all(hasattr(metric, name) for name in ("update", "compute", "reset", "to"))
-
-
 def _flat(name: str, value: Any) -> dict[str, float]:
-    """A computed metric as numbers; a collection's get names of their own."""
+    """A computed metric as numbers; a collection's (a dict's) get names of their own."""
     if isinstance(value, Mapping):
-        return {f"{name}_{key}": float(one) for key, one in value.items()}
-    return {name: float(value)}
+        return {f"{name}_{key}": _number(f"{name}_{key}", one) for key, one in value.items()}
+    return {name: _number(name, value)}
 
 
-def _gather_what_is_there(state: Any) -> None:
-    """Let a torchmetrics object gather from ranks of which some saw no sample.
-
-    Its own gather wants tensors of equal dimensions and type from everyone, and a rank that saw
-    nothing offers an empty vector of floats: that hangs or raises.
-    """
-    for part in state.modules():
-        if hasattr(part, "dist_sync_fn"):
-            part.dist_sync_fn = _gather_objects
-
-
-def _gather_objects(tensor: Tensor, group: Any = None) -> list[Tensor]:
-    import torch.distributed as dist
-
-    boxes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(boxes, tensor.cpu(), group=group)
-    return [box.to(tensor.device) for box in boxes if box.numel()]
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise FitError(
+            f"the metric {name!r} is not a number but {reprlib.repr(value)}",
+            allowed="a number, or a dict of numbers",
+            do="let it average (average='macro'), or wrap it in torchmetrics' ClasswiseWrapper",
+        ) from None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.data import Collate, Source, make_source
 from nbtoolkit.training.metrics import Meter
-from nbtoolkit.training.order import shard
+from nbtoolkit.training.walk import walk
 
 if TYPE_CHECKING:
     from nbtoolkit.config import Config
@@ -16,7 +16,18 @@ if TYPE_CHECKING:
 
 
 class Validator:
-    """One rank's part of every validation: a shard without padding, each sample counts once."""
+    """One rank's part of every validation.
+
+    Args:
+        ctx: the run's context.
+        config: ``train.workers`` is used.
+        data: a data set as :func:`nbtoolkit.fit` takes it; None: no validation.
+        metrics: by name, from :func:`~nbtoolkit.training.metrics.named_metrics`.
+        collate: makes a batch from a list of samples.
+
+    Raises:
+        FitError: the data set is empty or cannot be used.
+    """
 
     def __init__(
         self,
@@ -30,21 +41,20 @@ class Validator:
         self._source = None if data is None else _source(ctx, config, data, collate)
 
     def values(self, stepper: Stepper) -> dict[str, float]:
-        """``val_loss`` and the metrics over all samples of all ranks; none without a data set."""
-        import torch
+        """``val_loss`` and ``val_<metric>`` of all samples; called by all ranks, equal on all.
 
+        None without a data set.
+        """
         if self._source is None:
             return {}
-        ctx, size, batch = self._ctx, len(self._source), self._ctx.plan.batch_size_per_device
-        low, high = shard(size, ctx.rank, ctx.world_size)
-        sizes = [min(batch, high - start) for start in range(low, high, batch)]
-        meter = Meter(self._metrics, ctx.device, ranks=ctx.world_size, samples=size)
+        ctx = self._ctx
+        meter = Meter(self._metrics, ctx.device, ranks=ctx.world_size)
         stepper.share_buffers()
         stepper.module.eval()
-        batches = self._source.batches(torch.arange(low, high), sizes)
-        for rows, count in zip(batches, sizes, strict=True):
+        batch = ctx.plan.batch_size_per_device
+        for rows, samples in walk(self._source, batch, rank=ctx.rank, ranks=ctx.world_size):
             outputs, targets, loss = stepper.evaluate(rows)
-            meter.add(loss, outputs, targets, count)
+            meter.add(loss, outputs, targets, samples)
         return {f"val_{name}": value for name, value in meter.result().items()}
 
 
