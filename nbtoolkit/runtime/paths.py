@@ -8,6 +8,7 @@ stop                                      written by a handle: "please end"
 ranks/<rank>/log.txt  stacks.txt          all output of a rank; its stacks when it hangs
 values/<rank>.pkl                         return values (pickled: load only your own runs)
 checkpoints/                              written by ctx.save and fit
+samples/rank-<rank>.jsonl                 what each step was trained on (tracking.samples)
 result.json | error.json, error.pkl       how it ended
 previous/                                 the same of the attempt before, and what was decided then
 """
@@ -118,6 +119,15 @@ class RunPaths:
     def pilot_log(self) -> Path:
         """Output of the launcher process itself (accelerate, elastic)."""
         return self.folder / "ranks" / "launcher.txt"
+
+    def samples(self, rank: int) -> Path:
+        """Which samples rank ``rank`` took in every optimizer step (JSON lines)."""
+        return self.folder / "samples" / f"rank-{rank}.jsonl"
+
+    @property
+    def layers(self) -> Path:
+        """Layers that make one process and several differ, with reasons (tracking.samples)."""
+        return self.folder / "samples" / "layers.json"
 
     @property
     def previous(self) -> Path:

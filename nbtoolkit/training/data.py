@@ -1,4 +1,4 @@
-"""From a data set to one rank's batches: arrays by the block, anything else by a DataLoader."""
+"""From a data set to one rank's batches: arrays by the block, anything else sample by sample."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from nbtoolkit.errors import FitError
+from nbtoolkit.training.loading import Loader, naming
+from nbtoolkit.training.seeding import seed_sample
 
 if TYPE_CHECKING:
     import torch
@@ -24,30 +26,45 @@ class Source(Protocol):
     def __len__(self) -> int:
         """Number of samples."""
 
-    def batches(self, indices: Tensor, sizes: Sequence[int]) -> Iterator[Any]:
-        """The samples at ``indices``, cut into batches of ``sizes``, on the device."""
+    def batches(self, indices: Tensor, sizes: Sequence[int], *, epoch: int = 0) -> Iterator[Any]:
+        """The samples at ``indices``, cut into batches of ``sizes``, on the device.
+
+        ``epoch`` (0: validation) decides what is drawn at random for a sample.
+        """
 
 
 def make_source(
-    data: Any, device: torch.device, *, collate: Collate | None = None, workers: int = 0
+    data: Any,
+    device: torch.device,
+    *,
+    collate: Collate | None = None,
+    workers: int = 0,
+    seed: int = 0,
 ) -> Source:
     """Wrap what the user gave as a data set.
 
+    Random augmentation in a data set is the same whoever loads the sample: before
+    ``dataset[index]`` Python's, NumPy's and torch's global random streams (the CPU's) are seeded
+    with (seed, epoch, index); ``collate`` goes on with those of the batch's last sample.
+    Generators that a data set keeps for itself (``np.random.default_rng``) cannot be reached: make
+    them in ``__getitem__``, from ``random.getrandbits(64)``.
+
     Args:
         data: a ``TensorDataset``, a tensor or array, a tuple or dict of them with equal first
-            dimension (fetched a block at a time); or any map-style data set (``DataLoader``).
+            dimension (fetched a block at a time); or any map-style data set (sample by sample).
         device: where the batches go.
-        collate: makes a batch from a list of samples; arrays then take the ``DataLoader`` too.
-        workers: ``DataLoader`` processes of this rank.
+        collate: makes a batch from a list of samples; arrays then go sample by sample, too.
+        workers: ``DataLoader`` processes of this rank; arrays need none.
+        seed: the run's, for random augmentation.
 
     Raises:
         FitError: it is none of these, or its arrays differ in length.
     """
     arrays = _as_arrays(data)
     if arrays is None:
-        return LoadedSource(_as_dataset(data), device, collate, workers)
+        return LoadedSource(_as_dataset(data), device, collate, workers, seed)
     if collate is not None:
-        return LoadedSource(_Rows(arrays), device, collate, workers)
+        return LoadedSource(_Rows(arrays), device, collate, workers, seed)
     return ArraySource(arrays, device)
 
 
@@ -72,8 +89,8 @@ class ArraySource:
     def __len__(self) -> int:
         return len(self._tensors[0])
 
-    def batches(self, indices: Tensor, sizes: Sequence[int]) -> Iterator[Any]:
-        """See :class:`Source`."""
+    def batches(self, indices: Tensor, sizes: Sequence[int], *, epoch: int = 0) -> Iterator[Any]:
+        """See :class:`Source`; nothing is drawn."""
         indices = indices.to(self._tensors[0].device)
         for start, group in _blocks(sizes, _BLOCK // self._row):
             rows = indices[start : start + sum(group)]
@@ -83,33 +100,56 @@ class ArraySource:
 
 
 class LoadedSource:
-    """A map-style data set behind a ``DataLoader``, whose workers live as long as this source."""
+    """A map-style data set, sample by sample, in worker processes or in this one."""
 
     def __init__(
-        self, dataset: Any, device: torch.device, collate: Collate | None, workers: int
+        self, dataset: Any, device: torch.device, collate: Collate | None, workers: int, seed: int
     ) -> None:
-        from torch.utils.data import DataLoader
-
-        self._dataset, self._device, self._cut = dataset, device, _Cut()
-        self._loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_sampler=self._cut,
-            num_workers=workers,
-            collate_fn=collate,
-            pin_memory=device.type == "cuda",
-            persistent_workers=workers > 0,
-        )
+        self._dataset, self._device = dataset, device
+        make = _Batches(dataset, collate, seed)
+        self._loader = Loader(make, workers=workers, pin=device.type == "cuda")
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def batches(self, indices: Tensor, sizes: Sequence[int]) -> Iterator[Any]:
+    def batches(self, indices: Tensor, sizes: Sequence[int], *, epoch: int = 0) -> Iterator[Any]:
         """See :class:`Source`."""
         from accelerate.utils import send_to_device
 
-        self._cut.indices, self._cut.sizes = indices, sizes
-        for batch in self._loader:
+        for batch in self._loader.items(_keys(indices, sizes, epoch)):
             yield send_to_device(batch, self._device, non_blocking=True)
+
+
+class _Batches:
+    """Makes batches of a data set: each sample with random streams of its own, then ``collate``.
+
+    A sample is always ``dataset[index]``: ``__getitems__``, which some data sets have to load many
+    at once, could not give each its streams.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate | None, seed: int) -> None:
+        from torch.utils.data import default_collate
+
+        self._dataset, self._collate, self._seed = dataset, collate or default_collate, seed
+
+    def __call__(self, key: tuple[int, list[int]]) -> Any:
+        epoch, indices = key
+        samples = [self._sample(epoch, index) for index in indices]
+        with naming(f"a batch of the samples {indices}"):
+            return self._collate(samples)
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        seed_sample(self._seed, epoch, index)
+        with naming(f"sample {index} of the data set"):
+            return self._dataset[index]
+
+
+def _keys(indices: Tensor, sizes: Sequence[int], epoch: int) -> Iterator[tuple[int, list[int]]]:
+    """What :class:`_Batches` needs to know of each batch."""
+    start = 0
+    for size in sizes:
+        yield epoch, indices[start : start + size].tolist()
+        start += size
 
 
 class _Rows:
@@ -123,22 +163,6 @@ class _Rows:
 
     def __getitem__(self, index: int) -> Any:
         return self._rebuild(tuple(tensor[index] for tensor in self._tensors))
-
-
-class _Cut:
-    """A batch sampler whose batches are set before each walk."""
-
-    indices: Tensor
-    sizes: Sequence[int] = ()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        start = 0
-        for size in self.sizes:
-            yield self.indices[start : start + size].tolist()
-            start += size
-
-    def __len__(self) -> int:
-        return len(self.sizes)
 
 
 def _blocks(sizes: Sequence[int], rows: int) -> Iterator[tuple[int, list[int]]]:
@@ -210,6 +234,7 @@ def _as_dataset(data: Any) -> Any:
         raise FitError(
             f"fit cannot index a {type(data).__module__}.{type(data).__qualname__}",
             allowed=allowed,
-            do="give it an index, or write a loop of your own with ctx.prepare",
+            do="give it an index (only the training set may be a stream), or write a loop of your "
+            "own with ctx.prepare",
         )
     return data

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from nbtoolkit.errors import FitError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -40,6 +42,7 @@ class Order:
         seed: decides the permutations.
         rank: this rank.
         ranks: how many there are.
+        drop_last: leave out the uneven last step, and with it its samples.
     """
 
     size: int
@@ -48,11 +51,12 @@ class Order:
     seed: int
     rank: int = 0
     ranks: int = 1
+    drop_last: bool = False
 
     @property
     def steps(self) -> int:
         """Optimizer steps of one epoch; the last may be uneven."""
-        return -(-self.size // self.batch)
+        return self.size // self.batch + (self._rest > 0)
 
     @cached_property
     def shares(self) -> list[Share]:
@@ -79,19 +83,33 @@ class Order:
 
     def indices(self, epoch: int) -> Tensor:
         """This rank's samples of ``epoch``, pass after pass; cut them by :attr:`sizes`."""
+        return self.mine(self.permutation(epoch))
+
+    def mine(self, order: Tensor) -> Tensor:
+        """This rank's part of all samples in ``order``, of shape (size,): see :meth:`indices`."""
         import torch
 
-        order = self.permutation(epoch)
         even = self.size - self.size % self.batch
         steps = order[:even].view(-1, self.ranks, self.batch // self.ranks)
-        mine, rest = steps[:, self.rank].reshape(-1), order[even:]
+        mine, rest = steps[:, self.rank].reshape(-1), order[even : even + self._rest]
         low, high = shard(len(rest), self.rank, self.ranks)
         stand_ins = sum(share.samples == 0 for share in self._uneven())
         return torch.cat([mine, rest[low:high], rest[:1].expand(stand_ins)])
 
+    def step_ids(self, epoch: int, step: int) -> list[int]:
+        """The samples of all ranks in optimizer step ``step`` (from 0) of ``epoch``."""
+        if step >= self.steps:
+            return []
+        return self.permutation(epoch)[step * self.batch :][: self.batch].tolist()
+
     @property
     def _passes_per_step(self) -> int:
         return self.batch // (self.ranks * self.micro)
+
+    @property
+    def _rest(self) -> int:
+        """Samples of the uneven last step."""
+        return 0 if self.drop_last else self.size % self.batch
 
     def _uneven(self) -> list[Share]:
         """The passes of the last step, when the batch does not divide the data set.
@@ -99,7 +117,7 @@ class Order:
         Every rank makes as many as the busiest: a model's forward pass may hold collectives
         (SyncBatchNorm).
         """
-        rest = self.size % self.batch
+        rest = self._rest
         busiest = -(-rest // self.ranks)
         passes = -(-busiest // self.micro)
         low, high = shard(rest, self.rank, self.ranks)
@@ -109,6 +127,28 @@ class Order:
             left -= samples
             shares.append(Share(samples, samples * self.ranks / rest, i == passes - 1))
         return shares
+
+
+def check_steps(order: Order) -> Order:
+    """``order``, if an epoch of it has a step.
+
+    Raises:
+        FitError: the data set is empty, or ``drop_last`` leaves nothing of it.
+    """
+    if order.size == 0:
+        raise FitError(
+            "the training set is empty",
+            allowed="one sample or more",
+            do="check the split or the filter that made it",
+        )
+    if order.steps == 0:
+        raise FitError(
+            f"train.drop_last leaves no step: the training set has {order.size} samples, fewer "
+            f"than the {order.batch} of one step",
+            allowed="a whole batch or more, or train.drop_last: false",
+            do="set train.drop_last: false, or a smaller train.batch_size",
+        )
+    return order
 
 
 def shard(size: int, rank: int, ranks: int) -> tuple[int, int]:

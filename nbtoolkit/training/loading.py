@@ -1,0 +1,113 @@
+"""Loader: makes one item after the other, in this process or in workers; nobody can tell where.
+
+A ``torch.utils.data.DataLoader`` whose items, errors and effect on this process's random streams
+are the same with any number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from nbtoolkit.runtime.crossing import add_note, pack_error, unpack_error
+from nbtoolkit.training.seeding import undisturbed
+
+_END = object()
+
+
+class Loader:
+    """Makes items by their keys; its workers live as long as it does.
+
+    Args:
+        make: ``make(key)``; each worker has a copy of its own.
+        workers: processes that make the items in turns, each two ahead; 0: an item is made here,
+            when it is asked for.
+        pin: put tensors into page-locked memory, from where a GPU fetches them by itself.
+    """
+
+    def __init__(self, make: Callable[[Any], Any], *, workers: int, pin: bool) -> None:
+        from torch.utils.data import DataLoader
+
+        self._keys = _Keys()
+        # What workers draw is their own; 70 us an item are saved.
+        self._around: Callable[[], AbstractContextManager[None]]
+        self._around = nullcontext if workers else undisturbed
+        maker: Any = _Maker(make)  # indexable is all that a data set has to be here
+        self._loader: DataLoader[Any] = DataLoader(
+            maker,
+            batch_size=None,
+            sampler=self._keys,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            pin_memory=pin,
+            persistent_workers=workers > 0,
+        )
+
+    def items(self, keys: Iterable[Any]) -> Iterator[Any]:
+        """``make(key)`` for all ``keys``, in their order; one walk at a time.
+
+        Raises:
+            Exception: what ``make`` raised, of its own type, with its traceback and notes.
+        """
+        self._keys.keys = keys
+        with undisturbed():  # the start of a DataLoader draws a number
+            made = iter(self._loader)
+        while True:
+            with self._around():
+                item = next(made, _END)
+            if item is _END:
+                return
+            if isinstance(item, _Failure):
+                raise item.error
+            yield item
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """An error inside is told, by a note, what was being loaded."""
+    try:
+        yield
+    except Exception as error:
+        add_note(error, f"[nbtoolkit] while loading {what}")
+        raise
+
+
+class _Keys:
+    """A sampler whose keys are set before each walk."""
+
+    keys: Iterable[Any] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.keys)
+
+
+class _Maker:
+    """``make`` in the form of a data set."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        self._make = make
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return self._make(key)
+        except Exception as error:
+            return _Failure(error)
+
+
+class _Failure:
+    """What came instead of an item. The DataLoader's own way loses the error's traceback."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _failed_elsewhere, (pack_error(self.error),)
+
+
+def _failed_elsewhere(packed: dict[str, Any]) -> _Failure:
+    return _Failure(unpack_error(packed))
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
