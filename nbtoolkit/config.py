@@ -18,6 +18,8 @@ from nbtoolkit.config_checks import fields, mistakes, refuse_clashes
 from nbtoolkit.config_layers import Overrides, file_layer, merge, override_layer, shipped_folder
 from nbtoolkit.config_names import canonical
 from nbtoolkit.config_values import (
+    Above1,
+    Below1,
     Count,
     CountFrom0,
     Devices,
@@ -125,9 +127,9 @@ class Train(Section):
     """First loss scale under fp16."""
     scaler_growth_interval: Count = 2000
     """Steps without overflow after which the loss scale under fp16 grows."""
-    scaler_growth_factor: Positive = 2.0
+    scaler_growth_factor: Above1 = 2.0
     """What the loss scale is multiplied by then."""
-    scaler_backoff_factor: Positive = 0.5
+    scaler_backoff_factor: Below1 = 0.5
     """What the loss scale is multiplied by after an overflow."""
 
 
@@ -165,7 +167,7 @@ class Distributed(Section):
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """Gradients travel compressed: faster over slow links, not exact."""
     powersgd_rank: Count = 1
-    """`powersgd`: rank of the approximation; higher is more exact and slower."""
+    """`powersgd`: rank of the approximation; it begins after a tenth of the steps (or 1000)."""
 
 
 class Checkpoint(Section):

@@ -179,6 +179,10 @@ Positive = Annotated[float, BeforeValidator(_number), Field(gt=0), Says("a numbe
 NotNegative = Annotated[
     float, BeforeValidator(_number), Field(ge=0), Says("a number of at least 0")
 ]
+Above1 = Annotated[float, BeforeValidator(_number), Field(gt=1), Says("a number above 1")]
+Below1 = Annotated[
+    float, BeforeValidator(_number), Field(gt=0, lt=1), Says("a number above 0 and below 1")
+]
 Share = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1), Says("a number from 0 to 1")]
 Seconds = Annotated[
     float,
