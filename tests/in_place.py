@@ -48,6 +48,22 @@ def reports_for_ever(config: Any, ctx: Any) -> None:
         time.sleep(0.02)
 
 
+def hears_inside_an_epoch(config: Any, ctx: Any) -> None:
+    """Steps without an end and without a report; saves before it leaves."""
+    import torch
+    import torch.distributed as dist
+
+    ctx.report({"epoch": 0})
+    while True:
+        news = torch.tensor([ctx.news()], dtype=torch.int)
+        dist.all_reduce(news)
+        if news.item():
+            status = ctx.leaving()
+            ctx.note_saved("last.pt", 7, "last")
+            raise nb.Leave(status)
+        time.sleep(0.01)
+
+
 def fails_on_rank_1(config: Any, ctx: Any) -> None:
     import torch.distributed as dist
 

@@ -374,7 +374,7 @@ def test_an_owner_that_is_asked_to_end_lets_the_ranks_leave(config: nb.Config) -
     handle = begin(functions.reports_until_stopped, config)
     ranks_up(handle.paths.folder)
     os.kill(json.loads(handle.paths.owner.read_text())["pid"], signal.SIGTERM)
-    assert handle.result(timeout=SOON).status == "stopped"
+    assert handle.result(timeout=SOON).status == "deadline"
 
 
 def test_a_killed_pilot_takes_its_ranks_with_it(config: nb.Config) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kernels import descendants
 from machines import T4, machine
 
 from nbtoolkit.runtime.events import EventReader
@@ -101,6 +103,40 @@ def test_torchrun_ranks_leave_when_a_handle_stops_the_run(tmp_path: Path) -> Non
     assert [rank["status"] for rank in told(job)] == ["stopped"] * 2
     assert (handle.done(), handle.result().status) == (True, "stopped")
     assert types(paths)[-2:] == ["report", "ended"]
+
+
+def test_torchrun_ranks_hear_of_a_stop_inside_an_epoch(tmp_path: Path) -> None:
+    job = torchrun("hears_inside_an_epoch", tmp_path)
+    paths = wait_for(tmp_path, "report", job)
+    attach(paths.folder).stop("a test asks")
+    assert [rank["status"] for rank in told(job)] == ["stopped"] * 2
+    assert types(paths)[-3:] == ["stop", "checkpoint", "ended"]
+
+
+def test_a_signal_to_one_rank_lets_all_leave(tmp_path: Path) -> None:
+    job = torchrun("reports_for_ever", tmp_path)
+    paths = wait_for(tmp_path, "report", job)
+    os.kill(pid_of_rank(1, job), signal.SIGUSR1)
+    assert [rank["status"] for rank in told(job)] == ["deadline"] * 2
+    assert types(paths)[-3:] == ["stop", "report", "ended"]
+
+
+def test_torchrun_itself_may_be_asked_to_end(tmp_path: Path) -> None:
+    """It hands SIGTERM on to its ranks and gives them 30 s."""
+    job = torchrun("reports_for_ever", tmp_path)
+    paths = wait_for(tmp_path, "report", job)
+    job.terminate()
+    _, err = job.communicate(timeout=120)
+    assert "SignalException" in err
+    assert attach(paths.folder).result().status == "deadline"
+
+
+def pid_of_rank(rank: int, job: subprocess.Popen[str]) -> int:
+    """The process of a rank of a torchrun job."""
+    mark = f"RANK={rank}".encode()
+    environs = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in descendants(job.pid)}
+    [found] = [pid for pid, environ in environs.items() if mark in environ.split(b"\0")]
+    return found
 
 
 def test_torchrun_job_ends_with_the_exception_of_one_rank(tmp_path: Path) -> None:

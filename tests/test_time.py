@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import threading
 import time
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import functions
 import pytest
-from kernels import ranks_up
+from kernels import descendants, ranks_up, run_folder, script
 
 import nbtoolkit as nb
 from nbtoolkit.errors import ConfigError, ReportError
 from nbtoolkit.runtime.channel import OwnerChannel
 from nbtoolkit.runtime.events import EventLog, EventReader
+from nbtoolkit.runtime.signals import ENDING
 from nbtoolkit.runtime.timing import TimeLimit, session_age, time_limit
 from nbtoolkit.runtime.wire import Line
 
@@ -231,6 +235,118 @@ def test_a_launch_says_which_limit_counts_and_keeps_it(config: nb.Config, start:
     assert result.status == "deadline"
     [note] = [e for e in nb.attach(result.paths.folder).events() if e["type"] == "note"]
     assert note["text"].startswith("the session is ")
+
+
+# --- signals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [
+        (signal.SIGTERM, "deadline"),
+        (signal.SIGUSR1, "deadline"),
+        (signal.SIGUSR2, "deadline"),
+        (signal.SIGHUP, "deadline"),
+        (signal.SIGINT, "stopped"),
+    ],
+)
+def test_a_signal_to_the_owner_ends_the_run_with_all_saved(
+    config: nb.Config, number: signal.Signals, status: str
+) -> None:
+    handle = begin(steps_until_news, config)
+    ranks_up(handle.paths.folder)
+    os.kill(json.loads(handle.paths.owner.read_text())["pid"], number)
+    result = handle.result(timeout=60)
+    assert (result.status, result.checkpoint) == (status, result.paths.checkpoints / "last.pt")
+    [stop] = [event for event in handle.events() if event["type"] == "stop"]
+    assert number.name in stop["reason"] or status == "stopped"
+
+
+LAUNCHES = """
+import signal
+result = nb.launch(
+    functions.reports_until_stopped, {{"runtime.output_dir": "out", "tracking.mlflow": False}},
+    processes=2, start="{start}", resume="never", display="off",
+)
+print(result.status, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+"""
+
+
+@pytest.mark.parametrize(("start", "number"), [("launchpad", "SIGTERM"), ("fork", "SIGUSR1")])
+def test_a_signal_to_a_script_ends_its_run_with_all_saved(
+    tmp_path: Path, start: str, number: str
+) -> None:
+    with script(LAUNCHES.format(start=start), tmp_path) as kernel:
+        ranks_up(run_folder(tmp_path / "out"))
+        os.kill(kernel.pid, getattr(signal, number))
+        assert kernel.output().split() == ["deadline", "True"]
+
+
+def test_a_scheduler_s_warning_to_every_process_of_a_job_ends_its_run(tmp_path: Path) -> None:
+    with script(LAUNCHES.format(start="launchpad"), tmp_path) as kernel:
+        ranks_up(run_folder(tmp_path / "out"))
+        for pid in (kernel.pid, *descendants(kernel.pid)):
+            os.kill(pid, signal.SIGUSR1)
+        assert kernel.output().split() == ["deadline", "True"]
+
+
+def inline(train: Any, config: nb.Config) -> nb.RunResult:
+    return nb.launch(train, config, start="inline", resume="never", display="off")
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_a_signal_to_a_process_that_trains_itself(config: nb.Config, number: int) -> None:
+    def train(config: Any, ctx: Any) -> None:
+        os.kill(os.getpid(), number)
+        assert ctx.news()
+        ctx.report({"a": 1.0})
+
+    assert signal.getsignal(number) is signal.SIG_DFL
+    assert inline(train, config).status == "deadline"
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_handlers_of_others_are_left_alone(config: nb.Config) -> None:
+    heard: list[int] = []
+
+    def train(config: Any, ctx: Any) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        ctx.report({"a": 1.0})
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        assert inline(train, config).status == "completed"
+        assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    assert heard == [signal.SIGUSR1]
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # Python 3.12, of any fork
+def test_a_child_of_a_heeding_process_is_ended_by_a_signal_as_ever(config: nb.Config) -> None:
+    """Pools and DataLoaders end their workers so."""
+
+    def train(config: Any, ctx: Any) -> int | None:
+        here, there = os.pipe()
+
+        def work() -> None:
+            os.write(there, b"up")
+            time.sleep(300)
+
+        worker = get_context("fork").Process(target=work)
+        worker.start()
+        os.read(here, 2)
+        worker.terminate()
+        worker.join(20)
+        worker.kill()
+        worker.join()
+        os.close(here)
+        os.close(there)
+        return worker.exitcode
+
+    assert inline(train, config).value == -signal.SIGTERM
 
 
 # --- the line -------------------------------------------------------------------------------------

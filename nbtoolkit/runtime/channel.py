@@ -7,6 +7,7 @@ import time
 from typing import Any, Protocol
 
 from nbtoolkit.runtime.record import RunRecord
+from nbtoolkit.runtime.signals import Heard, announcement
 from nbtoolkit.runtime.wire import Line, Message
 
 LOOK_SECONDS = 0.2  # between two looks at the run's folder when asked for news: one takes 10 us
@@ -69,7 +70,7 @@ class RecordChannel:
     """A rank that keeps the record itself: ``start="inline"``, or rank 0 of a torchrun job."""
 
     def __init__(self, record: RunRecord) -> None:
-        self.record = record
+        self.record, self.heard = record, Heard()
         self._looked = time.monotonic()
 
     def send(self, type: str, **fields: Any) -> None:
@@ -84,13 +85,16 @@ class RecordChannel:
     def news(self) -> bool:
         """See :class:`Channel`; looks at the run's folder a few times a second."""
         now = time.monotonic()
-        if self.record.leaving is None and now - self._looked >= LOOK_SECONDS:
+        due = self.heard.number or now - self._looked >= LOOK_SECONDS
+        if self.record.leaving is None and due:
             self._looked = now
             self._obey()
         return self.record.leaving is not None
 
     def _obey(self) -> None:
-        """Heed the request to stop that a handle left in the run's folder."""
+        """Heed a signal that came, and the request to stop that a handle left in the folder."""
+        if self.heard.number:
+            self.record.ask_to_stop("deadline", announcement(self.heard.number))
         if (request := self.record.stop_requested()) is not None:
             reason = request.get("reason", "a handle asked")
             self.record.ask_to_stop("stopped", reason, request.get("grace"))
@@ -120,10 +124,11 @@ def answer(record: RunRecord, message: Message) -> Message:
 class GroupChannel:
     """Ranks that torchrun or Slurm started: rank 0 keeps the record and broadcasts its answers."""
 
-    def __init__(self, rank: int, own: RecordChannel | None) -> None:
+    def __init__(self, own: RecordChannel | None) -> None:
         import torch.distributed as dist
 
-        self._rank, self._own = rank, own
+        self._own = own
+        self.heard = own.heard if own is not None else Heard()
         self._group = dist.new_group(backend="gloo")
 
     def send(self, type: str, **fields: Any) -> None:
@@ -132,14 +137,24 @@ class GroupChannel:
             self._own.send(type, **fields)
 
     def ask(self, type: str, **fields: Any) -> Message:
-        """See :class:`Channel`: a blocking collective."""
+        """See :class:`Channel`: blocking collectives."""
         import torch.distributed as dist
 
+        self._share_signals()
         box: list[Any] = [self._own.ask(type, **fields) if self._own is not None else None]
         dist.broadcast_object_list(box, src=0, group=self._group)
         message: Message = box[0]
         return message
 
     def news(self) -> bool:
-        """See :class:`Channel`."""
+        """See :class:`Channel`; of the signals rank 0 knows its own, and the others' when asked."""
         return self._own is not None and self._own.news()
+
+    def _share_signals(self) -> None:
+        """A scheduler may signal any one rank: rank 0 has to know."""
+        import torch
+        import torch.distributed as dist
+
+        came = torch.tensor([self.heard.number])
+        dist.all_reduce(came, op=dist.ReduceOp.MAX, group=self._group)
+        self.heard.number = int(came)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nbtoolkit.errors import GroupStartFailed
 from nbtoolkit.runtime.cell import CellOutput, Display
-from nbtoolkit.runtime.channel import Channel, GroupChannel
+from nbtoolkit.runtime.channel import GroupChannel
 from nbtoolkit.runtime.choose import ChosenRun, choose_run, write_header
 from nbtoolkit.runtime.context import RunContext
 from nbtoolkit.runtime.events import Event
@@ -23,6 +23,7 @@ from nbtoolkit.runtime.keeper import Keeper
 from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.runtime.plan import LaunchPlan, make_plan
 from nbtoolkit.runtime.result import RunResult
+from nbtoolkit.runtime.signals import heeded
 from nbtoolkit.runtime.surroundings import lend_variables, of_plan, omp_threads
 from nbtoolkit.runtime.timing import time_limit
 
@@ -46,6 +47,8 @@ def run_in_place(
     on_event: Callable[[Event], None] | None,
 ) -> RunResult:
     """Join the other ranks and call ``train``; returns when all of them are through.
+
+    SIGTERM, SIGUSR1 or SIGUSR2 to any rank: all of them leave at the next report, as ``deadline``.
 
     Every rank gets the same result, read from the run's folder: ranks on several machines need one
     that all of them see. Output goes where this process's goes.
@@ -99,8 +102,8 @@ def _run_rank(
     keeper: Keeper | None,
     deadline: float | None,
 ) -> None:
-    alone = keeper is not None and host.world_size == 1
-    channel: Channel = keeper if alone else GroupChannel(host.rank, keeper)  # type: ignore[assignment]
+    alone = host.world_size == 1
+    channel = keeper if keeper is not None and alone else GroupChannel(keeper)
     ctx = RunContext(
         config=config,
         plan=plan,
@@ -112,7 +115,8 @@ def _run_rank(
         deadline=deadline,
     )
     record = keeper.record if keeper is not None else None
-    with lend_variables({**os.environ, **of_plan(plan, paths.folder)}):
+    variables = {**os.environ, **of_plan(plan, paths.folder)}
+    with heeded(channel.heard), lend_variables(variables):
         settle(ctx)
         call(train, ctx, record, together=lambda: _all_well(host, paths))
 

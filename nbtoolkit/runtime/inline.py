@@ -19,6 +19,7 @@ from nbtoolkit.runtime.paths import folder_error, write_whole
 from nbtoolkit.runtime.plan import LaunchPlan
 from nbtoolkit.runtime.record import RunRecord
 from nbtoolkit.runtime.result import RunResult
+from nbtoolkit.runtime.signals import heeded
 from nbtoolkit.runtime.surroundings import lend_variables, of_plan, without_stale
 from nbtoolkit.runtime.timing import time_limit
 
@@ -43,7 +44,8 @@ def run_inline(
     """One rank, here; folder, events, tracking and result as with ranks of their own.
 
     Its output goes where this process's goes, and to no file. Variables and accelerate's state are
-    the run's while it lasts, and then again what they were.
+    the run's while it lasts, and then again what they were; so are the handlers of signals that
+    announce an end, where this is a script's main thread (a kernel's are left alone).
 
     Raises:
         BaseException: what ``train`` raises, as it is. An interrupt ends the run as ``stopped``.
@@ -58,7 +60,7 @@ def run_inline(
             local_rank=_device_index(plan, hardware),
             deadline=keeper.record.deadline,
         )
-        with lend_variables(variables), own_accelerate_state():
+        with heeded(keeper.heard), lend_variables(variables), own_accelerate_state():
             settle(ctx)
             call(train, ctx, keeper.record)
     return RunResult(run.paths)

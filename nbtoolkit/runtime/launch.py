@@ -159,6 +159,7 @@ def launch(
             tracked=tracked,
             offset=offset,
             forked=forked,
+            detached=detach,
         )
     return handle.result() if wait else handle  # from here on the owner alone holds the lock
 

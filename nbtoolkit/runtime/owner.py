@@ -30,6 +30,7 @@ from nbtoolkit.runtime.plan import GroupFailure, LaunchPlan, PortBusy, make_plan
 from nbtoolkit.runtime.ports import free_port
 from nbtoolkit.runtime.processes import Peer
 from nbtoolkit.runtime.record import RunRecord
+from nbtoolkit.runtime.signals import ENDING, announcement
 from nbtoolkit.runtime.watch import Watch
 from nbtoolkit.runtime.wire import Line, Message, memory_file, send_packet, wake
 
@@ -200,10 +201,7 @@ class Owner:
                 selector.register(self._kernel, selectors.EVENT_READ)
             ready = {key.fileobj for key, _ in selector.select(TICK)}
         if self._read_end in ready:
-            os.read(self._read_end, 512)
-            self.record.ask_to_stop(
-                "stopped", "the owner got a signal to end (pre-emption or SIGTERM)"
-            )
+            self._on_signal(os.read(self._read_end, 512)[0])
         if self._launchpad in ready and not flight.hear_launchpad():
             flight.kill()
             flight.exited = -signal.SIGKILL
@@ -217,7 +215,8 @@ class Owner:
                 rank.end("dead")
         for message in self._kernel.drain() if self._kernel in ready else ():
             if message["type"] == "stop":
-                self._stop(message.get("reason", "a handle asked"), message.get("grace"))
+                status = message.get("status", "stopped")
+                self._stop(message["reason"], message.get("grace"), status)
             elif message["type"] == "kill":
                 self._stop("killed on request", 0.0)
 
@@ -283,11 +282,18 @@ class Owner:
             self._killed_on_request = True
             self._flight.kill()
 
-    def _stop(self, reason: str, grace: float | None) -> None:
-        self.record.ask_to_stop("stopped", reason, grace)
+    def _stop(self, reason: str, grace: float | None = None, status: str = "stopped") -> None:
+        self.record.ask_to_stop(status, reason, grace)
         if grace is not None:
             limit = time.monotonic() + grace
             self._kill_at = limit if self._kill_at is None else min(limit, self._kill_at)
+
+    def _on_signal(self, number: int) -> None:
+        """An interrupt is somebody's wish; other signals announce an end that nobody here chose."""
+        if number == signal.SIGINT:
+            self._stop("the owner was interrupted")
+        else:
+            self._stop(announcement(number), status="deadline")
 
     def _call_ranks(self, flight: Flight) -> None:
         """Once the run is to end, rank 0 hears of it: its next report may be an hour away."""
@@ -386,7 +392,7 @@ class Owner:
     def _catch_signals(self) -> None:
         os.set_blocking(self._write_end, False)
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (*ENDING, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
 
 

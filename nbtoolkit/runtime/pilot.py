@@ -20,6 +20,7 @@ from typing import Any
 
 from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.runtime.plan import LaunchPlan
+from nbtoolkit.runtime.signals import ignore_warnings
 from nbtoolkit.runtime.surroundings import enter
 from nbtoolkit.runtime.wire import Line
 
@@ -114,8 +115,12 @@ def write_output_to(path: Path) -> None:
 
 
 def default_signals() -> None:
-    """Default signal handling, whatever was installed in the process this one was forked from."""
+    """Default signal handling, whatever was installed in the process this one was forked from.
+
+    But a scheduler's warning, which may reach every process of a job, is for the owner to heed.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name in ("SIGHUP", "SIGQUIT", "SIGCHLD", "SIGUSR1", "SIGUSR2"):
+    for name in ("SIGHUP", "SIGQUIT", "SIGCHLD"):
         signal.signal(getattr(signal, name), signal.SIG_DFL)
+    ignore_warnings()

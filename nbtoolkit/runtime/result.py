@@ -10,6 +10,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +23,7 @@ from nbtoolkit.runtime.failure import raise_failure
 from nbtoolkit.runtime.forked import ForkedPilot
 from nbtoolkit.runtime.paths import RunPaths, read_json, write_json
 from nbtoolkit.runtime.plan import LaunchPlan
+from nbtoolkit.runtime.signals import Heard, announcement, heeded
 from nbtoolkit.runtime.wire import Line, Message
 
 if TYPE_CHECKING:
@@ -133,6 +135,7 @@ class RunHandle:
         tracked: Callable[[], None] | None = None,
         offset: int = 0,
         forked: ForkedPilot | None = None,
+        detached: bool = False,
     ) -> None:
         self.paths = paths
         self._line, self._cell, self._on_event, self._tracked = line, cell, on_event, tracked
@@ -140,6 +143,7 @@ class RunHandle:
         self._ended: Event | None = None
         self._lost: Message | None = None
         self._forked = forked
+        self._ours = line is not None and not detached  # it ends with this process
         self._hearing = threading.Lock()
         if line is not None:
             _keep(self)
@@ -168,7 +172,8 @@ class RunHandle:
         """Wait for the run's end and return its result; shows its output meanwhile.
 
         An interrupt asks the ranks to leave (they get 5 s, then are killed) and raises
-        KeyboardInterrupt; a second one kills.
+        KeyboardInterrupt; a second one kills. In a script, SIGTERM, SIGUSR1 and SIGUSR2 ask the
+        ranks to leave too, with status ``"deadline"``, unless you have handlers for them.
 
         Args:
             timeout: seconds to wait; None: as long as it takes.
@@ -181,7 +186,7 @@ class RunHandle:
         __tracebackhide__ = True
         limit = None if timeout is None else time.monotonic() + timeout
         try:
-            interrupts = self._wait_for_end(limit)
+            interrupts = self._wait_heeding(limit)
         except (
             BaseException
         ):  # on_event's own error, or a third interrupt: nobody waits for the run any more
@@ -203,11 +208,18 @@ class RunHandle:
 
     # --- waiting ---
 
-    def _wait_for_end(self, limit: float | None) -> int | None:
+    def _wait_heeding(self, limit: float | None) -> int | None:
+        """Wait; a signal that announces this process's end is handed on to a run it would end."""
+        heard = Heard()
+        with heeded(heard) if self._ours else nullcontext():
+            return self._wait_for_end(limit, heard)
+
+    def _wait_for_end(self, limit: float | None, heard: Heard) -> int | None:
         """How often the wait was interrupted; None when the limit came first."""
         interrupts = 0
         while True:
             try:
+                self._pass_on(heard)
                 if self._over():
                     return interrupts
                 if limit is not None and time.monotonic() >= limit:
@@ -216,6 +228,13 @@ class RunHandle:
             except KeyboardInterrupt:
                 interrupts += 1
                 self._interrupt(interrupts)
+
+    def _pass_on(self, heard: Heard) -> None:
+        """Let the run end as if its owner had got the signal itself."""
+        if heard.number and self._line is not None:
+            reason = announcement(heard.number)
+            self._line.send({"type": "stop", "status": "deadline", "reason": reason})
+            heard.number = 0
 
     def _over(self) -> bool:
         """Take what is new; whether the run has ended and its owner is gone."""

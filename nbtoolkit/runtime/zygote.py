@@ -24,6 +24,7 @@ from typing import Any
 
 from nbtoolkit.runtime.ahead import Ahead
 from nbtoolkit.runtime.forker import Forker, close_all, kill_group
+from nbtoolkit.runtime.signals import ignore_warnings
 from nbtoolkit.runtime.wire import Message, packet_pair, receive_packet, send_packet
 
 # Imported once here, for owners, pilots and ranks alike; the last ones are what elastic and a rank
@@ -267,6 +268,7 @@ def main(kernel_fd: int, tracking: bool) -> None:
     # Python 3.12 warns on fork beside threads; the idle BLAS threads that numpy leaves here are
     # harmless (see probe.py).
     warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
+    ignore_warnings()  # of a scheduler: it goes with the kernel and the owners, who heed them
     kernel = socket.socket(fileno=kernel_fd)
     zygote = Zygote(kernel)
     if tracking:
