@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers and editors see; at run time `__getattr__` does the same
     from nbtoolkit import errors as errors
+    from nbtoolkit import verify as verify
     from nbtoolkit.config import Config as Config
     from nbtoolkit.config import load_config as load_config
     from nbtoolkit.doctor import doctor as doctor
@@ -57,6 +58,9 @@ _HOME = {
     "predict": "nbtoolkit.training.prediction",
 }
 
+# Modules that are public as they are.
+_MODULES = ("errors", "verify")
+
 __all__ = [
     "Config",
     "Hardware",
@@ -79,13 +83,14 @@ __all__ = [
     "make_plan",
     "over_all",
     "predict",
+    "verify",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import the public name ``name`` (PEP 562)."""
-    if name == "errors":
-        return import_module("nbtoolkit.errors")
+    if name in _MODULES:
+        return import_module(f"nbtoolkit.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'nbtoolkit' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

@@ -76,8 +76,15 @@ class Run:
         lines = map(json.loads, self.paths.events.read_text().splitlines())
         return [event for event in lines if event["type"] == type]
 
-    def saved(self, kind: str = "last") -> dict[str, Any]:
-        return torch.load(self.paths.checkpoints / f"{kind}.pt", weights_only=True)
+    def saved(self, part: str = "training", *, fit: str = "") -> dict[str, Any]:
+        """A part of the newest checkpoint, read without our code."""
+        newest = max((self.paths.checkpoints / fit).glob("step-*"))
+        return torch.load(newest / f"{part}.pt", weights_only=True)
+
+    def best(self) -> dict[str, Any]:
+        """The manifest of the best checkpoint."""
+        (folder,) = self.paths.checkpoints.glob("best-*")
+        return json.loads((folder / "manifest.json").read_text())
 
 
 @pytest.fixture
@@ -170,7 +177,13 @@ def test_it_logs_by_step_reports_by_epoch_and_returns_the_last(run: Run) -> None
     result = run.fit(metrics=["accuracy"])
     logged, reported = run.events("metrics"), run.events("report")
     assert [event["step"] for event in logged] == [2, 4, 6, 8, 10, 12]
-    assert {*logged[0]["values"]} == {"loss", "lr", "grad_norm", "samples_per_second"}
+    assert {*logged[0]["values"]} == {
+        "loss",
+        "lr",
+        "grad_norm",
+        "samples_per_second",
+        "memory_gb_rank0",
+    }
     assert [event["step"] for event in reported] == [1, 2, 3]
     assert {*reported[0]["values"]} == {"train_loss", "val_loss", "val_accuracy"}
     losses = [event["values"]["val_loss"] for event in reported]
@@ -216,8 +229,9 @@ def test_the_model_may_be_fitted_twice_in_one_run(run: Run) -> None:
     for _ in range(2):
         nb.fit(ctx, config, model, **data, loss=nn.functional.cross_entropy)
     assert [event["step"] for event in run.events("report")] == [1, 2, 3, 1, 2, 3]
-    assert run.saved("last-2")["epoch"] == 3
-    assert not torch.equal(run.saved()["model"]["0.bias"], run.saved("last-2")["model"]["0.bias"])
+    assert run.saved(fit="fit-2")["progress"]["epoch"] == 3
+    first, second = run.saved("model"), run.saved("model", fit="fit-2")
+    assert not torch.equal(first["0.bias"], second["0.bias"])
 
 
 # --- checkpoints and resume ----------------------------------------------------------------------
@@ -226,11 +240,10 @@ def test_the_model_may_be_fitted_twice_in_one_run(run: Run) -> None:
 def test_checkpoints_load_without_our_code(run: Run) -> None:
     model = model_of()
     run.fit(model)
-    last = run.saved()
-    assert {*last["model"]} == {*model.state_dict()}
-    assert (last["epoch"], last["step"]) == (3, 12)
-    fresh = model_of()
-    assert nb.load_model(run.paths.checkpoints / "last.pt", fresh) is fresh
+    assert {*run.saved("model")} == {*model.state_dict()}
+    assert (run.saved()["progress"]["epoch"], run.saved()["step"]) == (3, 12)
+    fresh, (newest,) = model_of(), run.paths.checkpoints.glob("step-*")
+    assert nb.load_model(newest, fresh) is fresh
     assert not fresh.training
     check_equal_weights(model, fresh)
 
@@ -244,8 +257,8 @@ def test_best_is_the_monitored_epoch(run: Run) -> None:
 
     result = run.fit(config=configured(overrides=overrides), metrics=[recall])
     assert (result["best_epoch"], result["best_val_recall"]) == (2, 0.6)
-    assert run.saved("best")["epoch"] == 2
-    assert run.saved("last")["epoch"] == 4
+    assert run.best()["epoch"] == 2
+    assert run.saved()["progress"]["epoch"] == 4
 
 
 def test_nothing_is_saved_when_checkpoints_are_off(run: Run) -> None:
@@ -264,7 +277,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(run: Run, another: Run) 
     more = {"loss": nn.functional.cross_entropy, "metrics": ["accuracy"]}
     with pytest.raises(nb.Leave):
         nb.fit(ctx, config, halves, **data, **more)
-    assert another.saved()["epoch"] == 1
+    assert another.saved()["progress"]["epoch"] == 0
     assert another.fit(fresh, config=config, metrics=["accuracy"]) == expected
     check_equal_weights(whole, fresh)
     assert [event["step"] for event in another.events("report")] == [1, 2, 3]
@@ -275,25 +288,103 @@ def test_a_finished_run_gives_its_values_again(run: Run) -> None:
     again = model_of()
     assert run.fit(again) == expected
     assert len(run.events("report")) == 3
-    check_equal_weights(nb.load_model(run.paths.folder / "checkpoints/last.pt", model_of()), again)
+    (newest,) = run.paths.checkpoints.glob("step-*")
+    check_equal_weights(nb.load_model(newest, model_of()), again)
 
 
 def test_a_checkpoint_of_another_model_is_refused(run: Run) -> None:
     run.fit()
     torch.manual_seed(0)
     other = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    what = r"last\.pt does not fit this Sequential: 0\.weight is \(16, 6\) in the file and \(8, 6\)"
+    what = r"step-0+12 does not fit this Sequential: 0\.weight is \(16, 6\) in the file and \(8, 6\)"
     with pytest.raises(CheckpointError, match=what):
         run.fit(other)
     with pytest.raises(CheckpointError, match=r"; and 1 more[\s\S]*config\.yaml"):
         nb.load_model(run.paths.folder, nn.Sequential(nn.Linear(6, 16)).append(nn.Linear(1, 1)))
 
 
-def test_a_checkpoint_that_is_not_fits_is_refused(run: Run) -> None:
-    run.context(configured()).save({"model": model_of().state_dict()})
-    what = r"last\.pt was not written by fit: optimizer, scaler, schedule, step is missing"
+def test_a_checkpoint_of_another_walk_through_the_data_is_refused(run: Run) -> None:
+    run.fit()
+    what = (
+        r"made on another walk through the data: global_batch_size 12 then, 6 now; "
+        r"steps_per_epoch 4 then, 7 now[\s\S]*resume='never'"
+    )
     with pytest.raises(CheckpointError, match=what):
-        run.fit()
+        run.fit(config=configured(overrides={"train.batch_size": 6}))
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_said(run: Run, another: Run) -> None:
+    """The one before it is gone on from; the end is the same."""
+    config = configured(overrides={"checkpoint.every_steps": 5, "train.epochs": 4})
+    whole, again = model_of(), model_of()
+    expected = run.fit(whole, config=config)
+    newest = max(run.paths.checkpoints.glob("step-*"))
+    data = bytearray((newest / "model.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (newest / "model.pt").write_bytes(data)
+    assert run.fit(again, config=config) == expected
+    check_equal_weights(whole, again)
+    (note,) = (event["text"] for event in run.events("note"))
+    assert "step-000000016: model.pt is damaged: its SHA-256 differs" in note
+    assert "going on from step-000000015" in note
+
+
+def test_a_damaged_best_one_is_not_loaded(run: Run) -> None:
+    run.fit()
+    (best,) = run.paths.checkpoints.glob("best-*")
+    (best / "model.pt").write_bytes(b"PK cut off")
+    with pytest.raises(CheckpointError, match=r"is damaged: model.pt has 10 bytes of"):
+        nb.load_model(run.paths.folder, model_of())
+
+
+def test_a_disk_too_small_for_the_checkpoints_is_told_before_the_first_step(run: Run) -> None:
+    config = configured(overrides={"checkpoint.keep_last": 10**12})
+    what = r"checkpoints will need [\d.]+ GB [\s\S]* free\n[\s\S]*lower checkpoint.keep_last"
+    with pytest.raises(CheckpointError, match=what):
+        run.fit(config=config)
+    assert not run.paths.events.exists() or run.events("report") == []
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_steps_decide_when_a_checkpoint_is_due(run: Run, every: int) -> None:
+    run.fit(config=configured(overrides={"checkpoint.every_steps": every}))
+    steps = [event["step"] for event in run.events("checkpoint") if event["kind"] == "step"]
+    assert sorted({*steps}) == list(range(every, 13, every))
+
+
+def test_early_stopping_ends_when_nothing_gets_better(run: Run) -> None:
+    overrides = {"train.epochs": 50, "train.patience": 3, "optim.lr": 1e-9, "train.min_delta": 0.1}
+    result = run.fit(config=configured(overrides=overrides))
+    assert result["epoch"] == 4  # one that counts as better, then three
+    assert run.fit(config=configured(overrides=overrides)) == result
+
+
+def test_a_run_that_was_asked_to_end_leaves_in_the_middle_of_an_epoch(
+    run: Run, another: Run
+) -> None:
+    """And goes on with the next sample and the same random numbers."""
+    overrides = {"train.batch_size": 2, "train.epochs": 2, "tracking.log_every_n_steps": 1}
+    config = configured(overrides=overrides)
+    whole, halves, fresh = (model_of(nn.Dropout(0.5)) for _ in range(3))
+    expected = run.fit(whole, config=config)
+
+    ctx, count = another.context(config), 0
+
+    def forward(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        nonlocal count
+        count += 1
+        if count == 7:
+            another.record.ask_to_stop("stopped", "the test")
+        return model(batch[0]), batch[1]
+
+    data = {"train_data": samples(37), "valid_data": samples(11, seed=1)}
+    with pytest.raises(nb.Leave):
+        nb.fit(ctx, config, halves, **data, loss=nn.functional.cross_entropy, step=forward)
+    progress = another.saved()["progress"]
+    assert progress["epoch"] == 0
+    assert 7 <= progress["taken"] < 19
+    assert another.fit(fresh, config=config) == expected
+    check_equal_weights(whole, fresh)
 
 
 def test_load_model_takes_a_folder_and_a_wrapped_models_state(tmp_path: Path) -> None:
@@ -436,10 +527,11 @@ def test_all_ranks_return_the_same(launched: Any) -> None:
 
 def test_what_ranks_saved_is_a_plain_models_state(launched: Any) -> None:
     result, _ = launched(3, 1)
-    model = nb.load_model(result.paths.checkpoints / "last.pt", model_of())
+    model = result.load_into(model_of(), "last")
     inputs, targets = samples(11, seed=1)
     with torch.no_grad():
         loss = nn.functional.cross_entropy(model(inputs), targets).item()
     assert result.value["uneven"]["val_loss"] == pytest.approx(loss, abs=1e-6)
-    third = torch.load(result.paths.checkpoints / "last-3.pt", weights_only=True)
-    assert third["model"]["1.running_mean"].tolist() == result.value["buffers"]["1.running_mean"]
+    (newest,) = (result.paths.checkpoints / "fit-3").glob("step-*")
+    third = torch.load(newest / "model.pt", weights_only=True)
+    assert third["1.running_mean"].tolist() == result.value["buffers"]["1.running_mean"]

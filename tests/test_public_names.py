@@ -20,7 +20,7 @@ def test_every_public_name_loads(name: str) -> None:
 
 def test_the_names_are_sorted_and_complete() -> None:
     assert nbtoolkit.__all__ == sorted(nbtoolkit.__all__)
-    assert set(nbtoolkit.__all__) == {*nbtoolkit._HOME, "errors", "__version__"}
+    assert set(nbtoolkit.__all__) == {*nbtoolkit._HOME, *nbtoolkit._MODULES, "__version__"}
     assert set(nbtoolkit.__all__) <= set(dir(nbtoolkit))
 
 
@@ -28,7 +28,7 @@ def test_type_checkers_see_the_same_names_in_the_same_modules() -> None:
     tree = ast.parse(Path(nbtoolkit.__file__).read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     seen = {name.name: node.module for node in block.body for name in node.names}
-    assert seen == {**nbtoolkit._HOME, "errors": "nbtoolkit"}
+    assert seen == {**nbtoolkit._HOME, **dict.fromkeys(nbtoolkit._MODULES, "nbtoolkit")}
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import LaunchError, ResumeError
+from nbtoolkit.runtime.checkpoint import has_checkpoint
 from nbtoolkit.runtime.paths import (
     RunPaths,
+    decides_result,
     fingerprint,
     folder_error,
     function_source,
@@ -137,7 +139,7 @@ def _put_aside(paths: RunPaths) -> None:
 def _unfinished(output_dir: Path, wanted: str) -> ChosenRun | None:
     for paths in runs_in(output_dir):
         about = _about(paths)
-        fits = about.get("fingerprint") == wanted and (paths.checkpoints / "last.pt").exists()
+        fits = about.get("fingerprint") == wanted and has_checkpoint(paths.checkpoints)
         if not fits or paths.completed():
             continue
         lock = lock_run(paths)
@@ -172,7 +174,7 @@ def _named(
     differences = {
         key: values
         for key, values in before.differences(config).items()
-        if key != "train.epochs" and not key.startswith(("tracking.", "runtime.", "checkpoint."))
+        if key != "train.epochs" and decides_result(key, config.to_dict())
     }
     if differences:
         shown = "; ".join(
@@ -180,7 +182,8 @@ def _named(
         )
         raise ResumeError(
             f"the run {paths.run_id} was made with another configuration: {shown}",
-            allowed="a larger train.epochs; other output, tracking and checkpoint settings",
+            allowed="a larger train.epochs; another number of processes; other output, tracking and "
+            "checkpoint settings",
             do="load the run's own config.yaml, or launch with resume='never'",
         )
     if about["source"] != source_hash(train):

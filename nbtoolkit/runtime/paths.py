@@ -33,8 +33,11 @@ from typing import Any
 
 from nbtoolkit.errors import RunFolderError
 
-# Keys that do not change what a run computes: they do not enter its fingerprint.
-_NOT_IDENTITY = ("tracking", "runtime", "checkpoint")
+# Settings that do not change what a run computes (up to the order of sums): they do not enter its
+# fingerprint. How many ranks share a step is among them, since the step's batch is global.
+_NOT_IDENTITY = ("tracking.", "runtime.", "checkpoint.", "distributed.", "train.workers")
+_BUT = ("distributed.sync_batchnorm", "distributed.compression", "distributed.powersgd_rank")
+_OF_THE_STEP = ("distributed.world_size", "train.accumulate")
 
 
 @dataclass(frozen=True)
@@ -288,9 +291,32 @@ def fingerprint(config: dict[str, Any], function: Callable[..., Any]) -> str:
         config: the resolved configuration as plain Python; output and tracking keys are left out.
         function: the training function.
     """
-    kept = {key: value for key, value in config.items() if key not in _NOT_IDENTITY}
+    flat = _flat(config)
+    kept = {key: value for key, value in flat.items() if decides_result(key, config)}
     text = json.dumps(kept, sort_keys=True, default=str) + "\n" + function_source(function)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def decides_result(key: str, config: dict[str, Any]) -> bool:
+    """Whether a setting changes what a run computes.
+
+    Args:
+        key: its dotted name.
+        config: the resolved configuration as plain Python: with ``train.batch_size_per_device`` the
+            number of ranks and accumulation steps decides how large a step is.
+    """
+    if key in _OF_THE_STEP:
+        return (config.get("train") or {}).get("batch_size_per_device") is not None
+    return key in _BUT or not key.startswith(_NOT_IDENTITY)
+
+
+def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted name."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        inner = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
+        found.update(inner or {f"{prefix}{key}": value})
+    return found
 
 
 def runs_in(output_dir: str | Path) -> list[RunPaths]:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from nbtoolkit.errors import FitError
-from nbtoolkit.training.data import Collate, Source, make_source
-from nbtoolkit.training.metrics import LossWindow, Metrics, named_metrics
-from nbtoolkit.training.order import Order, mix
+from nbtoolkit.errors import CheckpointError, FitError, Leave
+from nbtoolkit.runtime.paths import write_json
+from nbtoolkit.training.data import Collate
+from nbtoolkit.training.feed import Feed, make_feed
+from nbtoolkit.training.inexact import inexact_layers
+from nbtoolkit.training.journal import Journal
+from nbtoolkit.training.metrics import Metrics, named_metrics
+from nbtoolkit.training.nonfinite import StepLoss, raise_if_not_finite
+from nbtoolkit.training.order import Share
 from nbtoolkit.training.progress import Progress
+from nbtoolkit.training.pulse import LossWindow, Meeting, Pulse, Wish
+from nbtoolkit.training.saver import Saver
 from nbtoolkit.training.schedule import make_schedule
+from nbtoolkit.training.space import expected_bytes
 from nbtoolkit.training.stepper import Forward, Loss, Stepper
+from nbtoolkit.training.streams import Streams, gather_streams, put_streams, seed_streams
 from nbtoolkit.training.validation import Validator
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from nbtoolkit.config import Config
@@ -39,21 +49,26 @@ def fit(
 
     An optimizer step takes the same samples on any number of ranks (``train.batch_size`` is
     global), and its gradient is the mean over exactly these, in the last uneven step too. Every
-    validation sample counts once. Each epoch begins with random streams of (seed, epoch, rank), so
-    that a resumed run draws what the uninterrupted one would have drawn.
+    validation sample counts once.
+
+    It may be killed at any moment: a run whose folder holds a checkpoint goes on with the next
+    sample, with every rank's random streams where they were, so that the weights at the end are
+    those of a run that was never interrupted. Checkpoints are due by ``checkpoint.every_minutes,
+    every_steps, every_epochs``, at the end, and when the run is asked to leave (stop, time budget,
+    session limit, SIGTERM), which is noticed within about a second, in the middle of an epoch too.
 
     Logged every ``tracking.log_every_n_steps`` optimizer steps, at the optimizer step: ``loss, lr,
-    grad_norm, samples_per_second``. Saved after each epoch: ``last``, and ``best`` if it is. Then
-    reported, at the number of epochs done (comparable between trials whose batch sizes differ):
-    ``train_loss, val_loss, val_<metric>``. A run whose folder holds a ``last`` goes on after it; a
-    second call in one training function has ``last-2`` and ``best-2``.
+    grad_norm, samples_per_second`` and each rank's ``memory_gb``. Reported after each epoch, at the
+    number of epochs done (comparable between trials whose batch sizes differ): ``train_loss,
+    val_loss, val_<metric>``.
 
     Args:
         ctx: the run's context.
         config: its sections ``optim, train, distributed, checkpoint, tracking`` are used.
-        model: trained in place; it ends with the last epoch's weights, on ``ctx.device``.
-        train_data: tensors, arrays, a tuple or dict of them, a ``TensorDataset``, or any map-style
-            data set; the same on all ranks.
+        model: trained in place, on ``ctx.device``; it ends with the weights that were validated
+            last (the averaged ones with ``train.average``).
+        train_data: tensors, arrays, a tuple or dict of them, a ``TensorDataset``, any map-style
+            data set, or an iterable one; the same on all ranks.
         valid_data: the same; None: no validation.
         loss: ``loss(outputs, targets)`` -> mean over the batch's samples (a scalar tensor).
         metrics: ``"accuracy"``, functions ``(outputs, targets)`` -> mean over the batch,
@@ -67,24 +82,24 @@ def fit(
         ``best_<monitored metric>``.
 
     Raises:
-        FitError: the data, a metric or ``checkpoint.monitor`` cannot be used.
-        CheckpointError: the run's ``last`` checkpoint is damaged or another model's.
+        FitError: the data, the model, a metric or a setting cannot be used; or a loss is not a
+            number (the step and its samples are named).
+        CheckpointError: all checkpoints of the run are damaged, they belong to other data or
+            another model, or the disk is too small for those to come.
         Leave: the run was asked to end (a BaseException: let it pass); all is saved by then.
     """
-    trainer = _Trainer(ctx, config, model, train_data, loss, step or _pair, collate)
-    validator = Validator(ctx, config, valid_data, named_metrics(metrics), collate)
-    progress = Progress.of(ctx, config, trainer.stepper)
-    while not trainer.done:
-        epoch = progress.epoch + 1
-        _seed(ctx, epoch)
-        values = {"train_loss": trainer.epoch(epoch), **validator.values(trainer.stepper)}
-        progress.end_epoch(epoch, values)
-        ctx.report(values, step=epoch)
-    return progress.summary()
+    with Saver(ctx, config) as saver:
+        fitting = _Fitting(ctx, config, model, train_data, loss, step or pair, collate, saver)
+        validator = Validator(ctx, config, valid_data, named_metrics(metrics), collate)
+        fitting.resume()
+        while not fitting.done:
+            fitting.train_epoch()
+            fitting.end_epoch(validator)
+        return fitting.finish()
 
 
-class _Trainer:
-    """One rank's walk through the training set."""
+class _Fitting:
+    """One rank's part of a fit."""
 
     def __init__(
         self,
@@ -95,72 +110,237 @@ class _Trainer:
         loss: Loss,
         forward: Forward,
         collate: Collate | None,
+        saver: Saver,
     ) -> None:
-        self._ctx = ctx
-        self._source = _source(ctx, config, data, collate)
-        self._order = Order(
-            size=len(self._source),
-            batch=ctx.plan.global_batch_size,
-            micro=ctx.plan.batch_size_per_device,
-            seed=ctx.seed,
-            rank=ctx.rank,
-            ranks=ctx.world_size,
-        )
-        steps = min(self._order.steps * config.train.epochs, config.train.max_steps or sys.maxsize)
-        schedule = make_schedule(config, steps=steps, factor=ctx.plan.lr_factor)
-        self.stepper = Stepper(ctx, config, model, loss, forward, schedule)
+        self._ctx, self._config, self._saver = ctx, config, saver
+        self._feed = make_feed(ctx, config, data, collate=collate, fit=saver.number)
+        self._total = _total_steps(config, self._feed)
+        schedule = make_schedule(config, steps=self._total, factor=ctx.plan.lr_factor)
+        targets = data[1] if isinstance(data, tuple) and len(data) == 2 else None
+        self._stepper = Stepper(ctx, config, model, loss, forward, schedule, targets=targets)
+        if config.train.average != "none":
+            from nbtoolkit.training.averaging import make_averages
+
+            self._stepper.averages = make_averages(config, self._stepper.module, steps=self._total)
+        self._progress, self._journal = Progress(ctx, config), Journal(ctx)
         self._every = config.tracking.log_every_n_steps
+        self._window = LossWindow()
+        if config.tracking.samples and ctx.is_main:
+            write_json(ctx.paths.layers, inexact_layers(self._stepper.module), durable=False)
+
+    # --- the story ---
+
+    def resume(self) -> None:
+        """Go on from the newest undamaged checkpoint of the run, if there is one."""
+        stepper, progress = self._stepper, self._progress
+        entry = self._saver.find()
+        self._saver.check_space(*expected_bytes(stepper))
+        if entry is None:
+            return
+        training = entry.read("training")
+        _check_same_walk(entry.folder, training["walk"], self._walk())
+        stepper.restore({**training, "model": entry.read("model")}, source=str(entry.folder))
+        progress.restore(training["progress"])
+        if progress.taken:
+            _put_back(self._ctx, training["streams"], stepper.step)
+        within = f", {progress.taken} steps into the next one" if progress.taken else ""
+        self._ctx.print(f"fit: going on after epoch {progress.epoch}{within}")
 
     @property
     def done(self) -> bool:
-        """Whether all steps of the run are taken."""
-        return self.stepper.step >= self.stepper.schedule.total
+        """Whether all epochs or steps are taken, or patience is used up."""
+        progress = self._progress
+        return not progress.taken and (progress.stopped_early or self._all_taken(progress.epoch))
 
-    def epoch(self, epoch: int) -> float:
-        """Train for one epoch; returns its mean loss over all samples of all ranks."""
-        stepper, order, every = self.stepper, self._order, self._every
-        window = LossWindow(self._ctx.device, ranks=self._ctx.world_size)
+    def train_epoch(self) -> None:
+        """Take the optimizer steps of an epoch, or those left of it."""
+        ctx, stepper, progress, window = self._ctx, self._stepper, self._progress, self._window
+        epoch, before = progress.epoch + 1, stepper.step - progress.taken
+        if not progress.taken:
+            seed_streams(ctx.seed, "epoch", epoch, ctx.rank)
         stepper.module.train()
-        total, seen, since = 0.0, 0, time.perf_counter()
-        passes = order.passes(stepper.schedule.total - stepper.step)
-        batches = self._source.batches(order.indices(epoch), order.sizes[:passes])
-        for batch, share in zip(batches, order.shares[:passes], strict=True):
-            watch = share.last and (stepper.step + 1) % every == 0
-            window.add(stepper.take(batch, share, watch=watch), share.samples)
-            if watch:
-                part, count = window.close()
-                total, seen, now = total + part, seen + count, time.perf_counter()
-                self._log(part / count, count / (now - since))
-                since = now
-        part, count = window.close()
-        return (total + part) / (seen + count)
+        pulse = Pulse(ctx, stepper.step, self._multiples())
+        self._journal.begin()
+        left = self._total - stepper.step
+        for batch, share in self._feed.walk(epoch, skip=progress.taken, limit=left):
+            meets = share.last and stepper.step + 1 == pulse.next
+            window.add(stepper.take(batch, share, watch=meets), share)
+            if meets:
+                progress.taken = stepper.step - before
+                self._act(self._meet(pulse))
+        if window.shares:
+            progress.taken = stepper.step - before
+            self._meet(pulse)
 
-    def _log(self, loss: float, speed: float) -> None:
-        stepper = self.stepper
-        values = {"loss": loss, "lr": stepper.rate, "samples_per_second": speed}
-        if stepper.grad_norm is not None:
-            values["grad_norm"] = float(stepper.grad_norm)
-        self._ctx.log(values, step=stepper.step)
+    def end_epoch(self, validator: Validator) -> None:
+        """Validate, keep what is best, save what is due, report; may leave (see fit)."""
+        stepper, progress, saver = self._stepper, self._progress, self._saver
+        self._end_averages()
+        values = {"train_loss": progress.train_loss, **validator.values(stepper)}
+        better = progress.end_epoch(values, stepper.step)
+        stepper.schedule.observe(values[progress.monitored], better)
+        if better:
+            about = {"epoch": progress.epoch, "values": values}
+            saver.keep_best(self._validated_weights, stepper.step, about)
+        if self.done or saver.due_by_epochs(progress.epoch) or saver.due_by_time():
+            self._save(None)
+        self._report(values)
 
+    def finish(self) -> dict[str, float]:
+        """Leave the model with the weights that were validated last; returns fit's values."""
+        stepper = self._stepper
+        if stepper.averages is not None and stepper.averages.active:
+            stepper.module.load_state_dict(stepper.averages.weights())
+        return self._progress.summary()
 
-def _source(
-    ctx: RunContext,
-    config: Config,
-    data: Any,
-    collate: Collate | None,
-) -> Source:
-    source = make_source(data, ctx.device, collate=collate, workers=config.train.workers)
-    if len(source) == 0:
-        raise FitError(
-            "the training set is empty",
-            allowed="one sample or more",
-            do="check the split or the filter that made it",
+    # --- meetings ---
+
+    def _meet(self, pulse: Pulse) -> Meeting:
+        """The ranks' sums since they last met; a loss that is not a number ends the fit here."""
+        stepper, window, progress = self._stepper, self._window, self._progress
+        losses, shares = window.values(), window.shares
+        wish, memory = self._wish(), self._journal.memory()
+        meeting = pulse.meet(stepper.step, losses, shares, wish=wish, memory=memory)
+        if not meeting.finite:
+            self._refuse_losses(losses, shares)
+        window.clear()
+        progress.add(meeting.loss, meeting.samples)
+        self._journal.add(meeting.loss, meeting.samples)
+        if stepper.step % self._every == 0:
+            self._journal.write(stepper, meeting.memory)
+        return meeting
+
+    def _wish(self) -> Wish:
+        """What this rank, if it is the main one, wants the ranks to do."""
+        ctx = self._ctx
+        if not ctx.is_main:
+            return Wish.GO_ON
+        late = ctx.deadline is not None and time.time() + self._saver.reserve >= ctx.deadline
+        if late or ctx.news():
+            return Wish.ASK
+        return Wish.SAVE if self._saver.due_by_time() else Wish.GO_ON
+
+    def _act(self, meeting: Meeting) -> None:
+        """In mid-epoch: save, or leave."""
+        if meeting.wish is Wish.ASK:
+            streams = gather_streams(self._ctx.device, self._ctx.world_size)
+            status = self._ctx.leaving(reserve=self._saver.reserve)
+            if status is not None:
+                self._leave(Leave(status), streams)
+        elif meeting.wish is Wish.SAVE or self._saver.due_by_steps(self._stepper.step):
+            self._save(gather_streams(self._ctx.device, self._ctx.world_size))
+
+    def _report(self, values: dict[str, float]) -> None:
+        try:
+            self._ctx.report(values, step=self._progress.epoch)
+        except Leave as leave:
+            self._leave(leave, None)
+
+    def _leave(self, leave: Leave, streams: Streams | None) -> NoReturn:
+        """Save, unless nobody will go on with the run, and leave: no collective from here on."""
+        if leave.status != "pruned":
+            self._save(streams)
+        raise leave
+
+    def _refuse_losses(self, losses: list[float], shares: list[Share]) -> None:
+        """All ranks together find the step and the samples behind a loss that is not a number."""
+        stepper, epoch = self._stepper, self._progress.epoch + 1
+        step = stepper.step - sum(share.last for share in shares)
+        index, told = self._progress.taken - (stepper.step - step), []
+        for loss, share in zip(losses, shares, strict=True):
+            if share.samples:
+                told.append(StepLoss(step + 1, epoch, index, loss))
+            step, index = step + share.last, index + share.last
+        raise_if_not_finite(
+            self._ctx,
+            told,
+            self._feed.sample_ids,
+            tolerant=self._ctx.plan.precision == "fp16",
+            rate=stepper.rate,
+            grad_norm=None if stepper.grad_norm is None else float(stepper.grad_norm),
         )
-    return source
+
+    # --- checkpoints ---
+
+    def _save(self, streams: Streams | None) -> None:
+        """Save what a resumed fit needs; ``streams`` of all ranks in mid-epoch, else None."""
+        stepper, progress = self._stepper, self._progress
+
+        def parts() -> dict[str, dict[str, Any]]:
+            state = stepper.state()
+            model = state.pop("model")
+            kept = {"progress": progress.state(), "streams": streams, "walk": self._walk()}
+            return {"model": model, "training": {**state, **kept}, **self._averaged()}
+
+        about = {"epoch": progress.epoch, "taken": progress.taken, "values": progress.values}
+        self._saver.save(parts, stepper.step, about)
+
+    def _averaged(self) -> dict[str, dict[str, Any]]:
+        averages = self._stepper.averages
+        return {"averaged": averages.weights()} if averages is not None and averages.active else {}
+
+    def _validated_weights(self) -> dict[str, Any]:
+        """The weights that were validated."""
+        return self._averaged().get("averaged") or self._stepper.module.state_dict()
+
+    def _walk(self) -> dict[str, Any]:
+        """What must be the same for a position in an epoch to mean the same samples."""
+        return {
+            "global_batch_size": self._ctx.plan.global_batch_size,
+            "steps_per_epoch": self._feed.steps,
+            "seed": self._ctx.seed,
+        }
+
+    def _multiples(self) -> list[int]:
+        """The ranks meet at every multiple of these optimizer steps."""
+        every = self._config.checkpoint.every_steps
+        return [self._every] if every is None else [self._every, every]
+
+    def _all_taken(self, epoch: int) -> bool:
+        """Whether no step is left after ``epoch`` epochs."""
+        return epoch >= self._config.train.epochs or self._stepper.step >= self._total
+
+    def _end_averages(self) -> None:
+        """What averaging does once an epoch, and, before the last validation, once a run."""
+        stepper, progress = self._stepper, self._progress
+        if stepper.averages is None:
+            return
+        stepper.averages.end_epoch(stepper.step)
+        if self._all_taken(progress.epoch + 1) and stepper.averages.needs_batch_norm:
+            batches = self._feed.walk(progress.epoch + 1)
+            stepper.averages.finish(batch for batch, _ in batches)
 
 
-def _pair(model: torch.nn.Module, batch: Any) -> tuple[Any, Any]:
-    """The default step."""
+def _total_steps(config: Config, feed: Feed) -> int:
+    """Optimizer steps of the whole run."""
+    most = config.train.max_steps or sys.maxsize
+    return most if feed.steps is None else min(most, feed.steps * config.train.epochs)
+
+
+def _check_same_walk(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
+    changed = [
+        f"{name} {then[name]} then, {now[name]} now" for name in now if then[name] != now[name]
+    ]
+    if changed:
+        raise CheckpointError(
+            f"the checkpoint {folder} was made on another walk through the data: "
+            + "; ".join(changed),
+            allowed="the same data set, seed, and samples in an optimizer step (with "
+            "train.batch_size_per_device: the same number of ranks and accumulation steps)",
+            do="launch as before, or with resume='never'",
+        )
+
+
+def _put_back(ctx: RunContext, streams: Streams, step: int) -> None:
+    """Every rank's random streams where they were; new ones on another number of ranks."""
+    if len(streams) == ctx.world_size:
+        put_streams(streams[ctx.rank], ctx.device)
+    else:
+        seed_streams(ctx.seed, "resumed", step, ctx.rank)
+
+
+def pair(model: torch.nn.Module, batch: Any) -> tuple[Any, Any]:
+    """The default step: a batch is a pair (inputs, targets)."""
     try:
         inputs, targets = batch
     except (TypeError, ValueError):
@@ -170,14 +350,3 @@ def _pair(model: torch.nn.Module, batch: Any) -> tuple[Any, Any]:
             do="pass step=lambda model, batch: (model(batch['x']), batch['y']) to fit",
         ) from None
     return model(inputs), targets
-
-
-def _seed(ctx: RunContext, epoch: int) -> None:
-    """Fresh random streams for an epoch: every rank's own (dropout), the same after a resume."""
-    import numpy as np
-    import torch
-
-    seed = mix(ctx.seed, "epoch", epoch, ctx.rank)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

@@ -1,86 +1,87 @@
-"""Progress: how far a run is, its best epoch, and the checkpoints that remember both."""
+"""Progress: how far a fit is, its best epoch, and whether that is long ago."""
 
 from __future__ import annotations
 
 import math
 import time
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.stepper import Stepper
 
 if TYPE_CHECKING:
     from nbtoolkit.config import Config
     from nbtoolkit.runtime.context import RunContext
 
-_LOW = ("loss", "error")  # metrics whose names end so are best when lowest (checkpoint.mode: auto)
+_LOW = ("loss", "error", "mae", "mse", "rmse")  # names that end so: best is lowest (mode: auto)
 
-# Calls of fit in each run: the second one of a training function has checkpoints of its own.
-_fits: WeakKeyDictionary[RunContext, int] = WeakKeyDictionary()
+# What a resumed fit has to know besides weights and optimizer.
+_KEPT = ("epoch", "taken", "loss", "seen", "values", "best", "best_epoch", "best_step", "stale")
 
 
 class Progress:
-    """What a resumed run has to know besides the weights. Make one with :meth:`of`.
+    """How far a fit is.
 
     Attributes:
         epoch: epochs done.
-        values: the metrics of the last one.
+        taken: optimizer steps done in the epoch under way.
+        loss: the sum of its samples' losses so far, over all ranks.
+        seen: how many samples those are.
+        values: the metrics of the last epoch done.
         best: the best value of the monitored metric; None: no epoch is done.
         best_epoch: when it was reached.
+        best_step: optimizer steps done by then.
+        stale: epochs done since something better by more than ``train.min_delta``.
     """
 
-    def __init__(self, ctx: RunContext, config: Config, stepper: Stepper) -> None:
-        self._ctx, self._checkpoint, self._stepper = ctx, config.checkpoint, stepper
-        number = _fits[ctx] = _fits.get(ctx, 0) + 1
-        self._suffix = "" if number == 1 else f"-{number}"
-        self._epochs, self._said = config.train.epochs, 0.0
-        self.epoch = 0
+    def __init__(self, ctx: RunContext, config: Config) -> None:
+        self._ctx, self._checkpoint, self._train = ctx, config.checkpoint, config.train
+        self._said = 0.0
+        self._reference: float | None = None
+        self.epoch = self.taken = self.seen = 0
+        self.loss = 0.0
         self.values: dict[str, float] = {}
         self.best: float | None = None
-        self.best_epoch = 0
+        self.best_epoch = self.best_step = self.stale = 0
 
-    @classmethod
-    def of(cls, ctx: RunContext, config: Config, stepper: Stepper) -> Progress:
-        """The progress of this run; a ``last`` checkpoint is restored into ``stepper``."""
-        progress = cls(ctx, config, stepper)
-        kind = f"last{progress._suffix}"
-        state = ctx.load(kind) if config.checkpoint.enabled else None
-        if state is not None:
-            stepper.restore(state, source=str(ctx.paths.checkpoints / f"{kind}.pt"))
-            progress.epoch, progress.values = state["epoch"], state["values"]
-            progress.best, progress.best_epoch = state["best"], state["best_epoch"]
-            ctx.print(f"fit: going on after epoch {progress.epoch}")
-        return progress
+    def add(self, loss: float, samples: int) -> None:
+        """Take in losses of the epoch under way."""
+        self.loss += loss
+        self.seen += samples
 
-    def end_epoch(self, epoch: int, values: dict[str, float]) -> None:
-        """Take in an epoch's metrics and save; called by all ranks."""
-        self.epoch, self.values = epoch, values
-        name = self._monitored(values)
-        better = self._better(name, values[name])
+    @property
+    def train_loss(self) -> float:
+        """The mean loss of the epoch under way, so far."""
+        return self.loss / self.seen if self.seen else math.nan
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether ``train.patience`` is used up."""
+        return self._train.patience is not None and self.stale >= self._train.patience
+
+    def end_epoch(self, values: dict[str, float], step: int) -> bool:
+        """Take in a whole epoch's metrics; returns whether it is the best so far."""
+        self.epoch, self.values = self.epoch + 1, values
+        self.taken = self.seen = 0
+        self.loss = 0.0
+        value = values[self.monitored]
+        better = self._better(value, self.best, by=0.0)
         if better:
-            self.best, self.best_epoch = values[name], epoch
-        if self._checkpoint.enabled:
-            state = {**self._stepper.state(), **self._state()}
-            if better:
-                self._ctx.save(state, kind=f"best{self._suffix}", step=self._stepper.step)
-            self._ctx.save(state, kind=f"last{self._suffix}", step=self._stepper.step)
+            self.best, self.best_epoch, self.best_step = value, self.epoch, step
+        if self._better(value, self._reference, by=self._train.min_delta):
+            self._reference, self.stale = value, 0
+        else:
+            self.stale += 1
         self._say()
+        return better
 
-    def summary(self) -> dict[str, float]:
-        """The last epoch's metrics and the best one's."""
-        best = {f"best_{self._monitored(self.values)}": self.best} if self.best is not None else {}
-        return {**self.values, **best, "epoch": self.epoch, "best_epoch": self.best_epoch}
+    @property
+    def monitored(self) -> str:
+        """The metric that decides which epoch is best.
 
-    def _say(self) -> None:
-        """A line a second at most: epochs may take milliseconds."""
-        if self.epoch == self._epochs or time.monotonic() - self._said >= 1.0:
-            self._said = time.monotonic()
-            values = "  ".join(f"{name} {value:.4f}" for name, value in self.values.items())
-            self._ctx.print(f"epoch {self.epoch}/{self._epochs}  {values}")
-
-    def _monitored(self, values: dict[str, float]) -> str:
-        """The metric that decides which epoch is best."""
+        Raises:
+            FitError: ``checkpoint.monitor`` names none that the epochs have.
+        """
+        values = self.values
         name = self._checkpoint.monitor or ("val_loss" if "val_loss" in values else "train_loss")
         if name not in values:
             raise FitError(
@@ -90,13 +91,40 @@ class Progress:
             )
         return name
 
-    def _better(self, name: str, value: float) -> bool:
-        if self.best is None or math.isnan(self.best):
-            return True
-        low = self._checkpoint.mode == "min" or (
-            self._checkpoint.mode == "auto" and name.endswith(_LOW)
-        )
-        return value < self.best if low else value > self.best
+    def summary(self) -> dict[str, float]:
+        """The last epoch's metrics and the best one's."""
+        best = {f"best_{self.monitored}": self.best} if self.best is not None else {}
+        return {**self.values, **best, "epoch": self.epoch, "best_epoch": self.best_epoch}
 
-    def _state(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("epoch", "values", "best", "best_epoch")}
+    def state(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        return {"reference": self._reference, **{name: getattr(self, name) for name in _KEPT}}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a :meth:`state`."""
+        self._reference = state["reference"]
+        for name in _KEPT:
+            setattr(self, name, state[name])
+
+    def _better(self, value: float, than: float | None, *, by: float) -> bool:
+        if than is None or math.isnan(than):
+            return True
+        return value < than - by if self._lowest else value > than + by
+
+    @property
+    def _lowest(self) -> bool:
+        mode = self._checkpoint.mode
+        return mode == "min" or (mode == "auto" and self.monitored.endswith(_LOW))
+
+    def _say(self) -> None:
+        """A line a second at most: epochs may take milliseconds."""
+        last = self.epoch == self._train.epochs or self.stopped_early
+        if last or time.monotonic() - self._said >= 1.0:
+            self._said = time.monotonic()
+            values = "  ".join(f"{name} {value:.4f}" for name, value in self.values.items())
+            self._ctx.print(f"epoch {self.epoch}/{self._train.epochs}  {values}")
+        if self.stopped_early:
+            self._ctx.print(
+                f"fit: ends early, {self.stale} epochs without a better {self.monitored} than "
+                f"epoch {self.best_epoch}'s {self.best:.6g} (train.patience)"
+            )

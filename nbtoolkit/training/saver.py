@@ -34,10 +34,13 @@ class Saver:
     """The checkpoints of one fit. All ranks have one; only the main rank's copies and writes.
 
     Use it as a context manager: on the way out what was begun is written.
+
+    Attributes:
+        number: which call of fit in the training function this is, from 1.
     """
 
     def __init__(self, ctx: RunContext, config: Config) -> None:
-        number = _fits[ctx] = _fits.get(ctx, 0) + 1
+        self.number = number = _fits[ctx] = _fits.get(ctx, 0) + 1
         folder = ctx.paths.checkpoints
         self._ctx, self._wish = ctx, config.checkpoint
         self._on = config.checkpoint.enabled
@@ -135,7 +138,7 @@ class Saver:
 
     # --- before the first step ---
 
-    def check_space(self, *, weights: int, state: int) -> None:
+    def check_space(self, weights: int, state: int) -> None:
         """See that what will be kept fits on the disk.
 
         Args:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbtoolkit.training.order import mix
 
 if TYPE_CHECKING:
     import torch
+
+
+Streams: TypeAlias = list[dict[str, Any]]
+"""Every rank's, by rank."""
 
 
 def seed_streams(*parts: object) -> None:
@@ -54,7 +58,7 @@ def put_streams(streams: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(streams["cuda"], device)
 
 
-def gather_streams(device: torch.device, ranks: int) -> list[dict[str, Any]]:
+def gather_streams(device: torch.device, ranks: int) -> Streams:
     """The streams of every rank, by rank; a collective when there are several."""
     import torch.distributed as dist
 

@@ -1,0 +1,53 @@
+"""Journal: what a fit logs while it trains: loss, learning rate, throughput, memory by rank."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from nbtoolkit.training.memory import memory_used
+from nbtoolkit.training.stepper import Stepper
+
+if TYPE_CHECKING:
+    from nbtoolkit.runtime.context import RunContext
+
+_EVERY = 1.0  # seconds between two looks at the memory: one takes 10 us, a small model's step 150
+
+
+class Journal:
+    """Sums since the last entry, and when that was."""
+
+    def __init__(self, ctx: RunContext) -> None:
+        self._ctx = ctx
+        self._since, self._loss, self._samples = time.perf_counter(), 0.0, 0
+        self._memory, self._looked_at = 0.0, -_EVERY
+
+    def memory(self) -> float:
+        """This rank's device memory (on the CPU: resident memory) in GB, at most a second old."""
+        now = time.monotonic()
+        if now - self._looked_at >= _EVERY:
+            self._memory, self._looked_at = memory_used(self._ctx), now
+        return self._memory
+
+    def begin(self) -> None:
+        """Do not count the time since the last entry: it went into something else."""
+        self._since = time.perf_counter()
+
+    def add(self, loss: float, samples: int) -> None:
+        """Take in the losses' sum of so many samples."""
+        self._loss += loss
+        self._samples += samples
+
+    def write(self, stepper: Stepper, memory: list[float]) -> None:
+        """Log what there is, at the optimizer step; ``memory`` is every rank's."""
+        now = time.perf_counter()
+        values = {
+            "loss": self._loss / max(1, self._samples),
+            "lr": stepper.rate,
+            "samples_per_second": self._samples / (now - self._since),
+            **{f"memory_gb_rank{rank}": used for rank, used in enumerate(memory)},
+        }
+        if stepper.grad_norm is not None:
+            values["grad_norm"] = float(stepper.grad_norm)
+        self._ctx.log(values, step=stepper.step)
+        self._since, self._loss, self._samples = now, 0.0, 0

@@ -1,0 +1,104 @@
+"""nb.verify: what it finds in functions that are equal, and in those that are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nbtoolkit as nb
+from nbtoolkit.errors import NbtoolkitError
+
+SMALL = {
+    "train.epochs": 2,
+    "train.batch_size": 12,
+    "optim.name": "sgd",
+    "tracking.mlflow": False,
+}
+
+
+def config(**more: Any) -> nb.Config:
+    return nb.load_config(env=None, overrides={**SMALL, **more})
+
+
+def train(config: Any, ctx: Any) -> dict[str, float]:
+    import torch
+    from torch import nn
+
+    inputs = torch.randn(41, 6, generator=torch.Generator().manual_seed(0))
+    layers = [nn.Dropout(0.3)] if "dropout" in config.model else []
+    model = nn.Sequential(nn.Linear(6, 16), *layers, nn.Tanh(), nn.Linear(16, 3))
+    data = (inputs, inputs[:, :3].argmax(dim=1))
+    return nb.fit(ctx, config, model, data, data, loss=nn.functional.cross_entropy)
+
+
+def own_loop(config: Any, ctx: Any) -> None:
+    """Without nb.fit: depends on the number of ranks, and cannot be gone on with exactly."""
+    import torch
+
+    state = ctx.load() or {"weight": torch.zeros(1), "step": 0}
+    for step in range(state["step"] + 1, 9):
+        state["weight"] += ctx.world_size
+        ctx.save({**state, "step": 0 if "forgets" in config.model else step})
+        ctx.log({"loss": float(state["weight"])}, step=step)
+
+
+def test_parity_finds_nothing_in_a_function_that_calls_fit() -> None:
+    found = nb.verify.parity(train, config(), processes=2)
+    assert found.passed, found
+    assert found.steps == 8  # of 12, 12, 12 and 5 samples, twice
+    assert found.largest < 1e-5
+    assert {*found.metrics} == {"train_loss", "val_loss"}
+    assert found.inexact == {}
+    assert "equal: 1 process against 2" in str(found)
+    assert "the same in 8 steps" in found._repr_html_()
+
+
+def test_parity_names_the_layers_that_cannot_be_equal() -> None:
+    found = nb.verify.parity(train, config(**{"model.dropout": 1}), processes=2)
+    assert not found.passed
+    assert found.first_other_step is None
+    assert found.inexact == {"1 (Dropout)": "draws random numbers, on every rank other ones"}
+    assert "DIFFERENT" in found.explain()
+
+
+def test_parity_of_a_loop_of_ones_own_sees_its_losses() -> None:
+    found = nb.verify.parity(own_loop, config(), processes=2)
+    assert (found.steps, found.loss, found.weights) == (None, 8.0, 8.0)
+    assert "not seen: the function does not call nb.fit" in str(found)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_killed_fit_ends_bit_equal_with_dropout_too(processes: int) -> None:
+    found = nb.verify.resume(train, config(**{"model.dropout": 1}), processes=processes)
+    assert found.passed, found
+    assert (found.largest, found.steps) == (0.0, 8)
+    assert "killed at step 4 of 8" in found.what
+
+
+def test_a_loop_that_forgets_where_it_was_is_found_out() -> None:
+    assert nb.verify.resume(own_loop, config(), processes=1).passed
+    found = nb.verify.resume(own_loop, config(**{"model.forgets": 1}), processes=1)
+    assert not found.passed
+    assert found.loss is not None
+    assert found.loss > 0
+
+
+def nothing_saved(config: Any, ctx: Any) -> None:
+    for step in range(4):
+        ctx.log({"loss": 1.0}, step=step)
+
+
+def test_a_function_that_saves_nothing_is_told_so() -> None:
+    with pytest.raises(NbtoolkitError, match=r"saved nothing between step 2 and its end[\s\S]*ctx"):
+        nb.verify.resume(nothing_saved, config(), processes=1)
+
+
+def nothing_logged(config: Any, ctx: Any) -> int:
+    return 1
+
+
+def test_a_function_that_logs_nothing_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(NbtoolkitError, match=r"logged 0 steps: there is no middle[\s\S]*nb\.fit"):
+        nb.verify.resume(nothing_logged, config(), processes=1)
