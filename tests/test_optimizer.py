@@ -244,11 +244,6 @@ def test_what_cannot_be_built_is_refused(name: str, options: dict[str, Any], mes
         made(name, options=options)
 
 
-def test_a_model_without_anything_to_train_is_refused() -> None:
-    with pytest.raises(FitError, match=r"Sequential has nothing to train[\s\S]*requires_grad_"):
-        made("adamw", model_of().requires_grad_(False))
-
-
 def test_an_error_inside_the_users_module_is_the_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

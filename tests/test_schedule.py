@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 import nbtoolkit as nb
 from nbtoolkit.config import Config
-from nbtoolkit.errors import FitError
 from nbtoolkit.runtime.context import RunContext
 from nbtoolkit.training.schedule import Schedule, make_schedule
 
@@ -154,21 +153,6 @@ def test_the_others_depend_on_the_step_alone(kind: str) -> None:
     schedule.restore(schedule.state())
     assert rates(schedule) == before
     assert schedule.state() == {}
-
-
-# --- runs without a known end --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["constant", "plateau"])
-def test_a_level_schedule_needs_no_end(kind: str) -> None:
-    schedule = make_schedule(configured(kind), steps=None, factor=1.0)
-    assert schedule.rate(10**9) == 0.1
-
-
-@pytest.mark.parametrize(("kind", "warmup"), [("cosine", 0.0), ("constant", 0.1)])
-def test_a_schedule_that_needs_the_end_says_so(kind: str, warmup: float) -> None:
-    with pytest.raises(FitError, match=rf"{kind} with warmup: {warmup:g}[\s\S]*train.max_steps"):
-        make_schedule(configured(kind, warmup=warmup), steps=None, factor=1.0)
 
 
 # --- in a run ------------------------------------------------------------------------------------

@@ -37,11 +37,11 @@ def make_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimi
         config: ``optim.name, options, lr, weight_decay, decay_all, momentum``. The class gets
             ``weight_decay`` only if it takes it, ``momentum`` only if it is torch's SGD (others
             have it in ``options``).
-        model: on its device already.
+        model: on its device already, with something to train.
 
     Raises:
         FitError: there is no such class, it does not take these arguments or refuses them, its
-            step wants a closure, or the model has nothing to train.
+            step wants a closure.
     """
     optim = config.optim
     kind = _find(_SHORT.get(optim.name, optim.name))
@@ -195,12 +195,6 @@ def _check(name: str, takes: _Takes, arguments: Mapping[str, Any]) -> None:
 
 def _groups(optim: Optim, takes: _Takes, model: torch.nn.Module) -> list[dict[str, Any]]:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trainable:
-        raise FitError(
-            f"the {type(model).__name__} has nothing to train: no parameter requires a gradient",
-            allowed="a model with at least one trainable parameter",
-            do="call model.requires_grad_(True), or on the layers that are to be trained",
-        )
     if not takes.takes("weight_decay"):
         return [{"params": trainable}]
     if optim.decay_all or not optim.weight_decay:

@@ -7,12 +7,9 @@ accumulation, and a resumed run finds its place by the step alone (a plateau by 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
-
-from nbtoolkit.errors import FitError
 
 if TYPE_CHECKING:
     from nbtoolkit.config import Config
@@ -22,7 +19,7 @@ class Schedule:
     """What the stepper asks before every step. Make one with :func:`make_schedule`.
 
     Attributes:
-        total: optimizer steps of the whole run; ``sys.maxsize``: nobody knows.
+        total: optimizer steps of the whole run.
     """
 
     total: int
@@ -157,21 +154,15 @@ class Plateau(Schedule):
         self.scale, self.worse = float(state["scale"]), int(state["worse"])
 
 
-def make_schedule(config: Config, *, steps: int | None, factor: float) -> Schedule:
+def make_schedule(config: Config, *, steps: int, factor: float) -> Schedule:
     """The schedule that ``config.optim`` asks for.
 
     Args:
         config: ``optim.lr, schedule, warmup, floor, plateau_patience, plateau_factor``.
-        steps: optimizer steps of the whole run; None: a stream whose end nobody knows.
+        steps: optimizer steps of the whole run.
         factor: what ``optim.lr`` is multiplied by (the plan's ``lr_factor``).
-
-    Raises:
-        FitError: the schedule needs to know the end, and nobody does.
     """
     optim = config.optim
-    if steps is None:
-        _refuse_without_end(config)
-        steps = sys.maxsize
     peak, warmup = optim.lr * factor, optim.warmup * steps
     floor = optim.floor * peak
     if optim.schedule == "one_cycle":
@@ -181,18 +172,6 @@ def make_schedule(config: Config, *, steps: int | None, factor: float) -> Schedu
         patience, drop = optim.plateau_patience, optim.plateau_factor
         return Plateau(start=start, patience=patience, factor=drop, floor=optim.floor)
     return Curve(kind=optim.schedule, peak=peak, warmup=round(warmup), total=steps, floor=floor)
-
-
-def _refuse_without_end(config: Config) -> None:
-    optim = config.optim
-    if optim.schedule in ("constant", "plateau") and optim.warmup == 0:
-        return
-    raise FitError(
-        f"the learning rate of optim.schedule: {optim.schedule} with warmup: {optim.warmup:g} "
-        "depends on the number of steps, which a stream of unknown length does not tell",
-        allowed="a known end, or schedule: constant or plateau with warmup: 0",
-        do="set train.max_steps, or give the data set a __len__",
-    )
 
 
 def _half_cosine(start: float, end: float, done: float) -> float:
