@@ -44,6 +44,7 @@ class IterableFeed:
         collate: Collate | None = None,
         workers: int = 0,
         log: SampleLog | None = None,
+        what: str = "training",
     ) -> None:
         """Prepare to read.
 
@@ -55,8 +56,10 @@ class IterableFeed:
             collate: makes a batch from a list of samples; default: torch's.
             workers: 0, or 1: read in a process of its own (two would mix up the order).
             log: where the samples of every step are noted.
+            what: the set's name, for messages.
         """
         self._order, self._device, self._length, self._log = order, device, length, log
+        self._what = what
         self._walks = 0
         self._ends: dict[int, int] = {}  # epoch -> its samples, once they are all read
         self._loader = Loader(
@@ -111,14 +114,14 @@ class IterableFeed:
             self._ends[epoch] = samples
         if samples == 0:
             raise FitError(
-                f"the training stream gives no sample in epoch {epoch}",
+                f"the {self._what} stream gives no sample in epoch {epoch}",
                 allowed="an iterable that begins anew in every epoch (a generator is used up once)",
                 do="pass an object whose __iter__ makes the generator",
             )
         length = self._length
         if length is not None and (samples > length or (ended and samples < length)):
             raise FitError(
-                f"the training stream gave {samples} samples in epoch {epoch}, but its len() is "
+                f"the {self._what} stream gave {samples} samples in epoch {epoch}, but its len() is "
                 f"{length}",
                 allowed="a length that is the number of samples, or none",
                 do="correct its __len__, or remove it and set train.max_steps",
