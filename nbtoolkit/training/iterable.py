@@ -121,8 +121,8 @@ class IterableFeed:
         length = self._length
         if length is not None and (samples > length or (ended and samples < length)):
             raise FitError(
-                f"the {self._what} stream gave {samples} samples in epoch {epoch}, but its len() is "
-                f"{length}",
+                f"the {self._what} stream gave {samples} samples in epoch {epoch}, but its len() "
+                f"is {length}",
                 allowed="a length that is the number of samples, or none",
                 do="correct its __len__, or remove it and set train.max_steps",
             )
