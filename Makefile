@@ -1,6 +1,7 @@
 # Every target makes .venv first when it is missing or older than what it was made from.
 #   make demo     train on two worker processes from a notebook, and say where the results lie
 #   make test     the test suite
+#   make test-chaos  the long form: 20 kills at random moments, gone on with each time (minutes)
 #   make check    lint, format, types, version
 #   make bench    the figures of docs/log.md
 #   make clean    remove what the above made (not outputs/)
@@ -10,13 +11,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test check bench clean install
+.PHONY: demo test test-chaos check bench clean install
 
 demo: $(STAMP)
 	@$(BIN)/python tests/demo.py
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -m "not chaos"
+
+test-chaos: $(STAMP)
+	@$(BIN)/python -m pytest -m chaos
 
 check: $(STAMP)
 	@$(BIN)/ruff check

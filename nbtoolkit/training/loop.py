@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nbtoolkit.errors import CheckpointError, FitError, Leave
 from nbtoolkit.runtime.paths import write_json
+from nbtoolkit.training.averaging import make_averages
 from nbtoolkit.training.data import Collate
 from nbtoolkit.training.feed import Feed, make_feed
 from nbtoolkit.training.inexact import inexact_layers
@@ -113,15 +114,15 @@ class _Fitting:
         saver: Saver,
     ) -> None:
         self._ctx, self._config, self._saver = ctx, config, saver
+        self._forward = forward
         self._feed = make_feed(ctx, config, data, collate=collate, fit=saver.number)
         self._total = _total_steps(config, self._feed)
         schedule = make_schedule(config, steps=self._total, factor=ctx.plan.lr_factor)
         targets = data[1] if isinstance(data, tuple) and len(data) == 2 else None
         self._stepper = Stepper(ctx, config, model, loss, forward, schedule, targets=targets)
-        if config.train.average != "none":
-            from nbtoolkit.training.averaging import make_averages
-
-            self._stepper.averages = make_averages(config, self._stepper.module, steps=self._total)
+        self._stepper.averages = make_averages(
+            config, self._stepper.module, steps=self._total, factor=ctx.plan.lr_factor
+        )
         self._progress, self._journal = Progress(ctx, config), Journal(ctx)
         self._every = config.tracking.log_every_n_steps
         self._window = LossWindow()
@@ -301,14 +302,14 @@ class _Fitting:
         return epoch >= self._config.train.epochs or self._stepper.step >= self._total
 
     def _end_averages(self) -> None:
-        """What averaging does once an epoch, and, before the last validation, once a run."""
-        stepper, progress = self._stepper, self._progress
-        if stepper.averages is None:
+        """What averaging does at an epoch's end, before it is validated."""
+        averages = self._stepper.averages
+        if averages is None:
             return
-        stepper.averages.end_epoch(stepper.step)
-        if self._all_taken(progress.epoch + 1) and stepper.averages.needs_batch_norm:
-            batches = self._feed.walk(progress.epoch + 1)
-            stepper.averages.finish(batch for batch, _ in batches)
+        averages.end_epoch(self._stepper.step)
+        if averages.needs_batch_norm:
+            passes = self._feed.walk(self._progress.epoch + 1)
+            averages.finish((batch for batch, share in passes if share.samples), self._forward)
 
 
 def _total_steps(config: Config, feed: Feed) -> int:
