@@ -324,6 +324,15 @@ def statistics(config: Config, ctx: RunContext) -> dict[str, Any]:
     return {name: value.tolist() for name, value in averages.module.named_buffers()}
 
 
+def synced(config: Config, ctx: RunContext) -> list[int]:
+    """How many ranks a ``SyncBatchNorm`` meets: the averaged one, the model's own."""
+    module = nn.SyncBatchNorm(3)
+    averages = make_averages(config, module, steps=1)
+    assert averages is not None
+    groups = averages.module.process_group, module.process_group
+    return [torch.distributed.get_world_size(group) for group in groups]
+
+
 def averaged(config: Config, ctx: RunContext) -> dict[str, Any]:
     """A fit with each kind of average: what it gives, and the model's weights at the end."""
     rows = inputs(size=36)
@@ -359,6 +368,10 @@ def test_statistics_do_not_depend_on_the_ranks(launch: Callable[..., nb.RunResul
             for name, value in expected.items():
                 if not name.endswith("num_batches_tracked"):
                     assert found[name] == pytest.approx(value, abs=1e-5), name
+
+
+def test_averaged_norms_meet_no_other_rank(launch: Callable[..., nb.RunResult]) -> None:
+    assert launch(synced, 2).values == [[1, 2], [1, 2]]
 
 
 def test_averages_do_not_depend_on_the_ranks(launch: Callable[..., nb.RunResult]) -> None:
