@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.runtime.crossing import add_note, pack_error, unpack_error
 from nbtoolkit.training.seeding import undisturbed
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 _END = object()
 
@@ -27,31 +30,24 @@ class Loader:
     """
 
     def __init__(self, make: Callable[[Any], Any], *, workers: int, pin: bool) -> None:
-        from torch.utils.data import DataLoader
-
+        self._maker, self._workers, self._pin = _Maker(make), workers, pin
         self._keys = _Keys()
+        self._loader: DataLoader[Any] | None = None
         # What workers draw is their own; 70 us an item are saved.
         self._around: Callable[[], AbstractContextManager[None]]
         self._around = nullcontext if workers else undisturbed
-        maker: Any = _Maker(make)  # indexable is all that a data set has to be here
-        self._loader: DataLoader[Any] = DataLoader(
-            maker,
-            batch_size=None,
-            sampler=self._keys,
-            num_workers=workers,
-            collate_fn=_as_it_is,
-            pin_memory=pin,
-            persistent_workers=workers > 0,
-        )
 
     def items(self, keys: Iterable[Any]) -> Iterator[Any]:
         """``make(key)`` for all ``keys``, in their order; one walk at a time.
 
         Raises:
-            Exception: what ``make`` raised, of its own type, with its traceback and notes.
+            Exception: what ``make`` raised, of its own type, with its traceback and notes. It ends
+                the workers; the next walk has others.
         """
         self._keys.keys = keys
-        with undisturbed():  # the start of a DataLoader draws a number
+        if self._loader is None:
+            self._loader = self._start()
+        with undisturbed():  # the start of a walk draws a number
             made = iter(self._loader)
         while True:
             with self._around():
@@ -59,8 +55,24 @@ class Loader:
             if item is _END:
                 return
             if isinstance(item, _Failure):
-                raise item.error
+                self._loader = None
+                del made  # else the workers would live as long as the error's traceback
+                raise item.error()
             yield item
+
+    def _start(self) -> DataLoader[Any]:
+        from torch.utils.data import DataLoader
+
+        maker: Any = self._maker  # indexable is all that a data set has to be here
+        return DataLoader(
+            maker,
+            batch_size=None,
+            sampler=self._keys,
+            num_workers=self._workers,
+            collate_fn=_as_it_is,
+            pin_memory=self._pin,
+            persistent_workers=self._workers > 0,
+        )
 
 
 @contextmanager
@@ -99,14 +111,25 @@ class _Failure:
     """What came instead of an item. The DataLoader's own way loses the error's traceback."""
 
     def __init__(self, error: BaseException) -> None:
-        self.error = error
+        self._error = error
+
+    def error(self) -> BaseException:
+        """To be raised."""
+        return self._error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _failed_elsewhere, (pack_error(self.error),)
+        return _FailureElsewhere, (pack_error(self._error),)
 
 
-def _failed_elsewhere(packed: dict[str, Any]) -> _Failure:
-    return _Failure(unpack_error(packed))
+class _FailureElsewhere(_Failure):
+    """One that came from a worker."""
+
+    def __init__(self, packed: dict[str, Any]) -> None:
+        self._packed = packed
+
+    def error(self) -> BaseException:
+        """To be raised; made only now, since its traceback keeps the frames it is made in."""
+        return unpack_error(self._packed)
 
 
 def _as_it_is(item: Any) -> Any:

@@ -1,0 +1,99 @@
+"""Contexts of ranks without the ranks, and data sets that draw at random: for tests of feeds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from machines import CPU_BUILD, machine
+from torch.utils.data import Dataset, IterableDataset
+
+from nbtoolkit.config import Config
+from nbtoolkit.runtime.channel import RecordChannel
+from nbtoolkit.runtime.context import RunContext
+from nbtoolkit.runtime.host import detect_host
+from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.runtime.plan import make_plan
+from nbtoolkit.runtime.record import RunRecord
+
+Draws = tuple[float, float, float]
+
+
+def contexts(folder: Path, *, ranks: int = 1, **overrides: Any) -> list[RunContext]:
+    """What each of some ranks would see; ``train__workers=2`` overrides ``train.workers``.
+
+    A walk through a training set needs no word from the other ranks, so they need not live.
+    """
+    dotted = {name.replace("__", "."): value for name, value in overrides.items()}
+    wish = {"distributed.enabled": ranks > 1, "distributed.world_size": ranks}
+    config = Config().with_overrides({"train.batch_size": 12, **wish, **dotted})
+    plan = make_plan(config, detect_host({}), machine(build=CPU_BUILD))
+    assert plan.processes == ranks
+    paths = RunPaths(folder)
+    folder.mkdir(exist_ok=True)
+    channel = RecordChannel(RunRecord(paths, deadline=None))
+    more = {"config": config, "plan": plan, "paths": paths, "channel": channel}
+    return [RunContext(**more, rank=rank, world_size=ranks) for rank in range(ranks)]
+
+
+def draws() -> Draws:
+    """A number from each of the global random streams."""
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+class Augmented(Dataset[Any]):
+    """Each sample: its index and what was drawn for it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[int, Draws]:
+        return index, draws()
+
+
+class AugmentedStream(IterableDataset[Any]):
+    """The same as a stream, in an order that it draws by itself when it begins."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[tuple[int, Draws]]:
+        order = list(range(self.size))
+        random.shuffle(order)
+        for index in order:
+            yield index, draws()
+
+
+class Known(AugmentedStream):
+    """A stream that says how long it is."""
+
+    def __len__(self) -> int:
+        return self.size
+
+
+def listed(samples: list[Any]) -> list[Any]:
+    """A collate that leaves the samples as they are."""
+    return samples
+
+
+def steps_of(feed: Any, epoch: int, **more: Any) -> list[list[Any]]:
+    """What one rank's walk (of a feed that collates with ``listed``) gives, by optimizer step."""
+    found: list[list[Any]] = [[]]
+    for batch, share in feed.walk(epoch, **more):
+        found[-1] += batch[: share.samples]
+        if share.last:
+            found.append([])
+    assert found.pop() == []
+    return found
+
+
+def together(ranks: list[list[list[Any]]]) -> list[list[Any]]:
+    """The global batches of the walks of all ranks."""
+    return [[one for part in parts for one in part] for parts in zip(*ranks, strict=True)]

@@ -1,0 +1,195 @@
+"""Training sets that can only be iterated: the same steps for all ranks, to the stream's end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from feeds import AugmentedStream, Known, contexts, listed, steps_of, together
+
+from nbtoolkit.errors import FitError
+from nbtoolkit.training.feed import make_feed
+
+# samples, ranks, passes a step; a step takes 12
+WALKS = [(24, 1, 1), (37, 1, 3), (24, 2, 1), (37, 3, 2), (13, 3, 1), (2, 3, 2), (29, 2, 3)]
+
+
+class Numbers:
+    """0, 1, 2, ...: iterable, and nothing else."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size))
+
+
+class Shuffled:
+    """What a Hugging Face ``IterableDataset`` offers: an order by epoch, and a way to skip."""
+
+    def __init__(self, size: int, skipped: int = 0) -> None:
+        self.size, self.skipped, self.epoch = size, skipped, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def skip(self, n: int) -> Shuffled:
+        return Shuffled(self.size, n)  # a copy, whose epoch is 0 again
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.epoch)
+        yield from torch.randperm(self.size, generator=generator).tolist()[self.skipped :]
+
+
+def feed_of(folder: Path, data: Any, *, collate: Any = listed, **more: Any) -> Any:
+    [ctx] = contexts(folder, train__max_steps=99, **more)
+    return make_feed(ctx, ctx.config, data, collate=collate)
+
+
+def feeds_of(folder: Path, data: Any, ranks: int, passes: int, **more: Any) -> list[Any]:
+    options = {"train__accumulate": passes, "train__max_steps": 99, **more}
+    return [
+        make_feed(ctx, ctx.config, data, collate=listed)
+        for ctx in contexts(folder, ranks=ranks, **options)
+    ]
+
+
+@pytest.mark.parametrize(("size", "ranks", "passes"), WALKS)
+def test_a_step_takes_the_next_samples_of_the_stream(
+    tmp_path: Path, size: int, ranks: int, passes: int
+) -> None:
+    feeds = feeds_of(tmp_path, Numbers(size), ranks, passes)
+    expected = [list(range(size))[i : i + 12] for i in range(0, size, 12)]
+    assert together([steps_of(feed, 1) for feed in feeds]) == expected
+    assert [feeds[-1].sample_ids(1, step) for step in range(len(expected))] == expected
+
+
+@pytest.mark.parametrize(("size", "ranks", "passes"), WALKS)
+def test_the_weights_make_the_mean_over_the_steps_samples(
+    tmp_path: Path, size: int, ranks: int, passes: int
+) -> None:
+    feeds = feeds_of(tmp_path, Numbers(size), ranks, passes)
+    walks = [list(feed.walk(1)) for feed in feeds]
+    assert len({tuple(share.last for _, share in walk) for walk in walks}) == 1  # in step
+    means, part = [], 0.0
+    for passes_of_all in zip(*walks, strict=True):
+        part += sum(share.weight * sum(batch) / len(batch) for batch, share in passes_of_all)
+        if passes_of_all[0][1].last:
+            means.append(part / ranks)  # DDP's mean over the ranks
+            part = 0.0
+    expected = [torch.arange(size)[i : i + 12].double().mean().item() for i in range(0, size, 12)]
+    assert means == pytest.approx(expected, abs=1e-12)
+
+
+def test_what_makes_no_whole_batch_is_dropped_by_choice(tmp_path: Path) -> None:
+    feeds = feeds_of(tmp_path, Numbers(29), 2, 3, train__drop_last=True)
+    assert together([steps_of(feed, 1) for feed in feeds]) == [[*range(12)], [*range(12, 24)]]
+    assert feeds[0].steps is None
+    assert feed_of(tmp_path, Known(29), train__drop_last=True).steps == 2
+    assert feed_of(tmp_path, Known(29)).steps == 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("data", [Numbers(29), Shuffled(29), AugmentedStream(29)], ids=type)
+def test_what_is_skipped_and_what_is_left_make_the_epoch(
+    tmp_path: Path, data: Any, workers: int
+) -> None:
+    feed = feed_of(tmp_path, data, train__workers=workers)
+    for epoch in (1, 2):
+        whole = steps_of(feed, epoch)
+        assert [len(step) for step in whole] == [12, 12, 5]
+        for done in range(4):
+            assert steps_of(feed, epoch, limit=done) == whole[:done]
+            assert steps_of(feed, epoch, skip=done) == whole[done:]
+            assert steps_of(feed, epoch, skip=done, limit=1) == whole[done : done + 1]
+
+
+def test_each_epoch_is_told_to_the_data_set(tmp_path: Path) -> None:
+    feed = feed_of(tmp_path, Shuffled(12))
+    epochs = [steps_of(feed, epoch) for epoch in (1, 2, 1)]
+    assert epochs[0] == epochs[2] != epochs[1]
+
+
+def test_what_is_skipped_is_read_but_makes_no_batch(tmp_path: Path) -> None:
+    made = []
+
+    def collate(samples: list[int]) -> list[int]:
+        made.append(samples)
+        return samples
+
+    feed = feed_of(tmp_path, Numbers(30), collate=collate)
+    next(feed.walk(1, skip=2))
+    assert made == [[24, 25, 26, 27, 28, 29]]
+
+
+def test_a_walk_that_was_left_does_not_mix_with_the_next(tmp_path: Path) -> None:
+    feed = feed_of(tmp_path, Numbers(99), train__workers=1)
+    for _ in range(2):
+        batch, _ = next(feed.walk(1))
+        assert batch == list(range(12))
+
+
+def test_batches_are_collated_as_usual(tmp_path: Path) -> None:
+    data = [(torch.full((2,), float(i)), i) for i in range(12)]
+    inputs, targets = next(feed_of(tmp_path, iter(data), collate=None).walk(1))[0]
+    assert inputs.shape == (12, 2)
+    assert targets.tolist() == list(range(12))
+
+
+def test_more_workers_than_one_are_refused_with_a_word(tmp_path: Path, capsys: Any) -> None:
+    feed_of(tmp_path, Numbers(9), train__workers=1)
+    assert capsys.readouterr().out == ""
+    feed_of(tmp_path, Numbers(9), train__workers=4)
+    assert (
+        "one DataLoader worker a rank, not 4: the training set is a str" in capsys.readouterr().out
+    )
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_without_a_sample_is_refused(tmp_path: Path, workers: int) -> None:
+    feed = feed_of(tmp_path, (n for n in range(24)), train__workers=workers)
+    assert len(steps_of(feed, 1)) == 2
+    with pytest.raises(FitError, match=r"no sample in epoch 2\n.*used up[\s\S]*whose __iter__"):
+        steps_of(feed, 2)
+
+
+def test_a_stream_of_less_than_a_batch_cannot_drop_it(tmp_path: Path) -> None:
+    feed = feed_of(tmp_path, Numbers(11), train__drop_last=True)
+    with pytest.raises(
+        FitError, match=r"drop_last leaves no step: .* 11 samples, fewer than the 12"
+    ):
+        steps_of(feed, 1)
+
+
+@pytest.mark.parametrize(("length", "real", "said"), [(30, 29, 29), (36, 40, 40), (12, 24, 24)])
+def test_a_length_that_is_not_true_is_refused(
+    tmp_path: Path, length: int, real: int, said: int
+) -> None:
+    data = Known(length)
+    feed = feed_of(tmp_path, data)
+    data.size = real
+    what = rf"gave {said} samples in epoch 1, but its len\(\) is {length}\n[\s\S]*max_steps"
+    with pytest.raises(FitError, match=what):
+        steps_of(feed, 1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_stream_names_the_place(tmp_path: Path, workers: int) -> None:
+    class Broken(Numbers):
+        def __iter__(self) -> Iterator[int]:
+            yield from range(14)
+            raise LookupError("a shard is missing")
+
+    walk = feed_of(tmp_path, Broken(99), train__workers=workers).walk(1)
+    next(walk)
+    with pytest.raises(LookupError, match="a shard is missing") as caught:
+        next(walk)
+    assert caught.value.__notes__ == [
+        "[nbtoolkit] while loading sample 14 of the stream in epoch 1"
+    ]
