@@ -88,6 +88,14 @@ def test_page_runs(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_yaml_snippet_is_a_configuration(page: Path, tmp_path: Path) -> None:
+    for text in names(page, r"(?ms)^```yaml\n(.*?)^```$"):
+        file = tmp_path / "snippet.yaml"
+        file.write_text(text)
+        nbtoolkit.load_config(file, env=None)
+
+
 def test_readme_is_among_the_pages_that_run() -> None:
     assert "README.md" in TO_RUN
     assert all((ROOT / "tests" / test).exists() for test in RUN_ELSEWHERE.values())
