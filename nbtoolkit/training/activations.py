@@ -102,11 +102,16 @@ def _contexts(
 
 @contextmanager
 def _still(norms: list[Any]) -> Iterator[None]:
-    """Batch norms as they are in training, but their statistics stay."""
+    """Batch norms compute as in training, but their statistics stay what they are.
+
+    ``track_running_stats = False`` would do that as well, but they would then save fewer tensors
+    for the backward pass than in the first run, which ``checkpoint`` refuses.
+    """
+    kept = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
-        norm.track_running_stats = False
+        norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         yield
     finally:
-        for norm in norms:
-            norm.track_running_stats = True
+        for norm, momentum, batches in kept:
+            norm.momentum, norm.num_batches_tracked = momentum, batches

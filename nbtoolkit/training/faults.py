@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from nbtoolkit.errors import FitError
@@ -12,18 +12,22 @@ from nbtoolkit.errors import FitError
 if TYPE_CHECKING:
     from torch import nn
 
+    Parameters = Mapping[str, nn.Parameter]
+
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 _CHANGED = "Your training graph has changed in this iteration"
 _COMPILERS = ("torch._dynamo", "torch._inductor")
 
 
-def explain(error: Exception, module: nn.Module, *, step: int, compiled: bool) -> FitError | None:
+def explain(
+    error: Exception, parameters: Parameters, *, step: int, compiled: bool
+) -> FitError | None:
     """What a training step's error means, where it is DDP's or the compiler's.
 
     Args:
         error: what the forward pass, the loss or the backward pass raised. Another one than these
             gets a note of the step (from Python 3.11 on), and stays what it is.
-        module: the model, unwrapped: for its parameters' names.
+        parameters: those that DDP knows, by name, in its order.
         step: optimizer steps done.
         compiled: whether ``torch.compile`` had its hand in.
 
@@ -32,7 +36,7 @@ def explain(error: Exception, module: nn.Module, *, step: int, compiled: bool) -
     """
     text = str(error)
     if _UNFINISHED in text or _CHANGED in text:
-        return unused(_told_parameters(text, module), static="static_graph" in text)
+        return unused(_told(text, list(parameters)), static="static_graph" in text)
     if compiled and any(kind.__module__.startswith(_COMPILERS) for kind in type(error).__mro__):
         return _not_compiled(error)
     if sys.version_info >= (3, 11):
@@ -40,7 +44,7 @@ def explain(error: Exception, module: nn.Module, *, step: int, compiled: bool) -
     return None
 
 
-def refuse_unused(module: nn.Module) -> None:
+def refuse_unused(parameters: Parameters) -> None:
     """Refuse parameters without a gradient after a backward pass under DDP.
 
     DDP says so one step later only, without names, and by then the ranks may wait for each other.
@@ -48,8 +52,7 @@ def refuse_unused(module: nn.Module) -> None:
     Raises:
         FitError: there are any; names them.
     """
-    named = module.named_parameters()
-    names = [name for name, one in named if one.requires_grad and one.grad is None]
+    names = [name for name, one in parameters.items() if one.grad is None]
     if names:
         raise unused(names, static=False)
 
@@ -75,10 +78,9 @@ def unused(names: Sequence[str], *, static: bool) -> FitError:
     )
 
 
-def _told_parameters(text: str, module: nn.Module) -> list[str]:
+def _told(text: str, names: Sequence[str]) -> list[str]:
     """The names behind "Parameter indices which did not receive grad for rank 1: 2 3"."""
     told = re.search(r"Parameter indices which did not receive grad for rank \d+:([ \d]+)", text)
-    names = [name for name, one in module.named_parameters() if one.requires_grad]
     return [names[int(index)] for index in told[1].split()] if told else []
 
 

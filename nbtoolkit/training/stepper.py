@@ -71,7 +71,9 @@ class Stepper:
         self.module = place(ctx, config, model)
         self._model = wrap(ctx, config, self.module, steps=schedule.total)
         self.optimizer = make_optimizer(config, self.module)
-        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+        named = self.module.named_parameters()
+        self._named = {name: one for name, one in named if one.requires_grad}
+        self._parameters = list(self._named.values())
         self._clip: float | None = config.train.clip_norm
         self._ranks, self._compiled = ctx.world_size, config.train.compile
         self._complete = ctx.world_size > 1 and not _may_be_unused(config)
@@ -104,7 +106,7 @@ class Stepper:
             else:
                 loss = self._pass_alone(batch, share.weight)
         except Exception as error:
-            fault = explain(error, self.module, step=self.step, compiled=self._compiled)
+            fault = explain(error, self._named, step=self.step, compiled=self._compiled)
             if fault is None:
                 raise
             raise fault from error
@@ -198,7 +200,7 @@ class Stepper:
     def _finish(self, watch: bool) -> None:
         """The optimizer's step, at the schedule's learning rate."""
         if self._complete:
-            refuse_unused(self.module)
+            refuse_unused(self._named)
         self._scaler.unscale_(self.optimizer)
         if self._clip is not None:
             self.grad_norm = _clip(self._parameters, self._clip)
@@ -211,7 +213,7 @@ class Stepper:
             parameter.grad = None
         self.step += 1
         if self.averages is not None:
-            self.averages.update(self.module, self.step)
+            self.averages.update()
 
     def _set_rate(self) -> None:
         rate = None if self.averages is None else self.averages.rate(self.step)
