@@ -55,6 +55,46 @@ def test_parity_finds_nothing_in_a_function_that_calls_fit() -> None:
     assert "the same in 8 steps" in found._repr_html_()
 
 
+class Points:
+    """A data set that is fetched sample by sample, so that workers have something to do."""
+
+    def __init__(self, size: int) -> None:
+        import torch
+
+        self.inputs = torch.randn(size, 6, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Any:
+        import torch
+
+        noise = 0.1 * torch.randn(6)  # augmentation
+        return self.inputs[index] + noise, self.inputs[index, :3].argmax()
+
+
+def train_on_points(config: Any, ctx: Any) -> dict[str, float]:
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    points, loss = Points(41), nn.functional.cross_entropy
+    return nb.fit(ctx, config, model, points, points, loss=loss, metrics=["accuracy"])
+
+
+@pytest.mark.parametrize(
+    ("processes", "accumulate", "workers"), [(2, 2, 0), (3, 1, 2), (2, 1, 2), (3, 2, 0)]
+)
+def test_parity_on_two_and_three_with_accumulation_and_workers(
+    processes: int, accumulate: int, workers: int
+) -> None:
+    """41 samples in batches of 12: the last step is uneven."""
+    mine = config(**{"train.accumulate": accumulate, "train.workers": workers})
+    found = nb.verify.parity(train_on_points, mine, processes=processes)
+    assert found.passed, found
+    assert (found.steps, found.first_other_step) == (8, None)
+    assert found.largest < 1e-5
+
+
 def test_parity_names_the_layers_that_cannot_be_equal() -> None:
     found = nb.verify.parity(train, config(**{"model.dropout": 1}), processes=2)
     assert not found.passed
