@@ -43,8 +43,8 @@ class CellOutput:
         self.say(f"{plan.explain().splitlines()[0]} -> {run.paths.folder}")
         if run.resumed:
             self.say(
-                f"going on with the unfinished run {run.paths.run_id} (attempt {run.attempt}; "
-                "resume='never' starts anew)"
+                f"going on with the unfinished run {run.paths.run_id} (attempt {run.attempt}"
+                f"{_other_ranks(plan, run)}; resume='never' starts anew)"
             )
 
     def event(self, event: Event) -> None:
@@ -121,6 +121,14 @@ class CellOutput:
         if self._on:
             self._shown += len(text)
             sys.stdout.write(text)
+
+
+def _other_ranks(plan: LaunchPlan, run: ChosenRun) -> str:
+    before = run.processes_before
+    if before in (None, plan.processes):
+        return ""
+    made = "1 process" if before == 1 else f"{before} processes"
+    return f"; made with {made}, going on with {plan.processes}"
 
 
 def _last_state(text: str) -> str:

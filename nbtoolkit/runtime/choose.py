@@ -87,6 +87,12 @@ class ChosenRun:
         """Whether an earlier run is gone on with."""
         return self.attempt > 1
 
+    @property
+    def processes_before(self) -> int | None:
+        """How many ranks the attempt before had; None for a new run."""
+        plan = read_json(self.paths.previous / "plan.json") if self.resumed else None
+        return int(plan["processes"]) if plan else None
+
 
 def choose_run(
     config: Config, train: Callable[..., Any], name: str | None, resume: str | os.PathLike[str]
@@ -99,7 +105,7 @@ def choose_run(
         name: part of a new run's id; the function's name when None.
         resume: ``"auto"`` (the newest ownerless run of equal fingerprint that saved a checkpoint
             and is not through: it was cut off, stopped, out of time, or failed; else a new one),
-            ``"never"``, or a run's id or folder.
+            ``"never"``, or a run's id or folder. The number of ranks may be another one.
 
     Raises:
         ResumeError: the named run differs, is owned, or cannot be gone on with.
@@ -126,6 +132,7 @@ def choose_run(
 
 def _put_aside(paths: RunPaths) -> None:
     """Keep how the last attempt was decided and ended, until the next one has started."""
+    paths.owner.unlink(missing_ok=True)  # the one before: this launch's comes in a moment
     paths.previous.mkdir(exist_ok=True)
     for name in _DECIDED:
         shutil.copy2(paths.folder / name, paths.previous / name)
@@ -171,19 +178,15 @@ def _named(
             do="launch with resume='never'; nb.load_model reads its checkpoints",
         )
     before = load_config(paths.config, env=None)
-    differences = {
-        key: values
-        for key, values in before.differences(config).items()
-        if key != "train.epochs" and decides_result(key, config.to_dict())
-    }
+    differences = _differences(before, config)
     if differences:
         shown = "; ".join(
             f"{key}: {old!r} then, {new!r} now" for key, (old, new) in differences.items()
         )
         raise ResumeError(
             f"the run {paths.run_id} was made with another configuration: {shown}",
-            allowed="a larger train.epochs; another number of processes; other output, tracking and "
-            "checkpoint settings",
+            allowed="a larger train.epochs; another number of processes (with train.batch_size); "
+            "other output, tracking and checkpoint settings",
             do="load the run's own config.yaml, or launch with resume='never'",
         )
     if about["source"] != source_hash(train):
@@ -202,12 +205,23 @@ def _named(
         )
     lock = lock_run(paths)
     if lock is None:
-        owner = read_json(paths.owner) or {}
+        owner = read_json(paths.owner)
+        who = f"owned by process {owner['pid']}" if owner else "another launch is starting it"
         raise ResumeError(
-            f"the run {paths.run_id} is going on, owned by process {owner.get('pid')}",
+            f"the run {paths.run_id} is going on, {who}",
             do="attach to it with nb.attach(folder)",
         )
     return ChosenRun(paths, lock, _about(paths)["attempt"] + 1)
+
+
+def _differences(before: Config, config: Config) -> dict[str, tuple[Any, Any]]:
+    """What differs and must not: all that decides the result, but for more epochs."""
+    settings = config.to_dict()
+    return {
+        key: (old, new)
+        for key, (old, new) in before.differences(config).items()
+        if decides_result(key, settings) and not (key == "train.epochs" and new > old)
+    }
 
 
 def _about(paths: RunPaths) -> dict[str, Any]:
