@@ -14,7 +14,7 @@ import nbtoolkit as nb
 from nbtoolkit.config import Config
 from nbtoolkit.errors import FitError
 from nbtoolkit.runtime.context import RunContext
-from nbtoolkit.training.gathering import joined, rows
+from nbtoolkit.training.gathering import Rows
 from nbtoolkit.training.metrics import Meter, accuracy, named_metrics
 
 CPU = torch.device("cpu")
@@ -124,13 +124,15 @@ def test_a_metric_of_several_numbers_is_refused_with_its_name() -> None:
 )
 def test_outputs_without_a_row_a_sample_are_refused(outputs: Any, what: str) -> None:
     with pytest.raises(FitError, match=what + r"[\s\S]*one row a sample"):
-        rows(outputs, 2)
+        Rows().add(outputs, 2)
 
 
 def test_rows_of_two_shapes_are_refused() -> None:
-    batches = [rows(torch.zeros(2, 3), 2), rows(torch.zeros(2, 4), 2)]
+    rows = Rows()
+    rows.add(torch.zeros(2, 3), 2)
+    rows.add(torch.zeros(2, 4), 2)
     with pytest.raises(FitError, match=r"two batches cannot be put together[\s\S]*pad them"):
-        joined(batches)
+        rows.part()
 
 
 # --- several ranks -------------------------------------------------------------------------------

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbtoolkit.errors import FitError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
+
+Part: TypeAlias = tuple[Any, list[int]]
 
 
 def gather_on_first(value: Any, ranks: int) -> list[Any] | None:
@@ -47,34 +49,66 @@ def tell_all(value: Any, ranks: int) -> Any:
     return box[0]
 
 
-def rows(data: Any, samples: int) -> Any:
-    """A batch's outputs (or targets) as copies on the CPU; half precision comes as float32.
+class Rows:
+    """Outputs (or targets) of one rank's batches, as copies on the CPU.
+
+    Half precision comes as float32, which NumPy knows too.
+    """
+
+    def __init__(self) -> None:
+        self._batches: list[Any] = []
+        self._sizes: list[int] = []
+
+    def add(self, data: Any, samples: int) -> None:
+        """Take in a batch.
+
+        Args:
+            data: a tensor, or tensors in tuples, lists and dicts, with one row a sample.
+            samples: how many rows that is.
+
+        Raises:
+            FitError: it holds something else, or another number of rows.
+        """
+        from accelerate.utils import recursively_apply
+
+        def copied(leaf: Any) -> Tensor:
+            return _copied(leaf, samples)
+
+        self._batches.append(recursively_apply(copied, data, test_type=lambda leaf: True))
+        self._sizes.append(samples)
+
+    def part(self) -> Part | None:
+        """All rows in the form of ``data``, and the batches' sizes; None: there was no batch.
+
+        Raises:
+            FitError: the batches' rows differ in shape.
+        """
+        return (_joined(self._batches), self._sizes) if self._batches else None
+
+
+def in_order(parts: Sequence[Part | None]) -> Any:
+    """The rows of all ranks in the data set's order.
 
     Args:
-        data: a tensor, or tensors in tuples, lists and dicts, with one row a sample.
-        samples: how many rows that is.
+        parts: by rank; the ranks took their batches in turn, and one of them had one.
 
     Raises:
-        FitError: it holds something else, or another number of rows.
+        FitError: the ranks' rows differ in shape.
     """
+    import torch
     from accelerate.utils import recursively_apply
 
-    def copied(leaf: Any) -> Tensor:
-        return _copied(leaf, samples)
+    there = [part for part in parts if part is not None]
+    turns = [torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)) for _, sizes in there]
+    order = torch.cat(turns).argsort(stable=True)  # of one turn: by rank, as they are
+    return recursively_apply(lambda column: column[order], _joined([rows for rows, _ in there]))
 
-    return recursively_apply(copied, data, test_type=lambda leaf: True)
 
-
-def joined(batches: Sequence[Any]) -> Any:
-    """What :func:`rows` gave for one batch after another, as one, in the same form.
-
-    Raises:
-        FitError: the batches' rows differ in shape.
-    """
+def _joined(batches: list[Any]) -> Any:
     from accelerate.utils import concatenate
 
     try:
-        return concatenate(list(batches))
+        return concatenate(batches)
     except RuntimeError as error:
         raise FitError(
             f"the outputs of two batches cannot be put together: {error}",

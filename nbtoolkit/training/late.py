@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nbtoolkit.training.gathering import joined, rows
+from nbtoolkit.training.gathering import Part, Rows, in_order
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ class LateMetric(Protocol):
         """Take in one batch."""
 
     def part(self) -> Any:
-        """What rank 0 needs to know of this rank; it has seen a sample."""
+        """What rank 0 needs to know of this rank."""
 
     def value(self, parts: list[Any]) -> Any:
         """The metric of all ranks' parts; called on rank 0."""
@@ -55,17 +55,16 @@ class _Kept:
     """For a function over all samples: their outputs and targets, on the CPU."""
 
     def __init__(self, metric: OverAll) -> None:
-        self._metric = metric
-        self._batches: list[Any] = []
+        self._metric, self._rows = metric, Rows()
 
     def add(self, outputs: Any, targets: Any, samples: int) -> None:
-        self._batches.append(rows((outputs, targets), samples))
+        self._rows.add((outputs, targets), samples)
 
-    def part(self) -> Any:
-        return joined(self._batches)
+    def part(self) -> Part | None:
+        return self._rows.part()
 
-    def value(self, parts: list[Any]) -> Any:
-        return self._metric(*joined(parts))
+    def value(self, parts: list[Part | None]) -> Any:
+        return self._metric(*in_order(parts))
 
 
 class _Pooled:
@@ -115,7 +114,7 @@ def _pooled(metric: Any, states: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """For a while, ``metric`` has the states of all ranks, and asks none of them."""
     own, available = dict(metric.metric_state), metric.distributed_available_fn
     metric.distributed_available_fn = lambda: False
-    for name, value in _reduced(metric, states).items() if len(states) > 1 else ():
+    for name, value in _reduced(metric, states).items():
         setattr(metric, name, value)
     try:
         yield
@@ -130,12 +129,13 @@ def _reduced(metric: Any, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     import torch
     from accelerate.utils import send_to_device
 
+    if len(states) == 1:
+        return dict(send_to_device(states[0], metric.device))
     reduced = {}
     for name, reduce in metric._reductions.items():
-        values = [state[name] for state in states]
+        values = [send_to_device(state[name], metric.device) for state in states]
         listed = isinstance(values[0], list)
         pooled: Any = list(chain.from_iterable(values)) if listed else torch.stack(values)
         empty = listed and not pooled  # torchmetrics' reductions do not take that
-        pooled = send_to_device(pooled, metric.device)
         reduced[name] = pooled if reduce is None or empty else reduce(pooled)
     return reduced

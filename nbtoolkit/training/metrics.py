@@ -136,36 +136,6 @@ class Meter:
         return told
 
 
-class LossWindow:
-    """The training losses since it was last closed; they stay on the device until then."""
-
-    def __init__(self, device: torch.device, *, ranks: int) -> None:
-        self._device, self._ranks = device, ranks
-        self._losses: list[Tensor] = []
-        self._samples: list[int] = []
-
-    def add(self, loss: Tensor, samples: int) -> None:
-        """Take in one pass over ``samples`` samples and its mean loss (detached)."""
-        self._losses.append(loss)
-        self._samples.append(samples)
-
-    def close(self) -> tuple[float, int]:
-        """The losses' sum and number over all ranks, and begin anew; a collective when several."""
-        import torch
-        import torch.distributed as dist
-
-        losses = torch.stack(self._losses).tolist() if self._losses else []
-        # A stand-in's loss does not count, even where it is not a number.
-        total = sum(loss * n for loss, n in zip(losses, self._samples, strict=True) if n)
-        samples = sum(self._samples)
-        self._losses, self._samples = [], []
-        if self._ranks > 1:
-            sums = torch.tensor([total, samples], dtype=torch.float64, device=self._device)
-            dist.all_reduce(sums)
-            total, samples = sums.tolist()
-        return total, int(samples)
-
-
 def _self_named(metric: Any) -> tuple[str, Any]:
     if isinstance(metric, str):
         return metric, metric

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.data import Collate, make_source
-from nbtoolkit.training.gathering import gather_on_all, joined, rows
-from nbtoolkit.training.walk import walk
+from nbtoolkit.training.data import Collate
+from nbtoolkit.training.gathering import Rows, gather_on_all, in_order
+from nbtoolkit.training.walk import make_walk
 
 if TYPE_CHECKING:
     import torch
@@ -50,23 +50,21 @@ def predict(
         FitError: the data cannot be used or are empty, or the outputs are not tensors with one row
             a sample.
     """
-    source = make_source(data, ctx.device, collate=collate, workers=ctx.config.train.workers)
-    if len(source) == 0:
-        raise FitError(
-            "there are no samples to predict",
-            allowed="a data set of one sample or more",
-            do="check the split or the filter that made it",
-        )
-    forward, batch = step or _inputs_alone, batch_size or ctx.plan.batch_size_per_device
-    module = _unwrapped(model).to(ctx.device)
+    walk = make_walk(
+        ctx,
+        data,
+        batch=batch_size or ctx.plan.batch_size_per_device,
+        workers=ctx.config.train.workers,
+        collate=collate,
+        what="prediction",
+    )
+    module, forward = _unwrapped(model).to(ctx.device), step or _inputs_alone
     _share_buffers(module, ctx.world_size)
+    mine = Rows()
     with _evaluating(ctx, module):
-        mine = [
-            rows(forward(module, inputs)[0], samples)
-            for inputs, samples in walk(source, batch, rank=ctx.rank, ranks=ctx.world_size)
-        ]
-    parts = gather_on_all(joined(mine) if mine else None, ctx.world_size)
-    return joined([part for part in parts if part is not None])
+        for batch, samples in walk:
+            mine.add(forward(module, batch)[0], samples)
+    return in_order(gather_on_all(mine.part(), ctx.world_size))
 
 
 def _inputs_alone(model: torch.nn.Module, batch: Any) -> tuple[Any, Any]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.errors import FitError
-from nbtoolkit.training.data import Collate, Source, make_source
+from nbtoolkit.training.data import Collate
 from nbtoolkit.training.metrics import Meter
-from nbtoolkit.training.walk import walk
+from nbtoolkit.training.walk import make_walk
 
 if TYPE_CHECKING:
     from nbtoolkit.config import Config
@@ -38,32 +37,30 @@ class Validator:
         collate: Collate | None,
     ) -> None:
         self._ctx, self._metrics = ctx, metrics
-        self._source = None if data is None else _source(ctx, config, data, collate)
+        batch, workers = ctx.plan.batch_size_per_device, config.train.workers
+        self._walk = None
+        if data is not None:
+            self._walk = make_walk(
+                ctx,
+                data,
+                batch=batch,
+                workers=workers,
+                collate=collate,
+                or_else=", or valid_data=None",
+            )
 
     def values(self, stepper: Stepper) -> dict[str, float]:
         """``val_loss`` and ``val_<metric>`` of all samples; called by all ranks, equal on all.
 
         None without a data set.
         """
-        if self._source is None:
+        if self._walk is None:
             return {}
-        ctx = self._ctx
-        meter = Meter(self._metrics, ctx.device, ranks=ctx.world_size)
+        meter = Meter(self._metrics, self._ctx.device, ranks=self._ctx.world_size)
         stepper.share_buffers()
         stepper.module.eval()
-        batch = ctx.plan.batch_size_per_device
-        for rows, samples in walk(self._source, batch, rank=ctx.rank, ranks=ctx.world_size):
+        stepper.evaluated.eval()
+        for rows, samples in self._walk:
             outputs, targets, loss = stepper.evaluate(rows)
             meter.add(loss, outputs, targets, samples)
         return {f"val_{name}": value for name, value in meter.result().items()}
-
-
-def _source(ctx: RunContext, config: Config, data: Any, collate: Collate | None) -> Source:
-    source = make_source(data, ctx.device, collate=collate, workers=config.train.workers)
-    if len(source) == 0:
-        raise FitError(
-            "the validation set is empty",
-            allowed="one sample or more, or valid_data=None",
-            do="check the split or the filter that made it",
-        )
-    return source
