@@ -206,12 +206,16 @@ def _scratch(config: Config) -> Iterator[Config]:
 
 
 def _launch(
-    train: Train, config: Config, *, processes: int | None, name: str | None = None, **more: Any
+    train: Train,
+    config: Config,
+    *,
+    processes: int | None,
+    name: str | None = None,
+    resume: str = "never",
 ) -> RunResult:
     from nbtoolkit.runtime.launch import launch
 
-    more = {"resume": "never", **more}
-    return launch(train, config, processes=processes, name=name, display="off", **more)
+    return launch(train, config, processes=processes, name=name, resume=resume, display="off")
 
 
 # --- comparing ---

@@ -25,6 +25,7 @@ ROOMS = {
     "training": {"errors", "config", "runtime"},
     "tracking": {"errors", "runtime"},
     "tasks": {"errors", "training"},
+    "verify": {"errors", "runtime", "training"},
     "doctor": {"errors", "config", "runtime"},
 }
 

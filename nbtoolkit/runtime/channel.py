@@ -61,7 +61,7 @@ class OwnerChannel:
 
     def _note(self, message: Message) -> bool:
         """Note the owner's call to come, which comes at any moment; whether it was that."""
-        called = message["type"] == "come"
+        called: bool = message["type"] == "come"
         self._called |= called
         return called
 

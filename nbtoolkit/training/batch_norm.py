@@ -100,4 +100,5 @@ def _weighted(layer: Any) -> Tensor:
 
     one = torch.ones_like(layer.running_mean[:1])
     row = torch.cat([layer.running_mean, layer.running_var, one]).double()
-    return row * layer.num_batches_tracked
+    counted: Tensor = row * layer.num_batches_tracked
+    return counted

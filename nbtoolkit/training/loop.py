@@ -308,7 +308,7 @@ class _Fitting:
             return
         averages.end_epoch(self._stepper.step)
         if averages.needs_batch_norm:
-            passes = self._feed.walk(self._progress.epoch + 1)
+            passes = self._feed.walk(self._progress.epoch + 1, limit=self._progress.taken)
             averages.finish((batch for batch, share in passes if share.samples), self._forward)
 
 

@@ -111,11 +111,11 @@ class Pulse:
             for loss, share in zip(losses, shares, strict=True)
             if share.samples
         )
-        samples = sum(share.samples for share in shares)
+        seen = float(sum(share.samples for share in shares))
         asked = [float(wish), float(self._steps_ahead(step))] if self._ctx.is_main else [0.0, 0.0]
         mine = [0.0] * self._ctx.world_size
         mine[self._ctx.rank] = memory
-        total, samples, wished, ahead, *memories = self._sum([total, float(samples), *asked, *mine])
+        total, samples, wished, ahead, *memories = self._sum([total, seen, *asked, *mine])
         self._step, self._since = step, time.monotonic()
         self.next = min(step + int(ahead), *(step + n - step % n for n in self._multiples))
         return Meeting(total, int(samples), Wish(int(wished)), memories)

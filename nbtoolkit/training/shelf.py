@@ -137,7 +137,7 @@ class Shelf:
         Raises:
             CheckpointError: there are checkpoints, and all of them are damaged.
         """
-        wrong = []
+        wrong: list[str] = []
         for folder in sorted(self.folder.glob(f"{kind}-*"), reverse=True):
             about = _manifest(folder)
             damage = Entry(folder, about).damage() if about else "its manifest cannot be read"

@@ -32,10 +32,12 @@ def take_streams(device: torch.device) -> dict[str, Any]:
     import torch
 
     version, words, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    numbers = np.random.get_state(legacy=False)
+    keys, position = numbers["state"]["key"], numbers["state"]["pos"]
+    has_gauss, cached = numbers["has_gauss"], numbers["gauss"]
     streams = {
         "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
-        "numpy": [torch.from_numpy(keys.astype(np.int64)), position, has_gauss, float(cached)],
+        "numpy": [torch.from_numpy(keys.astype(np.int64)), int(position), has_gauss, float(cached)],
         "torch": torch.get_rng_state(),
     }
     if device.type == "cuda":
