@@ -67,8 +67,7 @@ class AugmentedStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[int, Draws]]:
         order = list(range(self.size))
         random.shuffle(order)
-        for index in order:
-            yield index, draws()
+        return ((index, draws()) for index in order)
 
 
 class Known(AugmentedStream):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -102,6 +103,18 @@ def test_every_rank_makes_as_many_passes(size: int, batch: int, ranks: int, pass
 def test_passes_of_some_steps() -> None:
     order = Order(size=37, batch=12, micro=3, seed=0, rank=1, ranks=2)
     assert [order.passes(steps) for steps in (0, 1, 3, 4, 99)] == [0, 2, 6, 7, 7]
+
+
+@pytest.mark.parametrize(("size", "batch", "ranks", "passes"), WALKS)
+def test_drop_last_ends_before_the_uneven_step(
+    size: int, batch: int, ranks: int, passes: int
+) -> None:
+    for order in orders(size, batch, ranks, passes):
+        kept = replace(order, drop_last=True)
+        even = size // batch
+        assert kept.steps == even
+        assert (steps(kept, epoch=1) if even else []) == steps(order, epoch=1)[:even]
+        assert len(kept.indices(1)) == even * batch // ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])

@@ -172,16 +172,16 @@ def test_a_data_set_smaller_than_the_ranks_has_stand_ins(
 
 
 def test_augmentation_does_not_disturb_the_models_own_draws(tmp_path: Path) -> None:
-    def noise(workers: int, data: Any) -> list[Any]:
+    def noise(workers: int, data: Any, collate: Any = listed) -> list[Any]:
         [ctx] = contexts(tmp_path, train__workers=workers, train__max_steps=9)
-        feed = make_feed(ctx, ctx.config, data, collate=listed)
+        feed = make_feed(ctx, ctx.config, data, collate=collate)
         random.seed(1)
         np.random.seed(1)
         torch.manual_seed(1)
         np.random.standard_normal()  # NumPy draws two at a time, and keeps the second
         return [(draws(), np.random.standard_normal()) for _ in feed.walk(1)]
 
-    expected = noise(0, X)  # nobody else draws
+    expected = noise(0, X, collate=None)  # nobody else draws
     for data in (Augmented(37), Known(37)):
         assert noise(0, data) == noise(2, data) == expected
 

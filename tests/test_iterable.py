@@ -107,6 +107,14 @@ def test_what_is_skipped_and_what_is_left_make_the_epoch(
             assert steps_of(feed, epoch, skip=done, limit=1) == whole[done : done + 1]
 
 
+@pytest.mark.parametrize("data", [Known(29), AugmentedStream(29)], ids=["known", "unknown"])
+def test_an_epoch_that_was_done_has_nothing_left(tmp_path: Path, data: Any) -> None:
+    """A checkpoint may be of an epoch's very end, which a stream does not tell."""
+    feed = feed_of(tmp_path, data)
+    assert steps_of(feed, 1, skip=3) == []
+    assert len(steps_of(feed, 2)) == 3
+
+
 def test_each_epoch_is_told_to_the_data_set(tmp_path: Path) -> None:
     feed = feed_of(tmp_path, Shuffled(12))
     epochs = [steps_of(feed, epoch) for epoch in (1, 2, 1)]

@@ -57,17 +57,17 @@ def test_nothing_is_written_by_default(tmp_path: Path) -> None:
 
 
 def test_steps_taken_again_count_once_on_however_many_ranks(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    for ctx in noting(folder, ranks=3):
-        walk(ctx)
-    for ctx in noting(folder, ranks=2):  # goes on after a checkpoint of step 1
-        walk(ctx, size=35, skip=1)  # so that newer lines can be told from older ones
-    [ctx, *_] = noting(folder, ranks=4)
-    walk(ctx, size=31, skip=2)  # killed before the other ranks came to it
+    """Of sizes of their own, so that newer lines can be told from older ones."""
+    attempts = [(3, 29, 0), (2, 35, 1), (3, 31, 2)]  # ranks, samples, first step
+    for ranks, size, first in attempts:
+        for ctx in noting(tmp_path / "run", ranks=ranks):
+            walk(ctx, size=size, skip=first)
+    ctx = noting(tmp_path / "run", ranks=4)[0]
+    walk(ctx, size=33, skip=2)  # killed before the other ranks came to it
     [alone] = contexts(tmp_path / "another")
-    feed = [make_feed(alone, alone.config, Augmented(size)) for size in (29, 35)]
-    expected = [feed[0].sample_ids(1, 0), feed[1].sample_ids(1, 1), feed[1].sample_ids(1, 2)]
-    assert list(read_samples(ctx.paths).values()) == expected
+    feeds = [make_feed(alone, alone.config, Augmented(size)) for _, size, _ in attempts]
+    expected = {(1, step): feed.sample_ids(1, step) for step, feed in enumerate(feeds)}
+    assert read_samples(ctx.paths) == expected
 
 
 def test_a_step_that_not_all_ranks_came_to_is_left_out(tmp_path: Path) -> None:
