@@ -215,6 +215,7 @@ def launched(request: Any, tmp_path_factory: pytest.TempPathFactory) -> nb.RunRe
         {
             "optim.lr": 0.05,
             "train": {"epochs": 2, "batch_size": 12, "accumulate": 3 // request.param or 1},
+            "checkpoint.enabled": False,
             "tracking.mlflow": False,
             "runtime.output_dir": str(tmp_path_factory.mktemp("metrics")),
         }

@@ -199,6 +199,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, nb.RunResult
     config = Config().with_overrides(
         {
             "train": {"epochs": 2, "batch_size": 12},
+            "checkpoint.enabled": False,
             "tracking.mlflow": False,
             "runtime.output_dir": str(tmp_path_factory.mktemp("validation")),
         }
