@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from feeds import AugmentedStream, Known, contexts, listed, steps_of, together
+from torch.utils.data import get_worker_info
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.feed import make_feed
@@ -27,21 +28,20 @@ class Numbers:
         return iter(range(self.size))
 
 
-class Shuffled:
-    """What a Hugging Face ``IterableDataset`` offers: an order by epoch, and a way to skip."""
+class Shuffled(Numbers):
+    """Has its order by the epoch, and a way to skip that forgets it, like Hugging Face's."""
 
-    def __init__(self, size: int, skipped: int = 0) -> None:
-        self.size, self.skipped, self.epoch = size, skipped, 0
+    epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def skip(self, n: int) -> Shuffled:
-        return Shuffled(self.size, n)  # a copy, whose epoch is 0 again
+    def skip(self, n: int) -> Iterator[int]:
+        return iter(range(n, self.size))
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.epoch)
-        yield from torch.randperm(self.size, generator=generator).tolist()[self.skipped :]
+        return iter(torch.randperm(self.size, generator=generator).tolist())
 
 
 def feed_of(folder: Path, data: Any, *, collate: Any = listed, **more: Any) -> Any:
@@ -138,6 +138,18 @@ def test_a_walk_that_was_left_does_not_mix_with_the_next(tmp_path: Path) -> None
     for _ in range(2):
         batch, _ = next(feed.walk(1))
         assert batch == list(range(12))
+
+
+def test_a_worker_reads_what_the_process_itself_would(tmp_path: Path) -> None:
+    """A Hugging Face stream is shuffled otherwise where it finds itself in a worker."""
+
+    class Aware(Numbers):
+        def __iter__(self) -> Iterator[int]:
+            for number in range(self.size):
+                yield number if get_worker_info() is None else -number
+
+    feed = feed_of(tmp_path, Aware(24), train__workers=1)
+    assert steps_of(feed, 1) == [[*range(12)], [*range(12, 24)]]
 
 
 def test_batches_are_collated_as_usual(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,10 +29,11 @@ class IterableFeed:
     must be the same on all ranks: not one that gives each rank or node a part.
 
     Before each epoch ``set_epoch(epoch)`` of the data set is called if it has that (a Hugging Face
-    ``IterableDataset`` has), which is to shuffle it anew. A resumed epoch begins with its
-    ``skip(n)``, if it has that, else reads the samples that are done once more. Random numbers from
-    Python's, NumPy's and torch's global streams (the CPU's) are seeded with (seed, epoch) before
-    ``__iter__`` and with (seed, epoch, position) before each sample: every rank draws the same.
+    ``IterableDataset`` has), which is to shuffle it anew. A resumed epoch reads the samples that
+    are done once more; they make no batches. (The ``skip(n)`` of a shuffled Hugging Face stream
+    gives another order from the second epoch on: datasets 5.2.) Random numbers from Python's,
+    NumPy's and torch's global streams (the CPU's) are seeded with (seed, epoch) before ``__iter__``
+    and with (seed, epoch, position) before each sample: every rank draws the same.
     """
 
     def __init__(
@@ -164,20 +166,23 @@ class _Reader:
 
     def _opened(self, walk: _Walk) -> Iterator[tuple[int, Any]]:
         """The stream's samples, with their positions, after what is to be skipped."""
-        skips = walk.skip and callable(getattr(self._data, "skip", None))
-        data = self._data.skip(walk.skip) if skips else self._data
-        if callable(getattr(data, "set_epoch", None)):
-            data.set_epoch(walk.epoch)
-        seed_sample(self._order.seed, walk.epoch, -1)  # __iter__ may shuffle
-        stream = iter(data)
-        for position in count(walk.skip if skips else 0):
+        stream = self._begun(walk.epoch)
+        for position in count():
             seed_sample(self._order.seed, walk.epoch, position)
-            with naming(f"sample {position} of the stream in epoch {walk.epoch}"):
+            what = f"sample {position} of the stream in epoch {walk.epoch}"
+            with naming(what), _not_as_a_worker():
                 sample = next(stream, _END)
             if sample is _END:
                 return
             if position >= walk.skip:
                 yield position, sample
+
+    def _begun(self, epoch: int) -> Iterator[Any]:
+        if callable(getattr(self._data, "set_epoch", None)):
+            self._data.set_epoch(epoch)
+        seed_sample(self._order.seed, epoch, -1)  # __iter__ may shuffle
+        with _not_as_a_worker():
+            return iter(self._data)
 
     def _step(self, samples: list[tuple[int, Any]]) -> _Step:
         """What this rank needs of one global batch."""
@@ -192,6 +197,22 @@ class _Reader:
             with naming(f"a batch of the samples {ids[-1]} of the stream"):
                 batches.append(self._collate([sample for _, sample in some]))
         return _Step(len(samples), ids, batches)
+
+
+@contextmanager
+def _not_as_a_worker() -> Iterator[None]:
+    """Inside, nothing tells that this is a DataLoader's worker.
+
+    A data set may give each worker a part; a Hugging Face stream shuffles in another order as soon
+    as there is a worker (datasets 5.2). But a stream is read by one alone, or by none.
+    """
+    from torch.utils.data._utils import worker
+
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info
 
 
 def is_iterable(data: Any) -> bool:
