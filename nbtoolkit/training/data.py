@@ -222,7 +222,10 @@ def _as_dataset(data: Any) -> Any:
     """``data`` when it is a map-style data set; else says what to pass instead."""
     from torch.utils.data import DataLoader, IterableDataset
 
-    allowed = "tensors, arrays, a tuple or dict of them, or a data set with __len__ and __getitem__"
+    allowed = (
+        "tensors, arrays, a tuple or dict of them, a data set with __len__ and __getitem__, or an "
+        "iterable without __getitem__"
+    )
     if isinstance(data, DataLoader):
         raise FitError(
             "fit was given a DataLoader, but makes the batches itself (of train.batch_size)",
@@ -234,7 +237,6 @@ def _as_dataset(data: Any) -> Any:
         raise FitError(
             f"fit cannot index a {type(data).__module__}.{type(data).__qualname__}",
             allowed=allowed,
-            do="give it an index (only the training set may be a stream), or write a loop of your "
-            "own with ctx.prepare",
+            do="give it __len__ and __getitem__, or write a loop of your own with ctx.prepare",
         )
     return data
