@@ -262,6 +262,42 @@ def test_a_signal_to_the_owner_ends_the_run_with_all_saved(
     assert number.name in stop["reason"] or status == "stopped"
 
 
+def fits_slowly(config: Any, ctx: Any) -> dict[str, float]:
+    """One epoch of 2000 steps, which takes for ever until there is a file ``go``."""
+    import torch
+
+    def step(model: Any, batch: Any) -> Any:
+        if not Path(config.model.go).exists():
+            time.sleep(0.02)
+        return model(batch[0]), batch[1]
+
+    torch.manual_seed(0)
+    data = torch.randn(8000, 2), torch.ones(8000, 1)
+    functions.says_it_is_up(ctx)
+    loss = torch.nn.functional.mse_loss
+    return nb.fit(ctx, config, torch.nn.Linear(2, 1), data, None, loss=loss, step=step)
+
+
+def test_fit_saves_inside_an_epoch_and_goes_on_there_on_another_number_of_ranks(
+    config: nb.Config, tmp_path: Path
+) -> None:
+    settings = {"model.go": str(tmp_path / "go"), "train.batch_size": 4, "train.epochs": 1}
+    mine = config.with_overrides({**settings, "optim.name": "sgd"})
+    handle = begin(fits_slowly, mine)
+    ranks_up(handle.paths.folder)
+    os.kill(json.loads(handle.paths.owner.read_text())["pid"], signal.SIGTERM)
+    assert handle.result(timeout=60).status == "deadline"
+    assert told(handle)[-3:] == ["stop", "checkpoint", "ended"]
+    [saved] = [event for event in handle.events() if event["type"] == "checkpoint"]
+    assert 0 < saved["step"] < 2000
+
+    (tmp_path / "go").touch()
+    gone_on = begin(fits_slowly, mine, 1, resume="auto").result(timeout=60)
+    whole = begin(fits_slowly, mine, 1).result(timeout=60)
+    assert (gone_on.paths, gone_on.status) == (handle.paths, "completed")
+    assert gone_on.value == pytest.approx(whole.value, rel=1e-4)
+
+
 LAUNCHES = """
 import signal
 result = nb.launch(
