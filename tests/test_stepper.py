@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, mse_loss, nll_loss
 
 import nbtoolkit as nb
 from nbtoolkit.config import Config
-from nbtoolkit.errors import ConfigError, FitError
+from nbtoolkit.errors import CheckpointError, ConfigError, FitError
 from nbtoolkit.runtime.channel import RecordChannel
 from nbtoolkit.runtime.context import RunContext
 from nbtoolkit.runtime.host import detect_host
@@ -26,6 +26,7 @@ from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.runtime.plan import make_plan
 from nbtoolkit.runtime.record import RunRecord
 from nbtoolkit.training.activations import find_blocks
+from nbtoolkit.training.averaging import make_averages
 from nbtoolkit.training.compression import first_compressed
 from nbtoolkit.training.labels import check_labels
 from nbtoolkit.training.order import Share
@@ -414,6 +415,39 @@ def test_a_state_brings_back_the_schedule(make: Make) -> None:
     assert fresh.schedule.rate(9) == stepper.schedule.rate(9) == pytest.approx(0.01)
 
 
+def test_the_average_is_evaluated_saved_and_brought_back(make: Make) -> None:
+    overrides = {"train.average": "ema", "train.ema_decay": 0.9}
+    stepper, fresh = make(mlp(), overrides), make(mlp(), overrides)
+    for one in (stepper, fresh):
+        one.averages = make_averages(configured(overrides), one.module, steps=20)
+    assert stepper.evaluated is stepper.module  # nothing is averaged yet
+    for _ in range(5):
+        stepper.take(points(), WHOLE, watch=False)
+    inputs, _ = batch = points()
+    with torch.no_grad():
+        expected = stepper.averages.module(inputs)
+    assert torch.equal(stepper.evaluate(batch)[0], expected)
+    assert not torch.equal(stepper.module(inputs), expected)
+    fresh.restore(stepper.state(), source="here")
+    assert torch.equal(fresh.evaluate(batch)[0], expected)
+    state = stepper.state()
+    del state["averages"]
+    with pytest.raises(CheckpointError, match="here was not written by fit: averages is missing"):
+        fresh.restore(state, source="here")
+
+
+def test_swas_own_learning_rate_goes_before_the_schedules(make: Make) -> None:
+    overrides = {"train.average": "swa", "train.swa_start": 0.5, "train.swa_lr": 0.03}
+    stepper = make(mlp(), overrides)
+    stepper.averages = make_averages(configured(overrides), stepper.module, steps=20)
+    rates = []
+    for _ in range(20):
+        stepper.take(points(), WHOLE, watch=False)
+        rates.append(stepper.optimizer.param_groups[0]["lr"])
+    assert rates[9] == stepper.schedule.rate(9)
+    assert rates[-5:] == [0.03] * 5
+
+
 def test_an_overflow_under_fp16_backs_off_as_the_settings_say(tmp_path: Path) -> None:
     overrides = {
         "train.scaler_init_scale": 1024.0,
@@ -434,6 +468,10 @@ def test_an_overflow_under_fp16_backs_off_as_the_settings_say(tmp_path: Path) ->
         stepper.take((inputs, targets), WHOLE, watch=False)
         scales.append(stepper.state()["scaler"]["scale"])
     assert scales == [256.0, 256.0, 2048.0]
+    assert stepper.skips_overflows
+    for _ in range(6):
+        stepper.take((inputs * torch.inf, targets), WHOLE, watch=False)
+    assert not stepper.skips_overflows  # a scale of 0.5: hardly a step gets through
     assert not torch.equal(model[0].weight, start)
 
 
@@ -483,13 +521,16 @@ def launch(tmp_path: Path) -> Launch:
     return launch
 
 
-def test_parameters_without_a_part_in_the_step_are_named(launch: Launch) -> None:
+def test_parameters_without_a_part_are_named_in_the_very_step(launch: Launch) -> None:
+    def one_step(config: Config, ctx: RunContext) -> None:
+        stepper_of(ctx, Forked()).take(points(), WHOLE, watch=False)
+
     what = (
         r"no part in the loss[\s\S]*idle\.weight, idle\.bias\n"
         r"[\s\S]*distributed\.find_unused_parameters: true"
     )
     with pytest.raises(FitError, match=what):
-        launch(train_forked)
+        launch(one_step)
 
 
 def test_one_rank_and_ddp_that_looks_for_them_may_have_unused_parameters(launch: Launch) -> None:
@@ -568,13 +609,30 @@ def test_powersgd_begins_after_a_tenth_of_the_run() -> None:
     assert [first_compressed(steps) for steps in (1, 20, 500, 10**9)] == [2, 2, 50, 1000]
 
 
+def share_statistics(config: Config, ctx: RunContext) -> list[list[float]]:
+    """A batch norm that saw this rank's points, and its average; as all ranks have them then."""
+    stepper = stepper_of(ctx, nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)))
+    averages = stepper.averages = make_averages(config, stepper.module, steps=20)
+    assert averages is not None
+    for _ in range(2):
+        stepper.take(points(8, seed=ctx.rank), WHOLE, watch=False)
+    stepper.share_buffers()
+    return [norm.running_mean.tolist() for norm in (stepper.module[0], averages.module[0])]
+
+
+def test_statistics_of_the_model_and_of_its_average_are_rank_0s(launch: Launch) -> None:
+    settings = {"train.average": "ema", "distributed.broadcast_buffers": False}
+    first, second = launch(share_statistics, settings).values
+    assert first == second
+    assert first[0] != first[1]
+
+
 # --- torch.compile --------------------------------------------------------------------------------
 
 
 def train_and_tell(config: Config, ctx: RunContext) -> dict[str, Any]:
     """Four steps; what the compiler makes stays in the run's folder."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(ctx.paths.folder / "inductor")
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     os.environ.update(config.data.get("environ", {}))
     torch.manual_seed(0)
     # matrix products alone need no kernel in C++ (10 s); tanh needs one

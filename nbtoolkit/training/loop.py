@@ -158,7 +158,7 @@ class _Fitting:
         ctx, stepper, progress, window = self._ctx, self._stepper, self._progress, self._window
         epoch, before = progress.epoch + 1, stepper.step - progress.taken
         if not progress.taken:
-            seed_streams(ctx.seed, "epoch", epoch, ctx.rank)
+            seed_streams(ctx.device, ctx.seed, "epoch", epoch, ctx.rank)
         stepper.module.train()
         pulse = Pulse(ctx, stepper.step, self._multiples())
         self._journal.begin()
@@ -202,9 +202,10 @@ class _Fitting:
         losses, shares = window.values(), window.shares
         wish, memory = self._wish(), self._journal.memory()
         meeting = pulse.meet(stepper.step, losses, shares, wish=wish, memory=memory)
-        if not meeting.finite:
-            self._refuse_losses(losses, shares)
         window.clear()
+        if not meeting.finite:
+            self._refuse_losses(losses, shares)  # returns where fp16 has left out the steps
+            return meeting
         progress.add(meeting.loss, meeting.samples)
         self._journal.add(meeting.loss, meeting.samples)
         if stepper.step % self._every == 0:
@@ -256,7 +257,7 @@ class _Fitting:
             self._ctx,
             told,
             self._feed.sample_ids,
-            tolerant=self._ctx.plan.precision == "fp16",
+            tolerant=stepper.skips_overflows,
             rate=stepper.rate,
             grad_norm=None if stepper.grad_norm is None else float(stepper.grad_norm),
         )
@@ -337,7 +338,7 @@ def _put_back(ctx: RunContext, streams: Streams, step: int) -> None:
     if len(streams) == ctx.world_size:
         put_streams(streams[ctx.rank], ctx.device)
     else:
-        seed_streams(ctx.seed, "resumed", step, ctx.rank)
+        seed_streams(ctx.device, ctx.seed, "resumed", step, ctx.rank)
 
 
 def pair(model: torch.nn.Module, batch: Any) -> tuple[Any, Any]:

@@ -36,41 +36,37 @@ def raise_if_not_finite(
     rate: float | None = None,
     grad_norm: float | None = None,
 ) -> None:
-    """Raise the same error on all ranks if the losses of a window say that training is broken.
+    """Raise the same error on all ranks for the first step of a window whose loss is not finite.
 
     Called by **all** ranks, and only when the window's sum over all ranks is not finite: it is a
-    collective. Whether it raises is the same everywhere.
+    collective.
+
+    Under fp16 one batch may overflow. Its gradients are then not finite either, so the scaler
+    leaves out the step, halves its scale, and the weights stay good: such a step is told and no
+    more, as long as the scaler is not at its end (``tolerant``).
 
     Args:
         ctx: the run's context.
         losses: this rank's losses since it last looked.
         sample_ids: ``(epoch, step in it)`` -> the samples of that step's global batch.
-        tolerant: gradients are scaled (fp16 with a scaler), see :func:`first_not_finite`.
+        tolerant: :attr:`Stepper.skips_overflows`, equal on all ranks.
         rate: the learning rate now, for the message.
         grad_norm: the gradient's norm when it was last watched, for the message.
 
     Raises:
         FitError: names the first step that is not finite, and its samples.
     """
-    everywhere = _gathered(ctx, losses)
-    first = first_not_finite(everywhere, tolerant=tolerant)
-    if first is not None:
+    wrong = not_finite(_gathered(ctx, losses))
+    if wrong and not tolerant:
+        first = wrong[0]
         raise _broken(first, sample_ids(first.epoch, first.in_epoch), rate, grad_norm)
-    for step in sorted({one.step for one in everywhere if not math.isfinite(one.loss)}):
-        ctx.print(f"fit: the loss of optimizer step {step} is not finite; fp16 skips such a step")
+    for step in dict.fromkeys(one.step for one in wrong):
+        ctx.print(f"fit: the loss of optimizer step {step} is not finite; fp16 left out this step")
 
 
-def first_not_finite(losses: Iterable[StepLoss], *, tolerant: bool) -> StepLoss | None:
-    """The first step whose loss is not finite on some rank; None: go on.
-
-    ``tolerant``: only if there is no finite loss in any step of the window. Under fp16 one batch
-    may overflow; its gradient is then not finite either, so the scaler leaves out the step, halves
-    its scale, and the weights stay good. When all steps are like that, the weights are not.
-    """
-    losses = sorted(losses, key=lambda one: one.step)
-    wrong = [one for one in losses if not math.isfinite(one.loss)]
-    good = {one.step for one in losses} - {one.step for one in wrong}
-    return wrong[0] if wrong and not (tolerant and good) else None
+def not_finite(losses: Iterable[StepLoss]) -> list[StepLoss]:
+    """The losses that are infinite or no numbers, by step."""
+    return sorted((one for one in losses if not math.isfinite(one.loss)), key=lambda one: one.step)
 
 
 def _gathered(ctx: RunContext, losses: Sequence[StepLoss]) -> list[StepLoss]:
@@ -88,8 +84,8 @@ def _broken(
     first: StepLoss, samples: Sequence[int], rate: float | None, grad_norm: float | None
 ) -> FitError:
     more = f" and {len(samples) - _SHOWN} more" if len(samples) > _SHOWN else ""
-    known = {"learning rate": rate, "gradient norm": grad_norm}
-    now = ", ".join(f"{name} {value:g}" for name, value in known.items() if value is not None)
+    known = (("learning rate", rate), ("gradient norm", grad_norm))
+    now = ", ".join(f"{name} {one:g}" for name, one in known if one and math.isfinite(one))
     return FitError(
         f"the loss of optimizer step {first.step} (step {first.in_epoch + 1} of epoch "
         f"{first.epoch}) is {first.loss}{f'; {now}' if now else ''}\n"
