@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from nbtoolkit.runtime.context import RunContext
     from nbtoolkit.training.stepper import Stepper
 
+# Without gradients nothing is kept for a backward pass: batches so many times larger fit, too.
+_LARGER = 4
+
 
 class Validator:
     """One rank's part of every validation.
@@ -37,7 +40,7 @@ class Validator:
         collate: Collate | None,
     ) -> None:
         self._ctx, self._metrics = ctx, metrics
-        batch, workers = ctx.plan.batch_size_per_device, config.train.workers
+        batch, workers = _LARGER * ctx.plan.batch_size_per_device, config.train.workers
         self._walk = None
         if data is not None:
             self._walk = make_walk(
