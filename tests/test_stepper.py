@@ -374,6 +374,21 @@ def test_the_first_batch_checks_all_labels_at_hand(make: Make) -> None:
         make(mlp()).take((inputs, torch.full((8,), 3)), WHOLE, watch=False)
 
 
+def test_labels_that_a_step_of_ones_own_changes_are_judged_as_it_returns_them(
+    tmp_path: Path,
+) -> None:
+    config = configured({"train.epochs": 1, "train.batch_size": 8, "checkpoint.enabled": False})
+    inputs, targets = points()
+
+    def from_zero(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        return model(batch[0]), batch[1] - 1
+
+    given = {"train_data": (inputs, targets + 1), "valid_data": None, "loss": cross_entropy}
+    nb.fit(context(tmp_path / "run", config), config, mlp(), **given, step=from_zero)
+    with pytest.raises(FitError, match="subtract 1 from the labels"):
+        nb.fit(context(tmp_path / "run", config), config, mlp(), **given)
+
+
 # --- the step -------------------------------------------------------------------------------------
 
 

@@ -118,7 +118,8 @@ class _Fitting:
         self._feed = make_feed(ctx, config, data, collate=collate, fit=saver.number)
         self._total = _total_steps(config, self._feed)
         schedule = make_schedule(config, steps=self._total, factor=ctx.plan.lr_factor)
-        targets = data[1] if isinstance(data, tuple) and len(data) == 2 else None
+        plain = forward is pair and collate is None  # else the labels may change on their way
+        targets = data[1] if plain and isinstance(data, tuple) and len(data) == 2 else None
         self._stepper = Stepper(ctx, config, model, loss, forward, schedule, targets=targets)
         self._stepper.averages = make_averages(
             config, self._stepper.module, steps=self._total, factor=ctx.plan.lr_factor
