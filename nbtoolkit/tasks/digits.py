@@ -10,19 +10,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.errors import ConfigError, MissingExtra
+from nbtoolkit.errors import ConfigError
+from nbtoolkit.tasks import datasets
 from nbtoolkit.training.loop import fit
+from nbtoolkit.training.prediction import predict
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
     from torch import Tensor
 
     from nbtoolkit.config import Config
     from nbtoolkit.runtime.context import RunContext
-
-_SPLIT_SEED = 0  # the split is the same for every run, so that runs can be compared
 
 
 def train(config: Config, ctx: RunContext) -> dict[str, Any]:
@@ -39,7 +37,7 @@ def train(config: Config, ctx: RunContext) -> dict[str, Any]:
     import torch
 
     images, labels = load()
-    fitted, held_out = split(labels, config, ctx)
+    fitted, held_out = datasets.split(labels, config, ctx)
     model = make_model(config)
     scores = fit(
         ctx,
@@ -50,11 +48,11 @@ def train(config: Config, ctx: RunContext) -> dict[str, Any]:
         loss=torch.nn.functional.cross_entropy,
         metrics=["accuracy"],
     )
-    predictions = predict(model, images[held_out].to(ctx.device))
+    outputs = predict(ctx, model, images[held_out])
     return {
         **scores,
         "labels": labels[held_out].tolist(),
-        "predictions": predictions.tolist(),
+        "predictions": outputs.argmax(dim=1).tolist(),
     }
 
 
@@ -64,30 +62,8 @@ def load() -> tuple[Tensor, Tensor]:
     Raises:
         MissingExtra: scikit-learn is not installed.
     """
-    import torch
-
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise MissingExtra(
-            "the digits come with scikit-learn, which is not installed",
-            do="pip install scikit-learn",
-        ) from error
-    images, labels = load_digits(return_X_y=True)
-    return torch.as_tensor(images, dtype=torch.float32) / 16, torch.as_tensor(labels).long()
-
-
-def split(labels: Tensor, config: Config, ctx: RunContext) -> tuple[Sequence[int], Sequence[int]]:
-    """Indices to train and to validate on: the fold's, or a stratified split, always the same."""
-    from sklearn.model_selection import train_test_split
-
-    if ctx.fold is not None:
-        return ctx.fold.train_indices, ctx.fold.valid_indices
-    share = config.data.get("valid_share", 0.2)
-    fitted, held_out = train_test_split(
-        range(len(labels)), test_size=share, stratify=labels, random_state=_SPLIT_SEED
-    )
-    return fitted, held_out
+    images, labels = datasets.load("digits")
+    return images / 16, labels
 
 
 def make_model(config: Config) -> torch.nn.Module:
@@ -107,16 +83,6 @@ def make_model(config: Config) -> torch.nn.Module:
         config.model.get("hidden", 256), config.model.get("dropout", 0.0)
     )
     return model
-
-
-def predict(model: torch.nn.Module, images: Tensor) -> Tensor:
-    """The digits that ``model`` sees, shape (n,), on the CPU."""
-    import torch
-
-    model.eval()
-    with torch.no_grad():
-        scores: Tensor = model(images)
-        return scores.argmax(dim=1).cpu()
 
 
 def _mlp(hidden: int, dropout: float) -> torch.nn.Module:
