@@ -87,7 +87,8 @@ def _recomputed(block: nn.Module, norms: list[Any], *args: Any, **kwargs: Any) -
     forward = partial(type(block).forward, block)
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    # a context of one's own cannot be compiled; compiled, the statistics are written once anyway
+    # A context of one's own cannot be compiled. Compiled, the statistics are written once anyway,
+    # unless a side effect in the user's forward (a counter) keeps this call out of the graph.
     if norms and not torch.compiler.is_compiling():
         kwargs["context_fn"] = partial(_contexts, norms)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
