@@ -17,10 +17,10 @@ demo: $(STAMP)
 	@$(BIN)/python tests/demo.py
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -m "not chaos"
+	@$(BIN)/python -m pytest -m "not long"
 
 test-chaos: $(STAMP)
-	@$(BIN)/python -m pytest -m chaos
+	@$(BIN)/python -m pytest -m long
 
 check: $(STAMP)
 	@$(BIN)/ruff check
