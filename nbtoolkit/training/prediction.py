@@ -39,7 +39,8 @@ def predict(
             batch is a tensor of inputs, or a pair (inputs, targets).
         step: ``step(model, batch)`` -> (outputs, targets), as in ``fit``; the outputs are taken.
         collate: makes a batch from a list of samples; default: torch's.
-        batch_size: samples of one forward pass of one rank; default: the plan's.
+        batch_size: samples of one forward pass of one rank; default: four times the plan's, since
+            nothing is kept for a backward pass.
 
     Returns:
         The outputs on the CPU, one row a sample, in the data set's order: a tensor, or a tuple,
@@ -53,7 +54,7 @@ def predict(
     walk = make_walk(
         ctx,
         data,
-        batch=batch_size or ctx.plan.batch_size_per_device,
+        batch=batch_size,
         workers=ctx.config.train.workers,
         collate=collate,
         what="prediction",

@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from nbtoolkit.runtime.context import RunContext
     from nbtoolkit.training.stepper import Stepper
 
-# Without gradients nothing is kept for a backward pass: batches so many times larger fit, too.
-_LARGER = 4
-
 
 class Validator:
     """One rank's part of every validation.
@@ -40,22 +37,15 @@ class Validator:
         collate: Collate | None,
     ) -> None:
         self._ctx, self._metrics = ctx, metrics
-        batch, workers = _LARGER * ctx.plan.batch_size_per_device, config.train.workers
         self._walk = None
         if data is not None:
-            self._walk = make_walk(
-                ctx,
-                data,
-                batch=batch,
-                workers=workers,
-                collate=collate,
-                or_else=", or valid_data=None",
-            )
+            workers, none = config.train.workers, ", or valid_data=None"
+            self._walk = make_walk(ctx, data, workers=workers, collate=collate, or_else=none)
 
     def values(self, stepper: Stepper) -> dict[str, float]:
         """``val_loss`` and ``val_<metric>`` of all samples; called by all ranks, equal on all.
 
-        None without a data set.
+        Without a data set: nothing.
         """
         if self._walk is None:
             return {}

@@ -19,12 +19,15 @@ from nbtoolkit.training.order import Order
 if TYPE_CHECKING:
     from nbtoolkit.runtime.context import RunContext
 
+# Without gradients nothing is kept for a backward pass: batches so many times larger fit, too.
+_LARGER = 4
+
 
 def make_walk(
     ctx: RunContext,
     data: Any,
     *,
-    batch: int,
+    batch: int | None = None,
     workers: int = 0,
     collate: Collate | None = None,
     what: str = "validation",
@@ -38,7 +41,7 @@ def make_walk(
         ctx: the run's context.
         data: what :func:`~nbtoolkit.training.data.make_source` takes, or an iterable that is the
             same on all ranks: each reads all of it, and makes batches of its part only.
-        batch: samples of this rank in one batch, at most.
+        batch: samples of this rank in one batch, at most; default: four times the plan's.
         workers: ``DataLoader`` processes of this rank; one at most for an iterable.
         collate: makes a batch from a list of samples; default: torch's.
         what: the set's name, for messages.
@@ -50,6 +53,7 @@ def make_walk(
     Raises:
         FitError: the data cannot be used or are empty (an iterable's walk tells that at its end).
     """
+    batch = batch or _LARGER * ctx.plan.batch_size_per_device
     if is_iterable(data):
         return _StreamWalk(ctx, data, batch, min(workers, 1), collate, what)
     source = make_source(data, ctx.device, collate=collate, workers=workers, seed=ctx.seed)
