@@ -411,9 +411,6 @@ def test_load_model_says_what_is_wrong(tmp_path: Path) -> None:
         nb.load_model(tmp_path, model_of())
 
 
-# --- metrics -------------------------------------------------------------------------------------
-
-
 # --- bad input -----------------------------------------------------------------------------------
 
 
@@ -422,10 +419,11 @@ def test_load_model_says_what_is_wrong(tmp_path: Path) -> None:
     [
         ({"train_data": samples(0)}, "the training set is empty"),
         ({"valid_data": samples(0)}, r"the validation set is empty[\s\S]*valid_data=None"),
-        ({"train_data": samples(9)[0]}, r"not a pair .* but a Tensor[\s\S]*step="),
+        ({"train_data": samples(2)[0]}, r"not a pair .* but a Tensor[\s\S]*step="),
+        ({"train_data": {"x": samples(9)[0], "y": samples(9)[1]}}, "not a pair .* but a dict"),
         ({"metrics": ["precision"]}, "'precision' is not a metric"),
     ],
-    ids=["empty", "empty validation", "no pair", "metric"],
+    ids=["empty", "empty validation", "two rows", "two keys", "metric"],
 )
 def test_what_cannot_be_trained_is_refused(run: Run, given: dict[str, Any], what: str) -> None:
     with pytest.raises(FitError, match=what):

@@ -73,7 +73,8 @@ def fit(
         valid_data: the same; None: no validation.
         loss: ``loss(outputs, targets)`` -> mean over the batch's samples (a scalar tensor).
         metrics: ``"accuracy"``, functions ``(outputs, targets)`` -> mean over the batch,
-            torchmetrics objects; in a list, or in a dict by name.
+            :func:`nbtoolkit.over_all` of functions that need all samples at once, torchmetrics
+            objects; in a list, or in a dict by name.
         step: ``step(model, batch)`` -> (outputs, targets); default: the batch is a pair (inputs,
             targets).
         collate: makes a batch from a list of samples; default: torch's.
@@ -344,12 +345,11 @@ def _put_back(ctx: RunContext, streams: Streams, step: int) -> None:
 
 def pair(model: torch.nn.Module, batch: Any) -> tuple[Any, Any]:
     """The default step: a batch is a pair (inputs, targets)."""
-    try:
-        inputs, targets = batch
-    except (TypeError, ValueError):
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:  # two rows, or keys, would unpack
         raise FitError(
             f"a batch is not a pair (inputs, targets) but a {type(batch).__name__}",
             allowed="data sets of pairs, or a step of your own",
             do="pass step=lambda model, batch: (model(batch['x']), batch['y']) to fit",
-        ) from None
+        )
+    inputs, targets = batch
     return model(inputs), targets
