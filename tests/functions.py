@@ -404,5 +404,12 @@ def fills_the_disk(config: Any, ctx: Any) -> None:
         ctx.report({"loss": 1.0})
 
 
+def cannot_write_its_error(config: Any, ctx: Any) -> None:
+    """Rank 1 raises, and its error's file cannot be written: a folder has its name."""
+    if ctx.rank == 1:
+        (ctx.paths.rank_error(1) / "full").mkdir(parents=True)
+        raise ValueError("raised on rank 1")
+
+
 def returns_too_much(config: Any, ctx: Any) -> bytes:
     return bytes(3_000_000)

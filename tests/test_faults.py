@@ -529,6 +529,11 @@ def test_a_full_disk(home: Path) -> None:
         assert "No space left on device" in line
 
 
+def test_an_error_that_cannot_be_written_arrives_all_the_same(config: nb.Config) -> None:
+    with pytest.raises(ValueError, match="raised on rank 1"):
+        run(functions.cannot_write_its_error, config)
+
+
 def test_an_unwritable_folder(home: Path) -> None:
     code = """
 try:

@@ -363,7 +363,7 @@ def test_a_run_that_was_asked_to_end_leaves_in_the_middle_of_an_epoch(
     run: Run, another: Run
 ) -> None:
     """And goes on with the next sample and the same random numbers."""
-    overrides = {"train.batch_size": 2, "train.epochs": 2, "tracking.log_every_n_steps": 1}
+    overrides = {"train.batch_size": 2, "train.epochs": 2, "checkpoint.every_steps": 1}
     config = configured(overrides=overrides)
     whole, halves, fresh = (model_of(nn.Dropout(0.5)) for _ in range(3))
     expected = run.fit(whole, config=config)

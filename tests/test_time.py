@@ -392,9 +392,10 @@ def test_a_child_of_a_heeding_process_is_ended_by_a_signal_as_ever(config: nb.Co
 def line() -> Any:
     """The owner's end of a line, and a rank's channel at the other."""
     owner, rank = Line.pair()
-    yield owner, OwnerChannel(rank)
-    owner.close()
-    rank.close()
+    ear, quiet = Line.pair()
+    yield owner, OwnerChannel(rank, quiet, alone=False)
+    for end in (owner, rank, ear, quiet):
+        end.close()
 
 
 def test_a_call_to_come_is_no_answer(line: tuple[Line, OwnerChannel]) -> None:

@@ -119,7 +119,11 @@ class RunContext:
             Leave: the run is to end here (a BaseException: let it pass).
             ReportError: another rank is not coming to this call.
         """
-        self._together("report", values=_numbers(metrics), step=_whole(step))
+        values = {"values": _numbers(metrics), "step": _whole(step)}
+        if self._channel.alone and not self.news():
+            self._channel.send("reported", **values)
+        else:
+            self._together("report", **values)
 
     def check(self, *, reserve: float = 0.0) -> None:
         """Ask whether to go on, inside a long epoch; called by **all** ranks. May not return.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from nbtoolkit.errors import ForkRefused
+from nbtoolkit.runtime.flight import rank_lines
 from nbtoolkit.runtime.payload import pack_function
 from nbtoolkit.runtime.plan import LaunchPlan
 from nbtoolkit.runtime.probe import probe_fork
@@ -53,7 +54,7 @@ class ForkedPilot:
             )
         payload = pack_function(None, content)
         pilot, pilot_end = Line.pair()
-        pairs = [Line.pair() for _ in range(plan.processes)]
+        pairs = rank_lines(plan)
         self._lines = [pilot, *(mine for mine, _ in pairs)]
         sys.stdout.flush()
         sys.stderr.flush()

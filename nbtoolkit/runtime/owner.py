@@ -209,7 +209,7 @@ class Owner:
         for rank, message in flight.hear():
             self._on_message(flight, rank, message)
         for rank in flight.gone():
-            for message in rank.line.drain():  # its last words may have come with its end
+            for message in rank.messages():  # its last words may have come with its end
                 self._on_message(flight, rank, message)
             if not rank.over:
                 rank.end("dead")
@@ -222,7 +222,7 @@ class Owner:
 
     def _on_message(self, flight: Flight, rank: RankView, message: Message) -> None:
         kind = message["type"]
-        if kind in ("metrics", "saved", "note"):
+        if kind in ("metrics", "reported", "saved", "note"):
             take(self.record, message)
         elif kind == "phase":
             self._on_phase(flight, rank, message)

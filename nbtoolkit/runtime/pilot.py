@@ -38,6 +38,7 @@ class Job:
     paths: RunPaths
     payload_fd: int
     rank_fds: list[int]
+    """Every rank's line, then every rank's quiet line."""
     function: Callable[..., Any] | None = None
     """The training function, where ranks are forked from the kernel; else it is in the payload."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import pickle
 import signal
 import textwrap
@@ -93,7 +94,9 @@ def _trouble(
 
 def _error(paths: RunPaths, culprit: RankView) -> Failure:
     """The user's own exception, as the rank wrote it."""
-    packed: dict[str, Any] = pickle.loads(paths.rank_error(culprit.rank).read_bytes())
+    said = (culprit.last_word or {}).get("packed")  # where its disk is full, in the message itself
+    raw = base64.b64decode(said) if said else paths.rank_error(culprit.rank).read_bytes()
+    packed: dict[str, Any] = pickle.loads(raw)
     if packed["exit"]:
         kind = packed["type"].removeprefix("builtins.")
         died = WorkerDied(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import builtins
+import contextlib
 import faulthandler
 import os
 import pickle
@@ -35,8 +37,7 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7
 def run_rank(job: Job) -> None:
     """What the launcher starts in each rank's process. Errors go to the owner, not up."""
     rank = int(os.environ.get("RANK", 0))
-    line = _settle(job, rank)
-    channel = OwnerChannel(line)
+    channel = OwnerChannel(*_settle(job, rank), alone=job.plan.processes == 1)
     channel.send("phase", phase="started", pid=os.getpid())
     try:
         join_group(job.plan, rank)
@@ -93,11 +94,16 @@ def _call(
 def _tell_error(job: Job, rank: int, channel: OwnerChannel, error: BaseException) -> None:
     """Hand the error to the owner, then wait: an early exit would raise errors in the others."""
     packed = pack_error(error)
-    sys.stderr.write(packed["traceback"])
-    _flush()
+    with contextlib.suppress(OSError):  # a full disk takes no log; the owner hears of it below
+        sys.stderr.write(packed["traceback"])
+        _flush()
     packed["exit"] = isinstance(error, (SystemExit, KeyboardInterrupt))
-    write_whole(job.paths.rank_error(rank), pickle.dumps(packed), durable=False)
-    channel.send("error")
+    said: dict[str, str] = {}
+    try:
+        write_whole(job.paths.rank_error(rank), pickle.dumps(packed), durable=False)
+    except OSError:
+        said = {"packed": base64.b64encode(pickle.dumps(packed)).decode()}
+    channel.send("error", **said)
     channel.wait()
     os._exit(1)
 
@@ -111,8 +117,8 @@ def _load(job: Job) -> Callable[..., Any]:
 # --- before the user's code ---
 
 
-def _settle(job: Job, rank: int) -> Line:
-    """Make a freshly forked process a rank: signals, output, stacks, its line to the owner."""
+def _settle(job: Job, rank: int) -> tuple[Line, Line]:
+    """Make a freshly forked process a rank: signals, output, stacks, its lines to the owner."""
     default_signals()
     die_with_parent(signal.SIGKILL)
     tempfile.tempdir = None
@@ -121,14 +127,15 @@ def _settle(job: Job, rank: int) -> Line:
     faulthandler.enable(stacks)
     faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)
     _keep.append(stacks)
-    for other, fd in enumerate(job.rank_fds):
-        if other != rank:
-            os.close(fd)
+    mine = job.rank_fds[rank :: job.plan.processes]
+    for fd in set(job.rank_fds).difference(mine):
+        os.close(fd)
     text_mode()
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
-    return Line(socket.socket(fileno=job.rank_fds[rank]))
+    line, quiet = (Line(socket.socket(fileno=fd)) for fd in mine)
+    return line, quiet
 
 
 _keep: list[Any] = []

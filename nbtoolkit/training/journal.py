@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from nbtoolkit.training.memory import memory_used
-from nbtoolkit.training.stepper import Stepper
+from nbtoolkit.training.pulse import Mark
 
 if TYPE_CHECKING:
     from nbtoolkit.runtime.context import RunContext
@@ -38,16 +38,17 @@ class Journal:
         self._loss += loss
         self._samples += samples
 
-    def write(self, stepper: Stepper, memory: list[float]) -> None:
-        """Log what there is, at the optimizer step; ``memory`` is every rank's."""
-        now = time.perf_counter()
+    def write(self, mark: Mark, memory: list[float]) -> None:
+        """Log what there is, at the marked optimizer step; ``memory`` is every rank's."""
+        if not self._samples:
+            return  # fp16 has left out these steps
         values = {
             "loss": self._loss / max(1, self._samples),
-            "lr": stepper.rate,
-            "samples_per_second": self._samples / (now - self._since),
+            "lr": mark.rate,
+            "samples_per_second": self._samples / (mark.at - self._since),
             **{f"memory_gb_rank{rank}": used for rank, used in enumerate(memory)},
         }
-        if stepper.grad_norm is not None:
-            values["grad_norm"] = float(stepper.grad_norm)
-        self._ctx.log(values, step=stepper.step)
-        self._since, self._loss, self._samples = now, 0.0, 0
+        if mark.grad_norm is not None:
+            values["grad_norm"] = float(mark.grad_norm)
+        self._ctx.log(values, step=mark.step)
+        self._since, self._loss, self._samples = mark.at, 0.0, 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nbtoolkit.errors import CheckpointError, FitError, Leave
@@ -127,7 +129,7 @@ class _Fitting:
         )
         self._progress, self._journal = Progress(ctx, config), Journal(ctx)
         self._every = config.tracking.log_every_n_steps
-        self._window = LossWindow()
+        self._pulse, self._window = Pulse(ctx, config.checkpoint.every_steps), LossWindow()
         if config.tracking.samples and ctx.is_main:
             write_json(ctx.paths.layers, inexact_layers(self._stepper.module), durable=False)
 
@@ -162,18 +164,22 @@ class _Fitting:
         if not progress.taken:
             seed_streams(ctx.device, ctx.seed, "epoch", epoch, ctx.rank)
         stepper.module.train()
-        pulse = Pulse(ctx, stepper.step, self._multiples())
+        pulse = self._pulse
+        pulse.begin(stepper.step)
         self._journal.begin()
         left = self._total - stepper.step
         for batch, share in self._feed.walk(epoch, skip=progress.taken, limit=left):
-            meets = share.last and stepper.step + 1 == pulse.next
-            window.add(stepper.take(batch, share, watch=meets), share)
-            if meets:
+            step = stepper.step + share.last
+            logs = share.last and step % self._every == 0
+            window.add(stepper.take(batch, share, watch=logs), share)
+            if logs:
+                window.mark(stepper)
+            if share.last and step == pulse.next:
                 progress.taken = stepper.step - before
-                self._act(self._meet(pulse))
+                self._act(self._meet())
         if window.shares:
             progress.taken = stepper.step - before
-            self._meet(pulse)
+            self._meet()
 
     def end_epoch(self, validator: Validator) -> None:
         """Validate, keep what is best, save what is due, report; may leave (see fit)."""
@@ -198,20 +204,21 @@ class _Fitting:
 
     # --- meetings ---
 
-    def _meet(self, pulse: Pulse) -> Meeting:
+    def _meet(self) -> Meeting:
         """The ranks' sums since they last met; a loss that is not a number ends the fit here."""
         stepper, window, progress = self._stepper, self._window, self._progress
-        losses, shares = window.values(), window.shares
+        losses, shares, marks = window.values(), window.shares, window.marks
         wish, memory = self._wish(), self._journal.memory()
-        meeting = pulse.meet(stepper.step, losses, shares, wish=wish, memory=memory)
+        meeting = self._pulse.meet(stepper.step, window.sums(losses), wish=wish, memory=memory)
         window.clear()
         if not meeting.finite:
             self._refuse_losses(losses, shares)  # returns where fp16 has left out the steps
-            return meeting
-        progress.add(meeting.loss, meeting.samples)
-        self._journal.add(meeting.loss, meeting.samples)
-        if stepper.step % self._every == 0:
-            self._journal.write(stepper, meeting.memory)
+        for (loss, samples), mark in zip_longest(meeting.parts, marks):
+            if math.isfinite(loss):
+                progress.add(loss, samples)
+                self._journal.add(loss, samples)
+            if mark is not None:
+                self._journal.write(mark, meeting.memory)
         return meeting
 
     def _wish(self) -> Wish:
@@ -294,11 +301,6 @@ class _Fitting:
             "steps_per_epoch": self._feed.steps,
             "seed": self._ctx.seed,
         }
-
-    def _multiples(self) -> list[int]:
-        """The ranks meet at every multiple of these optimizer steps."""
-        every = self._config.checkpoint.every_steps
-        return [self._every] if every is None else [self._every, every]
 
     def _all_taken(self, epoch: int) -> bool:
         """Whether no step is left after ``epoch`` epochs."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nbtoolkit.runtime.context import RunContext
+    from nbtoolkit.training.stepper import Stepper
 
 _SECONDS = 1.0  # between two meetings at most, as far as steps are shorter
 
@@ -36,21 +37,39 @@ class Meeting:
     """What came out of a meeting; the same on all ranks.
 
     Attributes:
-        loss: the sum of the samples' losses since the last meeting, over all ranks.
-        samples: how many those were.
+        parts: the sum of the samples' losses over all ranks, and how many those were: from mark to
+            mark since the last meeting, and from the last mark on.
         wish: rank 0's.
         memory: each rank's, in GB.
     """
 
-    loss: float
-    samples: int
+    parts: list[tuple[float, int]]
     wish: Wish
     memory: list[float]
 
     @property
     def finite(self) -> bool:
         """Whether every loss was a number."""
-        return math.isfinite(self.loss)
+        return all(math.isfinite(loss) for loss, _ in self.parts)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An optimizer step whose values are to be logged, once the ranks have met.
+
+    Attributes:
+        step: optimizer steps done by then.
+        passes: how many of the window's passes that were.
+        rate: the learning rate.
+        grad_norm: still on the device.
+        at: ``time.perf_counter()``.
+    """
+
+    step: int
+    passes: int
+    rate: float
+    grad_norm: Tensor | None
+    at: float
 
 
 class LossWindow:
@@ -59,11 +78,17 @@ class LossWindow:
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
         self.shares: list[Share] = []
+        self.marks: list[Mark] = []
 
     def add(self, loss: Tensor, share: Share) -> None:
         """Take in one pass and its mean loss (detached)."""
         self.losses.append(loss)
         self.shares.append(share)
+
+    def mark(self, stepper: Stepper) -> None:
+        """The optimizer step just taken is one to be logged."""
+        at = time.perf_counter()
+        self.marks.append(Mark(stepper.step, len(self.losses), stepper.rate, stepper.grad_norm, at))
 
     def values(self) -> list[float]:
         """The mean loss of every pass, read from the device."""
@@ -73,7 +98,23 @@ class LossWindow:
 
     def clear(self) -> None:
         """Begin anew."""
-        self.losses, self.shares = [], []
+        self.losses, self.shares, self.marks = [], [], []
+
+    def sums(self, values: list[float]) -> list[tuple[float, int]]:
+        """The losses' sum and their number, from mark to mark, and from the last one on."""
+        starts = [0, *(mark.passes for mark in self.marks)]
+        ends = [*starts[1:], len(values)]
+        return [
+            self._sum(values[start:end], self.shares[start:end])
+            for start, end in zip(starts, ends, strict=True)
+        ]
+
+    @staticmethod
+    def _sum(values: list[float], shares: list[Share]) -> tuple[float, int]:
+        pairs = [(value, share.samples) for value, share in zip(values, shares, strict=True)]
+        # a stand-in's loss does not count, even where it is not a number
+        total = sum(value * samples for value, samples in pairs if samples)
+        return total, sum(samples for _, samples in pairs)
 
 
 class Pulse:
@@ -81,44 +122,48 @@ class Pulse:
 
     Args:
         ctx: the run's context.
-        step: optimizer steps done so far.
-        multiples: they meet at every multiple of these steps, and after about a second at most.
+        every: they meet at every multiple of these optimizer steps, and after about a second at
+            most; None: only after that.
 
     Attributes:
         next: the optimizer step after which they meet next; the same on all ranks.
     """
 
-    def __init__(self, ctx: RunContext, step: int, multiples: list[int]) -> None:
-        self._ctx, self._multiples = ctx, multiples
+    def __init__(self, ctx: RunContext, every: int | None) -> None:
+        self._ctx, self._every = ctx, every
+        self._step, self._since = 0, time.monotonic()
+        self._ahead = 1  # how long a step takes is not known yet
+        self.next = 1
+
+    def begin(self, step: int) -> None:
+        """An epoch begins after ``step`` optimizer steps; called by all ranks."""
         self._step, self._since = step, time.monotonic()
-        self.next = step + 1  # how long a step takes is not known yet
+        every = self._every
+        due = [] if every is None else [step + every - step % every]
+        self.next = min([step + self._ahead, *due])
 
     def meet(
-        self, step: int, losses: list[float], shares: list[Share], *, wish: Wish, memory: float
+        self, step: int, sums: list[tuple[float, int]], *, wish: Wish, memory: float
     ) -> Meeting:
         """Meet after ``step`` optimizer steps; called by all ranks.
 
         Args:
             step: optimizer steps done.
-            losses: this rank's mean losses since the last meeting.
-            shares: what each of them counts for.
+            sums: of this rank's losses since the last meeting, with their numbers, as
+                :meth:`LossWindow.sums` gives them; equally many on all ranks.
             wish: what to do; rank 0's counts.
             memory: this rank's, in GB.
         """
-        # a stand-in's loss does not count, even where it is not a number
-        total = sum(
-            loss * share.samples
-            for loss, share in zip(losses, shares, strict=True)
-            if share.samples
-        )
-        seen = float(sum(share.samples for share in shares))
         asked = [float(wish), float(self._steps_ahead(step))] if self._ctx.is_main else [0.0, 0.0]
         mine = [0.0] * self._ctx.world_size
         mine[self._ctx.rank] = memory
-        total, samples, wished, ahead, *memories = self._sum([total, seen, *asked, *mine])
-        self._step, self._since = step, time.monotonic()
-        self.next = min(step + int(ahead), *(step + n - step % n for n in self._multiples))
-        return Meeting(total, int(samples), Wish(int(wished)), memories)
+        flat = [float(number) for pair in sums for number in pair]
+        wished, ahead, *rest = self._sum([*asked, *mine, *flat])
+        memories, flat = rest[: len(mine)], rest[len(mine) :]
+        parts = [(loss, int(n)) for loss, n in zip(flat[::2], flat[1::2], strict=True)]
+        self._ahead = int(ahead)
+        self.begin(step)
+        return Meeting(parts, Wish(int(wished)), memories)
 
     def _steps_ahead(self, step: int) -> int:
         """How many steps take about as long as ranks may go without a meeting."""
