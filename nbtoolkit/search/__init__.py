@@ -1,0 +1,1 @@
+"""Search: sweeps and cross-validation over the training function that is there already."""
