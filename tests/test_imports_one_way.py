@@ -27,6 +27,9 @@ ROOMS = {
     "tasks": {"errors", "training"},
     "verify": {"errors", "runtime", "training"},
     "doctor": {"errors", "config", "runtime"},
+    "search": {"errors", "config", "runtime", "training"},
+    "cli": {"errors", "config", "runtime"},
+    "__main__": {"errors"},
 }
 
 # Modules of the configuration room, which has no folder of its own.
@@ -34,6 +37,9 @@ CONFIG = ("config", "yaml_lines")
 
 # Against the stream, inside a function and for a reason.
 LATE = {
+    ("__main__", "cli"): "without typer, its verbs cannot even be loaded",
+    ("cli", "doctor"): "each verb loads what it runs",
+    ("cli", "tasks.find"): "each verb loads what it runs",
     ("config", "runtime.host"): 'env="auto" asks where it runs, and only then',
     (
         "runtime.keeper",

@@ -1,0 +1,21 @@
+"""The command ``nbtoolkit``, and ``python -m nbtoolkit``, which torchrun and srun can start."""
+
+from __future__ import annotations
+
+import sys
+
+from nbtoolkit.errors import MissingExtra
+
+
+def main() -> None:
+    """Run the command line; ends the process with its exit code (see cli.py)."""
+    try:
+        from nbtoolkit.cli import app
+    except MissingExtra as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+    app(prog_name="nbtoolkit")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""The command line: the verbs of the notebook, thin over the same functions.
+
+Exit codes:
+
+    0     done
+    1     the run failed, or doctor found a problem
+    2     the call or the configuration is wrong, or the launch failed: nothing was trained
+    3     ended early (stopped, out of time): the same call goes on with it
+    130   interrupted
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+from nbtoolkit.config import Config, load_config
+from nbtoolkit.errors import (
+    ConfigError,
+    LaunchError,
+    MissingExtra,
+    NbtoolkitError,
+    PlanError,
+    ResumeError,
+)
+from nbtoolkit.runtime.result import RunHandle, RunResult
+
+try:
+    import typer
+except ImportError as missing:
+    raise MissingExtra(
+        f"the command line needs typer: {missing}", do="pip install typer"
+    ) from missing
+
+DONE, FAILED, WRONG_CALL, EARLY, INTERRUPTED = 0, 1, 2, 3, 130
+
+_NOT_TRAINED = (ConfigError, PlanError, LaunchError, ResumeError, MissingExtra)
+
+# Plain help: a notebook's cell and a log file show it as it is, without boxes and colours.
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="One training function, any notebook, any number of devices: once, or a hundred times.",
+)
+
+ConfigPath = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG", help="A YAML or JSON file; none: the defaults.")
+]
+Override = Annotated[
+    list[str] | None,
+    typer.Option("--override", "-o", metavar="KEY=VALUE", help="A setting; may be repeated."),
+]
+Processes = Annotated[
+    int | None, typer.Option("--processes", "-p", help="Ranks; none: one a usable device.")
+]
+Name = Annotated[str | None, typer.Option(help="A part of the run's id.")]
+Resume = Annotated[str, typer.Option(help="auto, never, or the id or folder of a run.")]
+Detach = Annotated[bool, typer.Option("--detach", help="Start it, print its folder, and return.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show errors with their traceback.")]
+
+
+@app.callback()
+def _verbs() -> None:
+    """There are several verbs, even while one alone is registered."""
+
+
+@app.command()
+def train(
+    config: ConfigPath = None,
+    override: Override = None,
+    processes: Processes = None,
+    name: Name = None,
+    resume: Resume = "auto",
+    detach: Detach = False,
+    debug: Debug = False,
+) -> None:
+    """Train once, on every usable device: the function that the setting "task" names."""
+    from nbtoolkit.runtime.launch import launch
+    from nbtoolkit.tasks.find import find_task
+
+    with sentences(debug):
+        settings = _settings(config, override)
+        function = find_task(settings.task)
+        handle = launch(
+            function,
+            settings,
+            processes=processes,
+            name=name,
+            resume=resume,
+            detach=detach,
+            wait=False,
+        )
+        ended = None if detach else handle.result()
+    _finish(handle, ended)
+
+
+@app.command()
+def doctor(debug: Debug = False) -> None:
+    """Say what is here, what a launch would do, and what may go wrong."""
+    from nbtoolkit.doctor import doctor as examine
+
+    with sentences(debug):
+        report = examine()
+    print(report)
+    raise typer.Exit(DONE if report.ok else FAILED)
+
+
+@contextlib.contextmanager
+def sentences(debug: bool) -> Iterator[None]:
+    """Turn what is raised inside into a text on stderr and an exit code.
+
+    Args:
+        debug: let exceptions pass with their traceback instead.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:
+        if debug:
+            raise
+        print(_sentence(error), file=sys.stderr)
+        raise typer.Exit(WRONG_CALL if isinstance(error, _NOT_TRAINED) else FAILED) from None
+
+
+def _sentence(error: Exception) -> str:
+    """An error of ours as it is; another one with its type, its notes, and how to see more."""
+    if isinstance(error, NbtoolkitError):
+        return str(error)
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    notes = getattr(error, "__notes__", ())
+    return "\n".join([text, *notes, "(--debug shows the traceback)"])
+
+
+def _settings(path: Path | None, overrides: list[str] | None) -> Config:
+    """The configuration; modules in the working directory become importable, for its task."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` does; a console script does not
+    return load_config(path, overrides=overrides)
+
+
+def _finish(handle: RunHandle, ended: RunResult | None) -> None:
+    if ended is None:
+        print(handle.paths.folder)
+        raise typer.Exit(DONE)
+    print(ended)
+    raise typer.Exit(DONE if ended.status in ("completed", "pruned") else EARLY)

@@ -1,0 +1,135 @@
+"""The command line, as a shell calls it: what it prints, where, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nbtoolkit.errors import ConfigError
+from nbtoolkit.runtime.paths import read_json
+from nbtoolkit.runtime.result import attach
+from nbtoolkit.tasks.find import find_task
+
+MINE = """
+def twice(config, ctx):
+    ctx.log({"twice": 2.0 * config.data.x})
+
+def fails(config, ctx):
+    raise ValueError("no luck today")
+
+def goes_on(config, ctx):
+    while True:
+        ctx.report({"alive": 1.0})
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A working directory with the user's own module and configuration in it."""
+    (tmp_path / "mine.py").write_text(MINE)
+    settings = {"task": "mine:twice", "data": {"x": 4}, "tracking": {"mlflow": False}}
+    (tmp_path / "mine.json").write_text(json.dumps(settings))
+    return tmp_path
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-m", "nbtoolkit", *words]
+    return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_train_runs_the_task_of_the_configuration_with_overrides(folder: Path) -> None:
+    done = command(folder, "train", "mine.json", "-o", "data.x=21", "--name", "mine")
+    assert done.returncode == 0, done.stderr
+    [run] = (folder / "outputs").glob("*-mine-*")
+    assert read_json(run / "result.json")["metrics"] == {"twice": 42.0}
+    assert done.stdout.splitlines()[-1].endswith(f"{run})")
+    assert "completed, twice=42" in done.stdout
+
+
+def test_an_error_of_the_function_is_told_in_sentences_and_exits_with_1(folder: Path) -> None:
+    done = command(folder, "train", "mine.json", "-o", "task=mine:fails")
+    assert done.returncode == 1
+    first, where, hint = done.stderr.splitlines()
+    assert first == "ValueError: no luck today"
+    assert "rank 0" in where
+    assert "mine.py:6" in where
+    assert "--debug" in hint
+
+
+def test_debug_shows_the_traceback(folder: Path) -> None:
+    done = command(folder, "train", "mine.json", "-o", "task=mine:fails", "--debug")
+    assert done.returncode == 1
+    assert 'raise ValueError("no luck today")' in done.stderr
+    assert "Traceback" in done.stderr
+
+
+def test_a_run_out_of_time_exits_with_3(folder: Path) -> None:
+    wishes = ["-o", "task=mine:goes_on", "-o", "runtime.time_budget=0.2"]
+    done = command(folder, "train", "mine.json", *wishes)
+    assert (done.returncode, done.stderr) == (3, "")
+    assert "RunResult(deadline, alive=1" in done.stdout
+
+
+def test_a_detached_run_outlives_the_command_that_prints_its_folder(folder: Path) -> None:
+    wishes = ["-o", "task=mine:goes_on", "--detach"]
+    done = command(folder, "train", "mine.json", *wishes)
+    assert done.returncode == 0, done.stderr
+    handle = attach(done.stdout.splitlines()[-1])
+    assert not handle.done()
+    handle.stop()
+    assert handle.result(timeout=60).status == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train", "-o", "train.epoch=3"], "did you mean 'train.epochs'?"),
+        (["train", "no.yaml"], "there is no configuration file 'no.yaml'"),
+        (["train", "-o", "task=mine:twise"], 'did you mean "mine:twice"?'),
+        (["train", "-o", "task=mime:twice"], "there is no module 'mime'"),
+        (["train", "-p", "0"], "processes"),
+        (["train", "--bogus"], "No such option"),
+        (["trian"], "No such command"),
+    ],
+)
+def test_a_wrong_call_starts_nothing_and_exits_with_2(
+    folder: Path, words: list[str], told: str
+) -> None:
+    done = command(folder, *words)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (folder / "outputs").exists()
+
+
+def test_without_a_verb_it_says_what_there_is(folder: Path) -> None:
+    done = command(folder)
+    assert "train " in done.stdout + done.stderr  # which of them, typer's versions do not agree
+    assert "doctor " in done.stdout + done.stderr
+
+
+def test_without_typer_it_says_how_to_install_it(folder: Path) -> None:
+    hide = "import sys; sys.modules['typer'] = None; from nbtoolkit.__main__ import main; main()"
+    program = [sys.executable, "-c", hide]
+    done = subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "Do now:  pip install typer" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_task_that_is_no_function_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no function 'MODELS'.*\n.*make_model, train"):
+        find_task("nbtoolkit.tasks.digits:MODELS")
+
+
+def test_a_task_whose_module_lacks_what_it_imports_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lacking_one.py").write_text("import not_there_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
+        find_task("lacking_one:train")
