@@ -7,11 +7,12 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nbtoolkit.runtime.plan import LaunchPlan
 from nbtoolkit.runtime.processes import exit_code, is_running
-from nbtoolkit.runtime.wire import Line, Message, receive_packet, send_packet
+from nbtoolkit.runtime.wire import Line, Message
 
 # How a rank ends, by the type of its last message (a phase message "done" ends it too).
 LAST_WORDS = {"error": "failed", "group_failed": "failed", "left": "left"}
@@ -74,11 +75,8 @@ class RankView:
 class Flight:
     """Starts a pilot through the launchpad and keeps the ranks' views up to date."""
 
-    def __init__(
-        self, plan: LaunchPlan, port: int, launchpad: socket.socket, pilot: Line, ends: list[Line]
-    ) -> None:
+    def __init__(self, plan: LaunchPlan, port: int, pilot: Line, ends: list[Line]) -> None:
         self.plan, self.port = plan, port
-        self.launchpad = launchpad
         self.landed: Message | None = None
         """The pilot's last word: ``landed``, ``failures`` or ``not_started``."""
         self.exited: int | None = None
@@ -97,27 +95,32 @@ class Flight:
         cls,
         plan: LaunchPlan,
         port: int,
-        launchpad: socket.socket,
-        payload_fd: int,
-        environment: str,
+        clear: Callable[[Flight, int, list[int]], None],
+        payload_fds: list[int],
     ) -> Flight:
-        """Have the launchpad fork a pilot, from its branch for ``environment`` if there is one."""
+        """Have the launchpad fork a pilot.
+
+        Args:
+            plan: what is to fly.
+            port: where the ranks are to meet.
+            clear: asks the launchpad, with the flight, the port and the pilot's descriptors.
+            payload_fds: the packed function, and what is this run's own, if that is apart.
+        """
         pilot, pilot_end = Line.pair()
         pairs = rank_lines(plan)
-        fds = [payload_fd, pilot_end.fileno(), *(end.fileno() for _, end in pairs)]
-        message = {"op": "pilot", "plan": plan.to_dict(), "port": port, "environment": environment}
-        send_packet(launchpad, message, fds)
-        for end in [pilot_end, *(end for _, end in pairs)]:
+        flight = cls(plan, port, pilot, [mine for mine, _ in pairs])
+        theirs = [pilot_end, *(end for _, end in pairs)]
+        payload, *own = payload_fds
+        clear(flight, port, [payload, *(end.fileno() for end in theirs), *own])
+        for end in theirs:
             end.close()
-        return cls(plan, port, launchpad, pilot, [mine for mine, _ in pairs])
+        return flight
 
     @classmethod
-    def adopt(
-        cls, plan: LaunchPlan, port: int, launchpad: socket.socket, fds: list[int], pilot_pid: int
-    ) -> Flight:
+    def adopt(cls, plan: LaunchPlan, port: int, fds: list[int], pilot_pid: int) -> Flight:
         """Take over a pilot that the kernel forked (``start="fork"``), and let it go."""
         pilot, *ends = [Line(socket.socket(fileno=fd)) for fd in fds]
-        flight = cls(plan, port, launchpad, pilot, ends)
+        flight = cls(plan, port, pilot, ends)
         flight.pilot_pid, flight._foreign = pilot_pid, True
         pilot.send({"plan": plan.to_dict(), "port": port})
         return flight
@@ -127,18 +130,6 @@ class Flight:
         return [
             line for line in [self._pilot, *(rank.line for rank in self.ranks)] if not line.closed
         ]
-
-    def hear_launchpad(self) -> bool:
-        """Take one message of the launchpad; False when it is gone."""
-        packet = receive_packet(self.launchpad)
-        if packet is None:
-            return False
-        message, _ = packet
-        if message["op"] == "forked":
-            self.pilot_pid = message["pid"]
-        elif message["pid"] == self.pilot_pid:
-            self.exited = message["code"]
-        return True
 
     def hear(self) -> list[tuple[RankView, Message]]:
         """New messages of the ranks; the pilot's are kept here."""

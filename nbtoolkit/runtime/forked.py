@@ -126,7 +126,7 @@ def _child(
         )  # the owner's word: plan and port; None when there will be no owner
         if message is not None:
             sock = socket.socket(fileno=os.dup(pilot.fileno()))
-            fly(payload, message, sock, [rank.fileno() for rank in ranks], train)
+            fly([payload], message, sock, [rank.fileno() for rank in ranks], train)
         code = 0
     except BaseException:
         traceback.print_exc()

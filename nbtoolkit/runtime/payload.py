@@ -172,6 +172,24 @@ def unpack(fd: int) -> dict[str, Any]:
     return content
 
 
+def unpack_all(fds: list[int]) -> dict[str, Any]:
+    """What the first payload holds, with what the others put in its place."""
+    content: dict[str, Any] = {}
+    for fd in fds:
+        content.update(unpack(fd))
+    return content
+
+
+def pack_content(content: dict[str, Any]) -> int:
+    """Pickle ``content`` alone, for :func:`unpack_all`; the caller closes the descriptor."""
+    writer = PayloadWriter()
+    try:
+        return writer.finish(cloudpickle.dumps(content))
+    except BaseException:
+        os.close(writer.fd)
+        raise
+
+
 def load_function(fd: int, content: dict[str, Any]) -> Callable[..., Any]:
     """Unpickle the function in a rank: its arrays are private maps, its cells have sources."""
     for filename, lines in content["sources"].items():

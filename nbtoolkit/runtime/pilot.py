@@ -44,18 +44,27 @@ class Job:
 
 
 def fly(
-    payload_fd: int,
+    payload_fds: list[int],
     message: dict[str, Any],
     sock: socket.socket,
     rank_fds: list[int],
     function: Callable[..., Any] | None = None,
 ) -> None:
-    """Start the ranks, wait for them, tell the owner how they ended: a pilot process's life."""
-    from nbtoolkit.runtime.payload import unpack
+    """Start the ranks, wait for them, tell the owner how they ended: a pilot process's life.
+
+    Args:
+        payload_fds: the packed function with what belongs to it, and what is this run's own, where
+            many runs share a function.
+        message: plan and port.
+        sock: the pilot's end of the line to the owner.
+        rank_fds: the ranks' ends of theirs.
+        function: where it need not be unpacked.
+    """
+    from nbtoolkit.runtime.payload import unpack_all
 
     os.setpgid(0, 0)  # where the kernel forked it; from the launchpad it leads a group already
     line = Line(sock)
-    content = unpack(payload_fd)
+    content = unpack_all(payload_fds)
     plan = LaunchPlan.from_dict(message["plan"])
     paths = RunPaths(Path(content["folder"]))
     write_output_to(paths.pilot_log())  # what goes wrong from here on is found there
@@ -64,7 +73,7 @@ def fly(
         content=content,
         plan=plan,
         paths=paths,
-        payload_fd=payload_fd,
+        payload_fd=payload_fds[0],
         rank_fds=rank_fds,
         function=function,
     )

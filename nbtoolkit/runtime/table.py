@@ -1,4 +1,4 @@
-"""A small HTML table for a cell: values escaped, colours inherited (light and dark alike)."""
+"""Small tables, as HTML for a cell (values escaped, colours inherited) and as text."""
 
 from __future__ import annotations
 
@@ -29,6 +29,26 @@ def html_table(title: str, rows: Sequence[tuple[str, object]], notes: Sequence[s
 
 def _row(name: str, value: object) -> str:
     return f"<tr><th{_LEFT}>{escape(name)}</th><td{_LEFT}>{escape(str(value))}</td></tr>"
+
+
+def html_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table with a header, all its values escaped."""
+    head = "".join(f"<th{_LEFT}>{escape(name)}</th>" for name in header)
+    body = "".join(
+        "<tr>" + "".join(f"<td{_LEFT}>{escape(value)}</td>" for value in row) + "</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def text_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same as lines of text, each column as wide as its longest value."""
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(value.ljust(width) for value, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
 
 
 def gib(size: int) -> str:

@@ -19,7 +19,7 @@ from nbtoolkit.runtime.plan import GroupFailure, PortBusy
 from nbtoolkit.runtime.watch import without_launcher
 
 if TYPE_CHECKING:
-    from nbtoolkit.runtime.owner import Owner
+    from nbtoolkit.runtime.carrier import Carrier
 
 # Failures this close together have one cause: a dead rank breaks its neighbours' connections within
 # milliseconds.
@@ -47,18 +47,18 @@ class Failure:
     notes: list[str] = field(default_factory=list)
 
 
-def of(flight: Flight, owner: Owner) -> str | Failure | GroupFailure | PortBusy | None:
+def of(flight: Flight, carrier: Carrier) -> str | Failure | GroupFailure | PortBusy | None:
     """The end of a flight; None while it goes on."""
-    if owner.killed_on_request and (
+    if carrier.killed_on_request and (
         flight.exited is not None or all(rank.over for rank in flight.ranks)
     ):
-        return owner.record.leaving or "stopped"
+        return carrier.record.leaving or "stopped"
     if flight.landed is not None and flight.landed["type"] == "not_started":
         busy = flight.landed["busy"]
         return PortBusy(flight.port) if busy else GroupFailure(flight.landed["error"])
     troubled = [rank for rank in flight.ranks if rank.phase in ("failed", "dead")]
     if troubled:
-        return _trouble(flight, owner, troubled)
+        return _trouble(flight, carrier, troubled)
     if all(rank.over for rank in flight.ranks):
         left = [
             rank.last_word["status"]
@@ -70,7 +70,7 @@ def of(flight: Flight, owner: Owner) -> str | Failure | GroupFailure | PortBusy 
 
 
 def _trouble(
-    flight: Flight, owner: Owner, troubled: list[RankView]
+    flight: Flight, carrier: Carrier, troubled: list[RankView]
 ) -> Failure | GroupFailure | PortBusy | None:
     first = min(rank.ended_at or 0.0 for rank in troubled)
     if time.monotonic() - first < _TOGETHER:
@@ -80,8 +80,8 @@ def _trouble(
         for rank in troubled
         if rank.phase == "dead" and (rank.ended_at or 0) - first < _TOGETHER
     ]
-    if dead and not owner.killed_on_request:
-        return _death(flight, owner.paths, dead, first)
+    if dead and not carrier.killed_on_request:
+        return _death(flight, carrier.paths, dead, first)
     culprit = min(troubled, key=lambda rank: rank.ended_at or 0.0)
     word = culprit.last_word or {"type": "error"}
     if word["type"] == "group_failed":
@@ -89,7 +89,7 @@ def _trouble(
         return (
             PortBusy(flight.port) if busy else GroupFailure(f"rank {culprit.rank}: {word['error']}")
         )
-    return _error(owner.paths, culprit)
+    return _error(carrier.paths, culprit)
 
 
 def _error(paths: RunPaths, culprit: RankView) -> Failure:

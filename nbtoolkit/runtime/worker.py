@@ -6,6 +6,7 @@ import base64
 import builtins
 import contextlib
 import faulthandler
+import numbers
 import os
 import pickle
 import random
@@ -37,7 +38,8 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7
 def run_rank(job: Job) -> None:
     """What the launcher starts in each rank's process. Errors go to the owner, not up."""
     rank = int(os.environ.get("RANK", 0))
-    channel = OwnerChannel(*_settle(job, rank), alone=job.plan.processes == 1)
+    alone = job.plan.processes == 1 and not job.content.get("judged")
+    channel = OwnerChannel(*_settle(job, rank), alone=alone)
     channel.send("phase", phase="started", pid=os.getpid())
     try:
         join_group(job.plan, rank)
@@ -88,7 +90,13 @@ def _call(
         raise folder_error(path, error) from error
     _flush()
     notes.tell_submodules()
-    channel.send("phase", phase="done")
+    channel.send("phase", phase="done", numbers=_numbers(value))
+
+
+def _numbers(value: Any) -> dict[str, float]:
+    """Of a returned dict what are plain numbers: a search reads no values of the user's types."""
+    items = value.items() if isinstance(value, dict) else ()
+    return {str(name): float(one) for name, one in items if isinstance(one, numbers.Real)}
 
 
 def _tell_error(job: Job, rank: int, channel: OwnerChannel, error: BaseException) -> None:

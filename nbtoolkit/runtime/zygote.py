@@ -70,7 +70,8 @@ class Zygote(Forker):
         self._kernel: socket.socket | None = kernel
         self._owners: dict[int, Owner] = {}
         self._pilots: dict[int, int] = {}  # pilot -> its owner
-        self._tokens: dict[int, int] = {}  # requests that a branch is working on -> their owner
+        # requests that a branch is working on -> their owner, and what it calls them
+        self._tokens: dict[int, tuple[int, int]] = {}
         self._own_pilots: set[int] = set()  # those forked here, not in a branch
         self._tracking: socket.socket | None = None
         self._tracking_pid: int | None = None
@@ -138,13 +139,13 @@ class Zygote(Forker):
         branch = self._ahead.branch_for(message["environment"])
         token = max(self._tokens, default=0) + 1
         if branch is not None and send_packet(branch, {**message, "token": token}, fds):
-            self._tokens[token] = owner
+            self._tokens[token] = owner, message["ticket"]
         else:
             pid = self.fork(
                 lambda: run_pilot(message, fds), keep=fds, parent_death=signal.SIGKILL, leader=True
             )
             self._own_pilots.add(pid)
-            self._pilot_forked(owner, pid)
+            self._pilot_forked(owner, message["ticket"], pid)
         close_all(fds)
 
     def start_tracking(self) -> None:
@@ -168,15 +169,15 @@ class Zygote(Forker):
     # --- pilots, wherever they were forked ---
 
     def _branch_forked(self, token: int, pid: int) -> None:
-        self._pilot_forked(self._tokens.pop(token), pid)
+        self._pilot_forked(*self._tokens.pop(token), pid)
 
-    def _pilot_forked(self, owner: int, pid: int) -> None:
+    def _pilot_forked(self, owner: int, ticket: int, pid: int) -> None:
         if owner not in self._owners:  # it died meanwhile
             kill_group(pid)
             return
         self._pilots[pid] = owner
         self._owners[owner].pilots.add(pid)
-        send_packet(self._owners[owner].socket, {"op": "forked", "pid": pid})
+        send_packet(self._owners[owner].socket, {"op": "forked", "ticket": ticket, "pid": pid})
 
     def _pilot_ended(self, pid: int, code: int) -> None:
         owner = self._owners.get(self._pilots.pop(pid, -1))
@@ -237,8 +238,9 @@ def run_pilot(message: dict[str, Any], fds: list[int]) -> None:
     """The main function of a pilot's process."""
     from nbtoolkit.runtime.pilot import fly
 
-    payload, line, *ranks = fds
-    fly(payload, message, socket.socket(fileno=line), ranks)
+    lines = 2 * int(message["plan"]["processes"])  # see flight.rank_lines
+    payload, line, *rest = fds
+    fly([payload, *rest[lines:]], message, socket.socket(fileno=line), rest[:lines])
 
 
 def run_tracking(control: socket.socket) -> None:

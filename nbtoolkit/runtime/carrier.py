@@ -1,0 +1,363 @@
+"""Carrier: one run, carried from its plan to its last event, one look at a time.
+
+It lives in an owner's process (one run) or a conductor's (several at once), never imports user code
+and never computes: it listens to the ranks, writes the run's record and decides when it is over.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nbtoolkit.errors import GroupStartFailed, NbtoolkitError
+from nbtoolkit.runtime import verdict
+from nbtoolkit.runtime.ahead import environment_key
+from nbtoolkit.runtime.channel import answer, take
+from nbtoolkit.runtime.crossing import pack_error
+from nbtoolkit.runtime.desk import Tower
+from nbtoolkit.runtime.flight import Flight, RankView
+from nbtoolkit.runtime.monitor import Monitor
+from nbtoolkit.runtime.paths import RunPaths, write_json
+from nbtoolkit.runtime.plan import GroupFailure, LaunchPlan, PortBusy, make_plan
+from nbtoolkit.runtime.ports import free_port
+from nbtoolkit.runtime.record import RunRecord
+from nbtoolkit.runtime.watch import Watch
+from nbtoolkit.runtime.wire import Line, Message, memory_file, send_packet
+
+TICK = 0.05  # seconds between looks at the ranks when nothing is said
+FAILURE_GRACE = 1.0  # what the other ranks get after the first failure, before SIGKILL
+START_SECONDS = 30.0  # for all ranks to form their group: 0.1 s on a quiet machine,
+NCCL_START_SECONDS = 90.0  # 15 s with NCCL on a cold T4 pair
+LAND_SECONDS = 10.0  # for the processes to end after their last word
+MISSING_SECONDS = 4.0  # a rank in ctx.report waits this long before the others are looked at
+PORT_TRIES = 4
+
+Judge = Callable[[Mapping[str, float], int | None], str | None]
+
+
+class Late(GroupFailure):
+    """The ranks were too slow: they are forked beside a thread of elastic's, and may hang."""
+
+
+class Carrier:
+    """One run's life.
+
+    Args:
+        content: what was packed for the run (see takeoff.py).
+        payload_fds: the packed function, and what is this run's own, if that is apart.
+        tower: the launchpad.
+        forked: the lines of a pilot and ranks that the kernel forked itself; empty otherwise.
+        judge: hears what is reported, and may answer with the status to leave with.
+
+    Attributes:
+        paths: the run's folder.
+        plan: what flies now.
+        record: the run's diary.
+        outcome: how it ended, once it has: a status, or a failure.
+        numbers: what the function returned, where that is a dict of numbers; else nothing.
+    """
+
+    def __init__(
+        self,
+        content: dict[str, Any],
+        payload_fds: list[int],
+        tower: Tower,
+        *,
+        forked: list[int] | None = None,
+        judge: Judge | None = None,
+    ) -> None:
+        self._content, self._payload_fds, self._forked = content, payload_fds, forked or []
+        self._tower, self._judge = tower, judge
+        self.paths = RunPaths(Path(content["folder"]))
+        self.plan: LaunchPlan = content["plan"]
+        config = content["config"]
+        self._hang_timeout: float = config.runtime.hang_timeout
+        self._device_metrics: bool = config.tracking.device_metrics
+        self.record = RunRecord(self.paths, deadline=content["deadline"])
+        self.outcome: str | verdict.Failure | GroupFailure | PortBusy | None = None
+        self.numbers: dict[str, float] = {}
+        self._flight: Flight | None = None
+        self._kill_at: float | None = None
+        self.killed_on_request = False
+        self._ports_tried, self._was_late = 0, False
+        self._landing: tuple[Any, float] | None = None  # how the flight ended, and until when
+
+    # --- the story ---
+
+    def begin(self) -> None:
+        """Write what was decided, and start."""
+        self.record.write("run", **self._content["header"], plan=self.plan.to_dict())
+        for level, text in self._content["notes"]:
+            self.record.note(text, level)
+        self._take_off()
+
+    def turn(self) -> bool:
+        """Look once at everything; returns whether the run is over (its end is written)."""
+        flight = self._flight
+        assert flight is not None
+        self._listen(flight)
+        if self._landing is None:
+            self._obey(flight)
+            self._call_ranks(flight)
+            ended = verdict.of(flight, self) or self._care(flight)
+            if ended is None:
+                return False
+            grace = LAND_SECONDS if isinstance(ended, str) else FAILURE_GRACE
+            self._landing = ended, time.monotonic() + grace
+        return self._land(flight, *self._landing)
+
+    def lines(self) -> list[Line]:
+        """What to wait for: the pilot's line and the ranks'."""
+        return [] if self._flight is None else self._flight.lines()
+
+    def stop(self, reason: str, grace: float | None = None, status: str = "stopped") -> None:
+        """Let the ranks leave at the next report.
+
+        Args:
+            reason: noted in the events.
+            grace: seconds after which they are killed; None: as long as it takes.
+            status: they leave with it.
+        """
+        self.record.ask_to_stop(status, reason, grace)
+        if grace is not None:
+            limit = time.monotonic() + grace
+            self._kill_at = limit if self._kill_at is None else min(limit, self._kill_at)
+
+    def abandon(self) -> None:
+        """End the processes; nothing more is written."""
+        if self._flight is not None:
+            self._close(self._flight)
+
+    @property
+    def landing(self) -> bool:
+        """Whether it is known how the run ended, and its processes are waited for."""
+        return self._landing is not None
+
+    def silence(self) -> float:
+        """Seconds since any rank sent something or computed."""
+        flight = self._flight
+        if flight is None or not all(rank.phase == "user" for rank in flight.ranks):
+            return 0.0
+        return min(self._watch.silence(rank) for rank in flight.ranks)
+
+    # --- a flight ---
+
+    def _take_off(self) -> None:
+        self._landing = None
+        self._flight = flight = self._start()
+        self._watch = Watch(flight, self.paths, self._hang_timeout)
+        self._monitor = Monitor(flight, self.record, on=self._device_metrics)
+
+    def _start(self) -> Flight:
+        port = self.plan.port or free_port()
+        if self._forked:
+            pid = self._content["pilot_pid"]
+            flight = Flight.adopt(self.plan, port, self._forked, pid)
+            self._tower.adopt(flight)
+            return flight
+        environment = environment_key(self._content["around"]["environ"])
+
+        def clear(flight: Flight, port: int, fds: list[int]) -> None:
+            self._tower.clear(flight, port, fds, environment)
+
+        return Flight.start(self.plan, port, clear, self._payload_fds)
+
+    def _land(self, flight: Flight, ended: Any, limit: float) -> bool:
+        """Wait for the processes to go; then fly again, or settle."""
+        failed = not isinstance(ended, str)
+        waits = failed and all(rank.over for rank in flight.ranks)  # those that failed: to be ended
+        if flight.exited is None and not waits and time.monotonic() < limit:
+            return False
+        self._close(flight)
+        if self._again(ended):
+            self._take_off()
+            return False
+        self.outcome = ended
+        self._settle(ended)
+        return True
+
+    def _close(self, flight: Flight) -> None:
+        flight.kill()
+        flight.close()
+        self._tower.forget(flight)
+        self._flight = None
+        shutil.rmtree(self.paths.elastic, ignore_errors=True)
+
+    def _again(self, ended: Any) -> bool:
+        """Whether the ranks could not start, and another plan may help; it is made then."""
+        if isinstance(ended, Late) and not self._was_late and not self._forked:
+            self._was_late = True
+            self.record.note(f"{ended.reason}: once more", level="warning")
+        elif isinstance(ended, PortBusy) and self._ports_tried < PORT_TRIES and not self._forked:
+            self._ports_tried += 1
+            self._replan(ended)
+        elif isinstance(ended, GroupFailure) and self._may_fall_back():
+            self._replan(ended)
+        else:
+            return False
+        return True
+
+    def _may_fall_back(self) -> bool:
+        return self.plan.processes > 1 and self.plan.fallback and not self._forked
+
+    def _replan(self, evidence: GroupFailure | PortBusy) -> None:
+        content = self._content
+        self.plan = make_plan(
+            content["config"],
+            content["host"],
+            content["hardware"],
+            (evidence,),
+            start=self.plan.start,
+        )
+        write_json(self.paths.plan, self.plan.to_dict())
+        self.record.note(
+            f"{self.plan.reasons[0]}\nnew plan: {self.plan.explain()}", level="warning"
+        )
+
+    # --- listening ---
+
+    def _listen(self, flight: Flight) -> None:
+        """Take all that was said."""
+        for rank, message in flight.hear():
+            self._on_message(flight, rank, message)
+        for rank in flight.gone():
+            for message in rank.messages():  # its last words may have come with its end
+                self._on_message(flight, rank, message)
+            if not rank.over:
+                rank.end("dead")
+
+    def _on_message(self, flight: Flight, rank: RankView, message: Message) -> None:
+        kind = message["type"]
+        if kind in ("metrics", "reported", "saved", "note"):
+            take(self.record, message)
+            if kind == "reported" and self._judge is not None:
+                self._judge(message["values"], message["step"])
+        elif kind == "phase":
+            self._on_phase(flight, rank, message)
+        elif kind in ("report", "check", "saving", "checkpoint"):
+            rank.asking = message
+            self._answer_if_all_ask(flight)
+        elif kind == "imports":
+            self._import_ahead(message["names"])
+        elif kind == "long":
+            rank.long += 1 if message["on"] else -1
+        rank.hear(message)
+
+    def _import_ahead(self, names: list[str]) -> None:
+        """Have the launchpad import for the next launch what a rank imports now."""
+        with memory_file(json.dumps(self._content["around"]["environ"]).encode()) as fd:
+            send_packet(self._tower.socket, {"op": "imports", "names": names}, [fd])
+
+    def _on_phase(self, flight: Flight, rank: RankView, message: Message) -> None:
+        rank.phase = message["phase"]
+        rank.pid = message.get("pid", rank.pid)
+        self.record.write("rank", rank=rank.rank, phase=rank.phase, pid=rank.pid)
+        if rank.rank == 0:
+            self.numbers = message.get("numbers", {})
+        if rank.phase == "ready" and all(other.phase == "ready" for other in flight.ranks):
+            for other in flight.ranks:
+                other.phase = "user"
+                other.line.send({"type": "go"})
+
+    def _answer_if_all_ask(self, flight: Flight) -> None:
+        questions = [rank.asking for rank in flight.ranks]
+        if None in questions:
+            return
+        kinds = {question["type"] for question in questions if question}
+        if len(kinds) > 1:
+            reply: Message = {"error": verdict.different_calls(flight)}
+        else:
+            reply = self._answer(flight.ranks[0].asking or {})
+        self._reply(flight, reply)
+
+    def _answer(self, question: Message) -> Message:
+        if question["type"] == "report" and self._judge is not None:
+            status = self._judge(question["values"], question["step"])
+            if status is not None:
+                self.record.ask_to_stop(status, "judged by what it reported")
+        return answer(self.record, question)
+
+    def _reply(self, flight: Flight, reply: Message) -> None:
+        for rank in flight.ranks:
+            if rank.asking is not None:
+                rank.asking = None
+                rank.line.send({"type": "answer", **reply})
+
+    # --- stopping ---
+
+    def _obey(self, flight: Flight) -> None:
+        """Requests that come as files, and graces that have run out."""
+        if (request := self.record.stop_requested()) is not None:
+            self.stop(request.get("reason", "a handle asked"), request.get("grace"))
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            self.killed_on_request = True
+            flight.kill()
+
+    def _call_ranks(self, flight: Flight) -> None:
+        """Once the run is to end, rank 0 hears of it: its next report may be an hour away."""
+        if self.record.leaving is not None and not flight.called:
+            flight.called = True
+            flight.ranks[0].line.send({"type": "come"})
+
+    # --- looking after the ranks ---
+
+    def _care(self, flight: Flight) -> Any:
+        """Look after ranks that run: hangs, calls that not every rank makes, device use."""
+        self._monitor.tick()
+        self._watch.sample()
+        if all(rank.phase == "user" or rank.over for rank in flight.ranks):
+            self._look_for_missing(flight)
+            if (warning := self._watch.warning()) is not None:
+                self.record.note(warning, level="warning")
+            if (hung := self._watch.hung()) is not None:
+                return verdict.hung(*hung, self._hang_timeout, self.paths)
+        elif not all(rank.has_group or rank.over for rank in flight.ranks):
+            limit = NCCL_START_SECONDS if flight.plan.backend == "nccl" else START_SECONDS
+            if time.monotonic() - flight.started_at > limit:
+                return Late(f"the ranks did not form a group within {limit:.0f} s")
+        return None
+
+    def _look_for_missing(self, flight: Flight) -> None:
+        """Ranks that wait in ctx.report for one that is not coming are told so."""
+        asking = [rank for rank in flight.ranks if rank.asking is not None]
+        missing = [rank for rank in flight.ranks if rank.asking is None]
+        if not asking or not missing:
+            return
+        over = [rank for rank in missing if rank.over]
+        idle = min(self._watch.silence(rank) for rank in missing)
+        waited = min(time.monotonic() - rank.heard_at for rank in asking)
+        if not over and (waited < MISSING_SECONDS or idle < MISSING_SECONDS / 2):
+            return
+        if not over:
+            over = self._watch.waiting_elsewhere(missing)
+        if over:
+            self._reply(flight, {"error": verdict.missing_call(asking, over)})
+
+    # --- the end ---
+
+    def _settle(self, ended: Any) -> None:
+        """Write how the run ended."""
+        if isinstance(ended, str):
+            self.record.complete(ended, self.plan.processes)
+        elif isinstance(ended, verdict.Failure):
+            self.record.fail(ended.error, rank=ended.rank, notes=ended.notes)
+        else:
+            self._fail_with(self._not_started(ended))
+
+    def _not_started(self, ended: Any) -> GroupStartFailed:
+        count = self.plan.processes
+        what = f"{count} ranks could not form a process group"
+        return GroupStartFailed(
+            f"{what if count > 1 else 'the rank could not start'}: "
+            f"{getattr(ended, 'reason', ended)}",
+            allowed="distributed.fallback: true goes on with one process" if count > 1 else "",
+            do=f"read {self.paths.pilot_log()} and {self.paths.log(0)}",
+        )
+
+    def _fail_with(self, error: NbtoolkitError) -> None:
+        """End the run with an error of our own."""
+        self.record.fail(pack_error(error), rank=None, notes=[])
