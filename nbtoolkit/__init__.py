@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time `__getattr_
     from nbtoolkit.runtime.result import RunHandle as RunHandle
     from nbtoolkit.runtime.result import RunResult as RunResult
     from nbtoolkit.runtime.result import attach as attach
+    from nbtoolkit.search.folds import Folds as Folds
+    from nbtoolkit.search.make_folds import make_folds as make_folds
     from nbtoolkit.training.checkpoint import load_model as load_model
     from nbtoolkit.training.loop import fit as fit
     from nbtoolkit.training.metrics import over_all as over_all
@@ -38,6 +40,7 @@ __version__ = "0.1.0"
 # Public name -> the module that has it.
 _HOME = {
     "Config": "nbtoolkit.config",
+    "Folds": "nbtoolkit.search.folds",
     "Hardware": "nbtoolkit.runtime.hardware",
     "Host": "nbtoolkit.runtime.host",
     "LaunchPlan": "nbtoolkit.runtime.plan",
@@ -53,6 +56,7 @@ _HOME = {
     "launch": "nbtoolkit.runtime.launch",
     "load_config": "nbtoolkit.config",
     "load_model": "nbtoolkit.training.checkpoint",
+    "make_folds": "nbtoolkit.search.make_folds",
     "make_plan": "nbtoolkit.runtime.plan",
     "over_all": "nbtoolkit.training.metrics",
     "predict": "nbtoolkit.training.prediction",
@@ -63,6 +67,7 @@ _MODULES = ("errors", "verify")
 
 __all__ = [
     "Config",
+    "Folds",
     "Hardware",
     "Host",
     "LaunchPlan",
@@ -80,6 +85,7 @@ __all__ = [
     "launch",
     "load_config",
     "load_model",
+    "make_folds",
     "make_plan",
     "over_all",
     "predict",

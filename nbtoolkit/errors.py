@@ -2,6 +2,7 @@
 
 NbtoolkitError
 ├── ConfigError            a configuration file or override is wrong (names file and line)
+│   └── SpaceError         a sweep's file is wrong: its space, or what is wished of it
 ├── PlanError              the wish cannot be planned on this machine
 ├── LaunchError            the launch failed before the user's code ran
 │   ├── CannotPickle       a captured object cannot travel to the ranks (names the global)
@@ -14,12 +15,15 @@ NbtoolkitError
 │   └── WorkerHung         a rank is silent and idle while another waits for it
 ├── ReportError            ctx.report, ctx.check or ctx.save was not called by every rank
 ├── ResumeError            resume= names a run that does not fit
+├── SweepError             a sweep cannot begin, or cannot go on with its study
 ├── FitError               nb.fit was given something it cannot train with
+├── FoldError              a data set cannot be split so, or folds or their predictions do not fit
 ├── CheckpointError        a checkpoint is missing, damaged or foreign
 ├── TrackingError          the tracking database cannot be used
 └── MissingExtra           an optional package is not installed (gives the install line)
 
 Leave (BaseException)      all ranks leave the user's function at the same report
+FoldWarning (UserWarning)  folds may make a score too good, or lack a class
 """
 
 from __future__ import annotations
@@ -58,6 +62,10 @@ def _rebuild(
 
 class ConfigError(NbtoolkitError):
     """A configuration file, key or value is wrong."""
+
+
+class SpaceError(ConfigError):
+    """A sweep's file or dict is wrong: its space, or what is wished of it."""
 
 
 class PlanError(NbtoolkitError):
@@ -108,8 +116,16 @@ class ResumeError(NbtoolkitError):
     """``resume=`` names a run that cannot be gone on with."""
 
 
+class SweepError(NbtoolkitError):
+    """A sweep cannot begin, or cannot go on with its study."""
+
+
 class FitError(NbtoolkitError):
     """``nb.fit`` was given data, a model or a setting that it cannot train with."""
+
+
+class FoldError(NbtoolkitError):
+    """A data set cannot be split as asked, or folds and what they are used with do not fit."""
 
 
 class CheckpointError(NbtoolkitError):
@@ -134,3 +150,7 @@ class Leave(BaseException):
     def __init__(self, status: str = "stopped") -> None:
         self.status = status
         super().__init__(status)
+
+
+class FoldWarning(UserWarning):
+    """What is seen in validation was seen in training too, or a fold lacks a class."""
