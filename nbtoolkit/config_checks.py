@@ -147,14 +147,14 @@ def _clashing(layer: Layer, clash: Clash) -> Mistake:
 def _unknown(layer: Layer, keys: Keys, model: type[BaseModel]) -> Mistake:
     dotted, sections = ".".join(keys), list(model.model_fields)
     names = [name for name in fields(model) if name.startswith(f"{keys[0]}.")]
-    close = nearest(dotted, [*fields(model), *(sections if len(keys) == 1 else ())])
+    known = [*fields(model), *(sections if len(keys) == 1 else ())]
+    close = nearest(dotted, known)
+    other = "put settings of your own under model: or data:" if set(FREE) & set(sections) else ""
     return Mistake(
         place=_place(layer, keys),
         what=f"unknown setting '{dotted}'",
         allowed=", ".join(name.partition(".")[2] for name in names) or ", ".join(sections),
-        do=f"did you mean '{close}'?"
-        if close
-        else "put settings of your own under model: or data:",
+        do=f"did you mean '{close}'?" if close in known or (close and other) else other,
     )
 
 

@@ -159,6 +159,8 @@ def _different(value: Any) -> Any:
     return tuple(_number(item) for item in value)
 
 
+Number = Annotated[float, BeforeValidator(_number), Says("a number")]
+Whole = Annotated[int, BeforeValidator(_number), Says("a whole number")]
 Count = Annotated[int, BeforeValidator(_number), Field(ge=1), Says("a whole number of at least 1")]
 CountFrom0 = Annotated[
     int, BeforeValidator(_number), Field(ge=0), Says("a whole number of at least 0")

@@ -45,18 +45,22 @@ class Layer:
     mistakes: tuple[Mistake, ...] = ()
 
 
-def refuse(mistakes: list[Mistake]) -> None:
+def refuse(mistakes: list[Mistake], kind: type[ConfigError] = ConfigError) -> None:
     """Raise one error for all mistakes; do nothing when there are none.
+
+    Args:
+        mistakes: what was found.
+        kind: the error's type.
 
     Raises:
         ConfigError: there is at least one.
     """
     if len(mistakes) == 1:
         one = mistakes[0]
-        raise ConfigError(f"{one.place}: {one.what}", allowed=one.allowed, do=one.do)
+        raise kind(f"{one.place}: {one.what}", allowed=one.allowed, do=one.do)
     if mistakes:
         lines = "".join(f"\n  {mistake}" for mistake in sorted(mistakes, key=_by_line))
-        raise ConfigError(f"{len(mistakes)} mistakes in the configuration:{lines}")
+        raise kind(f"{len(mistakes)} mistakes in the configuration:{lines}")
 
 
 def _by_line(mistake: Mistake) -> tuple[str, int]:

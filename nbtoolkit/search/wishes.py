@@ -1,0 +1,297 @@
+"""Wishes: what is wanted of a sweep, checked and frozen; a YAML file, a dict, or a bare space.
+
+    study: {name: digits, metric: val_accuracy, direction: maximize, sampler: tpe, pruner: median}
+    budget: {n_trials: 40, timeout: 2h}
+    space:
+      optim.lr: {type: float, low: 1.0e-4, high: 1.0e-1, log: true}
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, PlainSerializer, ValidationError
+
+from nbtoolkit.config import Auto, Config, Section
+from nbtoolkit.config_checks import fields, mistakes
+from nbtoolkit.config_layers import file_layer, merge
+from nbtoolkit.config_values import (
+    Count,
+    CountFrom0,
+    Free,
+    FreeSection,
+    NotNegative,
+    Says,
+    Seconds,
+    Seed,
+    Text,
+)
+from nbtoolkit.errors import SpaceError
+from nbtoolkit.search.space import Space
+from nbtoolkit.search.wishes_checks import clashes
+from nbtoolkit.yaml_lines import Layer, Mistake, dump, refuse
+
+SamplerName = Literal["tpe", "gp", "cmaes", "qmc", "random", "grid"]
+PrunerName = Literal[
+    "median", "percentile", "successive_halving", "hyperband", "wilcoxon", "patient", "none"
+]
+Direction = Literal["maximize", "minimize"]
+FoldKind = Literal[
+    "stratified", "kfold", "group", "stratified_group", "time", "repeated", "predefined"
+]
+
+
+def _names(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)) or len(set(map(str, value))) < max(len(value), 1):
+        raise ValueError("not a list of different names")
+    return tuple(value)
+
+
+def _points(value: Any) -> tuple[FreeSection, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("no list")
+    return tuple(point if isinstance(point, FreeSection) else FreeSection(point) for point in value)
+
+
+Names = Annotated[
+    tuple[Text, ...],
+    BeforeValidator(_names),
+    PlainSerializer(list),
+    Says("a list of different texts"),
+]
+Directions = Annotated[
+    tuple[Direction, ...], PlainSerializer(list), Says("a list of maximize and minimize")
+]
+Points = Annotated[
+    tuple[FreeSection, ...],
+    BeforeValidator(_points),
+    PlainSerializer(lambda points: [point.to_dict() for point in points]),
+    Says("a list of parameters' values, such as [{optim.lr: 0.01}]"),
+]
+
+
+class StudyWishes(Section):
+    """What is looked for, and how."""
+
+    name: Text = "sweep"
+    """The study's name, and the end of its folder's."""
+    metric: Text | Names | None = None
+    """The reported metric that is made best, or several; null: `checkpoint.monitor`, else val_loss."""
+    direction: Direction | Auto | Directions = "auto"
+    """Which is best; `auto`: the lowest where the name ends in loss or error, else the highest."""
+    value: Literal["last", "best"] = "last"
+    """Which of a trial's reports is its value."""
+    sampler: SamplerName = "tpe"
+    """What chooses the next parameters."""
+    sampler_options: Free = FreeSection()
+    """More arguments of Optuna's sampler, by their own names."""
+    pruner: PrunerName | Auto = "auto"
+    """What ends hopeless trials early; `auto`: median, none where there are several metrics."""
+    pruner_options: Free = FreeSection()
+    """More arguments of Optuna's pruner, by their own names."""
+    seed: Seed = 0
+    """With a trial's number it decides what the sampler draws for it."""
+
+
+class Budget(Section):
+    """How much, and how long."""
+
+    n_trials: Count | None = None
+    """Trials in all, over all sessions; null: as many as there is time for (grid: all points)."""
+    timeout: Seconds | None = None
+    """The sweep ends in time for this; null: no limit but the host's."""
+    trial_timeout: Seconds | None = None
+    """A job (a trial, or one fold of it) that takes longer is killed, and its trial has failed."""
+    max_failures: CountFrom0 | None = 10
+    """The sweep ends when more trials than this have failed; null: never for that."""
+    retries: CountFrom0 = 0
+    """How often a trial that raised, died or hung is tried again, from its checkpoint."""
+    keep_back: Auto | NotNegative = "auto"
+    """Seconds before the end that no trial may run into; `auto`: what the winner's refit takes."""
+
+
+class FoldWishes(Section):
+    """Cross-validation of every trial: its value is the mean over the folds."""
+
+    k: Count | None = None
+    """Folds; null: one training with its own split."""
+    kind: FoldKind = "stratified"
+    """How the samples are divided, see :func:`nbtoolkit.make_folds`."""
+    repeats: Count = 1
+    """`repeated`: how often, each time divided otherwise."""
+    seed: Seed = 0
+    """Decides the division."""
+
+
+class RepeatTop(Section):
+    """The leaders are trained again with other seeds before a winner is named."""
+
+    k: CountFrom0 = 0
+    """How many leaders; 0: the best trial wins as it is."""
+    seeds: Count = 2
+    """How many more seeds for each."""
+
+
+class Wishes(Section):
+    """All that is wished of a sweep: made by :func:`load_wishes`."""
+
+    study: StudyWishes = StudyWishes()
+    """What is looked for, and how."""
+    budget: Budget = Budget()
+    """How much, and how long."""
+    placement: Literal["auto", "device_per_trial", "all_devices_per_trial"] = "auto"
+    """Where a trial runs."""
+    trials_per_device: Count = 1
+    """`device_per_trial`: how many at once on each device."""
+    folds: FoldWishes = FoldWishes()
+    """Cross-validation of every trial."""
+    constraints: Free = FreeSection()
+    """Limits on other reported metrics: `{latency_ms: {max: 20}}`."""
+    first_trials: Points = ()
+    """Parameters to try first."""
+    warm_start: Text | None = None
+    """Another sweep's folder, or a study's SQLite file, whose trials the sampler learns from."""
+    repeat_top: RepeatTop = RepeatTop()
+    """The leaders are trained again with other seeds."""
+    space: Annotated[Free, Says("parameters by dotted name")] = FreeSection()
+    """What is searched: see :mod:`nbtoolkit.search.space`."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics that are made best (resolved: at least one)."""
+        metric = self.study.metric
+        return metric if isinstance(metric, tuple) else (metric or "val_loss",)
+
+    @property
+    def directions(self) -> tuple[Direction, ...]:
+        """The direction of each metric."""
+        wished = self.study.direction
+        if isinstance(wished, tuple):
+            return wished
+        return tuple(_direction(name) if wished == "auto" else wished for name in self.metrics)
+
+    @property
+    def pruner(self) -> PrunerName:
+        """The pruner, resolved."""
+        if self.study.pruner != "auto":
+            return self.study.pruner
+        return "median" if len(self.metrics) == 1 else "none"
+
+    def make_space(self) -> Space:
+        """The space, checked when the wishes were loaded."""
+        return Space(self.space)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain dicts and lists; ``Wishes.model_validate`` takes it back."""
+        return self.model_dump()
+
+    def to_yaml(self) -> str:
+        """Everything as a YAML text; :func:`load_wishes` reads it back."""
+        return dump(self.to_dict())
+
+
+def load_wishes(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    config: Config,
+    *,
+    n_trials: int | None = None,
+    timeout: float | str | None = None,
+    folds: int | Mapping[str, Any] | None = None,
+) -> Wishes:
+    """Read and check what is wished of a sweep.
+
+    Args:
+        source: a YAML or JSON file (found as :func:`nbtoolkit.load_config` finds its), the same as
+            a dict, or a bare space: a dict of dotted names.
+        config: what every trial's parameters are laid over; it must take them all.
+        n_trials: beats ``budget.n_trials``.
+        timeout: seconds, or a text such as ``"2h"``; beats ``budget.timeout``.
+        folds: how many, or what stands under ``folds``; beats it.
+
+    Returns:
+        The wishes, with metric, direction, pruner and space written out.
+
+    Raises:
+        SpaceError: a name is unknown or a value is not allowed; all mistakes at once, each with
+            its file and line.
+        ConfigError: there is no such file, or it cannot be read.
+    """
+    layer = _plain_layer(source) if isinstance(source, Mapping) else file_layer(source)
+    layer = merge([_with_sections(layer), _call_layer(n_trials, timeout, folds)])
+    wishes = _checked(layer)
+    places = {keys[1:]: place for keys, place in layer.places.items() if keys[0] == "space"}
+    space = Space(layer.values.get("space") or {}, places)
+    space.check(config)
+    refuse(clashes(wishes, space, layer.places), SpaceError)
+    return _resolved(wishes, space, config)
+
+
+def _checked(layer: Layer) -> Wishes:
+    found = list(layer.mistakes)
+    try:
+        wishes = Wishes.model_validate(layer.values)
+    except ValidationError as error:
+        refuse([*found, *mistakes(error, layer, Wishes)], SpaceError)
+        raise  # not reached: there is a mistake for every validation error
+    refuse(found, SpaceError)
+    return wishes
+
+
+def _resolved(wishes: Wishes, space: Space, config: Config) -> Wishes:
+    metric = wishes.study.metric or config.checkpoint.monitor or "val_loss"
+    named = wishes.model_copy(
+        update={
+            "study": wishes.study.model_copy(update={"metric": metric}),
+            "space": FreeSection(space.to_dict()),
+        }
+    )
+    direction = named.directions if isinstance(metric, tuple) else named.directions[0]
+    update = {"direction": direction, "pruner": named.pruner}
+    return named.model_copy(update={"study": named.study.model_copy(update=update)})
+
+
+def _direction(metric: str) -> Direction:
+    return "minimize" if metric.endswith(("loss", "error")) else "maximize"
+
+
+def _plain_layer(values: Mapping[str, Any]) -> Layer:
+    """The layer of a dict: a place for every key, so that what is wrong can be named."""
+    places = {(name,): f"sweep {name!r}" for name in values}
+    for name, section in values.items():
+        if isinstance(section, Mapping):
+            places.update({(name, str(key)): f"sweep {f'{name}.{key}'!r}" for key in section})
+    return Layer(values=dict(values), places=places)
+
+
+def _with_sections(layer: Layer) -> Layer:
+    """The layer with its space under ``space``, and no section left without settings."""
+    values, places = dict(layer.values), dict(layer.places)
+    if values and not set(values) & set(Wishes.model_fields):
+        values, places = {"space": values}, {("space", *keys): at for keys, at in places.items()}
+    sections = {name.partition(".")[0] for name in fields(Wishes) if "." in name} | {"space"}
+    found = list(layer.mistakes)
+    for name in sections & set(values):
+        if values[name] is None:
+            del values[name]  # `folds: null`
+        elif not isinstance(values[name], Mapping):
+            what = f"'{name}' is a section, not {values.pop(name)!r}"
+            place = places.get((name,), name)
+            found.append(Mistake(place=place, what=what, allowed="`name: value` lines under it"))
+    return Layer(values=values, places=places, mistakes=tuple(found))
+
+
+def _call_layer(
+    n_trials: int | None, timeout: float | str | None, folds: int | Mapping[str, Any] | None
+) -> Layer:
+    """The layer of the call's own arguments."""
+    values: dict[str, Any] = {}
+    if n_trials is not None:
+        values["budget"] = {"n_trials": n_trials}
+    if timeout is not None:
+        values.setdefault("budget", {})["timeout"] = timeout
+    if folds is not None:
+        values["folds"] = dict(folds) if isinstance(folds, Mapping) else {"k": folds}
+    places = {(name, key): f"{key}=" for name, section in values.items() for key in section}
+    return Layer(values=values, places=places)
