@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from nbtoolkit.errors import FoldError, FoldWarning
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
     Mask: TypeAlias = NDArray[np.bool_]
 
 LeakKind = Literal["rows", "groups", "time"]
-
-_OURS = str(Path(__file__).resolve().parents[1])
 
 
 @dataclass(frozen=True)
@@ -64,18 +60,10 @@ def find_leaks(folds: Folds, X: Any = None, *, groups: Any = None, time: Any = N
 
 
 def warn_of(leaks: list[Leak]) -> list[Leak]:
-    """Warn of each leak at the line outside this package that asked; returns them."""
+    """Warn of each leak at the line that called :meth:`Folds.check`; returns them."""
     for leak in leaks:
-        warnings.warn(FoldWarning(leak.text), stacklevel=_outside())
+        warnings.warn(FoldWarning(leak.text), stacklevel=3)
     return leaks
-
-
-def _outside() -> int:
-    """How many frames above :func:`warn_of` the user's code is."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 # --- the three kinds ---
@@ -107,9 +95,11 @@ def _groups(folds: Folds, groups: NDArray[Any]) -> Leak:
 
 
 def _time(folds: Folds, time: NDArray[Any]) -> Leak:
+    moments = _codes(time)  # numbers, in order: texts have no minimum
+
     def later(fold: Fold) -> NDArray[Any]:
-        trained, first = fold.train_indices, time[fold.valid_indices].min()
-        return trained[time[trained] > first]
+        late: Mask = moments[fold.train_indices] > moments[fold.valid_indices].min()
+        return fold.train_indices[late]
 
     trained, where = _seen(folds, later)
     count = int(trained.sum())
@@ -188,8 +178,8 @@ def _as_rows(X: Any) -> NDArray[Any]:
     return np.stack([_codes(column) for column in array.T], axis=1)
 
 
-def _codes(column: NDArray[Any]) -> NDArray[Any]:
-    """A number for each value, the same for equal ones; missing ones are equal."""
+def _codes(column: NDArray[Any]) -> NDArray[np.int64]:
+    """A number for each value, the same for equal ones, in their order."""
     import numpy as np
 
     values = column if column.dtype.kind in "biufMmU" else column.astype(str)

@@ -187,7 +187,7 @@ def _check_classes(targets: NDArray[Any], k: int) -> None:
         )
     if small:
         text = f"classes with fewer samples than k={k} are missing in some folds: {_some(small)}"
-        warnings.warn(FoldWarning(text), stacklevel=5)  # the line that calls make_folds
+        warnings.warn(FoldWarning(text), stacklevel=4)  # the line that calls make_folds
 
 
 def _some(names: Sequence[str]) -> str:

@@ -51,9 +51,11 @@ def _pair(number: int, pair: Any, n_samples: int) -> tuple[NDArray[Any], NDArray
 def _wrong_with(train: NDArray[Any], valid: NDArray[Any], n_samples: int) -> str:
     import numpy as np
 
-    both = np.concatenate([train.ravel(), valid.ravel()])
+    if train.ndim != 1 or valid.ndim != 1:
+        return "is no pair of index lists"
     if not train.size or not valid.size:
         return f"has {train.size} samples to train on and {valid.size} to validate on"
+    both = np.concatenate([train, valid])
     if both.dtype.kind not in "iu" or both.min() < 0 or both.max() >= n_samples:
         return f"holds what is no index of {n_samples} samples"
     if len(np.unique(train)) < train.size or len(np.unique(valid)) < valid.size:

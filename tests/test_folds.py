@@ -1,0 +1,313 @@
+"""make_folds, Folds and their files, and the search for leaks."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from sklearn import model_selection as sk
+
+import nbtoolkit as nb
+from nbtoolkit.errors import FoldError, FoldWarning, MissingExtra
+from nbtoolkit.search.leaks import row_numbers
+
+CLASSES = np.arange(60) % 3
+TEAMS = np.arange(60) // 4  # 15 groups of 4
+EMPTY = np.zeros(60)
+
+
+def splits(folds: nb.Folds) -> list[tuple[list[int], list[int]]]:
+    return [(fold.train_indices.tolist(), fold.valid_indices.tolist()) for fold in folds]
+
+
+# --- what is made ---
+
+
+@pytest.mark.parametrize(
+    ("wish", "splitter"),
+    [
+        ({"kind": "stratified"}, sk.StratifiedKFold(5, shuffle=True, random_state=0)),
+        ({"k": 3, "seed": 7}, sk.StratifiedKFold(3, shuffle=True, random_state=7)),
+        ({"kind": "kfold"}, sk.KFold(5, shuffle=True, random_state=0)),
+        ({"kind": "group", "groups": TEAMS}, sk.GroupKFold(5)),
+        (
+            {"kind": "stratified_group", "groups": TEAMS, "seed": 3},
+            sk.StratifiedGroupKFold(5, shuffle=True, random_state=3),
+        ),
+        ({"kind": "time"}, sk.TimeSeriesSplit(5)),
+        (
+            {"kind": "stratified", "k": 2, "repeats": 3, "seed": 1},
+            sk.RepeatedStratifiedKFold(n_splits=2, n_repeats=3, random_state=1),
+        ),
+        (
+            {"kind": "kfold", "k": 4, "repeats": 2},
+            sk.RepeatedKFold(n_splits=4, n_repeats=2, random_state=0),
+        ),
+    ],
+)
+def test_folds_are_those_of_scikit_learns_splitter(wish: dict[str, Any], splitter: Any) -> None:
+    folds = nb.make_folds(CLASSES, **wish)
+    expected = [
+        (train.tolist(), valid.tolist())
+        for train, valid in splitter.split(EMPTY, CLASSES, wish.get("groups"))
+    ]
+    assert splits(folds) == expected
+    assert len(folds) == len(expected) == folds.k * folds.repeats
+
+
+def test_targets_may_be_a_list_an_array_a_tensor_a_series_or_texts() -> None:
+    ways = [CLASSES.tolist(), CLASSES, torch.as_tensor(CLASSES), pd.Series(CLASSES)]
+    made = [nb.make_folds(y) for y in ways]
+    assert len({folds.hash for folds in made}) == len({folds.target for folds in made}) == 1
+    named = nb.make_folds(np.array(["cat", "dog", "ox"])[CLASSES])
+    assert named == made[0]
+    assert named.target != made[0].target
+
+
+def test_predefined_folds_come_from_numbers_or_from_pairs() -> None:
+    by_number = nb.make_folds(list("aabbc"), kind="predefined", predefined=[0, 0, 1, 1, -1])
+    assert splits(by_number) == [([2, 3, 4], [0, 1]), ([0, 1, 4], [2, 3])]
+    pairs = [(np.array([4, 3]), np.array([0])), ([0, 1], [2])]
+    by_pair = nb.make_folds(range(5), kind="predefined", predefined=pairs)
+    assert splits(by_pair) == [([3, 4], [0]), ([0, 1], [2])]
+    splitter = sk.ShuffleSplit(4, random_state=0).split(EMPTY)
+    assert len(nb.make_folds(CLASSES, kind="predefined", predefined=splitter)) == 4
+
+
+def test_indices_handed_out_are_copies_that_torch_takes_without_a_warning() -> None:
+    folds = nb.make_folds(CLASSES)
+    mine = folds.train_indices(0)
+    assert torch.arange(60)[mine].tolist() == mine.tolist()
+    mine[:] = 0
+    assert folds.train_indices(0).sum() > 0
+    with pytest.raises(ValueError, match="read-only"):
+        folds.pairs[0][1][0] = 5
+    with pytest.raises(AttributeError, match="cannot assign"):
+        folds.n_samples = 3  # type: ignore[misc]
+
+
+def test_folds_are_counted_indexed_and_told_apart_by_how_they_split() -> None:
+    folds = nb.make_folds(CLASSES, k=4)
+    assert [fold.index for fold in folds] == [0, 1, 2, 3]
+    assert folds[-1].index == 3
+    with pytest.raises(IndexError):
+        folds[4]
+    assert folds == nb.make_folds(CLASSES, k=4)
+    assert {folds, nb.make_folds(CLASSES, k=4)} == {folds}
+    assert folds != nb.make_folds(CLASSES, k=4, seed=1)
+    assert repr(folds) == f"Folds(stratified, 4, n_samples=60, {folds.hash})"
+    assert repr(folds[1]) == "Fold(1, train=45, valid=15)"
+    assert "45 + 15" in folds._repr_html_()
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        ({"kind": "strat"}, "kind is 'strat'\n.*stratified, kfold, group"),
+        ({"k": 1}, "k is 1\n.*whole number from 2"),
+        ({"k": 2.5}, "k is 2.5\n"),
+        ({"k": True}, "k is True\n"),
+        ({"repeats": 0}, "repeats is 0\n"),
+        ({"seed": -1}, "seed is -1\n"),
+        ({"k": 61, "kind": "kfold"}, "60 samples cannot be split into k=61 folds"),
+        ({"k": 60, "kind": "time"}, "60 samples cannot be split .*\n.*61 samples or more"),
+        ({"k": 21}, r"every class has fewer samples than k=21 folds: 0 \(20\), .*\n.*up to 20"),
+        ({"kind": "group"}, "'group' needs groups"),
+        ({"groups": TEAMS}, "'stratified' makes no use of groups\n.*\n.*stratified_group"),
+        ({"kind": "group", "groups": TEAMS[:9]}, "groups has 9 values for 60 samples"),
+        ({"kind": "group", "groups": CLASSES}, "3 groups for k=5 folds\n.*\n.*k=3"),
+        ({"kind": "group", "groups": TEAMS, "repeats": 2}, "'group' cannot be repeated"),
+        ({"kind": "predefined"}, "'predefined' with predefined=None"),
+        ({"predefined": CLASSES}, "'stratified' with predefined=... cannot be meant"),
+    ],
+)
+def test_wishes_that_cannot_be_met_are_refused(wish: dict[str, Any], said: str) -> None:
+    with pytest.raises(FoldError, match=said):
+        nb.make_folds(CLASSES, **wish)
+
+
+@pytest.mark.parametrize(
+    ("y", "said"),
+    [
+        (np.linspace(0, 1, 60), "fractions or NaN.*\n.*\n.*kind='kfold'"),
+        ([0.0, 1.0, float("nan")] * 20, "fractions or NaN"),
+        (np.eye(3)[CLASSES], r"y has the shape \(60, 3\).*\n.*\n.*argmax"),
+        ([], "0 samples cannot be split into k=5"),
+    ],
+)
+def test_targets_that_cannot_be_stratified_are_refused(y: Any, said: str) -> None:
+    with pytest.raises(FoldError, match=said):
+        nb.make_folds(y)
+
+
+@pytest.mark.parametrize(
+    ("predefined", "said"),
+    [
+        ([0, 1], "predefined has 2 values for 5 samples"),
+        ([-1] * 5, "no fold at all"),
+        ([0.5] * 5, "float64 values"),
+        ([0] * 5, "fold 0 has 0 samples to train on and 5"),
+        ([([0, 1], [1, 2])], "fold 0 validates on 1 samples that it trains on"),
+        ([([0, 1], [5])], "fold 0 holds what is no index of 5 samples"),
+        ([([0, 1], [2]), ([3, -1], [2])], "fold 1 holds what is no index"),
+        ([([0, 0], [2])], "fold 0 holds a sample twice"),
+        ([(0, 1)], "fold 0 is no pair of index lists"),
+    ],
+)
+def test_predefined_folds_that_are_none_are_refused(predefined: Any, said: str) -> None:
+    with pytest.raises(FoldError, match=said):
+        nb.make_folds(range(5), kind="predefined", predefined=predefined)
+
+
+def test_folds_that_would_be_empty_are_refused() -> None:
+    classes, teams = [1, 1, 1, 1, 1, 0, 0, 1, 0], [3, 3, 3, 4, 0, 5, 3, 4, 5]
+    with (
+        pytest.warns(FoldWarning, match=r"k=4 are missing in some folds: 0 \(3\)"),
+        pytest.raises(FoldError, match=r"fold 2 would have 9 samples to train on and 0 to"),
+    ):
+        nb.make_folds(classes, k=4, kind="stratified_group", groups=teams)
+
+
+def test_classes_too_small_for_every_fold_are_told_at_the_line_of_the_call() -> None:
+    with pytest.warns(FoldWarning, match=r"fewer samples than k=5 .*: rare \(2\)$") as told:
+        folds = nb.make_folds(["common"] * 30 + ["rare"] * 2)
+    assert len(folds) == 5
+    assert [Path(one.filename).name for one in told] == ["test_folds.py"]
+
+
+def test_without_scikit_learn_its_install_line_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'nbtoolkit\[training\]'"):
+        nb.make_folds(CLASSES)
+
+
+# --- as files ---
+
+
+@pytest.mark.parametrize("size", [60, 30_000])
+@pytest.mark.parametrize("kind", ["kfold", "time"])
+def test_folds_come_back_from_their_file_as_they_were(tmp_path: Path, size: int, kind: Any) -> None:
+    folds = nb.make_folds(np.arange(size), kind=kind, k=3)
+    path = folds.save(tmp_path / "folds.json")
+    again = nb.Folds.load(path)
+    assert splits(again) == splits(folds)
+    assert again.differences(folds) == {}
+    assert (tmp_path / "folds.npz").exists() == (size > 20_000)
+    assert path.stat().st_size < 5000
+    with pytest.raises(ValueError, match="read-only"):
+        again.pairs[0][0][0] = 5
+
+
+def test_a_damaged_file_of_folds_is_refused(tmp_path: Path) -> None:
+    path = nb.make_folds(CLASSES).save(tmp_path / "folds.json")
+    about = json.loads(path.read_text())
+    about["valid"][0][0] += 1
+    path.write_text(json.dumps(about))
+    with pytest.raises(FoldError, match=r"folds.json: its samples have the hash .*, not"):
+        nb.Folds.load(path)
+    path.write_text(path.read_text()[:50])
+    with pytest.raises(FoldError, match=r"cannot be read from .*folds.json"):
+        nb.Folds.load(path)
+    with pytest.raises(FoldError, match="No such file"):
+        nb.Folds.load(tmp_path / "none.json")
+
+
+def test_folds_without_the_file_beside_them_are_refused(tmp_path: Path) -> None:
+    path = nb.make_folds(range(30_000), kind="kfold").save(tmp_path / "folds.json")
+    (tmp_path / "folds.npz").unlink()
+    with pytest.raises(FoldError, match=r"folds.npz"):
+        nb.Folds.load(path)
+
+
+def test_differences_name_what_is_not_the_same() -> None:
+    folds = nb.make_folds(CLASSES, kind="time")
+    other = nb.make_folds(CLASSES, kind="time", k=4)
+    assert folds.differences(other) == {"k": (5, 4), "hash": (folds.hash, other.hash)}
+    renamed = nb.make_folds(CLASSES + 1, kind="time")
+    assert set(folds.differences(renamed)) == {"target"}
+
+
+# --- leaks ---
+
+
+def test_a_clean_split_has_no_leaks() -> None:
+    inputs = np.arange(120.0).reshape(60, 2)
+    assert nb.make_folds(CLASSES).check(inputs) == []
+    grouped = nb.make_folds(CLASSES, kind="group", groups=TEAMS)
+    assert grouped.check(inputs, groups=TEAMS) == []
+    days = pd.date_range("2024-01-01", periods=60)
+    assert nb.make_folds(CLASSES, kind="time").check(inputs, time=days) == []
+
+
+def test_groups_on_both_sides_are_counted_as_a_plain_loop_does() -> None:
+    folds = nb.make_folds(CLASSES)
+    torn, samples = set(), set()
+    for fold in folds:
+        both = set(TEAMS[fold.train_indices]) & set(TEAMS[fold.valid_indices])
+        torn |= both
+        samples |= {i for i in fold.valid_indices if TEAMS[i] in both}
+    with pytest.warns(
+        FoldWarning, match=rf"{len(torn)} of 15 groups .*\(folds 0, 1, 2, 3, 4"
+    ) as told:
+        (leak,) = folds.check(groups=TEAMS)
+    assert (leak.kind, leak.samples, leak.folds) == ("groups", len(samples), (0, 1, 2, 3, 4))
+    assert [Path(one.filename).name for one in told] == ["test_folds.py"]
+
+
+def test_equal_rows_across_folds_are_counted() -> None:
+    inputs = np.arange(120.0).reshape(60, 2)
+    folds = nb.make_folds(CLASSES, kind="predefined", predefined=np.arange(60) // 20)
+    inputs[1] = inputs[0]  # within a fold: no leak
+    inputs[25] = inputs[3]  # across: both are validated on while the other is trained on
+    inputs[45] = inputs[3]
+    with pytest.warns(FoldWarning, match="^3 of 60 samples .* an equal row"):
+        (leak,) = folds.check(inputs)
+    assert (leak.kind, leak.samples, leak.folds) == ("rows", 3, (0, 1, 2))
+    inputs[25], inputs[45] = 1000.0, 2000.0
+    assert folds.check(inputs) == []
+
+
+def test_training_on_what_is_later_is_counted() -> None:
+    folds = nb.make_folds(CLASSES[:6], kind="predefined", predefined=[-1, -1, 0, 0, 1, 1])
+    with pytest.warns(FoldWarning, match=r"^2 of 6 samples .* later .*\(fold 0\)"):
+        (leak,) = folds.check(time=["a", "b", "c", "d", "e", "f"])
+    assert (leak.kind, leak.samples) == ("time", 2)
+    assert folds.check(time=[1, 1, 1, 1, 1, 1]) == []
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        np.array([[1.0, -0.0], [2.0, 0.0], [1.0, 0.0]]),
+        np.array([[[1], [2]], [[3], [4]], [[1], [2]]], dtype=np.uint8),
+        torch.tensor([[True, False], [False, False], [True, False]]),
+        [[1, 2], [1, 3], [1, 2]],
+        ["a", "b", "a"],
+        [["a", None], ["a", "b"], ["a", None]],
+        pd.DataFrame({"text": ["a", "b", "a"], "size": [1.5, 1.5, 1.5]}),
+        pd.DataFrame({"day": pd.to_datetime(["2024", "2025", "2024"]), "kind": [None, "x", None]}),
+    ],
+)
+def test_equal_rows_have_one_number_in_whatever_they_are_kept(rows: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        numbers = row_numbers(rows, 3)
+    assert numbers[0] == numbers[2] != numbers[1]
+
+
+@pytest.mark.parametrize("name", ["X", "groups", "time"])
+def test_checks_want_one_value_a_sample(name: str) -> None:
+    folds = nb.make_folds(CLASSES)
+    given = {name: np.zeros(59)}
+    with pytest.raises(FoldError, match=f"{name} has 59 (rows|values) for 60 samples"):
+        folds.check(given.pop("X", None), **given)
