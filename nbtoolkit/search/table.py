@@ -1,0 +1,240 @@
+"""SweepTable: how far a sweep is, out of its events: the best, what runs, what ended last."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from nbtoolkit.runtime.events import Event
+from nbtoolkit.runtime.table import html_columns, text_columns
+from nbtoolkit.search.best import Best
+from nbtoolkit.search.trial import ENDED, Trial
+
+LAST = 5
+"""Trials that ended last, below the best and those that run."""
+
+_BEST, _RUNNING, _PARAMS = 10, 16, 8  # rows and columns beyond these make no one wiser
+_TEXT = 40  # characters of one value
+
+
+class SweepTable:
+    """A sweep as a table, for a cell (HTML) or as text.
+
+    Hand it the sweep's events in their order, as often as there are new ones.
+
+    Args:
+        name: the study's name.
+        metrics: the objectives' names.
+        directions: ``"minimize"`` or ``"maximize"`` for each of them.
+        n_trials: how many trials the sweep is to have; None: as many as the time allows.
+        deadline: unix seconds at which it ends at the latest; None: there is no limit.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str = "sweep",
+        metrics: Sequence[str] = ("value",),
+        directions: Sequence[str] = ("maximize",),
+        n_trials: int | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        self.name, self.metrics = name, tuple(metrics)
+        self.n_trials, self.deadline = n_trials, deadline
+        self.trials: dict[int, Trial] = {}
+        self.status = "running"
+        """How the sweep ended, once it has."""
+        self._best = Best(directions)
+        self._ended: list[Trial] = []  # in the order in which they ended
+        self._running: dict[int, Trial] = {}
+        self._counts: Counter[str] = Counter()
+        self._seconds = 0.0  # of all that ended, together
+
+    def read(self, events: Iterable[Event]) -> None:
+        """Take new events."""
+        for event in events:
+            self.take(event)
+
+    def take(self, event: Event) -> None:
+        """Take one event; those of other kinds change nothing."""
+        take = {
+            "run": self._begins,
+            "trial": self._trial,
+            "intermediate": self._intermediate,
+            "fold": self._fold,
+            "ended": self._ends,
+        }.get(event["type"])
+        if take is not None:
+            take(event)
+
+    @property
+    def best(self) -> list[Trial]:
+        """The best trial, or those on the front of several objectives; none yet: empty."""
+        return self._best.trials
+
+    @property
+    def running(self) -> list[Trial]:
+        """What runs now, by number."""
+        return sorted(self._running.values(), key=lambda trial: trial.number)
+
+    def last(self, count: int = LAST) -> list[Trial]:
+        """The trials that ended last, the last one first."""
+        return self._ended[: -count - 1 : -1]
+
+    def count(self, state: str) -> int:
+        """How many trials are in a state."""
+        return self._counts[state]
+
+    def ends_at(self, now: float) -> float | None:
+        """When the sweep is going to end: what is left, at the pace so far, or its deadline.
+
+        Args:
+            now: unix seconds.
+
+        Returns:
+            Unix seconds; None: nothing ended yet, nothing runs, or there is no end in sight.
+        """
+        if not self._ended or not self._running or self.n_trials is None:
+            return self.deadline
+        each = self._seconds / len(self._ended)
+        under_way = sum(max(each - (now - one.began), 0.0) for one in self._running.values())
+        to_start = max(self.n_trials - len(self._ended) - len(self._running), 0)
+        end = now + (to_start * each + under_way) / len(self._running)
+        return end if self.deadline is None else min(end, self.deadline)
+
+    def summary(self, now: float | None = None) -> str:
+        """One line: how many of how many, the best value, and when it is going to end."""
+        parts = [self._progress(), self._states(), *map(self._told, self.best[:1])]
+        if len(self.best) > 1:
+            parts[-1] = f"{len(self.best)} trials on the front"
+        if self.status != "running":
+            parts.append(self.status)
+        elif end := self.ends_at(time.time() if now is None else now):
+            parts.append(f"ends about {time.strftime('%H:%M', time.localtime(end))}")
+        return f"{self.name}: " + "; ".join(part for part in parts if part)
+
+    def text(self, now: float | None = None) -> str:
+        """Summary and table as lines of text."""
+        header, rows = self._columns(time.time() if now is None else now)
+        return self.summary(now) + ("\n" + text_columns(header, rows) if rows else "")
+
+    def html(self, now: float | None = None) -> str:
+        """Summary and table for a cell; all values escaped."""
+        header, rows = self._columns(time.time() if now is None else now)
+        return f"<p>{escape(self.summary(now))}</p>" + (html_columns(header, rows) if rows else "")
+
+    def line(self, event: Event) -> str | None:
+        """An event as a line of text: a trial that ended; None for every other event."""
+        if event["type"] != "trial" or event["state"] not in ENDED:
+            return None
+        trial = self.trials[event["number"]]
+        values = [f"{name} {short(v)}" for name, v in zip(self.metrics, trial.values, strict=False)]
+        mark = ["(best)"] if trial in self.best else []
+        params = [f"{name}={short(value)}" for name, value in trial.params.items()]
+        took = [f"{trial.seconds:.1f} s"] if trial.seconds is not None else []
+        words = [f"trial {trial.number}", trial.state, *values, *mark, *params, *took]
+        return "  ".join(words + ([trial.reason] if trial.reason else []))
+
+    # --- events ---
+
+    def _begins(self, event: Event) -> None:
+        """A new attempt: what ran in the one before does not run any more."""
+        self.status = "running"
+        for trial in self.running:
+            self._now_is(trial, "waiting")
+
+    def _ends(self, event: Event) -> None:
+        self.status = event["status"]
+        for trial in self.running:
+            self._now_is(trial, "waiting")
+
+    def _trial(self, event: Event) -> None:
+        number = event["number"]
+        if number in self.trials:
+            self._leave(self.trials[number])
+        trial = self.trials.setdefault(number, Trial(number))
+        trial.take(event)
+        self._enter(trial)
+        self._best.take(trial, bool(event.get("best")))
+
+    def _now_is(self, trial: Trial, state: str) -> None:
+        self._leave(trial)
+        trial.state = state
+        self._enter(trial)
+
+    def _leave(self, trial: Trial) -> None:
+        """Undo :meth:`_enter`, before the trial's state changes."""
+        self._counts[trial.state] -= 1
+        self._running.pop(trial.number, None)
+        if trial.ended:
+            self._ended.remove(trial)
+            self._seconds -= trial.seconds or 0.0
+
+    def _enter(self, trial: Trial) -> None:
+        self._counts[trial.state] += 1
+        if trial.state == "running":
+            self._running[trial.number] = trial
+        elif trial.ended:
+            self._ended.append(trial)
+            self._seconds += trial.seconds or 0.0
+
+    def _intermediate(self, event: Event) -> None:
+        if trial := self.trials.get(event["number"]):
+            trial.step, trial.latest = event["step"], event["value"]
+
+    def _fold(self, event: Event) -> None:
+        if trial := self.trials.get(event.get("number", -1)):
+            trial.folds[event["fold"]] = event["state"]
+
+    # --- words ---
+
+    def _progress(self) -> str:
+        of = f" of {self.n_trials}" if self.n_trials is not None else ""
+        return f"{len(self._ended)}{of} trials"
+
+    def _states(self) -> str:
+        states = (*ENDED, "running", "waiting")
+        return ", ".join(f"{self.count(one)} {one}" for one in states if self.count(one))
+
+    def _told(self, trial: Trial) -> str:
+        values = zip(self.metrics, trial.values, strict=False)
+        named = ", ".join(f"{name} {short(value)}" for name, value in values)
+        return f"best {named} (trial {trial.number})"
+
+    def _columns(self, now: float) -> tuple[list[str], list[list[str]]]:
+        shown = [*self.best[:_BEST], *self.running[:_RUNNING], *self.last()]
+        shown = list({trial.number: trial for trial in shown}.values())
+        names = list(dict.fromkeys(name for trial in shown for name in trial.params))[:_PARAMS]
+        header = ["", "trial", "state", *self.metrics, "seconds", *names]
+        return header, [self._row(trial, names, now) for trial in shown]
+
+    def _row(self, trial: Trial, names: Sequence[str], now: float) -> list[str]:
+        values = [short(value) for value in trial.values] or [_under_way(trial)]
+        values += [""] * (len(self.metrics) - len(values))
+        running = max(now - trial.began, 0.0) if trial.state == "running" else None
+        seconds = trial.seconds if running is None else running
+        return [
+            "*" if trial in self.best else "",
+            str(trial.number),
+            trial.state,
+            *values[: len(self.metrics)],
+            "" if seconds is None else f"{seconds:.1f}",
+            *(short(trial.params[name]) if name in trial.params else "" for name in names),
+        ]
+
+
+def short(value: Any) -> str:
+    """A value as a person reads it: four digits of a number, the beginning of a long text."""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= _TEXT else text[: _TEXT - 3] + "..."
+
+
+def _under_way(trial: Trial) -> str:
+    """What a trial without a value has said so far."""
+    if trial.latest is not None:
+        return f"{short(trial.latest)} (step {trial.step})"
+    done = sum(state == "complete" for state in trial.folds.values())
+    return f"{done} folds" if trial.folds else ""
