@@ -124,6 +124,10 @@ class FitError(NbtoolkitError):
     """``nb.fit`` was given data, a model or a setting that it cannot train with."""
 
 
+class LossNotFinite(FitError):
+    """A loss is infinite or no number; the step and its samples are named."""
+
+
 class FoldError(NbtoolkitError):
     """A data set cannot be split as asked, or folds and what they are used with do not fit."""
 

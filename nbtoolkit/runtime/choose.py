@@ -126,16 +126,17 @@ def choose_run(
             raise folder_error(paths.folder, error) from error
         assert lock is not None
         return ChosenRun(paths, lock, 1)
-    _put_aside(chosen.paths)
+    put_aside(chosen.paths)
     return chosen
 
 
-def _put_aside(paths: RunPaths) -> None:
+def put_aside(paths: RunPaths) -> None:
     """Keep how the last attempt was decided and ended, until the next one has started."""
     paths.owner.unlink(missing_ok=True)  # the one before: this launch's comes in a moment
     paths.previous.mkdir(exist_ok=True)
     for name in _DECIDED:
-        shutil.copy2(paths.folder / name, paths.previous / name)
+        with contextlib.suppress(FileNotFoundError):  # it was cut off while it began
+            shutil.copy2(paths.folder / name, paths.previous / name)
     for name in _ENDED:
         (paths.previous / name).unlink(missing_ok=True)
         if (paths.folder / name).exists():
@@ -255,9 +256,22 @@ def discard(run: ChosenRun) -> None:
 
 
 def write_header(
-    run: ChosenRun, config: Config, plan: LaunchPlan, host: Host, train: Callable[..., Any]
+    run: ChosenRun,
+    config: Config,
+    plan: LaunchPlan,
+    host: Host,
+    train: Callable[..., Any],
+    **more: Any,
 ) -> dict[str, Any]:
     """Write what was decided, before anything starts; returns the ``run`` event's fields.
+
+    Args:
+        run: the chosen run.
+        config: the resolved configuration.
+        plan: what will be done.
+        host: where.
+        train: the training function.
+        more: what else ``versions.json`` is to say, or to say otherwise.
 
     Raises:
         RunFolderError: the folder cannot be written.
@@ -272,6 +286,7 @@ def write_header(
         "source": source_hash(train),
         "host": host.kind,
         "versions": versions(),
+        **more,
     }
     try:
         write_whole(run.paths.config, config.to_yaml(), durable=False)

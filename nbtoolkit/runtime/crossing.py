@@ -215,6 +215,12 @@ def _stand_in(packed: dict[str, Any]) -> WorkerError:
     )
 
 
+def one_line(kind: str, text: str) -> str:
+    """An exception's type (dotted) and text as one line."""
+    first = text.strip().splitlines()[:1]
+    return ": ".join([kind.rpartition(".")[2], *first])
+
+
 def add_note(error: BaseException, note: str) -> None:
     """``error.add_note(note)``, also on Python 3.10 (whose tracebacks do not print notes)."""
     if sys.version_info >= (3, 11):

@@ -60,6 +60,7 @@ class Launchpad:
         self._socket = ours
         self._ready = False
         self._detached: list[RunPaths] = []
+        self._preloaded: set[str] = set()
         self._asking = threading.RLock()  # launches may come from several threads
 
     @property
@@ -71,20 +72,30 @@ class Launchpad:
         """Whether it can take a run."""
         return self._process.poll() is None
 
-    def run(self, fds: list[int]) -> int:
-        """Start an owner for a packed run.
+    def run(self, fds: list[int], *, search: bool = False) -> int:
+        """Start an owner for a packed run, or a conductor for a search.
 
         Args:
             fds: the payload, the owner's end of the line, the run's lock (see zygote.py).
+            search: it is a search.
 
         Returns:
-            The owner's pid.
-
+            The process's pid.
 
         Raises:
             LaunchError: the launchpad did not start, or died.
         """
-        return int(self._ask({"op": "run"}, "forked", fds)["pid"])
+        return int(self._ask({"op": "run", "search": search}, "forked", fds)["pid"])
+
+    def preload(self, names: list[str]) -> None:
+        """Have modules imported that conductors need; a second call does nothing.
+
+        Raises:
+            LaunchError: the launchpad did not start, or died.
+        """
+        if new := [name for name in names if name not in self._preloaded]:
+            self._ask({"op": "preload", "names": new}, "preloaded")
+            self._preloaded.update(new)
 
     def track(self, folder: Path) -> None:
         """Have a run's events followed into the tracking database."""

@@ -79,8 +79,8 @@ class RunRecord:
         self.checkpoint = path
         self._log.write("checkpoint", path=path, step=step, kind=kind)
 
-    def complete(self, status: str, processes: int) -> None:
-        """End the run well: result first, then the last event."""
+    def complete(self, status: str, processes: int, **more: Any) -> None:
+        """End the run well: result (with ``more`` in it) first, then the last event."""
         seconds = time.time() - self.started
         result = {
             "status": status,
@@ -88,6 +88,7 @@ class RunRecord:
             "seconds": seconds,
             "processes": processes,
             "checkpoint": self.checkpoint,
+            **more,
         }
         write_json(self.paths.result, result)
         self._end(status, seconds, None)

@@ -99,7 +99,9 @@ class Zygote(Forker):
             return
         message, fds = packet
         if message["op"] == "run":
-            self._fork_owner(fds)
+            self._fork_owner(run_conductor if message["search"] else run_owner, fds)
+        elif message["op"] == "preload":
+            self._preload(message["names"])
         elif message["op"] == "track":
             self._track(message)
         elif message["op"] == "pids":
@@ -107,12 +109,21 @@ class Zygote(Forker):
             pids = [os.getpid(), *tracking, *self._ahead.pids]
             send_packet(self._kernel, {"op": "pids", "pids": pids})
 
-    def _fork_owner(self, fds: list[int]) -> None:
+    def _preload(self, names: list[str]) -> None:
+        """Import what conductors need: each would take half a second for it."""
+        for name in names:
+            import_module(name)
+        gc.collect()
+        gc.freeze()
+        assert self._kernel is not None
+        send_packet(self._kernel, {"op": "preloaded"})
+
+    def _fork_owner(self, run: Callable[[socket.socket, list[int]], None], fds: list[int]) -> None:
         ours, theirs = packet_pair()
 
         def child() -> None:
             ours.close()  # else the owner would hold its own line open and not hear of our end
-            run_owner(theirs, fds)
+            run(theirs, fds)
 
         pid = self.fork(child, keep=[theirs.fileno(), *fds])
         theirs.close()
@@ -232,6 +243,14 @@ def run_owner(launchpad: socket.socket, fds: list[int]) -> None:
 
     payload, kernel, lock, *forked = fds
     own(payload, socket.socket(fileno=kernel), launchpad, lock, forked)
+
+
+def run_conductor(launchpad: socket.socket, fds: list[int]) -> None:
+    """The main function of a search's process."""
+    from nbtoolkit.search.conductor import conduct
+
+    payload, kernel, lock, own = fds
+    conduct(payload, socket.socket(fileno=kernel), launchpad, lock, own)
 
 
 def run_pilot(message: dict[str, Any], fds: list[int]) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from nbtoolkit.errors import FitError
+from nbtoolkit.errors import LossNotFinite
 
 if TYPE_CHECKING:
     from nbtoolkit.runtime.context import RunContext
@@ -54,7 +54,7 @@ def raise_if_not_finite(
         grad_norm: the gradient's norm when it was last watched, for the message.
 
     Raises:
-        FitError: names the first step that is not finite, and its samples.
+        LossNotFinite: names the first step that is not finite, and its samples.
     """
     wrong = not_finite(_gathered(ctx, losses))
     if wrong and not tolerant:
@@ -82,11 +82,11 @@ def _gathered(ctx: RunContext, losses: Sequence[StepLoss]) -> list[StepLoss]:
 
 def _broken(
     first: StepLoss, samples: Sequence[int], rate: float | None, grad_norm: float | None
-) -> FitError:
+) -> LossNotFinite:
     more = f" and {len(samples) - _SHOWN} more" if len(samples) > _SHOWN else ""
     known = (("learning rate", rate), ("gradient norm", grad_norm))
     now = ", ".join(f"{name} {one:g}" for name, one in known if one and math.isfinite(one))
-    return FitError(
+    return LossNotFinite(
         f"the loss of optimizer step {first.step} (step {first.in_epoch + 1} of epoch "
         f"{first.epoch}) is {first.loss}{f'; {now}' if now else ''}\n"
         f"  Its batch: samples {', '.join(map(str, samples[:_SHOWN]))}{more}",

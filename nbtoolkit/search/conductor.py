@@ -1,0 +1,221 @@
+"""The conductor: one process a search; it runs the program's jobs on the slots.
+
+It is the search's owner as an owner is a run's: it never imports user code and never computes. What
+is run next, and what an ending means, is the program's business.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from nbtoolkit.errors import NbtoolkitError
+from nbtoolkit.runtime.carrier import TICK
+from nbtoolkit.runtime.crossing import pack_error
+from nbtoolkit.runtime.desk import Desk, KernelGone, LaunchpadGone
+from nbtoolkit.runtime.owner import launchpad_lost, sign, tell_lost
+from nbtoolkit.runtime.paths import RunPaths, folder_error
+from nbtoolkit.runtime.payload import unpack_all
+from nbtoolkit.runtime.record import RunRecord
+from nbtoolkit.runtime.wire import Line, Message, wake
+from nbtoolkit.search.errand import Errand
+from nbtoolkit.search.program import Ending, Job, Program
+from nbtoolkit.search.slots import Slot
+
+COMMANDS = "commands"
+"""The folder in a search's folder where handles without a line to it leave their wishes."""
+
+_LANDING_SECONDS = 2.0  # for jobs that had ended when the launchpad died
+
+
+def conduct(
+    payload_fd: int, kernel: socket.socket, launchpad: socket.socket, lock_fd: int, own_fd: int
+) -> None:
+    """Carry one search to its end; the main function of a conductor's process.
+
+    Args:
+        payload_fd: the packed function and what all its runs have in common.
+        kernel: the line to whoever started the search.
+        launchpad: packets to the launchpad.
+        lock_fd: holds the search's lock.
+        own_fd: what is the conductor's own (see start.py).
+    """
+    content = unpack_all([payload_fd, own_fd])
+    paths, line = RunPaths(Path(content["folder"])), Line(kernel)
+    try:
+        sign(paths)
+        desk = Desk(line, launchpad, detached=content["detach"])
+        Conductor(content, payload_fd, desk).carry()
+    except LaunchpadGone:
+        tell_lost(line, launchpad_lost())
+    except OSError as error:  # the folder cannot be written any more
+        tell_lost(line, folder_error(paths.folder, error))
+    finally:
+        os.close(lock_fd)
+        line.close()
+
+
+class Conductor:
+    """One search's life."""
+
+    def __init__(self, content: dict[str, Any], payload_fd: int, desk: Desk) -> None:
+        self._content, self._payload_fd, self._desk = content, payload_fd, desk
+        self._paths = RunPaths(Path(content["folder"]))
+        self._record = RunRecord(self._paths, deadline=content["deadline"])
+        self._free: list[Slot] = list(content["slots"].slots)
+        self._running: list[Errand] = []
+        self._killed = False
+
+    # --- the story ---
+
+    def carry(self) -> None:
+        """Run, and write how it ended when it could not go on to its end."""
+        try:
+            self._begin()
+            self._settle(self._run())
+        except KernelGone:
+            self._abandon("the kernel is gone: the search was ended, unfinished")
+        except LaunchpadGone:
+            self._abandon("the launchpad is gone: the search was ended, unfinished")
+            raise
+        except NbtoolkitError as error:  # the program gives up
+            self._fail(error)
+        except OSError:
+            raise
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self._end_all()
+
+    def _begin(self) -> None:
+        self._record.write("run", **self._content["header"], plan=self._content["plan"].to_dict())
+        for level, text in self._content["notes"]:
+            self._record.note(text, level)
+        self._record.note(self._content["slots"].explain())
+        self._program = make_program(self._content, self._record)
+
+    def _run(self) -> str:
+        """Until nothing runs and nothing will; the status it ends with."""
+        program = self._program
+        while True:
+            for errand in [errand for errand in self._running if errand.turn()]:
+                self._running.remove(errand)
+                self._free.append(errand.slot)
+                program.ended(errand.job, errand.ending())
+            self._heed_the_time()
+            if self._record.leaving is None:
+                self._fill()
+            if not self._running and (self._record.leaving is not None or program.done):
+                return self._record.leaving or "completed"
+            self._listen()
+
+    def _fill(self) -> None:
+        """Start jobs on the free slots."""
+        while self._free and (job := self._program.next(self._left())) is not None:
+            slot = self._free.pop(0)
+            try:
+                errand = self._errand(job, slot)
+            except NbtoolkitError as error:  # its parameters make no plan, no configuration
+                self._free.append(slot)
+                said = f"{type(error).__name__}: {error.what}"
+                self._program.ended(job, Ending(status="failed", fault="raised", error=said))
+            else:
+                self._running.append(errand)
+
+    def _errand(self, job: Job, slot: Slot) -> Errand:
+        tower = self._desk.tower
+        return Errand(job, slot, self._content, self._payload_fd, tower, self._program)
+
+    def _left(self) -> float | None:
+        deadline = self._content["deadline"]
+        return None if deadline is None else float(deadline - time.time())
+
+    # --- listening ---
+
+    def _listen(self) -> None:
+        try:
+            lines = [line for errand in self._running for line in errand.lines()]
+            requests = self._desk.wait(lines, TICK)
+        except LaunchpadGone:
+            if not self._running or not all(errand.landing for errand in self._running):
+                raise
+            requests = []
+        for request in [*requests, *self._left_in_folder()]:
+            self._obey(request)
+
+    def _left_in_folder(self) -> list[Message]:
+        """The wishes of handles that have no line to this process."""
+        requests: list[Message] = []
+        if (request := self._record.stop_requested()) is not None:
+            requests.append({"type": "stop", "reason": "a handle asked", **request})
+        folder = self._paths.folder / COMMANDS
+        for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if not file.name.startswith("."):  # else it is being written
+                requests.append({"type": "command", **json.loads(file.read_text())})
+                file.unlink()
+        return requests
+
+    def _obey(self, request: Message) -> None:
+        if request["type"] == "stop":
+            status = request.get("status", "stopped")
+            self._stop(request["reason"], request.get("grace"), status)
+        elif request["type"] == "kill":
+            self._stop("killed on request", 0.0, "stopped")
+        elif request["type"] == "command":
+            command = {name: value for name, value in request.items() if name != "type"}
+            self._program.obey(command)
+            self._record.write("command", **command)
+            if command["op"] == "stop_trial":
+                self._stop_trial(int(command["n"]))
+
+    def _stop(self, reason: str, grace: float | None, status: str) -> None:
+        self._record.ask_to_stop(status, reason, grace)
+        self._program.obey({"op": "stop"})
+        for errand in self._running:
+            errand.stop(reason, grace, self._record.leaving or status)
+
+    def _stop_trial(self, number: int) -> None:
+        key = f"trials/{number:04d}"
+        for errand in self._running:
+            if f"{errand.job.key}/".startswith(f"{key}/"):
+                errand.stop("a handle asked for this trial's end", None, "stopped")
+
+    def _heed_the_time(self) -> None:
+        """At the deadline all jobs leave, and save; who does not in the reserve is ended."""
+        if self._record.leaving is None and self._record.decide() is not None:
+            grace = float(self._content["config"].runtime.reserve)
+            self._stop("the search's time is used up", grace, "deadline")
+
+    # --- the end ---
+
+    def _settle(self, status: str) -> None:
+        summary = self._program.close(status)
+        self._record.complete(status, 1, summary=summary)
+        wake(self._desk.kernel)
+
+    def _fail(self, error: BaseException) -> None:
+        self._end_all()
+        self._record.fail(pack_error(error), rank=None, notes=[])
+        wake(self._desk.kernel)
+
+    def _abandon(self, why: str) -> None:
+        self._end_all()
+        self._record.note(why, level="warning")
+
+    def _end_all(self) -> None:
+        for errand in self._running:
+            errand.abandon()
+        self._running.clear()
+
+
+def make_program(content: dict[str, Any], record: RunRecord) -> Program:
+    """The program that a search's content names, as ``"module:function"``."""
+    module, _, function = content["program"].partition(":")
+    make = getattr(importlib.import_module(module), function)
+    program: Program = make(content["about"], record, Path(content["folder"]))
+    return program

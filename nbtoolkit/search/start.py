@@ -1,0 +1,262 @@
+"""From the kernel to a conductor: choose the search's folder, pack everything, hand it over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbtoolkit.errors import LaunchError, ResumeError
+from nbtoolkit.runtime.choose import (
+    ChosenRun,
+    discard,
+    lock_run,
+    put_aside,
+    source_hash,
+    write_header,
+)
+from nbtoolkit.runtime.hardware import detect_hardware
+from nbtoolkit.runtime.host import detect_host
+from nbtoolkit.runtime.launchpad import Launchpad, launchpad
+from nbtoolkit.runtime.paths import RunPaths, fingerprint, folder_error, read_json, runs_in
+from nbtoolkit.runtime.payload import pack_content, pack_function
+from nbtoolkit.runtime.plan import make_plan
+from nbtoolkit.runtime.result import find_run
+from nbtoolkit.runtime.surroundings import surroundings
+from nbtoolkit.runtime.timing import time_limit
+from nbtoolkit.runtime.wire import Line
+from nbtoolkit.search.slots import Placement, make_slots
+
+if TYPE_CHECKING:
+    from nbtoolkit.config import Config
+    from nbtoolkit.search.folds import Folds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What is to be searched, and how its jobs are run.
+
+    Attributes:
+        kind: ``"sweep"`` or ``"cv"``: of what kind its folder is.
+        program: who decides, as ``"module:function"``; called as ``function(about, diary,
+            folder)`` in the conductor's process.
+        about: plain data for it.
+        identity: what makes it another search when it differs: with configuration and function
+            it decides which unfinished one ``resume="auto"`` goes on with.
+        placement: see :func:`~nbtoolkit.search.slots.make_slots`.
+        per_device: jobs that share a device.
+        jobs: how many jobs there will be; None: many, or not known.
+        folds: whose ``[job.fold]`` is ``ctx.fold`` in a job; None: none.
+        timeout: seconds; None: no limit but the host's.
+        preload: modules the program imports.
+    """
+
+    kind: str
+    program: str
+    about: Mapping[str, Any]
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    placement: Placement = "auto"
+    per_device: int = 1
+    jobs: int | None = None
+    folds: Folds | None = None
+    timeout: float | None = None
+    preload: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Started:
+    """A search that has started.
+
+    Attributes:
+        run: its folder, and whether it was gone on with.
+        line: to its conductor.
+        slots: where its jobs run, in one sentence.
+        tracked: has the tracking service look at it now; None: it is not tracked.
+    """
+
+    run: ChosenRun
+    line: Line
+    slots: str
+    tracked: Callable[[], None] | None
+
+
+def start_search(
+    train: Callable[..., Any],
+    config: Config,
+    search: Search,
+    *,
+    name: str,
+    resume: str | os.PathLike[str] = "auto",
+    detach: bool = False,
+) -> Started:
+    """Start the conductor of a search.
+
+    Args:
+        train: the training function.
+        config: what every job's settings are laid over.
+        search: what is searched.
+        name: the end of a new folder's name.
+        resume: ``"auto"`` goes on with the newest unfinished search of equal configuration,
+            function and identity that nobody owns; ``"never"``; or a search's id or folder.
+        detach: it outlives this process.
+
+    Raises:
+        ResumeError: the named search differs, or is owned.
+        CannotPickle: the function captured something that cannot travel.
+        LaunchError: the launchpad did not start.
+    """
+    host, hardware = detect_host(), detect_hardware()
+    slots = make_slots(
+        config, hardware, search.placement, per_device=search.per_device, jobs=search.jobs
+    )
+    first = slots.slots[0]
+    plan = make_plan(config.with_overrides(dict(first.overrides)), host, first.hardware)
+    with choose_search(train, config, search, name, resume) as run:
+        header = write_header(run, config, plan, host, train, **_identity(train, config, search))
+        pad = launchpad(tracking=config.tracking.mlflow)
+        limit = time_limit(_limited(config, search.timeout))
+        shared = {
+            "around": surroundings(),
+            "detach": detach,
+            "deadline": limit.deadline,
+            "config": config,
+            "host": host,
+        }
+        kept = ("function", "host", "versions")
+        own = {
+            "folder": str(run.paths.folder),
+            "plan": plan,
+            "slots": slots,
+            "header": {**header, "search": search.kind},
+            "job_header": {key: header[key] for key in kept},
+            "notes": list(limit.notes),
+            "program": search.program,
+            "about": dict(search.about),
+            "folds": search.folds,
+        }
+        try:
+            pad.preload(["nbtoolkit.search.conductor", *search.preload])
+            line = _send(pad, train, shared, own, run)
+        except LaunchError:
+            discard(run)
+            raise
+        if detach:
+            pad.let_outlive(run.paths)
+    tracked = partial(pad.track, run.paths.folder) if config.tracking.mlflow else None
+    if tracked is not None:
+        tracked()
+    return Started(run, line, slots.explain(), tracked)
+
+
+def _send(
+    pad: Launchpad,
+    train: Callable[..., Any],
+    shared: dict[str, Any],
+    own: dict[str, Any],
+    run: ChosenRun,
+) -> Line:
+    payload = pack_function(train, shared)
+    try:
+        apart = pack_content(own)
+        mine, theirs = Line.pair()
+        try:
+            pad.run([payload, theirs.fileno(), run.lock.fileno(), apart], search=True)
+        except BaseException:
+            mine.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(apart)
+    finally:
+        os.close(payload)
+    return mine
+
+
+def _limited(config: Config, timeout: float | None) -> Config:
+    """The configuration with the search's own time as its time budget."""
+    return config if timeout is None else config.with_overrides({"runtime.time_budget": timeout})
+
+
+# --- which search ---
+
+
+def choose_search(
+    train: Callable[..., Any],
+    config: Config,
+    search: Search,
+    name: str,
+    resume: str | os.PathLike[str],
+) -> ChosenRun:
+    """Find or make the folder of a search, and lock it."""
+    output_dir = Path(config.runtime.output_dir)
+    identity = _identity(train, config, search)
+    if resume == "auto":
+        chosen = _unfinished(output_dir, identity)
+    elif resume == "never":
+        chosen = None
+    else:
+        chosen = _named(resume, output_dir, search, identity)
+    if chosen is not None:
+        put_aside(chosen.paths)
+        return chosen
+    paths = RunPaths.create(output_dir, name)
+    try:
+        lock = lock_run(paths)
+    except OSError as error:
+        raise folder_error(paths.folder, error) from error
+    assert lock is not None
+    return ChosenRun(paths, lock, 1)
+
+
+def _identity(train: Callable[..., Any], config: Config, search: Search) -> dict[str, Any]:
+    """What its folder remembers, to be found and checked by."""
+    settings = {**config.to_dict(), search.kind: dict(search.identity)}
+    return {
+        "kind": search.kind,
+        "fingerprint": fingerprint(settings, train),
+        "source": source_hash(train),
+    }
+
+
+def _unfinished(output_dir: Path, identity: Mapping[str, Any]) -> ChosenRun | None:
+    for paths in runs_in(output_dir):
+        about = read_json(paths.versions) or {}
+        fits = all(about.get(key) == identity[key] for key in ("kind", "fingerprint"))
+        if fits and not paths.completed() and (lock := lock_run(paths)) is not None:
+            return ChosenRun(paths, lock, int(about["attempt"]) + 1)
+    return None
+
+
+def _named(
+    run: str | os.PathLike[str], output_dir: Path, search: Search, identity: Mapping[str, Any]
+) -> ChosenRun:
+    try:
+        paths = find_run(run, output_dir)
+    except LaunchError as error:
+        allowed = f'"auto", "never", {error.allowed}'
+        raise ResumeError(error.what, allowed=allowed, do=error.do) from None
+    about = read_json(paths.versions) or {}
+    if about.get("kind") != search.kind:
+        raise ResumeError(
+            f"{paths.folder} is no {search.kind}, but a {about.get('kind', 'run')}",
+            allowed=f"the folder of a {search.kind}",
+            do="look into the folders' versions.json for their kind",
+        )
+    if about.get("source") != identity["source"]:
+        raise ResumeError(
+            f"the {search.kind} {paths.run_id} was made by another function: the source of "
+            f"{about.get('function')} differs",
+            allowed="the same training function",
+            do="start a new one with resume='never'",
+        )
+    lock = lock_run(paths)
+    if lock is None:
+        raise ResumeError(
+            f"the {search.kind} {paths.run_id} is going on",
+            allowed="one owner at a time",
+            do="attach to it with nb.attach(folder)",
+        )
+    return ChosenRun(paths, lock, int(about["attempt"]) + 1)
