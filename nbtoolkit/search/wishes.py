@@ -1,9 +1,9 @@
 """Wishes: what is wanted of a sweep, checked and frozen; a YAML file, a dict, or a bare space.
 
-    study: {name: digits, metric: val_accuracy, direction: maximize, sampler: tpe, pruner: median}
-    budget: {n_trials: 40, timeout: 2h}
-    space:
-      optim.lr: {type: float, low: 1.0e-4, high: 1.0e-1, log: true}
+study: {name: digits, metric: val_accuracy, direction: maximize, sampler: tpe, pruner: median}
+budget: {n_trials: 40, timeout: 2h}
+space:
+  optim.lr: {type: float, low: 1.0e-4, high: 1.0e-1, log: true}
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from nbtoolkit.config_values import (
     Text,
 )
 from nbtoolkit.errors import SpaceError
+from nbtoolkit.search.folds import FoldKind
 from nbtoolkit.search.space import Space
 from nbtoolkit.search.wishes_checks import clashes
 from nbtoolkit.yaml_lines import Layer, Mistake, dump, refuse
@@ -38,9 +39,6 @@ PrunerName = Literal[
     "median", "percentile", "successive_halving", "hyperband", "wilcoxon", "patient", "none"
 ]
 Direction = Literal["maximize", "minimize"]
-FoldKind = Literal[
-    "stratified", "kfold", "group", "stratified_group", "time", "repeated", "predefined"
-]
 
 
 def _names(value: Any) -> tuple[Any, ...]:
@@ -120,7 +118,7 @@ class FoldWishes(Section):
     kind: FoldKind = "stratified"
     """How the samples are divided, see :func:`nbtoolkit.make_folds`."""
     repeats: Count = 1
-    """`repeated`: how often, each time divided otherwise."""
+    """`stratified` and `kfold`: how often, each time divided otherwise."""
     seed: Seed = 0
     """Decides the division."""
 
