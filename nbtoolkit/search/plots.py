@@ -1,0 +1,219 @@
+"""Plots of a study: its history, what matters, and how the value depends on each parameter.
+
+Matplotlib figures out of the study's trials alone: they work on a sweep that goes on, and on any
+Optuna study. More of them are in Optuna (``optuna.visualization.matplotlib``) and in
+optuna-dashboard, which opens the sweep's ``study.db`` as it is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from nbtoolkit.errors import MissingExtra, SweepError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from optuna import Study
+    from optuna.trial import FrozenTrial
+
+# Dark grey on nothing: a light page shows it as it is, a dark one puts a white card behind it.
+_STYLE: dict[Any, Any] = {
+    **{f"{part}.color": "#777" for part in ("text", "xtick", "ytick")},
+    **{"axes.edgecolor": "#777", "axes.labelcolor": "#777", "axes.facecolor": "none"},
+    "figure.facecolor": "none",
+}
+
+_WIDTH, _HEIGHT, _IN_A_ROW = 3.4, 3.0, 4  # inches of a panel; panels side by side
+
+
+def plot_history(study: Study, *, metric: str = "value", objective: int = 0) -> Figure:
+    """Each trial's value by its number, with the best so far; pruned ones by their last report.
+
+    Args:
+        study: the study.
+        metric: what the value is called.
+        objective: which of several objectives.
+
+    Returns:
+        A figure that no other plot draws into; a cell shows it when it is its last value.
+
+    Raises:
+        SweepError: no trial has ended well yet.
+        MissingExtra: Matplotlib is not installed.
+    """
+    trials = _complete(study, 1)
+    values = [trial.values[objective] for trial in trials]
+    best = _best_so_far(trials, objective, study.directions[objective].name)
+    pruned = _pruned(study) if objective == 0 else []  # what they reported is the first one's
+    figure, [panel] = _panels(1, width=2)
+    panel.plot([trial.number for trial in trials], values, "o", markersize=4, label="complete")
+    if pruned:
+        panel.plot(*zip(*pruned, strict=True), "x", markersize=4, color="#999", label="pruned")
+    panel.step([number for number, _ in best], [v for _, v in best], where="post", label="best")
+    panel.set(xlabel="trial", ylabel=metric)
+    panel.legend(frameon=False)
+    return figure
+
+
+def plot_importances(study: Study, *, metric: str = "value", objective: int = 0) -> Figure:
+    """How much of the value's variation each parameter explains, as shares that sum to 1.
+
+    They are Optuna's: PED-ANOVA (https://arxiv.org/abs/2304.10255), before Optuna 5 fANOVA, which
+    leaves conditional parameters out.
+
+    Args:
+        study: the study.
+        metric: what the value is called.
+        objective: which of several objectives.
+
+    Returns:
+        A figure that no other plot draws into.
+
+    Raises:
+        SweepError: fewer than four trials have ended well.
+        MissingExtra: Matplotlib is not installed.
+    """
+    _complete(study, 4)  # Optuna calls all parameters equal with fewer, in a warning
+    shares = _importances(study, objective)
+    names = sorted(shares, key=lambda name: shares[name])
+    figure, [panel] = _panels(1, width=2)
+    bars = panel.barh(names, [shares[name] for name in names])
+    panel.bar_label(bars, fmt="%.2f", padding=3)
+    panel.set(xlabel=f"importance for {metric}")
+    panel.margins(x=0.15)
+    return figure
+
+
+def plot_slices(
+    study: Study,
+    *,
+    params: Sequence[str] | None = None,
+    metric: str = "value",
+    objective: int = 0,
+) -> Figure:
+    """The value by each parameter, a panel each; later trials are darker.
+
+    Args:
+        study: the study.
+        params: which parameters; None: all of them.
+        metric: what the value is called.
+        objective: which of several objectives.
+
+    Returns:
+        A figure that no other plot draws into.
+
+    Raises:
+        SweepError: no trial has ended well yet, or a parameter is unknown.
+        MissingExtra: Matplotlib is not installed.
+    """
+    trials = _complete(study, 1)
+    known = list(dict.fromkeys(name for trial in trials for name in trial.params))
+    names = list(params) if params is not None else known
+    if unknown := [name for name in names if name not in known]:
+        raise SweepError(
+            f"no trial has a parameter {', '.join(map(repr, unknown))}",
+            allowed=", ".join(known),
+            do="choose some of these, or leave params out",
+        )
+    figure, panels = _panels(len(names))
+    for name, panel in zip(names, panels, strict=True):
+        _slice(panel, name, [trial for trial in trials if name in trial.params], objective)
+    panels[0].set_ylabel(metric)
+    return figure
+
+
+def _importances(study: Study, objective: int) -> dict[str, float]:
+    from optuna.importance import get_param_importances
+
+    if len(study.directions) == 1:
+        return get_param_importances(study)
+    sign = -1.0 if study.directions[objective].name == "MAXIMIZE" else 1.0
+    with warnings.catch_warnings():  # that it looks for low values: hence the sign
+        warnings.filterwarnings("ignore", message=".*to achieve low `target` values")
+        return get_param_importances(study, target=lambda trial: sign * trial.values[objective])
+
+
+def _slice(panel: Axes, name: str, trials: Sequence[FrozenTrial], objective: int) -> None:
+    distribution = trials[-1].distributions[name]
+    choices = getattr(distribution, "choices", None)
+    values: list[Any] = [trial.params[name] for trial in trials]
+    panel.scatter(
+        [str(value) for value in values] if choices is not None else values,
+        [trial.values[objective] for trial in trials],
+        c=[trial.number for trial in trials],
+        cmap="Blues",
+        edgecolors="#777",
+        linewidths=0.5,
+        s=20,
+    )
+    panel.set(xlabel=name, xscale="log" if getattr(distribution, "log", False) else "linear")
+
+
+def _complete(study: Study, least: int) -> list[FrozenTrial]:
+    """The trials that have a value, by number."""
+    from optuna.trial import TrialState
+
+    trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    if len(trials) < least:
+        raise SweepError(
+            f"{len(trials)} trials of the study {study.study_name!r} have ended well",
+            allowed=f"at least {least} for this plot",
+            do="wait for more trials, or look at .trials for how they ended",
+        )
+    return trials
+
+
+def _pruned(study: Study) -> list[tuple[int, float]]:
+    """Number and last report of the trials that were ended early."""
+    from optuna.trial import TrialState
+
+    trials = study.get_trials(deepcopy=False, states=(TrialState.PRUNED,))
+    reports = [(trial.number, trial.intermediate_values) for trial in trials]
+    return [(number, values[max(values)]) for number, values in reports if values]
+
+
+def _best_so_far(
+    trials: Sequence[FrozenTrial], objective: int, direction: str
+) -> list[tuple[int, float]]:
+    """Number and value of the best trial at every trial; those that keep a constraint count."""
+    choose = max if direction == "MAXIMIZE" else min
+    feasible = [trial for trial in trials if _feasible(trial)]
+    values = accumulate((trial.values[objective] for trial in feasible), choose)
+    return [(trial.number, value) for trial, value in zip(feasible, values, strict=True)]
+
+
+def _feasible(trial: FrozenTrial) -> bool:
+    """Whether every constraint is at most 0; Optuna keeps them as one list, or (5) by name."""
+    kept = [v for key, v in trial.system_attrs.items() if key.partition(":")[0] == "constraints"]
+    values = [one for value in kept for one in (value if isinstance(value, list) else [value])]
+    return all(value <= 0 for value in values)
+
+
+def _panels(count: int, width: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure with ``count`` panels.
+
+    It is taken from pyplot, which makes notebooks show figures, and given back at once: else a cell
+    would show it twice, and a kernel would keep every figure it ever drew.
+    """
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise MissingExtra(
+            f"Matplotlib cannot be imported: {error}", do="pip install matplotlib"
+        ) from error
+    across = min(count, _IN_A_ROW) or 1
+    down = -(-count // across) or 1
+    size = (_WIDTH * width * across, _HEIGHT * down)
+    with pyplot.rc_context(_STYLE):
+        figure, grid = pyplot.subplots(
+            down, across, figsize=size, squeeze=False, sharey=True, layout="tight"
+        )
+    pyplot.close(figure)
+    panels = list(grid.flat)
+    for unused in panels[max(count, 1) :]:
+        unused.remove()
+    return figure, panels[: max(count, 1)]
