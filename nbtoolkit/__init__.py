@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time `__getattr_
     from nbtoolkit.runtime.result import RunHandle as RunHandle
     from nbtoolkit.runtime.result import RunResult as RunResult
     from nbtoolkit.runtime.result import attach as attach
+    from nbtoolkit.search.cross_validation import cross_validate as cross_validate
+    from nbtoolkit.search.cv_result import CVResult as CVResult
     from nbtoolkit.search.folds import Folds as Folds
     from nbtoolkit.search.make_folds import make_folds as make_folds
     from nbtoolkit.training.checkpoint import load_model as load_model
@@ -39,6 +41,7 @@ __version__ = "0.1.0"
 
 # Public name -> the module that has it.
 _HOME = {
+    "CVResult": "nbtoolkit.search.cv_result",
     "Config": "nbtoolkit.config",
     "Folds": "nbtoolkit.search.folds",
     "Hardware": "nbtoolkit.runtime.hardware",
@@ -49,6 +52,7 @@ _HOME = {
     "RunHandle": "nbtoolkit.runtime.result",
     "RunResult": "nbtoolkit.runtime.result",
     "attach": "nbtoolkit.runtime.result",
+    "cross_validate": "nbtoolkit.search.cross_validation",
     "detect_hardware": "nbtoolkit.runtime.hardware",
     "detect_host": "nbtoolkit.runtime.host",
     "doctor": "nbtoolkit.doctor",
@@ -66,6 +70,7 @@ _HOME = {
 _MODULES = ("errors", "verify")
 
 __all__ = [
+    "CVResult",
     "Config",
     "Folds",
     "Hardware",
@@ -77,6 +82,7 @@ __all__ = [
     "RunResult",
     "__version__",
     "attach",
+    "cross_validate",
     "detect_hardware",
     "detect_host",
     "doctor",

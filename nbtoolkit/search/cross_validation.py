@@ -1,0 +1,189 @@
+"""cross_validate: the training function on every fold, several at once where there is room."""
+
+from __future__ import annotations
+
+import os
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from nbtoolkit.config import Config, load_config
+from nbtoolkit.errors import FoldError, LaunchError, ResumeError
+from nbtoolkit.runtime.call import check_call
+from nbtoolkit.runtime.cell import Display
+from nbtoolkit.runtime.launch import Train, as_config
+from nbtoolkit.runtime.paths import RunPaths, decides_result
+from nbtoolkit.runtime.result import find_run
+from nbtoolkit.search.cv_handle import CVHandle
+from nbtoolkit.search.cv_result import CVResult
+from nbtoolkit.search.fold_program import FOLDS_FILE, check_same
+from nbtoolkit.search.fold_table import FoldTable
+from nbtoolkit.search.folds import Folds
+from nbtoolkit.search.live import LiveTable
+from nbtoolkit.search.slots import Placement
+from nbtoolkit.search.start import Search, start_search
+
+
+@overload
+def cross_validate(
+    train: Train,
+    config: Config | Mapping[str, Any] | str | Path | None,
+    folds: Folds,
+    *,
+    processes: int | None = None,
+    name: str | None = None,
+    resume: str | os.PathLike[str] = "auto",
+    wait: Literal[True] = True,
+    detach: bool = False,
+    display: Display = "auto",
+) -> CVResult: ...
+
+
+@overload
+def cross_validate(
+    train: Train,
+    config: Config | Mapping[str, Any] | str | Path | None,
+    folds: Folds,
+    *,
+    processes: int | None = None,
+    name: str | None = None,
+    resume: str | os.PathLike[str] = "auto",
+    wait: Literal[False],
+    detach: bool = False,
+    display: Display = "auto",
+) -> CVHandle: ...
+
+
+def cross_validate(
+    train: Train,
+    config: Config | Mapping[str, Any] | str | Path | None,
+    folds: Folds,
+    *,
+    processes: int | None = None,
+    name: str | None = None,
+    resume: str | os.PathLike[str] = "auto",
+    wait: bool = True,
+    detach: bool = False,
+    display: Display = "auto",
+) -> CVResult | CVHandle:
+    """Run ``train(config, ctx)`` once a fold, several folds at once where there is room.
+
+    Inside, ``ctx.fold`` has ``index``, ``train_indices`` and ``valid_indices``. All folds have the
+    configuration's seed. Each is a run of its own, in ``folds/<index>`` of the folder.
+
+    Args:
+        train: the training function. Where it returns a dict with ``"predictions"`` for the
+            validation samples, in their order, the result has them for the whole data set.
+        config: a Config, a path to YAML, or a dict; the defaults when None.
+        folds: from :func:`nbtoolkit.make_folds`.
+        processes: ranks of each fold. None: a device a fold, side by side; with fewer folds than
+            devices all devices for one fold after the other.
+        name: the end of the folder's name; default the function's name and ``cv``.
+        resume: ``"auto"`` goes on with the newest unfinished, ownerless cross-validation of equal
+            configuration, function and folds: folds that are done are not run again, others go on
+            from their checkpoint; ``"never"``; or a folder or its name.
+        wait: False returns a :class:`CVHandle` at once.
+        detach: it outlives this process; see :func:`nbtoolkit.attach`.
+        display: ``"auto"`` shows a table in a cell and lines elsewhere; ``"text"`` lines;
+            ``"off"`` nothing.
+
+    Returns:
+        The :class:`~nbtoolkit.search.cv_result.CVResult` (a :class:`CVHandle` with ``wait=False``).
+
+    Raises:
+        FoldError: ``folds`` are no folds, or not those of the run to go on with.
+        NbtoolkitError: it could not be planned or started, or a fold's rank died or hung again.
+        KeyboardInterrupt: the wait was interrupted; all processes have ended.
+        Exception: what the training function raised, with its own type. The folds that were done
+            are kept.
+    """
+    __tracebackhide__ = True
+    _check(
+        train,
+        folds,
+        processes=processes,
+        name=name,
+        resume=resume,
+        wait=wait,
+        detach=detach,
+        display=display,
+    )
+    config = as_config(config, processes)
+    _check_resumed(resume, config, folds)
+    started = start_search(
+        train,
+        config,
+        _search(folds, processes),
+        name=name or f"{getattr(train, '__name__', 'run')}_cv",
+        resume=resume,
+        detach=detach,
+    )
+    run = started.run
+    cell = LiveTable(FoldTable(name=run.paths.run_id, folds=len(folds)), display)
+    cell.say(f"cross-validation, {len(folds)} folds -> {run.paths.folder}")
+    if run.resumed:
+        cell.say(f"going on with it (attempt {run.attempt}; resume='never' starts anew)")
+    handle = CVHandle(
+        run.paths, line=started.line, cell=cell, tracked=started.tracked, detached=detach
+    )
+    return handle.result() if wait else handle
+
+
+def _search(folds: Folds, processes: int | None) -> Search:
+    """The folds as what a conductor runs."""
+    module = "nbtoolkit.search.fold_program"
+    return Search(
+        kind="cv",
+        program=f"{module}:make_program",
+        about={"folds": folds},
+        identity={"folds": folds.hash, "target": folds.target},
+        placement=_placement(processes),
+        jobs=len(folds),
+        folds=folds,
+        preload=(module,),
+    )
+
+
+def _placement(processes: int | None) -> Placement:
+    if processes is None:
+        return "auto"
+    return "device_per_trial" if processes == 1 else "all_devices_per_trial"
+
+
+# --- what is refused ---
+
+
+def _check(train: Train, folds: Folds, **arguments: Any) -> None:
+    check_call(train, {"start": "launchpad", "where": "local", "on_event": None, **arguments})
+    if not isinstance(folds, Folds):
+        raise FoldError(
+            f"cross_validate was given {reprlib.repr(folds)} as folds",
+            allowed="what nb.make_folds returns",
+            do="nb.make_folds(y, k=5); for pairs of your own kind='predefined', predefined=pairs",
+        )
+
+
+def _check_resumed(resume: str | os.PathLike[str], config: Config, folds: Folds) -> None:
+    """Refuse a named cross-validation of other folds or another configuration."""
+    if resume in ("auto", "never"):
+        return
+    try:
+        folder = find_run(resume, config.runtime.output_dir).folder
+    except LaunchError:  # there is none: start_search says so
+        return
+    if not (folder / FOLDS_FILE).exists():  # something else, or cut off before it began
+        return
+    check_same(Folds.load(folder / FOLDS_FILE), folds)
+    differences = load_config(RunPaths(folder).config, env=None).differences(config)
+    shown = "; ".join(
+        f"{key}: {old!r} then, {new!r} now"
+        for key, (old, new) in differences.items()
+        if decides_result(key, config.to_dict())
+    )
+    if shown:
+        raise ResumeError(
+            f"{folder.name} was made with another configuration: {shown}",
+            allowed="other output, tracking and checkpoint settings",
+            do="load its own config.yaml, or begin anew with resume='never'",
+        )
