@@ -55,7 +55,7 @@ def plot_history(study: Study, *, metric: str = "value", objective: int = 0) -> 
         panel.plot(*zip(*pruned, strict=True), "x", markersize=4, color="#999", label="pruned")
     panel.step([number for number, _ in best], [v for _, v in best], where="post", label="best")
     panel.set(xlabel="trial", ylabel=metric)
-    panel.legend(frameon=False)
+    panel.legend(frameon=False, labelcolor="#777")
     return figure
 
 
@@ -96,6 +96,8 @@ def plot_slices(
     objective: int = 0,
 ) -> Figure:
     """The value by each parameter, a panel each; later trials are darker.
+
+    A panel is as wide as the space.
 
     Args:
         study: the study.
@@ -139,10 +141,14 @@ def _importances(study: Study, objective: int) -> dict[str, float]:
 
 def _slice(panel: Axes, name: str, trials: Sequence[FrozenTrial], objective: int) -> None:
     distribution = trials[-1].distributions[name]
-    choices = getattr(distribution, "choices", None)
     values: list[Any] = [trial.params[name] for trial in trials]
+    if hasattr(distribution, "choices"):
+        values = [str(value) for value in values]
+    elif getattr(distribution, "log", False):
+        panel.set_xscale("log")
+        panel.xaxis.set_minor_formatter("")  # over two decades and less its labels overlap
     panel.scatter(
-        [str(value) for value in values] if choices is not None else values,
+        values,
         [trial.values[objective] for trial in trials],
         c=[trial.number for trial in trials],
         cmap="Blues",
@@ -150,7 +156,10 @@ def _slice(panel: Axes, name: str, trials: Sequence[FrozenTrial], objective: int
         linewidths=0.5,
         s=20,
     )
-    panel.set(xlabel=name, xscale="log" if getattr(distribution, "log", False) else "linear")
+    if hasattr(distribution, "low"):
+        panel.set_xlim(distribution.low, distribution.high)  # what was searched, found or not
+    panel.margins(x=0.1)
+    panel.set_xlabel(name)
 
 
 def _complete(study: Study, least: int) -> list[FrozenTrial]:
