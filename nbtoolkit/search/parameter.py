@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, PlainSerializer
@@ -199,9 +199,7 @@ def stored(value: Any) -> Any:
     return value if plain else json.dumps(value)
 
 
-def _range_mistake(
-    low: float, high: float, log: bool, step: float | None
-) -> tuple[str, str]:
+def _range_mistake(low: float, high: float, log: bool, step: float | None) -> tuple[str, str]:
     if low > high:
         return f"low: {low:g} is above high: {high:g}", "exchange them"
     if log and low <= 0:
@@ -212,4 +210,3 @@ def _range_mistake(
         last = low + math.floor((high - low) / step) * step
         return f"high: {high:g} is not reached in steps of {step:g}", f"set high: {last:g}"
     return "", ""
-

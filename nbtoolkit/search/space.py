@@ -1,16 +1,15 @@
 """Space: what a sweep searches: dotted names of the configuration, and the values of each.
 
-    space:
-      optim.lr: {type: float, low: 1.0e-4, high: 1.0e-1, log: true}
-      model.hidden: {type: int, low: 32, high: 512, log: true}
-      optim.name: [adamw, sgd]                                # short for choices
-      optim.momentum: {type: float, low: 0.5, high: 0.99, when: {optim.name: sgd}}
-      train.epochs: 5                                         # a constant
+space:
+  optim.lr: {type: float, low: 1.0e-4, high: 1.0e-1, log: true}
+  model.hidden: {type: int, low: 32, high: 512, log: true}
+  optim.name: [adamw, sgd]                                # short for choices
+  optim.momentum: {type: float, low: 0.5, high: 0.99, when: {optim.name: sgd}}
+  train.epochs: 5                                         # a constant
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from nbtoolkit.search.parameter import (
     ConstantParameter,
     Parameter,
     Searched,
+    stored,
 )
 from nbtoolkit.search.space_reader import place_of, read_parameters
 from nbtoolkit.yaml_lines import Keys, Mistake, refuse
@@ -75,10 +75,14 @@ class Space:
     def meant(self, stored: Mapping[str, Any]) -> dict[str, Any]:
         """The values that a study's trial holds, with the constants."""
         return self._walk(
-            lambda name, one: one.meant(stored[name])
-            if isinstance(one, CategoricalParameter)
-            else stored[name]
+            lambda name, one: (
+                one.meant(stored[name]) if isinstance(one, CategoricalParameter) else stored[name]
+            )
         )
+
+    def stored(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Searched values as Optuna's study holds them."""
+        return {name: stored(value) for name, value in values.items() if name in self.searched}
 
     def distributions(self) -> dict[str, BaseDistribution]:
         """Optuna's distribution of every searched parameter, whatever its condition."""
@@ -138,7 +142,9 @@ class Space:
         chosen: dict[str, Any] = {}
         for name, one in self.parameters.items():
             if one.active(chosen):
-                chosen[name] = one.value if isinstance(one, ConstantParameter) else choose(name, one)
+                chosen[name] = (
+                    one.value if isinstance(one, ConstantParameter) else choose(name, one)
+                )
         return chosen
 
     def __eq__(self, other: object) -> bool:
@@ -166,4 +172,3 @@ def _extremes(one: Parameter) -> list[Any]:
     if isinstance(one, ConstantParameter):
         return [one.value]
     return list(one.choices) if isinstance(one, CategoricalParameter) else [one.low, one.high]
-

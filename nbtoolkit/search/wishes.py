@@ -76,7 +76,7 @@ class StudyWishes(Section):
     name: Text = "sweep"
     """The study's name, and the end of its folder's."""
     metric: Text | Names | None = None
-    """The reported metric that is made best, or several; null: `checkpoint.monitor`, else val_loss."""
+    """The reported metric (or several) to improve; null: `checkpoint.monitor`, else val_loss."""
     direction: Direction | Auto | Directions = "auto"
     """Which is best; `auto`: the lowest where the name ends in loss or error, else the highest."""
     value: Literal["last", "best"] = "last"

@@ -1,0 +1,223 @@
+"""Samplers: what chooses a trial's parameters; seeded by (seed, trial number), never by history.
+
+A sampler is made anew for each trial, so that a resumed sweep draws what it would have drawn, and
+nothing twice. Random, qmc and grid searches are pure functions of the trial's number: the same
+trials on any number of slots. (Optuna's own QMC and grid count the trials that have ended, and
+sample the first ones of a parallel study apart: optuna/samplers/_qmc.py.)
+
+Imports Optuna: load it late.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import optuna
+from optuna.samplers import BaseSampler
+
+from nbtoolkit.errors import MissingExtra, SpaceError
+from nbtoolkit.search.limits import OUT_OF_MEMORY, limits_of
+from nbtoolkit.search.parameter import stored
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+    from optuna.study import Study
+    from optuna.trial import FrozenTrial, TrialState
+
+    from nbtoolkit.search.space import Space
+    from nbtoolkit.search.wishes import Wishes
+
+BY_NUMBER = ("random", "qmc", "grid")
+"""Samplers for which a trial's number alone decides its parameters."""
+
+
+class Seeded(BaseSampler):
+    """Hands every trial to a sampler made for its number.
+
+    Args:
+        make: number -> sampler.
+    """
+
+    def __init__(self, make: Callable[[int], BaseSampler]) -> None:
+        self._make = make
+        self._number, self._sampler = -1, None
+
+    def _of(self, trial: FrozenTrial) -> BaseSampler:
+        if self._sampler is None or self._number != trial.number:
+            self._number, self._sampler = trial.number, self._make(trial.number)
+        return self._sampler
+
+    def infer_relative_search_space(
+        self, study: Study, trial: FrozenTrial
+    ) -> dict[str, BaseDistribution]:
+        """As the trial's sampler does."""
+        return self._of(trial).infer_relative_search_space(study, trial)
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """As the trial's sampler does."""
+        return self._of(trial).sample_relative(study, trial, search_space)
+
+    def sample_independent(
+        self,
+        study: Study,
+        trial: FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
+    ) -> Any:
+        """As the trial's sampler does."""
+        return self._of(trial).sample_independent(study, trial, param_name, param_distribution)
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        """As the trial's sampler does."""
+        self._of(trial).before_trial(study, trial)
+
+    def after_trial(
+        self,
+        study: Study,
+        trial: FrozenTrial,
+        state: TrialState,
+        values: Sequence[float] | None,
+    ) -> None:
+        """As the trial's sampler does."""
+        self._of(trial).after_trial(study, trial, state, values)
+
+
+class Listed(BaseSampler):
+    """Gives every trial the point that was computed for it.
+
+    Args:
+        point: the parameters, those whose condition holds.
+        space: what is searched.
+    """
+
+    def __init__(self, point: Mapping[str, Any], space: Space) -> None:
+        self._point, self._space = point, space
+
+    def infer_relative_search_space(
+        self, study: Study, trial: FrozenTrial
+    ) -> dict[str, BaseDistribution]:
+        """The searched parameters of the point."""
+        return {
+            name: one for name, one in self._space.distributions().items() if name in self._point
+        }
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """The point."""
+        return {name: stored(self._point[name]) for name in search_space}
+
+    def sample_independent(
+        self,
+        study: Study,
+        trial: FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
+    ) -> Any:
+        """A parameter that a condition hides at this point, and a first trial's own does not."""
+        return optuna.samplers.RandomSampler(seed=trial.number).sample_independent(
+            study, trial, param_name, param_distribution
+        )
+
+
+def make_sampler(wishes: Wishes, space: Space, number: int, offset: int = 0) -> BaseSampler:
+    """The sampler of one trial.
+
+    Args:
+        wishes: name, options and seed.
+        space: what is searched.
+        number: the trial's.
+        offset: how many trials before were not drawn: first trials, a warm start's.
+
+    Raises:
+        SpaceError: the sampler does not know one of its options.
+        MissingExtra: it needs a package that is not installed.
+    """
+    name, seed = wishes.study.sampler, wishes.study.seed
+    if name in BY_NUMBER:
+        return Listed(_point(name, wishes, space, max(number - offset, 0)), space)
+    mixed = _mixed(seed, number)
+    defaults = {**_DEFAULTS[name], **wishes.study.sampler_options.to_dict(), "seed": mixed}
+    if name != "cmaes":
+        defaults.update(_constraints_before_5(wishes))
+    return _made(name, _CLASSES[name], defaults)
+
+
+def grid_size(space: Space) -> int:
+    """How many points a grid has."""
+    return len(space.grid())
+
+
+_CLASSES: dict[str, Callable[..., BaseSampler]] = {
+    "tpe": optuna.samplers.TPESampler,
+    "gp": optuna.samplers.GPSampler,
+    "cmaes": optuna.samplers.CmaEsSampler,
+}
+# Groups: parameters that exist together are sampled together, which conditions need. The liar keeps
+# trials that run at the same time apart.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "tpe": {"multivariate": True, "group": True, "constant_liar": True},
+    "gp": {"warn_independent_sampling": False},
+    "cmaes": {"warn_independent_sampling": False},
+}
+
+
+def _made(name: str, cls: Callable[..., BaseSampler], options: dict[str, Any]) -> BaseSampler:
+    try:
+        with warnings.catch_warnings():  # Optuna calls several of its options experimental
+            warnings.simplefilter("ignore")
+            return cls(**options)
+    except TypeError as error:
+        allowed = "the arguments of Optuna's " + getattr(cls, "__name__", name)
+        raise SpaceError(f"study.sampler_options: {error}", allowed=allowed) from error
+    except ImportError as error:
+        package = "cmaes" if name == "cmaes" else "scipy"
+        raise MissingExtra(f"the {name} sampler: {error}", do=f"pip install {package}") from error
+
+
+def _point(name: str, wishes: Wishes, space: Space, index: int) -> dict[str, Any]:
+    if name == "grid":
+        points = space.grid()
+        return points[index % len(points)]
+    return space.at(_shares(name, wishes, len(space.searched), index))
+
+
+def _shares(name: str, wishes: Wishes, size: int, index: int) -> list[float]:
+    """Where in the unit cube a trial lies."""
+    import numpy as np
+
+    if name == "random":
+        return [float(x) for x in np.random.default_rng([wishes.study.seed, index]).random(size)]
+    from scipy.stats import qmc
+
+    kind = wishes.study.sampler_options.get("qmc_type", "sobol")
+    engine = {"sobol": qmc.Sobol, "halton": qmc.Halton}[kind]
+    scramble = wishes.study.sampler_options.get("scramble", True)
+    sequence = engine(size, scramble=scramble, seed=wishes.study.seed)
+    if index:
+        sequence.fast_forward(index)
+    return [min(float(x), 1 - 2**-53) for x in sequence.random(1)[0]]
+
+
+def _mixed(seed: int, number: int) -> int:
+    """A seed for each (seed, number), far from its neighbours' (numpy's SeedSequence)."""
+    import numpy as np
+
+    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+
+
+def _constraints_before_5(wishes: Wishes) -> dict[str, Any]:
+    """Optuna 4 asks the sampler for constraints; 5 keeps them with the trial."""
+    if not wishes.constraints or hasattr(optuna.trial.Trial, "set_constraint"):
+        return {}
+    return {"constraints_func": lambda trial: _excess(wishes, trial)}
+
+
+def _excess(wishes: Wishes, trial: FrozenTrial) -> list[float]:
+    exceeded = trial.user_attrs.get("constraints", {})
+    names = [*(limit.name for limit in limits_of(wishes)), OUT_OF_MEMORY]
+    return [float(exceeded.get(name, 0.0)) for name in names]

@@ -1,0 +1,308 @@
+"""SweepProgram: which trials are run, how they are judged, and when it is enough.
+
+What it needs, as plain data (``content``):
+
+    wishes   Wishes.to_dict()
+    config   Config.to_dict() of the sweep: every trial's parameters are laid over it
+    folds    {"count": 5, "hash": "..."}, or None
+    local    a folder on a fast local disk where the study is written, and copied from into the
+             sweep's folder after every trial; None (or left out): it is written there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbtoolkit.errors import MissingExtra, SweepError
+from nbtoolkit.search.live_trial import LiveTrial
+from nbtoolkit.search.program import Diary, Ending, Job
+from nbtoolkit.search.repeats import Repeats
+from nbtoolkit.search.standings import better, missing
+from nbtoolkit.search.time_left import TimeLeft
+from nbtoolkit.search.wishes import Wishes
+
+if TYPE_CHECKING:
+    from nbtoolkit.search.books import Books
+
+_RETRIED = ("raised", "died", "hung")  # out of memory, NaN and a timeout come again
+_HAND = "stopped by hand"
+
+
+def make_program(content: Mapping[str, Any], record: Diary, folder: Path) -> SweepProgram:
+    """The program of a sweep, new or gone on with.
+
+    Args:
+        content: plain data, see this module's first lines.
+        record: where events go.
+        folder: the sweep's.
+
+    Raises:
+        SweepError: the study in the folder was made for another search.
+        MissingExtra: Optuna is not installed.
+    """
+    try:
+        from nbtoolkit.search.books import Books
+    except ImportError as error:
+        what = f"a sweep needs Optuna: {error}"
+        raise MissingExtra(what, do="pip install 'nbtoolkit[search]'") from error
+    wishes = Wishes.model_validate(dict(content["wishes"]))
+    books = Books(wishes, content, folder, record)
+    return SweepProgram(books, record, seed=int(content["config"]["seed"]))
+
+
+class SweepProgram:
+    """One session of a sweep; see :class:`~nbtoolkit.search.program.Program`.
+
+    Args:
+        books: the study, opened.
+        diary: where notes go.
+        seed: the configuration's, which repetitions differ from.
+    """
+
+    def __init__(self, books: Books, diary: Diary, seed: int) -> None:
+        self._books, self._diary, self._wishes = books, diary, books.wishes
+        self._jobs: dict[str, LiveTrial] = {}
+        """The trial of every job that runs."""
+        self._live: dict[str, LiveTrial] = {}
+        """Trials with jobs that run or wait, by folder."""
+        self._repeats = Repeats(books, seed)
+        self._time = TimeLeft(books, diary)
+        self._added = int(books.study.remembered().get("added", 0))
+        self._points = len(self._wishes.make_space().grid()) if self._grid else None
+        self._paused = self._stopped = False
+        if books.begun:
+            self._diary.note(f"the study has {books.begun} trials already")
+
+    @property
+    def _grid(self) -> bool:
+        return self._wishes.study.sampler == "grid"
+
+    # --- what is run next ---
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing runs, as far as it knows, and nothing will."""
+        if self._jobs:
+            return False
+        if self._stopped or self._time.up:
+            return True
+        more = bool(self._live or self._books.interrupted or self._more_wished)
+        return not more and not self._repeats.more
+
+    def next(self, left: float | None) -> Job | None:
+        """The next job: of a trial that has begun, of one that was interrupted, of a new one.
+
+        Args:
+            left: seconds until the sweep's deadline; None: there is none.
+
+        Raises:
+            SweepError: too many trials have failed, and nothing runs any more.
+        """
+        if self._too_many_failed():
+            return None
+        if self._paused or self._stopped or self._time.up:
+            return None
+        trial = self._trial(left)
+        if trial is None or not self._time.suffices(trial.params, left):
+            return None
+        judged = trial.seed is None and (self._wishes.pruner != "none" or trial.folds is not None)
+        job = trial.next_job(self._wishes.budget.trial_timeout, judged)
+        self._jobs[job.key] = trial
+        self._time.running(len(self._jobs))
+        if job.fold is not None and trial.seed is None:
+            self._books.fold_event(trial, job.fold, "running")
+        return job
+
+    def _trial(self, left: float | None) -> LiveTrial | None:
+        """A trial with a job that waits; None: there is none now."""
+        for trial in self._live.values():
+            if trial.waiting:
+                return trial
+        if self._books.interrupted:
+            return self._enter(self._books.take_up())
+        if self._more_wished:
+            enough = self._time.suffices_for_new(left)
+            return self._enter(self._books.begin()) if enough else None
+        if not self._live and (trial := self._repeats.next()) is not None:
+            return self._enter(trial)
+        return None
+
+    def _enter(self, trial: LiveTrial) -> LiveTrial:
+        self._live[trial.key] = trial
+        if trial.over:  # all folds were done when its session died
+            self._settle(trial)
+        return trial
+
+    @property
+    def _more_wished(self) -> bool:
+        wished = self._wishes.budget.n_trials
+        total = None if wished is None else wished + self._added
+        if self._points is not None:
+            total = min(total or self._points, self._points)
+        return total is None or self._books.begun < total
+
+    def _too_many_failed(self) -> bool:
+        """Whether to begin nothing more; the error is raised when nothing runs any more."""
+        allowed, failed = self._wishes.budget.max_failures, self._books.counts["failed"]
+        if allowed is None or failed <= allowed:
+            return False
+        if not self._jobs:
+            last = self._books.last_failure
+            self.close("failed")
+            raise SweepError(
+                f"{failed} trials have failed; the last: {last}",
+                allowed=f"budget.max_failures: {allowed}",
+                do="look into its folder; sweep again when it is mended: the study is gone on with",
+            )
+        return True
+
+    # --- how jobs are judged ---
+
+    def reported(self, job: Job, metrics: Mapping[str, float], step: int | None) -> str | None:
+        """Judge a report: ``"pruned"`` lets the job's ranks leave, None lets them go on."""
+        trial = self._jobs[job.key]
+        if trial.leaving is None and trial.seed is None:
+            given = [name for name in self._wishes.metrics if name in metrics]
+            if wrong := missing(metrics, given):
+                trial.leave("failed", f"{wrong} at step {step}" if step is not None else wrong)
+            elif len(self._wishes.metrics) == 1 and given:
+                self._judge(job, trial, metrics[given[0]], step)
+        return None if trial.leaving is None else "pruned"
+
+    def _judge(self, job: Job, trial: LiveTrial, value: float, step: int | None) -> None:
+        direction = self._wishes.directions[0]
+        trial.best[job.fold] = better(direction, value, trial.best.get(job.fold))
+        if job.fold is None:
+            at, pruned = self._books.intermediate(trial, value, step)
+            if pruned:
+                trial.leave("pruned", f"at step {at}, with {self._wishes.metrics[0]} {value:.6g}")
+
+    # --- how jobs end ---
+
+    def ended(self, job: Job, ending: Ending) -> None:
+        """Take a job's ending."""
+        trial = self._jobs.pop(job.key)
+        trial.running.pop(job.key)
+        trial.seconds += ending.seconds
+        if ending.status in ("stopped", "deadline") and trial.leaving is None:
+            self._put_back(trial, job, ending)
+        elif ending.status == "completed":
+            self._completed(trial, job, ending)
+        elif ending.status == "failed" and not self._tried_again(trial, job, ending):
+            state = "infeasible" if ending.fault == "oom" else "failed"
+            trial.leave(state, ending.error or f"the job {ending.fault or 'failed'}")
+        elif ending.status == "pruned":
+            trial.leave("pruned", "it left its function as pruned")
+        if job.fold is not None and trial.seed is None and ending.status != "completed":
+            self._books.fold_event(trial, job.fold, ending.status, None, ending.seconds)
+        if trial.over:
+            self._settle(trial)
+
+    def _completed(self, trial: LiveTrial, job: Job, ending: Ending) -> None:
+        if trial.leaving == "pruned" and job.fold is None:
+            trial.leaving = trial.reason = None  # it was through before it could leave
+        metrics = dict(ending.metrics)
+        if self._wishes.study.value == "best":
+            self._put_best(trial, job, metrics)
+        needed = self._books.needed
+        if wrong := missing(metrics, needed):
+            trial.leave("failed", wrong)
+            return
+        if trial.leaving is None and trial.seed is None:
+            self._books.costs.note(trial.params, ending.seconds)
+        trial.scores[job.fold or 0] = {name: float(metrics[name]) for name in needed}
+        if job.fold is not None and trial.seed is None:
+            scores = trial.scores[job.fold]
+            self._books.fold(trial, job.fold, "complete", scores, ending.seconds)
+            self._compare_folds(trial, job.fold)
+
+    def _put_best(self, trial: LiveTrial, job: Job, metrics: dict[str, float]) -> None:
+        """Let the best report count; those of earlier sessions are in the study."""
+        name, direction = self._wishes.metrics[0], self._wishes.directions[0]
+        seen = [] if job.fold is not None else [*self._books.study.reports(trial.number).values()]
+        for value in [*seen, trial.best.get(job.fold)]:
+            if value is not None and not missing(metrics, [name]):
+                metrics[name] = better(direction, value, metrics[name])
+
+    def _compare_folds(self, trial: LiveTrial, fold: int) -> None:
+        """Let the pruner compare trials on the same folds: by the mean of the first so many.
+
+        Wilcoxon's test compares fold by fold, in any order.
+        """
+        if len(self._wishes.metrics) > 1 or trial.folds is None:
+            return
+        metric = self._wishes.metrics[0]
+        if self._wishes.pruner == "wilcoxon":
+            new = [(fold, trial.scores[fold][metric])]
+        else:
+            steps = range(trial.told, trial.complete_folds())
+            new = [(step, trial.mean(metric, step + 1)) for step in steps]
+            trial.told = trial.complete_folds()
+        for step, value in new:
+            _, pruned = self._books.intermediate(trial, value, step)
+            if pruned and trial.waiting:
+                trial.leave("pruned", f"after {len(trial.scores)} folds, with {metric} {value:.6g}")
+
+    def _tried_again(self, trial: LiveTrial, job: Job, ending: Ending) -> bool:
+        left = self._wishes.budget.retries - trial.attempts
+        if ending.fault not in _RETRIED or left <= 0 or trial.leaving is not None:
+            return False
+        self._diary.note(f"{job.key} {ending.fault}, and is tried again: {ending.error}", "warning")
+        trial.again(job)
+        return True
+
+    def _put_back(self, trial: LiveTrial, job: Job, ending: Ending) -> None:
+        """A job that was stopped with the whole sweep runs on in the next session."""
+        trial.waiting.insert(0, job.fold)
+        if ending.status == "deadline":
+            self._time.up = True
+
+    def _settle(self, trial: LiveTrial) -> None:
+        """A trial is over: write what became of it."""
+        self._live.pop(trial.key, None)
+        if trial.seed is not None:
+            self._repeats.ended(trial)
+        elif trial.leaving is not None:
+            self._books.end(trial, trial.leaving, trial.reason or "")
+        else:
+            count = trial.folds or 1
+            self._books.complete(trial, {m: trial.mean(m, count) for m in self._books.needed})
+
+    # --- what others wish ---
+
+    def obey(self, command: Mapping[str, Any]) -> None:
+        """Pause, resume, stop, ``add_trials`` (n) or ``stop_trial`` (n)."""
+        match command["op"]:
+            case "pause":
+                self._paused = True
+            case "resume":
+                self._paused = False
+            case "stop":
+                self._stopped = True
+            case "add_trials":
+                self._added += int(command["n"])
+                self._books.study.remember("added", self._added)
+            case "stop_trial":
+                self._stop_trial(int(command["n"]))
+
+    def _stop_trial(self, number: int) -> None:
+        for trial in [one for one in self._live.values() if one.number == number]:
+            trial.leave("pruned", _HAND)
+            if trial.over:
+                self._settle(trial)
+
+    def close(self, status: str) -> dict[str, Any]:
+        """Leave what is unfinished for another session, and close the study.
+
+        Returns:
+            ``best`` (a number), ``best_value``, ``best_params``, ``best_folder``, ``front`` (with
+            several metrics), ``counts`` by state, ``repeats``, ``metrics`` and ``directions``.
+        """
+        for trial in self._live.values():
+            if trial.seed is None:
+                self._books.wait(trial, f"the sweep ended as {status}")
+        summary = self._books.summary()
+        self._books.close()
+        return summary
