@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -12,6 +12,7 @@ from nbtoolkit.config import Config, load_config
 from nbtoolkit.errors import FoldError, LaunchError, ResumeError
 from nbtoolkit.runtime.call import check_call
 from nbtoolkit.runtime.cell import Display
+from nbtoolkit.runtime.events import Event
 from nbtoolkit.runtime.launch import Train, as_config
 from nbtoolkit.runtime.paths import RunPaths, decides_result
 from nbtoolkit.runtime.result import find_run
@@ -120,7 +121,7 @@ def cross_validate(
         detach=detach,
     )
     run = started.run
-    cell = LiveTable(FoldTable(name=run.paths.run_id, folds=len(folds)), display)
+    cell = _table(run.paths, len(folds), display)
     cell.say(f"cross-validation, {len(folds)} folds -> {run.paths.folder}")
     if run.resumed:
         cell.say(f"going on with it (attempt {run.attempt}; resume='never' starts anew)")
@@ -128,6 +129,24 @@ def cross_validate(
         run.paths, line=started.line, cell=cell, tracked=started.tracked, detached=detach
     )
     return handle.result() if wait else handle
+
+
+def handle_on_folds(
+    paths: RunPaths, *, on_event: Callable[[Event], None] | None = None
+) -> CVHandle:
+    """A handle on a cross-validation by its folder; :func:`nbtoolkit.attach` makes it.
+
+    Args:
+        paths: its folder.
+        on_event: called with each event while ``result()`` waits.
+    """
+    begun = (paths.folder / FOLDS_FILE).exists()
+    count = len(Folds.load(paths.folder / FOLDS_FILE)) if begun else None
+    return CVHandle(paths, cell=_table(paths, count, "auto"), on_event=on_event)
+
+
+def _table(paths: RunPaths, folds: int | None, display: Display) -> LiveTable:
+    return LiveTable(FoldTable(name=paths.run_id, folds=folds), display)
 
 
 def _search(folds: Folds, processes: int | None) -> Search:
