@@ -52,6 +52,7 @@ class Carrier:
         tower: the launchpad.
         forked: the lines of a pilot and ranks that the kernel forked itself; empty otherwise.
         judge: hears what is reported, and may answer with the status to leave with.
+        durable: see :class:`RunRecord`.
 
     Attributes:
         paths: the run's folder.
@@ -69,6 +70,7 @@ class Carrier:
         *,
         forked: list[int] | None = None,
         judge: Judge | None = None,
+        durable: bool = True,
     ) -> None:
         self._content, self._payload_fds, self._forked = content, payload_fds, forked or []
         self._tower, self._judge = tower, judge
@@ -77,7 +79,7 @@ class Carrier:
         config = content["config"]
         self._hang_timeout: float = config.runtime.hang_timeout
         self._device_metrics: bool = config.tracking.device_metrics
-        self.record = RunRecord(self.paths, deadline=content["deadline"])
+        self.record = RunRecord(self.paths, deadline=content["deadline"], durable=durable)
         self.outcome: str | verdict.Failure | GroupFailure | PortBusy | None = None
         self.numbers: dict[str, float] = {}
         self._flight: Flight | None = None
@@ -88,12 +90,22 @@ class Carrier:
 
     # --- the story ---
 
-    def begin(self) -> None:
-        """Write what was decided, and start."""
+    def begin(self, kept: tuple[Flight, Path] | None = None) -> None:
+        """Write what was decided, and start.
+
+        Args:
+            kept: ranks of a run before that take another job, and the file with what is its own;
+                None: new ones.
+        """
         self.record.write("run", **self._content["header"], plan=self.plan.to_dict())
         for level, text in self._content["notes"]:
             self.record.note(text, level)
-        self._take_off()
+        if kept is None:
+            self._fly(self._start())
+        else:
+            flight, file = kept
+            flight.board(file)
+            self._fly(flight)
 
     def turn(self) -> bool:
         """Look once at everything; returns whether the run is over (its end is written)."""
@@ -137,6 +149,17 @@ class Carrier:
         """Whether it is known how the run ended, and its processes are waited for."""
         return self._landing is not None
 
+    @property
+    def status(self) -> str | None:
+        """The status it ended with, as soon as that is known; None: it goes on, or failed."""
+        known = self.outcome if self._landing is None else self._landing[0]
+        return known if isinstance(known, str) else None
+
+    def hand_over(self) -> Flight | None:
+        """The ranks that can take another job, once this one is over; None: there are none."""
+        flight, self._flight = self._flight, None
+        return flight
+
     def silence(self) -> float:
         """Seconds since any rank sent something or computed."""
         flight = self._flight
@@ -146,9 +169,9 @@ class Carrier:
 
     # --- a flight ---
 
-    def _take_off(self) -> None:
+    def _fly(self, flight: Flight) -> None:
         self._landing = None
-        self._flight = flight = self._start()
+        self._flight = flight
         self._watch = Watch(flight, self.paths, self._hang_timeout)
         self._monitor = Monitor(flight, self.record, on=self._device_metrics)
 
@@ -169,21 +192,23 @@ class Carrier:
     def _land(self, flight: Flight, ended: Any, limit: float) -> bool:
         """Wait for the processes to go; then fly again, or settle."""
         failed = not isinstance(ended, str)
+        if self._content.get("kept") and not failed and not self.killed_on_request:
+            self.outcome = ended
+            self._settle(ended)
+            return True
         waits = failed and all(rank.over for rank in flight.ranks)  # those that failed: to be ended
         if flight.exited is None and not waits and time.monotonic() < limit:
             return False
         self._close(flight)
         if self._again(ended):
-            self._take_off()
+            self._fly(self._start())
             return False
         self.outcome = ended
         self._settle(ended)
         return True
 
     def _close(self, flight: Flight) -> None:
-        flight.kill()
-        flight.close()
-        self._tower.forget(flight)
+        self._tower.dismiss(flight)
         self._flight = None
         shutil.rmtree(self.paths.elastic, ignore_errors=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import sys
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from nbtoolkit.runtime.events import Event
 from nbtoolkit.runtime.paths import RunPaths
@@ -22,6 +22,19 @@ MAX_BYTES = (
 MAX_REST = 1 << 20  # characters kept of a line that does not end
 MAX_LINE = 2_000  # characters shown of one line
 _BAR_SECONDS = 1.0  # between two states of a progress bar that overwrites its line
+
+
+class Shown(Protocol):
+    """What a wait shows in the cell."""
+
+    def event(self, event: Event) -> None:
+        """Show what an event says to the user."""
+
+    def pump(self) -> None:
+        """Show what is new."""
+
+    def close(self) -> None:
+        """Show what is left: the run has ended."""
 
 
 class CellOutput:

@@ -72,6 +72,12 @@ class Tower:
         else:
             self._ended(message["pid"], message["code"])
 
+    def dismiss(self, flight: Flight) -> None:
+        """End a flight's processes."""
+        flight.kill()
+        flight.close()
+        self.forget(flight)
+
     def forget(self, flight: Flight) -> None:
         """A flight is over."""
         self._flights = {at: one for at, one in self._flights.items() if one is not flight}

@@ -50,11 +50,12 @@ class EventLog:
             os.write(self._fd, line)
         return event
 
-    def close(self) -> None:
-        """Flush to disk and close."""
+    def close(self, *, durable: bool = True) -> None:
+        """Close, flushed to disk where it is to be ``durable``."""
         with self._writing:
             fd, self._fd = self._fd, -1  # so that a late write meets no other file of that number
-            os.fsync(fd)
+            if durable:
+                os.fsync(fd)
             os.close(fd)
 
 

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from nbtoolkit.runtime.plan import LaunchPlan
 from nbtoolkit.runtime.processes import exit_code, is_running
@@ -63,6 +64,12 @@ class RankView:
         self.reached = self.phase
         self.phase, self.last_word, self.ended_at = phase, word, time.monotonic()
         self.asking = None
+
+    def renew(self) -> None:
+        """It is in its group, and takes another job."""
+        self.phase, self.reached, self.ended_at = "group", "none", None
+        self.heard_at, self.long = time.monotonic(), 0
+        self.asking = self.last_word = None
 
     def hear(self, message: Message) -> bool:
         """Take a message that may be its last word; whether it is."""
@@ -124,6 +131,19 @@ class Flight:
         flight.pilot_pid, flight._foreign = pilot_pid, True
         pilot.send({"plan": plan.to_dict(), "port": port})
         return flight
+
+    def board(self, file: Path) -> None:
+        """Have ranks that were kept take another job: what is its own is pickled in ``file``."""
+        self.started_at, self.called = time.monotonic(), False
+        for rank in self.ranks:
+            rank.renew()
+            rank.line.send({"type": "job", "file": str(file)})
+
+    def alive(self) -> bool:
+        """Whether all its ranks run, so that they can take another job."""
+        return self.exited is None and all(
+            rank.pid is not None and is_running(rank.pid) for rank in self.ranks
+        )
 
     def lines(self) -> list[Line]:
         """What to select on, besides the launchpad's socket."""

@@ -12,10 +12,17 @@ from nbtoolkit.runtime.paths import RunPaths, read_json, write_json, write_whole
 
 
 class RunRecord:
-    """The run's diary and its present state: metrics, checkpoint, and whether it is to end."""
+    """The run's diary and its present state: metrics, checkpoint, and whether it is to end.
 
-    def __init__(self, paths: RunPaths, *, deadline: float | None) -> None:
-        self.paths, self.deadline = paths, deadline
+    Args:
+        paths: the run's folder.
+        deadline: unix time at which it is to end; None: no limit.
+        durable: its end is on the disk when it is told; False where a crash of the machine may lose
+            it, since somebody else knows of it too (a flush to disk takes 5 to 20 ms).
+    """
+
+    def __init__(self, paths: RunPaths, *, deadline: float | None, durable: bool = True) -> None:
+        self.paths, self.deadline, self._durable = paths, deadline, durable
         self.started = time.time()
         self.metrics: dict[str, float] = {}
         """The values last reported (or last logged, where nothing was reported)."""
@@ -90,20 +97,22 @@ class RunRecord:
             "checkpoint": self.checkpoint,
             **more,
         }
-        write_json(self.paths.result, result)
+        write_json(self.paths.result, result, durable=self._durable)
         self._end(status, seconds, None)
 
     def fail(self, error: dict[str, Any], *, rank: int | None, notes: list[str]) -> None:
         """End the run with a packed error (see crossing.pack_error)."""
         seconds = time.time() - self.started
-        write_whole(self.paths.error_pickle, pickle.dumps({**error, "rank": rank, "notes": notes}))
+        packed = pickle.dumps({**error, "rank": rank, "notes": notes})
+        write_whole(self.paths.error_pickle, packed, durable=self._durable)
         readable = {"type": error["type"], "text": error["text"], "traceback": error["traceback"]}
-        write_json(self.paths.error, {**readable, "rank": rank, "notes": notes, "seconds": seconds})
+        told = {**readable, "rank": rank, "notes": notes, "seconds": seconds}
+        write_json(self.paths.error, told, durable=self._durable)
         self._end("failed", seconds, f"{error['type']}: {error['text']}")
 
     def _end(self, status: str, seconds: float, error: str | None) -> None:
         self._log.write("ended", status=status, seconds=seconds, error=error, metrics=self.metrics)
-        self._log.close()
+        self._log.close(durable=self._durable)
 
 
 def run_versions(paths: RunPaths) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbtoolkit.errors import CheckpointError, LaunchError, RunFolderError
-from nbtoolkit.runtime.cell import CellOutput
+from nbtoolkit.runtime.cell import CellOutput, Shown
 from nbtoolkit.runtime.crossing import unpack_value
 from nbtoolkit.runtime.events import Event, EventReader
 from nbtoolkit.runtime.failure import raise_failure
@@ -130,7 +130,7 @@ class RunHandle:
         paths: RunPaths,
         *,
         line: Line | None = None,
-        cell: CellOutput | None = None,
+        cell: Shown | None = None,
         on_event: Callable[[Event], None] | None = None,
         tracked: Callable[[], None] | None = None,
         offset: int = 0,
@@ -381,4 +381,8 @@ def attach(
         on_event: called with each event while ``result()`` waits.
     """
     paths = find_run(folder)
+    if (read_json(paths.versions) or {}).get("kind") is not None:
+        from nbtoolkit.search.attach import attach_search
+
+        return attach_search(paths, on_event=on_event)
     return RunHandle(paths, cell=CellOutput(paths, "auto"), on_event=on_event)

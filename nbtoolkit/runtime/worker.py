@@ -6,6 +6,7 @@ import base64
 import builtins
 import contextlib
 import faulthandler
+import gc
 import numbers
 import os
 import pickle
@@ -16,7 +17,9 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from nbtoolkit.errors import Leave
@@ -25,9 +28,10 @@ from nbtoolkit.runtime.channel import OwnerChannel
 from nbtoolkit.runtime.context import RunContext
 from nbtoolkit.runtime.crossing import pack_error, pack_value
 from nbtoolkit.runtime.forker import die_with_parent
-from nbtoolkit.runtime.paths import folder_error, write_whole
+from nbtoolkit.runtime.paths import RunPaths, folder_error, write_whole
 from nbtoolkit.runtime.pilot import Job, default_signals, write_output_to
 from nbtoolkit.runtime.plan import LaunchPlan
+from nbtoolkit.runtime.surroundings import RANK_MARK
 from nbtoolkit.runtime.wire import Line
 
 # Asks a rank for its stacks. A real-time signal, since users and schedulers have meanings of their
@@ -38,14 +42,22 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7
 def run_rank(job: Job) -> None:
     """What the launcher starts in each rank's process. Errors go to the owner, not up."""
     rank = int(os.environ.get("RANK", 0))
-    alone = job.plan.processes == 1 and not job.content.get("judged")
-    channel = OwnerChannel(*_settle(job, rank), alone=alone)
+    lines = _settle(job, rank)
+    channel = _channel(job, lines)
     channel.send("phase", phase="started", pid=os.getpid())
     try:
         join_group(job.plan, rank)
     except Exception as error:  # any failure before the user's code is the owner's to judge
         return channel.send("group_failed", error=f"{type(error).__name__}: {error}")
     channel.send("phase", phase="group")
+    while _work(job, rank, channel) and (following := _following(job, rank, channel)) is not None:
+        job, channel = following, _channel(following, lines)
+    _leave_group()
+    return None
+
+
+def _work(job: Job, rank: int, channel: OwnerChannel) -> bool:
+    """Call the function of one job; whether this process may take another one."""
     context = RunContext(
         config=job.content["config"],
         plan=job.plan,
@@ -70,8 +82,39 @@ def run_rank(job: Job) -> None:
             _call(function, context, channel, notes)
     except BaseException as error:
         _tell_error(job, rank, channel, error)
-    _leave_group()
-    return None
+    finally:
+        if notes in sys.meta_path:
+            sys.meta_path.remove(notes)
+    return bool(job.content.get("kept"))
+
+
+def _following(job: Job, rank: int, channel: OwnerChannel) -> Job | None:
+    """The next job of a group that is kept for several; None when there is none."""
+    message = channel.wait()
+    if message is None:
+        return None
+    content = {**job.content, **pickle.loads(Path(message["file"]).read_bytes())}
+    following = replace(
+        job, content=content, plan=content["plan"], paths=RunPaths(Path(content["folder"]))
+    )
+    _clear_memory()
+    os.environ[RANK_MARK] = str(following.paths.folder)
+    _write_into(following, rank)
+    return following
+
+
+def _clear_memory() -> None:
+    """Give back what the job before held: models and batches, also those in reference cycles."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _channel(job: Job, lines: tuple[Line, Line]) -> OwnerChannel:
+    alone = job.plan.processes == 1 and not job.content.get("judged")
+    return OwnerChannel(*lines, alone=alone)
 
 
 def _call(
@@ -130,11 +173,7 @@ def _settle(job: Job, rank: int) -> tuple[Line, Line]:
     default_signals()
     die_with_parent(signal.SIGKILL)
     tempfile.tempdir = None
-    write_output_to(job.paths.log(rank))
-    stacks = open(job.paths.stacks(rank), "w")  # noqa: SIM115  (kept open)
-    faulthandler.enable(stacks)
-    faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)
-    _keep.append(stacks)
+    _write_into(job, rank)
     mine = job.rank_fds[rank :: job.plan.processes]
     for fd in set(job.rank_fds).difference(mine):
         os.close(fd)
@@ -144,6 +183,17 @@ def _settle(job: Job, rank: int) -> tuple[Line, Line]:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
     line, quiet = (Line(socket.socket(fileno=fd)) for fd in mine)
     return line, quiet
+
+
+def _write_into(job: Job, rank: int) -> None:
+    """From here on output and stacks go into the job's folder."""
+    write_output_to(job.paths.log(rank))
+    stacks = open(job.paths.stacks(rank), "w")  # noqa: SIM115  (kept open)
+    faulthandler.enable(stacks)
+    faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)
+    for before in _keep:
+        before.close()
+    _keep[:] = [stacks]
 
 
 _keep: list[Any] = []

@@ -18,6 +18,7 @@ from nbtoolkit.errors import NbtoolkitError
 from nbtoolkit.runtime.carrier import TICK
 from nbtoolkit.runtime.crossing import pack_error
 from nbtoolkit.runtime.desk import Desk, KernelGone, LaunchpadGone
+from nbtoolkit.runtime.flight import Flight
 from nbtoolkit.runtime.owner import launchpad_lost, sign, tell_lost
 from nbtoolkit.runtime.paths import RunPaths, folder_error
 from nbtoolkit.runtime.payload import unpack_all
@@ -69,7 +70,8 @@ class Conductor:
         self._record = RunRecord(self._paths, deadline=content["deadline"])
         self._free: list[Slot] = list(content["slots"].slots)
         self._running: list[Errand] = []
-        self._killed = False
+        self._leaving: list[Errand] = []  # their jobs are done, their processes not yet gone
+        self._kept: Flight | None = None  # ranks on all devices that can take another job
 
     # --- the story ---
 
@@ -103,16 +105,29 @@ class Conductor:
         """Until nothing runs and nothing will; the status it ends with."""
         program = self._program
         while True:
-            for errand in [errand for errand in self._running if errand.turn()]:
-                self._running.remove(errand)
-                self._free.append(errand.slot)
-                program.ended(errand.job, errand.ending())
+            self._look()
             self._heed_the_time()
             if self._record.leaving is None:
                 self._fill()
-            if not self._running and (self._record.leaving is not None or program.done):
+            over = self._record.leaving is not None or program.done
+            if over and not self._running and not self._leaving:
                 return self._record.leaving or "completed"
             self._listen()
+
+    def _look(self) -> None:
+        """Look at every job once; tell the program of those that have ended."""
+        self._leaving = [errand for errand in self._leaving if not errand.turn()]
+        for errand in list(self._running):
+            over = errand.turn()
+            if not over and not errand.leaves_room:
+                continue
+            self._running.remove(errand)
+            self._free.append(errand.slot)
+            if over:
+                self._kept = errand.hand_over()
+            else:
+                self._leaving.append(errand)
+            self._program.ended(errand.job, errand.ending())
 
     def _fill(self) -> None:
         """Start jobs on the free slots."""
@@ -128,8 +143,9 @@ class Conductor:
                 self._running.append(errand)
 
     def _errand(self, job: Job, slot: Slot) -> Errand:
-        tower = self._desk.tower
-        return Errand(job, slot, self._content, self._payload_fd, tower, self._program)
+        tower, kept = self._desk.tower, self._kept
+        self._kept = None
+        return Errand(job, slot, self._content, self._payload_fd, tower, self._program, kept)
 
     def _left(self) -> float | None:
         deadline = self._content["deadline"]
@@ -139,10 +155,12 @@ class Conductor:
 
     def _listen(self) -> None:
         try:
-            lines = [line for errand in self._running for line in errand.lines()]
-            requests = self._desk.wait(lines, TICK)
+            errands = [*self._running, *self._leaving]
+            requests = self._desk.wait(
+                [line for errand in errands for line in errand.lines()], TICK
+            )
         except LaunchpadGone:
-            if not self._running or not all(errand.landing for errand in self._running):
+            if not all(errand.landing for errand in errands) or not errands:
                 raise
             requests = []
         for request in [*requests, *self._left_in_folder()]:
@@ -208,9 +226,12 @@ class Conductor:
         self._record.note(why, level="warning")
 
     def _end_all(self) -> None:
-        for errand in self._running:
+        for errand in [*self._running, *self._leaving]:
             errand.abandon()
-        self._running.clear()
+        self._running, self._leaving = [], []
+        if self._kept is not None:
+            self._desk.tower.dismiss(self._kept)
+            self._kept = None
 
 
 def make_program(content: dict[str, Any], record: RunRecord) -> Program:

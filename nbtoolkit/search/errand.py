@@ -8,10 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import cloudpickle
+
 from nbtoolkit.runtime.carrier import Carrier
 from nbtoolkit.runtime.choose import put_aside
 from nbtoolkit.runtime.crossing import one_line
 from nbtoolkit.runtime.desk import Tower
+from nbtoolkit.runtime.flight import Flight
+from nbtoolkit.runtime.launch_plan import LaunchPlan
 from nbtoolkit.runtime.paths import RunPaths, read_json, write_json, write_whole
 from nbtoolkit.runtime.payload import pack_content
 from nbtoolkit.runtime.plan import make_plan
@@ -47,6 +51,7 @@ class Errand:
         payload_fd: the packed function.
         tower: the launchpad.
         program: hears what is reported.
+        kept: ranks of a job before, which take this one if they fit its plan; else they are ended.
 
     Raises:
         NbtoolkitError: the job's configuration or plan is refused.
@@ -60,6 +65,7 @@ class Errand:
         payload_fd: int,
         tower: Tower,
         program: Program,
+        kept: Flight | None = None,
     ) -> None:
         self.job, self.slot = job, slot
         self._started = time.monotonic()
@@ -74,8 +80,9 @@ class Errand:
             [payload_fd, self._own_fd],
             tower,
             judge=lambda metrics, step: program.reported(job, metrics, step),
+            durable=False,  # the study knows of it
         )
-        self._carrier.begin()
+        self._carrier.begin(self._boarding(own, kept, tower))
         write_whole(self.paths.config, config.to_yaml(), durable=False)
 
     def lines(self) -> list[Line]:
@@ -86,6 +93,16 @@ class Errand:
     def landing(self) -> bool:
         """Whether it is known how it ended."""
         return self._carrier.landing
+
+    @property
+    def leaves_room(self) -> bool:
+        """Whether another job may start in its slot, though its processes have not ended yet.
+
+        On a GPU their memory must be free first. On the CPU they do nothing any more but end, which
+        takes some 20 ms.
+        """
+        done = self._carrier.status is not None and self._fault is None
+        return done and self._carrier.plan.device_type == "cpu"
 
     def turn(self) -> bool:
         """Look once; whether the job is over, its processes gone."""
@@ -104,17 +121,34 @@ class Errand:
         self._carrier.abandon()
         self._forget()
 
+    def hand_over(self) -> Flight | None:
+        """Its ranks, once it is over, where they can take another job."""
+        return self._carrier.hand_over()
+
     def ending(self) -> Ending:
         """How it ended."""
-        seconds, outcome = time.monotonic() - self._started, self._carrier.outcome
+        seconds, status = time.monotonic() - self._started, self._carrier.status
         metrics = self._carrier.record.metrics or self._carrier.numbers
         if self._fault is not None:
             fault, said = self._fault
-        elif isinstance(outcome, str):
-            return Ending(status=cast(JobStatus, outcome), metrics=metrics, seconds=seconds)
+        elif status is not None:
+            return Ending(status=cast(JobStatus, status), metrics=metrics, seconds=seconds)
         else:
-            fault, said = _fault(outcome, self.paths)
+            fault, said = _fault(self._carrier.outcome, self.paths)
         return Ending(status="failed", metrics=metrics, seconds=seconds, fault=fault, error=said)
+
+    def _boarding(
+        self, own: dict[str, Any], kept: Flight | None, tower: Tower
+    ) -> tuple[Flight, Path] | None:
+        """The kept ranks and what they need to know, if they can take this job."""
+        if kept is None:
+            return None
+        if not kept.alive() or not same_ranks(kept.plan, own["plan"]):
+            tower.dismiss(kept)
+            return None
+        file = self.paths.folder / "ranks" / "job.pkl"
+        write_whole(file, cloudpickle.dumps(own), durable=False)
+        return kept, file
 
     def _content(self, base: Mapping[str, Any]) -> dict[str, Any]:
         """What is this job's own of all that its processes get; its folder is made."""
@@ -124,7 +158,7 @@ class Errand:
         about = read_json(paths.versions)
         if about is not None:
             put_aside(paths)
-        attempt = 1 if about is None else int(about["attempt"]) + 1
+        attempt = 1 + int((about or {"attempt": 0})["attempt"])
         header = {**base["job_header"], "run_id": paths.run_id, "attempt": attempt}
         write_json(paths.versions, {**header, "created": time.time()}, durable=False)
         write_json(paths.plan, plan.to_dict(), durable=False)
@@ -139,6 +173,7 @@ class Errand:
             "params": dict(job.params),
             "fold": None if job.fold is None else base["folds"][job.fold],
             "judged": job.judged,
+            "kept": plan.processes > 1,
         }
 
     def _keep_limits(self) -> None:
@@ -158,6 +193,12 @@ class Errand:
         if self._own_fd >= 0:
             os.close(self._own_fd)
             self._own_fd = -1
+
+
+def same_ranks(one: LaunchPlan, other: LaunchPlan) -> bool:
+    """Whether ranks that were started for one plan can work by the other."""
+    names = ("processes", "devices", "device_type", "backend", "precision", "threads_per_rank")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def _fault(outcome: Any, paths: RunPaths) -> tuple[Fault, str]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.runtime.failure import raise_failure
 from nbtoolkit.runtime.paths import RunPaths, write_json
 from nbtoolkit.runtime.result import RunHandle
 from nbtoolkit.search.conductor import COMMANDS
-
-if TYPE_CHECKING:
-    from nbtoolkit.runtime.result import RunResult
 
 
 class SearchHandle(RunHandle):
@@ -39,6 +36,23 @@ class SearchHandle(RunHandle):
         """Go on after :meth:`pause`."""
         self._command("resume")
 
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the search's end and return its result, as :meth:`RunHandle.result` does.
+
+        Args:
+            timeout: seconds to wait; None: as long as it takes.
+
+        Returns:
+            The ``SweepResult`` or ``CVResult``.
+
+        Raises:
+            TimeoutError: it has not ended yet (it goes on).
+            KeyboardInterrupt: the wait was interrupted; what ran has left.
+            NbtoolkitError: the search failed.
+        """
+        __tracebackhide__ = True
+        return super().result(timeout)
+
     def _command(self, op: str, **fields: Any) -> None:
         command = {"op": op, **fields}
         if self._line is None or not self._line.send({"type": "command", **command}):
@@ -54,13 +68,12 @@ class SearchHandle(RunHandle):
                 do="start it again with resume=<its folder>",
             )
 
-    def _outcome(self) -> RunResult:
+    def _outcome(self) -> Any:
         __tracebackhide__ = True
         if self._lost is None and self.paths.error.exists():
             raise_failure(self.paths)
         if self._lost is None and self.paths.result.exists():
-            result: RunResult = self._make_result(self.paths)
-            return result
+            return self._make_result(self.paths)
         return super()._outcome()
 
 

@@ -1,0 +1,30 @@
+"""A handle on a search by its folder: another kernel's, a detached one, or one that has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nbtoolkit.runtime.events import Event
+from nbtoolkit.runtime.paths import RunPaths, read_json
+from nbtoolkit.search.handle import SearchHandle
+
+
+def attach_search(
+    paths: RunPaths, *, on_event: Callable[[Event], None] | None = None
+) -> SearchHandle:
+    """The handle that fits the kind of search in a folder.
+
+    Args:
+        paths: the search's folder.
+        on_event: called with each event while ``result()`` waits.
+    """
+    kind = (read_json(paths.versions) or {}).get("kind")
+    if kind == "sweep":
+        from nbtoolkit.search.sweep import handle_on_sweep
+
+        return handle_on_sweep(paths, on_event=on_event)
+    from nbtoolkit.search.cv_handle import CVHandle
+    from nbtoolkit.search.fold_table import FoldTable
+    from nbtoolkit.search.live import LiveTable
+
+    return CVHandle(paths, cell=LiveTable(FoldTable(), "auto"), on_event=on_event)

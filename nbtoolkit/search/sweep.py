@@ -1,0 +1,233 @@
+"""sweep: the training function again and again, with other parameters, on every device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from nbtoolkit.config import Config
+from nbtoolkit.errors import MissingExtra, SweepError
+from nbtoolkit.runtime.call import check_call
+from nbtoolkit.runtime.cell import Display
+from nbtoolkit.runtime.events import Event
+from nbtoolkit.runtime.launch import Train, as_config
+from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.search.folds import Folds
+from nbtoolkit.search.handle import SweepHandle
+from nbtoolkit.search.live import LiveTable
+from nbtoolkit.search.start import Search, Started, start_search
+from nbtoolkit.search.sweep_result import SweepResult, load_yaml
+from nbtoolkit.search.table import SweepTable
+from nbtoolkit.search.wishes import Wishes, load_wishes
+
+if TYPE_CHECKING:
+    Source = str | os.PathLike[str] | Mapping[str, Any]
+
+# What a sweep may differ in and still be the same: how much of it, and where its trials run.
+_NOT_IDENTITY = ("budget", "placement", "trials_per_device", "warm_start")
+_PRELOAD = ("optuna", "sqlalchemy.dialects.sqlite", "nbtoolkit.search.sweep_program")
+
+WISHES_FILE, FOLDS_FILE = "sweep.yaml", "folds.json"
+
+
+@overload
+def sweep(
+    train: Train,
+    config: Config | Mapping[str, Any] | str | Path | None,
+    space: Source,
+    *,
+    n_trials: int | None = None,
+    timeout: float | str | None = None,
+    folds: Folds | None = None,
+    name: str | None = None,
+    resume: str | os.PathLike[str] = "auto",
+    where: Literal["local"] = "local",
+    wait: Literal[True] = True,
+    detach: bool = False,
+    display: Display = "auto",
+    on_event: Callable[[Event], None] | None = None,
+) -> SweepResult: ...
+
+
+@overload
+def sweep(
+    train: Train,
+    config: Config | Mapping[str, Any] | str | Path | None,
+    space: Source,
+    *,
+    n_trials: int | None = None,
+    timeout: float | str | None = None,
+    folds: Folds | None = None,
+    name: str | None = None,
+    resume: str | os.PathLike[str] = "auto",
+    where: Literal["local"] = "local",
+    wait: Literal[False],
+    detach: bool = False,
+    display: Display = "auto",
+    on_event: Callable[[Event], None] | None = None,
+) -> SweepHandle: ...
+
+
+def sweep(
+    train: Train,
+    config: Config | Mapping[str, Any] | str | Path | None,
+    space: Source,
+    *,
+    n_trials: int | None = None,
+    timeout: float | str | None = None,
+    folds: Folds | None = None,
+    name: str | None = None,
+    resume: str | os.PathLike[str] = "auto",
+    where: Literal["local"] = "local",
+    wait: bool = True,
+    detach: bool = False,
+    display: Display = "auto",
+    on_event: Callable[[Event], None] | None = None,
+) -> SweepResult | SweepHandle:
+    """Search for the settings with which ``train(config, ctx)`` does best.
+
+    Each trial is the function with other settings (in ``config`` and as ``ctx.params``) in fresh
+    processes: one on every device at once, or one on all of them (``placement``). What it reports
+    with ``ctx.report`` (``nb.fit`` does) decides whether it is ended early; the metric last
+    reported, or returned in a dict, is its value. A trial that raises, hangs, dies or runs out of
+    memory costs itself, not the sweep.
+
+    Args:
+        train: the training function, as for :func:`nbtoolkit.launch`.
+        config: what every trial's parameters are laid over: a Config, a path to YAML, or a dict.
+        space: what is searched and how: a YAML file (see ``config/hpo``), the same as a dict, or a
+            bare space such as ``{"optim.lr": {"type": "float", "low": 1e-4, "high": 0.1}}``.
+        n_trials: trials in all, over all sessions; beats ``budget.n_trials``.
+        timeout: seconds, or a text such as ``"2h"``; beats ``budget.timeout``.
+        folds: every trial trains on each of these (``ctx.fold``); its value is the mean.
+        name: the end of the folder's name; default: the study's name.
+        resume: ``"auto"`` goes on with the newest unfinished sweep of equal configuration,
+            function, space and folds; ``"never"``; or a sweep's id or folder (which may be a
+            completed one: with a larger ``n_trials`` it is extended).
+        where: ``"local"``.
+        wait: False returns a :class:`~nbtoolkit.search.handle.SweepHandle` at once.
+        detach: the sweep outlives this process; see :func:`nbtoolkit.attach`.
+        display: ``"auto"`` (a table in the cell, lines in a script), ``"text"``, ``"off"``.
+        on_event: called with each event of the sweep while this process waits for it.
+
+    Returns:
+        The :class:`~nbtoolkit.search.sweep_result.SweepResult`, or a handle.
+
+    Raises:
+        SpaceError: the space or what is wished is wrong; all mistakes at once.
+        SweepError: too many trials failed, or the study belongs to another search.
+        MissingExtra: Optuna is not installed.
+        KeyboardInterrupt: the wait was interrupted; the trials have left and are gone on with.
+    """
+    __tracebackhide__ = True
+    _check(
+        train,
+        wait=wait,
+        detach=detach,
+        display=display,
+        resume=resume,
+        name=name,
+        where=where,
+        on_event=on_event,
+    )
+    _need_optuna()
+    config = as_config(config, None)
+    count = None if folds is None else len(folds)
+    wishes = load_wishes(space, config, n_trials=n_trials, timeout=timeout, folds=count)
+    _check_folds(wishes, folds)
+    search = _search(wishes, config, folds)
+    label = name or wishes.study.name
+    started = start_search(train, config, search, name=label, resume=resume, detach=detach)
+    _keep(started.run.paths, wishes, folds)
+    handle = _handle(started, wishes, display, detach=detach, on_event=on_event)
+    return handle.result() if wait else handle
+
+
+def _search(wishes: Wishes, config: Config, folds: Folds | None) -> Search:
+    about = None if folds is None else {"count": len(folds), "hash": folds.hash}
+    whole = wishes.to_dict()
+    jobs = None if wishes.budget.n_trials is None else wishes.budget.n_trials * len(folds or [0])
+    return Search(
+        kind="sweep",
+        program="nbtoolkit.search.sweep_program:make_program",
+        about={"wishes": whole, "config": config.to_dict(), "folds": about, "local": None},
+        identity={**{k: v for k, v in whole.items() if k not in _NOT_IDENTITY}, "split": about},
+        placement=wishes.placement,
+        per_device=wishes.trials_per_device,
+        jobs=jobs,
+        folds=folds,
+        timeout=wishes.budget.timeout,
+        preload=_PRELOAD,
+    )
+
+
+def _keep(paths: RunPaths, wishes: Wishes, folds: Folds | None) -> None:
+    """Write down what was wished, for people and for the next session."""
+    (paths.folder / WISHES_FILE).write_text(wishes.to_yaml())
+    if folds is not None:
+        folds.save(paths.folder / FOLDS_FILE)
+
+
+def _handle(
+    started: Started,
+    wishes: Wishes,
+    display: Display,
+    *,
+    detach: bool,
+    on_event: Callable[[Event], None] | None,
+) -> SweepHandle:
+    paths = started.run.paths
+    cell = LiveTable(_table(wishes), display)
+    cell.say(f"sweep -> {paths.folder}")
+    if started.run.resumed:
+        attempt = started.run.attempt
+        cell.say(f"going on with the unfinished sweep {paths.run_id} (session {attempt})")
+    return SweepHandle(
+        paths,
+        SweepResult,
+        line=started.line,
+        cell=cell,
+        on_event=on_event,
+        tracked=started.tracked,
+        detached=detach,  # read from the first event on: the table is of all sessions
+    )
+
+
+def handle_on_sweep(
+    paths: RunPaths, *, on_event: Callable[[Event], None] | None = None
+) -> SweepHandle:
+    """A handle on a sweep's folder, for :func:`nbtoolkit.attach`."""
+    wishes = Wishes.model_validate(load_yaml(paths.folder / WISHES_FILE))
+    cell = LiveTable(_table(wishes), "auto")
+    return SweepHandle(paths, SweepResult, cell=cell, on_event=on_event)
+
+
+def _table(wishes: Wishes) -> SweepTable:
+    return SweepTable(
+        name=wishes.study.name,
+        metrics=wishes.metrics,
+        directions=wishes.directions,
+        n_trials=wishes.budget.n_trials,
+    )
+
+
+def _check(train: Train, **options: Any) -> None:
+    check_call(train, {"processes": None, "start": "launchpad", **options})
+
+
+def _check_folds(wishes: Wishes, folds: Folds | None) -> None:
+    if folds is None and wishes.folds.k is not None:
+        raise SweepError(
+            f"folds.k is {wishes.folds.k}, and the sweep was given no folds",
+            allowed="folds=nb.make_folds(y, k=...), or folds: null",
+            do="make them from the data set's targets, and pass them: nb.sweep(..., folds=folds)",
+        )
+
+
+def _need_optuna() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("optuna") is None:
+        raise MissingExtra("a sweep needs Optuna", do="pip install 'nbtoolkit[search]'")

@@ -1,0 +1,172 @@
+"""SweepResult: what a sweep found, read from its folder."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbtoolkit.config import Config, load_config
+from nbtoolkit.errors import LaunchError, SweepError
+from nbtoolkit.runtime.events import EventReader
+from nbtoolkit.runtime.paths import RunPaths, read_json, write_whole
+from nbtoolkit.search.table import SweepTable
+from nbtoolkit.search.wishes import Wishes
+
+if TYPE_CHECKING:
+    import optuna
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from nbtoolkit.runtime.result import Status
+
+STUDY_FILE = "study.db"
+
+
+class SweepResult:
+    """How a sweep ended.
+
+    Attributes:
+        status: ``"completed"``, or why it ended before: ``"stopped"``, ``"deadline"``.
+        paths: the sweep's folder; the trials' runs lie in ``trials/`` there.
+        seconds: wall time of the last session.
+        best_value: the winner's value (the mean with its repetitions, where there are any); the
+            first objective's where there are several; None: no trial is complete.
+        best_params: its parameters, by dotted name.
+        best_trial: its number.
+    """
+
+    def __init__(self, paths: RunPaths) -> None:
+        ended = read_json(paths.result)
+        if ended is None:
+            raise LaunchError(
+                f"the sweep {paths.folder} has no result",
+                do="attach to it with nb.attach(folder)",
+            )
+        self.paths = paths
+        self.status: Status = ended["status"]
+        self.seconds: float = ended["seconds"]
+        self.summary: dict[str, Any] = ended["summary"]
+        best = self.summary.get("best") or {}
+        self.best_value: float | None = best.get("value")
+        self.best_params: dict[str, Any] = best.get("params", {})
+        self.best_trial: int | None = best.get("number")
+
+    @property
+    def best_config(self) -> Config:
+        """The sweep's configuration with the winner's parameters: for ``nb.launch``.
+
+        Raises:
+            SweepError: no trial is complete.
+        """
+        self._need_best()
+        return self.config.with_overrides(self.best_params)
+
+    @cached_property
+    def config(self) -> Config:
+        """The configuration that all trials' parameters were laid over."""
+        return load_config(self.paths.config, env=None)
+
+    @cached_property
+    def wishes(self) -> Wishes:
+        """What was wished of the sweep: its ``sweep.yaml``."""
+        values = load_yaml(self.paths.folder / "sweep.yaml")
+        return Wishes.model_validate(values)
+
+    @cached_property
+    def study(self) -> optuna.Study:
+        """The Optuna study; ``study.db`` in the folder, which optuna-dashboard opens as it is."""
+        import optuna
+
+        storage = f"sqlite:///{self.paths.folder / STUDY_FILE}"
+        return optuna.load_study(study_name=None, storage=storage)
+
+    @property
+    def trials(self) -> pd.DataFrame:
+        """One row a trial, indexed by its number.
+
+        Columns: ``state``; ``value``, or each metric where there are several; each parameter;
+        ``seconds``, ``reason``, ``folder``.
+        """
+        import pandas as pd
+
+        rows = {}
+        for event in EventReader(self.paths.events).read():
+            if event["type"] == "trial":
+                rows[event["number"]] = self._row(event)
+        return pd.DataFrame.from_dict(rows, orient="index").rename_axis("trial").sort_index()
+
+    def _row(self, event: dict[str, Any]) -> dict[str, Any]:
+        metrics, values = self.wishes.metrics, event.get("values") or []
+        several = dict(zip(metrics, values, strict=True)) if len(values) == len(metrics) > 1 else {}
+        shown = several or {"value": event.get("value")}
+        rest = {name: event.get(name) for name in ("seconds", "reason", "folder")}
+        return {"state": event["state"], **shown, **event["params"], **rest}
+
+    def save_best(self, path: str | os.PathLike[str]) -> Path:
+        """Write the best configuration as a YAML file that ``nb.load_config`` reads.
+
+        Raises:
+            SweepError: no trial is complete.
+        """
+        file = Path(path)
+        write_whole(file, self.best_config.to_yaml())
+        return file
+
+    def plot_history(self) -> Figure:
+        """Each trial's value, and the best so far (needs Matplotlib)."""
+        from nbtoolkit.search.plots import plot_history
+
+        return self._plotted(plot_history)
+
+    def plot_importances(self) -> Figure:
+        """How much each parameter matters (needs Matplotlib)."""
+        from nbtoolkit.search.plots import plot_importances
+
+        return self._plotted(plot_importances)
+
+    def plot_slices(self) -> Figure:
+        """The value by each parameter (needs Matplotlib)."""
+        from nbtoolkit.search.plots import plot_slices
+
+        return self._plotted(plot_slices)
+
+    def _plotted(self, plot: Callable[..., Figure]) -> Figure:
+        return plot(self.study, metric=self.wishes.metrics[0])
+
+    def _need_best(self) -> None:
+        if not self.best_params and self.best_value is None:
+            raise SweepError(
+                f"no trial of the sweep {self.paths.run_id} is complete",
+                allowed="a best configuration, once a trial is complete",
+                do="look at .trials for the reasons",
+            )
+
+    def _table(self) -> SweepTable:
+        wishes = self.wishes
+        table = SweepTable(
+            name=wishes.study.name,
+            metrics=wishes.metrics,
+            directions=wishes.directions,
+            n_trials=wishes.budget.n_trials,
+        )
+        table.read(EventReader(self.paths.events).read())
+        return table
+
+    def __repr__(self) -> str:
+        best = "none" if self.best_value is None else f"{self.best_value:.6g}"
+        return f"SweepResult({self.status}, best={best}, {self.paths.folder})"
+
+    def _repr_html_(self) -> str:
+        folder = html.escape(str(self.paths.folder))
+        return f"{self._table().html()}<p>{folder}</p>"
+
+
+def load_yaml(path: Path) -> Any:
+    """What a YAML file of our own holds."""
+    import yaml
+
+    return yaml.safe_load(path.read_text())
