@@ -157,6 +157,13 @@ class Books:
         """A repetition of a leader came to nothing."""
         self._diary.note(f"trial {number} again, with seed {seed}, failed: {reason}", "warning")
 
+    def name_winner(self) -> None:
+        """Write the best trial's event again, with the mean of its repetitions."""
+        best = self.standings.best()
+        if best is not None:
+            values, params = [self.standings.value(best)], self._params[best]
+            self._event(best, "complete", params, values=values, best=True)
+
     def params(self, number: int) -> dict[str, Any]:
         """A trial's parameters, constants too."""
         return self._params[number]

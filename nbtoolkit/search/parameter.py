@@ -176,7 +176,7 @@ class ConstantParameter(_Parameter):
 
 
 Searched = FloatParameter | IntParameter | CategoricalParameter
-Parameter = Searched | ConstantParameter
+Parameter = FloatParameter | IntParameter | CategoricalParameter | ConstantParameter
 
 KINDS: dict[str, type[Parameter]] = {
     "float": FloatParameter,

@@ -46,6 +46,8 @@ class Repeats:
             self._books.repeated(trial.number, trial.seed, value)
         else:
             self._books.not_repeated(trial.number, trial.seed, trial.reason or "")
+        if not self.more:
+            self._books.name_winner()
 
     def _missing(self) -> list[tuple[int, int]]:
         """(trial, seed), by seed: when time runs out, all leaders have had as many."""

@@ -42,12 +42,15 @@ class Seeded(BaseSampler):
 
     def __init__(self, make: Callable[[int], BaseSampler]) -> None:
         self._make = make
-        self._number, self._sampler = -1, None
+        self._number = -1
+        self._sampler: BaseSampler | None = None
 
     def _of(self, trial: FrozenTrial) -> BaseSampler:
-        if self._sampler is None or self._number != trial.number:
-            self._number, self._sampler = trial.number, self._make(trial.number)
-        return self._sampler
+        sampler = self._sampler
+        if sampler is None or self._number != trial.number:
+            sampler = self._make(trial.number)
+            self._number, self._sampler = trial.number, sampler
+        return sampler
 
     def infer_relative_search_space(
         self, study: Study, trial: FrozenTrial

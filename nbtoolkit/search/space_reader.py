@@ -68,7 +68,7 @@ class _Reader:
 
     def read(self, name: str, value: Any) -> Parameter | None:
         """A parameter as written; None where it is wrong."""
-        if isinstance(value, tuple(KINDS.values())):
+        if isinstance(value, Parameter):
             return value  # read before
         spec = dict(written_out(value))
         kind = KINDS.get(str(spec.get("type")))

@@ -6,6 +6,7 @@ folder, hence the same checkpoint. Imports Optuna: load it late.
 
 from __future__ import annotations
 
+import functools
 import os
 import sqlite3
 import tempfile
@@ -131,7 +132,7 @@ class SearchStudy:
         frozen = self._storage.get_trial(self._id_of(number))
         return number, self._space.meant(frozen.params)
 
-    @property
+    @functools.cached_property
     def _id(self) -> int:
         return self._storage.get_study_id_from_name(self.optuna.study_name)
 

@@ -117,22 +117,21 @@ class SweepProgram:
 
     def _trial(self, left: float | None) -> LiveTrial | None:
         """A trial with a job that waits; None: there is none now."""
-        for trial in self._live.values():
-            if trial.waiting:
+        begun = next((one for one in self._live.values() if one.waiting), None)
+        if begun is not None:
+            return begun
+        while self._books.interrupted:
+            trial = self._enter(self._books.take_up())
+            if not trial.over:
                 return trial
-        if self._books.interrupted:
-            return self._enter(self._books.take_up())
+            self._settle(trial)  # all its folds were done when its session died
         if self._more_wished:
-            enough = self._time.suffices_for_new(left)
-            return self._enter(self._books.begin()) if enough else None
-        if not self._live and (trial := self._repeats.next()) is not None:
-            return self._enter(trial)
-        return None
+            return self._enter(self._books.begin()) if self._time.suffices_for_new(left) else None
+        repetition = None if self._live else self._repeats.next()
+        return None if repetition is None else self._enter(repetition)
 
     def _enter(self, trial: LiveTrial) -> LiveTrial:
         self._live[trial.key] = trial
-        if trial.over:  # all folds were done when its session died
-            self._settle(trial)
         return trial
 
     @property
@@ -162,7 +161,9 @@ class SweepProgram:
 
     def reported(self, job: Job, metrics: Mapping[str, float], step: int | None) -> str | None:
         """Judge a report: ``"pruned"`` lets the job's ranks leave, None lets them go on."""
-        trial = self._jobs[job.key]
+        trial = self._jobs.get(job.key)
+        if trial is None:
+            return None  # it has ended: a report that was on its way
         if trial.leaving is None and trial.seed is None:
             given = [name for name in self._wishes.metrics if name in metrics]
             if wrong := missing(metrics, given):
@@ -242,7 +243,7 @@ class SweepProgram:
             trial.told = trial.complete_folds()
         for step, value in new:
             _, pruned = self._books.intermediate(trial, value, step)
-            if pruned and trial.waiting:
+            if pruned and not trial.over:
                 trial.leave("pruned", f"after {len(trial.scores)} folds, with {metric} {value:.6g}")
 
     def _tried_again(self, trial: LiveTrial, job: Job, ending: Ending) -> bool:

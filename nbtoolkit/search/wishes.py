@@ -32,7 +32,7 @@ from nbtoolkit.errors import SpaceError
 from nbtoolkit.search.folds import FoldKind
 from nbtoolkit.search.space import Space
 from nbtoolkit.search.wishes_checks import clashes
-from nbtoolkit.yaml_lines import Layer, Mistake, dump, refuse
+from nbtoolkit.yaml_lines import Keys, Layer, Mistake, dump, refuse
 
 SamplerName = Literal["tpe", "gp", "cmaes", "qmc", "random", "grid"]
 PrunerName = Literal[
@@ -256,7 +256,7 @@ def _direction(metric: str) -> Direction:
 
 def _plain_layer(values: Mapping[str, Any]) -> Layer:
     """The layer of a dict: a place for every key, so that what is wrong can be named."""
-    places = {(name,): f"sweep {name!r}" for name in values}
+    places: dict[Keys, str] = {(name,): f"sweep {name!r}" for name in values}
     for name, section in values.items():
         if isinstance(section, Mapping):
             places.update({(name, str(key)): f"sweep {f'{name}.{key}'!r}" for key in section})
@@ -291,5 +291,7 @@ def _call_layer(
         values.setdefault("budget", {})["timeout"] = timeout
     if folds is not None:
         values["folds"] = dict(folds) if isinstance(folds, Mapping) else {"k": folds}
-    places = {(name, key): f"{key}=" for name, section in values.items() for key in section}
+    places: dict[Keys, str] = {
+        (name, key): f"{key}=" for name, section in values.items() for key in section
+    }
     return Layer(values=values, places=places)
