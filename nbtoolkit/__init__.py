@@ -31,7 +31,10 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time `__getattr_
     from nbtoolkit.search.cross_validation import cross_validate as cross_validate
     from nbtoolkit.search.cv_result import CVResult as CVResult
     from nbtoolkit.search.folds import Folds as Folds
+    from nbtoolkit.search.handle import SweepHandle as SweepHandle
     from nbtoolkit.search.make_folds import make_folds as make_folds
+    from nbtoolkit.search.sweep import sweep as sweep
+    from nbtoolkit.search.sweep_result import SweepResult as SweepResult
     from nbtoolkit.training.checkpoint import load_model as load_model
     from nbtoolkit.training.loop import fit as fit
     from nbtoolkit.training.metrics import over_all as over_all
@@ -51,6 +54,8 @@ _HOME = {
     "RunContext": "nbtoolkit.runtime.context",
     "RunHandle": "nbtoolkit.runtime.result",
     "RunResult": "nbtoolkit.runtime.result",
+    "SweepHandle": "nbtoolkit.search.handle",
+    "SweepResult": "nbtoolkit.search.sweep_result",
     "attach": "nbtoolkit.runtime.result",
     "cross_validate": "nbtoolkit.search.cross_validation",
     "detect_hardware": "nbtoolkit.runtime.hardware",
@@ -64,6 +69,7 @@ _HOME = {
     "make_plan": "nbtoolkit.runtime.plan",
     "over_all": "nbtoolkit.training.metrics",
     "predict": "nbtoolkit.training.prediction",
+    "sweep": "nbtoolkit.search.sweep",
 }
 
 # Modules that are public as they are.
@@ -80,6 +86,8 @@ __all__ = [
     "RunContext",
     "RunHandle",
     "RunResult",
+    "SweepHandle",
+    "SweepResult",
     "__version__",
     "attach",
     "cross_validate",
@@ -95,6 +103,7 @@ __all__ = [
     "make_plan",
     "over_all",
     "predict",
+    "sweep",
     "verify",
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -79,7 +80,7 @@ class Errand:
             {**base, **own},
             [payload_fd, self._own_fd],
             tower,
-            judge=lambda metrics, step: program.reported(job, metrics, step),
+            judge=partial(program.reported, job),
             durable=False,  # the study knows of it
         )
         self._carrier.begin(self._boarding(own, kept, tower))
@@ -182,8 +183,9 @@ class Errand:
             return
         limit = self.job.timeout
         if limit is not None and time.monotonic() - self._started > limit:
-            self._fault = "timeout", f"its time of {limit:g} s is used up"
-            self._carrier.stop(self._fault[1], TIMEOUT_GRACE)
+            said = f"its time of {limit:g} s is used up"
+            self._fault = "timeout", said
+            self._carrier.stop(said, TIMEOUT_GRACE)
         elif self._carrier.plan.processes == 1 and self._carrier.silence() > self._hang_timeout:
             said = f"it sent nothing and used under 1% CPU for {self._hang_timeout:g} s"
             self._fault = "hung", said

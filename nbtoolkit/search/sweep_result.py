@@ -50,10 +50,9 @@ class SweepResult:
         self.status: Status = ended["status"]
         self.seconds: float = ended["seconds"]
         self.summary: dict[str, Any] = ended["summary"]
-        best = self.summary.get("best") or {}
-        self.best_value: float | None = best.get("value")
-        self.best_params: dict[str, Any] = best.get("params", {})
-        self.best_trial: int | None = best.get("number")
+        self.best_value: float | None = self.summary["best_value"]
+        self.best_params: dict[str, Any] = self.summary["best_params"] or {}
+        self.best_trial: int | None = self.summary["best"]
 
     @property
     def best_config(self) -> Config:
@@ -82,7 +81,8 @@ class SweepResult:
         import optuna
 
         storage = f"sqlite:///{self.paths.folder / STUDY_FILE}"
-        return optuna.load_study(study_name=None, storage=storage)
+        (name,) = optuna.get_all_study_names(storage)
+        return optuna.load_study(study_name=name, storage=storage)
 
     @property
     def trials(self) -> pd.DataFrame:
@@ -138,7 +138,7 @@ class SweepResult:
         return plot(self.study, metric=self.wishes.metrics[0])
 
     def _need_best(self) -> None:
-        if not self.best_params and self.best_value is None:
+        if self.best_trial is None:
             raise SweepError(
                 f"no trial of the sweep {self.paths.run_id} is complete",
                 allowed="a best configuration, once a trial is complete",
