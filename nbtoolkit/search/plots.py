@@ -140,7 +140,7 @@ def _importances(study: Study, objective: int) -> dict[str, float]:
 
 
 def _slice(panel: Axes, name: str, trials: Sequence[FrozenTrial], objective: int) -> None:
-    distribution = trials[-1].distributions[name]
+    distribution: Any = trials[-1].distributions[name]
     values: list[Any] = [trial.params[name] for trial in trials]
     if hasattr(distribution, "choices"):
         values = [str(value) for value in values]
@@ -155,6 +155,7 @@ def _slice(panel: Axes, name: str, trials: Sequence[FrozenTrial], objective: int
         edgecolors="#777",
         linewidths=0.5,
         s=20,
+        clip_on=False,
     )
     if hasattr(distribution, "low"):
         panel.set_xlim(distribution.low, distribution.high)  # what was searched, found or not

@@ -4,6 +4,9 @@
                        |                       |
                  tracking.json            <output_dir>/mlflow.db, <run folder>/tensorboard
 
+The trials and folds of a sweep are followed below it (jobs.py) and are runs nested in its run
+(nested.py).
+
 The service (service.py) follows the runs of a kernel in a process of its own. Nothing here imports
 MLflow or torch before it is used.
 """

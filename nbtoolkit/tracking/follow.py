@@ -15,6 +15,7 @@ from nbtoolkit.errors import TrackingError
 from nbtoolkit.runtime.events import Event, EventReader
 from nbtoolkit.runtime.paths import RunPaths, read_json, write_json
 from nbtoolkit.tracking.choice import choose_tracking
+from nbtoolkit.tracking.jobs import Jobs
 from nbtoolkit.tracking.tracker import NullTracker, Point, Tracker, Trackers, points
 
 MakeTracker = Callable[[Event, bool, dict[str, Any]], Tracker]
@@ -32,15 +33,21 @@ class Follower:
         paths: the run.
         output_dir: where the MLflow database lies; None: the run folder's parent.
         make: makes the tracker; None: by the run's own configuration.
+        owner: the run whose owner writes this one too; None: itself.
 
     Raises:
         TrackingError: the folder is gone, or another process follows it.
     """
 
     def __init__(
-        self, paths: RunPaths, *, output_dir: Path | None = None, make: MakeTracker | None = None
+        self,
+        paths: RunPaths,
+        *,
+        output_dir: Path | None = None,
+        make: MakeTracker | None = None,
+        owner: RunPaths | None = None,
     ) -> None:
-        self._paths = paths
+        self._paths, self._owner = paths, owner or paths
         self._make = make or _make_by_config(paths, output_dir or paths.folder.absolute().parent)
         self._lock = _lock_folder(paths.folder)
         saved = read_json(paths.tracking) or {}
@@ -52,6 +59,7 @@ class Follower:
         self._tracker: Tracker = NullTracker()
         self._time: float = saved.get("time", 0.0)  # of the event last read
         self._ended = False
+        self._jobs = Jobs(paths.folder, self._follow_job)
         if self._reader.offset:
             self._pick_up()
 
@@ -59,15 +67,17 @@ class Follower:
         """Write what is new.
 
         Returns:
-            Whether the run is written through to its end. A run whose owner died before its last
-            event is closed as killed; when it is resumed, it is followed on from there.
+            Whether the run, with all its jobs, is written through to its end. A run whose owner
+            died before its last event is closed as killed; when it is resumed, it is followed on
+            from there.
         """
-        owned = self._paths.owned()  # asked first: an owner writes its last event, then lets go
+        owned = self._owner.owned()  # asked first: an owner writes its last event, then lets go
         while batch := self._read():
             self._hand_over(batch)
+        through = self._jobs.poll()
         if not self._ended and not owned:
             self._close({"t": self._time, "type": "ended", "status": "killed"})
-        return self._ended
+        return self._ended and through
 
     def failed(self, error: str) -> None:
         """Keep with the run why it is not written."""
@@ -77,6 +87,7 @@ class Follower:
 
     def close(self) -> None:
         """Let go of the folder."""
+        self._jobs.close()
         os.close(self._lock)
 
     def __enter__(self) -> Follower:
@@ -96,9 +107,16 @@ class Follower:
         if run is not None and run["type"] == "run":
             self._tracker = self._make(run, False, self.state)
             if self._tracker.open(run):
+                self._jobs.pick_up()
                 return
         self._reader.offset = self._run_at = 0
         self._last_steps.clear()
+
+    def _follow_job(self, paths: RunPaths) -> Follower:
+        def make(run: Event, fresh: bool, state: dict[str, Any]) -> Tracker:
+            return self._tracker.below(paths, fresh, state)
+
+        return Follower(paths, make=make, owner=self._owner)
 
     def _read(self) -> list[tuple[int, Event]]:
         """New events, each with the place where it begins."""
@@ -125,6 +143,7 @@ class Follower:
             else:
                 numbers += points(event, self._last_steps)
                 others.append(event)
+                self._jobs.take(event)
         self._tracker.write(numbers, others)
         if not self._ended:
             self._save(self._reader.offset)

@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.runtime.events import Event, EventReader
 from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.tracking.database import open_database
-from nbtoolkit.tracking.tracker import Point
+from nbtoolkit.tracking.mlflow_values import (
+    METRICS,
+    VALUES,
+    as_metrics,
+    as_params,
+    as_tags,
+    batches,
+    flatten,
+    ms,
+    tail,
+)
+from nbtoolkit.tracking.nested import RUN_TAG, Curves, Nested
+from nbtoolkit.tracking.tracker import Point, Tracker, job_folder
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
 
-T = TypeVar("T")
-
-RUN_TAG = "nbtoolkit.run_id"
-"""The tag by which the MLflow run of a folder is found again."""
-
 # How a run ended, in MLflow's words; the exact status is in the tag nbtoolkit.status.
 _STATUS = {"completed": "FINISHED", "failed": "FAILED"}  # every other: KILLED (ended early)
-
-# MLflow's own limits, smallest of the versions we run with: 500 characters for a parameter (6000
-# since 2.10), 5000 for a tag; 1000 metrics, 100 parameters and 100 tags a call.
-_PARAM_LENGTH, _TAG_LENGTH, _METRICS, _VALUES = 500, 5000, 1000, 100
-_NAME_LENGTH = 250
-
-_LOG_BYTES = 1_000_000
-"""Of each rank's log, that much of its end becomes an artifact."""
 
 
 class MLflowTracker:
@@ -50,6 +46,7 @@ class MLflowTracker:
         self._paths, self._output_dir, self._state = paths, output_dir, state
         self._client: MlflowClient
         self._run_id = ""
+        self._nested: Nested
 
     def open(self, run: Event) -> bool:
         """Find or create the MLflow run; write parameters and tags.
@@ -65,26 +62,34 @@ class MLflowTracker:
         found = self._find(experiment)
         mlflow_run = found or self._create(experiment, run)
         self._run_id = self._state["mlflow_run_id"] = mlflow_run.info.run_id
+        self._nested = Nested(self._client, experiment, self._paths, self._run_id)
         self._go_on(mlflow_run, run)
         self._log_params(mlflow_run, run)
         self._set_tags(_run_tags(run, self._paths))
         return found is not None
 
     def write(self, points: Sequence[Point], events: Sequence[Event]) -> None:
-        """Write metrics in batches, checkpoints and stop requests as tags."""
-        from mlflow.entities import Metric
-
-        metrics = (Metric(_name(p.name), p.value, _ms(p.time), p.step) for p in points)
-        for batch in _batches(metrics, _METRICS):
+        """Write metrics in batches, checkpoints and stop requests as tags; trials and folds."""
+        for batch in batches(as_metrics(points), METRICS):
             self._client.log_batch(self._run_id, metrics=batch)
         self._set_tags(_event_tags(events))
+        for event in events:
+            if job_folder(event) is not None:
+                self._nested.take(event)
+
+    def below(self, paths: RunPaths, fresh: bool, state: dict[str, Any]) -> Tracker:
+        """A tracker for the curves of a trial or a fold of this sweep."""
+        folder = paths.folder.relative_to(self._paths.folder).as_posix()
+        run_id = self._nested.run_of(folder, time.time())
+        return Curves(self._client, run_id, paths, state)
 
     def close(self, ended: Event) -> None:
         """Write the artifacts and the run's status."""
         self._log_artifacts()
+        self._nested.end(ended["t"])
         self._set_tags({"nbtoolkit.status": ended["status"], "nbtoolkit.error": ended.get("error")})
         status = _STATUS.get(ended["status"], "KILLED")
-        self._client.set_terminated(self._run_id, status, end_time=_ms(ended["t"]))
+        self._client.set_terminated(self._run_id, status, end_time=ms(ended["t"]))
 
     def _find(self, experiment: str) -> Run | None:
         """The run written before: by the id we kept, else by its tag (we died before keeping)."""
@@ -105,12 +110,12 @@ class MLflowTracker:
     def _create(self, experiment: str, run: Event) -> Run:
         name = self._paths.run_id
         tags = {RUN_TAG: name}
-        return self._client.create_run(experiment, _ms(run["t"]), tags=tags, run_name=name)
+        return self._client.create_run(experiment, ms(run["t"]), tags=tags, run_name=name)
 
     def _go_on(self, mlflow_run: Run, run: Event) -> None:
         """A new attempt of a run that had ended is running again."""
         ended = mlflow_run.info.end_time
-        if ended is not None and _ms(run["t"]) > ended:
+        if ended is not None and ms(run["t"]) > ended:
             self._client.update_run(self._run_id, status="RUNNING")
 
     def _log_params(self, mlflow_run: Run, run: Event) -> None:
@@ -119,27 +124,18 @@ class MLflowTracker:
         MLflow's parameters are for ever: what a later attempt changed becomes a new one, such as
         ``attempt2.train.epochs``.
         """
-        from mlflow.entities import Param
-
         known, attempt = mlflow_run.data.params, run.get("attempt", 1)
         new = {}
-        for key, value in _params(run).items():
-            if known.get(key, value) != value:
-                key = f"attempt{attempt}.{key}"[:_NAME_LENGTH]
+        for param in as_params(_settings(run)):
+            changed = known.get(param.key, param.value) != param.value
+            key = f"attempt{attempt}.{param.key}" if changed else param.key
             if key not in known:
-                new[key] = value
-        for batch in _batches((Param(key, value) for key, value in new.items()), _VALUES):
+                new[key] = param.value
+        for batch in batches(as_params(new), VALUES):
             self._client.log_batch(self._run_id, params=batch)
 
     def _set_tags(self, values: Mapping[str, Any]) -> None:
-        from mlflow.entities import RunTag
-
-        tags = (
-            RunTag(_name(key), _cut(str(value), _TAG_LENGTH))
-            for key, value in values.items()
-            if value is not None
-        )
-        for batch in _batches(tags, _VALUES):
+        for batch in batches(as_tags(values), VALUES):
             self._client.log_batch(self._run_id, tags=batch)
 
     def _log_artifacts(self) -> None:
@@ -149,21 +145,21 @@ class MLflowTracker:
         tags.
         """
         paths = self._paths
-        for file in (paths.config, paths.plan, paths.versions, paths.result, paths.error):
+        own = (paths.config, paths.plan, paths.versions, paths.result, paths.error)
+        for file in (*own, paths.folder / "sweep.yaml", paths.folder / "folds.json"):
             if file.exists():
                 self._client.log_artifact(self._run_id, str(file))
         for file in sorted((paths.folder / "ranks").glob("**/*.txt")):
             name = file.relative_to(paths.folder).as_posix()
-            self._client.log_text(self._run_id, _tail(file), name)
+            self._client.log_text(self._run_id, tail(file), name)
         if notes := _notes(paths):
             self._client.log_text(self._run_id, notes, "notes.txt")
 
 
-def _params(run: Event) -> dict[str, str]:
-    """Config and plan as MLflow takes them; the reasons stand in the description instead."""
+def _settings(run: Event) -> dict[str, Any]:
+    """Config and plan; the plan's reasons stand in the description instead."""
     plan = {key: value for key, value in run.get("plan", {}).items() if key != "reasons"}
-    values = _flatten({**run["config"], "plan": plan})
-    return {_name(key): _cut(value, _PARAM_LENGTH) for key, value in values}
+    return {**run["config"], "plan": plan}
 
 
 def _run_tags(run: Event, paths: RunPaths) -> dict[str, Any]:
@@ -178,7 +174,7 @@ def _run_tags(run: Event, paths: RunPaths) -> dict[str, Any]:
         "mlflow.user": os.environ.get("USER") or f"uid {os.getuid()}",
         "mlflow.note.content": _description(run),
     }
-    return {**tags, **{f"nbtoolkit.{key}": value for key, value in _flatten(versions)}}
+    return {**tags, **{f"nbtoolkit.{key}": value for key, value in flatten(versions)}}
 
 
 def _description(run: Event) -> str | None:
@@ -201,55 +197,3 @@ def _notes(paths: RunPaths) -> str:
     """All notes of the run, one a line."""
     notes = (event for event in EventReader(paths.events).read() if event["type"] == "note")
     return "".join(f"{note['level']}: {note['text']}\n" for note in notes)
-
-
-def _tail(file: Path) -> str:
-    """The end of a log, from the first whole line, with a mark where something was left out."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        if size <= _LOG_BYTES:
-            return opened.read().decode(errors="replace")
-        opened.seek(size - _LOG_BYTES)
-        opened.readline()
-        left_out = opened.tell()
-        text = opened.read().decode(errors="replace")
-    return f"[the first {left_out} bytes are left out; all of it: {file}]\n{text}"
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted names and texts of a nested dict: ``{"a": {"b": [1]}}`` gives ``("a.b", "[1]")``."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
-            yield f"{prefix}{key}", text
-
-
-def _name(name: str) -> str:
-    """The nearest name that MLflow accepts: its characters, no empty or dotted parts, 250 long."""
-    clean = re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
-    parts = [part if part.strip(".") else "_" * len(part) for part in clean.split("/")]
-    clean = "/".join(part for part in parts if part) or "_"
-    if len(clean) <= _NAME_LENGTH:
-        return clean
-    mark = hashlib.sha256(name.encode()).hexdigest()[:8]  # two long names stay two
-    return f"{clean[: _NAME_LENGTH - 9]}.{mark}"
-
-
-def _cut(text: str, length: int) -> str:
-    """At most ``length`` characters, with a mark where something was left out."""
-    if len(text) <= length:
-        return text
-    mark = f" ... [{len(text)} characters; all of it in the run's folder]"
-    return text[: length - len(mark)] + mark
-
-
-def _ms(seconds: float) -> int:
-    return round(seconds * 1000)
-
-
-def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    iterator = iter(items)
-    while batch := list(islice(iterator, size)):
-        yield batch

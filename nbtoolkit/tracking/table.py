@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import TrackingError
 from nbtoolkit.tracking.database import database_path, database_uri, import_client
+from nbtoolkit.tracking.nested import SWEEP_TAG
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -23,8 +24,9 @@ def tracking_table(
         experiment: one experiment's name; None: all of them.
 
     Returns:
-        One row a run: ``run``, ``status``, ``started``, each last metric under its name, each
-        parameter under ``params.`` and its name.
+        One row a run: ``run``, ``sweep`` (the run id of the sweep that a trial or fold belongs to),
+        ``status``, ``started``, each last metric under its name, each parameter under ``params.``
+        and its name.
 
     Raises:
         MissingExtra: MLflow is not installed.
@@ -53,6 +55,7 @@ def _row(run: Run) -> dict[str, Any]:
 
     return {
         "run": run.info.run_name,
+        "sweep": run.data.tags.get(SWEEP_TAG),
         "status": run.data.tags.get("nbtoolkit.status", run.info.status.lower()),
         "started": pd.to_datetime(run.info.start_time, unit="ms", utc=True),
         **run.data.metrics,

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import MissingExtra
 from nbtoolkit.runtime.events import Event
@@ -54,6 +54,10 @@ class TensorBoardTracker:
         if self._opened is not None:
             self._opened.close()
             self._opened = None
+
+    def below(self, paths: RunPaths, fresh: bool, state: dict[str, Any]) -> TensorBoardTracker:
+        """The curves of a trial or a fold lie in its own folder."""
+        return TensorBoardTracker(paths, fresh=fresh)
 
     def _writer(self) -> SummaryWriter:
         """A new event file at the first write (TensorBoard draws all files of a folder as one)."""
