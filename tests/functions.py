@@ -413,3 +413,40 @@ def cannot_write_its_error(config: Any, ctx: Any) -> None:
 
 def returns_too_much(config: Any, ctx: Any) -> bytes:
     return bytes(3_000_000)
+
+
+# --- trials of a sweep ---
+
+
+def takes_its_time(config: Any, ctx: Any) -> dict[str, float]:
+    """A trial of some tenths of a second, in steps, that goes on where it was cut off."""
+    step = (ctx.load() or {"step": 0})["step"]
+    with (ctx.paths.folder / "begun.txt").open("a") as file:
+        file.write(f"{ctx.params['optim.lr'].hex()} {step} {os.getpid()}\n")
+    while step < 6:
+        step += 1
+        time.sleep(0.03)
+        ctx.save({"step": step})
+        ctx.report({"val_loss": config.optim.lr}, step=step)
+    return {"val_loss": config.optim.lr}
+
+
+def is_slow_or_ill(config: Any, ctx: Any) -> dict[str, float]:
+    """A trial whose parameter says what becomes of it."""
+    what = ctx.params["data.what"]
+    if what == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "hung":
+        time.sleep(600)
+    if what == "out of memory":
+        raise MemoryError("cannot allocate 80 GiB")
+    if what == "nan":
+        raise nb_errors().LossNotFinite("the loss of optimizer step 3 is nan")
+    return {"val_loss": 1.0}
+
+
+def nb_errors() -> Any:
+    """The errors, imported where they are needed."""
+    from nbtoolkit import errors
+
+    return errors

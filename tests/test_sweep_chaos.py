@@ -1,0 +1,112 @@
+"""SIGKILL at random moments to kernel, conductor and workers: the study ends as it should.
+
+`make test-chaos` does it twenty times over; `make test` a few times, with the same seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from kernels import Script, alive, all_gone, descendants, script, until
+from sweeps import finished, sweep_folder
+
+OFTEN, SELDOM = pytest.param(20, marks=pytest.mark.long), 3
+VICTIMS = ("kernel", "conductor", "worker")
+
+SWEEP = """
+import json
+wishes = json.loads(open("wishes.json").read())
+config = nb.load_config(env=None, overrides={
+    "runtime.output_dir": "out", "tracking.mlflow": False,
+})
+result = nb.sweep(functions.takes_its_time, config, wishes, display="off")
+print(result.status)
+"""
+
+
+def wishes(trials: int) -> dict[str, object]:
+    return {
+        "study": {"sampler": "grid", "pruner": "none"},
+        "budget": {"retries": 1_000, "max_failures": None},
+        "space": {"optim.lr": {"type": "categorical", "choices": lr(trials)}},
+    }
+
+
+def lr(trials: int) -> list[float]:
+    """Every trial's parameter, none twice."""
+    return [round(0.001 * (1 + number), 6) for number in range(trials)]
+
+
+def strike(kernel: Script, folder: Path, victim: str) -> None:
+    """Kill, and where the session ends by it, wait until nothing of it is left."""
+    owner = json.loads((folder / "owner.json").read_text())["pid"]
+    family = descendants(kernel.pid)
+    if victim == "worker":
+        workers = [pid for pid in family if alive(pid) and is_worker(pid, folder)]
+        for pid in workers[:1]:
+            os.kill(pid, signal.SIGKILL)
+        return
+    os.kill(kernel.pid if victim == "kernel" else owner, signal.SIGKILL)
+    kernel.end()
+    all_gone(family)
+
+
+def is_worker(pid: int, folder: Path) -> bool:
+    """Whether a process says that it is a rank of a trial in this sweep."""
+    try:
+        mark = Path(f"/proc/{pid}/environ").read_bytes()
+        return os.readlink(f"/proc/{pid}/fd/1").startswith(str(folder / "trials")) or (
+            f"NBTOOLKIT_RANK={folder}".encode() in mark
+        )
+    except OSError:
+        return False
+
+
+def some_trial_begins(kernel: Script, folder: Path) -> None:
+    """Wait until a trial begins, anew or again, or nothing is left to be done."""
+    before = begun(folder)
+    until(lambda: begun(folder) > before or kernel.process.poll() is not None, "a trial")
+
+
+def begun(folder: Path) -> int:
+    """How often a trial has begun."""
+    return sum(file.read_text().count("\n") for file in folder.glob("trials/*/begun.txt"))
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kills", [SELDOM, OFTEN])
+def test_no_trial_is_lost_and_none_counts_twice(tmp_path: Path, kills: int) -> None:
+    trials = 6 * kills
+    (tmp_path / "wishes.json").write_text(json.dumps(wishes(trials)))
+    chance, struck, before = random.Random(kills), 0, dict[int, float]()
+    while struck < kills:
+        with script(SWEEP, tmp_path) as kernel:
+            folder = sweep_folder(tmp_path)
+            some_trial_begins(kernel, folder)
+            while kernel.process.poll() is None and struck < kills:
+                time.sleep(chance.uniform(0.0, 0.5))
+                if kernel.process.poll() is None:
+                    strike(kernel, folder, chance.choice(VICTIMS))
+                    struck += 1
+            if kernel.process.poll() is None:
+                kernel.end()
+        now = finished(folder)
+        assert before.items() <= now.items()  # none that was finished is lost or changed
+        before = now
+        if len(now) == trials:
+            break
+    assert struck >= kills // 2, "the sweep is too short for this machine"
+    with script(SWEEP, tmp_path) as kernel:
+        if len(before) < trials:
+            assert kernel.output().strip() == "completed"
+    assert sorted(finished(folder).values()) == lr(trials)
+    for trial in folder.glob("trials/*"):
+        begun_with = {line.split()[0] for line in (trial / "begun.txt").read_text().splitlines()}
+        assert len(begun_with) == 1  # a trial is gone on with the same parameters

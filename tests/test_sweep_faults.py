@@ -1,0 +1,172 @@
+"""What goes wrong in a sweep's processes costs a trial, or a session; never the sweep."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import functions
+import pytest
+from kernels import alive, all_gone, descendants, script, until
+from sweeps import finished, sweep_folder
+from test_faults import in_own_mounts
+
+import nbtoolkit as nb
+from nbtoolkit import errors
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(180)]
+
+WISHES = {
+    "study": {"sampler": "random", "pruner": "none"},
+    "space": {"optim.lr": {"type": "float", "low": 0.001, "high": 0.1}},
+}
+FATES = ["well", "killed", "hung", "out of memory", "nan"]
+SWEEP = """
+import json
+wishes = json.loads(open("wishes.json").read())
+config = nb.load_config("config.json", env=None)
+result = nb.sweep(functions.takes_its_time, config, wishes, n_trials=6, display="off")
+print(result.status, len(result.trials))
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> nb.Config:
+    settings = {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path / "out")}
+    return nb.load_config(env=None, overrides=settings)
+
+
+@pytest.fixture
+def home(config: nb.Config, tmp_path: Path) -> Path:
+    """A working directory for scripts; sweeps go to its folder ``out``."""
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    (tmp_path / "wishes.json").write_text(json.dumps(WISHES))
+    return tmp_path
+
+
+# --- trials that fail ---
+
+
+def test_a_worker_that_dies_hangs_or_has_no_memory_costs_its_trial(config: nb.Config) -> None:
+    config = config.with_overrides({"runtime.hang_timeout": 2})
+    choices = {"type": "categorical", "choices": FATES}
+    wishes = {"study": {"sampler": "grid"}, "space": {"data.what": choices}}
+    result = nb.sweep(functions.is_slow_or_ill, config, wishes, display="off")
+    rows = {row["data.what"]: row for _, row in result.trials.iterrows()}
+    states = {what: row["state"] for what, row in rows.items()}
+    assert states == {
+        "well": "complete",
+        "killed": "failed",
+        "hung": "failed",
+        "out of memory": "infeasible",
+        "nan": "failed",
+    }
+    assert "SIGKILL" in rows["killed"]["reason"]
+    assert "used under 1% CPU for 2 s" in rows["hung"]["reason"]
+    assert "optimizer step 3 is nan" in rows["nan"]["reason"]
+    assert result.best_params == {"data.what": "well"}
+
+
+def test_a_trial_is_tried_again_where_that_is_wished(config: nb.Config, tmp_path: Path) -> None:
+    def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+        tries = ctx.paths.folder / "tries"
+        tries.open("a").write("x")
+        if len(tries.read_text()) < 3:
+            raise ValueError("not yet")
+        return {"val_loss": 1.0}
+
+    wishes = {**WISHES, "budget": {"retries": 2}}
+    result = nb.sweep(train, config, wishes, n_trials=2, display="off")
+    assert list(result.trials["state"]) == ["complete", "complete"]
+
+
+def test_too_many_failures_end_the_sweep(config: nb.Config) -> None:
+    def train(config: nb.Config, ctx: nb.RunContext) -> None:
+        raise ValueError("always")
+
+    wishes = {**WISHES, "budget": {"max_failures": 2}}
+    with pytest.raises(errors.SweepError, match=r"trials have failed; the last: .*always"):
+        nb.sweep(train, config, wishes, n_trials=50, display="off")
+
+
+# --- sessions that die ---
+
+
+@pytest.mark.parametrize("victim", ["kernel", "conductor", "launchpad"])
+def test_a_session_that_dies_is_gone_on_with(home: Path, victim: str) -> None:
+    with script(SWEEP, home) as kernel:
+        folder = sweep_folder(home)
+        until(lambda: len(finished(folder)) >= 2, "two trials")
+        family = descendants(kernel.pid)
+        conductor = json.loads((folder / "owner.json").read_text())["pid"]
+        (pad,) = [pid for pid in family if conductor in descendants(pid)]
+        os.kill({"kernel": kernel.pid, "conductor": conductor, "launchpad": pad}[victim], 9)
+        out, err = kernel.end()
+        assert victim == "kernel" or "LaunchError" in err, out + err
+    all_gone(family)
+    before = finished(folder)
+    moved = home / "out" / folder.name.replace("sweep", "moved")
+    shutil.move(folder, moved)
+    with script(SWEEP, home) as kernel:
+        assert kernel.output().splitlines()[-1] == "completed 6"
+    after = finished(moved)
+    assert before.items() <= after.items()
+    assert len(after) == 6
+    for trial in moved.glob("trials/*"):
+        lines = [line.split() for line in (trial / "begun.txt").read_text().splitlines()]
+        assert len({line[0] for line in lines}) == 1  # run again with the same parameters
+
+
+def test_a_study_of_another_space_or_other_folds_is_refused(config: nb.Config) -> None:
+    folds = nb.make_folds([0, 1] * 6, k=2)
+    options: dict[str, Any] = {"n_trials": 1, "display": "off"}
+    first = nb.sweep(functions.takes_its_time, config, WISHES, folds=folds, **options)
+    options["resume"] = first.paths.run_id
+    wider = {**WISHES, "space": {"optim.lr": {"type": "float", "low": 0.001, "high": 0.2}}}
+    with pytest.raises(errors.SweepError, match=r"0\.2"):
+        nb.sweep(functions.takes_its_time, config, wider, folds=folds, **options)
+    others = nb.make_folds([0, 1] * 6, k=2, seed=1)
+    with pytest.raises(errors.SweepError, match="folds"):
+        nb.sweep(functions.takes_its_time, config, WISHES, folds=others, **options)
+
+
+def test_a_full_disk_ends_the_session_and_not_the_study(home: Path) -> None:
+    code = """
+import json, os
+wishes = json.loads(open("wishes.json").read())
+config = nb.load_config("config.json", env=None)
+def fills(config, ctx):
+    if ctx.params["optim.lr"] < 1:
+        try:
+            with open(ctx.paths.folder / "filler", "wb") as file:
+                while True:
+                    file.write(bytes(10_000)), file.flush()
+        except OSError:
+            pass
+    return {"val_loss": 1.0}
+try:
+    nb.sweep(fills, config, wishes, n_trials=4, display="off")
+except nb.errors.RunFolderError as error:
+    print(str(error).splitlines()[0])
+"""
+    (line,) = in_own_mounts(code, home)
+    assert "No space left on device" in line
+
+
+def test_an_interrupted_wait_leaves_a_sweep_to_go_on_with(home: Path) -> None:
+    code = SWEEP.replace("result =", "try:\n    result =").replace(
+        "print(", "except KeyboardInterrupt:\n    print('interrupted')\nelse:\n    print("
+    )
+    with script(code, home) as kernel:
+        folder = sweep_folder(home)
+        until(lambda: len(finished(folder)) >= 2, "two trials")
+        family = descendants(kernel.pid)
+        os.kill(kernel.pid, signal.SIGINT)
+        assert kernel.output().strip() == "interrupted"
+    assert not any(map(alive, family))
+    with script(SWEEP, home) as kernel:
+        assert kernel.output().splitlines()[-1] == "completed 6"
