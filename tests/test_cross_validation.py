@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -12,7 +15,7 @@ import fold_functions as functions
 import numpy as np
 import pytest
 import torch
-from kernels import until
+from kernels import all_gone, descendants, run_folder, script, until
 from sklearn.datasets import load_diabetes
 from sklearn.model_selection import KFold
 
@@ -166,6 +169,32 @@ def test_stopped_it_keeps_what_is_done_and_goes_on_later(config: nb.Config) -> N
     assert cv.paths.folder == cut.paths.folder
     assert (cv.status, cv.scores["score"].tolist()) == ("completed", [0.0, 1.0, 2.0])
     assert began(cv.paths.folder)[0] == 1
+
+
+@pytest.mark.parametrize("victim", ["kernel", "conductor"])
+def test_killed_in_the_middle_it_goes_on_in_another_kernel(
+    config: nb.Config, tmp_path: Path, victim: str
+) -> None:
+    code = f"""
+        import fold_functions
+        config = nb.load_config({str(tmp_path / "config.yaml")!r}, env=None)
+        folds = nb.make_folds([0, 1, 2] * 10, k=3)
+        nb.cross_validate(fold_functions.waits, config, folds, display="off")
+    """
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    with script(code, tmp_path) as kernel:
+        paths = RunPaths(run_folder(tmp_path / "out"))
+        until(lambda: _state(paths, 0) == "complete" and _reports(paths, 1), "fold 0, and 1 to run")
+        conductor = json.loads(paths.owner.read_text())["pid"]
+        family = descendants(kernel.pid)
+        os.kill(kernel.pid if victim == "kernel" else conductor, signal.SIGKILL)
+        kernel.process.wait(60)
+        all_gone(family)
+    (tmp_path / "open").touch()
+    cv = quiet(functions.waits, config)
+    assert cv.paths.folder == paths.folder
+    assert cv.scores["score"].tolist() == [0.0, 1.0, 2.0]
+    assert began(paths.folder)[0] == 1
 
 
 def _state(paths: RunPaths, index: int) -> str | None:

@@ -12,7 +12,7 @@ import pytest
 import nbtoolkit as nb
 from nbtoolkit.errors import FoldError
 from nbtoolkit.runtime.events import EventReader
-from nbtoolkit.runtime.paths import RunPaths, write_json
+from nbtoolkit.runtime.paths import RunPaths, write_json, write_whole
 from nbtoolkit.runtime.record import RunRecord
 from nbtoolkit.search.fold_program import FoldProgram, finished_folds, fold_key, make_program
 from nbtoolkit.search.program import Ending, Job
@@ -47,8 +47,7 @@ def drive(
         job = running.pop(0)
         end = ending(job)
         if end.status == "completed":
-            result = {"status": "completed", "metrics": dict(end.metrics), "seconds": end.seconds}
-            write_json(RunPaths(folder / job.key).result, result)
+            write_whole(RunPaths(folder / job.key).value(0), "a value")
         program.ended(job, end)
     return began
 
@@ -103,7 +102,7 @@ def test_folds_that_are_done_are_not_run_again(tmp_path: Path) -> None:
     }
 
 
-def test_a_fold_counts_as_done_by_its_own_result_even_when_its_event_was_not_written(
+def test_a_fold_counts_as_done_by_its_own_result_when_its_event_was_not_written(
     tmp_path: Path,
 ) -> None:
     begin(tmp_path)
@@ -111,14 +110,16 @@ def test_a_fold_counts_as_done_by_its_own_result_even_when_its_event_was_not_wri
     write_json(RunPaths(tmp_path / "folds/2").result, result)
     write_json(RunPaths(tmp_path / "folds/3").result, {**result, "status": "stopped"})
     write_json(RunPaths(tmp_path / "folds/4").result, {**result, "metrics": {}})
+    for index in (2, 3, 4):
+        write_whole(RunPaths(tmp_path / fold_key(index)).value(0), "a value")
     assert set(finished_folds(tmp_path, 5)) == {2}
     program = begin(tmp_path)
     assert drive(program, tmp_path, score) == ["folds/0", "folds/1", "folds/3", "folds/4"]
 
 
-def test_a_fold_whose_result_is_gone_is_run_again(tmp_path: Path) -> None:
+def test_a_fold_whose_value_is_gone_is_run_again(tmp_path: Path) -> None:
     drive(begin(tmp_path), tmp_path, score)
-    RunPaths(tmp_path / "folds/3").result.unlink()
+    RunPaths(tmp_path / "folds/3").value(0).unlink()
     assert drive(begin(tmp_path), tmp_path, score) == ["folds/3"]
 
 

@@ -188,19 +188,24 @@ def fold_key(index: int) -> str:
 def finished_folds(folder: Path, count: int) -> dict[int, Ending]:
     """The folds that are through, and how they ended.
 
-    A fold's own result decides. Its scores are those of its event; where the conductor was killed
-    between the two, those it had reported.
+    A fold is through when its value is there and its event, or its own result, says so: a conductor
+    may be killed between the two, in either order.
     """
-    told = _told(folder)
-    finished = {}
+    told, finished = _told(folder), {}
     for index in range(count):
-        result = read_json(RunPaths(folder / fold_key(index)).result) or {}
-        about = told.get(index) or result
-        if result.get("status") == "completed" and (index in told or result["metrics"]):
+        paths = RunPaths(folder / fold_key(index))
+        about = told.get(index) or _result(paths)
+        if about is not None and paths.value(0).exists():
             finished[index] = Ending(
                 status="completed", metrics=about["metrics"], seconds=about["seconds"]
             )
     return finished
+
+
+def _result(paths: RunPaths) -> dict[str, Any] | None:
+    """A completed run's result, if it has scores; returned ones stand in events alone."""
+    result: dict[str, Any] = read_json(paths.result) or {}
+    return result if result.get("status") == "completed" and result["metrics"] else None
 
 
 def _told(folder: Path) -> dict[int, Event]:
