@@ -15,11 +15,12 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 from nbtoolkit.config import Config, load_config
 from nbtoolkit.errors import (
     ConfigError,
+    FoldError,
     LaunchError,
     MissingExtra,
     NbtoolkitError,
@@ -27,6 +28,11 @@ from nbtoolkit.errors import (
     ResumeError,
 )
 from nbtoolkit.runtime.result import RunHandle, RunResult
+
+if TYPE_CHECKING:
+    from nbtoolkit.search.cv_result import CVResult
+    from nbtoolkit.search.folds import FoldKind, Folds
+    from nbtoolkit.search.sweep_result import SweepResult
 
 try:
     import typer
@@ -37,7 +43,7 @@ except ImportError as missing:
 
 DONE, FAILED, WRONG_CALL, EARLY, INTERRUPTED = 0, 1, 2, 3, 130
 
-_NOT_TRAINED = (ConfigError, PlanError, LaunchError, ResumeError, MissingExtra)
+_NOT_TRAINED = (ConfigError, FoldError, PlanError, LaunchError, ResumeError, MissingExtra)
 
 # Plain help: a notebook's cell and a log file show it as it is, without boxes and colours.
 app = typer.Typer(
@@ -62,6 +68,18 @@ Processes = Annotated[
 Name = Annotated[str | None, typer.Option(help="A part of the run's id.")]
 Resume = Annotated[str, typer.Option(help="auto, never, or the id or folder of a run.")]
 Detach = Annotated[bool, typer.Option("--detach", help="Start it, print its folder, and return.")]
+SpacePath = Annotated[
+    Path, typer.Argument(metavar="SPACE", help="What is searched, and how: config/hpo/digits.yaml.")
+]
+FoldsWish = Annotated[
+    str | None,
+    typer.Option("--folds", metavar="K|FILE", help="How many, or a file written by Folds.save."),
+]
+Kind = Annotated[
+    str, typer.Option(help="How K folds are split: stratified, kfold, time (see nb.make_folds).")
+]
+Trials = Annotated[int | None, typer.Option("--trials", "-n", help="Trials, over all sessions.")]
+Timeout = Annotated[str | None, typer.Option(help="Time for the sweep, such as 2h.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show errors with their traceback.")]
 
 
@@ -97,6 +115,76 @@ def train(
             wait=False,
         )
         ended = None if detach else handle.result()
+    _finish(handle, ended)
+
+
+@app.command()
+def cv(
+    config: ConfigPath = None,
+    override: Override = None,
+    folds: FoldsWish = "5",
+    kind: Kind = "stratified",
+    processes: Processes = None,
+    name: Name = None,
+    resume: Resume = "auto",
+    detach: Detach = False,
+    debug: Debug = False,
+) -> None:
+    """Train once on every fold, side by side; scores, their mean and their spread."""
+    from nbtoolkit.search.cross_validation import cross_validate
+    from nbtoolkit.tasks.find import find_task
+
+    with sentences(debug):
+        settings = _settings(config, override)
+        handle = cross_validate(
+            find_task(settings.task),
+            settings,
+            _folds(settings, folds or "5", kind),
+            processes=processes,
+            name=name,
+            resume=resume,
+            detach=detach,
+            wait=False,
+        )
+        ended = None if detach else handle.result()
+    _finish(handle, ended)
+
+
+@app.command()
+def sweep(
+    space: SpacePath,
+    config: ConfigPath = None,
+    override: Override = None,
+    trials: Trials = None,
+    timeout: Timeout = None,
+    folds: FoldsWish = None,
+    kind: Kind = "stratified",
+    name: Name = None,
+    resume: Resume = "auto",
+    detach: Detach = False,
+    debug: Debug = False,
+) -> None:
+    """Search for the best settings; writes best.yaml into the sweep's folder, for train."""
+    from nbtoolkit.search.sweep import sweep as search
+    from nbtoolkit.tasks.find import find_task
+
+    with sentences(debug):
+        settings = _settings(config, override)
+        handle = search(
+            find_task(settings.task),
+            settings,
+            space,
+            n_trials=trials,
+            timeout=timeout,
+            folds=_folds(settings, folds, kind) if folds else None,
+            name=name,
+            resume=resume,
+            detach=detach,
+            wait=False,
+        )
+        ended = None if detach else handle.result()
+    if ended is not None and ended.best_trial is not None:
+        print(f"best configuration: {ended.save_best(handle.paths.folder / 'best.yaml')}")
     _finish(handle, ended)
 
 
@@ -146,7 +234,19 @@ def _settings(path: Path | None, overrides: list[str] | None) -> Config:
     return load_config(path, overrides=overrides)
 
 
-def _finish(handle: RunHandle, ended: RunResult | None) -> None:
+def _folds(config: Config, wish: str, kind: str) -> Folds:
+    """Folds from a file, or so many of the task's own data set."""
+    from nbtoolkit.search.folds import Folds
+    from nbtoolkit.search.make_folds import make_folds
+    from nbtoolkit.tasks.find import find_targets
+
+    if not wish.isdecimal():
+        return Folds.load(wish)
+    return make_folds(find_targets(config.task), k=int(wish), kind=cast("FoldKind", kind))
+
+
+def _finish(handle: RunHandle, ended: RunResult | SweepResult | CVResult | None) -> None:
+    """Print the folder of what goes on, or how it ended; end with the exit code for that."""
     if ended is None:
         print(handle.paths.folder)
         raise typer.Exit(DONE)

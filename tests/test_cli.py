@@ -12,6 +12,7 @@ import pytest
 from nbtoolkit.errors import ConfigError
 from nbtoolkit.runtime.paths import read_json
 from nbtoolkit.runtime.result import attach
+from nbtoolkit.search.make_folds import make_folds
 from nbtoolkit.tasks.find import find_task
 
 MINE = """
@@ -24,6 +25,19 @@ def fails(config, ctx):
 def goes_on(config, ctx):
     while True:
         ctx.report({"alive": 1.0})
+
+def load():
+    return list(range(12)), [0, 1] * 6
+
+def score(config, ctx):
+    held_out = 0 if ctx.fold is None else len(ctx.fold.valid_indices)
+    ctx.report({"score": config.optim.lr, "held_out": float(held_out)})
+"""
+SPACE = """
+study: {metric: score, direction: maximize, sampler: random}
+budget: {n_trials: 9}
+space:
+  optim.lr: {type: float, low: 0.1, high: 0.9}
 """
 
 
@@ -84,6 +98,34 @@ def test_a_detached_run_outlives_the_command_that_prints_its_folder(folder: Path
     assert handle.result(timeout=60).status == "stopped"
 
 
+def test_cv_makes_folds_of_the_tasks_own_data_set(folder: Path) -> None:
+    done = command(folder, "cv", "mine.json", "-o", "task=mine:score", "--folds", "3")
+    assert done.returncode == 0, done.stderr
+    assert "held_out=4 ± 0" in done.stdout.splitlines()[-1]
+
+
+def test_cv_takes_folds_from_a_file(folder: Path) -> None:
+    make_folds([0, 1] * 3, k=2, kind="kfold").save(folder / "two.json")
+    done = command(folder, "cv", "mine.json", "-o", "task=mine:score", "--folds", "two.json")
+    assert done.returncode == 0, done.stderr
+    assert "2 of 2 folds" in done.stdout
+    assert "held_out=3 ± 0" in done.stdout
+
+
+def test_sweep_writes_the_best_configuration_and_train_takes_it(folder: Path) -> None:
+    (folder / "space.yaml").write_text(SPACE)
+    wishes = ["-o", "task=mine:score", "--trials", "3"]
+    done = command(folder, "sweep", "space.yaml", "mine.json", *wishes)
+    assert done.returncode == 0, done.stderr
+    [best] = (folder / "outputs").glob("*/best.yaml")
+    assert f"best configuration: {best}" in done.stdout
+    assert "3 of 3 trials; 3 complete" in done.stdout
+    trained = command(folder, "train", str(best))
+    assert trained.returncode == 0, trained.stderr
+    summary = read_json(best.parent / "result.json")["summary"]
+    assert f"score={summary['best_value']:.4g}" in trained.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -92,6 +134,10 @@ def test_a_detached_run_outlives_the_command_that_prints_its_folder(folder: Path
         (["train", "-o", "task=mine:twise"], 'did you mean "mine:twice"?'),
         (["train", "-o", "task=mime:twice"], "there is no module 'mime'"),
         (["train", "-p", "0"], "processes"),
+        (["cv", "--folds", "no.json"], "the folds cannot be read from no.json"),
+        (["cv", "--folds", "1", "-o", "task=mine:score"], "k"),
+        (["cv", "--folds", "3", "-o", "task=textwrap:dedent"], "has no function load()"),
+        (["sweep", "no.yaml"], "there is no configuration file 'no.yaml'"),
         (["train", "--bogus"], "No such option"),
         (["trian"], "No such command"),
     ],

@@ -39,6 +39,10 @@ CONFIG = ("config", "yaml_lines")
 LATE = {
     ("__main__", "cli"): "without typer, its verbs cannot even be loaded",
     ("cli", "doctor"): "each verb loads what it runs",
+    ("cli", "search.cross_validation"): "each verb loads what it runs",
+    ("cli", "search.folds"): "each verb loads what it runs",
+    ("cli", "search.make_folds"): "each verb loads what it runs",
+    ("cli", "search.sweep"): "each verb loads what it runs",
     ("cli", "tasks.find"): "each verb loads what it runs",
     ("config", "runtime.host"): 'env="auto" asks where it runs, and only then',
     (
@@ -49,6 +53,11 @@ LATE = {
         "runtime.zygote",
         "tracking",
     ): "the process that tracks is forked where torch is warm",
+    ("runtime.result", "search.attach"): "nb.attach(folder) of a sweep",
+    (
+        "runtime.zygote",
+        "search.conductor",
+    ): "the process that conducts is forked where torch is warm",
     ("runtime.result", "training.checkpoint"): "result.load_into(model)",
     ("runtime.takeoff", "tracking"): "what will be tracked is chosen, and said, before the start",
 }

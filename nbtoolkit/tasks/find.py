@@ -1,4 +1,4 @@
-"""find_task: the training function that a configuration's ``task`` names."""
+"""The training function that a configuration's ``task`` names, and its data set's targets."""
 
 from __future__ import annotations
 
@@ -33,6 +33,27 @@ def find_task(name: str) -> Callable[..., Any]:
         )
     task: Callable[..., Any] = found
     return task
+
+
+def find_targets(name: str) -> Any:
+    """The targets of a task's data set, for :func:`nbtoolkit.make_folds`.
+
+    Args:
+        name: as for :func:`find_task`. Its module must have a function ``load()`` that returns
+            ``(inputs, targets)``, as those of ``nbtoolkit.tasks`` have.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    path = name.partition(":")[0]
+    load = getattr(_import(path, name), "load", None)
+    if not callable(load):
+        raise ConfigError(
+            f"folds are to be made for task {name!r}, and {path} has no function load()",
+            allowed="a module whose load() returns (inputs, targets)",
+            do="write the folds in Python, nb.make_folds(y).save('folds.json'), and give that file",
+        )
+    return load()[1]
 
 
 def _import(path: str, name: str) -> ModuleType:
