@@ -28,13 +28,14 @@ def _choices(value: Any) -> tuple[Any, ...]:
     texts = [json.dumps(one) for one in value]
     if len(set(texts)) < len(texts):
         raise ValueError("a choice is given twice")
-    return tuple(value)
+    frozen: tuple[Any, ...] = FreeSection({"choices": value})["choices"]  # as in a configuration
+    return frozen
 
 
 Choices = Annotated[
     tuple[Any, ...],
     BeforeValidator(_choices),
-    PlainSerializer(list),
+    PlainSerializer(lambda choices: FreeSection({"choices": choices}).to_dict()["choices"]),
     Says("a list of different values"),
 ]
 Anything = Annotated[Any, Says("a value")]

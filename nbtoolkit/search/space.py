@@ -10,6 +10,7 @@ space:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +104,8 @@ class Space:
             )
         points: list[dict[str, Any]] = [{}]
         for name, one in self.parameters.items():
-            points = [more for point in points for more in _extended(point, name, one)]
+            longer = (more for point in points for more in _extended(point, name, one))
+            points = list(itertools.islice(longer, _LISTED_AT_MOST + 1))
             if len(points) > _LISTED_AT_MOST:
                 raise SpaceError(
                     f"the grid has more than {_LISTED_AT_MOST:,} points",

@@ -55,6 +55,7 @@ class SearchStudy:
 
     def take_up(self, number: int) -> tuple[int, dict[str, Any]]:
         """Go on with a trial that was running when its session died."""
+        self.optuna.get_trials(deepcopy=False)  # Optuna's cache must have seen it
         trial_id = self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
         begun = self._begun(Trial(self.optuna, trial_id))
         self._steps[number] = set(self._storage.get_trial(trial_id).intermediate_values)

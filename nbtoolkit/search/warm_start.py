@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import optuna
+from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from nbtoolkit.errors import SweepError
@@ -27,8 +28,16 @@ def import_trials(study: optuna.Study, wishes: Wishes, space: Space) -> int:
     Raises:
         SweepError: there is no such study, it is another objective's, or none of its trials fits.
     """
+    other, storage = _load(str(wishes.warm_start))
+    try:
+        return _import(other, study, wishes, space)
+    finally:
+        storage.remove_session()
+        storage.engine.dispose()
+
+
+def _import(other: optuna.Study, study: optuna.Study, wishes: Wishes, space: Space) -> int:
     source = str(wishes.warm_start)
-    other = _load(source)
     if other.directions != study.directions:
         raise SweepError(
             f"warm_start: the study {source} has other directions",
@@ -46,7 +55,7 @@ def import_trials(study: optuna.Study, wishes: Wishes, space: Space) -> int:
     return len(fitting)
 
 
-def _load(source: str) -> optuna.Study:
+def _load(source: str) -> tuple[optuna.Study, RDBStorage]:
     path = Path(source).expanduser()
     file = path / "study.db" if path.is_dir() else path
     if not file.is_file():
@@ -54,14 +63,14 @@ def _load(source: str) -> optuna.Study:
             f"warm_start: there is no study {source}",
             allowed="a sweep's folder, or a study's SQLite file",
         )
-    storage = optuna.storages.RDBStorage(f"sqlite:///{file.absolute()}")
+    storage = RDBStorage(f"sqlite:///{file.absolute()}")
     summaries = optuna.get_all_study_summaries(storage=storage)
     if len(summaries) != 1:
         raise SweepError(
             f"warm_start: {source} holds {len(summaries)} studies",
             allowed="a file with one study",
         )
-    return optuna.load_study(study_name=summaries[0].study_name, storage=storage)
+    return optuna.load_study(study_name=summaries[0].study_name, storage=storage), storage
 
 
 def _fits(trial: FrozenTrial, space: Space) -> bool:
