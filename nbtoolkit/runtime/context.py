@@ -235,7 +235,7 @@ class RunContext:
             The built value, its tensors mapped from disk (writes stay private).
         """
         name = hashlib.sha256(key.encode()).hexdigest()[:16]
-        path = self.paths.folder.parent / ".cache" / f"{name}.pt"
+        path = Path(self.config.runtime.output_dir).expanduser() / ".cache" / f"{name}.pt"
         path.parent.mkdir(parents=True, exist_ok=True)
         with self.long(f"cached({key!r})"), path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

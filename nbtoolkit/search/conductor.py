@@ -26,6 +26,7 @@ from nbtoolkit.runtime.record import RunRecord
 from nbtoolkit.runtime.wire import Line, Message, wake
 from nbtoolkit.search.errand import Errand
 from nbtoolkit.search.program import Ending, Job, Program
+from nbtoolkit.search.room import Room
 from nbtoolkit.search.slots import Slot
 
 COMMANDS = "commands"
@@ -68,7 +69,7 @@ class Conductor:
         self._content, self._payload_fd, self._desk = content, payload_fd, desk
         self._paths = RunPaths(Path(content["folder"]))
         self._record = RunRecord(self._paths, deadline=content["deadline"])
-        self._free: list[Slot] = list(content["slots"].slots)
+        self._room = Room(content["slots"], self._record)
         self._running: list[Errand] = []
         self._leaving: list[Errand] = []  # their jobs are done, their processes not yet gone
         self._kept: Flight | None = None  # ranks on all devices that can take another job
@@ -122,25 +123,30 @@ class Conductor:
             if not over and not errand.leaves_room:
                 continue
             self._running.remove(errand)
-            self._free.append(errand.slot)
+            self._room.give_back(errand.slot)
             if over:
-                self._kept = errand.hand_over()
+                self._kept = errand.hand_over() or self._kept
             else:
                 self._leaving.append(errand)
-            self._program.ended(errand.job, errand.ending())
+            ending = errand.ending()
+            if not self._room.runs_again(errand.job, errand.slot, ending):
+                self._program.ended(errand.job, ending)
 
     def _fill(self) -> None:
         """Start jobs on the free slots."""
-        while self._free and (job := self._program.next(self._left())) is not None:
-            slot = self._free.pop(0)
+        jobs: list[Job] = []
+        while len(jobs) < self._room.free:
+            job = self._program.next(self._left())
+            if job is None:
+                break
+            jobs.append(job)
+        for job, slot in self._room.places(jobs):
             try:
-                errand = self._errand(job, slot)
+                self._running.append(self._errand(job, slot))
             except NbtoolkitError as error:  # its parameters make no plan, no configuration
-                self._free.append(slot)
+                self._room.give_back(slot)
                 said = f"{type(error).__name__}: {error.what}"
                 self._program.ended(job, Ending(status="failed", fault="raised", error=said))
-            else:
-                self._running.append(errand)
 
     def _errand(self, job: Job, slot: Slot) -> Errand:
         tower, kept = self._desk.tower, self._kept

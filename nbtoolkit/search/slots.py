@@ -41,6 +41,8 @@ class Slots:
     slots: tuple[Slot, ...]
     placement: Literal["device_per_trial", "all_devices_per_trial"]
     why: str
+    together: Slot | None = None
+    """``auto``: all devices at once, for a job that is alone, or too large for one of them."""
 
     def explain(self) -> str:
         """In one sentence."""
@@ -61,7 +63,8 @@ def make_slots(
 
     A job on one device needs no other rank: two of them on two devices do twice as much as one on
     both, whatever the efficiency of DDP. So ``auto`` gives each job a device, unless there are
-    fewer jobs than devices.
+    fewer jobs than devices; and the conductor has all devices work on a job that is the only one
+    left, or that did not fit into the memory of one (see room.py).
 
     Args:
         config: the configuration all jobs start from.
@@ -94,7 +97,7 @@ def make_slots(
     wish = config.distributed.world_size
     if not hardware.usable and isinstance(wish, int) and wish > 1:
         return replace(together, why=f"distributed.world_size is {wish}")
-    return single
+    return replace(single, together=together.slots[0]) if len(hardware.usable) > 1 else single
 
 
 def _on_gpus(hardware: Hardware, per_device: int) -> Slots:

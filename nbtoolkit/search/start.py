@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.errors import LaunchError, ResumeError
+from nbtoolkit.config import load_config
+from nbtoolkit.errors import LaunchError, PlanError, ResumeError
 from nbtoolkit.runtime.choose import (
     ChosenRun,
     discard,
@@ -21,14 +22,21 @@ from nbtoolkit.runtime.choose import (
 from nbtoolkit.runtime.hardware import detect_hardware
 from nbtoolkit.runtime.host import detect_host
 from nbtoolkit.runtime.launchpad import Launchpad, launchpad
-from nbtoolkit.runtime.paths import RunPaths, fingerprint, folder_error, read_json, runs_in
+from nbtoolkit.runtime.paths import (
+    RunPaths,
+    decides_result,
+    fingerprint,
+    folder_error,
+    read_json,
+    runs_in,
+)
 from nbtoolkit.runtime.payload import pack_content, pack_function
 from nbtoolkit.runtime.plan import make_plan
 from nbtoolkit.runtime.result import find_run
 from nbtoolkit.runtime.surroundings import surroundings
 from nbtoolkit.runtime.timing import time_limit
 from nbtoolkit.runtime.wire import Line
-from nbtoolkit.search.slots import Placement, make_slots
+from nbtoolkit.search.slots import Placement, Slots, make_slots
 
 if TYPE_CHECKING:
     from nbtoolkit.config import Config
@@ -49,6 +57,7 @@ class Search:
         placement: see :func:`~nbtoolkit.search.slots.make_slots`.
         per_device: jobs that share a device.
         jobs: how many jobs there will be; None: many, or not known.
+        slots: where they run; None: as placement and hardware say.
         folds: whose ``[job.fold]`` is ``ctx.fold`` in a job; None: none.
         timeout: seconds; None: no limit but the host's.
         preload: modules the program imports.
@@ -61,6 +70,7 @@ class Search:
     placement: Placement = "auto"
     per_device: int = 1
     jobs: int | None = None
+    slots: Slots | None = None
     folds: Folds | None = None
     timeout: float | None = None
     preload: tuple[str, ...] = ()
@@ -109,7 +119,13 @@ def start_search(
         LaunchError: the launchpad did not start.
     """
     host, hardware = detect_host(), detect_hardware()
-    slots = make_slots(
+    if host.is_rank:
+        raise PlanError(
+            f"a {search.kind} was started in a process that is one rank of several ({host.rank_reason})",
+            allowed="a notebook, a script or the command line, once",
+            do="start it without torchrun: it starts the ranks of its trials itself",
+        )
+    slots = search.slots or make_slots(
         config, hardware, search.placement, per_device=search.per_device, jobs=search.jobs
     )
     first = slots.slots[0]
@@ -198,7 +214,7 @@ def choose_search(
     elif resume == "never":
         chosen = None
     else:
-        chosen = _named(resume, output_dir, search, identity)
+        chosen = _named(resume, config, search, identity)
     if chosen is not None:
         put_aside(chosen.paths)
         return chosen
@@ -230,9 +246,17 @@ def _unfinished(output_dir: Path, identity: Mapping[str, Any]) -> ChosenRun | No
     return None
 
 
+def _differences(paths: RunPaths, config: Config) -> dict[str, tuple[Any, Any]]:
+    """What decides results and is not as it was."""
+    settings = config.to_dict()
+    before = load_config(paths.config, env=None).differences(config)
+    return {key: pair for key, pair in before.items() if decides_result(key, settings)}
+
+
 def _named(
-    run: str | os.PathLike[str], output_dir: Path, search: Search, identity: Mapping[str, Any]
+    run: str | os.PathLike[str], config: Config, search: Search, identity: Mapping[str, Any]
 ) -> ChosenRun:
+    output_dir = Path(config.runtime.output_dir)
     try:
         paths = find_run(run, output_dir)
     except LaunchError as error:
@@ -251,6 +275,13 @@ def _named(
             f"{about.get('function')} differs",
             allowed="the same training function",
             do="start a new one with resume='never'",
+        )
+    if differences := _differences(paths, config):
+        shown = "; ".join(f"{key}: {a!r} then, {b!r} now" for key, (a, b) in differences.items())
+        raise ResumeError(
+            f"the {search.kind} {paths.run_id} was made with another configuration: {shown}",
+            allowed="other output, tracking, checkpoint and distributed settings",
+            do="load its own config.yaml, or start a new one with resume='never'",
         )
     lock = lock_run(paths)
     if lock is None:

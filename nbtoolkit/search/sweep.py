@@ -166,7 +166,7 @@ def _search(wishes: Wishes, config: Config, folds: Folds | None) -> Search:
 def _keep(paths: RunPaths, wishes: Wishes, folds: Folds | None) -> None:
     """Write down what was wished, for people and for the next session."""
     (paths.folder / WISHES_FILE).write_text(wishes.to_yaml())
-    if folds is not None:
+    if folds is not None and not (paths.folder / FOLDS_FILE).exists():  # else they are checked
         folds.save(paths.folder / FOLDS_FILE)
 
 
