@@ -8,9 +8,10 @@ from typing import Any
 import optuna
 import pytest
 from searches import LR, SPACE
+from sqlalchemy import text
 
 from nbtoolkit import load_config
-from nbtoolkit.errors import SpaceError, SweepError
+from nbtoolkit.errors import RunFolderError, SpaceError, SweepError
 from nbtoolkit.search.pruners import make_pruner
 from nbtoolkit.search.samplers import make_sampler
 from nbtoolkit.search.study import SearchStudy, copy_study, open_storage, open_study
@@ -191,6 +192,20 @@ def test_a_copy_is_whole_while_the_study_is_open(opened: Opened, tmp_path: Path)
         database.close()
         finished(study)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def fill(study: SearchStudy) -> None:
+    for _ in range(1000):
+        finished(study)
+
+
+def test_a_full_disk_is_told(opened: Opened) -> None:
+    study = opened(plain())
+    finished(study)
+    with study._storage.engine.connect() as connection:  # the pool's only one
+        connection.execute(text("PRAGMA max_page_count = 1"))
+    with pytest.raises(RunFolderError, match=r"database or disk is full(.|\n)*free some space"):
+        fill(study)
 
 
 def test_a_warm_start_takes_the_trials_that_fit(opened: Opened, tmp_path: Path) -> None:

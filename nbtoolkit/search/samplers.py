@@ -10,6 +10,7 @@ Imports Optuna: load it late.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -144,7 +145,7 @@ def make_sampler(wishes: Wishes, space: Space, number: int, offset: int = 0) -> 
     if name in BY_NUMBER:
         return Listed(_point(name, wishes, space, max(number - offset, 0)), space)
     mixed = _mixed(seed, number)
-    defaults = {**_DEFAULTS[name], **wishes.study.sampler_options.to_dict(), "seed": mixed}
+    defaults = {**_known(name), **wishes.study.sampler_options.to_dict(), "seed": mixed}
     if name != "cmaes":
         defaults.update(_constraints_before_5(wishes))
     return _made(name, _CLASSES[name], defaults)
@@ -167,6 +168,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gp": {"warn_independent_sampling": False},
     "cmaes": {"warn_independent_sampling": False},
 }
+
+
+def _known(name: str) -> dict[str, Any]:
+    """Our defaults, those that this Optuna has."""
+    takes = inspect.signature(_CLASSES[name]).parameters
+    return {key: value for key, value in _DEFAULTS[name].items() if key in takes}
 
 
 def _made(name: str, cls: Callable[..., BaseSampler], options: dict[str, Any]) -> BaseSampler:

@@ -10,16 +10,17 @@ import functools
 import os
 import sqlite3
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import optuna
+from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from nbtoolkit.errors import SweepError
+from nbtoolkit.errors import RunFolderError, SweepError
 from nbtoolkit.search.pruners import make_pruner
 from nbtoolkit.search.samplers import Seeded, make_sampler
 from nbtoolkit.search.warm_start import import_trials
@@ -30,6 +31,27 @@ if TYPE_CHECKING:
 
 FILE = "study.db"
 _IDENTITY, _PREPARED, _IMPORTED = "identity", "prepared", "imported"
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _writes(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let what SQLite cannot write be an error that says what to do."""
+
+    @functools.wraps(method)
+    def told(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return method(*args, **kwargs)
+        except StorageInternalError as error:
+            raise RunFolderError(
+                f"the sweep's study cannot be written: {error.__cause__ or error}",
+                allowed="a local disk with free space (SQLite's locks fail on most network disks)",
+                do="free some space and sweep again: the study is gone on with",
+            ) from error
+
+    return told
 
 
 class SearchStudy:
@@ -49,10 +71,12 @@ class SearchStudy:
         """This sweep's own trials by number, those that wait too. They must not be changed."""
         return self.optuna.get_trials(deepcopy=False)[self.imported :]
 
+    @_writes
     def ask(self) -> tuple[int, dict[str, Any]]:
         """Begin a trial: its number, and its parameters as the study holds them."""
         return self._begun(self.optuna.ask())
 
+    @_writes
     def take_up(self, number: int) -> tuple[int, dict[str, Any]]:
         """Go on with a trial that was running when its session died."""
         self.optuna.get_trials(deepcopy=False)  # Optuna's cache must have seen it
@@ -65,6 +89,7 @@ class SearchStudy:
         """What a running trial has reported, by step."""
         return dict(self._storage.get_trial(self._id_of(number)).intermediate_values)
 
+    @_writes
     def report(self, number: int, value: float, step: int | None) -> tuple[int, bool]:
         """Store what a running trial reports; a step that it reported before counts once.
 
@@ -78,6 +103,7 @@ class SearchStudy:
             trial.report(value, at)
         return at, trial.should_prune()
 
+    @_writes
     def tell(
         self, number: int, state: TrialState, values: Sequence[float], notes: Mapping[str, Any]
     ) -> None:
@@ -96,6 +122,7 @@ class SearchStudy:
         complete = state == TrialState.COMPLETE
         self.optuna.tell(number, list(values) if complete else None, state=state)
 
+    @_writes
     def constrain(self, number: int, amounts: Mapping[str, float]) -> None:
         """Store by how much limits are exceeded (0 or less: kept)."""
         trial = self._trials[number]
@@ -104,6 +131,7 @@ class SearchStudy:
             for name, amount in amounts.items():
                 trial.set_constraint(name, amount)
 
+    @_writes
     def note(self, number: int, key: str, value: Any) -> None:
         """Store a user attribute of a running trial."""
         self._trials[number].set_user_attr(key, value)
@@ -112,6 +140,7 @@ class SearchStudy:
         """The user attributes of a trial."""
         return dict(self._storage.get_trial(self._id_of(number)).user_attrs)
 
+    @_writes
     def remember(self, key: str, value: Any) -> None:
         """Store a user attribute of the study."""
         self.optuna.set_user_attr(key, value)
