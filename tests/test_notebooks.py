@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import papermill
@@ -14,7 +15,10 @@ import pytest
 from demo import IPC
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
-TRAIN = next(path for path in NOTEBOOKS if path.name == "01_train.ipynb")
+TRAIN, SWEEP, FOLDS = (
+    next(path for path in NOTEBOOKS if path.name == f"{name}.ipynb")
+    for name in ("01_train", "02_sweep", "03_cross_validate")
+)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -56,6 +60,46 @@ def test_training_under_papermill_with_parameters(tmp_path: Path) -> None:
     assert "[rank 0] epoch 3/3  train_loss" in shown
     assert str(run) in outputs["after"][-1].text
     assert not [out for cell in outputs.values() for out in cell if out.get("name") == "stderr"]
+
+
+def executed(path: Path, folder: Path, **parameters: Any) -> dict[str, list[Any]]:
+    """The outputs of a notebook's cells, by the cells' ids."""
+    notebook = papermill.execute_notebook(
+        path,
+        folder / "executed.ipynb",
+        parameters={"output_dir": str(folder / "out"), **parameters},
+        cwd=folder,
+        progress_bar=False,
+        config=IPC,
+    )
+    return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+
+
+def html_of(outputs: list[Any]) -> str:
+    return "".join(output.data.get("text/html", "") for output in outputs if "data" in output)
+
+
+def test_the_sweep_shows_its_table_and_plots_and_trains_its_winner(tmp_path: Path) -> None:
+    outputs = executed(SWEEP, tmp_path, n_trials=5, overrides={"train.epochs": 2})
+    assert "digits: 5 of 5 trials; 5 complete; best val_accuracy" in html_of(outputs["search"])
+    for plot in ("history", "importances", "slices"):
+        assert "image/png" in outputs[plot][-1].data
+    [sweep] = (tmp_path / "out").glob("*-digits-*")
+    [winner] = (tmp_path / "out").glob("*-winner-*")
+    best = json.loads((sweep / "result.json").read_text())["summary"]
+    metrics = json.loads((winner / "result.json").read_text())["metrics"]
+    assert metrics["val_accuracy"] == pytest.approx(best["best_value"])
+    assert (sweep / "best.yaml").exists()
+    assert str(sweep) in outputs["after"][-1].text
+
+
+def test_the_cross_validation_predicts_every_sample_and_trains_its_winner(tmp_path: Path) -> None:
+    outputs = executed(FOLDS, tmp_path, k=3, n_trials=2, overrides={"train.epochs": 3})
+    assert "3 of 3 folds" in html_of(outputs["validate"])
+    assert "of 1500 are right" in outputs["oof"][-1].text
+    assert "3 models together" in outputs["oof"][-1].text
+    assert "2 of 2 trials" in html_of(outputs["search"])
+    assert len([*(tmp_path / "out").glob("*-winner-*/result.json")]) == 1
 
 
 def test_training_in_a_plain_kernel(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def plot_importances(study: Study, *, metric: str = "value", objective: int = 0)
     names = sorted(shares, key=lambda name: shares[name])
     figure, [panel] = _panels(1, width=2)
     bars = panel.barh(names, [shares[name] for name in names])
-    panel.bar_label(bars, fmt="%.2f", padding=3)
+    panel.bar_label(bars, fmt="%.2f", padding=3, color="#777")
     panel.set(xlabel=f"importance for {metric}")
     panel.margins(x=0.15)
     return figure
