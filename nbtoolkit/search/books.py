@@ -16,6 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 from nbtoolkit.search.costs import Costs
 from nbtoolkit.search.limits import OUT_OF_MEMORY, broken, limits_of
 from nbtoolkit.search.live_trial import LiveTrial, folder_of
+from nbtoolkit.search.mounts import local_folder
 from nbtoolkit.search.program import Diary
 from nbtoolkit.search.standings import Standings
 from nbtoolkit.search.study import FILE, copy_study, open_study
@@ -48,7 +49,8 @@ class Books:
         self.wishes, self._diary = wishes, diary
         folds = content.get("folds")
         self.folds: int | None = folds["count"] if folds else None
-        self._file, self._copy = _files(folder, content.get("local"))
+        local = content.get("local") or local_folder(folder)
+        self._file, self._copy = _files(folder, local)
         space = wishes.make_space()
         self.study = open_study(self._file, wishes, space, _identity(wishes, folds))
         self.limits = limits_of(wishes)
@@ -290,13 +292,17 @@ def _identity(wishes: Wishes, folds: Mapping[str, Any] | None) -> dict[str, Any]
     }
 
 
-def _files(folder: Path, local: str | None) -> tuple[Path, Path | None]:
+def _files(folder: Path, local: str | Path | None) -> tuple[Path, Path | None]:
     """Where the study is written, and where it is copied to (None: nowhere)."""
     kept = folder / FILE
     if local is None:
         return kept, None
     file = Path(local) / FILE
     file.parent.mkdir(parents=True, exist_ok=True)
-    if kept.exists() and not file.exists():
+    if kept.exists() and not (file.exists() and _written(file) >= _written(kept)):
         shutil.copy(kept, file)  # nobody writes: the sweep's lock is ours
     return file, kept
+
+
+def _written(file: Path) -> float:
+    return file.stat().st_mtime

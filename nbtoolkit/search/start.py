@@ -121,7 +121,7 @@ def start_search(
     host, hardware = detect_host(), detect_hardware()
     if host.is_rank:
         raise PlanError(
-            f"a {search.kind} was started in a process that is one rank of several ({host.rank_reason})",
+            f"a {search.kind} was started in one rank of several ({host.rank_reason})",
             allowed="a notebook, a script or the command line, once",
             do="start it without torchrun: it starts the ranks of its trials itself",
         )

@@ -238,6 +238,7 @@ def copy_study(source: Path, target: Path) -> None:
     try:
         with closing(sqlite3.connect(source)) as one, closing(sqlite3.connect(temporary)) as other:
             one.backup(other)
+            other.execute("pragma journal_mode = delete")  # WAL needs memory maps: no network disk
         os.replace(temporary, target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -152,7 +152,7 @@ def _search(wishes: Wishes, config: Config, folds: Folds | None) -> Search:
     return Search(
         kind="sweep",
         program="nbtoolkit.search.sweep_program:make_program",
-        about={"wishes": whole, "config": config.to_dict(), "folds": about, "local": None},
+        about={"wishes": whole, "config": config.to_dict(), "folds": about},
         identity={**{k: v for k, v in whole.items() if k not in _NOT_IDENTITY}, "split": about},
         placement=wishes.placement,
         per_device=wishes.trials_per_device,
