@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 import nbtoolkit
+from nbtoolkit.search.wishes import Wishes, load_wishes
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -89,11 +91,14 @@ def test_page_runs(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_yaml_snippet_is_a_configuration(page: Path, tmp_path: Path) -> None:
+def test_every_yaml_snippet_is_a_configuration_or_a_sweep(page: Path, tmp_path: Path) -> None:
     for text in names(page, r"(?ms)^```yaml\n(.*?)^```$"):
         file = tmp_path / "snippet.yaml"
         file.write_text(text)
-        nbtoolkit.load_config(file, env=None)
+        if set(yaml.safe_load(text)) & set(Wishes.model_fields):
+            load_wishes(file, nbtoolkit.load_config(env=None), n_trials=1)
+        else:
+            nbtoolkit.load_config(file, env=None)
 
 
 def test_readme_is_among_the_pages_that_run() -> None:

@@ -106,6 +106,13 @@ def test_the_end_is_expected_at_the_pace_so_far_or_at_the_deadline() -> None:
     assert table.ends_at(5.0) == 12.0
 
 
+def test_trials_that_a_handle_adds_count_too(diary: EventLog, tmp_path: Path) -> None:
+    some_trials(diary)
+    diary.write("command", op="pause")
+    diary.write("command", op="add_trials", n=5)
+    assert "3 of 15 trials" in table_of(tmp_path, n_trials=10).summary()
+
+
 def test_several_objectives_have_a_front() -> None:
     table = SweepTable(metrics=["accuracy", "seconds"], directions=["maximize", "minimize"])
     for number, values in enumerate([(0.9, 5.0), (0.8, 1.0), (0.7, 2.0), (0.95, 5.0), (0.8, 1.0)]):

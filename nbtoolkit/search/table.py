@@ -65,6 +65,7 @@ class SweepTable:
             "trial": self._trial,
             "intermediate": self._intermediate,
             "fold": self._fold,
+            "command": self._command,
             "ended": self._ends,
         }.get(event["type"])
         if take is not None:
@@ -145,6 +146,10 @@ class SweepTable:
         self.status = "running"
         for trial in self.running:
             self._now_is(trial, "waiting")
+
+    def _command(self, event: Event) -> None:
+        if event["op"] == "add_trials" and self.n_trials is not None:
+            self.n_trials += event["n"]
 
     def _ends(self, event: Event) -> None:
         self.status = event["status"]
