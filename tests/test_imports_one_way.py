@@ -59,8 +59,6 @@ LATE = {
         "search.conductor",
     ): "the process that conducts is forked where torch is warm",
     ("runtime.result", "training.checkpoint"): "result.load_into(model)",
-    ("runtime.result", "search.attach"): "nb.attach finds out what the folder is",
-    ("runtime.zygote", "search.conductor"): "a search's process is forked where torch is warm",
     ("runtime.takeoff", "tracking"): "what will be tracked is chosen, and said, before the start",
 }
 
