@@ -304,3 +304,14 @@ def until(what: Any, seconds: float = 30.0) -> None:
     while not what():
         assert time.monotonic() < limit
         time.sleep(0.01)
+
+
+def test_a_trial_whose_metric_is_no_number_is_ended_at_once(config: nb.Config) -> None:
+    def train(config: nb.Config, ctx: nb.RunContext) -> None:
+        while True:
+            ctx.report({"val_loss": math.nan}, step=1)
+            time.sleep(0.01)
+
+    result = swept(train, config, RANDOM, n_trials=1)
+    assert list(result.trials["state"]) == ["failed"]
+    assert "val_loss" in result.trials["reason"][0]

@@ -259,8 +259,8 @@ class Carrier:
         kind = message["type"]
         if kind in ("metrics", "reported", "saved", "note"):
             take(self.record, message)
-            if kind == "reported" and self._judge is not None:
-                self._judge(message["values"], message["step"])
+            if kind == "reported":
+                self._hear_judge(message)
         elif kind == "phase":
             self._on_phase(flight, rank, message)
         elif kind in ("report", "check", "saving", "checkpoint"):
@@ -300,11 +300,17 @@ class Carrier:
         self._reply(flight, reply)
 
     def _answer(self, question: Message) -> Message:
-        if question["type"] == "report" and self._judge is not None:
-            status = self._judge(question["values"], question["step"])
-            if status is not None:
-                self.record.ask_to_stop(status, "judged by what it reported")
+        if question["type"] == "report":
+            self._hear_judge(question)
         return answer(self.record, question)
+
+    def _hear_judge(self, report: Message) -> None:
+        """Let the ranks leave where the judge says so: at this report, or at the next one."""
+        if self._judge is None:
+            return
+        status = self._judge(report["values"], report["step"])
+        if status is not None:
+            self.record.ask_to_stop(status, "judged by what it reported")
 
     def _reply(self, flight: Flight, reply: Message) -> None:
         for rank in flight.ranks:

@@ -149,9 +149,10 @@ class Conductor:
                 self._program.ended(job, Ending(status="failed", fault="raised", error=said))
 
     def _errand(self, job: Job, slot: Slot) -> Errand:
-        tower, kept = self._desk.tower, self._kept
-        self._kept = None
-        return Errand(job, slot, self._content, self._payload_fd, tower, self._program, kept)
+        tower, program = self._desk.tower, self._program
+        errand = Errand(job, slot, self._content, self._payload_fd, tower, program, self._kept)
+        self._kept = None  # they took the job, or were ended
+        return errand
 
     def _left(self) -> float | None:
         deadline = self._content["deadline"]
