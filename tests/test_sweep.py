@@ -102,11 +102,21 @@ def test_ranks_on_all_devices_are_kept_and_replaced_where_a_trial_fails(config: 
     assert log.read_text() == "rank 1 of {'data.which': 3}\n"
 
 
-@pytest.mark.parametrize("sampler", ["random", "qmc"])
+@pytest.mark.parametrize("sampler", ["random", "qmc", "grid"])
 def test_the_same_trials_whatever_the_number_of_slots(config: nb.Config, sampler: str) -> None:
-    wishes = {**RANDOM, "study": {"sampler": sampler, "pruner": "none"}}
+    grid = {"optim.lr": {"type": "categorical", "choices": [0.1, 0.01, 0.001, 0.0001, 1e-5]}}
+    space = grid if sampler == "grid" else LR
+    wishes = {"study": {"sampler": sampler, "pruner": "none"}, "space": space}
     alone = {**wishes, "placement": "all_devices_per_trial"}
     found = [swept(bowl, config, one, n_trials=5, resume="never") for one in (wishes, alone)]
+    rows = [one.trials[["optim.lr", "value"]].values.tolist() for one in found]
+    assert rows[0] == rows[1]
+
+
+def test_tpe_on_one_slot_searches_the_same_from_scratch(config: nb.Config) -> None:
+    study = {"sampler": "tpe", "pruner": "none"}
+    wishes = {"study": study, "placement": "all_devices_per_trial", "space": LR}
+    found = [swept(bowl, config, wishes, n_trials=13, resume="never") for _ in range(2)]
     rows = [one.trials[["optim.lr", "value"]].values.tolist() for one in found]
     assert rows[0] == rows[1]
 

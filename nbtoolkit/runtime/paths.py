@@ -36,7 +36,13 @@ from nbtoolkit.errors import RunFolderError
 # Settings that do not change what a run computes (up to the order of sums): they do not enter its
 # fingerprint. How many ranks share a step is among them, since the step's batch is global.
 _NOT_IDENTITY = ("tracking.", "runtime.", "checkpoint.", "distributed.", "train.workers")
-_BUT = ("distributed.sync_batchnorm", "distributed.compression", "distributed.powersgd_rank")
+_BUT = (
+    "distributed.sync_batchnorm",
+    "distributed.compression",
+    "distributed.powersgd_rank",
+    "checkpoint.monitor",  # what is best decides about patience and the plateau
+    "checkpoint.mode",
+)
 _OF_THE_STEP = ("distributed.world_size", "train.accumulate")
 
 
