@@ -59,6 +59,7 @@ LATE = {
         "search.conductor",
     ): "the process that conducts is forked where torch is warm",
     ("runtime.result", "training.checkpoint"): "result.load_into(model)",
+    ("search.start", "tracking"): "what will be tracked is chosen, and said, before the start",
     ("runtime.takeoff", "tracking"): "what will be tracked is chosen, and said, before the start",
 }
 

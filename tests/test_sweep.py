@@ -325,3 +325,22 @@ def test_a_trial_whose_metric_is_no_number_is_ended_at_once(config: nb.Config) -
     result = swept(train, config, RANDOM, n_trials=1)
     assert list(result.trials["state"]) == ["failed"]
     assert "val_loss" in result.trials["reason"][0]
+
+
+def test_a_sweep_in_one_rank_of_several_is_refused(
+    config: nb.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    for name, value in {**variables, "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(errors.PlanError, match=r"one rank of several[\s\S]*without torchrun"):
+        swept(bowl, config, n_trials=1)
+
+
+def test_a_sweep_of_another_configuration_is_not_gone_on_with(config: nb.Config) -> None:
+    first = swept(bowl, config, n_trials=1)
+    other = config.with_overrides({"train.epochs": 77})
+    with pytest.raises(errors.ResumeError, match=r"train.epochs: \d+ then, 77 now"):
+        swept(bowl, other, n_trials=2, resume=first.paths.run_id)
+    more = swept(bowl, config, n_trials=2, resume=first.paths.run_id)
+    assert (more.paths.folder, len(more.trials)) == (first.paths.folder, 2)

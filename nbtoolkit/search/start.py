@@ -20,7 +20,7 @@ from nbtoolkit.runtime.choose import (
     write_header,
 )
 from nbtoolkit.runtime.hardware import detect_hardware
-from nbtoolkit.runtime.host import detect_host
+from nbtoolkit.runtime.host import Host, detect_host
 from nbtoolkit.runtime.launchpad import Launchpad, launchpad
 from nbtoolkit.runtime.paths import (
     RunPaths,
@@ -118,22 +118,19 @@ def start_search(
         CannotPickle: the function captured something that cannot travel.
         LaunchError: the launchpad did not start.
     """
-    host, hardware = detect_host(), detect_hardware()
-    if host.is_rank:
-        raise PlanError(
-            f"a {search.kind} was started in one rank of several ({host.rank_reason})",
-            allowed="a notebook, a script or the command line, once",
-            do="start it without torchrun: it starts the ranks of its trials itself",
-        )
+    from nbtoolkit.tracking import choose_tracking
+
+    host, hardware = _not_a_rank(search), detect_hardware()
     slots = search.slots or make_slots(
         config, hardware, search.placement, per_device=search.per_device, jobs=search.jobs
     )
     first = slots.slots[0]
     plan = make_plan(config.with_overrides(dict(first.overrides)), host, first.hardware)
+    tracking = choose_tracking(config.to_dict()["tracking"])
     with choose_search(train, config, search, name, resume) as run:
         header = write_header(run, config, plan, host, train, **_identity(train, config, search))
-        pad = launchpad(tracking=config.tracking.mlflow)
         limit = time_limit(_limited(config, search.timeout))
+        notes = [*limit.notes, *(("warning", note) for note in tracking.notes)]
         shared = {
             "around": surroundings(),
             "detach": detach,
@@ -141,19 +138,9 @@ def start_search(
             "config": config,
             "host": host,
         }
-        kept = ("function", "host", "versions")
-        own = {
-            "folder": str(run.paths.folder),
-            "plan": plan,
-            "slots": slots,
-            "header": {**header, "search": search.kind},
-            "job_header": {key: header[key] for key in kept},
-            "notes": list(limit.notes),
-            "program": search.program,
-            "about": dict(search.about),
-            "folds": search.folds,
-        }
+        own = {"plan": plan, "slots": slots, "notes": notes, **_of_conductor(run, header, search)}
         try:
+            pad = launchpad(tracking=tracking.on)
             pad.preload(["nbtoolkit.search.conductor", *search.preload])
             line = _send(pad, train, shared, own, run)
         except LaunchError:
@@ -161,10 +148,35 @@ def start_search(
             raise
         if detach:
             pad.let_outlive(run.paths)
-    tracked = partial(pad.track, run.paths.folder) if config.tracking.mlflow else None
+    tracked = partial(pad.track, run.paths.folder) if tracking.on else None
     if tracked is not None:
         tracked()
     return Started(run, line, slots.explain(), tracked)
+
+
+def _not_a_rank(search: Search) -> Host:
+    """Where this is, unless it is one process of several."""
+    host = detect_host()
+    if host.is_rank:
+        raise PlanError(
+            f"a {search.kind} was started in one rank of several ({host.rank_reason})",
+            allowed="a notebook, a script or the command line, once",
+            do="start it without torchrun: it starts the ranks of its trials itself",
+        )
+    return host
+
+
+def _of_conductor(run: ChosenRun, header: dict[str, Any], search: Search) -> dict[str, Any]:
+    """What the conductor needs besides what its jobs get, too."""
+    kept = ("function", "host", "versions")
+    return {
+        "folder": str(run.paths.folder),
+        "header": {**header, "search": search.kind},
+        "job_header": {key: header[key] for key in kept},
+        "program": search.program,
+        "about": dict(search.about),
+        "folds": search.folds,
+    }
 
 
 def _send(
