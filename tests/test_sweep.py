@@ -260,6 +260,15 @@ def test_a_sweep_that_was_stopped_goes_on(config: nb.Config) -> None:
     assert all(params in after for params in before)
 
 
+def test_a_larger_number_of_trials_goes_on_with_a_complete_sweep(config: nb.Config) -> None:
+    first = swept(bowl, config, RANDOM, n_trials=2)
+    more = swept(bowl, config, RANDOM, n_trials=3)
+    assert (more.paths.folder, len(more.trials)) == (first.paths.folder, 3)
+    assert more.trials["value"].tolist()[:2] == first.trials["value"].tolist()[:2]
+    again = swept(bowl, config, RANDOM, n_trials=3)
+    assert again.paths.folder != first.paths.folder  # what is complete is not taken for new
+
+
 def test_a_detached_sweep_is_attached_to_and_stopped(config: nb.Config) -> None:
     def train(config: nb.Config, ctx: nb.RunContext) -> None:
         while True:

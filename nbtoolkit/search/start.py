@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,6 +58,8 @@ class Search:
         placement: see :func:`~nbtoolkit.search.slots.make_slots`.
         per_device: jobs that share a device.
         jobs: how many jobs there will be; None: many, or not known.
+        total: how much is asked for in all, over all sessions: a completed search that was asked
+            for less is gone on with, too; None: no number, or never.
         slots: where they run; None: as placement and hardware say.
         folds: whose ``[job.fold]`` is ``ctx.fold`` in a job; None: none.
         timeout: seconds; None: no limit but the host's.
@@ -70,6 +73,7 @@ class Search:
     placement: Placement = "auto"
     per_device: int = 1
     jobs: int | None = None
+    total: int | None = None
     slots: Slots | None = None
     folds: Folds | None = None
     timeout: float | None = None
@@ -109,8 +113,9 @@ def start_search(
         config: what every job's settings are laid over.
         search: what is searched.
         name: the end of a new folder's name.
-        resume: ``"auto"`` goes on with the newest unfinished search of equal configuration,
-            function and identity that nobody owns; ``"never"``; or a search's id or folder.
+        resume: ``"auto"`` goes on with the newest search of equal configuration, function and
+            identity that nobody owns, and that is unfinished or was asked for less; ``"never"``; or
+            a search's id or folder.
         detach: it outlives this process.
 
     Raises:
@@ -222,7 +227,7 @@ def choose_search(
     output_dir = Path(config.runtime.output_dir)
     identity = _identity(train, config, search)
     if resume == "auto":
-        chosen = _unfinished(output_dir, identity)
+        chosen = _to_go_on_with(output_dir, identity)
     elif resume == "never":
         chosen = None
     else:
@@ -246,14 +251,16 @@ def _identity(train: Callable[..., Any], config: Config, search: Search) -> dict
         "kind": search.kind,
         "fingerprint": fingerprint(settings, train),
         "source": source_hash(train),
+        "total": search.total,
     }
 
 
-def _unfinished(output_dir: Path, identity: Mapping[str, Any]) -> ChosenRun | None:
+def _to_go_on_with(output_dir: Path, identity: Mapping[str, Any]) -> ChosenRun | None:
     for paths in runs_in(output_dir):
         about = read_json(paths.versions) or {}
         fits = all(about.get(key) == identity[key] for key in ("kind", "fingerprint"))
-        if fits and not paths.completed() and (lock := lock_run(paths)) is not None:
+        more = (identity["total"] or 0) > (about.get("total") or sys.maxsize)
+        if fits and (more or not paths.completed()) and (lock := lock_run(paths)) is not None:
             return ChosenRun(paths, lock, int(about["attempt"]) + 1)
     return None
 

@@ -103,9 +103,9 @@ def sweep(
         timeout: seconds, or a text such as ``"2h"``; beats ``budget.timeout``.
         folds: every trial trains on each of these (``ctx.fold``); its value is the mean.
         name: the end of the folder's name; default: the study's name.
-        resume: ``"auto"`` goes on with the newest unfinished sweep of equal configuration,
-            function, space and folds; ``"never"``; or a sweep's id or folder (which may be a
-            completed one: with a larger ``n_trials`` it is extended).
+        resume: ``"auto"`` goes on with the newest sweep of equal configuration, function, space and
+            folds that is unfinished, or complete with fewer trials than ``n_trials``; ``"never"``;
+            or a sweep's id or folder.
         where: ``"local"``.
         wait: False returns a :class:`~nbtoolkit.search.handle.SweepHandle` at once.
         detach: the sweep outlives this process; see :func:`nbtoolkit.attach`.
@@ -157,6 +157,7 @@ def _search(wishes: Wishes, config: Config, folds: Folds | None) -> Search:
         placement=wishes.placement,
         per_device=wishes.trials_per_device,
         jobs=jobs,
+        total=wishes.budget.n_trials,
         folds=folds,
         timeout=wishes.budget.timeout,
         preload=_PRELOAD,
@@ -183,7 +184,8 @@ def _handle(
     cell.say(f"sweep -> {paths.folder}")
     if started.run.resumed:
         attempt = started.run.attempt
-        cell.say(f"going on with the unfinished sweep {paths.run_id} (session {attempt})")
+        again = f"session {attempt}; resume='never' starts anew"
+        cell.say(f"going on with the sweep {paths.run_id} ({again})")
     return SweepHandle(
         paths,
         SweepResult,
