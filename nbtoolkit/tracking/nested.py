@@ -61,16 +61,19 @@ class Nested:
         self._client, self._experiment = client, experiment
         self._paths, self._run_id = paths, run_id
         self._known: dict[str, str] = {}  # folder below the sweep's -> MLflow run
+        self._status: dict[str, str] = {}  # MLflow run -> what the store has as its status
 
     def take(self, event: Event) -> None:
         """Take a ``trial`` or ``fold`` event; written twice it changes nothing."""
         folder, state = event["folder"], event["state"]
         new = folder not in self._known
         run_id = self.run_of(folder, event["t"])
-        tags = {"nbtoolkit.status": state, "nbtoolkit.reason": event.get("reason")}
+        tags = as_tags({"nbtoolkit.status": state, "nbtoolkit.reason": event.get("reason")})
+        params = as_params(event.get("params") or {}) if new else []
+        first, rest = params[:VALUES], params[VALUES:]
         metrics = list(as_metrics(_results(event)))
-        self._client.log_batch(run_id, metrics=metrics, tags=as_tags(tags))
-        for batch in batches(as_params(event.get("params") or {}) if new else (), VALUES):
+        self._client.log_batch(run_id, metrics=metrics, params=first, tags=tags)
+        for batch in batches(rest, VALUES):
             self._client.log_batch(run_id, params=batch)
         if event.get("best"):
             self._client.set_tag(self._run_id, "nbtoolkit.best", folder)
@@ -99,8 +102,10 @@ class Nested:
 
     def _find(self, folder: str) -> str | None:
         text = f"tags.`{RUN_TAG}` = '{self._paths.run_id}/{folder}'"
-        found = self._client.search_runs([self._experiment], text, max_results=1)
-        return found[0].info.run_id if found else None
+        for run in self._client.search_runs([self._experiment], text, max_results=1):
+            self._status[run.info.run_id] = run.info.status
+            return str(run.info.run_id)
+        return None
 
     def _create(self, folder: str, began: float) -> str:
         tags = {
@@ -111,14 +116,15 @@ class Nested:
             "mlflow.source.type": "LOCAL",
         }
         run = self._client.create_run(self._experiment, ms(began), tags=tags, run_name=folder)
-        run_id: str = run.info.run_id
-        return run_id
+        self._status[run.info.run_id] = "RUNNING"
+        return str(run.info.run_id)
 
     def _set_status(self, run_id: str, status: str, at: float) -> None:
-        if status in ("RUNNING", "SCHEDULED"):
-            self._client.update_run(run_id, status=status)
-        else:
+        if status not in ("RUNNING", "SCHEDULED"):
             self._client.set_terminated(run_id, status, end_time=ms(at))
+        elif status != self._status.get(run_id):
+            self._client.update_run(run_id, status=status)
+        self._status[run_id] = status
 
 
 def _results(event: Event) -> list[Point]:
