@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from kernels import until
 
 from nbtoolkit.errors import ConfigError
 from nbtoolkit.runtime.paths import read_json
@@ -62,6 +65,29 @@ def test_train_runs_the_task_of_the_configuration_with_overrides(folder: Path) -
     assert read_json(run / "result.json")["metrics"] == {"twice": 42.0}
     assert done.stdout.splitlines()[-1].endswith(f"{run})")
     assert "completed, twice=42" in done.stdout
+
+
+def test_the_installed_script_finds_modules_of_the_working_directory(folder: Path) -> None:
+    script = "from nbtoolkit.__main__ import main; main()"
+    program = [sys.executable, "-I", "-c", script, "train", "mine.json"]  # -I: no "" in sys.path
+    done = subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "completed, twice=8" in done.stdout
+
+
+def test_an_interrupted_run_stops_and_exits_with_130(folder: Path) -> None:
+    program = [sys.executable, "-m", "nbtoolkit", "train", "mine.json", "-o", "task=mine:goes_on"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(program, cwd=folder, stdout=pipe, stderr=pipe, text=True) as process:
+        diaries = partial(folder.glob, "*/*/events.jsonl")
+        until(lambda: any('"report"' in diary.read_text() for diary in diaries()), "a report")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "stopping: interrupted" in out
+    assert err.splitlines()[-1] == "interrupted"
+    [result] = (folder / "outputs").glob("*/result.json")
+    assert read_json(result)["status"] == "stopped"
 
 
 def test_an_error_of_the_function_is_told_in_sentences_and_exits_with_1(folder: Path) -> None:
