@@ -2,7 +2,8 @@
 
 NbtoolkitError
 ├── ConfigError            a configuration file or override is wrong (names file and line)
-│   └── SpaceError         a sweep's file is wrong: its space, or what is wished of it
+│   ├── SpaceError         a sweep's file is wrong: its space, or what is wished of it
+│   └── ParameterError     a notebook has no such parameter, or not of this type
 ├── PlanError              the wish cannot be planned on this machine
 ├── LaunchError            the launch failed before the user's code ran
 │   ├── CannotPickle       a captured object cannot travel to the ranks (names the global)
@@ -19,6 +20,11 @@ NbtoolkitError
 ├── FitError               nb.fit was given something it cannot train with
 ├── FoldError              a data set cannot be split so, or folds or their predictions do not fit
 ├── CheckpointError        a checkpoint is missing, damaged or foreign
+├── NotebookError          a notebook cannot be run: unreadable, not Python, no such kernel
+├── NotebookFailed         a notebook did not come to its end (names the cell)
+│   ├── NotebookDied       its kernel died (signal, exit code, memory)
+│   └── NotebookTimeout    it, or one of its cells, took longer than it may
+├── PublishError           nb.publish was given what is no plain value
 ├── TrackingError          the tracking database cannot be used
 └── MissingExtra           an optional package is not installed (gives the install line)
 
@@ -27,6 +33,11 @@ FoldWarning (UserWarning)  folds may make a score too good, or lack a class
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class NbtoolkitError(Exception):
@@ -66,6 +77,10 @@ class ConfigError(NbtoolkitError):
 
 class SpaceError(ConfigError):
     """A sweep's file or dict is wrong: its space, or what is wished of it."""
+
+
+class ParameterError(ConfigError):
+    """A notebook's parameter is unknown, of another type, or missing."""
 
 
 class PlanError(NbtoolkitError):
@@ -134,6 +149,34 @@ class FoldError(NbtoolkitError):
 
 class CheckpointError(NbtoolkitError):
     """A checkpoint is missing, damaged or belongs to something else."""
+
+
+class NotebookError(NbtoolkitError):
+    """A notebook cannot be run; no kernel was started."""
+
+
+class NotebookFailed(NbtoolkitError):
+    """A notebook did not come to its end.
+
+    Attributes:
+        cell: the number of the code cell that failed, from 1; 0: its kernel did not start.
+        output: the executed copy, as far as it came.
+    """
+
+    cell: int
+    output: Path
+
+
+class NotebookDied(NotebookFailed):
+    """A notebook's kernel died, or did not start."""
+
+
+class NotebookTimeout(NotebookFailed):
+    """A notebook, or one of its cells, took longer than it may."""
+
+
+class PublishError(NbtoolkitError):
+    """``nb.publish`` was given something that is no plain value."""
 
 
 class TrackingError(NbtoolkitError):
