@@ -17,6 +17,9 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time `__getattr_
     from nbtoolkit.config import load_config as load_config
     from nbtoolkit.doctor import doctor as doctor
     from nbtoolkit.errors import Leave as Leave
+    from nbtoolkit.notebooks.publish import publish as publish
+    from nbtoolkit.notebooks.result import NotebookResult as NotebookResult
+    from nbtoolkit.notebooks.run import run_notebook as run_notebook
     from nbtoolkit.runtime.context import RunContext as RunContext
     from nbtoolkit.runtime.hardware import Hardware as Hardware
     from nbtoolkit.runtime.hardware import detect_hardware as detect_hardware
@@ -51,6 +54,7 @@ _HOME = {
     "Host": "nbtoolkit.runtime.host",
     "LaunchPlan": "nbtoolkit.runtime.plan",
     "Leave": "nbtoolkit.errors",
+    "NotebookResult": "nbtoolkit.notebooks.result",
     "RunContext": "nbtoolkit.runtime.context",
     "RunHandle": "nbtoolkit.runtime.result",
     "RunResult": "nbtoolkit.runtime.result",
@@ -69,6 +73,8 @@ _HOME = {
     "make_plan": "nbtoolkit.runtime.plan",
     "over_all": "nbtoolkit.training.metrics",
     "predict": "nbtoolkit.training.prediction",
+    "publish": "nbtoolkit.notebooks.publish",
+    "run_notebook": "nbtoolkit.notebooks.run",
     "sweep": "nbtoolkit.search.sweep",
 }
 
@@ -83,6 +89,7 @@ __all__ = [
     "Host",
     "LaunchPlan",
     "Leave",
+    "NotebookResult",
     "RunContext",
     "RunHandle",
     "RunResult",
@@ -103,6 +110,8 @@ __all__ = [
     "make_plan",
     "over_all",
     "predict",
+    "publish",
+    "run_notebook",
     "sweep",
     "verify",
 ]

@@ -28,6 +28,7 @@ ROOMS = {
     "verify": {"errors", "runtime", "training"},
     "doctor": {"errors", "config", "runtime"},
     "search": {"errors", "config", "runtime", "training"},
+    "notebooks": {"errors", "config", "runtime"},
     "cli": {"errors", "config", "runtime"},
     "__main__": {"errors"},
 }

@@ -1,0 +1,199 @@
+"""The notebook's file: read, made ready to run, and stripped again of what was added for that."""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbtoolkit.errors import NotebookError
+from nbtoolkit.notebooks.parameters import Parameter, read_parameters
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+INJECTED = "injected-parameters"  # papermill's tag
+SENTINEL = "nbtoolkit-sentinel"
+MARK = "nbtoolkit-failure"
+_TOP_LEVEL_AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST
+
+
+def read_notebook(path: Path) -> NotebookNode:
+    """Read a notebook of any version as one of version 4.5, without outputs of an earlier run.
+
+    Raises:
+        NotebookError: there is none, or it is no notebook.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, getattr(error, "strerror", None) or str(error)) from error
+    notebook = _parsed(text, path)
+    notebook.cells = [cell for cell in notebook.cells if not _tags(cell) & {INJECTED, MARK}]
+    for cell in _code(notebook):
+        cell.outputs, cell.execution_count = [], None
+    return notebook
+
+
+def _parsed(text: str, path: Path) -> NotebookNode:
+    import nbformat
+
+    try:
+        whole = json.loads(text)
+        if not isinstance(whole, dict) or "nbformat" not in whole:
+            raise ValueError("its JSON is not that of a notebook")
+        with warnings.catch_warnings():  # ids that are missing are made
+            warnings.simplefilter("ignore")
+            notebook = nbformat.reads(text, as_version=4)
+            _, notebook = nbformat.validator.normalize(notebook)
+            nbformat.validate(notebook)
+    except (ValueError, KeyError, TypeError, AttributeError, nbformat.ValidationError) as error:
+        reason = str(error).splitlines()[0]
+        raise _unreadable(path, f"not a notebook: {reason}") from error
+    node: NotebookNode = notebook
+    return node
+
+
+def _unreadable(path: Path, reason: str) -> NotebookError:
+    near = sorted(other.name for other in path.parent.glob("*.ipynb"))
+    return NotebookError(
+        f"the notebook {path} cannot be read: {reason}",
+        allowed="a .ipynb file" + (f"; there are {', '.join(near[:9])}" if near else ""),
+    )
+
+
+def declared_parameters(notebook: NotebookNode, name: str) -> dict[str, Parameter]:
+    """The parameters that the notebook's cell tagged ``parameters`` declares; none without one.
+
+    Raises:
+        NotebookError: there are two such cells.
+        SyntaxError: it is not Python; :func:`refuse_syntax_errors` says so better.
+    """
+    found = [(n, cell) for n, cell in numbered(notebook) if "parameters" in _tags(cell)]
+    if len(found) > 1:
+        numbers = " and ".join(str(number) for number, _ in found)
+        raise NotebookError(
+            f"{name} has {len(found)} cells tagged 'parameters': code cells {numbers}",
+            allowed="one such cell, near the top",
+            do="take the tag from the others (in JupyterLab: the gear at the right, Cell Tags)",
+        )
+    return read_parameters(_as_python(found[0][1].source)) if found else {}
+
+
+def numbered(notebook: NotebookNode) -> Iterator[tuple[int, NotebookNode]]:
+    """The user's own code cells with their numbers, from 1."""
+    own = (cell for cell in _code(notebook) if not _tags(cell) & {INJECTED, SENTINEL})
+    yield from enumerate(own, start=1)
+
+
+def refuse_syntax_errors(notebook: NotebookNode, name: str) -> None:
+    """Parse every cell as IPython would, so that a slip in the last one is not found after hours.
+
+    Raises:
+        NotebookError: a cell is not Python (those tagged ``raises-exception`` are left alone).
+    """
+    for number, cell in numbered(notebook):
+        if "raises-exception" in _tags(cell):
+            continue
+        try:
+            with warnings.catch_warnings():  # "\d" in a text is the user's own business
+                warnings.simplefilter("ignore")
+                compile(_as_python(cell.source), "cell", "exec", _TOP_LEVEL_AWAIT)
+        except (SyntaxError, ValueError) as error:
+            line = (getattr(error, "text", None) or "").strip()
+            raise NotebookError(
+                f"{name}: code cell {number} is not Python: {_message(error)}: {line!r}",
+                do="correct the cell; nothing was run",
+            ) from error
+
+
+def _as_python(source: str) -> str:
+    """A cell with its magics as the calls that IPython makes of them."""
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    make: Callable[[], TransformerManager] = TransformerManager  # it has no annotations
+    return make().transform_cell(source)
+
+
+def _message(error: SyntaxError | ValueError) -> str:
+    if isinstance(error, SyntaxError):
+        return f"{error.msg} in its line {error.lineno}"
+    return str(error)
+
+
+def made_ready(notebook: NotebookNode, values: Mapping[str, Any], sentinel: str) -> NotebookNode:
+    """A copy to run: the values in a cell after the parameters, the sentinel at the end.
+
+    Args:
+        notebook: as :func:`read_notebook` returns it.
+        values: checked values of parameters.
+        sentinel: the code of the last cell.
+    """
+    from copy import deepcopy
+
+    from nbformat.v4 import new_code_cell
+
+    ready = deepcopy(notebook)
+    if values:
+        at = next(n for n, cell in enumerate(ready.cells) if "parameters" in _tags(cell))
+        lines = "\n".join(f"{name} = {_written(value)}" for name, value in values.items())
+        cell = new_code_cell(f"# Parameters\n{lines}\n", metadata={"tags": [INJECTED]})
+        ready.cells.insert(at + 1, cell)
+    ready.cells.append(new_code_cell(sentinel, metadata={"tags": [SENTINEL]}))
+    return ready
+
+
+def _written(value: Any) -> str:
+    """A plain value as Python source; unlike ``repr`` also for ``nan`` and ``inf``."""
+    if isinstance(value, float):
+        return repr(value) if value - value == 0 else f"float({str(value)!r})"
+    if isinstance(value, dict):
+        pairs = (f"{_written(key)}: {_written(inner)}" for key, inner in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written, value))}]"
+    if isinstance(value, tuple):
+        return f"({''.join(f'{_written(inner)}, ' for inner in value).strip()})"
+    return repr(value)
+
+
+def executed_copy(notebook: NotebookNode, failure: str = "") -> str:
+    """The JSON text of a notebook that has run, without the sentinel.
+
+    Args:
+        notebook: the notebook, its outputs as far as it came.
+        failure: what is told at its top, in red; empty where it did not fail.
+    """
+    import nbformat
+    from nbformat.v4 import new_markdown_cell
+
+    cells = [cell for cell in notebook.cells if SENTINEL not in _tags(cell)]
+    if failure:
+        text = failure.replace("&", "&amp;").replace("<", "&lt;")
+        red = f'<pre style="color: #c22; white-space: pre-wrap">{text}</pre>'
+        cells.insert(0, new_markdown_cell(red, metadata={"tags": [MARK]}))
+    shown = nbformat.NotebookNode({**notebook, "cells": cells})
+    with warnings.catch_warnings():  # papermill's metadata is all that could be warned of
+        warnings.simplefilter("ignore")
+        return str(nbformat.writes(shown, version=4)) + "\n"
+
+
+def is_sentinel(cell: NotebookNode) -> bool:
+    """Whether this is the cell that only :func:`made_ready` adds."""
+    return SENTINEL in _tags(cell)
+
+
+def is_injected(cell: NotebookNode) -> bool:
+    """Whether this is the cell with the given values."""
+    return INJECTED in _tags(cell)
+
+
+def _code(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def _tags(cell: NotebookNode) -> set[str]:
+    return set(cell.metadata.get("tags", ()))

@@ -1,0 +1,116 @@
+"""NotebookFiles: the executed copy, and what lies beside it.
+
+<name>.ipynb        the executed copy, whole after every cell
+<name>.html         the same to look at
+<name>.run.json     parameters, published values, how it ended
+<name>.run.log      everything the cells wrote, without limit; locked while the notebook runs
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TextIO
+
+from nbtoolkit.errors import NotebookError
+from nbtoolkit.runtime.paths import write_whole
+
+
+@dataclass(frozen=True)
+class NotebookFiles:
+    """The files of one notebook's run, around the path of its executed copy."""
+
+    copy: Path
+
+    @property
+    def html(self) -> Path:
+        """The executed copy as a page."""
+        return self.copy.with_suffix(".html")
+
+    @property
+    def record(self) -> Path:
+        """How it ended (JSON)."""
+        return self.copy.with_suffix(".run.json")
+
+    @property
+    def log(self) -> Path:
+        """All output."""
+        return self.copy.with_suffix(".run.log")
+
+    def open(self) -> TextIO:
+        """Lock and empty the log, and take away what an earlier run left.
+
+        Returns:
+            The log, open for appending; closing it opens the lock.
+
+        Raises:
+            NotebookError: the folder cannot be written, or another run has these files.
+        """
+        try:
+            self.copy.parent.mkdir(parents=True, exist_ok=True)
+            log = open(self.log, "a", encoding="utf-8")  # noqa: SIM115 - as long as the run
+        except OSError as error:
+            raise NotebookError(
+                f"the executed copy {self.copy} cannot be written: {error.strerror or error}",
+                allowed="a folder on a disk with free space that you may write to",
+                do='choose another place: output="...", or --output in a shell',
+            ) from error
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            log.close()
+            raise NotebookError(
+                f"another run writes to {self.copy}",
+                allowed="one run for each executed copy at a time",
+                do="wait for it, or choose another output",
+            ) from error
+        os.truncate(log.fileno(), 0)
+        for old in (self.copy, self.html, self.record):
+            old.unlink(missing_ok=True)
+        return log
+
+    def write_html(self, notebook: str) -> None:
+        """Write the page of an executed notebook.
+
+        Args:
+            notebook: its JSON text.
+        """
+        import nbformat
+        from nbconvert.exporters.html import HTMLExporter
+
+        page, _ = HTMLExporter().from_notebook_node(nbformat.reads(notebook, as_version=4))
+        write_whole(self.html, page, durable=False)
+
+
+def files_for(notebook: Path, output: str | os.PathLike[str] | None) -> NotebookFiles:
+    """The files of a run.
+
+    Args:
+        notebook: the notebook that is run.
+        output: where its executed copy goes; None: ``outputs/<UTC time>-<name>-<4 hex>.ipynb``.
+
+    Raises:
+        NotebookError: ``output`` is no ``.ipynb``, or the notebook itself.
+    """
+    if output is None:
+        stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
+        name = f"{stamp}-{notebook.stem}-{secrets.token_hex(2)}.ipynb"
+        return NotebookFiles(Path("outputs").absolute() / name)
+    path = Path(output).expanduser().absolute()
+    if path.suffix != ".ipynb":
+        raise NotebookError(
+            f"the output {path} is no notebook's name",
+            allowed="a path that ends in .ipynb; HTML, record and log are put beside it",
+            do=f"output={str(path / notebook.name)!r}",
+        )
+    if path.resolve() == notebook.resolve():
+        raise NotebookError(
+            f"the output {path} is the notebook itself",
+            allowed="another path: the notebook is not changed by running it",
+            do="leave output out, and it goes to outputs/",
+        )
+    return NotebookFiles(path)

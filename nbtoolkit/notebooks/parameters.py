@@ -1,0 +1,223 @@
+"""The parameters of a notebook: read from its cell, and values checked against them.
+
+A cell tagged ``parameters`` is the notebook's signature. It is read, never run::
+
+    config_path: str = "config/train.yaml"
+    folds: int | None = None
+    mode: Literal["quick", "full"] = "quick"
+    seed: int  # no default: must be given
+    processes = 0  # no annotation: the default's type
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nbtoolkit.errors import ParameterError
+from nbtoolkit.notebooks.annotation import from_annotation, from_default
+from nbtoolkit.yaml_lines import Layer, Mistake, parse_value, read_layer, refuse
+
+
+class FromShell(str):
+    """A value as a shell gives it: a text that is read as its parameter's type says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One name of the parameters cell."""
+
+    name: str
+    hint: Any
+    """The type its values have."""
+    shown: str
+    """The type as people read it."""
+    required: bool
+    """Whether it has no default."""
+    line: int
+    """Its line in the cell, from 1."""
+
+
+def read_parameters(source: str) -> dict[str, Parameter]:
+    """The parameters that a cell's assignments declare, by name and in order.
+
+    Args:
+        source: the cell. Names that begin with ``_`` and assignments to anything else than one
+            name are the cell's own business.
+
+    Raises:
+        SyntaxError: the cell is not Python.
+    """
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            name, annotation = node.target.id, node.annotation
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name, annotation = node.targets[0].id, None
+        else:
+            continue
+        if not name.startswith("_"):
+            found[name] = _parameter(name, annotation, node)
+    return found
+
+
+def _parameter(
+    name: str, annotation: ast.expr | None, node: ast.AnnAssign | ast.Assign
+) -> Parameter:
+    hint = None if annotation is None else from_annotation(annotation)
+    shown = "" if annotation is None else ast.unparse(annotation)
+    if hint is None:  # no annotation, or one of a class that only the notebook knows
+        hint = from_default(_literal(node.value))
+        shown = "any plain value" if hint is Any else f"{hint.__name__}, as its default is"
+    return Parameter(
+        name=name,
+        hint=hint,
+        shown=shown,
+        required=node.value is None,
+        line=node.lineno,
+    )
+
+
+def _literal(node: ast.expr | None) -> Any:
+    """A default's value; None where the kernel alone can tell it (``Path("x")``)."""
+    try:
+        return None if node is None else ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
+def given_layer(parameters: Mapping[str, Any] | None, file: str | os.PathLike[str] | None) -> Layer:
+    """The values given to a notebook: a file's, and over them those of the call.
+
+    Args:
+        parameters: name -> value.
+        file: a YAML or JSON file of names and values.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    path = None if file is None else Path(file).expanduser()
+    below = Layer(values={}, places={}) if path is None else read_layer(path)
+    above = dict(parameters or {})
+    return Layer(
+        values={**below.values, **above},
+        places={**below.places, **{(name,): f"parameter {name!r}" for name in above}},
+        mistakes=below.mistakes,
+    )
+
+
+def check_parameters(
+    given: Layer, declared: Mapping[str, Parameter], notebook: str
+) -> dict[str, Any]:
+    """The given values, each of its parameter's type.
+
+    A ``FromShell`` text is first read as YAML (``3``, ``[1, 2]``, ``null``), and taken as it is
+    where that does not fit: ``007`` stays ``"007"`` for a ``str``. Other values must have the type
+    already; a whole number does for a float, a list for a tuple.
+
+    Args:
+        given: values and their places.
+        declared: the notebook's parameters.
+        notebook: its name, for messages.
+
+    Raises:
+        ParameterError: one is unknown, of another type, or missing; all mistakes at once.
+    """
+    mistakes = list(given.mistakes)
+    values = {}
+    for name, value in given.values.items():
+        place = given.places.get((name,), f"parameter {name!r}")
+        if name not in declared:
+            mistakes.append(_unknown(name, place, declared, notebook))
+            continue
+        try:
+            values[name] = _typed(value, declared[name].hint)
+        except (ValueError, TypeError) as error:
+            mistakes.append(_ill_typed(value, declared[name], place, error))
+    mistakes += [
+        Mistake(
+            place=notebook,
+            what=f"the parameter {name!r} has no default and was not given",
+            allowed=parameter.shown,
+            do=f"give it: -p {name}=..., or parameters={{{name!r}: ...}}",
+        )
+        for name, parameter in declared.items()
+        if parameter.required and name not in given.values
+    ]
+    refuse(mistakes, ParameterError)
+    return values
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    """``value`` as ``hint`` wants it.
+
+    Raises:
+        ValueError: it is of another type.
+        TypeError: it is nothing that can be written down (an array, an object).
+    """
+    if not isinstance(value, FromShell):
+        return _validated(value, hint)
+    text = str(value)
+    if hint is str:
+        return text
+    try:
+        return _validated(parse_value(text), hint)
+    except (ValueError, yaml.YAMLError):
+        return _validated(text, hint)
+
+
+def _validated(value: Any, hint: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    # As JSON: strict about numbers and texts, and a list still does for a tuple or a set.
+    text = json.dumps(value, default=_plain)
+    return TypeAdapter(hint).validate_json(text, strict=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if callable(getattr(value, "item", None)) and getattr(value, "ndim", 0) == 0:
+        return value.item()  # a NumPy number
+    raise TypeError(f"a {type(value).__name__} cannot be written into a cell")
+
+
+def _unknown(name: str, place: str, declared: Mapping[str, Parameter], notebook: str) -> Mistake:
+    close = difflib.get_close_matches(name, declared, n=1, cutoff=0.5)
+    return Mistake(
+        place=place,
+        what=f"{notebook} has no parameter {name!r}",
+        allowed=", ".join(declared) or "none: no cell of it has the tag 'parameters'",
+        do=f"did you mean {close[0]!r}?" if close else "",
+    )
+
+
+def _ill_typed(value: Any, parameter: Parameter, place: str, error: Exception) -> Mistake:
+    what = f"{parameter.name} is {value!r}"
+    if isinstance(error, TypeError):
+        what += f": {error}"
+    elif detail := _inner(error):
+        what += f"; {detail}"
+    return Mistake(place=place, what=what, allowed=parameter.shown)
+
+
+def _inner(error: Exception) -> str:
+    """Where inside a list or dict the first wrong value stands; empty for a plain value."""
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return ""
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    inside = isinstance(first["input"], (str, int, float)) and where and len(error.errors()) == 1
+    return f"at {where}: {first['msg'][:1].lower()}{first['msg'][1:]}" if inside else ""

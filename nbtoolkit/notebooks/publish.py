@@ -1,0 +1,68 @@
+"""``nb.publish``: what a notebook hands back to whoever runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nbtoolkit.errors import PublishError
+from nbtoolkit.runtime.host import in_kernel
+from nbtoolkit.runtime.paths import read_json, write_json
+
+TARGET = "NBTOOLKIT_PUBLISH"
+"""Variable that names the file which a kernel's published values go to."""
+
+
+def publish(values: Mapping[str, Any]) -> None:
+    """Set the notebook's result, which :func:`run_notebook` returns as ``result.values``.
+
+    A second call adds to the first; an equal name replaces. In a notebook that somebody works in,
+    where nobody waits for a result, the values are only checked.
+
+    Args:
+        values: name -> plain value: numbers, texts, None, lists and dicts of them, paths, NumPy
+            numbers and arrays, a ``Config``.
+
+    Raises:
+        PublishError: a name is not a text, or a value cannot be written as JSON.
+    """
+    plain = {_name(name): _plain(name, value) for name, value in values.items()}
+    target = os.environ.get(TARGET)
+    # The variable comes down to every process that the notebook starts: ranks publish nothing.
+    if target and in_kernel(sys.modules):
+        write_json(Path(target), {**(read_json(Path(target)) or {}), **plain}, durable=False)
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str):
+        raise PublishError(
+            f"nb.publish was given the name {name!r}",
+            allowed='texts: nb.publish({"val_accuracy": 0.98})',
+        )
+    return name
+
+
+def _plain(name: str, value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value, default=_simpler))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PublishError(
+            f"nb.publish cannot hand on {name!r}: {error}",
+            allowed="numbers, texts, None, lists and dicts of them, paths, a Config",
+            do=f"save it to a file and publish the path: nb.publish({{{name!r}: path}})",
+        ) from error
+
+
+def _simpler(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    for method in ("to_dict", "model_dump", "tolist"):  # ours, pydantic's, NumPy's and torch's
+        if callable(getattr(value, method, None)) and not isinstance(value, type):
+            return getattr(value, method)()
+    raise TypeError(f"a {type(value).__name__} is no plain value")

@@ -1,0 +1,121 @@
+"""``nb.run_notebook``: a notebook run as a program, from parameters to a result."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nbtoolkit.errors import MissingExtra
+from nbtoolkit.notebooks.document import (
+    declared_parameters,
+    numbered,
+    read_notebook,
+    refuse_syntax_errors,
+)
+from nbtoolkit.notebooks.execution import Execution
+from nbtoolkit.notebooks.files import files_for
+from nbtoolkit.notebooks.job import Job
+from nbtoolkit.notebooks.kernel import find_kernel, kernel_environ, private_folder
+from nbtoolkit.notebooks.parameters import check_parameters, given_layer
+from nbtoolkit.notebooks.progress import Progress
+from nbtoolkit.notebooks.result import NotebookResult
+from nbtoolkit.runtime.cell import Display
+
+MAX_OUTPUT = 1_000_000
+"""Characters kept of one cell's output; a browser still opens a notebook with ten such cells."""
+
+
+def run_notebook(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    parameters_file: str | os.PathLike[str] | None = None,
+    kernel: str | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    timeout: float | None = None,
+    cell_timeout: float | None = None,
+    max_output: int = MAX_OUTPUT,
+    html: bool = True,
+    display: Display = "auto",
+) -> NotebookResult:
+    """Run a notebook from its first cell to its last, in a kernel of its own.
+
+    Its parameters are checked against its ``parameters`` cell, and its cells parsed, before a
+    kernel starts. It has succeeded when a last cell, added for that, was reached; what is written
+    in the executed copy decides nothing. Built on papermill (https://papermill.readthedocs.io).
+
+    Args:
+        path: the notebook; it is not changed.
+        output: the executed copy, a path ending in ``.ipynb``; HTML, record and log are put beside
+            it. Default: ``outputs/<UTC time>-<name>-<4 hex>.ipynb``.
+        parameters: name -> value, for names that the ``parameters`` cell assigns.
+        parameters_file: a YAML or JSON file of the same; ``parameters`` go before it.
+        kernel: the kernel spec's name; default: the notebook's own, else ``python3``.
+        cwd: the kernel's working directory; default: this process's.
+        timeout: seconds for the whole notebook, kernel start included; None: no limit.
+        cell_timeout: seconds for each cell; None: no limit.
+        max_output: characters of output kept of one cell; the log has all of it.
+        html: whether to write the executed copy as a page too.
+        display: one line a cell: ``"auto"`` (live on a terminal), ``"text"``, ``"off"``.
+
+    Returns:
+        What the notebook published, and its files.
+
+    Raises:
+        ParameterError: a parameter is unknown, of another type or missing.
+        NotebookError: it cannot be run: unreadable, not Python, no such kernel, output in use.
+        NotebookFailed: a cell raised, or ended the notebook early.
+        NotebookDied: its kernel died (a kind of NotebookFailed).
+        NotebookTimeout: it took too long (a kind of NotebookFailed).
+        MissingExtra: papermill, or nbconvert for the page, is not installed.
+    """
+    require_extras(html)
+    source = Path(path).expanduser().absolute()
+    notebook = read_notebook(source)
+    refuse_syntax_errors(notebook, source.name)
+    values = check_parameters(
+        given_layer(parameters, parameters_file),
+        declared_parameters(notebook, source.name),
+        source.name,
+    )
+    job = Job(
+        source=source,
+        kernel=find_kernel(notebook, kernel, source.name),
+        files=files_for(source, output),
+        values=values,
+        html=html,
+    )
+    with contextlib.closing(job.files.open()) as log, private_folder() as folder:
+        execution = Execution(
+            copy=job.files.copy,
+            log=log,
+            environ=kernel_environ(folder),
+            cwd=Path(cwd or "").absolute(),
+            folder=folder,
+            progress=Progress(display, len(list(numbered(notebook)))),
+            cell_timeout=cell_timeout,
+            timeout=timeout,
+            max_output=max_output,
+        )
+        return job.run(notebook, execution)
+
+
+def require_extras(html: bool) -> None:
+    """Refuse at once where something that a run needs is not installed.
+
+    Raises:
+        MissingExtra: a package is missing.
+    """
+    from importlib.util import find_spec
+
+    needed = ["papermill", "nbclient", "ipykernel", *(["nbconvert"] if html else [])]
+    if missing := [name for name in needed if find_spec(name) is None]:
+        raise MissingExtra(
+            f"running a notebook needs {', '.join(missing)}",
+            allowed="html=False does without nbconvert" if missing == ["nbconvert"] else "",
+            do="pip install 'nbtoolkit[notebooks]'",
+        )
