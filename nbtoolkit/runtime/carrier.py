@@ -16,31 +16,23 @@ from typing import Any
 from nbtoolkit.errors import GroupStartFailed, NbtoolkitError
 from nbtoolkit.runtime import verdict
 from nbtoolkit.runtime.ahead import environment_key
+from nbtoolkit.runtime.care import Care, Late
 from nbtoolkit.runtime.channel import answer, take
 from nbtoolkit.runtime.crossing import pack_error
 from nbtoolkit.runtime.desk import Tower
 from nbtoolkit.runtime.flight import Flight, RankView
-from nbtoolkit.runtime.monitor import Monitor
 from nbtoolkit.runtime.paths import RunPaths, write_json
 from nbtoolkit.runtime.plan import GroupFailure, LaunchPlan, PortBusy, make_plan
 from nbtoolkit.runtime.ports import free_port
 from nbtoolkit.runtime.record import RunRecord
-from nbtoolkit.runtime.watch import Watch
 from nbtoolkit.runtime.wire import Line, Message, memory_file, send_packet
 
 TICK = 0.05  # seconds between looks at the ranks when nothing is said
 FAILURE_GRACE = 1.0  # what the other ranks get after the first failure, before SIGKILL
-START_SECONDS = 30.0  # for all ranks to form their group: 0.1 s on a quiet machine,
-NCCL_START_SECONDS = 90.0  # 15 s with NCCL on a cold T4 pair
 LAND_SECONDS = 10.0  # for the processes to end after their last word
-MISSING_SECONDS = 4.0  # a rank in ctx.report waits this long before the others are looked at
 PORT_TRIES = 4
 
 Judge = Callable[[Mapping[str, float], int | None], str | None]
-
-
-class Late(GroupFailure):
-    """The ranks were too slow: they are forked beside a thread of elastic's, and may hang."""
 
 
 class Carrier:
@@ -76,9 +68,6 @@ class Carrier:
         self._tower, self._judge = tower, judge
         self.paths = RunPaths(Path(content["folder"]))
         self.plan: LaunchPlan = content["plan"]
-        config = content["config"]
-        self._hang_timeout: float = config.runtime.hang_timeout
-        self._device_metrics: bool = config.tracking.device_metrics
         self.record = RunRecord(self.paths, deadline=content["deadline"], durable=durable)
         self.outcome: str | verdict.Failure | GroupFailure | PortBusy | None = None
         self.numbers: dict[str, float] = {}
@@ -115,7 +104,7 @@ class Carrier:
         if self._landing is None:
             self._obey(flight)
             self._call_ranks(flight)
-            ended = verdict.of(flight, self) or self._care(flight)
+            ended = verdict.of(flight, self) or self._care.look()
             if ended is None:
                 return False
             grace = LAND_SECONDS if isinstance(ended, str) else FAILURE_GRACE
@@ -162,18 +151,14 @@ class Carrier:
 
     def silence(self) -> float:
         """Seconds since any rank sent something or computed."""
-        flight = self._flight
-        if flight is None or not all(rank.phase == "user" for rank in flight.ranks):
-            return 0.0
-        return min(self._watch.silence(rank) for rank in flight.ranks)
+        return 0.0 if self._flight is None else self._care.silence()
 
     # --- a flight ---
 
     def _fly(self, flight: Flight) -> None:
         self._landing = None
         self._flight = flight
-        self._watch = Watch(flight, self.paths, self._hang_timeout)
-        self._monitor = Monitor(flight, self.record, on=self._device_metrics)
+        self._care = Care(flight, self.record, self._content["config"])
 
     def _start(self) -> Flight:
         port = self.plan.port or free_port()
@@ -297,7 +282,7 @@ class Carrier:
             reply: Message = {"error": verdict.different_calls(flight)}
         else:
             reply = self._answer(flight.ranks[0].asking or {})
-        self._reply(flight, reply)
+        flight.reply(reply)
 
     def _answer(self, question: Message) -> Message:
         if question["type"] == "report":
@@ -311,12 +296,6 @@ class Carrier:
         status = self._judge(report["values"], report["step"])
         if status is not None:
             self.record.ask_to_stop(status, "judged by what it reported")
-
-    def _reply(self, flight: Flight, reply: Message) -> None:
-        for rank in flight.ranks:
-            if rank.asking is not None:
-                rank.asking = None
-                rank.line.send({"type": "answer", **reply})
 
     # --- stopping ---
 
@@ -333,40 +312,6 @@ class Carrier:
         if self.record.leaving is not None and not flight.called:
             flight.called = True
             flight.ranks[0].line.send({"type": "come"})
-
-    # --- looking after the ranks ---
-
-    def _care(self, flight: Flight) -> Any:
-        """Look after ranks that run: hangs, calls that not every rank makes, device use."""
-        self._monitor.tick()
-        self._watch.sample()
-        if all(rank.phase == "user" or rank.over for rank in flight.ranks):
-            self._look_for_missing(flight)
-            if (warning := self._watch.warning()) is not None:
-                self.record.note(warning, level="warning")
-            if (hung := self._watch.hung()) is not None:
-                return verdict.hung(*hung, self._hang_timeout, self.paths)
-        elif not all(rank.has_group or rank.over for rank in flight.ranks):
-            limit = NCCL_START_SECONDS if flight.plan.backend == "nccl" else START_SECONDS
-            if time.monotonic() - flight.started_at > limit:
-                return Late(f"the ranks did not form a group within {limit:.0f} s")
-        return None
-
-    def _look_for_missing(self, flight: Flight) -> None:
-        """Ranks that wait in ctx.report for one that is not coming are told so."""
-        asking = [rank for rank in flight.ranks if rank.asking is not None]
-        missing = [rank for rank in flight.ranks if rank.asking is None]
-        if not asking or not missing:
-            return
-        over = [rank for rank in missing if rank.over]
-        idle = min(self._watch.silence(rank) for rank in missing)
-        waited = min(time.monotonic() - rank.heard_at for rank in asking)
-        if not over and (waited < MISSING_SECONDS or idle < MISSING_SECONDS / 2):
-            return
-        if not over:
-            over = self._watch.waiting_elsewhere(missing)
-        if over:
-            self._reply(flight, {"error": verdict.missing_call(asking, over)})
 
     # --- the end ---
 

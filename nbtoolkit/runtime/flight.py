@@ -162,6 +162,13 @@ class Flight:
                 heard.append((rank, message))
         return heard
 
+    def reply(self, answer: Message) -> None:
+        """Answer all ranks that ask."""
+        for rank in self.ranks:
+            if rank.asking is not None:
+                rank.asking = None
+                rank.line.send({"type": "answer", **answer})
+
     def gone(self) -> list[RankView]:
         """Ranks whose process has ended without a last word; with exit codes where known."""
         pilot = self.pilot_pid if self._foreign and self.exited is None else None

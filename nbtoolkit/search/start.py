@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.config import load_config
-from nbtoolkit.errors import LaunchError, PlanError, ResumeError
-from nbtoolkit.runtime.choose import (
-    ChosenRun,
-    discard,
-    lock_run,
-    put_aside,
-    source_hash,
-    write_header,
-)
+from nbtoolkit.errors import LaunchError, PlanError
+from nbtoolkit.runtime.choose import ChosenRun, discard, write_header
 from nbtoolkit.runtime.hardware import detect_hardware
 from nbtoolkit.runtime.host import Host, detect_host
 from nbtoolkit.runtime.launchpad import Launchpad, launchpad
-from nbtoolkit.runtime.paths import (
-    RunPaths,
-    decides_result,
-    fingerprint,
-    folder_error,
-    read_json,
-    runs_in,
-)
 from nbtoolkit.runtime.payload import pack_content, pack_function
 from nbtoolkit.runtime.plan import make_plan
-from nbtoolkit.runtime.result import find_run
 from nbtoolkit.runtime.surroundings import surroundings
 from nbtoolkit.runtime.timing import time_limit
 from nbtoolkit.runtime.wire import Line
+from nbtoolkit.search.choose import choose_search, identity_of
 from nbtoolkit.search.slots import Placement, Slots, make_slots
 
 if TYPE_CHECKING:
@@ -132,8 +114,9 @@ def start_search(
     first = slots.slots[0]
     plan = make_plan(config.with_overrides(dict(first.overrides)), host, first.hardware)
     tracking = choose_tracking(config.to_dict()["tracking"])
-    with choose_search(train, config, search, name, resume) as run:
-        header = write_header(run, config, plan, host, train, **_identity(train, config, search))
+    identity = identity_of(train, config, search.kind, search.identity, search.total)
+    with choose_search(config, identity, name, resume) as run:
+        header = write_header(run, config, plan, host, train, **identity)
         limit = time_limit(_limited(config, search.timeout))
         notes = [*limit.notes, *(("warning", note) for note in tracking.notes)]
         shared = {
@@ -211,102 +194,3 @@ def _send(
 def _limited(config: Config, timeout: float | None) -> Config:
     """The configuration with the search's own time as its time budget."""
     return config if timeout is None else config.with_overrides({"runtime.time_budget": timeout})
-
-
-# --- which search ---
-
-
-def choose_search(
-    train: Callable[..., Any],
-    config: Config,
-    search: Search,
-    name: str,
-    resume: str | os.PathLike[str],
-) -> ChosenRun:
-    """Find or make the folder of a search, and lock it."""
-    output_dir = Path(config.runtime.output_dir)
-    identity = _identity(train, config, search)
-    if resume == "auto":
-        chosen = _to_go_on_with(output_dir, identity)
-    elif resume == "never":
-        chosen = None
-    else:
-        chosen = _named(resume, config, search, identity)
-    if chosen is not None:
-        put_aside(chosen.paths)
-        return chosen
-    paths = RunPaths.create(output_dir, name)
-    try:
-        lock = lock_run(paths)
-    except OSError as error:
-        raise folder_error(paths.folder, error) from error
-    assert lock is not None
-    return ChosenRun(paths, lock, 1)
-
-
-def _identity(train: Callable[..., Any], config: Config, search: Search) -> dict[str, Any]:
-    """What its folder remembers, to be found and checked by."""
-    settings = {**config.to_dict(), search.kind: dict(search.identity)}
-    return {
-        "kind": search.kind,
-        "fingerprint": fingerprint(settings, train),
-        "source": source_hash(train),
-        "total": search.total,
-    }
-
-
-def _to_go_on_with(output_dir: Path, identity: Mapping[str, Any]) -> ChosenRun | None:
-    for paths in runs_in(output_dir):
-        about = read_json(paths.versions) or {}
-        fits = all(about.get(key) == identity[key] for key in ("kind", "fingerprint"))
-        more = (identity["total"] or 0) > (about.get("total") or sys.maxsize)
-        if fits and (more or not paths.completed()) and (lock := lock_run(paths)) is not None:
-            return ChosenRun(paths, lock, int(about["attempt"]) + 1)
-    return None
-
-
-def _differences(paths: RunPaths, config: Config) -> dict[str, tuple[Any, Any]]:
-    """What decides results and is not as it was."""
-    settings = config.to_dict()
-    before = load_config(paths.config, env=None).differences(config)
-    return {key: pair for key, pair in before.items() if decides_result(key, settings)}
-
-
-def _named(
-    run: str | os.PathLike[str], config: Config, search: Search, identity: Mapping[str, Any]
-) -> ChosenRun:
-    output_dir = Path(config.runtime.output_dir)
-    try:
-        paths = find_run(run, output_dir)
-    except LaunchError as error:
-        allowed = f'"auto", "never", {error.allowed}'
-        raise ResumeError(error.what, allowed=allowed, do=error.do) from None
-    about = read_json(paths.versions) or {}
-    if about.get("kind") != search.kind:
-        raise ResumeError(
-            f"{paths.folder} is no {search.kind}, but a {about.get('kind', 'run')}",
-            allowed=f"the folder of a {search.kind}",
-            do="look into the folders' versions.json for their kind",
-        )
-    if about.get("source") != identity["source"]:
-        raise ResumeError(
-            f"the {search.kind} {paths.run_id} was made by another function: the source of "
-            f"{about.get('function')} differs",
-            allowed="the same training function",
-            do="start a new one with resume='never'",
-        )
-    if differences := _differences(paths, config):
-        shown = "; ".join(f"{key}: {a!r} then, {b!r} now" for key, (a, b) in differences.items())
-        raise ResumeError(
-            f"the {search.kind} {paths.run_id} was made with another configuration: {shown}",
-            allowed="other output, tracking, checkpoint and distributed settings",
-            do="load its own config.yaml, or start a new one with resume='never'",
-        )
-    lock = lock_run(paths)
-    if lock is None:
-        raise ResumeError(
-            f"the {search.kind} {paths.run_id} is going on",
-            allowed="one owner at a time",
-            do="attach to it with nb.attach(folder)",
-        )
-    return ChosenRun(paths, lock, int(about["attempt"]) + 1)

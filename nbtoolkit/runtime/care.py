@@ -1,0 +1,86 @@
+"""Care: a look after ranks that run: hangs, calls that not every rank makes, device use."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from nbtoolkit.runtime import verdict
+from nbtoolkit.runtime.flight import Flight
+from nbtoolkit.runtime.monitor import Monitor
+from nbtoolkit.runtime.plan import GroupFailure
+from nbtoolkit.runtime.record import RunRecord
+from nbtoolkit.runtime.watch import Watch
+
+if TYPE_CHECKING:
+    from nbtoolkit.config import Config
+
+START_SECONDS = 30.0  # for all ranks to form their group: 0.1 s on a quiet machine,
+NCCL_START_SECONDS = 90.0  # 15 s with NCCL on a cold T4 pair
+MISSING_SECONDS = 4.0  # a rank in ctx.report waits this long before the others are looked at
+
+
+class Late(GroupFailure):
+    """The ranks were too slow: they are forked beside a thread of elastic's, and may hang."""
+
+
+class Care:
+    """Looks after the ranks of one flight.
+
+    Args:
+        flight: the ranks.
+        record: warnings and readings go there.
+        config: ``runtime.hang_timeout``, ``tracking.device_metrics``.
+    """
+
+    def __init__(self, flight: Flight, record: RunRecord, config: Config) -> None:
+        self._flight, self._record = flight, record
+        self._hang_timeout: float = config.runtime.hang_timeout
+        self._watch = Watch(flight, record.paths, self._hang_timeout)
+        self._monitor = Monitor(flight, record, on=config.tracking.device_metrics)
+
+    def look(self) -> verdict.Failure | Late | None:
+        """Look once; what is wrong, if anything ends the flight."""
+        self._monitor.tick()
+        self._watch.sample()
+        ranks = self._flight.ranks
+        if all(rank.phase == "user" or rank.over for rank in ranks):
+            return self._look_at_work()
+        if not all(rank.has_group or rank.over for rank in ranks):
+            nccl = self._flight.plan.backend == "nccl"
+            limit = NCCL_START_SECONDS if nccl else START_SECONDS
+            if time.monotonic() - self._flight.started_at > limit:
+                return Late(f"the ranks did not form a group within {limit:.0f} s")
+        return None
+
+    def silence(self) -> float:
+        """Seconds since any rank sent something or computed; 0 where not all are in user code."""
+        ranks = self._flight.ranks
+        if not all(rank.phase == "user" for rank in ranks):
+            return 0.0
+        return min(self._watch.silence(rank) for rank in ranks)
+
+    def _look_at_work(self) -> verdict.Failure | None:
+        self._look_for_missing()
+        if (warning := self._watch.warning()) is not None:
+            self._record.note(warning, level="warning")
+        if (hung := self._watch.hung()) is not None:
+            return verdict.hung(*hung, self._hang_timeout, self._record.paths)
+        return None
+
+    def _look_for_missing(self) -> None:
+        """Ranks that wait in ctx.report for one that is not coming are told so."""
+        ranks = self._flight.ranks
+        asking = [rank for rank in ranks if rank.asking is not None]
+        missing = [rank for rank in ranks if rank.asking is None]
+        if not asking or not missing:
+            return
+        over = [rank for rank in missing if rank.over]
+        idle = min(self._watch.silence(rank) for rank in missing)
+        waited = min(time.monotonic() - rank.heard_at for rank in asking)
+        if not over and (waited < MISSING_SECONDS or idle < MISSING_SECONDS / 2):
+            return
+        if not over:
+            over = self._watch.waiting_elsewhere(missing)
+        if over:
+            self._flight.reply({"error": verdict.missing_call(asking, over)})
