@@ -180,7 +180,7 @@ def _handle(
     on_event: Callable[[Event], None] | None,
 ) -> SweepHandle:
     paths = started.run.paths
-    cell = LiveTable(_table(wishes), display)
+    cell = LiveTable(_table(wishes, started.deadline), display)
     cell.say(f"sweep -> {paths.folder}")
     if started.run.resumed:
         attempt = started.run.attempt
@@ -206,12 +206,13 @@ def handle_on_sweep(
     return SweepHandle(paths, SweepResult, cell=cell, on_event=on_event)
 
 
-def _table(wishes: Wishes) -> SweepTable:
+def _table(wishes: Wishes, deadline: float | None = None) -> SweepTable:
     return SweepTable(
         name=wishes.study.name,
         metrics=wishes.metrics,
         directions=wishes.directions,
         n_trials=wishes.budget.n_trials,
+        deadline=deadline,
     )
 
 
