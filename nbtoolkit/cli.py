@@ -24,6 +24,7 @@ from nbtoolkit.errors import (
     LaunchError,
     MissingExtra,
     NbtoolkitError,
+    NotebookError,
     PlanError,
     ResumeError,
 )
@@ -43,7 +44,15 @@ except ImportError as missing:
 
 DONE, FAILED, WRONG_CALL, EARLY, INTERRUPTED = 0, 1, 2, 3, 130
 
-_NOT_TRAINED = (ConfigError, FoldError, PlanError, LaunchError, ResumeError, MissingExtra)
+_NOT_TRAINED = (
+    ConfigError,
+    FoldError,
+    LaunchError,
+    MissingExtra,
+    NotebookError,
+    PlanError,
+    ResumeError,
+)
 
 # Plain help: a notebook's cell and a log file show it as it is, without boxes and colours.
 app = typer.Typer(
@@ -80,6 +89,20 @@ Kind = Annotated[
 ]
 Trials = Annotated[int | None, typer.Option("--trials", "-n", help="Trials, over all sessions.")]
 Timeout = Annotated[str | None, typer.Option(help="Time for the sweep, such as 2h.")]
+NotebookPath = Annotated[Path, typer.Argument(metavar="NOTEBOOK", help="A .ipynb file.")]
+ParameterWish = Annotated[
+    list[str] | None,
+    typer.Option("--parameter", "-p", metavar="NAME=VALUE", help="May be repeated."),
+]
+ParametersFile = Annotated[
+    Path | None,
+    typer.Option("--parameters-file", "-f", help="A YAML or JSON file of names and values."),
+]
+OutputPath = Annotated[
+    Path | None, typer.Option("--output", help="The executed copy (.ipynb); none: in outputs/.")
+]
+KernelName = Annotated[str | None, typer.Option(help="A kernel spec; none: the notebook's own.")]
+Seconds = Annotated[float | None, typer.Option(metavar="SECONDS", help="None: no limit.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show errors with their traceback.")]
 
 
@@ -186,6 +209,37 @@ def sweep(
     if ended is not None and ended.best_trial is not None:
         print(f"best configuration: {ended.save_best(handle.paths.folder / 'best.yaml')}")
     _finish(handle, ended)
+
+
+@app.command()
+def run(
+    notebook: NotebookPath,
+    parameter: ParameterWish = None,
+    parameters_file: ParametersFile = None,
+    output: OutputPath = None,
+    kernel: KernelName = None,
+    timeout: Seconds = None,
+    cell_timeout: Seconds = None,
+    html: Annotated[bool, typer.Option(help="Write the executed copy as a page too.")] = True,
+    debug: Debug = False,
+) -> None:
+    """Run a notebook as a program; prints what it published with nb.publish, as YAML."""
+    from nbtoolkit.notebooks.parameters import parameters_from_shell
+    from nbtoolkit.notebooks.run import run_notebook
+
+    with sentences(debug):
+        result = run_notebook(
+            notebook,
+            output,
+            parameters_from_shell(parameter or []),
+            parameters_file=parameters_file,
+            kernel=kernel,
+            timeout=timeout,
+            cell_timeout=cell_timeout,
+            html=html,
+        )
+    print(result.values_as_yaml(), end="")
+    print(f"executed copy: {result.output}", file=sys.stderr)
 
 
 @app.command()

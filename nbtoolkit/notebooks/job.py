@@ -7,11 +7,13 @@ import secrets
 import shlex
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import NotebookDied, NotebookFailed, NotebookTimeout
 from nbtoolkit.notebooks.document import executed_copy, made_ready, numbered
+from nbtoolkit.notebooks.event_loop import with_its_own_loop
 from nbtoolkit.notebooks.execution import Execution, Failure
 from nbtoolkit.notebooks.files import NotebookFiles
 from nbtoolkit.notebooks.kernel import published_file
@@ -54,7 +56,7 @@ class Job:
         token, reached = secrets.token_hex(8), execution.folder / "reached"
         ready = made_ready(notebook, self.values, _sentinel(reached, token))
         try:
-            self._through_papermill(ready, execution)
+            with_its_own_loop(partial(self._through_papermill, ready, execution))
         except KeyboardInterrupt:
             execution.fail("interrupt", "was interrupted")
             self._record(ready, execution, time.monotonic() - begun)

@@ -15,7 +15,7 @@ import ast
 import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,26 @@ def _literal(node: ast.expr | None) -> Any:
         return None if node is None else ast.literal_eval(node)
     except ValueError:
         return None
+
+
+def parameters_from_shell(wishes: Iterable[str]) -> dict[str, FromShell]:
+    """The values of ``name=value`` texts; of a name that comes twice the last.
+
+    Raises:
+        ParameterError: a text has no ``=``, or nothing before it.
+    """
+    pairs = [(wish, *wish.partition("=")) for wish in wishes]
+    wrong = [wish for wish, name, equals, _ in pairs if not name or not equals]
+    refuse(
+        [
+            Mistake(
+                place=f"parameter {wish!r}", what="has no name, or no '='", do="write name=value"
+            )
+            for wish in wrong
+        ],
+        ParameterError,
+    )
+    return {name: FromShell(value) for _, name, _, value in pairs}
 
 
 def given_layer(parameters: Mapping[str, Any] | None, file: str | os.PathLike[str] | None) -> Layer:

@@ -8,6 +8,7 @@ from typing import Any
 
 from nbtoolkit.runtime.table import html_table
 from nbtoolkit.runtime.timing import span
+from nbtoolkit.yaml_lines import dump
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -29,6 +30,10 @@ class NotebookResult:
     """Everything its cells wrote."""
     seconds: float
     """From the kernel's start to the last cell's end."""
+
+    def values_as_yaml(self) -> str:
+        """The published values as YAML text; empty where nothing was published."""
+        return dump(self.values) if self.values else ""
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={_short(value)}" for name, value in self.values.items())
