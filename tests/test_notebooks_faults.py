@@ -85,6 +85,24 @@ def test_a_second_run_into_one_output_is_refused(tmp_path: Path) -> None:
         run_program(tmp_path, call)
 
 
+def test_a_limit_of_no_time_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotebookError, match="cell_timeout is 0\n  Allowed: seconds above 0"):
+        run_program(tmp_path, "1", cell_timeout=0)
+
+
+@pytest.mark.parametrize("program", ["false", "/not/there"])
+def test_a_kernel_that_does_not_start_is_told(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tmp_path / "jupyter/kernels/broken/kernel.json"
+    spec.parent.mkdir(parents=True)
+    spec.write_text(json.dumps({"argv": [program], "display_name": "b", "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    with pytest.raises(NotebookDied, match=r"work\.ipynb could not start its kernel 'broken'"):
+        run_program(tmp_path, "1", kernel="broken")
+    assert record(tmp_path)["status"] == "failed"
+
+
 # --- failed ---
 
 

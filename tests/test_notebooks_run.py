@@ -100,6 +100,27 @@ def test_several_at_once_do_not_clash(tmp_path: Path) -> None:
         assert [*pool.map(run, range(3))] == [0, 1, 2]
 
 
+def test_a_notebook_runs_another_in_its_own_cell(tmp_path: Path) -> None:
+    inner = write_program(tmp_path, "import nbtoolkit as nb\nnb.publish({'in': 1})", name="inner")
+    work = f"""
+import nbtoolkit as nb
+nb.publish(nb.run_notebook({str(inner)!r}, {str(tmp_path / "in.ipynb")!r}, html=False).values)
+nb.publish({{"out": 2}})
+"""
+    done = run_program(tmp_path, work)
+    assert done.values == {"in": 1, "out": 2}
+    assert outputs(done)[0][0].text.startswith("[1/1] nb.publish({'in': 1})  ")
+
+
+def test_a_notebook_of_an_old_version_without_a_kernels_name_runs(tmp_path: Path) -> None:
+    cell = {"cell_type": "code", "language": "python", "input": ["1+1"], "outputs": []}
+    sheets = [{"cells": [{**cell, "prompt_number": 3, "metadata": {}, "collapsed": False}]}]
+    old = {"nbformat": 3, "nbformat_minor": 0, "metadata": {"name": ""}, "worksheets": sheets}
+    (tmp_path / "old.ipynb").write_text(json.dumps(old))
+    done = nb.run_notebook(tmp_path / "old.ipynb", tmp_path / "d.ipynb", html=False, display="off")
+    assert outputs(done)[0][0].data["text/plain"] == "2"
+
+
 def test_progress_is_a_line_a_cell(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_program(tmp_path, "import os\n# a comment\nx = 1", "print('hidden')", display="auto")
     out, err = capfd.readouterr()

@@ -53,7 +53,7 @@ def _parsed(text: str, path: Path) -> NotebookNode:
     except (ValueError, KeyError, TypeError, AttributeError, nbformat.ValidationError) as error:
         reason = str(error).splitlines()[0]
         raise _unreadable(path, f"not a notebook: {reason}") from error
-    node: NotebookNode = notebook
+    node: NotebookNode = nbformat.from_dict(notebook)  # of an old version it is another class
     return node
 
 

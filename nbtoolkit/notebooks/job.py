@@ -77,6 +77,7 @@ class Job:
         )
 
     def _through_papermill(self, ready: NotebookNode, execution: Execution) -> None:
+        from nbclient.exceptions import DeadKernelError
         from papermill.exceptions import PapermillExecutionError
         from papermill.execute import execute_notebook
 
@@ -94,10 +95,12 @@ class Job:
             )
         except PapermillExecutionError:
             pass  # the client knows; a cell tagged raises-exception is no failure
-        except RuntimeError as error:  # the kernel died before it answered, or never did
-            if execution.number:
+        except DeadKernelError:
+            pass  # after the last cell: whether it was reached says the sentinel
+        except (RuntimeError, OSError) as error:  # it died before it answered, or is no program
+            if execution.notebook is not None:
                 raise
-            execution.fail("kernel", f"did not start its kernel: {error}")
+            execution.fail("kernel", f"could not start its kernel {self.kernel!r}: {error}")
 
     def _record(self, ready: NotebookNode, execution: Execution, seconds: float) -> None:
         """Write the executed copy, its page and the record."""

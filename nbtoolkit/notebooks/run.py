@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nbtoolkit.errors import MissingExtra
+from nbtoolkit.errors import MissingExtra, NotebookError
 from nbtoolkit.notebooks.document import (
     declared_parameters,
     numbered,
@@ -74,6 +74,7 @@ def run_notebook(
         MissingExtra: papermill, or nbconvert for the page, is not installed.
     """
     require_extras(html)
+    _refuse_no_time(timeout=timeout, cell_timeout=cell_timeout)
     source = Path(path).expanduser().absolute()
     notebook = read_notebook(source)
     refuse_syntax_errors(notebook, source.name)
@@ -119,3 +120,11 @@ def require_extras(html: bool) -> None:
             allowed="html=False does without nbconvert" if missing == ["nbconvert"] else "",
             do="pip install 'nbtoolkit[notebooks]'",
         )
+
+
+def _refuse_no_time(**limits: float | None) -> None:
+    for name, seconds in limits.items():
+        if seconds is not None and not seconds > 0:
+            raise NotebookError(
+                f"{name} is {seconds}", allowed="seconds above 0, or None: no limit"
+            )
