@@ -95,7 +95,7 @@ def plot_slices(
     metric: str = "value",
     objective: int = 0,
 ) -> Figure:
-    """The value by each parameter, a panel each; later trials are darker.
+    """The value by each parameter, a panel each: first trials are grey, the last ones orange.
 
     A panel is as wide as the space.
 
@@ -140,6 +140,8 @@ def _importances(study: Study, objective: int) -> dict[str, float]:
 
 
 def _slice(panel: Axes, name: str, trials: Sequence[FrozenTrial], objective: int) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+
     distribution: Any = trials[-1].distributions[name]
     values: list[Any] = [trial.params[name] for trial in trials]
     if hasattr(distribution, "choices"):
@@ -151,7 +153,7 @@ def _slice(panel: Axes, name: str, trials: Sequence[FrozenTrial], objective: int
         values,
         [trial.values[objective] for trial in trials],
         c=[trial.number for trial in trials],
-        cmap="Blues",
+        cmap=LinearSegmentedColormap.from_list("age", ["#888888", "#ff7f0e"]),
         edgecolors="#777",
         linewidths=0.5,
         s=20,
