@@ -226,7 +226,9 @@ def run(
     """Run a notebook as a program; prints what it published with nb.publish, as YAML."""
     from nbtoolkit.notebooks.parameters import parameters_from_shell
     from nbtoolkit.notebooks.run import run_notebook
+    from nbtoolkit.notebooks.slow_import import skip_uri_grammars
 
+    skip_uri_grammars()
     with sentences(debug):
         result = run_notebook(
             notebook,

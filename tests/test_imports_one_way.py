@@ -42,6 +42,7 @@ LATE = {
     ("cli", "doctor"): "each verb loads what it runs",
     ("cli", "notebooks.parameters"): "each verb loads what it runs",
     ("cli", "notebooks.run"): "each verb loads what it runs",
+    ("cli", "notebooks.slow_import"): "each verb loads what it runs",
     ("cli", "search.cross_validation"): "each verb loads what it runs",
     ("cli", "search.folds"): "each verb loads what it runs",
     ("cli", "search.make_folds"): "each verb loads what it runs",

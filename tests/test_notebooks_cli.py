@@ -79,3 +79,16 @@ def test_an_interrupt_ends_the_kernel_and_says_where_it_was(tmp_path: Path) -> N
     with pytest.raises(ProcessLookupError):
         os.kill(kernel, 0)
     assert read_json(tmp_path / "d.run.json")["failure"]["kind"] == "interrupt"
+
+
+def test_the_command_does_not_wait_for_grammars_of_uris() -> None:
+    program = """
+import sys
+from nbtoolkit.notebooks.slow_import import skip_uri_grammars
+skip_uri_grammars()
+import nbformat
+from nbformat.v4 import new_notebook
+nbformat.validate(new_notebook())
+assert "lark" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
