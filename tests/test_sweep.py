@@ -353,3 +353,18 @@ def test_a_sweep_of_another_configuration_is_not_gone_on_with(config: nb.Config)
         swept(bowl, other, n_trials=2, resume=first.paths.run_id)
     more = swept(bowl, config, n_trials=2, resume=first.paths.run_id)
     assert (more.paths.folder, len(more.trials)) == (first.paths.folder, 2)
+
+
+def test_a_sweep_ends_in_its_time_and_goes_on_later(config: nb.Config) -> None:
+    def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+        for step in range(10 if config.data.short else 10_000):
+            ctx.report({"val_loss": config.optim.lr}, step=step)
+            time.sleep(0.01)
+        return {"val_loss": config.optim.lr}
+
+    space = {**RANDOM, "space": {**LR, "data.short": {"type": "categorical", "choices": [True]}}}
+    endless = {**space, "space": {**LR, "data.short": {"type": "categorical", "choices": [False]}}}
+    first = swept(train, config, endless, timeout=8)
+    assert (first.status, first.best_value) == ("deadline", None)
+    assert "complete" not in set(first.trials["state"])
+    assert swept(train, config, space, n_trials=3, timeout="1h").status == "completed"

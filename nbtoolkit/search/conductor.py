@@ -32,7 +32,7 @@ from nbtoolkit.search.slots import Slot
 COMMANDS = "commands"
 """The folder in a search's folder where handles without a line to it leave their wishes."""
 
-_LANDING_SECONDS = 2.0  # for jobs that had ended when the launchpad died
+DEADLINE_GRACE = 10.0  # seconds jobs get at the deadline; fit has saved before it
 
 
 def conduct(
@@ -211,10 +211,9 @@ class Conductor:
                 errand.stop("a handle asked for this trial's end", None, "stopped")
 
     def _heed_the_time(self) -> None:
-        """At the deadline all jobs leave, and save; who does not in the reserve is ended."""
+        """At the deadline all jobs leave, and save; who does not come to a report soon is ended."""
         if self._record.leaving is None and self._record.decide() is not None:
-            grace = float(self._content["config"].runtime.reserve)
-            self._stop("the search's time is used up", grace, "deadline")
+            self._stop("the search's time is used up", DEADLINE_GRACE, "deadline")
 
     # --- the end ---
 

@@ -97,6 +97,8 @@ class SweepResult:
         for event in EventReader(self.paths.events).read():
             if event["type"] == "trial":
                 rows[event["number"]] = self._row(event)
+        if not rows:
+            return pd.DataFrame(columns=["state", "value", "seconds", "reason", "folder"])
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis("trial").sort_index()
 
     def _row(self, event: dict[str, Any]) -> dict[str, Any]:
