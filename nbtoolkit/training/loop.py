@@ -60,8 +60,9 @@ def fit(
     every_steps, every_epochs``, at the end, and when the run is asked to leave (stop, time budget,
     session limit, SIGTERM), which is noticed within about a second, in the middle of an epoch too.
 
-    Logged every ``tracking.log_every_n_steps`` optimizer steps, at the optimizer step: ``loss, lr,
-    grad_norm, samples_per_second`` and each rank's ``memory_gb``. Reported after each epoch, at the
+    Logged for every ``tracking.log_every_n_steps``-th optimizer step (written when the ranks meet,
+    within about a second): ``loss, lr, grad_norm, samples_per_second`` and each rank's
+    ``memory_gb``. Reported after each epoch, at the
     number of epochs done (comparable between trials whose batch sizes differ): ``train_loss,
     val_loss, val_<metric>``.
 
