@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -155,9 +156,10 @@ def test_a_cell_that_ends_the_notebook_fails_it(cell: str, message: str, tmp_pat
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_exit_in_the_last_cell_is_no_success(tmp_path: Path) -> None:
-    with pytest.raises(NotebookFailed, match=r"exit\(\) or quit\(\)"):
-        run_program(tmp_path, "quit()")
+@pytest.mark.parametrize("cell", ["quit()", "get_ipython().exit_now = True"])
+def test_an_exit_in_the_last_cell_is_no_success(cell: str, tmp_path: Path) -> None:
+    with pytest.raises(NotebookFailed, match=r"exit\(\) or quit\(\)|did not let the notebook come"):
+        run_program(tmp_path, cell)
 
 
 def test_a_cell_that_may_fail_by_its_tag_does_not_fail_the_notebook(tmp_path: Path) -> None:
@@ -174,12 +176,19 @@ def test_a_cell_that_may_fail_by_its_tag_does_not_fail_the_notebook(tmp_path: Pa
 
 
 def test_a_killed_kernel_is_told_with_cell_signal_memory_lines_and_command(tmp_path: Path) -> None:
-    kill = "import os, time\nprint('the last words')\ntime.sleep(0.5)\nos.kill(os.getpid(), 9)"
+    kill = """
+import os, time
+print("the last words")
+time.sleep(0.7)
+large = b"x" * 700_000_000
+time.sleep(1.6)  # memory is looked at once a second
+os.kill(os.getpid(), 9)
+"""
     with pytest.raises(NotebookDied) as caught:
         run_program(tmp_path, "1", kill, "2", declares="tag: str = 'a'")
     told = str(caught.value)
     assert "code cell 3 of work.ipynb lost its kernel: signal SIGKILL" in told
-    assert "GiB" in told
+    assert float(re.search(r"([\d.]+) GiB of .* in use", told)[1]) >= 0.7
     assert "the last words" in told
     assert f"nbtoolkit run {tmp_path}/work.ipynb --output {tmp_path}/done.ipynb" in told
     copy = nbformat.read(tmp_path / "done.ipynb", as_version=4)
@@ -219,3 +228,14 @@ def test_a_hundred_megabytes_of_output_are_in_the_log_and_not_in_the_copy(tmp_pa
     first, second = outputs(done)
     assert "characters more: " in first[-1].text
     assert second[0].text == "after\n"
+
+
+def test_output_that_a_cell_takes_back_is_not_counted(tmp_path: Path) -> None:
+    bar = """
+from IPython.display import clear_output
+for step in range(20):
+    clear_output()
+    print("x" * 900, step)
+"""
+    [output] = outputs(run_program(tmp_path, bar, max_output=1_000))[0]
+    assert output.text == "x" * 900 + " 19\n"

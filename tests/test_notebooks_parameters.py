@@ -73,6 +73,7 @@ def test_the_cells_assignments_are_its_parameters() -> None:
     [
         ("config_path", "007", "007"),
         ("config_path", "null", "null"),
+        ("config_path", '"quoted"', '"quoted"'),
         ("folds", "007", 7),
         ("folds", "null", None),
         ("rate", "3e-4", 3e-4),
