@@ -159,12 +159,13 @@ class NotebookFailed(NbtoolkitError):
     """A notebook did not come to its end.
 
     Attributes:
-        cell: the number of the code cell that failed, from 1; 0: its kernel did not start.
-        output: the executed copy, as far as it came.
+        cell: the number of the code cell that failed, from 1; 0: none did (its kernel did not
+            start, or its copy could not be written).
+        output: the executed copy, as far as it came; None: it could not be written.
     """
 
-    cell: int
-    output: Path
+    cell: int = 0
+    output: Path | None = None
 
 
 class NotebookDied(NotebookFailed):

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -239,3 +241,19 @@ for step in range(20):
 """
     [output] = outputs(run_program(tmp_path, bar, max_output=1_000))[0]
     assert output.text == "x" * 900 + " 19\n"
+
+
+def test_a_disk_that_is_full_meanwhile_is_told_and_the_kernel_ended(tmp_path: Path) -> None:
+    path = write_program(tmp_path, "1", "print('x' * 100_000)")
+    program = f"""
+import resource
+import nbtoolkit as nb
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))  # no file may become larger
+nb.run_notebook({str(path)!r}, {str(tmp_path / "done.ipynb")!r}, html=False, display="off")
+"""
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (
+        f"NotebookFailed: the executed copy {tmp_path}/done.ipynb cannot be written" in done.stderr
+    )
+    assert "free some space" in done.stderr

@@ -55,6 +55,8 @@ class Execution:
     """Characters of output kept of one cell."""
     memory: Memory = field(default_factory=Memory)
     failure: Failure | None = None
+    started: bool = False
+    """Whether the kernel has started: a cell has begun."""
     notebook: NotebookNode | None = None
     """What runs, with its outputs so far: papermill's own copy of what it was given."""
     number: int = 0
@@ -78,6 +80,7 @@ class Execution:
 
     def begin(self, cell: NotebookNode) -> None:
         """A cell begins."""
+        self.started = True
         self._kept = self._hidden = 0
         if cell.cell_type == "code" and not is_injected(cell) and not is_sentinel(cell):
             self.number += 1

@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TextIO
 
-from nbtoolkit.errors import NotebookError
+from nbtoolkit.errors import NbtoolkitError, NotebookError
 from nbtoolkit.runtime.paths import write_whole
 
 
@@ -54,11 +54,7 @@ class NotebookFiles:
             self.copy.parent.mkdir(parents=True, exist_ok=True)
             log = open(self.log, "a", encoding="utf-8")  # noqa: SIM115 - as long as the run
         except OSError as error:
-            raise NotebookError(
-                f"the executed copy {self.copy} cannot be written: {error.strerror or error}",
-                allowed="a folder on a disk with free space that you may write to",
-                do='choose another place: output="...", or --output in a shell',
-            ) from error
+            raise not_written(self.copy, error, NotebookError) from error
         try:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -84,6 +80,15 @@ class NotebookFiles:
 
         page, _ = HTMLExporter().from_notebook_node(nbformat.reads(notebook, as_version=4))
         write_whole(self.html, page, durable=False)
+
+
+def not_written(copy: Path, error: OSError, kind: type[NbtoolkitError]) -> NbtoolkitError:
+    """An OSError met while writing a run's files, as an error that says what to do."""
+    return kind(
+        f"the executed copy {copy} cannot be written: {error.strerror or error}",
+        allowed="a folder on a disk with free space that you may write to",
+        do='free some space, or choose another place: output="...", or --output in a shell',
+    )
 
 
 def files_for(notebook: Path, output: str | os.PathLike[str] | None) -> NotebookFiles:

@@ -15,7 +15,7 @@ from nbtoolkit.errors import NotebookDied, NotebookFailed, NotebookTimeout
 from nbtoolkit.notebooks.document import executed_copy, made_ready, numbered
 from nbtoolkit.notebooks.event_loop import with_its_own_loop
 from nbtoolkit.notebooks.execution import Execution, Failure
-from nbtoolkit.notebooks.files import NotebookFiles
+from nbtoolkit.notebooks.files import NotebookFiles, not_written
 from nbtoolkit.notebooks.kernel import published_file
 from nbtoolkit.notebooks.result import NotebookResult
 from nbtoolkit.runtime.paths import read_json, write_json, write_whole
@@ -98,18 +98,20 @@ class Job:
         except DeadKernelError:
             pass  # after the last cell: whether it was reached says the sentinel
         except (RuntimeError, OSError) as error:  # it died before it answered, or is no program
-            if execution.notebook is not None:
+            if execution.started and isinstance(error, OSError):
+                raise not_written(self.files.copy, error, NotebookFailed) from error
+            if execution.started:
                 raise
             execution.fail("kernel", f"could not start its kernel {self.kernel!r}: {error}")
 
     def _record(self, ready: NotebookNode, execution: Execution, seconds: float) -> None:
-        """Write the executed copy, its page and the record."""
+        """Write the executed copy, its page and the record.
+
+        Raises:
+            NotebookFailed: the disk is full, or the folder is gone.
+        """
         failure = execution.failure
         told = f"{self._what(failure)}\n{failure.traceback}" if failure else ""
-        copy = executed_copy(execution.notebook or ready, told)
-        write_whole(self.files.copy, copy)
-        if self.html:
-            self.files.write_html(copy)
         record = {
             "status": "failed" if failure else "completed",
             "notebook": str(self.source),
@@ -119,7 +121,14 @@ class Job:
             "seconds": round(seconds, 3),
             "failure": failure and vars(failure),
         }
-        write_json(self.files.record, record)
+        copy = executed_copy(execution.notebook or ready, told)
+        try:
+            write_whole(self.files.copy, copy)
+            if self.html:
+                self.files.write_html(copy)
+            write_json(self.files.record, record)
+        except OSError as error:
+            raise not_written(self.files.copy, error, NotebookFailed) from error
 
     def _what(self, failure: Failure) -> str:
         where = f"code cell {failure.cell} of {self.source.name}" if failure.cell else ""
