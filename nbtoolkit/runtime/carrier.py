@@ -268,10 +268,14 @@ class Carrier:
         self.record.write("rank", rank=rank.rank, phase=rank.phase, pid=rank.pid)
         if rank.rank == 0:
             self.numbers = message.get("numbers", {})
-        if rank.phase == "ready" and all(other.phase == "ready" for other in flight.ranks):
+        if rank.phase == "ready" and flight.all_are("ready"):
+            flight.go()
             for other in flight.ranks:
                 other.phase = "user"
-                other.line.send({"type": "go"})
+        elif rank.phase == "started" and len(flight.ranks) > 1 and flight.all_are("started"):
+            # Not before: who joins talks to a thread of the pilot's, and a rank forked at that
+            # moment inherits whatever lock the thread holds, for ever.
+            flight.go()
 
     def _answer_if_all_ask(self, flight: Flight) -> None:
         questions = [rank.asking for rank in flight.ranks]

@@ -162,6 +162,15 @@ class Flight:
                 heard.append((rank, message))
         return heard
 
+    def all_are(self, phase: str) -> bool:
+        """Whether every rank is in this phase."""
+        return all(rank.phase == phase for rank in self.ranks)
+
+    def go(self) -> None:
+        """Let all ranks go on that wait for the others."""
+        for rank in self.ranks:
+            rank.line.send({"type": "go"})
+
     def reply(self, answer: Message) -> None:
         """Answer all ranks that ask."""
         for rank in self.ranks:

@@ -45,6 +45,8 @@ def run_rank(job: Job) -> None:
     lines = _settle(job, rank)
     channel = _channel(job, lines)
     channel.send("phase", phase="started", pid=os.getpid())
+    if job.plan.processes > 1 and channel.wait() is None:  # until all ranks are forked
+        return None
     try:
         join_group(job.plan, rank)
     except Exception as error:  # any failure before the user's code is the owner's to judge
