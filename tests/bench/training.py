@@ -258,6 +258,13 @@ def figures() -> list[Figure]:
         Figure("fit's step against a hand-indexed loop", one["fit"] / one["hand"], "x", 1.15, 1.3),
         Figure("the same, absolute", one["fit"] * 1e6, "us"),
         Figure(
+            "both with validation after each epoch",
+            one["fit_valid"] / one["hand_valid"],
+            "x",
+            1.15,
+            1.3,
+        ),
+        Figure(
             "fit's step, 2 ranks, against DDP by hand", two["fit"] / two["hand"], "x", 1.05, 1.2
         ),
         Figure("the same, absolute", two["fit"] * 1e6, "us"),
