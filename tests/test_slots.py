@@ -112,12 +112,11 @@ OOM = Ending(status="failed", fault="oom")
 
 def test_the_only_job_left_gets_all_devices_unless_they_were_slower(config: nb.Config) -> None:
     one, notes = room(config)
-    assert named(one.places([A])) == [("a", "all devices")]
+    ((_, slot),) = one.places([A])
+    assert (slot.name, one.free) == ("all devices", 0)
     assert "only one left" in notes.texts[0]
-    assert one.free == 0
-    (_, slot), *_ = Room(make_slots(config, KAGGLE), notes).places([A])
-    one.give_back(one._together)  # type: ignore[arg-type]
-    assert not one.runs_again(A, one._together, Ending(status="completed", seconds=9.0))  # type: ignore[arg-type]
+    one.give_back(slot)
+    assert not one.runs_again(A, slot, Ending(status="completed", seconds=9.0))
     places = one.places([A, B])
     assert named(places) == [("a", "cuda:0"), ("b", "cuda:1")]
     for job, slot in places:
