@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from kernels import until
+from kernels import all_gone, until
 from programs import write_program
 
 from nbtoolkit.runtime.paths import read_json
@@ -76,8 +75,7 @@ def test_an_interrupt_ends_the_kernel_and_says_where_it_was(tmp_path: Path) -> N
         _, told = running.communicate(timeout=60)
     assert running.returncode == 130
     assert "interrupted" in told
-    with pytest.raises(ProcessLookupError):
-        os.kill(kernel, 0)
+    all_gone({kernel}, seconds=10)  # a zombie counts as gone: whoever inherits it may be slow
     assert read_json(tmp_path / "d.run.json")["failure"]["kind"] == "interrupt"
 
 
