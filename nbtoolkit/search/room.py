@@ -67,11 +67,6 @@ class Room:
         return True
 
     @property
-    def waits(self) -> bool:
-        """Whether a job is to be run again."""
-        return bool(self._too_large)
-
-    @property
     def _idle(self) -> bool:
         return not self._all_taken and len(self._free) == self._count
 

@@ -151,11 +151,6 @@ def make_sampler(wishes: Wishes, space: Space, number: int, offset: int = 0) -> 
     return _made(name, _CLASSES[name], defaults)
 
 
-def grid_size(space: Space) -> int:
-    """How many points a grid has."""
-    return len(space.grid())
-
-
 _CLASSES: dict[str, Callable[..., BaseSampler]] = {
     "tpe": optuna.samplers.TPESampler,
     "gp": optuna.samplers.GPSampler,

@@ -69,14 +69,12 @@ class Started:
     Attributes:
         run: its folder, and whether it was gone on with.
         line: to its conductor.
-        slots: where its jobs run, in one sentence.
         tracked: has the tracking service look at it now; None: it is not tracked.
         deadline: unix time at which it is to end; None: no limit.
     """
 
     run: ChosenRun
     line: Line
-    slots: str
     tracked: Callable[[], None] | None
     deadline: float | None
 
@@ -141,7 +139,7 @@ def start_search(
     tracked = partial(pad.track, run.paths.folder) if tracking.on else None
     if tracked is not None:
         tracked()
-    return Started(run, line, slots.explain(), tracked, limit.deadline)
+    return Started(run, line, tracked, limit.deadline)
 
 
 def _not_a_rank(search: Search) -> Host:
