@@ -46,7 +46,8 @@ def places_to_look(wanted: Path) -> Iterator[Path]:
     """Where a configuration file may lie, in order.
 
     An absolute path as it is. A relative one in the working directory, then in its parents up to
-    the first with a ``pyproject.toml``, then (``config/...``) among the files of this package.
+    the first with a ``pyproject.toml``, then (``config/...``, ``notebooks/...``) among the files of
+    this package.
     """
     if wanted.is_absolute():
         yield wanted
@@ -56,15 +57,15 @@ def places_to_look(wanted: Path) -> Iterator[Path]:
         yield folder / wanted
         if (folder / "pyproject.toml").exists():
             break
-    if wanted.parts[:1] == ("config",):
-        yield shipped_folder().joinpath(*wanted.parts[1:])
+    if wanted.parts[:1] in (("config",), ("notebooks",)):
+        yield shipped_folder(wanted.parts[0]).joinpath(*wanted.parts[1:])
 
 
-def shipped_folder() -> Path:
-    """The folder ``config`` that ships: inside the package in a wheel, beside it in a checkout."""
+def shipped_folder(name: str = "config") -> Path:
+    """The folder of a name that ships: inside the package in a wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parent
-    inside = package / "_config"
-    return inside if inside.is_dir() else package.parent / "config"
+    inside = package / f"_{name}"
+    return inside if inside.is_dir() else package.parent / name
 
 
 def override_layer(overrides: Overrides | None) -> Layer:

@@ -3,7 +3,8 @@
 NbtoolkitError
 ├── ConfigError            a configuration file or override is wrong (names file and line)
 │   ├── SpaceError         a sweep's file is wrong: its space, or what is wished of it
-│   └── ParameterError     a notebook has no such parameter, or not of this type
+│   ├── ParameterError     a notebook has no such parameter, or not of this type
+│   └── PipelineError      a pipeline's file is wrong: its steps, or what they refer to
 ├── PlanError              the wish cannot be planned on this machine
 ├── LaunchError            the launch failed before the user's code ran
 │   ├── CannotPickle       a captured object cannot travel to the ranks (names the global)
@@ -23,7 +24,8 @@ NbtoolkitError
 ├── NotebookError          a notebook cannot be run: unreadable, not Python, no such kernel
 ├── NotebookFailed         a notebook did not come to its end (names the cell)
 │   ├── NotebookDied       its kernel died (signal, exit code, memory)
-│   └── NotebookTimeout    it, or one of its cells, took longer than it may
+│   ├── NotebookTimeout    it, or one of its cells, took longer than it may
+│   └── PipelineFailed     it was a step of a pipeline (names the step, and how to go on)
 ├── PublishError           nb.publish was given what is no plain value
 ├── TrackingError          the tracking database cannot be used
 └── MissingExtra           an optional package is not installed (gives the install line)
@@ -81,6 +83,10 @@ class SpaceError(ConfigError):
 
 class ParameterError(ConfigError):
     """A notebook's parameter is unknown, of another type, or missing."""
+
+
+class PipelineError(ConfigError):
+    """A pipeline's file is wrong: a step, its parameters, or what they refer to."""
 
 
 class PlanError(NbtoolkitError):
@@ -174,6 +180,16 @@ class NotebookDied(NotebookFailed):
 
 class NotebookTimeout(NotebookFailed):
     """A notebook, or one of its cells, took longer than it may."""
+
+
+class PipelineFailed(NotebookFailed):
+    """A step of a pipeline did not come to its end; those done before it are kept.
+
+    Attributes:
+        step: its name.
+    """
+
+    step: str = ""
 
 
 class PublishError(NbtoolkitError):

@@ -23,9 +23,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def test_the_wheel_carries_configuration_and_types(installed: Path) -> None:
+def test_the_wheel_carries_configuration_notebooks_and_types(installed: Path) -> None:
     for path in (ROOT / "config").rglob("*.yaml"):
         assert (installed / "nbtoolkit/_config" / path.relative_to(ROOT / "config")).is_file()
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        assert (installed / "nbtoolkit/_notebooks" / path.name).is_file()
     assert (installed / "nbtoolkit/py.typed").is_file()
     assert not (installed / "config").exists()
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,15 +73,20 @@ def declared_parameters(notebook: NotebookNode, name: str) -> dict[str, Paramete
         NotebookError: there are two such cells.
         SyntaxError: it is not Python; :func:`refuse_syntax_errors` says so better.
     """
-    found = [(n, cell) for n, cell in numbered(notebook) if "parameters" in _tags(cell)]
-    if len(found) > 1:
-        numbers = " and ".join(str(number) for number, _ in found)
+    tagged = [(n, cell.source) for n, cell in numbered(notebook) if "parameters" in _tags(cell)]
+    return declared_in(tagged, name)
+
+
+def declared_in(tagged: Sequence[tuple[int, str]], name: str) -> dict[str, Parameter]:
+    """The same, of the number and source of each cell that has the tag."""
+    if len(tagged) > 1:
+        numbers = " and ".join(str(number) for number, _ in tagged)
         raise NotebookError(
-            f"{name} has {len(found)} cells tagged 'parameters': code cells {numbers}",
+            f"{name} has {len(tagged)} cells tagged 'parameters': code cells {numbers}",
             allowed="one such cell, near the top",
             do="take the tag from the others (in JupyterLab: the gear at the right, Cell Tags)",
         )
-    return read_parameters(_as_python(found[0][1].source)) if found else {}
+    return read_parameters(_as_python(tagged[0][1])) if tagged else {}
 
 
 def numbered(notebook: NotebookNode) -> Iterator[tuple[int, NotebookNode]]:
@@ -112,6 +118,9 @@ def refuse_syntax_errors(notebook: NotebookNode, name: str) -> None:
 
 def _as_python(source: str) -> str:
     """A cell with its magics as the calls that IPython makes of them."""
+    with contextlib.suppress(SyntaxError, ValueError):
+        ast.parse(source)
+        return source  # it has none, and IPython's 0.3 s are saved
     from IPython.core.inputtransformer2 import TransformerManager
 
     make: Callable[[], TransformerManager] = TransformerManager  # it has no annotations

@@ -151,6 +151,15 @@ def check_parameters(
     Raises:
         ParameterError: one is unknown, of another type, or missing; all mistakes at once.
     """
+    values, mistakes = typed_parameters(given, declared, notebook)
+    refuse(mistakes, ParameterError)
+    return values
+
+
+def typed_parameters(
+    given: Layer, declared: Mapping[str, Parameter], notebook: str
+) -> tuple[dict[str, Any], list[Mistake]]:
+    """What :func:`check_parameters` returns, of the values that are right, and what is wrong."""
     mistakes = list(given.mistakes)
     values = {}
     for name, value in given.values.items():
@@ -172,8 +181,7 @@ def check_parameters(
         for name, parameter in declared.items()
         if parameter.required and name not in given.values
     ]
-    refuse(mistakes, ParameterError)
-    return values
+    return values, mistakes
 
 
 def _typed(value: Any, hint: Any) -> Any:
