@@ -28,14 +28,24 @@ def read_notebook(path: Path) -> NotebookNode:
     Raises:
         NotebookError: there is none, or it is no notebook.
     """
+    notebook = read_as_saved(path)
+    for cell in _code(notebook):
+        cell.outputs, cell.execution_count = [], None
+    return notebook
+
+
+def read_as_saved(path: Path) -> NotebookNode:
+    """Read a notebook as :func:`read_notebook` does, with the outputs that were saved.
+
+    Raises:
+        NotebookError: there is none, or it is no notebook.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, getattr(error, "strerror", None) or str(error)) from error
     notebook = _parsed(text, path)
-    notebook.cells = [cell for cell in notebook.cells if not _tags(cell) & {INJECTED, MARK}]
-    for cell in _code(notebook):
-        cell.outputs, cell.execution_count = [], None
+    notebook.cells = [cell for cell in notebook.cells if not tags(cell) & {INJECTED, MARK}]
     return notebook
 
 
@@ -73,7 +83,7 @@ def declared_parameters(notebook: NotebookNode, name: str) -> dict[str, Paramete
         NotebookError: there are two such cells.
         SyntaxError: it is not Python; :func:`refuse_syntax_errors` says so better.
     """
-    tagged = [(n, cell.source) for n, cell in numbered(notebook) if "parameters" in _tags(cell)]
+    tagged = [(n, cell.source) for n, cell in numbered(notebook) if "parameters" in tags(cell)]
     return declared_in(tagged, name)
 
 
@@ -86,12 +96,12 @@ def declared_in(tagged: Sequence[tuple[int, str]], name: str) -> dict[str, Param
             allowed="one such cell, near the top",
             do="take the tag from the others (in JupyterLab: the gear at the right, Cell Tags)",
         )
-    return read_parameters(_as_python(tagged[0][1])) if tagged else {}
+    return read_parameters(as_python(tagged[0][1])) if tagged else {}
 
 
 def numbered(notebook: NotebookNode) -> Iterator[tuple[int, NotebookNode]]:
     """The user's own code cells with their numbers, from 1."""
-    own = (cell for cell in _code(notebook) if not _tags(cell) & {INJECTED, SENTINEL})
+    own = (cell for cell in _code(notebook) if not tags(cell) & {INJECTED, SENTINEL})
     yield from enumerate(own, start=1)
 
 
@@ -102,12 +112,12 @@ def refuse_syntax_errors(notebook: NotebookNode, name: str) -> None:
         NotebookError: a cell is not Python (those tagged ``raises-exception`` are left alone).
     """
     for number, cell in numbered(notebook):
-        if "raises-exception" in _tags(cell):
+        if "raises-exception" in tags(cell):
             continue
         try:
             with warnings.catch_warnings():  # "\d" in a text is the user's own business
                 warnings.simplefilter("ignore")
-                compile(_as_python(cell.source), "cell", "exec", _TOP_LEVEL_AWAIT)
+                compile(as_python(cell.source), "cell", "exec", _TOP_LEVEL_AWAIT)
         except (SyntaxError, ValueError) as error:
             line = (getattr(error, "text", None) or "").strip()
             raise NotebookError(
@@ -116,8 +126,8 @@ def refuse_syntax_errors(notebook: NotebookNode, name: str) -> None:
             ) from error
 
 
-def _as_python(source: str) -> str:
-    """A cell with its magics as the calls that IPython makes of them."""
+def as_python(source: str) -> str:
+    """A cell's code with its magics as the calls that IPython makes of them."""
     with contextlib.suppress(SyntaxError, ValueError):
         ast.parse(source)
         return source  # it has none, and IPython's 0.3 s are saved
@@ -147,7 +157,7 @@ def made_ready(notebook: NotebookNode, values: Mapping[str, Any], sentinel: str)
 
     ready = deepcopy(notebook)
     if values:
-        at = next(n for n, cell in enumerate(ready.cells) if "parameters" in _tags(cell))
+        at = next(n for n, cell in enumerate(ready.cells) if "parameters" in tags(cell))
         lines = "\n".join(f"{name} = {_written(value)}" for name, value in values.items())
         cell = new_code_cell(f"# Parameters\n{lines}\n", metadata={"tags": [INJECTED]})
         ready.cells.insert(at + 1, cell)
@@ -179,7 +189,7 @@ def executed_copy(notebook: NotebookNode, failure: str = "") -> str:
     import nbformat
     from nbformat.v4 import new_markdown_cell
 
-    cells = [cell for cell in notebook.cells if SENTINEL not in _tags(cell)]
+    cells = [cell for cell in notebook.cells if SENTINEL not in tags(cell)]
     if failure:
         text = failure.replace("&", "&amp;").replace("<", "&lt;")
         red = f'<pre style="color: #c22; white-space: pre-wrap">{text}</pre>'
@@ -192,17 +202,18 @@ def executed_copy(notebook: NotebookNode, failure: str = "") -> str:
 
 def is_sentinel(cell: NotebookNode) -> bool:
     """Whether this is the cell that only :func:`made_ready` adds."""
-    return SENTINEL in _tags(cell)
+    return SENTINEL in tags(cell)
 
 
 def is_injected(cell: NotebookNode) -> bool:
     """Whether this is the cell with the given values."""
-    return INJECTED in _tags(cell)
+    return INJECTED in tags(cell)
 
 
 def _code(notebook: NotebookNode) -> list[NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def _tags(cell: NotebookNode) -> set[str]:
+def tags(cell: NotebookNode) -> set[str]:
+    """The tags of a cell."""
     return set(cell.metadata.get("tags", ()))
