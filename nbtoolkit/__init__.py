@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time `__getattr_
     from nbtoolkit.notebooks.publish import publish as publish
     from nbtoolkit.notebooks.result import NotebookResult as NotebookResult
     from nbtoolkit.notebooks.run import run_notebook as run_notebook
+    from nbtoolkit.pipeline.result import PipelineResult as PipelineResult
+    from nbtoolkit.pipeline.run import run_pipeline as run_pipeline
+    from nbtoolkit.report.report import report as report
     from nbtoolkit.runtime.context import RunContext as RunContext
     from nbtoolkit.runtime.hardware import Hardware as Hardware
     from nbtoolkit.runtime.hardware import detect_hardware as detect_hardware
@@ -55,6 +58,7 @@ _HOME = {
     "LaunchPlan": "nbtoolkit.runtime.plan",
     "Leave": "nbtoolkit.errors",
     "NotebookResult": "nbtoolkit.notebooks.result",
+    "PipelineResult": "nbtoolkit.pipeline.result",
     "RunContext": "nbtoolkit.runtime.context",
     "RunHandle": "nbtoolkit.runtime.result",
     "RunResult": "nbtoolkit.runtime.result",
@@ -76,6 +80,7 @@ _HOME = {
     "publish": "nbtoolkit.notebooks.publish",
     "run_notebook": "nbtoolkit.notebooks.run",
     "sweep": "nbtoolkit.search.sweep",
+    "run_pipeline": "nbtoolkit.pipeline.run",
 }
 
 # Modules that are public as they are.
@@ -91,6 +96,7 @@ __all__ = [
     "Leave",
     "NotebookResult",
     "RunContext",
+    "PipelineResult",
     "RunHandle",
     "RunResult",
     "SweepHandle",
@@ -114,6 +120,7 @@ __all__ = [
     "run_notebook",
     "sweep",
     "verify",
+    "run_pipeline",
 ]
 
 

@@ -104,6 +104,20 @@ OutputPath = Annotated[
 KernelName = Annotated[str | None, typer.Option(help="A kernel spec; none: the notebook's own.")]
 Seconds = Annotated[float | None, typer.Option(metavar="SECONDS", help="None: no limit.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show errors with their traceback.")]
+PipelinePath = Annotated[
+    Path, typer.Argument(metavar="FILE", help="The steps: config/pipeline/digits.yaml.")
+]
+StepWish = Annotated[
+    list[str] | None,
+    typer.Option("--override", "-o", metavar="STEP.NAME=VALUE", help="A step's parameter."),
+]
+PipelineFolderPath = Annotated[
+    Path | None, typer.Option("--folder", help="Where everything goes; none: as the file says.")
+]
+Again = Annotated[
+    list[str] | None,
+    typer.Option("--again", metavar="STEP", help="Run it though nothing has changed."),
+]
 
 
 @app.callback()
@@ -245,6 +259,44 @@ def run(
 
 
 @app.command()
+@app.command()
+def pipeline(
+    file: PipelinePath,
+    override: StepWish = None,
+    folder: PipelineFolderPath = None,
+    again: Again = None,
+    html: Annotated[bool, typer.Option(help="Write executed copies as pages too.")] = True,
+    debug: Debug = False,
+) -> None:
+    """Run notebooks one after the other; what is done is skipped. Prints what they published."""
+    from nbtoolkit.notebooks.slow_import import skip_uri_grammars
+    from nbtoolkit.pipeline.run import run_pipeline
+
+    skip_uri_grammars()
+    with sentences(debug):
+        result = run_pipeline(
+            file, overrides=override or [], folder=folder, again=again or [], html=html
+        )
+    print(result.values_as_yaml(), end="")
+    print(f"{result.status}, everything is in {result.folder}", file=sys.stderr)
+    raise typer.Exit(DONE if result.status == "completed" else EARLY)
+
+
+@app.command()
+def lint(
+    notebooks: NotebookPaths,
+    json: Annotated[bool, typer.Option("--json", help="The hazards as JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Say what will go wrong in notebooks on other machines, or in several ranks; runs nothing."""
+    from nbtoolkit.lint.report import find_all, report
+
+    with sentences(debug):
+        found = find_all(notebooks)
+        print(report(found, as_json=json))
+    raise typer.Exit(FAILED if any(found.values()) else DONE)
+
+
 def doctor(debug: Debug = False) -> None:
     """Say what is here, what a launch would do, and what may go wrong."""
     from nbtoolkit.doctor import doctor as examine

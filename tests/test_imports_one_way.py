@@ -29,6 +29,8 @@ ROOMS = {
     "doctor": {"errors", "config", "runtime"},
     "search": {"errors", "config", "runtime", "training"},
     "notebooks": {"errors", "config", "runtime"},
+    "pipeline": {"errors", "config", "runtime", "notebooks"},
+    "lint": {"errors", "notebooks"},
     "cli": {"errors", "config", "runtime"},
     "__main__": {"errors"},
 }
@@ -44,6 +46,7 @@ LATE = {
     ("cli", "notebooks.run"): "each verb loads what it runs",
     ("cli", "notebooks.slow_import"): "each verb loads what it runs",
     ("cli", "search.cross_validation"): "each verb loads what it runs",
+    ("cli", "pipeline.run"): "each verb loads what it runs",
     ("cli", "search.folds"): "each verb loads what it runs",
     ("cli", "search.make_folds"): "each verb loads what it runs",
     ("cli", "search.sweep"): "each verb loads what it runs",

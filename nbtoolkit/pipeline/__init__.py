@@ -1,0 +1,1 @@
+"""Notebooks one after the other, each given what the ones before it published."""

@@ -1,0 +1,104 @@
+"""What decides a step's result; a step that was done with equal inputs is not run again."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import nbtoolkit
+from nbtoolkit.config_layers import places_to_look
+from nbtoolkit.errors import PipelineError
+from nbtoolkit.pipeline.parameters import Published
+from nbtoolkit.pipeline.step import Step
+
+_NAMED_FILE = re.compile(r"""["']([^"'\n]+\.(?:ya?ml|json))["']""")
+
+_WORDS = {
+    "code": "the notebook's code has changed",
+    "nbtoolkit": "nbtoolkit has another version",
+    "after": "what was done before it has other results",
+}
+
+
+def inputs_of(step: Step, values: Mapping[str, Any], published: Published) -> dict[str, Any]:
+    """The inputs of a step as plain values, to be compared with those of an earlier run.
+
+    Args:
+        step: the step.
+        values: its parameters, resolved.
+        published: what the steps before it published.
+
+    Raises:
+        PipelineError: a file it depends on is not there.
+    """
+    return {
+        "code": _hash("\0".join(step.glance.code).encode()),
+        "parameters": _plain(values),
+        "files": {name: _hash(path.read_bytes()) for name, path in _files(step, values)},
+        "after": {name: _hash(_text(published[name])) for name in step.wishes.after},
+        "nbtoolkit": nbtoolkit.__version__,
+    }
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What is different in the inputs, in words; empty: nothing."""
+    told = []
+    for part in now:
+        if before.get(part) == now[part]:
+            continue
+        told.append(_WORDS.get(part) or f"other {part}: {_names(before.get(part), now[part])}")
+    return "; ".join(told)
+
+
+def _files(step: Step, values: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
+    """Settings files that parameters or code name, if they are there, and the step's `files`."""
+    texts = [value for value in values.values() if isinstance(value, str)]
+    named = [text for text in texts if text.endswith((".yaml", ".yml", ".json"))]
+    for name in dict.fromkeys([*named, *_NAMED_FILE.findall("\n".join(step.glance.code))]):
+        found = (path for path in places_to_look(Path(name).expanduser()) if path.is_file())
+        if path := next(found, None):
+            yield name, path
+    for pattern in step.wishes.files:
+        found_files = [*_matching(pattern)]
+        if not found_files:
+            raise PipelineError(
+                f"{step.place}: the step {step.name!r} depends on files {pattern!r}, of which "
+                "there is none",
+                allowed="files or patterns, from the working directory",
+            )
+        yield from ((str(path), path) for path in found_files)
+
+
+def _matching(pattern: str) -> Iterable[Path]:
+    found = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
+    return [Path(name) for name in found if Path(name).is_file()]
+
+
+def _names(before: Any, now: Mapping[str, Any]) -> str:
+    earlier: Mapping[str, Any] = before if isinstance(before, Mapping) else {}
+    missing = object()
+    names = dict.fromkeys([*earlier, *now])
+    return ", ".join(n for n in names if earlier.get(n, missing) != now.get(n, missing))
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back."""
+    return json.loads(_text(value))
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, default=_listed).encode()
+
+
+def _listed(value: Any) -> Any:
+    """A set in an order; else as a text."""
+    return sorted(value, key=repr) if isinstance(value, (set, frozenset)) else str(value)
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

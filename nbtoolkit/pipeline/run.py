@@ -1,0 +1,198 @@
+"""``nb.run_pipeline``: notebooks one after the other; what was done with equal inputs is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbtoolkit.config_layers import Overrides
+from nbtoolkit.errors import NbtoolkitError, PipelineError, PipelineFailed
+from nbtoolkit.notebooks.result import NotebookResult
+from nbtoolkit.notebooks.run import require_extras, run_notebook
+from nbtoolkit.pipeline.folder import PipelineFolder
+from nbtoolkit.pipeline.inputs import difference, inputs_of
+from nbtoolkit.pipeline.load import load_pipeline
+from nbtoolkit.pipeline.parameters import Published, values_of
+from nbtoolkit.pipeline.result import PipelineResult, StepResult, StepStatus
+from nbtoolkit.pipeline.step import OWN, Pipeline, Step
+from nbtoolkit.runtime.cell import Display
+from nbtoolkit.runtime.host import in_kernel
+from nbtoolkit.yaml_lines import Mistake, refuse
+
+_THROUGH = ("completed", "pruned")
+"""What a step may publish as its `status` when it is done."""
+
+
+def run_pipeline(
+    path: str | os.PathLike[str],
+    *,
+    overrides: Overrides | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    again: Sequence[str] = (),
+    html: bool = True,
+    display: Display = "auto",
+) -> PipelineResult:
+    """Run a pipeline's notebooks, each with what the ones before it published.
+
+    A step is skipped when it was done with equal inputs: its notebook's code, its parameters as
+    resolved, the settings files these name and those under ``files``, nbtoolkit's version. Run
+    again after a failure or a kill it goes on with the step that was not done; launches and
+    sweeps in that one go on from their own checkpoints.
+
+    Args:
+        path: a YAML file with ``steps`` (see docs/pipelines.md), found as
+            :func:`nbtoolkit.load_config` finds its.
+        overrides: parameters of steps: ``{"sweep.n_trials": 5}`` or ``["sweep.n_trials=5"]``.
+        folder: where everything goes; default: the file's ``folder``, else
+            ``outputs/<the file's name>``.
+        again: steps to be run though nothing has changed.
+        html: whether executed copies are written as pages too.
+        display: a line for each step and cell: ``"auto"`` (live on a terminal), ``"text"``,
+            ``"off"``.
+
+    Returns:
+        The steps' results, in the order they were run.
+
+    Raises:
+        PipelineError: the file, an override, or a value that a step refers to is wrong.
+        PipelineFailed: a step did not come to its end; it names the command that goes on.
+        NotebookError: the folder cannot be written, or another run writes to it.
+        MissingExtra: papermill, or nbconvert for the page, is not installed.
+    """
+    require_extras(html)
+    pipeline = load_pipeline(path, overrides, folder)
+    _refuse_unknown(again, pipeline)
+    place = PipelineFolder(pipeline.folder)
+    with place.lock():
+        for name in again:
+            place.forget(name)
+        run = _Run(pipeline, place, _command(path, overrides, folder), html, display)
+        return run.to_the_end()
+
+
+@dataclass
+class _Run:
+    """A pipeline on its way."""
+
+    pipeline: Pipeline
+    place: PipelineFolder
+    command: str
+    """The shell command that goes on with it."""
+    html: bool
+    display: Display
+    results: dict[str, StepResult] = field(default_factory=dict)
+    begun: float = field(default_factory=time.monotonic)
+
+    def to_the_end(self) -> PipelineResult:
+        """Run what is not done, one step after the other; to the first that ends early."""
+        status = "completed"
+        for step in self.pipeline.steps:
+            result = self.results[step.name] = self._result_of(step)
+            if result.status == "early":
+                status = str(result.values["status"])
+                self._say(f"{step.name} ended as {status}; to go on: {self.command}")
+                break
+        return PipelineResult(
+            steps=self.results,
+            status=status,
+            folder=self.pipeline.folder,
+            seconds=time.monotonic() - self.begun,
+        )
+
+    def _result_of(self, step: Step) -> StepResult:
+        published = self._published()
+        values = values_of(step, published)
+        inputs = inputs_of(step, values, published)
+        before = self.place.record(step.name)
+        why = difference(before["inputs"], inputs) if before else "not done before"
+        if before and not why:
+            self._say(f"{self._number(step)} {step.name}: skipped, done with equal inputs")
+            return self._result(step, "skipped", "done with equal inputs", **before["result"])
+        self._say(f"{self._number(step)} {step.name}: {step.notebook.name} ({why})")
+        ended = self._run(step, values)
+        result = {"values": ended.values, "seconds": round(ended.seconds, 3)}
+        if ended.values.get("status", "completed") not in _THROUGH:
+            return self._result(step, "early", why, **result)
+        self.place.write_record(step.name, {"inputs": inputs, "result": result})
+        return self._result(step, "done", why, **result)
+
+    def _run(self, step: Step, values: dict[str, Any]) -> NotebookResult:
+        self.place.forget(step.name)
+        self.place.wait_for_leftovers(step.name)
+        try:
+            return run_notebook(
+                step.notebook,
+                self.place.files(step.name).copy,
+                values,
+                kernel=step.wishes.kernel,
+                timeout=step.wishes.timeout,
+                cell_timeout=step.wishes.cell_timeout,
+                html=self.html,
+                display=self.display,
+            )
+        except NbtoolkitError as error:
+            raise self._failed(step, error) from error
+
+    def _failed(self, step: Step, error: NbtoolkitError) -> PipelineFailed:
+        steps = [one.name for one in self.pipeline.steps]
+        at = steps.index(step.name)
+        copy = self.place.files(step.name).copy
+        look = f"look at {copy}; when that is mended: " if copy.exists() else ""
+        failed = PipelineFailed(
+            f"the step {step.name!r} failed: {error.what}",
+            allowed=error.allowed,
+            do=f"{look}{self.command} (done: {_listed(steps[:at])}; left: {_listed(steps[at:])}; "
+            "an unfinished launch or sweep in it goes on from its checkpoint)",
+        )
+        failed.step = step.name
+        failed.cell, failed.output = getattr(error, "cell", 0), copy if copy.exists() else None
+        return failed
+
+    def _result(self, step: Step, status: StepStatus, reason: str, **result: Any) -> StepResult:
+        output = self.place.files(step.name).copy
+        return StepResult(name=step.name, status=status, reason=reason, output=output, **result)
+
+    def _published(self) -> Published:
+        own = {"folder": str(self.pipeline.folder), "name": self.pipeline.path.stem}
+        return {OWN: own, **{name: result.values for name, result in self.results.items()}}
+
+    def _number(self, step: Step) -> str:
+        return f"[{len(self.results) + 1}/{len(self.pipeline.steps)}]"
+
+    def _say(self, text: str) -> None:
+        if self.display != "off":
+            print(text, file=sys.stdout if in_kernel(sys.modules) else sys.stderr, flush=True)
+
+
+def _command(path: object, overrides: Overrides | None, folder: object) -> str:
+    """The shell command for a call."""
+    words = ["nbtoolkit", "pipeline", str(path)]
+    if isinstance(overrides, Mapping):
+        overrides = [f"{name}={_in_shell(value)}" for name, value in overrides.items()]
+    for wish in [overrides] if isinstance(overrides, str) else overrides or ():
+        words += ["-o", wish]
+    return shlex.join([*words, *(["--folder", str(folder)] if folder else [])])
+
+
+def _in_shell(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _refuse_unknown(again: Sequence[str], pipeline: Pipeline) -> None:
+    names = [step.name for step in pipeline.steps]
+    wrong = [
+        Mistake(place=f"again {name!r}", what="there is no such step", allowed=", ".join(names))
+        for name in again
+        if name not in names
+    ]
+    refuse(wrong, PipelineError)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "nothing"
