@@ -90,6 +90,7 @@ Kind = Annotated[
 Trials = Annotated[int | None, typer.Option("--trials", "-n", help="Trials, over all sessions.")]
 Timeout = Annotated[str | None, typer.Option(help="Time for the sweep, such as 2h.")]
 NotebookPath = Annotated[Path, typer.Argument(metavar="NOTEBOOK", help="A .ipynb file.")]
+NotebookPaths = Annotated[list[Path], typer.Argument(metavar="NOTEBOOK...", help=".ipynb files.")]
 ParameterWish = Annotated[
     list[str] | None,
     typer.Option("--parameter", "-p", metavar="NAME=VALUE", help="May be repeated."),
@@ -103,7 +104,6 @@ OutputPath = Annotated[
 ]
 KernelName = Annotated[str | None, typer.Option(help="A kernel spec; none: the notebook's own.")]
 Seconds = Annotated[float | None, typer.Option(metavar="SECONDS", help="None: no limit.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show errors with their traceback.")]
 PipelinePath = Annotated[
     Path, typer.Argument(metavar="FILE", help="The steps: config/pipeline/digits.yaml.")
 ]
@@ -118,6 +118,7 @@ Again = Annotated[
     list[str] | None,
     typer.Option("--again", metavar="STEP", help="Run it though nothing has changed."),
 ]
+Debug = Annotated[bool, typer.Option("--debug", help="Show errors with their traceback.")]
 
 
 @app.callback()
@@ -259,7 +260,6 @@ def run(
 
 
 @app.command()
-@app.command()
 def pipeline(
     file: PipelinePath,
     override: StepWish = None,
@@ -297,6 +297,7 @@ def lint(
     raise typer.Exit(FAILED if any(found.values()) else DONE)
 
 
+@app.command()
 def doctor(debug: Debug = False) -> None:
     """Say what is here, what a launch would do, and what may go wrong."""
     from nbtoolkit.doctor import doctor as examine

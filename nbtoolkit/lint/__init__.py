@@ -1,0 +1,1 @@
+"""``nbtoolkit lint``: what will go wrong in a notebook, found without running it."""
