@@ -78,9 +78,10 @@ _HOME = {
     "over_all": "nbtoolkit.training.metrics",
     "predict": "nbtoolkit.training.prediction",
     "publish": "nbtoolkit.notebooks.publish",
+    "report": "nbtoolkit.report.report",
     "run_notebook": "nbtoolkit.notebooks.run",
-    "sweep": "nbtoolkit.search.sweep",
     "run_pipeline": "nbtoolkit.pipeline.run",
+    "sweep": "nbtoolkit.search.sweep",
 }
 
 # Modules that are public as they are.
@@ -95,8 +96,8 @@ __all__ = [
     "LaunchPlan",
     "Leave",
     "NotebookResult",
-    "RunContext",
     "PipelineResult",
+    "RunContext",
     "RunHandle",
     "RunResult",
     "SweepHandle",
@@ -117,10 +118,11 @@ __all__ = [
     "over_all",
     "predict",
     "publish",
+    "report",
     "run_notebook",
+    "run_pipeline",
     "sweep",
     "verify",
-    "run_pipeline",
 ]
 
 

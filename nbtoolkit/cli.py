@@ -298,6 +298,24 @@ def lint(
 
 
 @app.command()
+def report(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A run's folder, or one that holds runs.")
+    ] = Path("outputs"),
+    output: Annotated[
+        Path | None, typer.Option(help="The page (.html); none: report.html in FOLDER.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a page on all runs in a folder: metrics, curves, sweeps, folds, device use."""
+    from nbtoolkit.report.report import report as write_report
+
+    with sentences(debug):
+        page = write_report(folder, output)
+    print(page)
+
+
+@app.command()
 def doctor(debug: Debug = False) -> None:
     """Say what is here, what a launch would do, and what may go wrong."""
     from nbtoolkit.doctor import doctor as examine

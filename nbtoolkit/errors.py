@@ -26,6 +26,7 @@ NbtoolkitError
 │   ├── NotebookDied       its kernel died (signal, exit code, memory)
 │   ├── NotebookTimeout    it, or one of its cells, took longer than it may
 │   └── PipelineFailed     it was a step of a pipeline (names the step, and how to go on)
+├── ReportFolderError      nb.report has no folder to read, or nowhere to write
 ├── PublishError           nb.publish was given what is no plain value
 ├── TrackingError          the tracking database cannot be used
 └── MissingExtra           an optional package is not installed (gives the install line)
@@ -194,6 +195,10 @@ class PipelineFailed(NotebookFailed):
 
 class PublishError(NbtoolkitError):
     """``nb.publish`` was given something that is no plain value."""
+
+
+class ReportFolderError(NbtoolkitError):
+    """There is no folder to report on, or the report cannot be written."""
 
 
 class TrackingError(NbtoolkitError):

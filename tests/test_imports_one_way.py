@@ -31,6 +31,7 @@ ROOMS = {
     "notebooks": {"errors", "config", "runtime"},
     "pipeline": {"errors", "config", "runtime", "notebooks"},
     "lint": {"errors", "notebooks"},
+    "report": {"errors", "runtime", "search"},
     "cli": {"errors", "config", "runtime"},
     "__main__": {"errors"},
 }
@@ -47,6 +48,7 @@ LATE = {
     ("cli", "notebooks.run"): "each verb loads what it runs",
     ("cli", "notebooks.slow_import"): "each verb loads what it runs",
     ("cli", "pipeline.run"): "each verb loads what it runs",
+    ("cli", "report.report"): "each verb loads what it runs",
     ("cli", "search.cross_validation"): "each verb loads what it runs",
     ("cli", "search.folds"): "each verb loads what it runs",
     ("cli", "search.make_folds"): "each verb loads what it runs",

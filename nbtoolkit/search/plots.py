@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 # Dark grey on nothing: a light page shows it as it is, a dark one puts a white card behind it.
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     **{f"{part}.color": "#777" for part in ("text", "xtick", "ytick")},
     **{"axes.edgecolor": "#777", "axes.labelcolor": "#777", "axes.facecolor": "none"},
     "figure.facecolor": "none",
@@ -220,7 +220,7 @@ def _panels(count: int, width: int = 1) -> tuple[Figure, list[Axes]]:
     across = min(count, _IN_A_ROW) or 1
     down = -(-count // across) or 1
     size = (_WIDTH * width * across, _HEIGHT * down)
-    with pyplot.rc_context(_STYLE):
+    with pyplot.rc_context(STYLE):
         figure, grid = pyplot.subplots(
             down, across, figsize=size, squeeze=False, sharey=True, layout="tight"
         )

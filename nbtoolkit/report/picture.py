@@ -1,0 +1,117 @@
+"""Picture: a Matplotlib figure that is read on light and on dark pages.
+
+In a cell it is a PNG, dark grey on nothing, for which a dark JupyterLab lays a white card below. In
+the report's page it is an SVG that takes the page's own text colour.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from nbtoolkit.errors import MissingExtra
+from nbtoolkit.search.plots import STYLE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#2a7fc9", "#d55e00", "#009e73", "#8a63d2", "#a07800", "#c44e9b", "#0f8f9f", "#b5651d")
+"""Of lines and points: each has a contrast of 3 and more to white, #111111 and #1e1e1e, as
+https://www.w3.org/TR/WCAG21/#non-text-contrast wants it of graphics."""
+
+_GREY = "#777777"  # of the style; the page puts its own text colour there
+_WIDTH, _HEIGHT = 4.0, 2.8  # inches of a panel
+_CSS_DPI = 96  # pixels that a page counts to an inch
+_SHRINKS = 0.8  # so far a narrow page makes it smaller; then it is scrolled, to stay readable
+_DPI = 144  # twice as fine as it is shown, for screens of that kind
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure and what it shows, in words."""
+
+    figure: Figure
+    alt: str
+
+    def png(self) -> bytes:
+        """For a cell, twice as large as it is to be shown."""
+        file = io.BytesIO()
+        with _drawing():
+            self.figure.savefig(file, format="png", dpi=_DPI)
+        return file.getvalue()
+
+    def width(self) -> int:
+        """Pixels that the PNG is to be shown in."""
+        return round(self.figure.get_figwidth() * _DPI / 2)
+
+    def svg(self) -> str:
+        """For a page: an ``<svg>`` element; its texts are texts, its greys the page's colour."""
+        file = io.StringIO()
+        # The salt makes ids that no other picture on the page has, and the same ones every time.
+        more = {"svg.fonttype": "none", "svg.hashsalt": self.alt}
+        with _drawing(more):
+            self.figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+        text = file.getvalue()
+        body = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+        least = round(self.figure.get_figwidth() * _CSS_DPI * _SHRINKS)
+        opening = f'<svg role="img" aria-label="{escape(self.alt)}" style="min-width: {least}px"'
+        return body.replace("<svg", opening, 1).replace(_GREY, "currentColor")
+
+
+def panels(count: int, across: int = 3) -> tuple[Figure, list[Axes]]:
+    """A figure with ``count`` panels, at most so many side by side.
+
+    Raises:
+        MissingExtra: Matplotlib is not installed.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra(
+            f"a report's plots need Matplotlib: {error}", do="pip install matplotlib"
+        ) from error
+    across = min(count, across)
+    down = -(-count // across)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(_WIDTH * across, _HEIGHT * down), layout="constrained")
+        grid = figure.subplots(down, across, squeeze=False)
+    axes = list(grid.flat)
+    for unused in axes[count:]:
+        unused.remove()
+    for panel in axes[:count]:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.title.set_fontsize("medium")
+    return figure, axes[:count]
+
+
+def legend_below(figure: Figure, handles: list[Any], labels: list[str]) -> None:
+    """One legend for all panels, below them, as many columns as its names leave room for."""
+    # a character takes about 0.09 inches at this size, the line before it 0.6
+    room = figure.get_figwidth() / (0.09 * max(map(len, labels)) + 0.6)
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=max(1, min(int(room), len(labels))),
+        frameon=False,
+        labelcolor=_GREY,
+        fontsize="small",
+    )
+
+
+@contextmanager
+def _drawing(more: dict[str, Any] | None = None) -> Iterator[None]:
+    """Draw in the style; a name's letters that the font lacks are no news: a table has the name."""
+    from matplotlib import rc_context
+
+    with rc_context(STYLE | (more or {})), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        yield
