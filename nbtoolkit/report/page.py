@@ -20,7 +20,8 @@ h1 { font-size: 1.6rem; } h2 { font-size: 1.25rem; margin: 2.5rem 0 .5rem; paddi
   border-top: 1px solid var(--line); } h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
 nav a { color: inherit; margin-right: 1rem; } .dim { color: var(--dim); }
 .part { overflow-x: auto; margin: .4rem 0; } .part p { margin: 0; }
-table { border-collapse: collapse; width: max-content; font-size: .87rem; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; width: max-content;
+  font-size: .87rem; font-variant-numeric: tabular-nums; }
 th, td { border: 1px solid var(--line); padding: .25rem .6rem; max-width: 22rem;
   min-width: 1.2rem; overflow-wrap: break-word; vertical-align: top; }
 thead th, tbody th { background: var(--band); font-weight: 600; }
