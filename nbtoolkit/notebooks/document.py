@@ -151,6 +151,15 @@ def made_ready(notebook: NotebookNode, values: Mapping[str, Any], sentinel: str)
         values: checked values of parameters.
         sentinel: the code of the last cell.
     """
+    from nbformat.v4 import new_code_cell
+
+    ready = with_parameters(notebook, values)
+    ready.cells.append(new_code_cell(sentinel, metadata={"tags": [SENTINEL]}))
+    return ready
+
+
+def with_parameters(notebook: NotebookNode, values: Mapping[str, Any]) -> NotebookNode:
+    """A copy with checked values in a cell after the parameters; without values just a copy."""
     from copy import deepcopy
 
     from nbformat.v4 import new_code_cell
@@ -161,7 +170,6 @@ def made_ready(notebook: NotebookNode, values: Mapping[str, Any], sentinel: str)
         lines = "\n".join(f"{name} = {_written(value)}" for name, value in values.items())
         cell = new_code_cell(f"# Parameters\n{lines}\n", metadata={"tags": [INJECTED]})
         ready.cells.insert(at + 1, cell)
-    ready.cells.append(new_code_cell(sentinel, metadata={"tags": [SENTINEL]}))
     return ready
 
 
