@@ -15,18 +15,19 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nbtoolkit.errors import NotebookError
 from nbtoolkit.notebooks.files import NotebookFiles
-from nbtoolkit.runtime.paths import read_json, write_json
+from nbtoolkit.runtime.paths import read_json, runs_in, write_json
 
 HERE = "${pipeline.folder}"
 
-_LEFTOVER_SECONDS = 20.0  # a kernel whose parent was killed looks for it once a second, then ends
+_KERNEL_SECONDS = 20.0  # a kernel looks once a second whether its parent is still there
+_OWNER_SECONDS = 3.0  # a run's owner has ended 2 s after its kernel, unless it is detached
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,13 @@ class PipelineFolder:
             yield
 
     def wait_for_leftovers(self, step: str) -> None:
-        """Wait for the kernel of a run that was killed: it ends by itself, within seconds."""
+        """Wait until the kernel of a killed run, and its launches, have ended by themselves.
+
+        A launch goes on with an unfinished run only when nobody owns that any more.
+        """
         with contextlib.suppress(OSError), open(self.files(step).log, "rb") as log:
-            end = time.monotonic() + _LEFTOVER_SECONDS
-            while not _locked(log.fileno()) and time.monotonic() < end:
-                time.sleep(0.1)
+            _until(lambda: _locked(log.fileno()), _KERNEL_SECONDS)
+            _until(lambda: not any(run.owned() for run in runs_in(self.path)), _OWNER_SECONDS)
 
     def record(self, step: str) -> dict[str, Any] | None:
         """What a step that is done was run with, and what it published; None: it is not done."""
@@ -111,7 +114,7 @@ class PipelineFolder:
 
 
 def replaced(value: Any, old: str, new: str) -> Any:
-    """A plain value with one text in place of another, wherever it begins or follows in texts."""
+    """A plain value with one text in place of another, wherever it stands in texts."""
     if isinstance(value, str):
         return value.replace(old, new)
     if isinstance(value, dict):
@@ -119,6 +122,12 @@ def replaced(value: Any, old: str, new: str) -> Any:
     if isinstance(value, list):
         return [replaced(inner, old, new) for inner in value]
     return value
+
+
+def _until(look: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not look() and time.monotonic() < end:
+        time.sleep(0.1)
 
 
 def _locked(descriptor: int) -> bool:

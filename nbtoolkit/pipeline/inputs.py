@@ -6,7 +6,7 @@ import glob
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +64,23 @@ def _files(step: Step, values: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
         if path := next(found, None):
             yield name, path
     for pattern in step.wishes.files:
-        found_files = [*_matching(pattern)]
-        if not found_files:
-            raise PipelineError(
-                f"{step.place}: the step {step.name!r} depends on files {pattern!r}, of which "
-                "there is none",
-                allowed="files or patterns, from the working directory",
-            )
-        yield from ((str(path), path) for path in found_files)
+        yield from _matching(pattern, step.place("files"))
 
 
-def _matching(pattern: str) -> Iterable[Path]:
-    found = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
-    return [Path(name) for name in found if Path(name).is_file()]
+def _matching(pattern: str, place: str) -> list[tuple[str, Path]]:
+    """The files of a pattern, by name.
+
+    Raises:
+        PipelineError: there is none.
+    """
+    names = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
+    found = [(name, Path(name)) for name in names if Path(name).is_file()]
+    if not found:
+        raise PipelineError(
+            f"{place}: there is no file {pattern!r}",
+            allowed="files or patterns (src/**/*.py), from the working directory",
+        )
+    return found
 
 
 def _names(before: Any, now: Mapping[str, Any]) -> str:

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nbtoolkit.errors import PipelineError
-from nbtoolkit.notebooks.parameters import typed_parameters
-from nbtoolkit.pipeline.references import Reference, found_in, references, resolve
+from nbtoolkit.notebooks.parameters import Parameter, typed_parameters
+from nbtoolkit.pipeline.references import Reference, found_in, resolve
 from nbtoolkit.pipeline.step import Step
-from nbtoolkit.yaml_lines import Layer, Mistake, refuse
+from nbtoolkit.yaml_lines import Keys, Layer, Mistake, refuse
 
 Published = Mapping[str, Mapping[str, Any]]
 """Step -> name -> value."""
@@ -19,14 +19,16 @@ Published = Mapping[str, Mapping[str, Any]]
 
 def known_mistakes(step: Step) -> list[Mistake]:
     """What is wrong before anything runs: names, and values that refer to nothing."""
-    later = {name for name, value in step.parameters.items() if [*references(value)]}
+    later = {name for name, _ in step.references}
     declared = {
         name: dataclasses.replace(parameter, hint=Any) if name in later else parameter
         for name, parameter in step.glance.declared.items()
     }
-    given = {name: None if name in later else resolve(value, {}) for name, value in _given(step)}
-    _, mistakes = typed_parameters(_layer(step, given), declared, step.notebook.name)
-    return mistakes
+    given = {
+        name: None if name in later else resolve(value, {})
+        for name, value in step.parameters.items()
+    }
+    return _typed(step, given, declared)[1]
 
 
 def values_of(step: Step, published: Published) -> dict[str, Any]:
@@ -40,32 +42,30 @@ def values_of(step: Step, published: Published) -> dict[str, Any]:
         PipelineError: a step published no such value, or one of another type.
     """
     refuse([*_not_found(step, published)], PipelineError)
-    given = {name: resolve(value, published) for name, value in _given(step)}
-    values, mistakes = typed_parameters(
-        _layer(step, given), step.glance.declared, step.notebook.name
-    )
+    given = {name: resolve(value, published) for name, value in step.parameters.items()}
+    values, mistakes = _typed(step, given, step.glance.declared)
     refuse(mistakes, PipelineError)
     return values
 
 
-def _given(step: Step) -> Iterator[tuple[str, Any]]:
-    yield from step.parameters.items()
-
-
-def _layer(step: Step, values: dict[str, Any]) -> Layer:
-    return Layer(values=values, places={(name,): place for name, place in step.places.items()})
+def _typed(
+    step: Step, values: dict[str, Any], declared: Mapping[str, Parameter]
+) -> tuple[dict[str, Any], list[Mistake]]:
+    places: dict[Keys, str] = {(name,): step.place("parameters", name) for name in values}
+    given = Layer(values=values, places=places)
+    return typed_parameters(given, declared, step.notebook.name)
 
 
 def _not_found(step: Step, published: Published) -> Iterator[Mistake]:
-    for name, value in _given(step):
-        for reference in references(value):
-            try:
-                found_in(published[reference.step], reference)
-            except KeyError as error:
-                yield _unpublished(step.places[name], reference, error.args[0], published)
-            except TypeError as error:
-                what, do = f"{reference.text}: {error}", "let the reference be the whole value"
-                yield Mistake(place=step.places[name], what=what, do=do)
+    for name, reference in step.references:
+        place = step.place("parameters", name)
+        try:
+            found_in(published[reference.step], reference)
+        except KeyError as error:
+            yield _unpublished(place, reference, error.args[0], published)
+        except TypeError as error:
+            what, do = f"{reference.text}: {error}", "let the reference be the whole value"
+            yield Mistake(place=place, what=what, do=do)
 
 
 def _unpublished(place: str, reference: Reference, name: str, published: Published) -> Mistake:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nbtoolkit.notebooks.glance import Glance
-from nbtoolkit.pipeline.references import references
+from nbtoolkit.pipeline.references import Reference, references
 from nbtoolkit.pipeline.wishes import StepWishes
+from nbtoolkit.yaml_lines import Keys
 
 OWN = "pipeline"
 """What references call the pipeline itself: `${pipeline.folder}`."""
@@ -20,21 +21,30 @@ class Step:
     """A notebook, and what it is given."""
 
     name: str
-    place: str
-    """File and line."""
     notebook: Path
     parameters: Mapping[str, Any]
     """As written: with references, and texts of a shell as such."""
-    places: Mapping[str, str]
-    """Parameter -> where it is given."""
     wishes: StepWishes
     glance: Glance
+    places: Mapping[Keys, str]
+    """Where each of its settings is given; ``()``: the step itself."""
+
+    @property
+    def references(self) -> Iterator[tuple[str, Reference]]:
+        """Every reference, with the parameter it stands in."""
+        for parameter, value in self.parameters.items():
+            for reference in references(value):
+                yield parameter, reference
 
     @property
     def needs(self) -> set[str]:
         """The steps that must be done before."""
-        named = {reference.step for reference in references(self.parameters)}
+        named = {reference.step for _, reference in self.references}
         return (named | set(self.wishes.after)) - {OWN}
+
+    def place(self, *keys: str) -> str:
+        """File and line of a setting, else of the step."""
+        return self.places.get(keys, self.places[()])
 
 
 @dataclass(frozen=True, kw_only=True)
