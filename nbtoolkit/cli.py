@@ -12,6 +12,7 @@ Exit codes:
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 from nbtoolkit.config import Config, load_config
 from nbtoolkit.errors import (
+    BundleError,
     ConfigError,
     FoldError,
     LaunchError,
@@ -45,6 +47,7 @@ except ImportError as missing:
 DONE, FAILED, WRONG_CALL, EARLY, INTERRUPTED = 0, 1, 2, 3, 130
 
 _NOT_TRAINED = (
+    BundleError,
     ConfigError,
     FoldError,
     LaunchError,
@@ -117,6 +120,22 @@ PipelineFolderPath = Annotated[
 Again = Annotated[
     list[str] | None,
     typer.Option("--again", metavar="STEP", help="Run it though nothing has changed."),
+]
+BundleOutput = Annotated[
+    Path | None,
+    typer.Argument(metavar="OUTPUT", help="A .bundle or a folder; none: the host's kept folder."),
+]
+RunsFolder = Annotated[
+    Path | None, typer.Option("--source", help="The output folder; none: runtime.output_dir.")
+]
+SizeLimit = Annotated[
+    str | None, typer.Option(help="The bundle's largest size, such as 15GB; none: the disk's.")
+]
+BundlePlace = Annotated[
+    str, typer.Argument(metavar="WHERE", help="auto, a bundle, or a folder with one or with runs.")
+]
+IntoFolder = Annotated[
+    Path | None, typer.Option("--into", help="The output folder; none: as it was packed.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show errors with their traceback.")]
 
@@ -313,6 +332,83 @@ def report(
     with sentences(debug):
         page = write_report(folder, output)
     print(page)
+
+
+@app.command()
+def kaggle_kernel(
+    notebook: NotebookPath,
+    output: Annotated[
+        Path | None, typer.Option(help="The folder; none: outputs/kaggle/<slug>.")
+    ] = None,
+    user: Annotated[str | None, typer.Option(help="Your name on Kaggle.")] = None,
+    title: Annotated[str | None, typer.Option(help="None: the file's name.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="t4 (two of them), l4, p100, a100, h100, rtx6000, none.")
+    ] = None,
+    internet: Annotated[
+        bool | None, typer.Option("--internet/--no-internet", help="None: as it was, else off.")
+    ] = None,
+    private: Annotated[
+        bool | None, typer.Option("--private/--public", help="None: as it was, else private.")
+    ] = None,
+    dataset: Annotated[
+        list[str] | None, typer.Option(metavar="USER/SLUG", help="May be repeated.")
+    ] = None,
+    competition: Annotated[
+        list[str] | None, typer.Option(metavar="SLUG", help="May be repeated.")
+    ] = None,
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option(metavar="USER/SLUG", help="A notebook whose output is attached."),
+    ] = None,
+    parameter: ParameterWish = None,
+    debug: Debug = False,
+) -> None:
+    """Write a folder with a notebook, ready for Kaggle's client; prints how it is sent."""
+    from nbtoolkit.hosts.kaggle_kernel import write_kernel
+    from nbtoolkit.notebooks.parameters import parameters_from_shell
+
+    with sentences(debug):
+        folder = write_kernel(
+            notebook,
+            output,
+            user=user,
+            title=title,
+            gpu=gpu,
+            internet=internet,
+            private=private,
+            datasets=dataset or (),
+            competitions=competition or (),
+            kernels=kernel or (),
+            parameters=parameters_from_shell(parameter or []),
+        )
+    print(f"kaggle kernels push -p {shlex.quote(str(folder))}")
+
+
+@app.command()
+def pack(
+    output: BundleOutput = None,
+    source: RunsFolder = None,
+    size_limit: SizeLimit = None,
+    debug: Debug = False,
+) -> None:
+    """Put the runs of an output folder into one file, for another session to go on with."""
+    from nbtoolkit.relay.pack import pack as write_bundle
+
+    with sentences(debug):
+        packed = write_bundle(output, source=source, size_limit=size_limit)
+    print(packed.path)
+    print("\n".join([repr(packed), *packed.notes]), file=sys.stderr)
+
+
+@app.command()
+def unpack(where: BundlePlace = "auto", into: IntoFolder = None, debug: Debug = False) -> None:
+    """Bring in the runs that another session packed; the next launch or sweep goes on."""
+    from nbtoolkit.relay.unpack import unpack as read_bundle
+
+    with sentences(debug):
+        unpacked = read_bundle(where, into=into)
+    print("\n".join([repr(unpacked), *unpacked.notes]))
 
 
 @app.command()

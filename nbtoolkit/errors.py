@@ -3,6 +3,7 @@
 NbtoolkitError
 ├── ConfigError            a configuration file or override is wrong (names file and line)
 │   ├── SpaceError         a sweep's file is wrong: its space, or what is wished of it
+│   ├── MetadataError      a kernel-metadata.json would mislead Kaggle's client
 │   ├── ParameterError     a notebook has no such parameter, or not of this type
 │   └── PipelineError      a pipeline's file is wrong: its steps, or what they refer to
 ├── PlanError              the wish cannot be planned on this machine
@@ -28,6 +29,7 @@ NbtoolkitError
 │   └── PipelineFailed     it was a step of a pipeline (names the step, and how to go on)
 ├── ReportFolderError      nb.report has no folder to read, or nowhere to write
 ├── PublishError           nb.publish was given what is no plain value
+├── BundleError            a bundle cannot be written, or is damaged, foreign or unsafe
 ├── TrackingError          the tracking database cannot be used
 └── MissingExtra           an optional package is not installed (gives the install line)
 
@@ -80,6 +82,10 @@ class ConfigError(NbtoolkitError):
 
 class SpaceError(ConfigError):
     """A sweep's file or dict is wrong: its space, or what is wished of it."""
+
+
+class MetadataError(ConfigError):
+    """A notebook's kernel-metadata.json is wrong, or what is to be written into it."""
 
 
 class ParameterError(ConfigError):
@@ -199,6 +205,10 @@ class PublishError(NbtoolkitError):
 
 class ReportFolderError(NbtoolkitError):
     """There is no folder to report on, or the report cannot be written."""
+
+
+class BundleError(NbtoolkitError):
+    """A bundle of runs cannot be written, does not fit, or is damaged, foreign or unsafe."""
 
 
 class TrackingError(NbtoolkitError):
