@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from nbtoolkit.report.picture import COLOURS, Picture, legend_below, panels
 from nbtoolkit.report.section import Section
 from nbtoolkit.report.story import Points, Story
-from nbtoolkit.report.words import counted, plain
+from nbtoolkit.report.words import counted
+from nbtoolkit.search.labels import plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from nbtoolkit.report.section import Section
 from nbtoolkit.report.story import Story
-from nbtoolkit.report.words import counted, duration, moment, number, shortened
+from nbtoolkit.report.words import counted, duration, moment, number
+from nbtoolkit.search.labels import shortened
 
 _METRICS = 5  # columns
 _WORDS = {"run": "run", "sweep": "sweep", "cv": "cross-validation"}

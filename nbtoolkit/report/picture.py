@@ -1,7 +1,7 @@
 """Picture: a Matplotlib figure that is read on light and on dark pages.
 
-In a cell it is a PNG, dark grey on nothing, for which a dark JupyterLab lays a white card below. In
-the report's page it is an SVG that takes the page's own text colour.
+In a cell it is a PNG on a white card, since a cell's image cannot know the theme around it. In the
+report's page it is an SVG without a card, and its texts take the page's own colour.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ COLOURS = ("#2a7fc9", "#d55e00", "#009e73", "#8a63d2", "#a07800", "#c44e9b", "#0
 """Of lines and points: each has a contrast of 3 and more to white, #111111 and #1e1e1e, as
 https://www.w3.org/TR/WCAG21/#non-text-contrast wants it of graphics."""
 
-_GREY = "#777777"  # of the style; the page puts its own text colour there
+INK = "#333333"
+"""Of all texts: 12.6 to the white card; the page puts its own text colour there."""
+
 _WIDTH, _HEIGHT = 4.0, 2.8  # inches of a panel
 _CSS_DPI = 96  # pixels that a page counts to an inch
 _SHRINKS = 0.8  # so far a narrow page makes it smaller; then it is scrolled, to stay readable
@@ -40,11 +42,19 @@ class Picture:
     figure: Figure
     alt: str
 
+    def __post_init__(self) -> None:
+        from matplotlib.text import Text
+
+        for panel in self.figure.axes:
+            panel.tick_params(labelcolor=INK)
+        for text in self.figure.findobj(Text):
+            text.set_color(INK)
+
     def png(self) -> bytes:
         """For a cell, twice as large as it is to be shown."""
         file = io.BytesIO()
         with _drawing():
-            self.figure.savefig(file, format="png", dpi=_DPI)
+            self.figure.savefig(file, format="png", dpi=_DPI, facecolor="white")
         return file.getvalue()
 
     def width(self) -> int:
@@ -52,7 +62,7 @@ class Picture:
         return round(self.figure.get_figwidth() * _DPI / 2)
 
     def svg(self) -> str:
-        """For a page: an ``<svg>`` element; its texts are texts, its greys the page's colour."""
+        """For a page: an ``<svg>`` element; its texts are texts, in the page's colour."""
         file = io.StringIO()
         # The salt makes ids that no other picture on the page has, and the same ones every time.
         more = {"svg.fonttype": "none", "svg.hashsalt": self.alt}
@@ -62,7 +72,7 @@ class Picture:
         body = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
         least = round(self.figure.get_figwidth() * _CSS_DPI * _SHRINKS)
         opening = f'<svg role="img" aria-label="{escape(self.alt)}" style="min-width: {least}px"'
-        return body.replace("<svg", opening, 1).replace(_GREY, "currentColor")
+        return body.replace("<svg", opening, 1).replace(INK, "currentColor")
 
 
 def panels(count: int, across: int = 3) -> tuple[Figure, list[Axes]]:
@@ -102,7 +112,6 @@ def legend_below(figure: Figure, handles: list[Any], labels: list[str]) -> None:
         loc="outside lower center",
         ncols=max(1, min(int(room), len(labels))),
         frameon=False,
-        labelcolor=_GREY,
         fontsize="small",
     )
 

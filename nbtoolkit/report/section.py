@@ -57,8 +57,8 @@ class Section:
         shown: Any = import_module("IPython.display")  # its functions have no annotations
         for part in self.parts:
             if isinstance(part, Picture):
-                about = {"alt": part.alt, "needs_background": "light"}
-                shown.display(shown.Image(part.png(), width=part.width(), metadata=about))
+                picture = shown.Image(part.png(), width=part.width(), metadata={"alt": part.alt})
+                shown.display(picture)
             else:
                 shown.display(shown.HTML(part))
 

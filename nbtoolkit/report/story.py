@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from nbtoolkit.report.words import shortened
 from nbtoolkit.runtime.events import Event, EventReader
 from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.search.labels import shortened
 
 Kind = Literal["run", "sweep", "cv"]
 Points: TypeAlias = list[tuple[float, float]]
@@ -116,13 +116,11 @@ class Story:
 
     @cached_property
     def logged(self) -> list[tuple[float, dict[str, float]]]:
-        """What was logged on the way: seconds since the attempt's start, values by name."""
-        found, start = [], 0.0
+        """What was logged on the way: steps, and values by name."""
+        found: list[tuple[float, dict[str, float]]] = []
         for event in self.events:
-            if event["type"] == "run":
-                start = event["t"]
-            elif event["type"] == "metrics":
-                found.append((event["t"] - start, numbers(event.get("values"))))
+            if event["type"] == "metrics":
+                found.append((_step(event, len(found)), numbers(event.get("values"))))
         return found
 
     @property
@@ -147,9 +145,14 @@ class Story:
                 continue
             for name, value in numbers(event.get("values")).items():
                 points = found.setdefault(name, {})
-                step = event.get("step")
-                points[step if isinstance(step, (int, float)) else len(points) + 1] = value
+                points[_step(event, len(points))] = value
         return {name: sorted(points.items()) for name, points in found.items()}
+
+
+def _step(event: Event, before: int) -> float:
+    """An event's step; of one without any: how many came before it, and one."""
+    step = event.get("step")
+    return step if isinstance(step, (int, float)) else before + 1
 
 
 def _last_reported(story: Story) -> Mapping[str, Any]:

@@ -9,14 +9,15 @@ from nbtoolkit.report.curves import thinned
 from nbtoolkit.report.picture import COLOURS, Picture, legend_below, panels
 from nbtoolkit.report.section import Section
 from nbtoolkit.report.story import Points, Story
-from nbtoolkit.report.words import number, plain
+from nbtoolkit.report.words import number
+from nbtoolkit.search.labels import plain
 
 _NEAR = 5  # values that one is smoothed by
 _RATE, _MEMORY = "samples_per_second", "memory_gb_rank"
 
 
 def throughput(stories: Sequence[Story]) -> Section:
-    """A table of what was logged and read; the samples a second over time of the newest runs."""
+    """A table of what was logged and read; the samples a second at each step of the newest runs."""
     section = Section("Throughput and device use")
     told = [story for story in stories if story.logged or story.readings]
     if not told:
@@ -38,14 +39,14 @@ def _draw(stories: Sequence[Story]) -> Picture:
     for story, colour in zip(stories, COLOURS, strict=False):
         rates = thinned(_smooth(_rates(story)))
         handles += panel.plot(*rates, color=colour, linewidth=1.4)
-    panel.set(xlabel="seconds since the start", ylabel=f"samples a second\n(median of {_NEAR})")
+    panel.set(xlabel="step", ylabel=f"samples a second\n(median of {_NEAR})")
     panel.set_ylim(bottom=0)
     legend_below(figure, handles, [plain(story.label) for story in stories])
     return Picture(figure, f"samples a second of {', '.join(story.label for story in stories)}")
 
 
 def _rates(story: Story) -> Points:
-    return [(time, values[_RATE]) for time, values in story.logged if _RATE in values]
+    return [(step, values[_RATE]) for step, values in story.logged if _RATE in values]
 
 
 def _smooth(points: Points) -> Points:
@@ -56,7 +57,7 @@ def _smooth(points: Points) -> Points:
     values = [value for _, value in points]
     half = _NEAR // 2
     near = (values[max(at - half, 0) : at + half + 1] for at in range(len(values)))
-    return [(time, median(some)) for (time, _), some in zip(points, near, strict=True)]
+    return [(step, median(some)) for (step, _), some in zip(points, near, strict=True)]
 
 
 def _rate(story: Story) -> str:

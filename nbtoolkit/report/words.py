@@ -1,28 +1,12 @@
-"""Words: values and names as a person reads them, short enough for where they stand."""
+"""Words: values as a person reads them."""
 
 from __future__ import annotations
 
 import math
-import unicodedata
 from datetime import datetime, timezone
 from typing import Any
 
-
-def shortened(text: str, length: int) -> str:
-    """A text in one line of at most ``length`` characters; what is left out is its middle.
-
-    Names of runs and settings often differ at their ends.
-    """
-    line = "".join(" " if unicodedata.category(one)[0] == "C" else one for one in text)
-    if len(line) <= length:
-        return line
-    end = (length - 1) // 2
-    return f"{line[: length - 1 - end]}…{line[-end:]}"
-
-
-def plain(text: str, length: int = 40) -> str:
-    """A text for a plot, where a dollar sign would begin a formula."""
-    return shortened(text, length).replace("$", r"\$")
+from nbtoolkit.search.labels import shortened
 
 
 def number(value: float | None) -> str:

@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import MissingExtra, SweepError
+from nbtoolkit.search.labels import plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +28,7 @@ STYLE: dict[Any, Any] = {
     "figure.facecolor": "none",
 }
 
+_CHOICE, _CHOICES = 20, 24  # letters of one choice; of all that stand side by side below a panel
 _WIDTH, _HEIGHT, _IN_A_ROW = 3.4, 3.0, 4  # inches of a panel; panels side by side
 
 
@@ -54,8 +56,9 @@ def plot_history(study: Study, *, metric: str = "value", objective: int = 0) -> 
     if pruned:
         panel.plot(*zip(*pruned, strict=True), "x", markersize=4, color="#999", label="pruned")
     panel.step([number for number, _ in best], [v for _, v in best], where="post", label="best")
-    panel.set(xlabel="trial", ylabel=metric)
-    panel.legend(frameon=False, labelcolor="#777")
+    panel.set(xlabel="trial", ylabel=plain(metric))
+    # beside the panel, where it lies over no trial
+    panel.legend(frameon=False, labelcolor="#777", loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
@@ -81,9 +84,10 @@ def plot_importances(study: Study, *, metric: str = "value", objective: int = 0)
     shares = _importances(study, objective)
     names = sorted(shares, key=lambda name: shares[name])
     figure, [panel] = _panels(1, width=2)
-    bars = panel.barh(names, [shares[name] for name in names])
+    bars = panel.barh(range(len(names)), [shares[name] for name in names])
+    panel.set_yticks(range(len(names)), [plain(name) for name in names])
     panel.bar_label(bars, fmt="%.2f", padding=3, color="#777")
-    panel.set(xlabel=f"importance for {metric}")
+    panel.set(xlabel=f"importance for {plain(metric)}")
     panel.margins(x=0.15)
     return figure
 
@@ -124,7 +128,7 @@ def plot_slices(
     figure, panels = _panels(len(names))
     for name, panel in zip(names, panels, strict=True):
         _slice(panel, name, [trial for trial in trials if name in trial.params], objective)
-    panels[0].set_ylabel(metric)
+    panels[0].set_ylabel(plain(metric))
     return figure
 
 
@@ -145,7 +149,7 @@ def _slice(panel: Axes, name: str, trials: Sequence[FrozenTrial], objective: int
     distribution: Any = trials[-1].distributions[name]
     values: list[Any] = [trial.params[name] for trial in trials]
     if hasattr(distribution, "choices"):
-        values = [str(value) for value in values]
+        values = [plain(str(value), _CHOICE) for value in values]
     elif getattr(distribution, "log", False):
         panel.set_xscale("log")
         panel.xaxis.set_minor_formatter("")  # over two decades and less its labels overlap
@@ -162,7 +166,11 @@ def _slice(panel: Axes, name: str, trials: Sequence[FrozenTrial], objective: int
     if hasattr(distribution, "low"):
         panel.set_xlim(distribution.low, distribution.high)  # what was searched, found or not
     panel.margins(x=0.1)
-    panel.set_xlabel(name)
+    panel.set_xlabel(plain(name))
+    if hasattr(distribution, "choices") and len("".join(set(values))) > _CHOICES:
+        panel.tick_params(axis="x", rotation=30)
+        for label in panel.get_xticklabels():
+            label.set_horizontalalignment("right")
 
 
 def _complete(study: Study, least: int) -> list[FrozenTrial]:
