@@ -22,6 +22,10 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time `__getattr_
     from nbtoolkit.notebooks.run import run_notebook as run_notebook
     from nbtoolkit.pipeline.result import PipelineResult as PipelineResult
     from nbtoolkit.pipeline.run import run_pipeline as run_pipeline
+    from nbtoolkit.relay.pack import pack as pack
+    from nbtoolkit.relay.result import PackResult as PackResult
+    from nbtoolkit.relay.result import UnpackResult as UnpackResult
+    from nbtoolkit.relay.unpack import unpack as unpack
     from nbtoolkit.report.report import report as report
     from nbtoolkit.runtime.context import RunContext as RunContext
     from nbtoolkit.runtime.hardware import Hardware as Hardware
@@ -58,12 +62,14 @@ _HOME = {
     "LaunchPlan": "nbtoolkit.runtime.plan",
     "Leave": "nbtoolkit.errors",
     "NotebookResult": "nbtoolkit.notebooks.result",
+    "PackResult": "nbtoolkit.relay.result",
     "PipelineResult": "nbtoolkit.pipeline.result",
     "RunContext": "nbtoolkit.runtime.context",
     "RunHandle": "nbtoolkit.runtime.result",
     "RunResult": "nbtoolkit.runtime.result",
     "SweepHandle": "nbtoolkit.search.handle",
     "SweepResult": "nbtoolkit.search.sweep_result",
+    "UnpackResult": "nbtoolkit.relay.result",
     "attach": "nbtoolkit.runtime.result",
     "cross_validate": "nbtoolkit.search.cross_validation",
     "detect_hardware": "nbtoolkit.runtime.hardware",
@@ -76,12 +82,14 @@ _HOME = {
     "make_folds": "nbtoolkit.search.make_folds",
     "make_plan": "nbtoolkit.runtime.plan",
     "over_all": "nbtoolkit.training.metrics",
+    "pack": "nbtoolkit.relay.pack",
     "predict": "nbtoolkit.training.prediction",
     "publish": "nbtoolkit.notebooks.publish",
     "report": "nbtoolkit.report.report",
     "run_notebook": "nbtoolkit.notebooks.run",
     "run_pipeline": "nbtoolkit.pipeline.run",
     "sweep": "nbtoolkit.search.sweep",
+    "unpack": "nbtoolkit.relay.unpack",
 }
 
 # Modules that are public as they are.
@@ -96,12 +104,14 @@ __all__ = [
     "LaunchPlan",
     "Leave",
     "NotebookResult",
+    "PackResult",
     "PipelineResult",
     "RunContext",
     "RunHandle",
     "RunResult",
     "SweepHandle",
     "SweepResult",
+    "UnpackResult",
     "__version__",
     "attach",
     "cross_validate",
@@ -116,12 +126,14 @@ __all__ = [
     "make_folds",
     "make_plan",
     "over_all",
+    "pack",
     "predict",
     "publish",
     "report",
     "run_notebook",
     "run_pipeline",
     "sweep",
+    "unpack",
     "verify",
 ]
 

@@ -219,6 +219,8 @@ class Runtime(Section):
     """The same for the age of the host's session (of the container, by its own clock)."""
     reserve: Seconds = 60.0
     """How long before `session_limit` the run ends, for what is left to do in the notebook."""
+    pack: Auto | bool = "auto"
+    """A run that ends at its deadline packs `output_dir`; `auto`: on Kaggle and Colab."""
     hang_timeout: Seconds = 300.0
     """A rank that is silent and idle for so long while another waits for it is hung."""
 

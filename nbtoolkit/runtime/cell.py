@@ -30,6 +30,9 @@ class Shown(Protocol):
     def event(self, event: Event) -> None:
         """Show what an event says to the user."""
 
+    def say(self, text: str) -> None:
+        """Show a line of our own."""
+
     def pump(self) -> None:
         """Show what is new."""
 

@@ -33,6 +33,8 @@ class Host:
     """Where results may be written and are kept."""
     scratch: Path
     """Where large files may be written that need not be kept."""
+    kept: Path | None = None
+    """Where a file outlives the session; None: nowhere here (Colab without Drive)."""
     input: Path | None = None
     """Where the host mounts data sets; None where it has no such folder."""
     cpu_count: int = 1
@@ -67,6 +69,7 @@ class Host:
             ("CPUs, memory", f"{self.cpu_count}, {memory}"),
             ("results", str(self.working)),
             ("scratch", str(self.scratch)),
+            ("kept", str(self.kept or "nothing outlives the session: mount Google Drive")),
             ("input", str(self.input) if self.input else "none"),
             ("TPU", self.tpu_reason if self.tpu else "none seen"),
             ("started as a rank", f"{'yes' if self.is_rank else 'no'}: {self.rank_reason}"),
@@ -106,6 +109,7 @@ def detect_host(
         reason=reason,
         working=working,
         scratch=scratch,
+        kept=_kept(kind, root, working),
         input=data,
         cpu_count=cpu_count(root, affinity),
         memory=memory_limit(root),
@@ -190,8 +194,17 @@ def _folders(
     working = _first_writable([home.get(kind, cwd), cwd])
     # Kaggle keeps 19.5 GB in /kaggle/working, /tmp has about 1 TB (measured in unsloth PR 8439)
     named = [Path(environ[name]) for name in ("SLURM_TMPDIR", "TMPDIR") if environ.get(name)]
-    scratch = _first_writable([*named, root / "tmp", working])
+    own = [root / "kaggle/tmp"] if kind == "kaggle" else []
+    scratch = _first_writable([*named, *own, root / "tmp", working])
     return working, scratch, data if data and data.is_dir() else None
+
+
+def _kept(kind: HostKind, root: Path, working: Path) -> Path | None:
+    """Where a file outlives the session: Colab's own disk does not, a mounted Drive does."""
+    if kind != "colab":
+        return working
+    drive = root / "content/drive/MyDrive"
+    return drive if drive.is_dir() else None
 
 
 def _first_writable(folders: Iterable[Path]) -> Path:

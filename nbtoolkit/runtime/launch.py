@@ -17,7 +17,7 @@ from nbtoolkit.runtime.events import Event
 from nbtoolkit.runtime.hardware import detect_hardware
 from nbtoolkit.runtime.host import detect_host
 from nbtoolkit.runtime.plan import make_plan
-from nbtoolkit.runtime.result import RunHandle, RunResult
+from nbtoolkit.runtime.result import RunHandle, RunResult, pack_at_deadline
 
 if TYPE_CHECKING:
     from nbtoolkit.runtime.context import RunContext
@@ -133,6 +133,9 @@ def launch(
             display=display,
             on_event=on_event,
         )
+        if host.rank == 0:
+            say = CellOutput(result.paths, display).say
+            pack_at_deadline(result.status, result.paths, say)
         return result if wait else RunHandle(result.paths)
     plan = make_plan(config, host, hardware, start=start)
     with choose_run(config, train, name, resume) as run:
@@ -143,9 +146,11 @@ def launch(
         if start == "inline":
             from nbtoolkit.runtime.inline import run_inline
 
-            return run_inline(
+            result = run_inline(
                 train, config, plan, run, header, hardware=hardware, cell=cell, on_event=on_event
             )
+            pack_at_deadline(result.status, result.paths, cell.say)
+            return result
         from nbtoolkit.runtime.takeoff import take_off
 
         line, tracked, forked = take_off(

@@ -61,7 +61,7 @@ class RunResult:
         self.status: Status = ended["status"]
         self.metrics: dict[str, float] = ended["metrics"]
         self.seconds: float = ended["seconds"]
-        self.checkpoint = Path(ended["checkpoint"]) if ended["checkpoint"] else None
+        self.checkpoint = _here(paths, ended["checkpoint"])
         self.plan = LaunchPlan.from_dict(read_json(paths.plan))
         self._processes: int = ended["processes"]
 
@@ -120,6 +120,20 @@ class RunResult:
             for name, text in rows.items()
         )
         return f"<table>{cells}</table>"
+
+
+def _here(paths: RunPaths, told: str | None) -> Path | None:
+    """The checkpoint that a run's result names, also where the folder was moved or unpacked since.
+
+    A bundle carries the best checkpoint of a finished run, not its last one.
+    """
+    if told is None:
+        return None
+    saved = Path(told)
+    own = Path(f"{paths.checkpoints}{told.rpartition(paths.checkpoints.name)[2]}")
+    if own.exists() or saved.exists():
+        return own if own.exists() else saved
+    return next(iter(sorted(paths.checkpoints.glob("best*"), reverse=True)), own)
 
 
 class RunHandle:
@@ -199,7 +213,9 @@ class RunHandle:
         self._finish()
         if interrupts:
             raise KeyboardInterrupt
-        return self._outcome()
+        outcome = self._outcome()
+        pack_at_deadline(outcome.status, self.paths, self._say)
+        return outcome
 
     def let_go(self) -> None:
         """Close the line to the owner: a run that is not detached ends (the kernel ends)."""
@@ -296,6 +312,10 @@ class RunHandle:
             self._tracked()  # the service need not wait for its next look
             wait_for_tracking(self.paths, TRACKING_SECONDS)
 
+    def _say(self, text: str) -> None:
+        if self._cell is not None:
+            self._cell.say(text)
+
     def _outcome(self) -> RunResult:
         __tracebackhide__ = True
         if self._lost is not None:
@@ -313,6 +333,20 @@ class RunHandle:
 
     def __repr__(self) -> str:
         return f"RunHandle({'ended' if self.done() else 'running'}, {self.paths.folder})"
+
+
+def pack_at_deadline(status: Status, paths: RunPaths, say: Callable[[str], None]) -> None:
+    """A run that ended at its deadline is packed, where its session is about to end.
+
+    Args:
+        status: how it ended.
+        paths: its folder.
+        say: shows a sentence to the user.
+    """
+    if status == "deadline":
+        from nbtoolkit.relay.deadline import pack_for_next_session
+
+        pack_for_next_session(paths, say)
 
 
 _kept: list[RunHandle] = []

@@ -1,0 +1,1 @@
+"""Relay: the runs of a session that ends, in one file, for the session that goes on with them."""

@@ -1,0 +1,191 @@
+"""Merge: what was unpacked is put beside what is there; nothing newer is overwritten.
+
+Which of two states of a run is newer is read from their diaries: they are only ever appended to, so
+the newer one begins with the older one. Where neither does, both sessions went on from the same
+run, and the one that is there stays.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from nbtoolkit.relay.databases import MLFLOW, move_paths, runs_known
+from nbtoolkit.runtime.choose import lock_run
+from nbtoolkit.runtime.paths import RunPaths
+
+Relation = Literal["same", "newer", "older", "apart"]
+
+_ARTIFACTS = "mlartifacts"
+_BLOCK = 2**20
+_REWRITTEN = (".json", ".yaml", ".yml")  # of files of no run: those of pipelines hold paths
+
+
+@dataclass
+class Merged:
+    """What was done."""
+
+    new: list[str] = field(default_factory=list)
+    advanced: list[str] = field(default_factory=list)
+    unchanged: list[str] = field(default_factory=list)
+    files: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def merge(staged: Path, into: Path, runs: list[str], source: Path) -> Merged:
+    """Move what was unpacked into an output folder.
+
+    Args:
+        staged: what was unpacked, on the same disk; empty of all that is taken when this returns.
+        into: the output folder; it exists.
+        runs: the folders of runs below both.
+        source: the output folder that was packed: paths that begin with it are changed.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    merged = Merged()
+    for run in runs:
+        if (staged / run).is_dir():
+            _run(staged / run, into / run, run, merged)
+    for database in sorted(staged.rglob(MLFLOW)):
+        _mlflow(database, into, staged, merged)
+    _others(staged, into, runs, source, merged)
+    return merged
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def _run(theirs: Path, ours: Path, run: str, merged: Merged) -> None:
+    if not ours.exists():
+        ours.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(theirs, ours)
+        merged.new.append(run)
+        return
+    lock = lock_run(RunPaths(ours))
+    if lock is None:
+        merged.unchanged.append(run)
+        merged.notes.append(f"{run} goes on here: it was left as it is")
+        return
+    try:
+        relation = relation_of(theirs, ours)
+        if relation == "newer":
+            _replace(theirs, ours)
+            merged.advanced.append(run)
+            return
+        merged.unchanged.append(run)
+        if relation == "same":
+            _fill(theirs, ours)
+        elif relation == "apart":
+            merged.notes.append(
+                f"{run} was gone on with here, too: it was left as it is (to have the other one, "
+                "unpack into another folder)"
+            )
+    finally:
+        lock.release()
+
+
+def relation_of(theirs: Path, ours: Path) -> Relation:
+    """What the run in ``theirs`` is to the one in ``ours``, by their diaries."""
+    one, other = RunPaths(theirs).events, RunPaths(ours).events
+    their_size, our_size = _size(one), _size(other)
+    if not _begin_alike(one, other, min(their_size, our_size)):
+        return "apart"
+    if their_size == our_size:
+        return "same"
+    return "newer" if their_size > our_size else "older"
+
+
+def _begin_alike(one: Path, other: Path, count: int) -> bool:
+    if not count:
+        return True
+    with one.open("rb") as first, other.open("rb") as second:
+        while count > 0:
+            block = min(_BLOCK, count)
+            if first.read(block) != second.read(block):
+                return False
+            count -= block
+    return True
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _replace(theirs: Path, ours: Path) -> None:
+    """Put one folder in another's place; a kill between the two renames leaves both on disk."""
+    aside = ours.with_name(f".{ours.name}.before")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(ours, aside)
+    os.rename(theirs, ours)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _fill(theirs: Path, ours: Path) -> None:
+    """Put back what is missing of an equal run: it may have come from a smaller bundle before."""
+    for file in _files(theirs):
+        place = ours / file.relative_to(theirs)
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.rename(file, place)
+
+
+# --- MLflow ---------------------------------------------------------------------------------------
+
+
+def _mlflow(database: Path, into: Path, staged: Path, merged: Merged) -> None:
+    """Take MLflow's database and files, unless there is one already: two cannot be made one."""
+    below = database.parent.relative_to(staged)
+    place = into / below / MLFLOW
+    if not place.exists():
+        move_paths(database, into / below)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(database, place)
+        return
+    known = runs_known(place)
+    taken = [run for run in [*merged.new, *merged.advanced] if Path(run).parent == below]
+    lacking = [run for run in taken if Path(run).name not in known]
+    if lacking:
+        merged.notes.append(
+            f"{place} was there before, and lacks {', '.join(lacking)}: what goes on is written to "
+            "it then, and nbtoolkit.tracking.replay(folder) writes the others"
+        )
+    shutil.rmtree(database.parent / _ARTIFACTS, ignore_errors=True)
+    database.unlink()
+
+
+# --- other files ----------------------------------------------------------------------------------
+
+
+def _others(staged: Path, into: Path, runs: list[str], source: Path, merged: Merged) -> None:
+    """Take the files of no run, where they are not there or older."""
+    inside = [staged / run for run in runs]
+    for file in list(_files(staged)):
+        if any(file.is_relative_to(run) for run in inside):
+            continue
+        place, about = into / file.relative_to(staged), file.stat()
+        if place.exists() and place.stat().st_mtime_ns >= about.st_mtime_ns:
+            continue
+        if file.suffix in _REWRITTEN:
+            _follow(file, source, into)
+            os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(file, place)
+        merged.files += 1
+
+
+def _follow(file: Path, old: Path, new: Path) -> None:
+    """Let the paths in a text follow the output folder."""
+    text = file.read_text(errors="surrogateescape")
+    if f"{old}/" in text:
+        changed = text.replace(f"{old}/", f"{new}/")
+        file.write_text(changed, errors="surrogateescape")
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())

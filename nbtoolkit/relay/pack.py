@@ -1,0 +1,246 @@
+"""pack: the runs of an output folder into one file, which another session goes on with."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from nbtoolkit.config import load_config
+from nbtoolkit.errors import BundleError
+from nbtoolkit.relay.bundle import DEFAULT_NAME, SUFFIX, BundleWriter, size_of_frame
+from nbtoolkit.relay.databases import copy_database, is_database
+from nbtoolkit.relay.hashing import Hasher
+from nbtoolkit.relay.result import PackResult
+from nbtoolkit.relay.worth import ORDER, SAID, Contents, Piece, choose, look_into
+from nbtoolkit.runtime.disk import free_space, read_size, size_text
+from nbtoolkit.runtime.host import Host, detect_host
+
+_MARGIN = 16 * 2**20  # bytes of a disk that are left free: a bundle must not fill it
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def pack(
+    output: str | os.PathLike[str] | None = None,
+    *,
+    source: str | os.PathLike[str] | None = None,
+    size_limit: int | str | None = None,
+) -> PackResult:
+    """Write what is worth keeping of an output folder into one file.
+
+    In it are the records of all runs, the studies of sweeps, MLflow's database, what unfinished
+    runs go on from (their newest checkpoint and their best one) and the best checkpoint of
+    finished ones. Runs may go on meanwhile: they are packed as they are then. What is left out
+    first where room is short stands in :mod:`nbtoolkit.relay.worth`, and is told.
+
+    Args:
+        output: the file, or the folder for ``nbtoolkit-relay.bundle``; None: that name in the
+            host's kept folder (``/kaggle/working``, a mounted Drive, else the working directory).
+            A file of that name is replaced once the new one is whole.
+        source: the output folder; None: ``runtime.output_dir`` of the default configuration.
+        size_limit: the file's largest size in bytes, or a text such as ``"15GB"``; None: what the
+            disk has room for.
+
+    Raises:
+        BundleError: there are no runs, the file cannot be written, or what unfinished runs go on
+            from does not fit.
+        ConfigError: ``size_limit`` is no size.
+    """
+    begun = time.monotonic()
+    host = detect_host()
+    folder, target = _folder(source), _target(output, host)
+    contents = look_into(folder)
+    about = _about(contents, host)
+    room, bound = _room(target, size_limit, about)
+    kept, left_out = choose(contents.pieces, room)
+    told = _told(left_out)
+    needed = sum(piece.size for piece in kept if piece.worth == "needed")
+    if needed > room:
+        raise _does_not_fit(target, needed, room, bound)
+    names = _write(target, folder, {**about, "left_out": told}, _files(kept))
+    return PackResult(
+        path=target,
+        size=target.stat().st_size,
+        files=names,
+        runs=tuple(run["folder"] for run in contents.runs),
+        left_out=tuple(f"{what} ({bound})" for what in told),
+        notes=tuple(_notes(contents)),
+        seconds=time.monotonic() - begun,
+    )
+
+
+# --- what, where, how much ------------------------------------------------------------------------
+
+
+def _folder(source: str | os.PathLike[str] | None) -> Path:
+    named = load_config().runtime.output_dir if source is None else source
+    folder = Path(named).expanduser().absolute()
+    if not folder.is_dir():
+        raise BundleError(
+            f"there is no output folder {folder}",
+            allowed="the folder that runtime.output_dir names, with runs in it",
+            do='nb.pack(source="..."), or --source in a shell',
+        )
+    return folder
+
+
+def _target(output: str | os.PathLike[str] | None, host: Host) -> Path:
+    if output is None:
+        return (host.kept or host.working) / DEFAULT_NAME
+    path = Path(output).expanduser().absolute()
+    if path.is_dir():
+        return path / DEFAULT_NAME
+    if path.suffix != SUFFIX:
+        raise BundleError(
+            f"the output {path} is no bundle's name",
+            allowed=f"a folder that is there, or a file whose name ends in {SUFFIX}",
+            do=f"output={str(path.with_suffix(SUFFIX))!r}",
+        )
+    return path
+
+
+def _about(contents: Contents, host: Host) -> dict[str, Any]:
+    from nbtoolkit import __version__
+
+    if not contents.runs:
+        raise BundleError(
+            f"there are no runs in {contents.folder}",
+            allowed="an output folder in which something was launched",
+            do='nb.pack(source="..."), or --source in a shell',
+        )
+    return {
+        "created": time.time(),
+        "source": str(contents.folder),
+        "place": _place(contents.folder),
+        "host": host.kind,
+        "nbtoolkit": __version__,
+        "runs": contents.runs,
+    }
+
+
+def _place(folder: Path) -> str | None:
+    """The folder below the working directory, where it is below it: it goes to the same again."""
+    here = Path.cwd()
+    below = folder != here and folder.is_relative_to(here)
+    return folder.relative_to(here).as_posix() if below else None
+
+
+def _room(target: Path, limit: int | str | None, about: dict[str, Any]) -> tuple[int, str]:
+    """Bytes there are for files, and what sets that bound."""
+    free = max(0, free_space(target.parent) - _MARGIN)
+    frame = size_of_frame({**about, "left_out": list(SAID.values())})
+    wished = None if limit is None else read_size(limit)
+    if wished is not None and wished <= free:
+        return wished - frame, f"size_limit is {size_text(wished)}"
+    return free - frame, f"{target.parent} has {size_text(free)} free"
+
+
+def _told(left_out: Iterable[Piece]) -> list[str]:
+    """What is left out, in words, with its size."""
+    sizes: Counter[str] = Counter()
+    for piece in left_out:
+        sizes[piece.worth] += piece.size
+    return [f"{SAID[worth]}, {size_text(sizes[worth])}" for worth in ORDER if sizes[worth]]
+
+
+def _notes(contents: Contents) -> Iterator[str]:
+    alive = [run["folder"] for run in contents.runs if run["alive"]]
+    if alive:
+        yield (
+            f"packed as it was at that moment, since it goes on: {', '.join(alive)} (what it does "
+            "from now on is not in the bundle)"
+        )
+
+
+def _files(kept: Iterable[Piece]) -> list[Path]:
+    """All files, databases last: what records say was written to them is then in them."""
+    files = [file for piece in kept for file in piece.files]
+    return sorted(files, key=lambda file: file.suffix == ".db")
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def _write(target: Path, folder: Path, about: dict[str, Any], files: Iterable[Path]) -> int:
+    """Write the bundle whole; returns how many files are in it."""
+    temporary = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fd, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        # Not flushed to the disk: a session's end ends processes, and the files stay; a crash of
+        # the machine is told by the digests. A flush of 1 GB takes seconds.
+        with open(fd, "wb", buffering=0), Hasher(fd) as hasher:
+            writer = BundleWriter(fd, about, hasher)
+            for path in files:
+                _add(writer, path, path.relative_to(folder).as_posix())
+            count = writer.close()
+        os.replace(temporary, target)
+        temporary = None
+    except OSError as error:
+        raise _not_written(target, error) from error
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+    return count
+
+
+def _add(writer: BundleWriter, path: Path, name: str) -> None:
+    """Copy one file; one that is gone meanwhile (a checkpoint was replaced) is left out."""
+    try:
+        file = path.open("rb", buffering=0)
+    except FileNotFoundError:
+        return
+    with file:
+        if is_database(path):
+            _add_database(writer, path, name)
+            return
+        about = os.fstat(file.fileno())
+        size = about.st_size if path.suffix != ".jsonl" else _whole_lines(file, about.st_size)
+        writer.add(name, file.fileno(), size, about.st_mtime_ns)
+
+
+def _add_database(writer: BundleWriter, path: Path, name: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="nbtoolkit-relay-") as folder:
+        copy = Path(folder) / path.name
+        try:
+            copy_database(path, copy)
+        except sqlite3.Error as error:
+            raise BundleError(
+                f"the database {path} cannot be copied: {error}",
+                allowed="SQLite databases that are whole",
+                do="move it away (MLflow's is written anew by nbtoolkit.tracking.replay)",
+            ) from error
+        with copy.open("rb", buffering=0) as file:
+            writer.add(name, file.fileno(), copy.stat().st_size, path.stat().st_mtime_ns)
+
+
+def _whole_lines(file: IO[bytes], size: int) -> int:
+    """Bytes up to the end of the last line: its writer may be in the midst of one."""
+    begin = max(0, size - 2**20)
+    end = os.pread(file.fileno(), size - begin, begin).rfind(b"\n")
+    return begin + end + 1
+
+
+def _not_written(target: Path, error: OSError) -> BundleError:
+    full = error.errno in _NO_ROOM
+    return BundleError(
+        f"the bundle {target} cannot be written: {error.strerror or error}",
+        allowed="a folder on a disk with free space that you may write to",
+        do="free some space, or set size_limit" if full else 'another place: nb.pack("...")',
+    )
+
+
+def _does_not_fit(target: Path, needed: int, room: int, bound: str) -> BundleError:
+    return BundleError(
+        f"the bundle needs {size_text(needed)} for the records and for what unfinished runs go on "
+        f"from, and has {size_text(max(0, room))}: {bound}",
+        allowed="a bundle that any of its runs can go on from",
+        do="raise size_limit, free space, choose another output, or delete runs from "
+        "runtime.output_dir",
+    )

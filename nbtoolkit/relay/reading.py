@@ -1,0 +1,223 @@
+"""Reading: a bundle taken apart into an empty folder; nothing of it is trusted before its digest.
+
+Files are written by this module, not by ``tarfile``'s extraction: there are no links, devices or
+modes to filter, since only plain files whose names lie below the folder are taken at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from nbtoolkit.errors import BundleError
+from nbtoolkit.relay.bundle import FILES, FORMAT, HEADER, MANIFEST, Entry
+from nbtoolkit.relay.copying import copy_range
+from nbtoolkit.relay.hashing import SEGMENT, Hasher, Pending, digest
+
+_TOLD = {"created", "source", "place", "runs", "left_out"}
+_LARGEST_TEXT = 2**28  # bytes of header or manifest: a million files
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle whose header was read."""
+
+    path: Path
+    about: dict[str, Any]
+    """Its header: ``format, created, source, place, host, runs, left_out``."""
+
+    @classmethod
+    def open(cls, path: Path) -> Bundle:
+        """Read the header of a bundle.
+
+        Raises:
+            BundleError: the file is no bundle, or cannot be read.
+        """
+        with _opened(path) as (tar, _):
+            first = tar.next()
+            if first is None or first.name != HEADER:
+                raise _foreign(path, "its first member is not a bundle's")
+            about = _json(_text(tar, first, path), path)
+        if about.get("format") != FORMAT or not about.keys() >= _TOLD:
+            raise _foreign(path, f"its format is {about.get('format')!r}")
+        return cls(path, about)
+
+    @property
+    def created(self) -> float:
+        """When it was packed, in unix seconds."""
+        return float(self.about["created"])
+
+    def runs(self) -> list[str]:
+        """The folders of its runs, below the output folder.
+
+        Raises:
+            BundleError: one of them lies outside.
+        """
+        folders = [str(run["folder"]) for run in self.about["runs"]]
+        for folder in folders:
+            _check_name(folder, self.path)
+        return folders
+
+    def place(self) -> str | None:
+        """Where its output folder lay below the working directory; None: elsewhere.
+
+        Raises:
+            BundleError: it would lie outside.
+        """
+        place = self.about["place"]
+        if place is not None:
+            _check_name(str(place), self.path)
+        return place
+
+    def extract(self, folder: Path) -> dict[str, Entry]:
+        """Write all files below ``folder``, and check each against the manifest.
+
+        Args:
+            folder: empty; after an error what is in it must not be used.
+
+        Returns:
+            What the manifest says, by name.
+
+        Raises:
+            BundleError: the bundle is cut off, damaged, or holds what no bundle holds.
+            OSError: the folder cannot be written.
+        """
+        with _opened(self.path) as (tar, fd), Hasher(fd) as hasher:
+            found: dict[str, tuple[int, Pending]] = {}
+            manifest: dict[str, Entry] | None = None
+            tar.next()  # the header
+            for member in iter(tar.next, None):
+                if manifest is not None:
+                    raise _damaged(self.path, "something follows its manifest")
+                if member.name == MANIFEST:
+                    manifest = _manifest(_text(tar, member, self.path), self.path)
+                    continue
+                name = safe_name(member, self.path)
+                if name in found:
+                    raise _damaged(self.path, f"{name} is in it twice")
+                found[name] = member.size, _extract(fd, member, folder / name, hasher)
+            sizes = {name: (size, pending.result()) for name, (size, pending) in found.items()}
+        if manifest is None:
+            raise _damaged(self.path, "it has no manifest: it was cut off")
+        _compare(sizes, manifest, self.path)
+        for name, entry in manifest.items():
+            os.utime(folder / name, ns=(entry.mtime_ns, entry.mtime_ns))
+        return manifest
+
+
+def safe_name(member: tarfile.TarInfo, path: Path) -> str:
+    """The path of a member below the output folder.
+
+    Raises:
+        BundleError: it is not a plain file, or lies outside.
+    """
+    name = member.name.removeprefix(FILES)
+    if name == member.name:
+        raise _unsafe(path, member.name, f"its name does not begin with {FILES}")
+    _check_name(name, path)
+    if member.type != tarfile.REGTYPE or member.issparse():
+        raise _unsafe(path, member.name, "it is a link, a device or a folder")
+    return name
+
+
+def _check_name(name: str, path: Path) -> None:
+    parts = PurePosixPath(name).parts
+    outside = not parts or ".." in parts or parts[0].startswith("/") or "\0" in name
+    if outside or str(PurePosixPath(name)) != name:
+        raise _unsafe(path, name, "its name leads out of the folder")
+
+
+def _extract(fd: int, member: tarfile.TarInfo, to: Path, hasher: Hasher) -> Pending:
+    """Copy one file out of the bundle; what is hashed is the bundle's part."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    segments = []
+    with to.open("xb", buffering=0) as target:
+        for begin in range(0, member.size, SEGMENT) or (0,):
+            length = min(SEGMENT, member.size - begin)
+            place = member.offset_data + begin
+            copy_range(fd, place, target.fileno(), length)
+            segments.append(hasher.hash(place, length))
+    return Pending(segments)
+
+
+def _compare(found: dict[str, tuple[int, str]], manifest: dict[str, Entry], path: Path) -> None:
+    if differing := sorted(found.keys() ^ manifest.keys()):
+        raise _damaged(path, f"{differing[0]} is not in both its files and its manifest")
+    for name, about in found.items():
+        if about != (manifest[name].size, manifest[name].digest):
+            raise _damaged(path, f"the digest of {name} differs")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[tarfile.TarFile, int]]:
+    try:
+        file: IO[bytes] = path.open("rb")
+    except OSError as error:
+        raise BundleError(
+            f"the bundle {path} cannot be read: {error.strerror}",
+            allowed="a file written by nb.pack",
+            do="check the path; on Kaggle, attach the earlier session's output to this notebook",
+        ) from error
+    with file:
+        try:
+            tar = tarfile.TarFile(fileobj=file, mode="r")
+        except tarfile.TarError as error:
+            raise _foreign(path, "it is no tar file") from error
+        try:
+            yield tar, file.fileno()
+        except tarfile.TarError as error:
+            raise _damaged(path, str(error)) from error
+
+
+def _text(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> bytes:
+    source = tar.extractfile(member)
+    if source is None or member.size > _LARGEST_TEXT:
+        raise _damaged(path, f"{member.name} is no text")
+    return source.read()
+
+
+def _manifest(raw: bytes, path: Path) -> dict[str, Entry]:
+    told, _, listed = raw.partition(b"\n")
+    if digest(listed).encode() != told:
+        raise _damaged(path, "the digest of its manifest differs")
+    return {name: Entry(*entry) for name, entry in _json(listed, path).items()}
+
+
+def _json(raw: bytes, path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(raw)
+    except ValueError as error:
+        raise _damaged(path, f"its header or manifest is no JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise _foreign(path, "its header is not a bundle's")
+    return value
+
+
+def _foreign(path: Path, why: str) -> BundleError:
+    return BundleError(
+        f"{path} is no bundle of nbtoolkit: {why}",
+        allowed=f"a file written by nb.pack ({FORMAT})",
+        do="give the path of one, or of a folder with one in it",
+    )
+
+
+def _damaged(path: Path, why: str) -> BundleError:
+    return BundleError(
+        f"the bundle {path} is damaged: {why}",
+        allowed="a file as nb.pack wrote it, byte by byte (nothing of it was unpacked)",
+        do="download or copy it again; else unpack an earlier one, by its path",
+    )
+
+
+def _unsafe(path: Path, name: str, why: str) -> BundleError:
+    return BundleError(
+        f"the bundle {path} holds {name!r}, which no bundle of nbtoolkit holds: {why}",
+        allowed="plain files below the output folder (nothing of it was unpacked)",
+        do="use a bundle that you packed yourself",
+    )

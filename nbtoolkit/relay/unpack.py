@@ -1,0 +1,118 @@
+"""unpack: go on in this session with what another one packed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nbtoolkit.config import load_config
+from nbtoolkit.errors import BundleError
+from nbtoolkit.relay.find import find_source
+from nbtoolkit.relay.merge import merge
+from nbtoolkit.relay.pack import pack
+from nbtoolkit.relay.reading import Bundle
+from nbtoolkit.relay.result import UnpackResult
+from nbtoolkit.runtime.disk import free_space, size_text
+from nbtoolkit.runtime.host import Host, detect_host
+
+
+def unpack(
+    where: str | os.PathLike[str] = "auto",
+    *,
+    into: str | os.PathLike[str] | None = None,
+    host: Host | None = None,
+) -> UnpackResult:
+    """Bring the runs of an earlier session into the output folder; launches then go on with them.
+
+    The bundle is checked whole before anything is taken from it. A run that is here and further, or
+    going on, stays as it is; unpacking twice changes nothing. Nothing is loaded or run.
+
+    Args:
+        where: ``"auto"`` (the newest bundle in ``/kaggle/input``, in a mounted Drive, or in the
+            working directory; nothing is done where there is none), a bundle, or a folder: with a
+            bundle in it, or with runs, such as the output of a session that ended before it could
+            pack.
+        into: the output folder; None: where the packed one lay, if that was below the working
+            directory, else ``runtime.output_dir`` of the default configuration.
+        host: where this is; None: detected.
+
+    Raises:
+        BundleError: there is no such bundle, or it is damaged, foreign or unsafe, or the folder
+            cannot be written.
+    """
+    source = find_source(where, host or detect_host())
+    if source is None:
+        return UnpackResult(bundle=None, folder=_folder(into))
+    if source.is_dir():
+        return _unpack_runs(source, _folder(into))
+    bundle = Bundle.open(source)
+    return _unpack(bundle, _folder(into or bundle.place()), told=source)
+
+
+def _folder(named: str | os.PathLike[str] | None) -> Path:
+    return Path(named or load_config().runtime.output_dir).expanduser().absolute()
+
+
+def _unpack_runs(runs: Path, folder: Path) -> UnpackResult:
+    """Take a folder of runs: by way of a bundle, which copies open databases as they should be."""
+    if runs == folder:
+        return UnpackResult(bundle=None, folder=folder)
+    with tempfile.TemporaryDirectory(prefix="nbtoolkit-relay-") as passing:
+        packed = pack(passing, source=runs)
+        return _unpack(Bundle.open(packed.path), folder, told=runs)
+
+
+def _unpack(bundle: Bundle, folder: Path, *, told: Path) -> UnpackResult:
+    _need_room(bundle, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _staging(folder) as staged:
+            bundle.extract(staged)
+            merged = merge(staged, folder, bundle.runs(), Path(bundle.about["source"]))
+    except OSError as error:
+        raise BundleError(
+            f"the bundle {told} cannot be unpacked into {folder}: {error.strerror or error}",
+            allowed="a folder on a disk with free space that you may write to",
+            do='free some space, or choose another folder: nb.unpack(into="...")',
+        ) from error
+    except sqlite3.Error as error:
+        raise BundleError(
+            f"the bundle {told} has an MLflow database that cannot be used: {error}",
+            allowed="a database written by MLflow",
+            do="move mlflow.db out of the folder that was packed, and pack it again",
+        ) from error
+    left_out = [f"the bundle was packed without {what}" for what in bundle.about["left_out"]]
+    return UnpackResult(
+        bundle=told,
+        folder=folder,
+        new=tuple(merged.new),
+        advanced=tuple(merged.advanced),
+        unchanged=tuple(merged.unchanged),
+        files=merged.files,
+        notes=(*left_out, *merged.notes),
+    )
+
+
+def _need_room(bundle: Bundle, folder: Path) -> None:
+    needed, free = bundle.path.stat().st_size, free_space(folder)
+    if needed > free:
+        raise BundleError(
+            f"{folder} has {size_text(free)} free, and {bundle.path} needs {size_text(needed)}",
+            allowed="a disk with room for all that is in the bundle",
+            do='free some space, or choose another folder: nb.unpack(into="...")',
+        )
+
+
+@contextmanager
+def _staging(folder: Path) -> Iterator[Path]:
+    """A folder on the same disk, whose files need only be renamed; gone in the end."""
+    staged = Path(tempfile.mkdtemp(prefix=".nbtoolkit-unpacking-", dir=folder))
+    try:
+        yield staged
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)

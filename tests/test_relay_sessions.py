@@ -1,0 +1,66 @@
+"""Relay: a session ends at its deadline, another one, elsewhere, ends as if nothing had been."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from relays import FIT, SWEEP, Session
+
+from nbtoolkit.relay.bundle import DEFAULT_NAME
+from nbtoolkit.runtime.events import EventReader
+from nbtoolkit.runtime.paths import RunPaths
+
+# No session of this machine is an hour from its end, whatever it runs on.
+UNHURRIED = {"runtime.session_limit": None}
+CUT_OFF = {**UNHURRIED, "runtime.time_budget": 4.0}
+WAIT = 0.3  # seconds a step: 12 epochs of 6 steps take 21 s
+
+
+def relayed(home: Path, work: str, **overrides: Any) -> tuple[Session, Session]:
+    """A session cut off by its deadline, and one that goes on from its bundle alone."""
+    first = Session(home / "first", work, WAIT, **CUT_OFF, **overrides)
+    (home / "second").mkdir()
+    shutil.move(home / "first" / DEFAULT_NAME, home / "second")
+    shutil.rmtree(home / "first")
+    return first, Session(home / "second", work, **UNHURRIED, **overrides)
+
+
+def test_a_fit_goes_on_in_the_next_session_and_ends_with_the_metrics_of_an_undisturbed_one(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("mlflow")
+    first, second = relayed(tmp_path, FIT)
+    undisturbed = Session(tmp_path / "undisturbed", FIT, **UNHURRIED, **{"tracking.mlflow": False})
+    assert first.told["status"] == "deadline"
+    assert "packed for the next session: PackResult(1 run, " in first.output
+    assert "going on with the unfinished run" in second.output
+    assert second.told["status"] == "completed"
+    assert second.told["metrics"] == undisturbed.told["metrics"]
+
+    folder = Path(second.told["folder"])
+    assert [folder.name] == second.told["unpacked"] == [Path(first.told["folder"]).name]
+    starts = [event for event in EventReader(RunPaths(folder).events).read()]
+    assert [event["attempt"] for event in starts if event["type"] == "run"] == [1, 2]
+    with closing(sqlite3.connect(folder.parent / "mlflow.db")) as database:
+        ((status, uri),) = database.execute("select status, artifact_uri from runs").fetchall()
+    assert status == "FINISHED"
+    assert uri.startswith((tmp_path / "second").as_uri())
+
+
+def test_a_sweep_goes_on_in_the_next_session_with_the_trials_of_an_undisturbed_one(
+    tmp_path: Path,
+) -> None:
+    quiet = {"tracking.mlflow": False}
+    first, second = relayed(tmp_path, SWEEP, **quiet)
+    undisturbed = Session(tmp_path / "undisturbed", SWEEP, **UNHURRIED, **quiet)
+    assert first.told["status"] == "deadline"
+    assert len(first.told["metrics"]) < 4
+    assert "going on with the sweep" in second.output
+    assert second.told["status"] == "completed"
+    assert second.told["metrics"] == undisturbed.told["metrics"]
+    assert second.told["best"] == undisturbed.told["best"]
