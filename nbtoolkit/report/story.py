@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -48,8 +49,7 @@ class Story:
         """The run's name and its 4 hex digits: its id without the time. Of a fold: its number."""
         if self.paths.folder.parent.name == "folds":
             return f"fold {self.paths.run_id}"
-        stamp, _, rest = self.paths.run_id.partition("-")
-        return rest if rest and stamp[:8].isdigit() else self.paths.run_id
+        return re.sub(r"^\d{8}T\d{6}-(?=.)", "", self.paths.run_id)
 
     @property
     def label(self) -> str:

@@ -1,0 +1,105 @@
+"""A run as its folder tells it, in whatever state that folder is."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+from pathlib import Path
+
+import pytest
+from run_folders import NOON, trained, write_run
+
+from nbtoolkit.report.contents import runs_below
+from nbtoolkit.report.overview import overview
+from nbtoolkit.report.story import numbers, read_story
+
+
+def words(folder: Path) -> str:
+    """Everything that the table of runs says."""
+    return "".join(map(str, overview([read_story(run) for run in runs_below(folder)]).parts))
+
+
+def test_a_run_that_ended_well_has_its_result_and_its_time(tmp_path: Path) -> None:
+    diary = trained({"val_loss": [0.5, 0.25]})
+    ended = {"status": "completed", "metrics": {"val_loss": 0.25}}
+    story = read_story(write_run(tmp_path, "20260101T000000-a-0001", events=diary, result=ended))
+    assert (story.name, story.status, story.seconds) == ("a-0001", "completed", 2.0)
+    assert story.metrics == {"val_loss": 0.25}
+    assert story.device == "2 x Tesla T4, fp16"
+    assert story.curves == {"val_loss": [(1, 0.5), (2, 0.25)]}
+
+
+def test_seconds_are_those_of_all_attempts_and_a_step_counts_as_it_was_trained_last(
+    tmp_path: Path,
+) -> None:
+    first = trained({"val_loss": [0.5, 0.4, 0.3]})
+    again = trained({"val_loss": [0.45, 0.35]}, start=NOON + 3600)  # steps 1 and 2 once more
+    story = read_story(write_run(tmp_path, "a", events=[*first, *again]))
+    assert (story.attempts, story.seconds) == (2, 5.0)
+    assert story.curves["val_loss"] == [(1, 0.45), (2, 0.35), (3, 0.3)]
+    assert "5.0 s, in 2 attempts" in words(tmp_path)
+
+
+def test_without_reports_the_curves_are_what_was_logged(tmp_path: Path) -> None:
+    logged = [{"type": "metrics", "values": {"loss": v, "lr": 0.1}, "step": v} for v in (1, 2)]
+    logged.append({"type": "metrics", "values": {"loss": 3.0}, "step": None})
+    story = read_story(write_run(tmp_path, "a", events=logged))
+    assert story.curves == {"loss": [(1, 1.0), (2, 2.0), (3, 3.0)]}
+
+
+def test_a_run_without_an_end_runs_while_it_has_an_owner(tmp_path: Path) -> None:
+    paths = write_run(tmp_path, "a", events=trained({"val_loss": [1.0]}))
+    assert read_story(paths).status == "cut off"
+    assert "the same launch goes on with it" in words(tmp_path)
+    with paths.lock.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert read_story(paths).status == "running"
+        assert read_story(paths).metrics == {"val_loss": 1.0}
+
+
+def test_a_failure_is_told_in_one_line_and_as_text(tmp_path: Path) -> None:
+    error = {"type": "builtins.ValueError", "text": "<script>alert(1)</script>\n" + "x" * 999}
+    write_run(tmp_path, "a", events=trained({"val_loss": [1.0]}), error=error)
+    told = words(tmp_path)
+    assert "a: failed: ValueError: &lt;script&gt;alert(1)&lt;/script&gt; xxx" in told
+    assert len(told) < 2000
+
+
+def test_damaged_files_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
+    paths = write_run(tmp_path, "a", events=trained({"val_loss": [1.0, 0.5]}))
+    paths.plan.write_text("{")
+    paths.result.write_text("[1]")
+    with paths.events.open("a") as diary:
+        diary.write('[1]\n{"type": "report"}\n{"t": 1, "ty\n{"t": 2, "type": "report"')
+    story = read_story(paths)
+    assert story.damaged == ("plan.json", "result.json")
+    assert story.curves == {"val_loss": [(1, 1.0), (2, 0.5)]}
+    assert "plan.json cannot be read" in words(tmp_path)
+
+
+def test_runs_are_found_in_folders_below_without_trials_folds_and_copies(tmp_path: Path) -> None:
+    for place in ("20260102T000000-b-1", "deep/er/20260101T000000-a-1", "a/b/c/d/e/too-deep"):
+        write_run(tmp_path, place, events=trained({"loss": [1.0]}))
+    write_run(tmp_path / "20260102T000000-b-1", "trials/0000", events=trained({"loss": [1.0]}))
+    (copy := tmp_path / "mlartifacts/0/artifacts").mkdir(parents=True)
+    (copy / "versions.json").write_text("{}")  # MLflow's, of a run's artifacts
+    (tmp_path / "loop").symlink_to(tmp_path)
+    names = [paths.run_id for paths in runs_below(tmp_path)]
+    assert names == ["20260101T000000-a-1", "20260102T000000-b-1"]
+    assert len(runs_below(tmp_path / names[1])) == 1  # a run's own folder
+
+
+def test_an_empty_folder_is_no_error(tmp_path: Path) -> None:
+    assert "no runs in this folder" in words(tmp_path)
+
+
+def test_only_numbers_are_metrics() -> None:
+    found = numbers({"a": 1, "b": True, "c": "x", "d": math.inf, "e": None})
+    assert found == {"a": 1.0, "d": math.inf}
+    assert numbers(None) == {}
+
+
+@pytest.mark.parametrize("name", ["20260101T000000-a-0001", "a-0001", "2026-a"])
+def test_a_name_is_the_id_without_its_time(tmp_path: Path, name: str) -> None:
+    story = read_story(write_run(tmp_path, name))
+    assert story.name == {"20260101T000000-a-0001": "a-0001"}.get(name, name)
