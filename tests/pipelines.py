@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import re
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from programs import write_program
 
 from nbtoolkit.pipeline.result import PipelineResult
@@ -55,6 +58,13 @@ def statuses(result: PipelineResult) -> str:
     return ", ".join(f"{step.name} {step.status}" for step in result.steps.values())
 
 
-def lines_of(error: BaseException) -> list[str]:
-    """An error's lines without indentation."""
-    return [re.sub(r"^\s+", "", line) for line in str(error).splitlines()]
+@pytest.fixture
+def own_tmpdir(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A place for the temporary folders of processes that are killed: nobody else removes those.
+
+    Its path is short, since Unix sockets lie below it.
+    """
+    folder = tempfile.mkdtemp(prefix="k")
+    monkeypatch.setenv("TMPDIR", folder)
+    yield
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,152 @@
+"""SIGKILL at random moments to a pipeline, its kernel or all of it: it ends with the same metrics.
+
+`make test-chaos` does it ten times to the pipeline that ships; `make test` twice to a small one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kernels import descendants, until
+from pipelines import own_tmpdir, write_pipeline
+from programs import write_program
+
+from nbtoolkit.runtime.paths import read_json
+
+__all__ = ["own_tmpdir"]  # a fixture
+
+VICTIMS = ("command", "kernel", "all")
+PLACES = ("folder", "checkpoint", "page")  # of which each run has its own
+
+SETTINGS = """
+import nbtoolkit as nb
+from nbtoolkit.tasks.digits import train
+config = nb.load_config("config/train.yaml", env=None, overrides={
+    "runtime.output_dir": folder, "tracking.mlflow": False, "checkpoint.every_epochs": 1,
+    **overrides,
+})
+"""
+FIND = """
+space = {"optim.lr": {"type": "float", "low": 1e-3, "high": 1e-1, "log": True}}
+study = {"metric": "val_accuracy", "sampler": "random", "pruner": "none"}
+wishes = {"study": study, "space": space, "budget": {"retries": 100}}
+found = nb.sweep(train, config, wishes, n_trials=3, display="off")
+nb.publish({"best": found.best_params, "value": found.best_value})
+"""
+TRAIN = """
+trained = nb.launch(train, config, display="off")
+nb.publish({"metrics": trained.metrics})
+"""
+DECLARES = "overrides: dict = {}\nfolder: str = ''"
+
+
+def small_pipeline(folder: Path) -> Path:
+    """A random search of three trials, and the training of its best with more epochs."""
+    write_program(folder, SETTINGS, FIND, declares=DECLARES, name="find")
+    write_program(folder, SETTINGS, TRAIN, declares=DECLARES, name="train")
+    own = "${pipeline.folder}"
+    few, more = {"train.epochs": 2}, {"train.epochs": 20, "optim.lr": "${find.best.optim.lr}"}
+    return write_pipeline(
+        folder,
+        find={"notebook": "find.ipynb", "parameters": {"overrides": few, "folder": own}},
+        train={"notebook": "train.ipynb", "parameters": {"overrides": more, "folder": own}},
+    )
+
+
+def started(path: Path, folder: Path) -> subprocess.Popen[str]:
+    program = [sys.executable, "-m", "nbtoolkit", "pipeline", str(path), "--no-html"]
+    return subprocess.Popen(
+        [*program, "--folder", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def published(path: Path, folder: Path) -> dict[str, Any]:
+    """Run a pipeline to its end; what it published, but for the places."""
+    command = started(path, folder)
+    out, err = command.communicate(timeout=280)
+    assert command.returncode == 0, err
+    values: dict[str, Any] = yaml.safe_load(out)
+    return {
+        step: {name: value for name, value in told.items() if name not in PLACES}
+        for step, told in values.items()
+    }
+
+
+def strike(command: subprocess.Popen[str], victim: str) -> None:
+    """Kill; where the command is left, it ends by itself, as failed."""
+    family = descendants(command.pid)
+    kernels = set(children(command.pid))
+    killed = {"command": {command.pid}, "kernel": kernels, "all": {command.pid} | family}[victim]
+    for pid in killed or {command.pid}:  # there may be no kernel yet
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    command.communicate(timeout=60)
+    assert command.returncode in (-signal.SIGKILL, 1)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def killed_often(path: Path, folder: Path, kills: int, longest: float) -> int:
+    """Start a pipeline again and again, and kill it; how often that was before it was done."""
+    chance = random.Random(kills)
+    for struck in range(kills):
+        command = started(path, folder)
+        moment, victim = chance.uniform(0.5, longest), chance.choice(VICTIMS)
+        try:
+            command.wait(moment)
+        except subprocess.TimeoutExpired:
+            strike(command, victim)
+        else:
+            command.communicate()
+            return struck
+    return kills
+
+
+@pytest.mark.chaos
+@pytest.mark.usefixtures("own_tmpdir")
+def test_a_pipeline_that_was_killed_twice_ends_with_the_same_metrics(tmp_path: Path) -> None:
+    path = small_pipeline(tmp_path)
+    undisturbed = published(path, tmp_path / "calm")
+    assert killed_often(path, tmp_path / "wild", kills=2, longest=6.0) >= 1
+    assert published(path, tmp_path / "wild") == undisturbed
+
+
+@pytest.mark.chaos
+@pytest.mark.usefixtures("own_tmpdir")
+def test_a_step_that_was_killed_goes_on_from_its_runs_checkpoint(tmp_path: Path) -> None:
+    write_program(tmp_path, SETTINGS, TRAIN, declares=DECLARES, name="train")
+    given = {"overrides": {"train.epochs": 50}, "folder": "${pipeline.folder}"}
+    path = write_pipeline(tmp_path, train={"notebook": "train.ipynb", "parameters": given})
+    command = started(path, tmp_path / "out")
+    until(lambda: [*(tmp_path / "out").glob("*-train-*/checkpoints/step-*")], "a checkpoint")
+    strike(command, "all")
+    [run] = (tmp_path / "out").glob("*-train-*")
+    assert not (run / "result.json").exists()
+    published(path, tmp_path / "out")
+    assert [*(tmp_path / "out").glob("*-train-*")] == [run]
+    assert read_json(run / "versions.json")["attempt"] == 2
+
+
+@pytest.mark.chaos
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("own_tmpdir")
+def test_the_digits_that_were_killed_ten_times_end_with_the_same_metrics(tmp_path: Path) -> None:
+    path = Path("config/pipeline/smoke.yaml")
+    undisturbed = published(path, tmp_path / "calm")
+    assert killed_often(path, tmp_path / "wild", kills=10, longest=10.0) >= 5
+    assert published(path, tmp_path / "wild") == undisturbed
