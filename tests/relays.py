@@ -1,4 +1,4 @@
-"""Sessions: programs as a host runs them, each in a folder of its own, for the tests of the relay."""
+"""Sessions: programs as a host runs them, each in a folder of its own; for tests of the relay."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ def test_a_fit_goes_on_in_the_next_session_and_ends_with_the_metrics_of_an_undis
 
     folder = Path(second.told["folder"])
     assert [folder.name] == second.told["unpacked"] == [Path(first.told["folder"]).name]
-    starts = [event for event in EventReader(RunPaths(folder).events).read()]
-    assert [event["attempt"] for event in starts if event["type"] == "run"] == [1, 2]
+    events = EventReader(RunPaths(folder).events).read()
+    assert [event["attempt"] for event in events if event["type"] == "run"] == [1, 2]
     with closing(sqlite3.connect(folder.parent / "mlflow.db")) as database:
         ((status, uri),) = database.execute("select status, artifact_uri from runs").fetchall()
     assert status == "FINISHED"

@@ -129,11 +129,11 @@ def _here(paths: RunPaths, told: str | None) -> Path | None:
     """
     if told is None:
         return None
-    saved = Path(told)
     own = Path(f"{paths.checkpoints}{told.rpartition(paths.checkpoints.name)[2]}")
-    if own.exists() or saved.exists():
-        return own if own.exists() else saved
-    return next(iter(sorted(paths.checkpoints.glob("best*"), reverse=True)), own)
+    if own.exists():
+        return own
+    best = sorted(paths.checkpoints.glob("best*"))
+    return best[-1] if best else Path(told)
 
 
 class RunHandle:

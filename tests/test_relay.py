@@ -1,0 +1,637 @@
+"""Relay: what a bundle holds, what is left out, what is refused, and how it meets what is there."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import resource
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+import nbtoolkit as nb
+from nbtoolkit.errors import BundleError, ConfigError
+from nbtoolkit.relay.bundle import FILES, HEADER, MANIFEST
+from nbtoolkit.relay.find import find_source
+from nbtoolkit.relay.hashing import SEGMENT
+from nbtoolkit.relay.reading import Bundle
+from nbtoolkit.runtime.choose import lock_run
+from nbtoolkit.runtime.disk import free_space, read_size, size_text
+from nbtoolkit.runtime.host import Host
+from nbtoolkit.runtime.paths import RunPaths, runs_in
+from nbtoolkit.tasks.digits import train
+
+SMALL = {"train.epochs": 2, "train.batch_size": 512, "model.hidden": 16, "tracking.mlflow": False}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An output folder with a finished run, an unfinished one, a sweep and a cross-validation."""
+    folder = tmp_path_factory.mktemp("made") / "outputs"
+    config = nb.load_config(
+        env=None, overrides={**SMALL, "runtime.output_dir": str(folder), "runtime.pack": False}
+    )
+    quiet = {"display": "off"}
+    nb.launch(train, config, name="finished", **quiet)
+    endless = config.with_overrides({"train.epochs": 100_000, "runtime.time_budget": 1.0})
+    assert nb.launch(train, endless, name="unfinished", **quiet).status == "deadline"
+    space = {"optim.lr": {"type": "float", "low": 1e-3, "high": 1e-1}}
+    nb.sweep(train, config, space, n_trials=2, name="search", **quiet)
+    folds = nb.make_folds([0, 1] * 898 + [0], k=2)
+    nb.cross_validate(train, config, folds, name="folded", **quiet)
+    (folder / "plots").mkdir()
+    (folder / "plots/curve.png").write_bytes(os.urandom(20_000))
+    return folder
+
+
+@pytest.fixture
+def outputs(made: Path, tmp_path: Path) -> Path:
+    """The same, for one test to change."""
+    return Path(shutil.copytree(made, tmp_path / "first" / "outputs"))
+
+
+@pytest.fixture
+def bundle(outputs: Path, tmp_path: Path) -> Path:
+    return nb.pack(tmp_path, source=outputs).path
+
+
+def folder_of(outputs: Path, name: str) -> Path:
+    (found,) = outputs.glob(f"*-{name}-*")
+    return found
+
+
+def names(bundle: Path) -> set[str]:
+    """The files in a bundle, below the output folder, without the runs' ids and epochs."""
+    with tarfile.open(bundle) as tar:
+        found = [name.removeprefix(FILES) for name in tar.getnames()]
+    return {name.split("-", 1)[-1] if name[0] == "2" else name for name in found}
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+# --- what is in it --------------------------------------------------------------------------------
+
+
+def test_a_bundle_holds_what_the_next_session_needs_and_the_best_weights(
+    bundle: Path, outputs: Path
+) -> None:
+    kept, unfinished = names(bundle), folder_of(outputs, "unfinished")
+    ends = {name.split("/", 1)[-1] for name in kept if "/" in name}
+    assert {"config.yaml", "events.jsonl", "result.json", "study.db", "folds.json"} <= ends
+    checkpoints = {(name.split("-")[0], name.split("/")[-2]) for name in kept if ".pt" in name}
+    kinds = {(run, folder.split("-")[0]) for run, folder in checkpoints}
+    runs = ("finished", "search", "folded")
+    goes_on = {path.name.split("-")[0] for path in unfinished.glob("checkpoints/*-*")}
+    assert kinds == {(run, "best") for run in runs} | {("unfinished", kind) for kind in goes_on}
+    assert "step" in goes_on
+    steps = {folder for run, folder in checkpoints if (run, folder[:4]) == ("unfinished", "step")}
+    assert steps == {max(path.name for path in unfinished.glob("checkpoints/step-*"))}
+    assert not any("owner" in name or name.endswith("-wal") for name in kept)
+
+
+def test_any_tar_lists_it_and_its_last_member_is_the_manifest(bundle: Path) -> None:
+    tar = shutil.which("tar")
+    assert tar is not None
+    done = subprocess.run([tar, "-tf", bundle], capture_output=True, text=True, check=True)
+    listed = done.stdout.splitlines()
+    assert (listed[0], listed[-1]) == (HEADER, MANIFEST)
+
+
+def test_what_comes_out_is_what_went_in(bundle: Path, outputs: Path, tmp_path: Path) -> None:
+    done = nb.unpack(bundle, into=tmp_path / "second")
+    assert len(done.new) == 4
+    there = tree(tmp_path / "second")
+    before = tree(outputs)
+    differing = [name for name in there if there[name] != before[name]]
+    assert differing == [f"{folder_of(outputs, 'search').name}/study.db"]  # its log went into it
+    assert nb.attach(folder_of(tmp_path / "second", "finished")).result().metrics
+
+
+def test_results_of_other_paths_find_their_own_checkpoints(bundle: Path, tmp_path: Path) -> None:
+    second = tmp_path / "second"
+    nb.unpack(bundle, into=second)
+    shutil.rmtree(tmp_path / "first")
+    for name in ("finished", "unfinished"):
+        result = nb.attach(folder_of(second, name)).result()
+        assert result.checkpoint is not None
+        assert result.checkpoint.is_relative_to(second)
+        assert (result.checkpoint / "model.pt").exists()
+
+
+def test_a_file_larger_than_a_segment_comes_out_as_it_went_in(
+    outputs: Path, tmp_path: Path
+) -> None:
+    large = os.urandom(2**20) * 33 + b"end"
+    assert len(large) > SEGMENT
+    (outputs / "large.bin").write_bytes(large)
+    packed = nb.pack(tmp_path, source=outputs)
+    nb.unpack(packed.path, into=tmp_path / "second")
+    assert (tmp_path / "second/large.bin").read_bytes() == large
+
+
+def test_a_study_is_copied_whole_while_somebody_writes_to_it(outputs: Path, tmp_path: Path) -> None:
+    study = folder_of(outputs, "search") / "study.db"
+    with closing(sqlite3.connect(study)) as writer:
+        writer.execute("pragma journal_mode = wal")
+        writer.execute("create table told (value)")
+        writer.commit()
+        writer.execute("insert into told values ('not yet')")  # in the midst of a transaction
+        nb.unpack(nb.pack(tmp_path, source=outputs).path, into=tmp_path / "second")
+        copied = folder_of(tmp_path / "second", "search") / "study.db"
+        with closing(sqlite3.connect(copied)) as reader:
+            assert reader.execute("pragma integrity_check").fetchone() == ("ok",)
+            assert reader.execute("select count(*) from trials").fetchone() == (2,)
+            assert reader.execute("select count(*) from told").fetchone() == (0,)
+    assert not copied.with_name("study.db-wal").exists()
+
+
+def test_a_run_that_goes_on_is_packed_as_it_is_and_told(outputs: Path, tmp_path: Path) -> None:
+    run = RunPaths(folder_of(outputs, "unfinished"))
+    with run.events.open("a") as diary:
+        diary.write('{"t": 1, "type": "metrics", "val')  # its owner is in the midst of a line
+    lock = lock_run(run)
+    assert lock is not None
+    packed = nb.pack(tmp_path, source=outputs)
+    lock.release()
+    (note,) = packed.notes
+    assert run.run_id in note
+    assert "not in the bundle" in note
+    nb.unpack(packed.path, into=tmp_path / "second")
+    copied = RunPaths(folder_of(tmp_path / "second", "unfinished")).events.read_bytes()
+    assert copied.endswith(b"\n")
+    assert run.events.read_bytes().startswith(copied)
+
+
+# --- how large ------------------------------------------------------------------------------------
+
+
+def test_what_is_left_out_first_is_what_matters_least(outputs: Path, tmp_path: Path) -> None:
+    whole = nb.pack(tmp_path, source=outputs)
+    assert whole.left_out == ()
+    loser = nb.pack(tmp_path, source=outputs, size_limit=whole.size - 3_000)
+    assert [text.split(",")[0] for text in loser.left_out] == ["weights of trials that did not win"]
+    assert f"size_limit is {size_text(whole.size - 3_000)}" in loser.left_out[0]
+    assert loser.size < whole.size
+    less = nb.pack(tmp_path, source=outputs, size_limit=whole.size - 40_000)
+    assert [text.split(",")[0] for text in less.left_out][:2] == [
+        "other files",
+        "output of ranks",
+    ]
+    unpacked = nb.unpack(less.path, into=tmp_path / "second")
+    assert any("packed without other files" in note for note in unpacked.notes)
+    # the smaller one first, then the whole one: what was left out is filled in
+    nb.pack(tmp_path, source=outputs)
+    nb.unpack(less.path, into=tmp_path / "second")
+    assert (tmp_path / "second/plots/curve.png").exists()
+
+
+def test_what_unfinished_runs_go_on_from_must_fit(outputs: Path, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"needs .* and has .*: size_limit is 50"):
+        nb.pack(tmp_path, source=outputs, size_limit="50kB")
+    assert list(tmp_path.glob("*.bundle*")) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "count"), [(5, 5), ("15GB", 15 * 10**9), ("1.5 MiB", 1572864), ("7", 7), ("3kb", 3000)]
+)
+def test_sizes_are_read_as_people_write_them(size: int | str, count: int) -> None:
+    assert read_size(size) == count
+
+
+@pytest.mark.parametrize("size", ["much", "15 Gigs", -1, True, "-3MB"])
+def test_what_is_no_size_is_refused(size: int | str) -> None:
+    with pytest.raises(ConfigError, match=r"is no size\n  Allowed: bytes, or a text with a unit"):
+        read_size(size)
+
+
+def test_free_space_is_that_of_the_nearest_folder(tmp_path: Path) -> None:
+    assert free_space(tmp_path / "not/there") == shutil.disk_usage(tmp_path).free
+
+
+# --- what cannot be written -----------------------------------------------------------------------
+
+
+def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=rf"there are no runs in {tmp_path}\n  Allowed"):
+        nb.pack(tmp_path, source=tmp_path)
+    with pytest.raises(BundleError, match=r"there is no output folder .*nowhere\n  Allowed"):
+        nb.pack(tmp_path, source=tmp_path / "nowhere")
+
+
+def test_a_name_that_is_no_bundles_is_refused(outputs: Path, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"x\.zip is no bundle's name\n(?s:.*)x\.bundle"):
+        nb.pack(tmp_path / "x.zip", source=outputs)
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """A full disk: the system refuses to let a file grow further."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_fills_up_meanwhile_leaves_the_bundle_before(
+    bundle: Path, outputs: Path, tmp_path: Path
+) -> None:
+    before = bundle.read_bytes()
+    told = r"cannot be written: File too large\n(?s:.*)Do now:  free some space"
+    with files_up_to(30_000), pytest.raises(BundleError, match=told):
+        nb.pack(tmp_path, source=outputs)
+    assert bundle.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [bundle.name]
+
+
+IN_OWN_MOUNTS = """
+import nbtoolkit as nb
+for call in (
+    lambda: nb.pack("disk", source="first/outputs"),
+    lambda: nb.unpack("nbtoolkit-relay.bundle", into="disk/outputs"),
+):
+    try:
+        call()
+    except nb.errors.BundleError as error:
+        print(error.what)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"),
+    [
+        ("ro", ["cannot be written: Read-only file", "cannot be unpacked into"]),
+        ("size=100k", ["has 0.0 kB: ", "disk/outputs has"]),
+    ],
+)
+def test_a_disk_that_is_read_only_or_too_small_is_told(
+    bundle: Path, tmp_path: Path, mode: str, told: list[str]
+) -> None:
+    unshare = [shutil.which("unshare") or "unshare", "-rm"]
+    if subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs a mount namespace (unshare -rm), which this machine does not allow")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "calls.py").write_text(IN_OWN_MOUNTS)
+    mount = f"mount -t tmpfs -o {mode} tmpfs disk && exec {sys.executable} calls.py"
+    words = [*unshare, "sh", "-c", mount]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, done.stderr
+    assert all(text in line for text, line in zip(told, lines, strict=True)), lines
+
+
+# --- what is not taken ----------------------------------------------------------------------------
+
+
+def refused(bundle: Path, into: Path, match: str) -> None:
+    with pytest.raises(BundleError, match=match):
+        nb.unpack(bundle, into=into)
+    assert not into.exists() or list(into.iterdir()) == []
+
+
+def place_of(bundle: Path, end: str) -> int:
+    """Where the content of a member begins."""
+    with tarfile.open(bundle) as tar:
+        return next(one.offset_data for one in tar if one.name.endswith(end))
+
+
+@pytest.mark.parametrize(
+    ("end", "offset", "match"),
+    [
+        ("model.pt", 500, r"the digest of .*model\.pt differs"),
+        ("events.jsonl", 0, r"the digest of .*events\.jsonl differs"),
+        ("model.pt", -512, "damaged"),  # a member's own header
+        (MANIFEST, 3, "the digest of its manifest differs"),
+        (MANIFEST, 200, "the digest of its manifest differs"),
+    ],
+)
+def test_a_flipped_bit_is_found_and_nothing_is_unpacked(
+    bundle: Path, tmp_path: Path, end: str, offset: int, match: str
+) -> None:
+    raw = bytearray(bundle.read_bytes())
+    raw[place_of(bundle, end) + offset] ^= 4
+    bundle.write_bytes(raw)
+    refused(bundle, tmp_path / "second", match)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.995])
+def test_a_bundle_that_was_cut_off_is_found(bundle: Path, tmp_path: Path, share: float) -> None:
+    os.truncate(bundle, int(bundle.stat().st_size * share))
+    refused(bundle, tmp_path / "second", r"is damaged: .*\n  Allowed: a file as nb\.pack wrote it")
+
+
+def test_a_foreign_file_is_no_bundle(tmp_path: Path) -> None:
+    (tmp_path / "text.bundle").write_text("# v2 git bundle\n" * 1000)
+    with tarfile.open(tmp_path / "other.bundle", "w") as tar:
+        tar.addfile(tarfile.TarInfo("hello"), io.BytesIO())
+    for name in ("text.bundle", "other.bundle"):
+        refused(tmp_path / name, tmp_path / "second", "is no bundle of nbtoolkit: ")
+    with pytest.raises(BundleError, match=r"there is no .*gone\.bundle\n  Allowed"):
+        nb.unpack(tmp_path / "gone.bundle", into=tmp_path / "second")
+
+
+def rewritten(bundle: Path, change: Callable[[tarfile.TarInfo], tarfile.TarInfo]) -> None:
+    """Write the same bundle with a member changed."""
+    with tarfile.open(bundle) as tar:
+        members = [(one, source.read() if (source := tar.extractfile(one)) else b"") for one in tar]
+    with tarfile.open(bundle, "w") as tar:
+        for member, content in members:
+            tar.addfile(change(member), io.BytesIO(content))
+
+
+def named(name: str) -> Callable[[tarfile.TarInfo], tarfile.TarInfo]:
+    def change(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        if member.name.endswith("curve.png"):
+            member.name = name
+        return member
+
+    return change
+
+
+def linked(kind: bytes) -> Callable[[tarfile.TarInfo], tarfile.TarInfo]:
+    def change(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        if member.name.endswith("curve.png"):
+            member.type, member.linkname, member.size = kind, "/etc/passwd", 0
+        return member
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        named(f"{FILES}../out.txt"),
+        named(f"{FILES}a/../../out.txt"),
+        named(f"{FILES}/out.txt"),
+        named("out.txt"),
+        named(f"{FILES}a//b"),
+        linked(tarfile.SYMTYPE),
+        linked(tarfile.LNKTYPE),
+        linked(tarfile.FIFOTYPE),
+    ],
+)
+def test_what_leads_out_of_the_folder_is_refused(
+    bundle: Path, tmp_path: Path, change: Callable[[tarfile.TarInfo], tarfile.TarInfo]
+) -> None:
+    rewritten(bundle, change)
+    refused(bundle, tmp_path / "second", "which no bundle of nbtoolkit holds")
+    assert not (tmp_path / "out.txt").exists()
+
+
+def test_runs_that_lie_outside_are_refused(bundle: Path, tmp_path: Path) -> None:
+    with tarfile.open(bundle) as tar:
+        members = [(one, source.read() if (source := tar.extractfile(one)) else b"") for one in tar]
+    about = json.loads(members[0][1])
+    about["runs"] = [{"folder": "../victim", "status": "completed", "alive": False}]
+    (tmp_path / "victim").mkdir()
+    raw = json.dumps(about).encode()
+    members[0][0].size = len(raw)
+    with tarfile.open(bundle, "w") as tar:
+        for member, content in [(members[0][0], raw), *members[1:]]:
+            tar.addfile(member, io.BytesIO(content))
+    refused(bundle, tmp_path / "second", r"holds '\.\./victim'")
+    assert (tmp_path / "victim").is_dir()
+
+
+# --- how it meets what is there -------------------------------------------------------------------
+
+
+def test_unpacking_twice_changes_nothing(bundle: Path, tmp_path: Path) -> None:
+    second = tmp_path / "second"
+    nb.unpack(bundle, into=second)
+    before = {path: path.stat().st_mtime_ns for path in second.rglob("*") if path.is_file()}
+    again = nb.unpack(bundle, into=second)
+    assert (again.new, again.advanced, again.files, len(again.unchanged)) == ((), (), 0, 4)
+    locks = set(second.glob("*/owner.lock"))
+    after = {path: path.stat().st_mtime_ns for path in second.rglob("*") if path.is_file()}
+    assert {path: time for path, time in after.items() if path not in locks} == before
+
+
+def append(folder: Path, text: str) -> None:
+    with RunPaths(folder).events.open("a") as diary:
+        diary.write(json.dumps({"t": 1, "type": "note", "level": "info", "text": text}) + "\n")
+
+
+def test_what_is_further_here_stays_and_what_is_further_there_is_taken(
+    bundle: Path, outputs: Path, tmp_path: Path
+) -> None:
+    ours, theirs = folder_of(outputs, "unfinished"), folder_of(outputs, "finished")
+    append(ours, "gone on here")
+    raw = theirs.joinpath("events.jsonl").read_bytes()
+    theirs.joinpath("events.jsonl").write_bytes(raw[: raw.index(b"\n") + 1])
+    theirs.joinpath("result.json").unlink()
+    before = tree(ours)
+    done = nb.unpack(bundle, into=outputs)
+    assert done.advanced == (theirs.name,)
+    assert theirs.joinpath("events.jsonl").read_bytes() == raw
+    assert theirs.joinpath("result.json").exists()
+    assert tree(ours) == before
+    assert len(done.unchanged) == 3
+    assert not list(outputs.glob(".*"))
+
+
+def test_a_run_that_went_on_in_both_places_stays_as_it_is_here(
+    bundle: Path, outputs: Path, tmp_path: Path
+) -> None:
+    ours = folder_of(outputs, "unfinished")
+    append(ours, "there")
+    elsewhere = nb.pack(tmp_path / "elsewhere.bundle", source=outputs)
+    nb.unpack(bundle, into=tmp_path / "here")
+    append(folder_of(tmp_path / "here", "unfinished"), "here")
+    (folder_of(tmp_path / "here", "unfinished") / "owner.lock").touch()
+    before = tree(folder_of(tmp_path / "here", "unfinished"))
+    done = nb.unpack(elsewhere.path, into=tmp_path / "here")
+    assert any("was gone on with here, too" in note for note in done.notes)
+    assert tree(folder_of(tmp_path / "here", "unfinished")) == before
+
+
+def test_a_run_that_goes_on_here_is_left_alone(bundle: Path, outputs: Path) -> None:
+    run = RunPaths(folder_of(outputs, "unfinished"))
+    run.events.write_text("")  # it has just begun
+    lock = lock_run(run)
+    assert lock is not None
+    done = nb.unpack(bundle, into=outputs)
+    lock.release()
+    assert f"{run.run_id} goes on here: it was left as it is" in done.notes
+    assert run.events.read_text() == ""
+
+
+def test_a_newer_file_here_stays(bundle: Path, outputs: Path) -> None:
+    picture = outputs / "plots/curve.png"
+    picture.write_bytes(b"drawn anew")
+    nb.unpack(bundle, into=outputs)
+    assert picture.read_bytes() == b"drawn anew"
+
+
+def test_paths_in_files_of_no_run_follow_the_folder(outputs: Path, tmp_path: Path) -> None:
+    (outputs / "steps.json").write_text(json.dumps({"folder": f"{outputs}/plots", "x": "/other"}))
+    nb.unpack(nb.pack(tmp_path, source=outputs).path, into=tmp_path / "second")
+    moved = json.loads((tmp_path / "second/steps.json").read_text())
+    assert moved == {"folder": f"{tmp_path}/second/plots", "x": "/other"}
+
+
+MLFLOW = """
+create table experiments (experiment_id, artifact_location);
+create table runs (run_uuid, artifact_uri);
+create table tags (key, value, run_uuid);
+"""
+
+
+def write_mlflow(folder: Path, *runs: str) -> Path:
+    """A database with the columns of MLflow's that are looked at."""
+    file = folder / "mlflow.db"
+    with closing(sqlite3.connect(file)) as database, database:
+        database.executescript(MLFLOW)
+        place = f"{folder.as_uri()}/mlartifacts"
+        database.execute("insert into experiments values (1, ?)", (place,))
+        for run in runs:
+            database.execute("insert into runs values (?, ?)", (run, f"{place}/{run}/artifacts"))
+            database.execute("insert into tags values ('nbtoolkit.run_id', ?, ?)", (run, run))
+            folder_tag = ("nbtoolkit.folder", f"{folder}/{run}", run)
+            database.execute("insert into tags values (?, ?, ?)", folder_tag)
+        text = ("nbtoolkit.note", f"not a path: {folder}/x", "1")
+        database.execute("insert into tags values (?, ?, ?)", text)
+    return file
+
+
+def test_mlflows_paths_follow_its_database(outputs: Path, tmp_path: Path) -> None:
+    write_mlflow(outputs, "a")
+    second = tmp_path / "with space"
+    nb.unpack(nb.pack(tmp_path, source=outputs).path, into=second)
+    with closing(sqlite3.connect(second / "mlflow.db")) as database:
+        (uri,) = database.execute("select artifact_uri from runs").fetchone()
+        tags = dict(database.execute("select key, value from tags").fetchall())
+    assert uri == f"{second.as_uri()}/mlartifacts/a/artifacts"
+    assert tags["nbtoolkit.folder"] == f"{second}/a"
+    assert tags["nbtoolkit.note"] == f"not a path: {outputs}/x"
+
+
+def test_an_mlflow_database_that_is_there_stays_and_what_it_lacks_is_told(
+    outputs: Path, tmp_path: Path
+) -> None:
+    finished, search = (folder_of(outputs, name).name for name in ("finished", "search"))
+    write_mlflow(outputs, finished, search)
+    (tmp_path / "second").mkdir()
+    ours = write_mlflow(tmp_path / "second", search).read_bytes()
+    done = nb.unpack(nb.pack(tmp_path, source=outputs).path, into=tmp_path / "second")
+    assert (tmp_path / "second/mlflow.db").read_bytes() == ours
+    (note,) = done.notes
+    assert f"lacks {finished}" in note.replace(f"{folder_of(outputs, 'folded').name}, ", "")
+    assert search not in note
+
+
+# --- where it is found ----------------------------------------------------------------------------
+
+
+def host(root: Path, data: Path | None = None) -> Host:
+    return Host(kind="kaggle", reason="a test", working=root, scratch=root, kept=root, input=data)
+
+
+def test_the_newest_bundle_of_all_that_is_mounted_is_found(outputs: Path, tmp_path: Path) -> None:
+    data, working = tmp_path / "input", tmp_path / "working"
+    for place in ("notebooks/me/run-1", "run-2", "images", ".hidden"):
+        (data / place).mkdir(parents=True)
+    working.mkdir()
+    (data / "images/git.bundle").write_text("# v2 git bundle\n")
+    nb.pack(data / "notebooks/me/run-1", source=outputs)
+    newest = nb.pack(data / "run-2", source=outputs)
+    shutil.copy(newest.path, data / ".hidden")
+    os.utime(newest.path, (1, 1))  # not the file's time counts: a copy has another one
+    assert find_source("auto", host(working, data)) == newest.path
+    own = nb.pack(working, source=outputs)
+    assert find_source("auto", host(working, data)) == own.path
+
+
+def test_without_a_bundle_the_runs_of_a_session_that_died_are_found(
+    outputs: Path, tmp_path: Path
+) -> None:
+    data, working = tmp_path / "first", tmp_path / "working"
+    working.mkdir()
+    there = host(working, data)
+    assert find_source("auto", there) == outputs
+    done = nb.unpack(into=working / "outputs", host=there)
+    assert len(done.new) == 4
+    assert len(runs_in(working / "outputs")) == 4
+    assert len(nb.unpack(into=working / "outputs", host=there).unchanged) == 4
+
+
+def test_a_dead_sweep_in_a_folder_that_cannot_be_written_comes_with_its_last_trials(
+    outputs: Path, tmp_path: Path
+) -> None:
+    study = folder_of(outputs, "search") / "study.db"
+    with contextlib.suppress(sqlite3.Error):
+        database = sqlite3.connect(study)
+        database.execute("pragma journal_mode = wal")
+        database.execute("create table late (value)")
+        database.commit()
+        for end in ("", "-wal"):  # as a kill leaves them: the log is not yet in the file
+            shutil.copy(f"{study}{end}", tmp_path / f"killed.db{end}")
+        database.close()
+    shutil.move(tmp_path / "killed.db", study)
+    shutil.move(tmp_path / "killed.db-wal", f"{study}-wal")
+    nb.unpack(outputs, into=tmp_path / "second")
+    with closing(sqlite3.connect(folder_of(tmp_path / "second", "search") / "study.db")) as copied:
+        assert copied.execute("select count(*) from late").fetchone() == (0,)
+
+
+def test_nothing_to_unpack_is_no_error_unless_a_place_is_named(tmp_path: Path) -> None:
+    done = nb.unpack(into=tmp_path / "outputs", host=host(tmp_path))
+    assert done.bundle is None
+    assert "nothing found" in repr(done)
+    with pytest.raises(BundleError, match=rf"there is no bundle in {tmp_path}\n  Allowed: a file"):
+        nb.unpack(tmp_path, into=tmp_path / "outputs")
+
+
+def test_a_bundle_goes_to_where_its_folder_lay_below_the_working_directory(
+    outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path / "first")
+    packed = nb.pack(tmp_path, source="outputs")
+    assert Bundle.open(packed.path).place() == "outputs"
+    (tmp_path / "second").mkdir()
+    monkeypatch.chdir(tmp_path / "second")
+    assert nb.unpack(packed.path).folder == tmp_path / "second/outputs"
+
+
+# --- what is shown --------------------------------------------------------------------------------
+
+
+def test_results_show_what_was_done_and_names_are_escaped(outputs: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "<b>odd"
+    odd.mkdir()
+    packed = nb.pack(odd, source=outputs)
+    unpacked = nb.unpack(odd, into=tmp_path / "second")
+    assert repr(packed).startswith("PackResult(4 runs, ")
+    assert "4 new; other files: 1" in repr(unpacked)
+    for shown in (packed._repr_html_(), unpacked._repr_html_()):
+        assert "&lt;b&gt;odd" in shown
+        assert "<b>odd" not in shown
+
+
+def test_the_command_line_packs_and_unpacks(outputs: Path, tmp_path: Path) -> None:
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        program = [sys.executable, "-m", "nbtoolkit", *map(str, words)]
+        return subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    packed = run("pack", tmp_path, "--source", outputs, "--size-limit", "1GB")
+    assert packed.returncode == 0, packed.stderr
+    bundle = Path(packed.stdout.strip())
+    assert bundle.exists()
+    unpacked = run("unpack", bundle, "--into", tmp_path / "second")
+    assert "4 new" in unpacked.stdout
+    bundle.write_bytes(b"")
+    again = run("unpack", bundle, "--into", tmp_path / "second")
+    assert (again.returncode, "is no bundle" in again.stderr) == (2, True)
