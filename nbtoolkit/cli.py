@@ -412,6 +412,29 @@ def unpack(where: BundlePlace = "auto", into: IntoFolder = None, debug: Debug = 
 
 
 @app.command()
+def bundle(
+    host: Annotated[str, typer.Option(help="kaggle or colab.")] = "kaggle",
+    output: Annotated[Path | None, typer.Option(help="None: outputs/<host>-wheels.")] = None,
+    image: Annotated[
+        Path | None,
+        typer.Option(help="What the host holds: # python 3.12, and pip freeze's lines."),
+    ] = None,
+    wheel: Annotated[Path | None, typer.Option(help="nbtoolkit's; none: made here.")] = None,
+    user: Annotated[
+        str | None, typer.Option(help="Your name on Kaggle: writes dataset-metadata.json.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Fill a folder with wheels, so that nbtoolkit installs on a host without internet."""
+    from nbtoolkit.hosts.bundle import make_bundle
+
+    with sentences(debug):
+        made = make_bundle(host, output, image=image, wheel=wheel, user=user)
+    print(made.folder)
+    print(made.explain(), file=sys.stderr)
+
+
+@app.command()
 def doctor(debug: Debug = False) -> None:
     """Say what is here, what a launch would do, and what may go wrong."""
     from nbtoolkit.doctor import doctor as examine

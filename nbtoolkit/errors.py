@@ -30,6 +30,7 @@ NbtoolkitError
 ├── ReportFolderError      nb.report has no folder to read, or nowhere to write
 ├── PublishError           nb.publish was given what is no plain value
 ├── BundleError            a bundle cannot be written, or is damaged, foreign or unsafe
+├── WheelsError            wheels for a host cannot be had, or do not do there
 ├── TrackingError          the tracking database cannot be used
 └── MissingExtra           an optional package is not installed (gives the install line)
 
@@ -209,6 +210,10 @@ class ReportFolderError(NbtoolkitError):
 
 class BundleError(NbtoolkitError):
     """A bundle of runs cannot be written, does not fit, or is damaged, foreign or unsafe."""
+
+
+class WheelsError(NbtoolkitError):
+    """Wheels for a host cannot be fetched or made, or would not do there."""
 
 
 class TrackingError(NbtoolkitError):

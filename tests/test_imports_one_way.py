@@ -45,6 +45,7 @@ CONFIG = ("config", "yaml_lines")
 LATE = {
     ("__main__", "cli"): "without typer, its verbs cannot even be loaded",
     ("cli", "doctor"): "each verb loads what it runs",
+    ("cli", "hosts.bundle"): "each verb loads what it runs",
     ("cli", "hosts.kaggle_kernel"): "each verb loads what it runs",
     ("cli", "lint.report"): "each verb loads what it runs",
     ("cli", "notebooks.parameters"): "each verb loads what it runs",
@@ -60,6 +61,7 @@ LATE = {
     ("cli", "search.sweep"): "each verb loads what it runs",
     ("cli", "tasks.find"): "each verb loads what it runs",
     ("config", "runtime.host"): 'env="auto" asks where it runs, and only then',
+    ("config_values", "runtime.host"): "{scratch} in runtime.output_dir asks where it runs",
     (
         "runtime.keeper",
         "tracking",
