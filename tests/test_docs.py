@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 import nbtoolkit
+from nbtoolkit.pipeline.load import load_pipeline
 from nbtoolkit.search.wishes import Wishes, load_wishes
 
 ROOT = Path(__file__).parents[1]
@@ -91,11 +92,13 @@ def test_page_runs(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_yaml_snippet_is_a_configuration_or_a_sweep(page: Path, tmp_path: Path) -> None:
+def test_every_yaml_snippet_is_a_configuration_a_sweep_or_a_pipeline(page: Path, tmp_path: Path) -> None:
     for text in names(page, r"(?ms)^```yaml\n(.*?)^```$"):
         file = tmp_path / "snippet.yaml"
         file.write_text(text)
-        if set(yaml.safe_load(text)) & set(Wishes.model_fields):
+        if "steps" in yaml.safe_load(text):
+            load_pipeline(file)
+        elif set(yaml.safe_load(text)) & set(Wishes.model_fields):
             load_wishes(file, nbtoolkit.load_config(env=None), n_trials=1)
         else:
             nbtoolkit.load_config(file, env=None)
