@@ -27,6 +27,7 @@ from nbtoolkit.config_values import (
     FreeSection,
     NotNegative,
     OptimizerName,
+    OutputFolder,
     Port,
     Positive,
     Seconds,
@@ -211,8 +212,8 @@ class Tracking(Section):
 class Runtime(Section):
     """Where a run writes, and how long it may take."""
 
-    output_dir: Text = "outputs"
-    """Each run has a folder of its own in it."""
+    output_dir: OutputFolder = "outputs"
+    """Each run has a folder of its own in it; `{scratch}` is the host's large passing disk."""
     time_budget: Seconds | None = None
     """The run saves and ends with status `deadline` in time for this; null: no limit."""
     session_limit: Seconds | None = None

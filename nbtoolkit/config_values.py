@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,15 @@ def _seconds(value: Any) -> Any:
     return math.fsum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
+def _placed(value: str) -> str:
+    """``{scratch}`` stands for the host's large disk that is not kept."""
+    if "{scratch}" not in value:
+        return value
+    from nbtoolkit.runtime.host import detect_host  # later in the data's way, and only for this
+
+    return value.replace("{scratch}", str(detect_host().scratch))
+
+
 def _different(value: Any) -> Any:
     if not isinstance(value, (list, tuple)) or not value or len(set(map(str, value))) < len(value):
         raise ValueError("not a list of different numbers")
@@ -193,6 +202,12 @@ Seconds = Annotated[
     Says("seconds above 0, or a text such as 90s, 30m or 1h30m"),
 ]
 Text = Annotated[str, Field(min_length=1), Says("a text")]
+OutputFolder = Annotated[
+    str,
+    Field(min_length=1),
+    AfterValidator(_placed),
+    Says("a text: a folder, or '{scratch}/folder'"),
+]
 OptimizerName = Annotated[
     str,
     Field(pattern=r"^(adamw|adam|sgd|rmsprop|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+)$"),

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from nbtoolkit.errors import NbtoolkitError
 from nbtoolkit.runtime.choose import versions
 from nbtoolkit.runtime.culprit import find_culprit
+from nbtoolkit.runtime.disk import free_space, size_text
 from nbtoolkit.runtime.hardware import Hardware, detect_hardware
 from nbtoolkit.runtime.host import Host, detect_host
 from nbtoolkit.runtime.known_bad import known_bad
 from nbtoolkit.runtime.plan import LaunchPlan, make_plan
 from nbtoolkit.runtime.probe import PROBE_SECONDS, ProbeResult, probe_fork
 from nbtoolkit.runtime.table import html_table
+from nbtoolkit.runtime.timing import session_age, span, time_limit
 
 # A child that must import torch first needs that much longer (1.5 s warm, 15 s from a cold disk).
 _IMPORT_SECONDS = 20.0
@@ -25,6 +27,10 @@ class Report:
 
     host: Host
     hardware: Hardware
+    session: str
+    """How old the session is, and when a run must end."""
+    room: str
+    """How much may still be written, and where."""
     plan: LaunchPlan | None
     """What a launch with default settings would do here; None when it would be refused."""
     refusal: str
@@ -48,6 +54,8 @@ class Report:
         names = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         parts = [
             f"host      {self.host.explain()}",
+            f"session   {self.session}",
+            f"room      {self.room}",
             f"hardware  {self.hardware.explain()}",
             plan,
             f"versions  {names}",
@@ -70,6 +78,8 @@ class Report:
     def _repr_html_(self) -> str:
         rows = [
             ("host", f"{self.host.kind}: {self.host.reason}"),
+            ("session", self.session),
+            ("room", self.room),
             ("hardware", self.hardware.explain()),
             ("plan", self.plan.explain() if self.plan is not None else f"refused: {self.refusal}"),
             ("fork-safe", self._fork()),
@@ -103,6 +113,8 @@ def doctor() -> Report:
     return Report(
         host=host,
         hardware=hardware,
+        session=_session(),
+        room=_room(host),
         plan=plan,
         refusal=refusal,
         versions=versions(),
@@ -110,3 +122,18 @@ def doctor() -> Report:
         fork=fork,
         culprit="" if fork.ok else find_culprit(device=device),
     )
+
+
+def _session() -> str:
+    from nbtoolkit.config import load_config
+
+    notes = time_limit(load_config()).notes
+    age = session_age()
+    told = "of unknown age" if age is None else f"{span(age)} old"
+    return "; ".join([told, *(text for _, text in notes)] if notes else [told, "no limit is set"])
+
+
+def _room(host: Host) -> str:
+    """Free space where results and passing files go."""
+    places = dict.fromkeys([host.working, host.scratch, *([host.kept] if host.kept else [])])
+    return ", ".join(f"{place}: {size_text(free_space(place))} free" for place in places)

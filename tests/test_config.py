@@ -70,6 +70,11 @@ def test_the_shipped_file_says_what_the_defaults_are_but_for_what_digits_need() 
     assert shipped.differences(Config()) == DIGITS
 
 
+def test_the_output_folder_may_lie_on_the_hosts_scratch_disk() -> None:
+    config = load_config(overrides={"runtime.output_dir": "{scratch}/outputs"})
+    assert config.runtime.output_dir == f"{detect_host().scratch}/outputs"
+
+
 def test_auto_takes_the_overlay_of_this_host() -> None:
     kind = detect_host().kind
     assert load_config() == load_config(env={"jupyter": "local", "script": "local"}.get(kind, kind))

@@ -119,19 +119,27 @@ def test_an_unknown_override_is_refused(root: Path, value: str, advice: str) -> 
 def test_kaggles_folders(root: Path) -> None:
     host = at(root, ON_KAGGLE, KERNEL, ("kaggle/working", "kaggle/input"))
     assert host.working == root / "kaggle/working"
+    assert host.kept == root / "kaggle/working"
     assert host.scratch == root / "tmp"
     assert host.input == root / "kaggle/input"
+    (root / "kaggle/tmp").mkdir()
+    assert at(root, ON_KAGGLE, KERNEL).scratch == root / "kaggle/tmp"
 
 
 def test_colabs_folders(root: Path) -> None:
     host = at(root, {}, COLAB, ("content",))
     assert (host.working, host.input) == (root / "content", None)
+    assert host.kept is None
+    assert "kept: nothing outlives the session: mount Google Drive" in host.explain()
+    mounted = at(root, {}, COLAB, ("content/drive/MyDrive",))
+    assert (mounted.working, mounted.kept) == (root / "content", root / "content/drive/MyDrive")
 
 
 def test_folders_elsewhere(root: Path) -> None:
     (root / "node").mkdir()
     host = at(root, {"SLURM_JOB_ID": "1", "SLURM_TMPDIR": str(root / "node")})
     assert (host.working, host.scratch, host.input) == (root / "home", root / "node", None)
+    assert host.kept == host.working
 
 
 def test_a_folder_that_is_not_there_is_not_offered(root: Path) -> None:

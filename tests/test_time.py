@@ -153,9 +153,10 @@ def machine_of_age(root: Path, age: float, *, uptime: float = 40 * DAY) -> Path:
     return root
 
 
-def limit_of(root: Path, **runtime: Any) -> TimeLimit:
+def limit_of(root: Path, *, environ: dict[str, str] | None = None, **runtime: Any) -> TimeLimit:
     overrides = {"runtime": {"reserve": "15m", **runtime}}
-    return time_limit(nb.load_config(env=None, overrides=overrides), root=root, now=NOON)
+    config = nb.load_config(env=None, overrides=overrides)
+    return time_limit(config, root=root, now=NOON, environ=environ or {})
 
 
 def test_the_age_of_a_session_is_its_first_process_s(tmp_path: Path) -> None:
@@ -210,6 +211,25 @@ def test_an_age_that_cannot_be_told_is_told(tmp_path: Path) -> None:
     limit = limit_of(tmp_path, session_limit="12h")
     assert limit.deadline is None
     assert "the session's age cannot be read from /proc" in limit.notes[0][1]
+
+
+@pytest.mark.parametrize(
+    ("end", "settings", "deadline"),
+    [
+        (NOON + 7200, {}, NOON + 7200 - 900),
+        (NOON + 7200, {"time_budget": "1h"}, NOON + 3600),  # the earlier one counts
+        (NOON - 5, {}, None),  # an earlier job's
+        (NOON + 7200, {"session_limit": "12h"}, NOON + 12 * 3600 - 900 - 100),  # the user's own
+    ],
+)
+def test_slurm_says_when_its_job_ends(
+    tmp_path: Path, end: float, settings: dict[str, Any], deadline: float | None
+) -> None:
+    environ = {"SLURM_JOB_END_TIME": f"{end:.0f}"}
+    limit = limit_of(machine_of_age(tmp_path, 100), environ=environ, **settings)
+    assert limit.deadline == (None if deadline is None else pytest.approx(deadline, abs=0.1))
+    if not settings and deadline:
+        assert "Slurm ends this job: the run must end by" in limit.notes[0][1]
 
 
 def test_inside_the_reserve_a_run_ends_at_its_first_report(tmp_path: Path) -> None:

@@ -129,9 +129,9 @@ def _here(paths: RunPaths, told: str | None) -> Path | None:
     """
     if told is None:
         return None
-    own = Path(f"{paths.checkpoints}{told.rpartition(paths.checkpoints.name)[2]}")
-    if own.exists():
-        return own
+    _, found, below = told.rpartition(f"/{paths.checkpoints.name}/")
+    if found and (paths.checkpoints / below).exists():
+        return paths.checkpoints / below
     best = sorted(paths.checkpoints.glob("best*"))
     return best[-1] if best else Path(told)
 

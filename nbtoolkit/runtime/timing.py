@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,13 @@ class TimeLimit:
     """Why, where the session's limit has a say."""
 
 
-def time_limit(config: Config, *, root: Path = ROOT, now: float | None = None) -> TimeLimit:
+def time_limit(
+    config: Config,
+    *,
+    root: Path = ROOT,
+    now: float | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> TimeLimit:
     """The earlier one of two limits of a run that starts now.
 
     ``runtime.time_budget`` counts from the start of this attempt. ``runtime.session_limit`` counts
@@ -37,16 +44,20 @@ def time_limit(config: Config, *, root: Path = ROOT, now: float | None = None) -
     has been up for weeks): it is not kept, and a warning says so. Inside the reserve it is kept: a
     run that is launched then ends at its first report, so that the notebook comes to its end.
 
+    Slurm says itself when a job ends (``SLURM_JOB_END_TIME``, https://slurm.schedmd.com/sbatch.html):
+    without a ``session_limit`` that is kept, too.
+
     Args:
         config: its section ``runtime`` is used.
         root: where ``/proc`` is looked for.
         now: unix time; default: the clock's.
+        environ: the environment variables; default: this process's.
     """
     now = time.time() if now is None else now
     budget, limit = config.runtime.time_budget, config.runtime.session_limit
     by_budget = None if budget is None else now + budget
     if limit is None:
-        return TimeLimit(by_budget)
+        return _by_job(config, by_budget, now, os.environ if environ is None else environ)
     age = session_age(root)
     if age is None or age >= limit:
         return TimeLimit(by_budget, (("warning", _not_kept(age, limit)),))
@@ -79,6 +90,18 @@ def span(seconds: float) -> str:
     minutes = round(seconds / 60)
     parts = [(minutes // 1440, "d"), (minutes // 60 % 24, "h"), (minutes % 60, "min")]
     return " ".join([f"{count} {unit}" for count, unit in parts if count][:2])
+
+
+def _by_job(
+    config: Config, by_budget: float | None, now: float, environ: Mapping[str, str]
+) -> TimeLimit:
+    """The limit of a Slurm job, where there is one; a time that is past is another job's."""
+    end = environ.get("SLURM_JOB_END_TIME", "")
+    by_job = float(end) - config.runtime.reserve if end.isdecimal() else 0.0
+    if not end.isdecimal() or float(end) <= now or (by_budget is not None and by_budget <= by_job):
+        return TimeLimit(by_budget)
+    kept = f"SLURM_JOB_END_TIME, less {span(config.runtime.reserve)} in reserve"
+    return TimeLimit(by_job, (("info", f"Slurm ends this job: {_ends(by_job, now)} ({kept})"),))
 
 
 def _by_session(config: Config, age: float, deadline: float, now: float) -> Note:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from nbtoolkit.errors import CheckpointError
+from nbtoolkit.runtime.disk import free_space, size_text
+from nbtoolkit.runtime.host import detect_host
 from nbtoolkit.training.shelf import Entry, Shelf
 from nbtoolkit.training.snapshot import Snapshot
 from nbtoolkit.training.writer import Writer
@@ -152,14 +153,15 @@ class Saver:
         if not self._on or not self._ctx.is_main:
             return
         needed = (self._wish.keep_last + 1) * state + 2 * weights
-        free = shutil.disk_usage(self._ctx.paths.folder).free
+        free = free_space(self._ctx.paths.folder)
         if needed > free:
+            folder = self._ctx.paths.folder
             raise CheckpointError(
-                f"checkpoints will need {_size(needed)} ({self._wish.keep_last} kept and one being "
-                f"written of {_size(state)} each, the best weights of {_size(weights)} twice), and "
-                f"{self._ctx.paths.folder} has {_size(free)} free",
+                f"checkpoints will need {size_text(needed)} ({self._wish.keep_last} kept and one "
+                f"being written of {size_text(state)} each, the best weights of "
+                f"{size_text(weights)} twice), and {folder} has {size_text(free)} free",
                 allowed="a disk with more free space, or fewer checkpoints",
-                do="lower checkpoint.keep_last, set runtime.output_dir to a larger disk, or set "
+                do=f"lower checkpoint.keep_last, {_larger_disk(needed)}, or set "
                 "checkpoint.enabled: false",
             )
 
@@ -204,6 +206,13 @@ def _agreed(ctx: RunContext, look: Callable[[], State | None]) -> State | None:
     return found
 
 
-def _size(count: int) -> str:
-    """Bytes in words."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+def _larger_disk(needed: int) -> str:
+    """Where there would be room: the host's scratch disk, or one that the user knows."""
+    scratch = detect_host().scratch
+    free = free_space(scratch)
+    if free < needed:
+        return "set runtime.output_dir to a larger disk"
+    return (
+        f"set runtime.output_dir: '{{scratch}}/outputs' ({scratch} has {size_text(free)} free; "
+        "nb.pack() then puts what is to be kept into one file)"
+    )
