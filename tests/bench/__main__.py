@@ -7,7 +7,7 @@ import sys
 
 from tests.bench.figures import Figure, machine, table
 
-MODULES = ("imports", "launches", "memory", "training", "search")
+MODULES = ("imports", "launches", "memory", "training", "search", "notebooks")
 
 
 def main() -> int:
