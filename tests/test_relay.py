@@ -14,19 +14,22 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import nbtoolkit as nb
 from nbtoolkit.errors import BundleError, ConfigError
-from nbtoolkit.relay.bundle import FILES, HEADER, MANIFEST
+from nbtoolkit.relay.bundle import DEFAULT_NAME, FILES, HEADER, MANIFEST
+from nbtoolkit.relay.deadline import pack_for_next_session
 from nbtoolkit.relay.find import find_source
 from nbtoolkit.relay.hashing import SEGMENT
 from nbtoolkit.relay.reading import Bundle
+from nbtoolkit.relay.result import PackResult
 from nbtoolkit.runtime.choose import lock_run
 from nbtoolkit.runtime.disk import free_space, read_size, size_text
-from nbtoolkit.runtime.host import Host
+from nbtoolkit.runtime.host import Host, HostKind
 from nbtoolkit.runtime.paths import RunPaths, runs_in
 from nbtoolkit.tasks.digits import train
 
@@ -604,6 +607,56 @@ def test_a_bundle_goes_to_where_its_folder_lay_below_the_working_directory(
     (tmp_path / "second").mkdir()
     monkeypatch.chdir(tmp_path / "second")
     assert nb.unpack(packed.path).folder == tmp_path / "second/outputs"
+
+
+# --- by itself ------------------------------------------------------------------------------------
+
+
+def at_deadline(outputs: Path, there: Host, wish: str) -> tuple[PackResult | None, list[str]]:
+    """What comes of the unfinished run's deadline, with ``runtime.pack`` set so."""
+    paths, said = RunPaths(folder_of(outputs, "unfinished")), []
+    text = paths.config.read_text()
+    assert "pack: false" in text
+    paths.config.write_text(text.replace("pack: false", f"pack: {wish}"))
+    return pack_for_next_session(paths, said.append, host=there), said
+
+
+@pytest.mark.parametrize(
+    ("kind", "wish", "packs"),
+    [
+        ("kaggle", "auto", True),
+        ("colab", "auto", True),
+        ("jupyter", "auto", False),
+        ("slurm", "auto", False),
+        ("kaggle", "false", False),
+        ("script", "true", True),
+    ],
+)
+def test_a_run_is_packed_at_its_deadline_where_sessions_end(
+    outputs: Path, tmp_path: Path, kind: HostKind, wish: str, packs: bool
+) -> None:
+    packed, said = at_deadline(outputs, replace(host(tmp_path), kind=kind), wish)
+    assert (tmp_path / DEFAULT_NAME).exists() == packs
+    assert len(said) == packs
+    if packs:
+        assert packed is not None
+        assert packed.path == tmp_path / DEFAULT_NAME
+        assert "nb.unpack() and the same call go on" in said[0]
+
+
+def test_colab_without_drive_keeps_nothing_and_says_so(outputs: Path, tmp_path: Path) -> None:
+    packed, said = at_deadline(outputs, replace(host(tmp_path), kind="colab", kept=None), "auto")
+    assert packed is not None
+    assert "ends with this session: download it, or mount Google Drive" in said[1]
+
+
+def test_a_bundle_that_cannot_be_written_is_a_warning_and_no_error(
+    outputs: Path, tmp_path: Path
+) -> None:
+    with files_up_to(30_000):
+        packed, said = at_deadline(outputs, host(tmp_path), "auto")
+    assert packed is None
+    assert said[0].startswith("warning: nothing was packed for the next session: the bundle")
 
 
 # --- what is shown --------------------------------------------------------------------------------
