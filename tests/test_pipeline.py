@@ -95,7 +95,8 @@ def test_a_step_that_published_that_there_is_more_to_do_ends_the_pipeline_for_no
     tmp_path: Path,
 ) -> None:
     work = "import nbtoolkit as nb\nnb.publish({'status': 'deadline' if n == 1 else 'completed'})"
-    write_program(tmp_path, work, declares="n: int = 1", name="one")
+    no_more_to_show = "assert n == 2"
+    write_program(tmp_path, work, no_more_to_show, declares="n: int = 1", name="one")
     write_program(tmp_path, "1", name="two")
     path = write_pipeline(
         tmp_path, one={"notebook": "one.ipynb"}, two={"notebook": "two.ipynb", "after": "one"}

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbtoolkit.config_layers import Overrides
-from nbtoolkit.errors import NbtoolkitError, PipelineError, PipelineFailed
-from nbtoolkit.notebooks.result import NotebookResult
+from nbtoolkit.errors import NbtoolkitError, NotebookFailed, PipelineError, PipelineFailed
 from nbtoolkit.notebooks.run import require_extras, run_notebook
 from nbtoolkit.pipeline.folder import PipelineFolder
 from nbtoolkit.pipeline.inputs import difference, inputs_of
@@ -23,6 +22,7 @@ from nbtoolkit.pipeline.result import PipelineResult, StepResult, StepStatus
 from nbtoolkit.pipeline.step import OWN, Pipeline, Step
 from nbtoolkit.runtime.cell import Display
 from nbtoolkit.runtime.host import in_kernel
+from nbtoolkit.runtime.paths import read_json
 from nbtoolkit.yaml_lines import Mistake, refuse
 
 _THROUGH = ("completed", "pruned")
@@ -115,18 +115,21 @@ class _Run:
             self._say(f"{self._number(step)} {step.name}: skipped, done with equal inputs")
             return self._result(step, "skipped", "done with equal inputs", **before["result"])
         self._say(f"{self._number(step)} {step.name}: {step.notebook.name} ({why})")
-        ended = self._run(step, values)
-        result = {"values": ended.values, "seconds": round(ended.seconds, 3)}
-        if ended.values.get("status", "completed") not in _THROUGH:
+        result = self._run(step, values)
+        if _more_to_do(result["values"]):
             return self._result(step, "early", why, **result)
         self.place.write_record(step.name, {"inputs": inputs, "result": result})
         return self._result(step, "done", why, **result)
 
-    def _run(self, step: Step, values: dict[str, Any]) -> NotebookResult:
+    def _run(self, step: Step, values: dict[str, Any]) -> dict[str, Any]:
+        """What a step published, and its seconds.
+
+        One that fails after it has published that its time was up had nothing more to show.
+        """
         self.place.forget(step.name)
         self.place.wait_for_leftovers(step.name)
         try:
-            return run_notebook(
+            ended = run_notebook(
                 step.notebook,
                 self.place.files(step.name).copy,
                 values,
@@ -136,8 +139,14 @@ class _Run:
                 html=self.html,
                 display=self.display,
             )
+        except NotebookFailed as error:
+            record = read_json(self.place.files(step.name).record)
+            if record is None or not _more_to_do(record["values"]):
+                raise self._failed(step, error) from error
+            return {"values": record["values"], "seconds": record["seconds"]}
         except NbtoolkitError as error:
             raise self._failed(step, error) from error
+        return {"values": ended.values, "seconds": round(ended.seconds, 3)}
 
     def _failed(self, step: Step, error: NbtoolkitError) -> PipelineFailed:
         steps = [one.name for one in self.pipeline.steps]
@@ -168,6 +177,11 @@ class _Run:
     def _say(self, text: str) -> None:
         if self.display != "off":
             print(text, file=sys.stdout if in_kernel(sys.modules) else sys.stderr, flush=True)
+
+
+def _more_to_do(values: Mapping[str, Any]) -> bool:
+    """Whether a notebook published a status that is none of an end."""
+    return values.get("status", "completed") not in _THROUGH
 
 
 def _command(path: object, overrides: Overrides | None, folder: object) -> str:
