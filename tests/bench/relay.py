@@ -1,0 +1,62 @@
+"""Relay: packing a folder of 1 GB beside ``tar`` of the same, and unpacking it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from nbtoolkit.relay.pack import pack
+from nbtoolkit.relay.unpack import unpack
+from nbtoolkit.runtime.paths import RunPaths, write_json
+from nbtoolkit.training.shelf import Shelf
+from tests.bench.figures import Figure, median
+
+RUNS, NUMBERS = 4, 2**26  # float32: 268 MB a run
+ROUNDS = 7
+
+
+def make_runs(folder: Path) -> None:
+    """Finished runs, each with one checkpoint: all of the folder is worth keeping."""
+    for number in range(RUNS):
+        paths = RunPaths.create(folder, f"run{number}")
+        paths.events.write_text('{"t": 1.0, "type": "run"}\n')
+        write_json(paths.versions, {"run_id": paths.run_id})
+        write_json(paths.result, {"status": "completed"})
+        weights = {"model": {"model": {"weight": torch.rand(NUMBERS)}}}
+        Shelf(paths.checkpoints).put("best", 1, weights, {"epoch": 1})
+
+
+def timed(folder: Path, tar: str) -> tuple[float, float]:
+    """Seconds of tar, and of packing; each file is removed before the next is written."""
+    start = time.perf_counter()
+    subprocess.run([tar, "-cf", folder / "x.tar", "-C", folder, "outputs"], check=True)
+    by_tar = time.perf_counter() - start
+    (folder / "x.tar").unlink()
+    packed = pack(folder / "x.bundle", source=folder / "outputs")
+    assert not packed.left_out
+    return by_tar, packed.seconds
+
+
+def figures() -> list[Figure]:
+    tar = shutil.which("tar") or "tar"
+    with tempfile.TemporaryDirectory(prefix="bench-") as place:
+        folder = Path(place)
+        make_runs(folder / "outputs")
+        timed(folder, tar)  # from here on all is in memory
+        pairs = [timed(folder, tar) for _ in range(ROUNDS)]
+        size = (folder / "x.bundle").stat().st_size
+        start = time.perf_counter()
+        unpack(folder / "x.bundle", into=folder / "second")
+        unpacked = time.perf_counter() - start
+    ratio = median([by_us / by_tar for by_tar, by_us in pairs])
+    return [
+        Figure(f"packing {size / 1e9:.2f} GB, in times of tar", ratio, "x", 1.5, 2.5),
+        Figure("the same, absolute", median([by_us for _, by_us in pairs]), "s"),
+        Figure("tar, absolute", median([by_tar for by_tar, _ in pairs]), "s"),
+        Figure("unpacking it, all checked", unpacked, "s"),
+    ]
