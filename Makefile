@@ -3,6 +3,7 @@
 #   make test     the test suite
 #   make test-chaos  the long form: 20 kills at random moments, gone on with each time (minutes)
 #   make check    lint, format, types, version
+#   make notebooks  run every notebook in full, store the outputs that are kept (minutes)
 #   make bench    the figures of docs/log.md
 #   make clean    remove what the above made (not outputs/)
 
@@ -11,7 +12,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-chaos check bench clean install
+.PHONY: demo test test-chaos check notebooks bench clean install
 
 demo: $(STAMP)
 	@$(BIN)/python tests/demo.py
@@ -27,6 +28,9 @@ check: $(STAMP)
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/python tests/check_version.py
+
+notebooks: $(STAMP)
+	@$(BIN)/python tests/notebook_outputs.py store
 
 bench: $(STAMP)
 	@$(BIN)/python -m tests.bench

@@ -1,0 +1,18 @@
+"""The quick size of each notebook, by its parameters; the full size is that of its defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+FEW = {"train.epochs": 2, "model.hidden": 32}
+
+# A notebook without an entry is quick as it is.
+QUICK: dict[str, dict[str, Any]] = {
+    "01_train": {"overrides": FEW},
+    "02_sweep": {"overrides": {"train.epochs": 2}, "n_trials": 4},
+    "03_cross_validate": {"overrides": FEW, "n_trials": 1},
+}

@@ -1,0 +1,95 @@
+"""Every notebook in a plain kernel, as who opens it runs it: it shows what is stored in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from notebook_outputs import KEEP, read, strip
+from notebook_sizes import NOTEBOOKS, QUICK
+
+from nbtoolkit.notebooks.document import read_as_saved, with_parameters
+
+CONFIG = Path(__file__).with_name("nbval.cfg")
+ANYTHING = "nbval-ignore-output"
+"""Tag of cells that show something else every time."""
+
+
+def stem(path: Path) -> str:
+    return path.stem
+
+
+def nbval(notebook: Path) -> subprocess.CompletedProcess[str]:
+    """Run a notebook in its folder and compare what its cells show with what is stored."""
+    options = ["-q", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env"]
+    options += ["--nbval-sanitize-with", str(CONFIG), "--nbval-cell-timeout", "280"]
+    program = [sys.executable, "-m", "pytest", *options, "--rootdir", str(notebook.parent)]
+    return subprocess.run(
+        [*program, str(notebook)], cwd=notebook.parent, capture_output=True, text=True, timeout=800
+    )
+
+
+def small(notebook: Path, folder: Path) -> Path:
+    """A copy of a notebook with the parameters of its quick size, and the outputs stored in it."""
+    copy = folder / notebook.name
+    quick = with_parameters(read_as_saved(notebook), QUICK.get(notebook.stem, {}))
+    nbformat.write(quick, copy)
+    return copy
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=stem)
+def test_in_the_quick_size_every_cell_shows_what_is_stored(notebook: Path, tmp_path: Path) -> None:
+    done = nbval(small(notebook, tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=stem)
+def test_in_full_every_cell_shows_what_is_stored(notebook: Path, tmp_path: Path) -> None:
+    done = nbval(Path(shutil.copy(notebook, tmp_path)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    if notebook.stem == "01_train":
+        [run] = (tmp_path / "outputs").glob("*-digits-*")
+        assert json.loads((run / "result.json").read_text())["metrics"]["val_accuracy"] >= 0.97
+
+
+def test_another_output_than_the_stored_one_is_found(tmp_path: Path) -> None:
+    cells = [nbformat.v4.new_code_cell(f"print({text!r})") for text in ("PATH", "2 models")]
+    for cell, shown in zip(cells, ("/somewhere/else", "3 models"), strict=True):
+        cell.execution_count = 1
+        cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=f"{shown}\n")]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
+    nbformat.write(notebook, tmp_path / "other.ipynb")
+    done = nbval(tmp_path / "other.ipynb")
+    assert "1 failed, 1 passed" in done.stdout
+    assert "3 models" in done.stdout
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=stem)
+def test_outputs_are_stored_where_the_tags_say_so_and_nowhere_else(notebook: Path) -> None:
+    for cell in read(notebook).cells:
+        if cell.cell_type != "code":
+            continue
+        tags = set(cell.metadata.get("tags", []))
+        assert bool(cell.outputs) == (KEEP in tags), cell.id
+        assert not {KEEP, ANYTHING} <= tags, cell.id
+        assert (cell.execution_count is None) == (not cell.outputs), cell.id
+        kinds = {kind for output in cell.outputs for kind in output.get("data", {})}
+        assert kinds <= {"text/plain", "text/html"}, cell.id  # no pictures: they change, and weigh
+
+
+def test_stripping_takes_away_what_is_not_to_be_kept_and_nothing_else(tmp_path: Path) -> None:
+    notebook = read(NOTEBOOKS[0])
+    assert strip(read(NOTEBOOKS[0])) == notebook
+    for number, cell in enumerate(notebook.cells):
+        if cell.cell_type == "code" and not cell.outputs:
+            cell.execution_count = number
+            cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text="anything\n")]
+    assert strip(notebook) == read(NOTEBOOKS[0])

@@ -1,0 +1,154 @@
+"""The report on real runs, a sweep and folds: as sections for a notebook, as a page, by command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import nbtoolkit as nb
+from nbtoolkit.errors import ReportFolderError
+from nbtoolkit.report.contents import Report, read_report
+from nbtoolkit.report.page import page
+from nbtoolkit.report.picture import Picture
+from nbtoolkit.report.section import Section
+from nbtoolkit.tasks import digits
+
+
+def fails(config, ctx):
+    ctx.report({"val_accuracy": 0.1}, step=1)
+    raise ValueError("<b>not</b> today")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs, one that failed, a sweep, a cross-validation: what a report is made of."""
+    outputs = tmp_path_factory.mktemp("outputs")
+    few = {"train.epochs": 3, "tracking.mlflow": False, "runtime.output_dir": str(outputs)}
+    config = nb.load_config(env=None, overrides=few)
+    nb.launch(digits.train, config, name="small", display="off")
+    larger = config.with_overrides({"model.hidden": 300, "train.batch_size": 64})
+    nb.launch(digits.train, larger, name="larger", processes=2, display="off")
+    with pytest.raises(ValueError, match="not</b> today"):
+        nb.launch(fails, config, name="fails", display="off")
+    space = {"optim.lr": {"type": "float", "low": 1e-3, "high": 1e-1, "log": True}}
+    wishes = {"study": {"name": "rates", "metric": "val_accuracy"}, "space": space}
+    nb.sweep(digits.train, config, wishes, n_trials=5, display="off")
+    folds = nb.make_folds(digits.load()[1], k=3)
+    nb.cross_validate(digits.train, config, folds, name="three", display="off")
+    return outputs
+
+
+@pytest.fixture
+def report(folder: Path) -> Report:
+    return read_report(folder)
+
+
+def words(section: Section) -> str:
+    return "".join(part for part in section.parts if isinstance(part, str))
+
+
+def pictures(section: Section) -> list[Picture]:
+    return [part for part in section.parts if isinstance(part, Picture)]
+
+
+def test_the_table_has_every_run_with_its_status_and_scores(report: Report) -> None:
+    kinds = [(story.kind, story.status) for story in report.stories]
+    run = ("run", "completed")
+    assert kinds == [run, run, ("run", "failed"), ("sweep", "completed"), ("cv", "completed")]
+    told = words(report.overview)
+    small, larger, _, sweep, cv = report.stories
+    for story in (small, larger, sweep, cv):
+        assert f">{story.metrics['val_accuracy']:.5g}</td>" in told
+    assert "CPU, 2 processes, fp32" in told
+    assert "failed: ValueError: &lt;b&gt;not&lt;/b&gt; today" in told
+
+
+def test_the_curves_are_those_that_fit_reported(report: Report) -> None:
+    [picture] = pictures(report.curves)
+    loss, accuracy = picture.figure.axes
+    assert (loss.get_title(), accuracy.get_title()) == ("loss", "accuracy")
+    small = report.stories[0]
+    dashed, solid = loss.lines[:2]
+    assert list(dashed.get_ydata()) == [value for _, value in small.curves["train_loss"]]
+    assert list(solid.get_ydata()) == [value for _, value in small.curves["val_loss"]]
+    assert (dashed.get_linestyle(), solid.get_linestyle()) == ("--", "-")
+    assert len(accuracy.lines) == 2  # the run that failed has one value, which is no line
+
+
+def test_the_sweep_has_its_table_and_plots(report: Report, folder: Path) -> None:
+    told = words(report.sweeps)
+    assert "rates: 5 of 5 trials; 5 complete; best val_accuracy" in told
+    kinds = [picture.alt.partition(" of ")[0] for picture in pictures(report.sweeps)]
+    assert kinds == ["history", "importances", "slices"]
+
+
+def test_the_folds_have_their_scores_curves_and_predictions(report: Report) -> None:
+    assert "3 of 3 folds" in words(report.folds)
+    [picture] = pictures(report.folds)
+    labels = [text.get_text() for text in picture.figure.legends[0].get_texts()]
+    assert labels[:3] == ["fold 0", "fold 1", "fold 2"]
+    told = words(report.confusion)
+    [accuracy] = [f"{report.stories[-1].metrics['val_accuracy']:.4f} of 1797 samples are right"]
+    assert accuracy in told
+    assert told.count("true \\ predicted") == 3
+    assert "it returned nothing" in told  # the run that failed
+
+
+def test_throughput_and_differences_are_told(report: Report) -> None:
+    assert "samples a second (median)" in words(report.throughput)
+    told = words(report.differences)
+    assert ">train.batch_size</td>" in told
+    assert "train.epochs" not in told
+    assert told.index("train.batch_size") < told.index("distributed.world_size")
+
+
+class Elements(HTMLParser):
+    """The elements of a page and the addresses it names."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.addresses: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.addresses += [value or "" for name, value in attrs if name.endswith(("href", "src"))]
+
+
+def test_the_page_has_it_all_in_one_file_and_needs_no_network(folder: Path, tmp_path: Path) -> None:
+    written = nb.report(folder, tmp_path / "page.html")
+    text = written.read_text()
+    found = Elements(text)
+    assert not found.names & {"script", "img", "link", "iframe", "b"}
+    outside = [one for one in found.addresses if not one.startswith(("#", "data:"))]
+    assert outside == []
+    assert text.count("<svg role=") == 6
+    assert "prefers-color-scheme: dark" in text
+    assert str(folder) in text
+    assert nb.report(folder, tmp_path / "page.html").read_text() == text
+
+
+def test_the_command_writes_the_page_into_the_folder_and_prints_its_path(folder: Path) -> None:
+    program = [sys.executable, "-m", "nbtoolkit", "report", str(folder)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == f"{folder / 'report.html'}\n"
+    assert (folder / "report.html").stat().st_size > 10_000
+    assert done.stderr == ""
+
+
+def test_a_missing_folder_and_a_page_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ReportFolderError, match=r"there is no folder .*missing to report on"):
+        nb.report(tmp_path / "missing")
+    with pytest.raises(ReportFolderError, match="cannot be written: Is a directory"):
+        nb.report(tmp_path, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_without_runs_makes_a_page_that_says_so(tmp_path: Path) -> None:
+    assert "There are no runs in this folder." in nb.report(tmp_path).read_text()
+    assert "No sweep" not in page("t", "s", [])
