@@ -202,7 +202,7 @@ def fill(study: SearchStudy) -> None:
 def test_a_full_disk_is_told(opened: Opened) -> None:
     study = opened(plain())
     finished(study)
-    with study._storage.engine.connect() as connection:  # the pool's only one
+    with study._storage._disk.engine.connect() as connection:  # the pool's only one
         connection.execute(text("PRAGMA max_page_count = 1"))
     with pytest.raises(RunFolderError, match=r"database or disk is full(.|\n)*free some space"):
         fill(study)

@@ -13,6 +13,7 @@ import.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import hashlib
 import importlib
@@ -46,6 +47,7 @@ _IRRELEVANT = frozenset(
 )
 
 
+@functools.cache  # 3 ms, which every rank would pay
 def installed_roots() -> tuple[str, ...]:
     """The folders that pip installs into."""
     roots = {
@@ -69,16 +71,19 @@ class ImportNotes:
     def __init__(self, tell: Callable[[list[str]], None]) -> None:
         self._tell, self._roots = tell, installed_roots()
         self._told: set[str] = set()
-        self._at_start = {name for name in sys.modules if "." not in name}
+        # Not what was there at the start: to look through sys.modules copies 2,000 pages that the
+        # launchpad shares, 6 ms.
+        self._asked: set[str] = set()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """The import system's question; answered as the other finders do."""
         root, dot, _ = name.partition(".")
         if dot:
             # a late part of what the launchpad has: torch._dynamo takes 1 s at the first optimizer
-            if root in self._at_start and _is_outermost():
+            if root not in self._asked and _is_outermost():
                 self._tell([name])
             return None
+        self._asked.add(name)
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
             if finder is self or find is None:
@@ -93,6 +98,8 @@ class ImportNotes:
 
     def tell_submodules(self) -> None:
         """The submodules that came later, for packages that load their parts lazily."""
+        if not self._told:
+            return
         late = [
             name for name in sys.modules if "." in name and name.partition(".")[0] in self._told
         ]
@@ -121,9 +128,12 @@ class Ahead:
         forget: Callable[[socket.socket], None],
         exited: Callable[[int, int], None],
         forked: Callable[[int, int], None],
+        branched: Callable[[], None],
+        failed: Callable[[], None],
     ) -> None:
         self._fork, self._listen, self._forget = fork, listen, forget
         self._exited, self._forked = exited, forked
+        self._branched, self._failed = branched, failed
         self._key: str | None = None
         self._branch: socket.socket | None = None
         self._growing: socket.socket | None = None
@@ -155,11 +165,19 @@ class Ahead:
         fits = key == self._key and self._installed == _installed_state()
         return self._branch if fits else None
 
+    def begins(self, key: str) -> bool:
+        """Whether the first branch for an environment is being made: there will be one soon."""
+        return self._branch is None and self._growing is not None and key == self._key
+
     def drop(self) -> None:
         """Let all branches go, once their pilots have ended."""
         for sock in (self._branch, self._growing):
             if sock is not None:
                 send_packet(sock, {"op": "retire"})
+        if self._branch is not None:
+            self._branched()
+        if self._growing is not None:
+            self._failed()
         self._branch = self._growing = None
         self._wanted.clear()
         self._known.clear()
@@ -212,6 +230,7 @@ class Ahead:
             if self._branch is not None:
                 send_packet(self._branch, {"op": "retire"})
             self._branch, self._growing = sock, None
+            self._branched()
             self._grow()
 
     def _gone(self, sock: socket.socket) -> None:
@@ -224,6 +243,7 @@ class Ahead:
         if sock is self._growing:
             self._growing = None
             self._grow()
+            self._failed()
 
 
 def _installed_state() -> tuple[float, ...]:
@@ -300,6 +320,7 @@ def run_branch(launchpad: socket.socket, names: list[str], environ: dict[str, st
     roots = installed_roots()
     for name in names:
         _import_installed(name, roots)
+    _import_the_rest()
     device = _has_gpu()
     if threading.active_count() > 1 or not probe_fork(device=device).ok:
         os._exit(3)
@@ -307,6 +328,13 @@ def run_branch(launchpad: socket.socket, names: list[str], environ: dict[str, st
     gc.freeze()
     send_packet(launchpad, {"op": "ready"})
     Branch(launchpad).serve()
+
+
+def _import_the_rest() -> None:
+    """What the launchpad has not imported yet, where the branch left it before it was done."""
+    from nbtoolkit.runtime.zygote import preload
+
+    preload()
 
 
 def _import_installed(name: str, roots: tuple[str, ...]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import signal
 import socket
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,6 +31,12 @@ class Tower:
 
     def __init__(self, launchpad: socket.socket) -> None:
         self.socket = launchpad
+        self.patient = False
+        """Whether pilots wait for the launchpad's first branch, where it is just being made."""
+        self.branches = 0
+        """How often ranks have come to be forked from a process that has imported more."""
+        self.branched_at = -math.inf
+        """When they last did (monotonic)."""
         self._flights: dict[int, Flight] = {}
         self._ticket = 0
 
@@ -46,7 +54,8 @@ class Tower:
         self._flights[self._ticket] = flight
         plan: LaunchPlan = flight.plan
         message = {"op": "pilot", "plan": plan.to_dict(), "port": port, "ticket": self._ticket}
-        send_packet(self.socket, {**message, "environment": environment}, fds)
+        message |= {"environment": environment, "patient": self.patient}
+        send_packet(self.socket, message, fds)
 
     def adopt(self, flight: Flight) -> None:
         """Hear of the end of a pilot that somebody else forked."""
@@ -69,6 +78,8 @@ class Tower:
         if message["op"] == "forked":
             if (asked := self._flights.get(message["ticket"])) is not None:
                 asked.pilot_pid = message["pid"]
+        elif message["op"] == "branched":
+            self.branches, self.branched_at = self.branches + 1, time.monotonic()
         else:
             self._ended(message["pid"], message["code"])
 

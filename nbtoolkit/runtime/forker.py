@@ -23,9 +23,9 @@ class Forker:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self.selector.register(self._wakeup_read, selectors.EVENT_READ, self._reap)
 
-    def turn(self) -> None:
-        """Wait for something to do, and do it."""
-        for key, _ in self.selector.select():
+    def turn(self, seconds: float | None = None) -> None:
+        """Wait for something to do (None: as long as it takes), and do it."""
+        for key, _ in self.selector.select(seconds):
             # what was done for one key of this batch may have closed another (an owner that ended
             # and was reaped)
             if self.selector.get_map().get(key.fd) is key:

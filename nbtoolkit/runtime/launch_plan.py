@@ -105,6 +105,12 @@ class LaunchPlan:
         return html_table("launch plan", rows, self.reasons)
 
 
+def same_ranks(one: LaunchPlan, other: LaunchPlan) -> bool:
+    """Whether ranks that were started for one plan can work by the other."""
+    names = ("processes", "devices", "device_type", "backend", "precision", "threads_per_rank")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)

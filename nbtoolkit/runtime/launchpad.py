@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import nbtoolkit
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.runtime.paths import RunPaths
-from nbtoolkit.runtime.wire import Message, packet_pair, receive_packet, send_packet
+from nbtoolkit.runtime.wire import (
+    Message,
+    memory_file,
+    packet_pair,
+    receive_packet,
+    send_packet,
+)
 
 START_SECONDS = 60.0  # a cold disk needs 20 s for the import of torch
 _LAST_WORDS = 2000  # characters of its stderr that an error shows
@@ -88,7 +96,7 @@ class Launchpad:
         return int(self._ask({"op": "run", "search": search}, "forked", fds)["pid"])
 
     def preload(self, names: list[str]) -> None:
-        """Have modules imported that conductors need; a second call does nothing.
+        """Have modules imported that conductors need, and functions called; only once each.
 
         Raises:
             LaunchError: the launchpad did not start, or died.
@@ -96,6 +104,11 @@ class Launchpad:
         if new := [name for name in names if name not in self._preloaded]:
             self._ask({"op": "preload", "names": new}, "preloaded")
             self._preloaded.update(new)
+
+    def import_ahead(self, names: list[str], environ: Mapping[str, str]) -> None:
+        """Have modules imported for ranks, beside everything else; it is not waited for."""
+        with self._asking, memory_file(json.dumps(dict(environ)).encode()) as fd:
+            send_packet(self._socket, {"op": "imports", "names": names}, [fd])
 
     def track(self, folder: Path) -> None:
         """Have a run's events followed into the tracking database."""

@@ -52,8 +52,10 @@ def run_rank(job: Job) -> None:
     except Exception as error:  # any failure before the user's code is the owner's to judge
         return channel.send("group_failed", error=f"{type(error).__name__}: {error}")
     channel.send("phase", phase="group")
-    while _work(job, rank, channel) and (following := _following(job, rank, channel)) is not None:
-        job, channel = following, _channel(following, lines)
+    work: Job | None = _following(job, rank, channel) if job.content.get("waits") else job
+    while work is not None:
+        channel = _channel(work, lines)
+        work = _following(work, rank, channel) if _work(work, rank, channel) else None
     _leave_group()
     return None
 

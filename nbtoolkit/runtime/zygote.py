@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -29,6 +29,7 @@ from nbtoolkit.runtime.wire import Message, packet_pair, receive_packet, send_pa
 
 # Imported once here, for owners, pilots and ranks alike; the last ones are what elastic and a rank
 # would otherwise import in each launch, some milliseconds each.
+FIRST = ("torch",)
 PRELOADED = (
     "accelerate",
     "cloudpickle",
@@ -73,10 +74,18 @@ class Zygote(Forker):
         # requests that a branch is working on -> their owner, and what it calls them
         self._tokens: dict[int, tuple[int, int]] = {}
         self._own_pilots: set[int] = set()  # those forked here, not in a branch
+        # Pilots for the first branch, which is about to be there: its owner, message, descriptors.
+        self._patient: list[tuple[int, Message, list[int]]] = []
         self._tracking: socket.socket | None = None
         self._tracking_pid: int | None = None
         self._ahead = Ahead(
-            self.fork, self._listen, self._forget, self._pilot_ended, self._branch_forked
+            self.fork,
+            self._listen,
+            self._forget,
+            self._pilot_ended,
+            self._branch_forked,
+            self._branched,
+            self._lose_patience,
         )
         self._listen(kernel, self._from_kernel)
 
@@ -100,6 +109,8 @@ class Zygote(Forker):
         message, fds = packet
         if message["op"] == "run":
             self._fork_owner(run_conductor if message["search"] else run_owner, fds)
+        elif message["op"] == "imports":
+            self._import_ahead(message, fds)
         elif message["op"] == "preload":
             self._preload(message["names"])
         elif message["op"] == "track":
@@ -110,9 +121,15 @@ class Zygote(Forker):
             send_packet(self._kernel, {"op": "pids", "pids": pids})
 
     def _preload(self, names: list[str]) -> None:
-        """Import what conductors need: each would take half a second for it."""
+        """Import what conductors need, and call functions ("module:function") that prepare it.
+
+        Each conductor would take a second for it.
+        """
         for name in names:
-            import_module(name)
+            module, _, function = name.partition(":")
+            loaded = import_module(module)
+            if function:
+                getattr(loaded, function)()
         gc.collect()
         gc.freeze()
         assert self._kernel is not None
@@ -143,10 +160,16 @@ class Zygote(Forker):
         if message["op"] == "pilot":
             self._fork_pilot(owner, message, fds)
         elif message["op"] == "imports":
-            with os.fdopen(fds[0]) as environ:
-                self._ahead.want(message["names"], json.load(environ))
+            self._import_ahead(message, fds)
+
+    def _import_ahead(self, message: Message, fds: list[int]) -> None:
+        with os.fdopen(fds[0]) as environ:
+            self._ahead.want(message["names"], json.load(environ))
 
     def _fork_pilot(self, owner: int, message: Message, fds: list[int]) -> None:
+        if message["patient"] and self._ahead.begins(message["environment"]):
+            self._patient.append((owner, message, fds))
+            return
         branch = self._ahead.branch_for(message["environment"])
         token = max(self._tokens, default=0) + 1
         if branch is not None and send_packet(branch, {**message, "token": token}, fds):
@@ -178,6 +201,18 @@ class Zygote(Forker):
             self._tracking = None
 
     # --- pilots, wherever they were forked ---
+
+    def _branched(self) -> None:
+        """Another branch is in use: ranks forked ahead from the one before lack its imports."""
+        for owner in self._owners.values():
+            send_packet(owner.socket, {"op": "branched"})
+        self._lose_patience()
+
+    def _lose_patience(self) -> None:
+        """Fork who waited for the first branch: it is there, or it will not come."""
+        waiting, self._patient = self._patient, []
+        for owner, message, fds in waiting:
+            self._fork_pilot(owner, {**message, "patient": False}, fds)
 
     def _branch_forked(self, token: int, pid: int) -> None:
         self._pilot_forked(*self._tokens.pop(token), pid)
@@ -269,11 +304,11 @@ def run_tracking(control: socket.socket) -> None:
     run_service(control)
 
 
-def preload() -> None:
+def preload(names: Iterable[str] = PRELOADED) -> None:
     """Import what every launch needs, and nothing that touches a device."""
     hidden = {name: None for name in TOUCH_DEVICES if name not in sys.modules}
     sys.modules.update(hidden)  # type: ignore[arg-type]  # None: "not installed", says the import system
-    for name in PRELOADED:
+    for name in names:
         import_module(name)
     for name in hidden:
         del sys.modules[name]
@@ -294,6 +329,8 @@ def main(kernel_fd: int, tracking: bool) -> None:
     zygote = Zygote(kernel)
     if tracking:
         zygote.start_tracking()
+    preload(FIRST)
+    zygote.turn(0.0)  # what is wanted already is imported by a branch, beside the rest here
     preload()
     send_packet(kernel, {"op": "ready", "pid": os.getpid()})
     gc.collect()

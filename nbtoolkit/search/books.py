@@ -18,6 +18,7 @@ from nbtoolkit.search.limits import OUT_OF_MEMORY, broken, limits_of
 from nbtoolkit.search.live_trial import LiveTrial, folder_of
 from nbtoolkit.search.mounts import local_folder
 from nbtoolkit.search.program import Diary
+from nbtoolkit.search.samplers import learns_from
 from nbtoolkit.search.standings import Standings
 from nbtoolkit.search.study import FILE, copy_study, open_study
 from nbtoolkit.search.wishes import Wishes
@@ -53,6 +54,7 @@ class Books:
         self._file, self._copy = _files(folder, local)
         space = wishes.make_space()
         self.study = open_study(self._file, wishes, space, _identity(wishes, folds))
+        self._learns_from = learns_from(wishes)
         self.limits = limits_of(wishes)
         self.standings = Standings(wishes.directions)
         self.costs = Costs()
@@ -63,6 +65,7 @@ class Books:
         self.last_failure = ""
         self.begun = 0
         """Trials that were begun, in all sessions."""
+        self._asked: list[tuple[int, dict[str, Any]]] = []
         for trial in self.study.trials():
             self._replay(trial)
         self._replay_repeats()
@@ -72,10 +75,24 @@ class Books:
         """The metrics that a job must report."""
         return list(dict.fromkeys([*self.wishes.metrics, *(one.metric for one in self.limits)]))
 
+    @property
+    def asked(self) -> int:
+        """How many trials were asked for ahead, and not begun."""
+        return len(self._asked)
+
+    @property
+    def learns(self) -> bool:
+        """Whether the parameters of the next trial depend on how others ended."""
+        return self.begun + self.asked + self.study.imported >= self._learns_from
+
+    def ask_ahead(self) -> None:
+        """Have the next trial's parameters drawn; a session that dies now leaves it to the next."""
+        self._asked.append(self.study.ask())
+
     def begin(self) -> LiveTrial:
         """Begin a new trial."""
         self.begun += 1
-        number, params = self.study.ask()
+        number, params = self._asked.pop(0) if self._asked else self.study.ask()
         return self._running(LiveTrial(number, params, self.folds))
 
     def take_up(self) -> LiveTrial:

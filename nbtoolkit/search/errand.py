@@ -16,13 +16,14 @@ from nbtoolkit.runtime.choose import put_aside
 from nbtoolkit.runtime.crossing import one_line
 from nbtoolkit.runtime.desk import Tower
 from nbtoolkit.runtime.flight import Flight
-from nbtoolkit.runtime.launch_plan import LaunchPlan
+from nbtoolkit.runtime.launch_plan import LaunchPlan, same_ranks
 from nbtoolkit.runtime.paths import RunPaths, read_json, write_json, write_whole
 from nbtoolkit.runtime.payload import pack_content
 from nbtoolkit.runtime.plan import make_plan
 from nbtoolkit.runtime.verdict import Failure
 from nbtoolkit.runtime.wire import Line
 from nbtoolkit.search.program import Ending, Fault, Job, JobStatus, Program
+from nbtoolkit.search.reserve import Reserve
 from nbtoolkit.search.slots import Slot
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Errand:
         tower: the launchpad.
         program: hears what is reported.
         kept: ranks of a job before, which take this one if they fit its plan; else they are ended.
+        reserve: has a rank that was forked ahead, perhaps.
 
     Raises:
         NbtoolkitError: the job's configuration or plan is refused.
@@ -67,6 +69,7 @@ class Errand:
         tower: Tower,
         program: Program,
         kept: Flight | None = None,
+        reserve: Reserve | None = None,
     ) -> None:
         self.job, self.slot = job, slot
         self._started = time.monotonic()
@@ -83,7 +86,7 @@ class Errand:
             judge=partial(program.reported, job),
             durable=False,  # the study knows of it
         )
-        self._carrier.begin(self._boarding(own, kept, tower))
+        self._carrier.begin(self._boarding(own, kept, tower, reserve))
         write_whole(self.paths.config, config.to_yaml(), durable=False)
 
     def lines(self) -> list[Line]:
@@ -94,6 +97,11 @@ class Errand:
     def landing(self) -> bool:
         """Whether it is known how it ended."""
         return self._carrier.landing
+
+    @property
+    def plan(self) -> LaunchPlan:
+        """What flies now."""
+        return self._carrier.plan
 
     @property
     def leaves_room(self) -> bool:
@@ -139,13 +147,15 @@ class Errand:
         return Ending(status="failed", metrics=metrics, seconds=seconds, fault=fault, error=said)
 
     def _boarding(
-        self, own: dict[str, Any], kept: Flight | None, tower: Tower
+        self, own: dict[str, Any], kept: Flight | None, tower: Tower, reserve: Reserve | None
     ) -> tuple[Flight, Path] | None:
-        """The kept ranks and what they need to know, if they can take this job."""
-        if kept is None:
-            return None
-        if not kept.alive() or not same_ranks(kept.plan, own["plan"]):
+        """Ranks that are there already, and what they need to know, if any can take this job."""
+        if kept is not None and not (kept.alive() and same_ranks(kept.plan, own["plan"])):
             tower.dismiss(kept)
+            kept = None
+        if kept is None and reserve is not None:
+            kept = reserve.take(own["plan"])
+        if kept is None:
             return None
         file = self.paths.folder / "ranks" / "job.pkl"
         write_whole(file, cloudpickle.dumps(own), durable=False)
@@ -195,12 +205,6 @@ class Errand:
         if self._own_fd >= 0:
             os.close(self._own_fd)
             self._own_fd = -1
-
-
-def same_ranks(one: LaunchPlan, other: LaunchPlan) -> bool:
-    """Whether ranks that were started for one plan can work by the other."""
-    names = ("processes", "devices", "device_type", "backend", "precision", "threads_per_rank")
-    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def _fault(outcome: Any, paths: RunPaths) -> tuple[Fault, str]:

@@ -63,6 +63,14 @@ class FoldProgram:
         """Whether there is something left to start."""
         return bool(self._waiting) and not self._failed and not self._stopped
 
+    @property
+    def ready(self) -> bool:
+        """Whether there is another fold: none depends on another."""
+        return self._more
+
+    def prepare(self, jobs: int) -> None:
+        """There is nothing to be prepared."""
+
     def next(self, left: float | None) -> Job | None:
         """The next fold; None: none, now or at all.
 

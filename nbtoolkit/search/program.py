@@ -72,6 +72,17 @@ class Program(Protocol):
     def done(self) -> bool:
         """Whether nothing runs, as far as it knows, and nothing will."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether the next job is prepared, and depends on nothing that runs."""
+
+    def prepare(self, jobs: int) -> None:
+        """Called while all slots are at work, some times a second: do what can be done ahead.
+
+        Args:
+            jobs: how many there may be need of at once; one a call may be prepared.
+        """
+
     def next(self, left: float | None) -> Job | None:
         """The next job; called whenever a slot is free.
 

@@ -11,6 +11,7 @@ Imports Optuna: load it late.
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -163,6 +164,18 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gp": {"warn_independent_sampling": False},
     "cmaes": {"warn_independent_sampling": False},
 }
+
+
+# Trials that Optuna's samplers draw at random before they learn; each counts those that are there.
+_STARTUP = {"tpe": 10, "gp": 10, "cmaes": 1}
+
+
+def learns_from(wishes: Wishes) -> float:
+    """The number of the first trial whose parameters may depend on how others ended."""
+    name = wishes.study.sampler
+    if name in BY_NUMBER:
+        return math.inf
+    return int(wishes.study.sampler_options.get("n_startup_trials", _STARTUP[name]))
 
 
 def _known(name: str) -> dict[str, Any]:

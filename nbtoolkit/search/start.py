@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from nbtoolkit.search.folds import Folds
 
 
+# What torch imports when the first optimizer is made, 1 s: every trial would.
+_LATE = ["torch._dynamo"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Search:
     """What is to be searched, and how its jobs are run.
@@ -45,7 +49,8 @@ class Search:
         slots: where they run; None: as placement and hardware say.
         folds: whose ``[job.fold]`` is ``ctx.fold`` in a job; None: none.
         timeout: seconds; None: no limit but the host's.
-        preload: modules the program imports.
+        preload: modules the program imports, or functions (``"module:function"``) that prepare it,
+            called once in the launchpad.
     """
 
     kind: str
@@ -107,20 +112,23 @@ def start_search(
     """
     from nbtoolkit.tracking import choose_tracking
 
-    host, hardware = _not_a_rank(search), detect_hardware()
+    host, tracking = _not_a_rank(search), choose_tracking(config.to_dict()["tracking"])
+    around = surroundings()
+    pad = launchpad(tracking=tracking.on)  # it starts while everything here is prepared
+    pad.import_ahead(_LATE, around["environ"])
+    hardware = detect_hardware()
     slots = search.slots or make_slots(
         config, hardware, search.placement, per_device=search.per_device, jobs=search.jobs
     )
     first = slots.slots[0]
     plan = make_plan(config.with_overrides(dict(first.overrides)), host, first.hardware)
-    tracking = choose_tracking(config.to_dict()["tracking"])
     identity = identity_of(train, config, search.kind, search.identity, search.total)
     with choose_search(config, identity, name, resume) as run:
         header = write_header(run, config, plan, host, train, **identity)
         limit = time_limit(_limited(config, search.timeout))
         notes = [*limit.notes, *(("warning", note) for note in tracking.notes)]
         shared = {
-            "around": surroundings(),
+            "around": around,
             "detach": detach,
             "deadline": limit.deadline,
             "config": config,
@@ -128,7 +136,6 @@ def start_search(
         }
         own = {"plan": plan, "slots": slots, "notes": notes, **_of_conductor(run, header, search)}
         try:
-            pad = launchpad(tracking=tracking.on)
             pad.preload(["nbtoolkit.search.conductor", *search.preload])
             line = _send(pad, train, shared, own, run)
         except LaunchError:

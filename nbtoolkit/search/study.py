@@ -23,6 +23,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from nbtoolkit.errors import RunFolderError, SweepError
 from nbtoolkit.search.pruners import make_pruner
 from nbtoolkit.search.samplers import Seeded, make_sampler
+from nbtoolkit.search.sole_writer import SoleWriter
 from nbtoolkit.search.warm_start import import_trials
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def _writes(method: Callable[_P, _R]) -> Callable[_P, _R]:
 class SearchStudy:
     """An open study: asks and tells, for one program. Made by :func:`open_study`."""
 
-    def __init__(self, study: optuna.Study, storage: RDBStorage, space: Space) -> None:
+    def __init__(self, study: optuna.Study, storage: SoleWriter, space: Space) -> None:
         self.optuna, self._storage, self._space = study, storage, space
         self._trials: dict[int, Trial] = {}
         self._steps: dict[int, set[int]] = {}
@@ -79,8 +80,7 @@ class SearchStudy:
     @_writes
     def take_up(self, number: int) -> tuple[int, dict[str, Any]]:
         """Go on with a trial that was running when its session died."""
-        self.optuna.get_trials(deepcopy=False)  # Optuna's cache must have seen it
-        trial_id = self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
+        trial_id = self._id_of(number)
         begun = self._begun(Trial(self.optuna, trial_id))
         self._steps[number] = set(self._storage.get_trial(trial_id).intermediate_values)
         return begun
@@ -120,7 +120,7 @@ class SearchStudy:
         for key, value in notes.items():
             trial.set_user_attr(key, value)
         complete = state == TrialState.COMPLETE
-        self.optuna.tell(number, list(values) if complete else None, state=state)
+        self.optuna.tell(trial, list(values) if complete else None, state=state)
 
     @_writes
     def constrain(self, number: int, amounts: Mapping[str, float]) -> None:
@@ -151,14 +151,13 @@ class SearchStudy:
 
     def close(self) -> None:
         """Close the file; what is in the write-ahead log goes into it."""
-        self._storage.remove_session()
-        self._storage.engine.dispose()
+        self._storage.close()
 
     def _begun(self, trial: Trial) -> tuple[int, dict[str, Any]]:
         self._space.suggest(trial)
         number = trial.number
         self._trials[number], self._steps[number] = trial, set()
-        # Read back, so that what is trained with is what is stored, to the last bit.
+        # Read back, so that what is trained with is what is stored.
         frozen = self._storage.get_trial(self._id_of(number))
         return number, self._space.meant(frozen.params)
 
@@ -195,7 +194,6 @@ def open_study(
         study_name=name,
         storage=storage,
         directions=list(wishes.directions),
-        pruner=make_pruner(wishes),
         load_if_exists=True,
     )
     if name in known:
@@ -203,8 +201,12 @@ def open_study(
     else:
         _prepare(study, wishes, space, identity)
     drawn_from = int(study.user_attrs[_IMPORTED]) + len(wishes.first_trials)
-    study.sampler = Seeded(lambda number: make_sampler(wishes, space, number, drawn_from))
-    return SearchStudy(study, storage, space)
+    sampler = Seeded(lambda number: make_sampler(wishes, space, number, drawn_from))
+    own = SoleWriter(storage, name)
+    study = optuna.load_study(
+        study_name=name, storage=own, sampler=sampler, pruner=make_pruner(wishes)
+    )
+    return SearchStudy(study, own, space)
 
 
 def open_storage(file: Path) -> RDBStorage:
@@ -215,7 +217,14 @@ def open_storage(file: Path) -> RDBStorage:
     """
     from sqlalchemy import event
 
-    storage = RDBStorage(f"sqlite:///{file}", engine_kwargs={"connect_args": {"timeout": 60}})
+    new = _empty is not None and not file.exists()
+    if _empty is not None and new:
+        file.write_bytes(_empty)
+    storage = RDBStorage(
+        f"sqlite:///{file}",
+        engine_kwargs={"connect_args": {"timeout": 60}},
+        skip_compatibility_check=new,  # it is this very Optuna's
+    )
 
     @event.listens_for(storage.engine, "connect")
     def _fast(connection: Any, _record: Any) -> None:
@@ -224,6 +233,21 @@ def open_storage(file: Path) -> RDBStorage:
 
     storage.engine.dispose()  # its first connection was made before
     return storage
+
+
+_empty: bytes | None = None
+
+
+def keep_tables(folder: Path) -> None:
+    """From here on new files are copies of one that is made now: Optuna takes 50 ms for each.
+
+    Args:
+        folder: an empty one.
+    """
+    global _empty
+    file = folder / "tables.db"
+    RDBStorage(f"sqlite:///{file}").engine.dispose()
+    _empty = file.read_bytes()
 
 
 def copy_study(source: Path, target: Path) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # What a sweep may differ in and still be the same: how much of it, and where its trials run.
 _NOT_IDENTITY = ("budget", "placement", "trials_per_device", "warm_start")
-_PRELOAD = ("optuna", "sqlalchemy.dialects.sqlite", "nbtoolkit.search.sweep_program")
+_PRELOAD = ("nbtoolkit.search.rehearsal:rehearse",)
 
 WISHES_FILE, FOLDS_FILE = "sweep.yaml", "folds.json"
 

@@ -88,8 +88,19 @@ class SweepProgram:
             return False
         if self._stopped or self._time.up:
             return True
-        more = bool(self._live or self._books.interrupted or self._more_wished)
+        more = bool(self._live or self._books.interrupted or self._books.asked or self._more_wished)
         return not more and not self._repeats.more
+
+    @property
+    def ready(self) -> bool:
+        """Whether a trial was asked for ahead; folds wait for how the one before ended."""
+        return self._books.folds is None and self._books.asked > 0
+
+    def prepare(self, jobs: int) -> None:
+        """Ask for a trial ahead, where its parameters do not depend on those that run."""
+        books, idle = self._books, self._paused or self._stopped or self._time.up
+        if not idle and books.asked < jobs and not books.learns and self._more_wished:
+            books.ask_ahead()
 
     def next(self, left: float | None) -> Job | None:
         """The next job: of a trial that has begun, of one that was interrupted, of a new one.
@@ -125,7 +136,7 @@ class SweepProgram:
             if not trial.over:
                 return trial
             self._settle(trial)  # all its folds were done when its session died
-        if self._more_wished:
+        if self._more_wished or self._books.asked:
             return self._enter(self._books.begin()) if self._time.suffices_for_new(left) else None
         repetition = None if self._live else self._repeats.next()
         return None if repetition is None else self._enter(repetition)
@@ -140,7 +151,7 @@ class SweepProgram:
         total = None if wished is None else wished + self._added
         if self._points is not None:
             total = min(total or self._points, self._points)
-        return total is None or self._books.begun < total
+        return total is None or self._books.begun + self._books.asked < total
 
     def _too_many_failed(self) -> bool:
         """Whether to begin nothing more; the error is raised when nothing runs any more."""
