@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from programs import write_program
+
 # Every step waits as long as WAIT says: a session whose time is short cannot come to its end.
 PROGRAM = """
 import json
@@ -41,9 +43,13 @@ def train(config, ctx):
     )
 
 
-def main(overrides):
-    settings = {"train.epochs": 12, "train.batch_size": 256, "model.hidden": 32, **overrides}
-    config = nb.load_config(overrides=settings)
+def configured(**more):
+    settings = {"train.epochs": 12, "train.batch_size": 256, "model.hidden": 32}
+    return nb.load_config(overrides={**settings, **json.loads(os.environ["OVERRIDES"]), **more})
+
+
+def main():
+    config = configured()
     unpacked = nb.unpack()
     print(unpacked)
 """
@@ -62,14 +68,56 @@ SWEEP = """
     told["best"] = result.best_params
 """
 
+FOLDS = """
+    from nbtoolkit.tasks.digits import load
+
+    folds = nb.make_folds(load()[1], k=3)
+    result = nb.cross_validate(train, config, folds, display="text")
+    told = {"status": result.status, "metrics": result.mean, "folder": str(result.paths.folder)}
+"""
+
+# The notebooks: `first` is through before the time is up, `second` is cut off.
+PIPELINE = """
+    result = nb.run_pipeline("steps.yaml", html=False, display="text")
+    values = result.values.get("second", {})
+    told = {"status": result.status, "metrics": values.get("metrics"), "folder": str(result.folder)}
+    told["steps"] = {name: step.status for name, step in result.steps.items()}
+"""
+FIRST = """
+import secrets
+import nbtoolkit as nb
+nb.publish({"drawn": secrets.token_hex(8)})
+"""
+SECOND = """
+import nbtoolkit as nb
+import session
+result = nb.launch(session.train, session.configured(**{"runtime.output_dir": folder}))
+nb.publish({"status": result.status, "metrics": result.metrics, "drawn": drawn})
+"""
+STEPS = """
+steps:
+  first: {notebook: first.ipynb}
+  second:
+    notebook: second.ipynb
+    parameters: {folder: "${pipeline.folder}", drawn: "${first.drawn}"}
+"""
+
 END = """
     with open("told.json", "w") as file:
         json.dump({**told, "unpacked": list(unpacked.new)}, file)
 
 
 if __name__ == "__main__":
-    main(json.loads(os.environ["OVERRIDES"]))
+    main()
 """
+
+
+def write_steps(folder: Path) -> None:
+    """The pipeline's file and notebooks, in a session's working folder."""
+    folder.mkdir(parents=True)
+    write_program(folder, FIRST, name="first")
+    write_program(folder, SECOND, declares="folder: str = ''\ndrawn: str = ''", name="second")
+    (folder / "steps.yaml").write_text(STEPS)
 
 
 class Session:
@@ -77,7 +125,7 @@ class Session:
 
     Args:
         folder: its working folder; made here.
-        work: what it does: ``FIT`` or ``SWEEP``.
+        work: what it does: ``FIT``, ``SWEEP``, ``FOLDS`` or ``PIPELINE``.
         wait: seconds that every step waits.
         overrides: settings of its configuration.
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relays import FIT, SWEEP, Session
+from relays import FIT, FOLDS, PIPELINE, SWEEP, Session, write_steps
 
 from nbtoolkit.relay.bundle import DEFAULT_NAME
 from nbtoolkit.runtime.events import EventReader
@@ -24,7 +24,7 @@ WAIT = 0.3  # seconds a step: 12 epochs of 6 steps take 21 s
 def relayed(home: Path, work: str, **overrides: Any) -> tuple[Session, Session]:
     """A session cut off by its deadline, and one that goes on from its bundle alone."""
     first = Session(home / "first", work, WAIT, **CUT_OFF, **overrides)
-    (home / "second").mkdir()
+    (home / "second").mkdir(exist_ok=True)
     shutil.move(home / "first" / DEFAULT_NAME, home / "second")
     shutil.rmtree(home / "first")
     return first, Session(home / "second", work, **UNHURRIED, **overrides)
@@ -64,3 +64,26 @@ def test_a_sweep_goes_on_in_the_next_session_with_the_trials_of_an_undisturbed_o
     assert second.told["status"] == "completed"
     assert second.told["metrics"] == undisturbed.told["metrics"]
     assert second.told["best"] == undisturbed.told["best"]
+
+
+@pytest.mark.long
+def test_folds_go_on_in_the_next_session(tmp_path: Path) -> None:
+    quiet = {"tracking.mlflow": False}
+    first, second = relayed(tmp_path, FOLDS, **quiet)
+    undisturbed = Session(tmp_path / "undisturbed", FOLDS, **UNHURRIED, **quiet)
+    assert (first.told["status"], second.told["status"]) == ("deadline", "completed")
+    assert second.told["metrics"] == undisturbed.told["metrics"]
+
+
+@pytest.mark.long
+def test_a_pipeline_goes_on_in_the_next_session_with_the_step_that_was_cut_off(
+    tmp_path: Path,
+) -> None:
+    for name in ("first", "second", "undisturbed"):
+        write_steps(tmp_path / name)
+    quiet = {"tracking.mlflow": False}
+    first, second = relayed(tmp_path, PIPELINE, **quiet)
+    undisturbed = Session(tmp_path / "undisturbed", PIPELINE, **UNHURRIED, **quiet)
+    assert (first.told["status"], second.told["status"]) == ("deadline", "completed")
+    assert second.told["steps"] == {"first": "skipped", "second": "done"}
+    assert second.told["metrics"] == undisturbed.told["metrics"]
