@@ -94,8 +94,11 @@ def test_a_folder_that_was_moved_is_still_done(tmp_path: Path) -> None:
 def test_a_step_that_published_that_there_is_more_to_do_ends_the_pipeline_for_now(
     tmp_path: Path,
 ) -> None:
-    work = "import nbtoolkit as nb\nnb.publish({'status': 'deadline' if n == 1 else 'completed'})"
-    no_more_to_show = "assert n == 2"
+    work = """
+import nbtoolkit as nb
+nb.publish({"n": n, "status": "deadline" if n == 1 else "completed"})
+"""
+    no_more_to_show = "assert n > 1"
     write_program(tmp_path, work, no_more_to_show, declares="n: int = 1", name="one")
     write_program(tmp_path, "1", name="two")
     path = write_pipeline(
@@ -106,6 +109,8 @@ def test_a_step_that_published_that_there_is_more_to_do_ends_the_pipeline_for_no
     assert not (tmp_path / "out/steps/two.ipynb").exists()
     later = run(path, overrides={"one.n": 2})
     assert (later.status, statuses(later)) == ("completed", "one done, two done")
+    other = run(path, overrides={"one.n": 3})
+    assert other["two"].reason == "what was done before it has other results"
 
 
 def test_the_command_prints_what_was_published_and_skips_without_loading_a_kernels_client(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,18 @@ def test_two_runs_into_one_folder_are_refused(tmp_path: Path) -> None:
     ):
         run(path)
     assert statuses(run(path)) == "find done, use done"
+
+
+def test_a_kernel_that_is_left_over_is_waited_for(tmp_path: Path) -> None:
+    write_program(tmp_path, "1", name="one")
+    path = write_pipeline(tmp_path, one={"notebook": "one.ipynb"})
+    (tmp_path / "out/steps").mkdir(parents=True)
+    with open(tmp_path / "out/steps/one.run.log", "w") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        ends = threading.Timer(1.0, log.close)
+        ends.start()
+        assert statuses(run(path)) == "one done"
+        ends.join()
 
 
 @pytest.mark.parametrize("damaged", ["", "{", '{"inputs": {}}'])
