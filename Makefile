@@ -1,6 +1,7 @@
 # Every target makes .venv first when it is missing or older than what it was made from.
 #   make demo     train on two worker processes from a notebook, and say where the results lie
 #   make test     the test suite
+#   make test-hosts  every notebook in environments like Kaggle's and Colab's, without internet (minutes)
 #   make test-chaos  the long form: 20 kills at random moments, gone on with each time (minutes)
 #   make check    lint, format, types, version
 #   make notebooks  run every notebook in full, store the outputs that are kept (minutes)
@@ -12,13 +13,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-chaos check notebooks bench clean install
+.PHONY: demo test test-hosts test-chaos check notebooks bench clean install
 
 demo: $(STAMP)
 	@$(BIN)/python tests/demo.py
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -m "not long"
+	@$(BIN)/python -m pytest -m "not long and not hosts"
+
+test-hosts: $(STAMP)
+	@$(BIN)/python -m pytest -m hosts tests/hosts
 
 test-chaos: $(STAMP)
 	@$(BIN)/python -m pytest -m long

@@ -1,0 +1,65 @@
+"""What is installed of each host's image, in the image's versions, and how the host sets it up."""
+
+from __future__ import annotations
+
+COMMON = [
+    "accelerate",
+    "alembic",
+    "click",
+    "cloudpickle",
+    "ipykernel",
+    "ipython",
+    "ipywidgets",
+    "jupyter_client",
+    "jupyter_core",
+    "jupyter_server",
+    "matplotlib",
+    "nbclient",
+    "nbconvert",
+    "nbformat",
+    "numpy",
+    "nvidia-ml-py",
+    "packaging",
+    "pandas",
+    "pip",
+    "protobuf",
+    "psutil",
+    "pyarrow",
+    "pydantic",
+    "PyYAML",
+    "pyzmq",
+    "rich",
+    "scikit-learn",
+    "scipy",
+    "setuptools<82",
+    "SQLAlchemy",
+    "tblib",
+    "tenacity",
+    "tornado",
+    "traitlets",
+    "typer",
+]
+
+MORE: dict[str, list[str]] = {"kaggle": ["optuna", "papermill", "torchmetrics"], "colab": []}
+
+# Other than in the image: Kaggle's had this one with torch 2.6, and older is harder.
+PINNED: dict[str, dict[str, str]] = {"kaggle": {"accelerate": "1.6.0"}, "colab": {}}
+
+VARIABLES: dict[str, dict[str, str]] = {
+    "kaggle": {
+        "KAGGLE_KERNEL_RUN_TYPE": "Batch",
+        "KAGGLE_CONTAINER_NAME": "kaggle_x",
+        "KAGGLE_URL_BASE": "https://www.kaggle.com",
+        "PYTHONPATH": "::/opt/facets/facets_overview/python/",
+        "MKL_THREADING_LAYER": "GNU",
+    },
+    "colab": {
+        "COLAB_RELEASE_TAG": "release-colab_20260819",
+        "COLAB_JUPYTER_IP": "172.28.0.12",
+        "PYTHONPATH": "/env/python",
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        "PYTHONWARNINGS": "ignore:::pip._internal.cli.base_command",
+    },
+}
+
+WORKING = {"kaggle": "/kaggle/working", "colab": "/content"}
