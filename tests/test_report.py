@@ -141,6 +141,13 @@ def test_the_command_writes_the_page_into_the_folder_and_prints_its_path(folder:
     assert done.stderr == ""
 
 
+def test_the_command_refuses_a_missing_folder_with_exit_code_2(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "nbtoolkit", "report", "missing"]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert f"there is no folder {tmp_path / 'missing'} to report on" in done.stderr
+
+
 def test_a_missing_folder_and_a_page_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ReportFolderError, match=r"there is no folder .*missing to report on"):
         nb.report(tmp_path / "missing")

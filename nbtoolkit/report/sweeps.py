@@ -130,6 +130,8 @@ def _only_study(storage: RDBStorage) -> Study:
 def _copied(file: Path, folder: Path) -> Path:
     from nbtoolkit.search.study import copy_study
 
+    if not file.is_file():  # SQLite would make it
+        raise _unreadable(file, "there is none")
     copy = folder / file.name
     try:
         copy_study(file, copy)
@@ -139,12 +141,10 @@ def _copied(file: Path, folder: Path) -> Path:
                 shutil.copyfile(one, folder / one.name)
     except sqlite3.DatabaseError as error:
         raise _unreadable(file, error) from error
-    if not copy.exists():
-        raise _unreadable(file, FileNotFoundError("there is none"))
     return copy
 
 
-def _unreadable(file: Path, error: Exception) -> SweepError:
+def _unreadable(file: Path, error: object) -> SweepError:
     return SweepError(
         f"its study {file.name} cannot be read: {error}",
         allowed="the SQLite file that a sweep writes",
