@@ -28,6 +28,7 @@ from nbtoolkit.errors import (
     NbtoolkitError,
     NotebookError,
     PlanError,
+    ReportFolderError,
     ResumeError,
 )
 from nbtoolkit.runtime.result import RunHandle, RunResult
@@ -54,6 +55,7 @@ _NOT_TRAINED = (
     MissingExtra,
     NotebookError,
     PlanError,
+    ReportFolderError,
     ResumeError,
 )
 
