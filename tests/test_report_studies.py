@@ -61,10 +61,11 @@ def test_a_study_cut_off_where_sqlite_cannot_write_is_read_whole(file: Path) -> 
         shutil.copy(file.with_name(name), attached)
     storage.remove_session()
     storage.engine.dispose()
-    (attached / "study.db-shm").mkdir()  # root may write everywhere, but no file over a folder
-    before = {path: path.stat().st_mtime_ns for path in attached.iterdir()}
+    # root may write everywhere, but not into a folder that is not there
+    (attached / "study.db-shm").symlink_to(attached / "nowhere" / "study.db-shm")
+    before = {path: path.lstat().st_mtime_ns for path in attached.iterdir()}
     assert trials(attached / "study.db") == 6
-    assert {path: path.stat().st_mtime_ns for path in attached.iterdir()} == before
+    assert {path: path.lstat().st_mtime_ns for path in attached.iterdir()} == before
 
 
 def test_a_study_that_is_missing_damaged_or_empty_is_told(file: Path, tmp_path: Path) -> None:
