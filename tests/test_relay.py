@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -258,6 +259,34 @@ def test_a_disk_that_fills_up_meanwhile_leaves_the_bundle_before(
         nb.pack(tmp_path, source=outputs)
     assert bundle.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [bundle.name]
+
+
+KILLED = """
+import resource, signal
+import nbtoolkit as nb
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # a file that grows too large ends the process
+resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "nb.pack('.', source='first/outputs')",
+        "nb.unpack('nbtoolkit-relay.bundle', into='second')",
+    ],
+)
+def test_what_a_kill_leaves_is_removed_by_the_next_call(
+    bundle: Path, outputs: Path, tmp_path: Path, call: str
+) -> None:
+    words = [sys.executable, "-c", KILLED + call]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGXFSZ, done.stderr
+    assert list(tmp_path.glob("**/.n*")) != []
+    nb.unpack(bundle, into=tmp_path / "second")
+    nb.pack(tmp_path, source=outputs)
+    assert list(tmp_path.glob("**/.n*")) == []
+    assert len(runs_in(tmp_path / "second")) == 4
 
 
 IN_OWN_MOUNTS = """

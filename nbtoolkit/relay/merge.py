@@ -51,7 +51,7 @@ def merge(staged: Path, into: Path, runs: list[str], source: Path) -> Merged:
     merged = Merged()
     for run in runs:
         if (staged / run).is_dir():
-            _run(staged / run, into / run, run, merged)
+            _run(staged, into, run, merged)
     for database in sorted(staged.rglob(MLFLOW)):
         _mlflow(database, into, staged, merged)
     _others(staged, into, runs, source, merged)
@@ -61,7 +61,8 @@ def merge(staged: Path, into: Path, runs: list[str], source: Path) -> Merged:
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def _run(theirs: Path, ours: Path, run: str, merged: Merged) -> None:
+def _run(staged: Path, into: Path, run: str, merged: Merged) -> None:
+    theirs, ours = staged / run, into / run
     if not ours.exists():
         ours.parent.mkdir(parents=True, exist_ok=True)
         os.rename(theirs, ours)
@@ -75,7 +76,7 @@ def _run(theirs: Path, ours: Path, run: str, merged: Merged) -> None:
     try:
         relation = relation_of(theirs, ours)
         if relation == "newer":
-            _replace(theirs, ours)
+            _replace(theirs, ours, staged)
             merged.advanced.append(run)
             return
         merged.unchanged.append(run)
@@ -117,13 +118,10 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _replace(theirs: Path, ours: Path) -> None:
-    """Put one folder in another's place; a kill between the two renames leaves both on disk."""
-    aside = ours.with_name(f".{ours.name}.before")
-    shutil.rmtree(aside, ignore_errors=True)
-    os.rename(ours, aside)
+def _replace(theirs: Path, ours: Path, staged: Path) -> None:
+    """Put one folder in another's place; the older one goes with what is staged."""
+    os.rename(ours, staged / f".before-{ours.name}")
     os.rename(theirs, ours)
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _fill(theirs: Path, ours: Path) -> None:
@@ -188,4 +186,6 @@ def _follow(file: Path, old: Path, new: Path) -> None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith(".before-"))
+        yield from (Path(place, name) for name in sorted(names))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import sqlite3
 import tempfile
@@ -17,8 +19,9 @@ from nbtoolkit.errors import BundleError
 from nbtoolkit.relay.bundle import DEFAULT_NAME, SUFFIX, BundleWriter, size_of_frame
 from nbtoolkit.relay.databases import copy_database, is_database
 from nbtoolkit.relay.hashing import Hasher
+from nbtoolkit.relay.piece import ORDER, SAID, Piece, choose
 from nbtoolkit.relay.result import PackResult
-from nbtoolkit.relay.worth import ORDER, SAID, Contents, Piece, choose, look_into
+from nbtoolkit.relay.worth import Contents, look_into
 from nbtoolkit.runtime.disk import free_space, read_size, size_text
 from nbtoolkit.runtime.host import Host, detect_host
 
@@ -172,7 +175,9 @@ def _write(target: Path, folder: Path, about: dict[str, Any], files: Iterable[Pa
     temporary = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left_over(target)
         fd, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        fcntl.flock(fd, fcntl.LOCK_EX)  # it is not left over as long as this process lives
         # Not flushed to the disk: a session's end ends processes, and the files stay; a crash of
         # the machine is told by the digests. A flush of 1 GB takes seconds.
         with open(fd, "wb", buffering=0), Hasher(fd) as hasher:
@@ -188,6 +193,14 @@ def _write(target: Path, folder: Path, about: dict[str, Any], files: Iterable[Pa
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
     return count
+
+
+def _remove_left_over(target: Path) -> None:
+    """Remove what a process wrote that was killed while it packed; it may be large."""
+    for file in target.parent.glob(f".{target.name}.*"):
+        with file.open("rb") as opened, contextlib.suppress(BlockingIOError):
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.unlink()
 
 
 def _add(writer: BundleWriter, path: Path, name: str) -> None:

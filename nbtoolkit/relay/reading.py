@@ -70,9 +70,10 @@ class Bundle:
         Raises:
             BundleError: it would lie outside.
         """
-        place = self.about["place"]
-        if place is not None:
-            _check_name(str(place), self.path)
+        if self.about["place"] is None:
+            return None
+        place = str(self.about["place"])
+        _check_name(place, self.path)
         return place
 
     def extract(self, folder: Path) -> dict[str, Entry]:

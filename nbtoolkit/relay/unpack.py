@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import sqlite3
@@ -19,6 +20,8 @@ from nbtoolkit.relay.reading import Bundle
 from nbtoolkit.relay.result import UnpackResult
 from nbtoolkit.runtime.disk import free_space, size_text
 from nbtoolkit.runtime.host import Host, detect_host
+
+_STAGED = ".nbtoolkit-unpacking-"
 
 
 def unpack(
@@ -110,9 +113,19 @@ def _need_room(bundle: Bundle, folder: Path) -> None:
 
 @contextmanager
 def _staging(folder: Path) -> Iterator[Path]:
-    """A folder on the same disk, whose files need only be renamed; gone in the end."""
-    staged = Path(tempfile.mkdtemp(prefix=".nbtoolkit-unpacking-", dir=folder))
+    """A folder on the same disk, whose files need only be renamed; one at a time, gone in the end.
+
+    What a process left that was killed here is removed by the next one.
+    """
+    lock = os.open(folder, os.O_RDONLY)
     try:
-        yield staged
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for left_over in folder.glob(f"{_STAGED}*"):
+            shutil.rmtree(left_over, ignore_errors=True)
+        staged = Path(tempfile.mkdtemp(prefix=_STAGED, dir=folder))
+        try:
+            yield staged
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
     finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        os.close(lock)

@@ -17,28 +17,14 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nbtoolkit.relay.bundle import SUFFIX, size_in_bundle
 from nbtoolkit.relay.databases import BESIDE, MLFLOW, is_database, size_of
+from nbtoolkit.relay.piece import Piece, Worth
 from nbtoolkit.runtime.events import EventReader
 from nbtoolkit.runtime.paths import RunPaths, read_json
 from nbtoolkit.training.shelf import Entry, Shelf
-
-Worth = Literal["needed", "best", "values", "tracking", "other", "log", "also-ran"]
-
-ORDER: tuple[Worth, ...] = ("needed", "best", "values", "tracking", "other", "log", "also-ran")
-"""From what is never left out to what is left out first."""
-
-SAID: dict[Worth, str] = {
-    "needed": "records",
-    "best": "best checkpoints of finished runs",
-    "values": "return values",
-    "tracking": "MLflow's database and files (nbtoolkit.tracking.replay writes them anew)",
-    "other": "other files",
-    "log": "output of ranks, samples and TensorBoard files",
-    "also-ran": "weights of trials that did not win",
-}
 
 # What in a run's folder is of this attempt's process only.
 _OF_THE_PROCESS = ("owner.json", "owner.lock", "stop", "commands")
@@ -49,23 +35,6 @@ _RECORDS = (
 _LOGS = ("ranks", "samples", "tensorboard")
 _WITHOUT_JOBS = ("checkpoints", "values", *_LOGS)
 _SMALL = 2**20  # a file of another kind that counts as a record: a pipeline's state
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Files that are carried together or not at all.
-
-    Attributes:
-        worth: how much they matter.
-        run: the run they belong to; the empty text: none.
-        files: their paths.
-        size: bytes they take in a bundle.
-    """
-
-    worth: Worth
-    run: str
-    files: tuple[Path, ...]
-    size: int
 
 
 @dataclass(frozen=True)
@@ -97,30 +66,6 @@ def look_into(folder: Path) -> Contents:
             runs.append({"folder": name, "status": _status(paths), "alive": paths.owned()})
             pieces += _of_run(folder, place, name)
     return Contents(folder, runs, [piece for piece in pieces if piece.files])
-
-
-def choose(pieces: Iterable[Piece], room: int) -> tuple[list[Piece], list[Piece]]:
-    """What is carried, and what is left out.
-
-    Args:
-        pieces: what is worth carrying.
-        room: bytes there are for it.
-
-    Returns:
-        Both; what is ``needed`` is never left out, even if it does not fit.
-    """
-    ranked = sorted(pieces, key=lambda piece: piece.run, reverse=True)  # the newest run first
-    ranked.sort(key=lambda piece: ORDER.index(piece.worth))
-    kept: list[Piece] = []
-    left_out: list[Piece] = []
-    for piece in ranked:
-        fits = piece.size <= room
-        if fits or piece.worth == "needed":
-            kept.append(piece)
-            room -= piece.size
-        else:
-            left_out.append(piece)
-    return kept, left_out
 
 
 # --- what is there --------------------------------------------------------------------------------
