@@ -70,25 +70,42 @@ def test_a_new_text_around_the_code_changes_nothing_and_a_settings_file_does(
     assert statuses(run(pipeline)) == "one skipped"
 
     (tmp_path / "my.yaml").write_text("seed: 2")
-    assert run(pipeline)["one"].reason == "other files: my.yaml"
+    assert run(pipeline)["one"].reason == "other settings: my.yaml"
     (tmp_path / "code.py").write_text("x = 2")
     assert run(pipeline)["one"].reason == "other files: code.py"
+
+
+def test_a_settings_file_that_the_step_writes_itself_is_none_of_its_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    work = "import pathlib, time\npathlib.Path('own.json').write_text(str(time.time_ns()))"
+    write_program(tmp_path, work, name="one")
+    path = write_pipeline(tmp_path, one={"notebook": "one.ipynb"})
+    assert [statuses(run(path)) for _ in range(2)] == ["one done", "one skipped"]
+    assert statuses(run(path, again=["one"])) == "one done"  # now it is there before the step
+    assert statuses(run(path)) == "one skipped"
 
 
 def test_a_folder_that_was_moved_is_still_done(tmp_path: Path) -> None:
     write_program(
         tmp_path,
         "import nbtoolkit as nb\nnb.publish({'file': f'{folder}/a.txt'})",
-        declares="folder: str = ''",
+        declares="folder: str = ''\nnamed: str = ''",
         name="one",
     )
-    steps = {"notebook": "one.ipynb", "parameters": {"folder": "${pipeline.folder}"}}
-    path = write_pipeline(tmp_path, one=steps)
+    given = {"folder": "${pipeline.folder}", "named": "${pipeline.folder}/my.yaml"}
+    path = write_pipeline(tmp_path, one={"notebook": "one.ipynb", "parameters": given})
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/my.yaml").write_text("seed: 1")
     assert run(path)["one"].values["file"] == str(tmp_path / "out/a.txt")
     shutil.move(tmp_path / "out", tmp_path / "elsewhere")
     moved = run(path, folder=tmp_path / "elsewhere")
     assert statuses(moved) == "one skipped"
     assert moved["one"].values["file"] == str(tmp_path / "elsewhere/a.txt")
+    (tmp_path / "elsewhere/my.yaml").write_text("seed: 2")
+    changed = run(path, folder=tmp_path / "elsewhere")
+    assert changed["one"].reason == f"other settings: {tmp_path}/elsewhere/my.yaml"
 
 
 def test_a_step_that_published_that_there_is_more_to_do_ends_the_pipeline_for_now(

@@ -118,7 +118,7 @@ def replaced(value: Any, old: str, new: str) -> Any:
     if isinstance(value, str):
         return value.replace(old, new)
     if isinstance(value, dict):
-        return {name: replaced(inner, old, new) for name, inner in value.items()}
+        return {n.replace(old, new): replaced(inner, old, new) for n, inner in value.items()}
     if isinstance(value, list):
         return [replaced(inner, old, new) for inner in value]
     return value

@@ -39,7 +39,8 @@ def inputs_of(step: Step, values: Mapping[str, Any], published: Published) -> di
     return {
         "code": _hash("\0".join(step.glance.code).encode()),
         "parameters": _plain(values),
-        "files": {name: _hash(path.read_bytes()) for name, path in _files(step, values)},
+        "settings": {name: _hash(path.read_bytes()) for name, path in _settings(step, values)},
+        "files": {name: _hash(Path(name).read_bytes()) for name in _files(step)},
         "after": {name: _hash(_text(published[name])) for name in step.wishes.after},
         "nbtoolkit": nbtoolkit.__version__,
     }
@@ -49,32 +50,48 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What is different in the inputs, in words; empty: nothing."""
     told = []
     for part in now:
-        if before.get(part) == now[part]:
-            continue
-        told.append(_WORDS.get(part) or f"other {part}: {_names(before.get(part), now[part])}")
+        earlier, later = before.get(part), now[part]
+        if part == "settings":  # one that is there only now was written by the step itself
+            later = {name: later.get(name) for name in earlier or ()}
+        if earlier != later:
+            told.append(_WORDS.get(part) or f"other {part}: {_names(earlier, later)}")
     return "; ".join(told)
 
 
-def _files(step: Step, values: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
-    """Settings files that parameters or code name, if they are there, and the step's `files`."""
+def without_own(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs of a step that was run, without settings files that it wrote itself.
+
+    Args:
+        before: its inputs before it ran.
+        after: the same looked at again.
+    """
+    kept = {n: one for n, one in before["settings"].items() if after["settings"].get(n) == one}
+    return {**before, "settings": kept}
+
+
+def _settings(step: Step, values: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
+    """The YAML and JSON files that parameters or code name, if they are there."""
     texts = [value for value in values.values() if isinstance(value, str)]
     named = [text for text in texts if text.endswith((".yaml", ".yml", ".json"))]
     for name in dict.fromkeys([*named, *_NAMED_FILE.findall("\n".join(step.glance.code))]):
         found = (path for path in places_to_look(Path(name).expanduser()) if path.is_file())
         if path := next(found, None):
             yield name, path
-    for pattern in step.wishes.files:
-        yield from _matching(pattern, step.place("files"))
 
 
-def _matching(pattern: str, place: str) -> list[tuple[str, Path]]:
-    """The files of a pattern, by name.
+def _files(step: Step) -> list[str]:
+    patterns = step.wishes.files
+    return [name for pattern in patterns for name in _matching(pattern, step.place("files"))]
+
+
+def _matching(pattern: str, place: str) -> list[str]:
+    """The names of a pattern's files.
 
     Raises:
         PipelineError: there is none.
     """
     names = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
-    found = [(name, Path(name)) for name in names if Path(name).is_file()]
+    found = [name for name in names if Path(name).is_file()]
     if not found:
         raise PipelineError(
             f"{place}: there is no file {pattern!r}",

@@ -15,7 +15,7 @@ from nbtoolkit.config_layers import Overrides
 from nbtoolkit.errors import NbtoolkitError, NotebookFailed, PipelineError, PipelineFailed
 from nbtoolkit.notebooks.run import require_extras, run_notebook
 from nbtoolkit.pipeline.folder import PipelineFolder
-from nbtoolkit.pipeline.inputs import difference, inputs_of
+from nbtoolkit.pipeline.inputs import difference, inputs_of, without_own
 from nbtoolkit.pipeline.load import load_pipeline
 from nbtoolkit.pipeline.parameters import Published, values_of
 from nbtoolkit.pipeline.result import PipelineResult, StepResult, StepStatus
@@ -118,6 +118,7 @@ class _Run:
         result = self._run(step, values)
         if _more_to_do(result["values"]):
             return self._result(step, "early", why, **result)
+        inputs = without_own(inputs, inputs_of(step, values, published))
         self.place.write_record(step.name, {"inputs": inputs, "result": result})
         return self._result(step, "done", why, **result)
 
