@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from nbtoolkit.cli import DONE, FAILED, Debug, NotebookPath, ParameterWish, app, sentences
+from nbtoolkit.cli import DONE, FAILED, Debug, NotebookPath, ParameterWish, sentences
+from nbtoolkit.cli import app as app
 
 NotebookPaths = Annotated[list[Path], typer.Argument(metavar="NOTEBOOK...", help=".ipynb files.")]
 
