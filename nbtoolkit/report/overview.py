@@ -44,7 +44,7 @@ def _row(story: Story, names: Sequence[str]) -> list[str]:
         story.status,
         *(number(story.metrics.get(name)) for name in names),
         duration(story.seconds) + begun,
-        shortened(story.device, 40),
+        shortened(story.device, 32),
         moment(story.began),
     ]
 

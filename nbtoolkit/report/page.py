@@ -22,8 +22,8 @@ nav a { color: inherit; margin-right: 1rem; } .dim { color: var(--dim); }
 .part { overflow-x: auto; margin: .4rem 0; } .part p { margin: 0; }
 table { border-collapse: collapse; width: max-content;
   font-size: .87rem; font-variant-numeric: tabular-nums; }
-th, td { border: 1px solid var(--line); padding: .25rem .6rem; max-width: 22rem;
-  min-width: 1.2rem; overflow-wrap: break-word; vertical-align: top; }
+th, td { border: 1px solid var(--line); padding: .25rem .6rem; min-width: 1.2rem;
+  white-space: nowrap; }
 thead th, tbody th { background: var(--band); font-weight: 600; }
 svg { display: block; height: auto; max-width: 100%; }
 """

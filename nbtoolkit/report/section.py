@@ -11,6 +11,11 @@ from typing import Any, TypeAlias
 from nbtoolkit.report.picture import Picture
 from nbtoolkit.runtime.table import html_columns
 
+_NO_FORMULAS = "tex2jax_ignore mathjax_ignore"
+"""Classes by which MathJax leaves a dollar sign alone; JupyterLab has it look at all outputs."""
+
+_WIDE = '<table style="width: max-content">'  # it is scrolled rather than its words broken
+
 Part: TypeAlias = str | Picture
 """HTML, whose values are escaped, or a picture."""
 
@@ -38,9 +43,10 @@ class Section:
         return self
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Section:
-        """Add a table; nothing where it has no rows."""
+        """Add a table of short values; nothing where it has no rows."""
         if rows:
-            self.parts.append(html_columns(header, rows))
+            wide = html_columns(header, rows).replace("<table>", _WIDE, 1)
+            self.parts.append(wide)
         return self
 
     def html(self, markup: str) -> Section:
@@ -60,7 +66,7 @@ class Section:
                 picture = shown.Image(part.png(), width=part.width(), metadata={"alt": part.alt})
                 shown.display(picture)
             else:
-                shown.display(shown.HTML(part))
+                shown.display(shown.HTML(f'<div class="{_NO_FORMULAS}">{part}</div>'))
 
     def __repr__(self) -> str:
         pictures = sum(isinstance(part, Picture) for part in self.parts)
