@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import json
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +9,7 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.storages import RDBStorage
 from searches import LR, SPACE
 from sqlalchemy import text
 
@@ -14,7 +17,7 @@ from nbtoolkit import load_config
 from nbtoolkit.errors import RunFolderError, SpaceError, SweepError
 from nbtoolkit.search.pruners import make_pruner
 from nbtoolkit.search.samplers import make_sampler
-from nbtoolkit.search.study import SearchStudy, copy_study, open_storage, open_study
+from nbtoolkit.search.study import SearchStudy, copy_study, keep_tables, open_storage, open_study
 from nbtoolkit.search.wishes import Wishes, load_wishes
 
 COMPLETE = optuna.trial.TrialState.COMPLETE
@@ -197,6 +200,55 @@ def test_a_copy_is_whole_while_the_study_is_open(opened: Opened, tmp_path: Path)
 def fill(study: SearchStudy) -> None:
     for _ in range(1000):
         finished(study)
+
+
+def test_what_is_read_from_memory_is_what_lies_on_disk(opened: Opened, tmp_path: Path) -> None:
+    study = opened(plain(sampler="tpe", pruner="median"))
+    for i in range(4):
+        number, _ = study.ask()
+        study.report(number, i / 3, None)
+        study.report(number, i / 7, 5)
+        study.constrain(number, {"memory": float(i)})
+        if i < 3:
+            study.tell(number, COMPLETE, [i / 7], {"seconds": 1.5, "fold-0": {"val_loss": 0.5}})
+    study.remember("added", 2)
+    own, _ = seen(study.optuna), opened.close()
+    assert own == seen(opened(plain(sampler="tpe", pruner="median")).optuna)
+    opened.close()
+    storage = f"sqlite:///{tmp_path}/study.db"
+    assert own == seen(optuna.load_study(study_name="sweep", storage=storage))
+
+
+def seen(study: optuna.Study) -> list[Any]:
+    def attributes(trial: optuna.trial.FrozenTrial) -> str:
+        return json.dumps([trial.user_attrs, trial.system_attrs], sort_keys=True)
+
+    trials = [
+        [one.number, one.state, one.params, one.distributions, one.values, attributes(one)]
+        for one in study.trials
+    ]
+    reports = [one.intermediate_values for one in study.trials]
+    return [study.directions, study.user_attrs, trials, reports]
+
+
+def test_a_study_made_from_kept_tables_is_like_any_other(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "empty").mkdir()
+    RDBStorage(f"sqlite:///{tmp_path}/plain/study.db").engine.dispose()
+    keep_tables(tmp_path / "empty")
+    opener = Opened(tmp_path)
+    finished(opener(plain()))
+    opener.close()
+    assert schema(tmp_path / "study.db") == schema(tmp_path / "plain" / "study.db")
+    storage = f"sqlite:///{tmp_path}/study.db"  # its version is checked here
+    assert len(optuna.load_study(study_name="sweep", storage=storage).trials) == 1
+
+
+def schema(file: Path) -> list[Any]:
+    with contextlib.closing(sqlite3.connect(file)) as database:
+        tables = database.execute("select sql from sqlite_master order by name").fetchall()
+        versions = [*database.execute("select * from version_info")]
+        return [tables, versions, [*database.execute("select * from alembic_version")]]
 
 
 def test_a_full_disk_is_told(opened: Opened) -> None:

@@ -82,6 +82,57 @@ def test_a_trials_number_decides_its_parameters_on_any_number_of_slots(
     assert len({tuple(params.items()) for params in found[0][1]}) == 6
 
 
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_a_trial_asked_for_ahead_is_the_one_that_would_have_come(
+    sampler: str, tmp_path: Path
+) -> None:
+    found = []
+    for ahead in (0, 2):
+        folder = tmp_path / str(ahead)
+        folder.mkdir()
+        study = {"sampler": sampler, "sampler_options": {}}
+        made, _ = program(folder, sweep(14, study=study))
+        jobs: list[Job] = []
+        while (job := made.next(None)) is not None:
+            jobs.append(job)
+            for _ in range(3):
+                made.prepare(ahead)
+            assert not (ahead and len(jobs) < 9) or made.ready
+            made.ended(job, Ending(status="completed", metrics=loss(job, 2), seconds=1.0))
+        made.close("completed")
+        found.append([job.params for job in jobs])
+    assert found[0] == found[1]
+    assert len(found[0]) == 14
+
+
+def test_nothing_is_asked_ahead_of_what_the_sampler_learns_from(tmp_path: Path) -> None:
+    study = {"sampler": "tpe", "sampler_options": {"n_startup_trials": 2}}
+    made, _ = program(tmp_path, sweep(9, study=study))
+    made.next(None)
+    for _ in range(3):
+        made.prepare(9)
+    assert len(stored(tmp_path)) == 2
+    assert made.next(None) is not None
+    assert not made.ready
+
+
+def test_a_trial_asked_for_ahead_comes_first_in_the_next_session(tmp_path: Path) -> None:
+    made, _ = program(tmp_path, sweep(3))
+    first = made.next(None)
+    assert first is not None
+    made.prepare(1)
+    made.ended(first, Ending(status="completed", metrics=loss(first, 2), seconds=1.0))
+    made.obey({"op": "stop"})
+    assert made.next(None) is None
+    made.close("stopped")
+    asked = stored(tmp_path)[1].params["optim.lr"]
+    again, _ = program(tmp_path, sweep(3))
+    jobs = drive(again, Fake(loss))
+    assert [job.key for job in jobs] == TRIAL[1:3]
+    assert jobs[0].params["optim.lr"] == asked
+    again.close("completed")
+
+
 def test_tpe_on_one_slot_repeats_itself_from_scratch(tmp_path: Path) -> None:
     found = []
     for name in ("one", "two"):
@@ -386,6 +437,7 @@ def test_no_trial_starts_that_cannot_end_in_time(tmp_path: Path) -> None:
     jobs = drive(made, Fake(loss, seconds=10.0), left=45.0)
     assert len(jobs) == 3  # 10 s for the winner's refit are kept back
     assert made.done
+    assert made.cut_short
     assert "no trial starts any more: 15 s are left, 10 s of them kept back" in diary.notes()
     made.close("deadline")
 
@@ -394,6 +446,14 @@ def test_what_is_kept_back_may_be_said(tmp_path: Path) -> None:
     made, _ = program(tmp_path, sweep(99, budget={"keep_back": 0}))
     assert len(drive(made, Fake(loss, seconds=10.0), left=45.0)) == 4
     made.close("deadline")
+
+
+def test_a_sweep_without_a_number_of_trials_is_through_when_its_time_is_up(tmp_path: Path) -> None:
+    made, _ = program(tmp_path, {**sweep(1), "budget": {"timeout": 45}})
+    drive(made, Fake(loss, seconds=10.0), left=45.0)
+    assert made.done
+    assert not made.cut_short
+    made.close("completed")
 
 
 def test_the_number_of_epochs_scales_the_prediction(tmp_path: Path) -> None:

@@ -1,0 +1,165 @@
+"""What a sweep has ready before it is needed: ranks, imports, the next trial's parameters."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from kernels import until
+
+import nbtoolkit as nb
+from nbtoolkit.runtime.launchpad import shutdown
+from nbtoolkit.runtime.paths import RunPaths
+
+LR = {"optim.lr": {"type": "float", "low": 1e-4, "high": 1e-1, "log": True}}
+ONE_SLOT = {
+    "study": {"sampler": "random", "pruner": "none"},
+    "space": LR,
+    "placement": "all_devices_per_trial",
+}
+
+# Installed with Matplotlib; nothing that the launchpad or a rank imports needs it.
+SMALL = "kiwisolver"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> nb.Config:
+    overrides = {"runtime.output_dir": str(tmp_path / "out"), "tracking.mlflow": False}
+    return nb.load_config(env=None, overrides=overrides)
+
+
+def started(train: Any, config: nb.Config, trials: int) -> nb.SweepHandle:
+    handle: nb.SweepHandle = nb.sweep(
+        train, config, ONE_SLOT, n_trials=trials, wait=False, display="off"
+    )
+    return handle
+
+
+def in_reserve(folder: Path) -> list[int]:
+    """The processes that wait for a job: they write into the reserve's folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            output = os.readlink(f"/proc/{process.pid}/fd/1")
+        except OSError:  # gone, or not ours
+            continue
+        if output.startswith(str(folder / "reserve")):
+            found.append(process.pid)
+    return found
+
+
+def settled(folder: Path) -> int:
+    """The process that waits, once nothing is imported any more, for which it would be replaced."""
+    while True:
+        before = until(lambda: in_reserve(folder), "a rank in reserve")
+        time.sleep(1.5)
+        if before == in_reserve(folder):
+            return before[0]
+
+
+def wait_for(file: Path) -> None:
+    """A function of the test's own, for trials: until the test lets them go on."""
+    limit = time.monotonic() + 60
+    while not file.exists() and time.monotonic() < limit:
+        time.sleep(0.01)
+
+
+def test_the_next_trial_runs_on_a_rank_that_waited_for_it(
+    config: nb.Config, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+
+    def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+        wait_for(go)
+        print("trial of", os.getpid())
+        return {"val_loss": os.getpid()}
+
+    handle = started(train, config, 3)
+    folder = handle.paths.folder
+    waiting = settled(folder)
+    go.touch()
+    pids = [int(pid) for pid in handle.result().trials["value"]]
+    assert pids[1] == waiting
+    assert len(set(pids)) == 3, "each takes one job only"
+    assert "started" in phases(folder / "trials" / "0000")
+    assert "started" not in phases(folder / "trials" / "0001"), "it had started before"
+    log = RunPaths(folder / "trials" / "0001").log(0)
+    assert f"trial of {pids[1]}" in log.read_text(), "its output is the trial's"
+    assert not (folder / "reserve").exists()
+
+
+def phases(folder: Path) -> list[str]:
+    events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    return [event["phase"] for event in events if event["type"] == "rank"]
+
+
+def test_a_rank_that_died_in_reserve_costs_nothing(config: nb.Config, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+
+    def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+        wait_for(go)
+        return {"val_loss": os.getpid()}
+
+    handle = started(train, config, 3)
+    (waiting,) = until(lambda: in_reserve(handle.paths.folder), "a rank in reserve")
+    os.kill(waiting, signal.SIGKILL)
+    go.touch()
+    result = handle.result()
+    assert list(result.trials["state"]) == ["complete"] * 3
+    assert waiting not in {int(pid) for pid in result.trials["value"]}
+
+
+def test_a_rank_in_reserve_has_what_was_imported_after_it_was_forked(
+    config: nb.Config, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+
+    def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+        import importlib
+        import sys
+
+        before = SMALL in sys.modules
+        wait_for(go)  # meanwhile the first rank in reserve is forked
+        importlib.import_module(SMALL)
+        if not before:
+            time.sleep(3.0)  # a branch imports it too, and the reserve is made anew
+        return {"val_loss": float(before)}
+
+    shutdown()  # no branch of an earlier test
+    handle = started(train, config, 2)
+    until(lambda: in_reserve(handle.paths.folder), "a rank in reserve")
+    go.touch()
+    assert list(handle.result().trials["value"]) == [0.0, 1.0]
+
+
+def test_the_first_trials_of_a_kernel_need_not_import_what_optimizers_need(
+    config: nb.Config,
+) -> None:
+    def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+        import sys
+
+        return {"val_loss": float("torch._dynamo" in sys.modules)}
+
+    shutdown()
+    result = nb.sweep(train, config, LR, n_trials=2, display="off")
+    assert list(result.trials["value"]) == [1.0, 1.0]
+
+
+def test_a_reserve_leaves_with_a_stopped_sweep(config: nb.Config, tmp_path: Path) -> None:
+    def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+        for step in range(2000):
+            time.sleep(0.01)
+            ctx.report({"val_loss": 1.0}, step)
+        return {"val_loss": 1.0}
+
+    handle = started(train, config, 3)
+    (waiting,) = until(lambda: in_reserve(handle.paths.folder), "a rank in reserve")
+    handle.stop()
+    assert handle.result().status == "stopped"
+    until(lambda: not psutil.pid_exists(waiting), "the end of the rank in reserve")
