@@ -197,6 +197,12 @@ def test_lines_are_those_that_people_see(tmp_path: Path) -> None:
     ]
 
 
+def test_a_magic_without_its_sign_is_told(tmp_path: Path) -> None:
+    [one] = hazards(tmp_path, "pip install six")
+    assert (one.code, one.line) == ("not-python", 1)
+    assert one.do.startswith("write %pip")
+
+
 def test_a_name_defined_below_says_where(tmp_path: Path) -> None:
     [one] = hazards(tmp_path, "print(later)", "x = 1", "import math as later")
     assert one.what == "later is read here and defined in cell 4 below"

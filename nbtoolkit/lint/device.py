@@ -18,7 +18,8 @@ _TOO_EARLY = {
 
 _DEVICE_WORDS = ("device", "map_location", "device_map")
 
-# Of torch.cuda: what asks nobody, or only builds an object.
+# Of torch.cuda: what takes no memory, and what only builds an object.
+_QUESTIONS = {"torch.cuda.is_available", "torch.cuda.device_count", "torch.cuda.get_arch_list"}
 _HARMLESS = {"torch.cuda.amp.GradScaler", "torch.cuda.amp.autocast"}
 
 
@@ -26,8 +27,8 @@ def device_in_kernel(program: Program) -> Iterator[Hazard]:
     """Uses of a device by the kernel, which then keeps a part of its memory."""
     names = _device_names(program)
     for site in program.in_kernel():
-        if isinstance(site.node, ast.Call) and (why := _use(site.node, program, names)):
-            yield _at(site, "device-in-kernel", f"{why} makes the kernel hold a device")
+        if isinstance(site.node, ast.Call) and (what := _use(site.node, program, names)):
+            yield _at(site, "device-in-kernel", what)
 
 
 def fixed_device(program: Program) -> Iterator[Hazard]:
@@ -56,9 +57,12 @@ def _at(site: Site, code: str, what: str) -> Hazard:
 
 def _use(call: ast.Call, program: Program, names: set[str]) -> str:
     full = program.names.full(call.func)
+    if full in _QUESTIONS:
+        return f"{full}() wakes the driver in the kernel: what is forked from it can use no GPU"
     if full.startswith("torch.cuda.") and full not in _HARMLESS:
-        return f"{full}()"
-    return _placement(call, names)
+        return f"{full}() makes the kernel hold a GPU"
+    placement = _placement(call, names)
+    return f"{placement} makes the kernel hold a GPU" if placement else ""
 
 
 def _placement(call: ast.Call, names: set[str]) -> str:

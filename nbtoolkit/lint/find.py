@@ -17,6 +17,9 @@ from nbtoolkit.lint.splits import unseeded_splits
 from nbtoolkit.lint.writes import unguarded_writes
 from nbtoolkit.notebooks.document import read_as_saved
 
+# Commands that IPython takes for magics where a line begins with them ("automagic").
+_MAGICS = ("pip", "conda", "cd", "ls", "cp", "mv", "rm", "mkdir", "cat")
+
 _OF_CELLS = (undefined_names, out_of_order, absolute_paths)
 _OF_THE_PROGRAM = (
     device_in_kernel,
@@ -59,7 +62,9 @@ def _not_python(cells: list[Cell]) -> Iterator[Hazard]:
     for cell in cells:
         if cell.error is not None:
             what = f"the cell is not Python: {cell.error.msg}"
-            yield hazard("not-python", what, cell=cell.number, line=cell.error.lineno or 0)
+            word = (cell.error.text or "").partition(" ")[0]
+            do = f"write %{word}: only a person's kernel guesses it" if word in _MAGICS else ""
+            yield hazard("not-python", what, cell=cell.number, line=cell.error.lineno or 0, do=do)
 
 
 def _parameters_cells(cells: list[Cell]) -> Iterator[Hazard]:
