@@ -27,7 +27,7 @@ from nbtoolkit.runtime.paths import RunPaths, read_json
 from nbtoolkit.training.shelf import Entry, Shelf
 
 # What in a run's folder is of this attempt's process only.
-_OF_THE_PROCESS = ("owner.json", "owner.lock", "stop", "commands")
+_OF_THE_PROCESS = ("owner.json", "owner.lock", "stop", "commands", "reserve")
 _RECORDS = (
     *("config.yaml", "plan.json", "versions.json", "events.jsonl", "tracking.json"),
     *("result.json", "error.json", "error.pkl", "sweep.yaml", "folds.json", "study.db", "previous"),
