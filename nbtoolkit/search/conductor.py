@@ -118,7 +118,8 @@ class Conductor:
             self._get_ready()
             over = self._record.leaving is not None or program.done
             if over and not self._running and not self._leaving:
-                return self._record.leaving or "completed"
+                early = "deadline" if program.cut_short else "completed"
+                return self._record.leaving or early
             self._listen()
 
     def _look(self) -> None:

@@ -64,6 +64,11 @@ class FoldProgram:
         return bool(self._waiting) and not self._failed and not self._stopped
 
     @property
+    def cut_short(self) -> bool:
+        """Never: a fold may start that the deadline cuts off."""
+        return False
+
+    @property
     def ready(self) -> bool:
         """Whether there is another fold: none depends on another."""
         return self._more

@@ -73,6 +73,10 @@ class Program(Protocol):
         """Whether nothing runs, as far as it knows, and nothing will."""
 
     @property
+    def cut_short(self) -> bool:
+        """Whether it is done for lack of time alone: another session can go on with it."""
+
+    @property
     def ready(self) -> bool:
         """Whether the next job is prepared, and depends on nothing that runs."""
 

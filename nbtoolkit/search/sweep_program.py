@@ -92,6 +92,13 @@ class SweepProgram:
         return not more and not self._repeats.more
 
     @property
+    def cut_short(self) -> bool:
+        """Whether it is done for lack of time, with fewer trials than ``n_trials``."""
+        counted = self._wishes.budget.n_trials is not None or self._points is not None
+        left = self._live or self._books.interrupted or self._books.asked or self._more_wished
+        return self._time.up and counted and bool(left)
+
+    @property
     def ready(self) -> bool:
         """Whether a trial was asked for ahead; folds wait for how the one before ended."""
         return self._books.folds is None and self._books.asked > 0
