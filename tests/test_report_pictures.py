@@ -64,8 +64,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def luminance(colour: str) -> float:
-    long = colour if len(colour) == 7 else "#" + "".join(2 * one for one in colour[1:])
-    parts = [int(long[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    parts = [int(long(colour)[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
@@ -83,6 +82,20 @@ def test_texts_of_cards_and_pages_are_read() -> None:
         assert contrast(scheme["text"], scheme["ground"]) >= 7
         assert contrast(scheme["dim"], scheme["ground"]) >= 4.5
         assert contrast(scheme["text"], scheme["band"]) >= 7
+        assert contrast(scheme["text"], over(COLOURS[0], scheme["ground"])) >= 4.5
+
+
+def over(colour: str, ground: str) -> str:
+    """Half of a colour on a ground: the darkest cell of a matrix."""
+    pairs = zip(
+        *([int(one[i : i + 2], 16) for i in (1, 3, 5)] for one in (colour, long(ground))),
+        strict=True,
+    )
+    return "#" + "".join(f"{(one + other) // 2:02x}" for one, other in pairs)
+
+
+def long(colour: str) -> str:
+    return colour if len(colour) == 7 else "#" + "".join(2 * one for one in colour[1:])
 
 
 def drawn(figure: Figure) -> list[Text]:

@@ -84,6 +84,9 @@ def test_a_sweep_without_a_study_or_wishes_says_so_and_the_report_goes_on(tmp_pa
     paths = write_run(tmp_path, "a", events=[{"type": "run"}], about={"kind": "sweep"})
     told = "".join(map(str, sweeps([read_story(paths)]).parts))
     assert "Its sweep.yaml cannot be read" in told
+    (paths.folder / "sweep.yaml").write_text("study: {")
+    told = "".join(map(str, sweeps([read_story(paths)]).parts))
+    assert "Its sweep.yaml cannot be read: while parsing" in told
     (paths.folder / "sweep.yaml").write_text(
         "study: {name: rates, metric: val_accuracy}\nspace: {optim.lr: [0.1, 0.2]}\n"
     )

@@ -22,20 +22,22 @@ _RATIO = 20.0  # largest to smallest loss, from which on the scale is logarithmi
 
 def curves(stories: Sequence[Story]) -> Section:
     """The learning curves of the newest runs."""
-    section = Section("Learning curves")
-    drawn = [story for story in stories if any(map(_line, story.curves.values()))]
-    if not drawn:
-        return section.say("No run has reported or logged a metric twice.")
-    return add_curves(section, drawn)
+    section = add_curves(Section("Learning curves"), stories)
+    if not section.parts:
+        section.say("No run has reported or logged a metric twice.")
+    return section
 
 
 def add_curves(section: Section, stories: Sequence[Story]) -> Section:
     """Draw the curves of these runs, at most one for each colour, into a section.
 
     Args:
-        section: gets the picture, and sentences on what is left out.
-        stories: runs that have curves, oldest first.
+        section: gets the picture, and sentences on what is left out; nothing without any curve.
+        stories: runs, oldest first.
     """
+    stories = [story for story in stories if _lines(story)]
+    if not stories:
+        return section
     shown = stories[-len(COLOURS) :]
     groups = dict.fromkeys(group(name) for story in shown for name in _lines(story))
     names = sorted(groups, key=lambda name: name != "loss")  # the loss first, else as they came

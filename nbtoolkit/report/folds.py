@@ -21,9 +21,7 @@ def folds(stories: Sequence[Story]) -> Section:
         table = FoldTable(name=story.label, folds=_count(story))
         table.read(story.events)
         section.head(story.label).html(table.html())
-        runs = _runs(story)
-        if any(len(points) > 1 for run in runs for points in run.curves.values()):
-            add_curves(section, runs)
+        add_curves(section, _runs(story))
     if len(found) > _SHOWN:
         section.say(f"The newest {_SHOWN} of {len(found)} cross-validations are shown.")
     return section if found else section.say("There is no cross-validation in this folder.")

@@ -8,7 +8,7 @@ from html import escape
 from nbtoolkit.report.picture import Picture
 from nbtoolkit.report.section import Section
 
-# Text on ground has a contrast of 15 and 13, what is dimmed 5 and more (WCAG AA wants 4.5).
+# Text on ground has a contrast of 15 and more, what is dimmed 6 and more (WCAG AA wants 4.5).
 _STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --text: #1f2328; --dim: #59636e;
   --line: #d1d9e0; --band: #f6f8fa; }

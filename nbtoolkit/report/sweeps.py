@@ -15,6 +15,7 @@ from nbtoolkit.errors import SweepError
 from nbtoolkit.report.picture import Picture
 from nbtoolkit.report.section import Section
 from nbtoolkit.report.story import Story
+from nbtoolkit.search.labels import shortened
 from nbtoolkit.search.plots import plot_history, plot_importances, plot_slices
 from nbtoolkit.search.sweep_result import STUDY_FILE, load_yaml
 from nbtoolkit.search.table import SweepTable
@@ -46,10 +47,12 @@ def sweeps(stories: Sequence[Story]) -> Section:
 
 
 def _add(section: Section, story: Story) -> None:
+    from yaml import YAMLError
+
     try:
         wishes = Wishes.model_validate(load_yaml(story.paths.folder / "sweep.yaml"))
-    except (OSError, ValueError) as error:
-        section.say(f"Its sweep.yaml cannot be read: {error}")
+    except (OSError, ValueError, YAMLError) as error:
+        section.say(f"Its sweep.yaml cannot be read: {shortened(str(error), 200)}")
         return
     section.html(_table(story, wishes).html())
     if find_spec("optuna") is None:
