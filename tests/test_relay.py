@@ -31,6 +31,7 @@ from nbtoolkit.relay.result import PackResult
 from nbtoolkit.runtime.choose import lock_run
 from nbtoolkit.runtime.disk import free_space, read_size, size_text
 from nbtoolkit.runtime.host import Host, HostKind
+from nbtoolkit.runtime.launch import Start
 from nbtoolkit.runtime.paths import RunPaths, runs_in
 from nbtoolkit.tasks.digits import train
 
@@ -686,6 +687,29 @@ def test_a_bundle_that_cannot_be_written_is_a_warning_and_no_error(
         packed, said = at_deadline(outputs, host(tmp_path), "auto")
     assert packed is None
     assert said[0].startswith("warning: nothing was packed for the next session: the bundle")
+
+
+def runs_until_told(config: nb.Config, ctx: nb.RunContext) -> None:
+    step = 0
+    while True:
+        ctx.report({"step": step}, step=(step := step + 1))
+
+
+@pytest.mark.parametrize("start", ["launchpad", "inline"])
+def test_a_launch_is_packed_once_by_who_waits_for_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    start: Start,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = {"runtime.time_budget": 0.2, "runtime.pack": True, "tracking.mlflow": False}
+    ended = nb.launch(runs_until_told, nb.load_config(env=None, overrides=short), start=start)
+    assert ended.status == "deadline"
+    assert "packed for the next session: PackResult(1 run, " in capsys.readouterr().out
+    (tmp_path / DEFAULT_NAME).unlink()
+    assert nb.attach(ended.paths.folder).result().status == "deadline"
+    assert not (tmp_path / DEFAULT_NAME).exists()
 
 
 # --- what is shown --------------------------------------------------------------------------------

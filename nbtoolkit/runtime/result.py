@@ -158,6 +158,7 @@ class RunHandle:
         self._lost: Message | None = None
         self._forked = forked
         self._ours = line is not None and not detached  # it ends with this process
+        self._was_live = line is not None or paths.owned()
         self._hearing = threading.Lock()
         if line is not None:
             _keep(self)
@@ -214,7 +215,9 @@ class RunHandle:
         if interrupts:
             raise KeyboardInterrupt
         outcome = self._outcome()
-        pack_at_deadline(outcome.status, self.paths, self._say)
+        if self._was_live:  # once, and not when somebody looks at how a run ended long ago
+            self._was_live = False
+            pack_at_deadline(outcome.status, self.paths, self._say)
         return outcome
 
     def let_go(self) -> None:
