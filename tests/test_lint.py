@@ -84,6 +84,7 @@ CLEAN = [
     "def shown(x):\n    return x.cuda()\nmany = list(map(lambda x: x.cuda(), []))",
     "%matplotlib inline\n!pip install -q x\nfiles = !ls\nawait files\n%cd ..\ndisplay(_)",
     "%%bash\necho $HOME",
+    "import re\nre.compile('\\d')",
     "%run other.ipynb\nprint(defined_there)",
     "from math import *\nprint(pi)",
     "try:\n    import tomllib\nexcept ImportError:\n    tomllib = None\nprint(tomllib, __name__)",
@@ -158,10 +159,18 @@ def test_functions_are_followed_to_where_they_run(tmp_path: Path) -> None:
     as_argument = train.format("nb.fit(context, config, 1, 2, 3, loss=4, step=keep)")
     assert found(tmp_path, kept, as_argument) == [("unguarded-write", 2, 4)]
     assert found(tmp_path, kept, "keep(1)") == []
+    decorated = kept.replace("def keep", "@accelerator.on_main_process\ndef keep")
+    assert found(tmp_path, f"accelerator = 1\n{decorated}", as_argument) == []
 
     placed = "def place(model):\n    return model.cuda()"
     assert found(tmp_path, placed, "place(1)") == [("device-in-kernel", 2, 2)]
     assert found(tmp_path, placed, train.format("place(1)")) == [("fixed-device", 2, 2)]
+
+
+def test_a_method_is_not_taken_for_the_function_of_its_name(tmp_path: Path) -> None:
+    method = "class Model:\n    def train(self, ctx):\n        open('x', 'w')"
+    assert found(tmp_path, TRAIN.format("return {}"), method) == []
+    assert found(tmp_path, TRAIN.format("open('x', 'w')"), method) == [("unguarded-write", 2, 7)]
 
 
 def test_a_device_fixed_in_the_training_function_is_named(tmp_path: Path) -> None:

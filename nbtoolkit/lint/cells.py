@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -68,8 +69,10 @@ def _parsed(source: str) -> ast.Module:
     joined = _CONTINUED.sub(lambda magic: _on_one_line(magic[0]), plain)
     lines = joined.splitlines()
     empty = next((n for n, line in enumerate(lines) if line.strip()), len(lines))
-    # IPython drops the empty lines at the top; an indented cell it moves to the left.
-    return ast.increment_lineno(ast.parse(as_python("\n".join(lines[empty:]))), empty)
+    with warnings.catch_warnings():  # "\\d" in a text is the user's own business
+        warnings.simplefilter("ignore")
+        # IPython drops the empty lines at the top; an indented cell it moves to the left.
+        return ast.increment_lineno(ast.parse(as_python("\n".join(lines[empty:]))), empty)
 
 
 def _on_one_line(magic: str) -> str:

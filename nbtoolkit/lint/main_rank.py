@@ -11,12 +11,16 @@ _MAIN = {
     "is_global_zero",
     "is_rank_zero",
     "is_world_process_zero",
+    # decorators, of accelerate and Lightning
+    "on_main_process",
+    "on_local_main_process",
+    "rank_zero_only",
 }
 _RANKS = {"rank", "local_rank", "process_index", "local_process_index", "global_rank", "get_rank"}
 
 
 def only_main(test: ast.expr) -> bool | None:
-    """What the condition of an ``if`` says about ranks.
+    """What the condition of an ``if``, or a function's decorator, says about ranks.
 
     Returns:
         True: only the main rank meets it; False: only the main rank does not; None: neither.

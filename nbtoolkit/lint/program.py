@@ -41,10 +41,7 @@ class Program:
         self.cells = cells
         self.names = Names(cell.tree for cell in cells)
         self._functions = {
-            node.name: (cell, node)
-            for cell in cells
-            for node in ast.walk(cell.tree)
-            if isinstance(node, Function)
+            node.name: (cell, node) for cell in cells for node in _functions(cell.tree)
         }
 
     def in_kernel(self) -> Iterator[Site]:
@@ -102,7 +99,16 @@ class Program:
             if name in self._functions and (name, site.guarded) not in seen:
                 seen.add((name, site.guarded))
                 home, function = self._functions[name]
-                yield from self._reached(home, function.body, site.guarded, seen, called=called)
+                guarded = site.guarded or any(map(only_main, function.decorator_list))
+                yield from self._reached(home, function.body, guarded, seen, called=called)
+
+
+def _functions(tree: ast.AST) -> Iterator[Function]:
+    """All functions but methods: these are not called by their bare name."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, Function) and not isinstance(tree, ast.ClassDef):
+            yield node
+        yield from _functions(node)
 
 
 def _takes_ctx(function: Function) -> bool:
