@@ -95,6 +95,7 @@ def test_a_metric_that_is_no_number_now_and_then_is_drawn_without_these(tmp_path
     write_run(tmp_path, "a", events=trained({"val_loss": [1.0, float("nan"), float("inf"), 0.5]}))
     [figure] = figures(read_report(tmp_path).curves)
     assert figure.axes[0].get_ylim()[1] < 2
+    assert figure.axes[0].get_yscale() == "linear"
 
 
 NOTHING = {

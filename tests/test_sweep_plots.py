@@ -126,3 +126,42 @@ def test_figures_are_not_kept_by_pyplot(tmp_path: Path) -> None:
     figure.savefig(tmp_path / "history.png")
     assert (tmp_path / "history.png").stat().st_size > 1000
     assert pyplot.get_fignums() == []
+
+
+LONG = "model.backbone_with_a_very_long_name_of_the_setting"
+CHOICES = ["efficientnet_b0_pretrained", "convnext_tiny_in22k", "[64, 128, 256]"]
+
+
+def test_long_names_are_shortened_and_none_is_a_formula() -> None:
+    space: dict[str, Any] = {
+        LONG: optuna.distributions.CategoricalDistribution(CHOICES),
+        "model.$a$": optuna.distributions.FloatDistribution(0, 1),
+    }
+    trials = [
+        create_trial(params={LONG: one, "model.$a$": 0.1 * i}, distributions=space, value=float(i))
+        for i, one in enumerate(CHOICES * 2)
+    ]
+    study = study_of(*trials)
+    [history] = plot_history(study, metric="m" * 60).axes
+    assert history.get_ylabel() == f"{'m' * 14}…{'m' * 13}"
+    [importances] = plot_importances(study).axes
+    names = {label.get_text() for label in importances.get_yticklabels()}
+    assert names == {"model.backbone…f_the_setting", r"model.\$a\$"}
+    long, short = plot_slices(study).axes
+    assert long.get_xlabel() == "model.backbone…f_the_setting"
+    assert {label.get_rotation() for label in long.get_xticklabels()} == {30.0}
+    assert "efficientn…retrained" in [label.get_text() for label in long.get_xticklabels()]
+    assert {label.get_rotation() for label in short.get_xticklabels()} == {0.0}
+
+
+def test_short_choices_stand_upright() -> None:
+    panel = plot_slices(study_of(trial(0.001, 1.0), trial(0.02, 2.0)), params=["optim.name"]).axes[
+        0
+    ]
+    assert {label.get_rotation() for label in panel.get_xticklabels()} == {0.0}
+
+
+def test_the_legend_lies_beside_the_panel_over_no_trial() -> None:
+    [panel] = plot_history(study_of(trial(0.001, 1.0))).axes
+    panel.figure.canvas.draw()
+    assert panel.get_legend().get_window_extent().x0 >= panel.get_window_extent().x1
