@@ -260,9 +260,9 @@ def run(
     """Run a notebook as a program; prints what it published with nb.publish, as YAML."""
     from nbtoolkit.notebooks.parameters import parameters_from_shell
     from nbtoolkit.notebooks.run import run_notebook
-    from nbtoolkit.notebooks.slow_import import skip_uri_grammars
+    from nbtoolkit.notebooks.slow_import import skip_slow_imports
 
-    skip_uri_grammars()
+    skip_slow_imports()
     with sentences(debug):
         result = run_notebook(
             notebook,
@@ -288,10 +288,10 @@ def pipeline(
     debug: Debug = False,
 ) -> None:
     """Run notebooks one after the other; what is done is skipped. Prints what they published."""
-    from nbtoolkit.notebooks.slow_import import skip_uri_grammars
+    from nbtoolkit.notebooks.slow_import import skip_slow_imports
     from nbtoolkit.pipeline.run import run_pipeline
 
-    skip_uri_grammars()
+    skip_slow_imports()
     with sentences(debug):
         result = run_pipeline(
             file, overrides=override or [], folder=folder, again=again or [], html=html

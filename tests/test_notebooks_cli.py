@@ -79,14 +79,15 @@ def test_an_interrupt_ends_the_kernel_and_says_where_it_was(tmp_path: Path) -> N
     assert read_json(tmp_path / "d.run.json")["failure"]["kind"] == "interrupt"
 
 
-def test_the_command_does_not_wait_for_grammars_of_uris() -> None:
+def test_the_command_does_not_wait_for_grammars_of_uris_and_hadoop() -> None:
     program = """
 import sys
-from nbtoolkit.notebooks.slow_import import skip_uri_grammars
-skip_uri_grammars()
+from nbtoolkit.notebooks.slow_import import skip_slow_imports
+skip_slow_imports()
 import nbformat
 from nbformat.v4 import new_notebook
 nbformat.validate(new_notebook())
-assert "lark" not in sys.modules
+import papermill.execute
+assert not {"lark", "pyarrow.fs"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
