@@ -1,4 +1,4 @@
-"""Two imports that are a good part of the time of a small notebook's run, and serve nothing in it."""
+"""Two imports that are a good part of a small notebook's run, and serve nothing in it."""
 
 from __future__ import annotations
 
