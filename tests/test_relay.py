@@ -82,7 +82,7 @@ def names(bundle: Path) -> set[str]:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = [path for path in sorted(folder.rglob("[!.]*")) if path.is_file()]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
@@ -262,6 +262,10 @@ def test_a_disk_that_fills_up_meanwhile_leaves_the_bundle_before(
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [bundle.name]
 
 
+def left_over(home: Path) -> list[Path]:
+    return [path for path in home.glob("**/.n*") if path.suffix != ".json"]
+
+
 KILLED = """
 import resource, signal
 import nbtoolkit as nb
@@ -283,10 +287,10 @@ def test_what_a_kill_leaves_is_removed_by_the_next_call(
     words = [sys.executable, "-c", KILLED + call]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGXFSZ, done.stderr
-    assert list(tmp_path.glob("**/.n*")) != []
+    assert left_over(tmp_path) != []
     nb.unpack(bundle, into=tmp_path / "second")
     nb.pack(tmp_path, source=outputs)
-    assert list(tmp_path.glob("**/.n*")) == []
+    assert left_over(tmp_path) == []
     assert len(runs_in(tmp_path / "second")) == 4
 
 
@@ -332,7 +336,7 @@ def test_a_disk_that_is_read_only_or_too_small_is_told(
 def refused(bundle: Path, into: Path, match: str) -> None:
     with pytest.raises(BundleError, match=match):
         nb.unpack(bundle, into=into)
-    assert not into.exists() or list(into.iterdir()) == []
+    assert not into.exists() or list(into.glob("[!.]*")) == []
 
 
 def place_of(bundle: Path, end: str) -> int:
@@ -445,11 +449,11 @@ def test_runs_that_lie_outside_are_refused(bundle: Path, tmp_path: Path) -> None
 def test_unpacking_twice_changes_nothing(bundle: Path, tmp_path: Path) -> None:
     second = tmp_path / "second"
     nb.unpack(bundle, into=second)
-    before = {path: path.stat().st_mtime_ns for path in second.rglob("*") if path.is_file()}
+    before = {path: path.stat().st_mtime_ns for path in second.rglob("[!.]*") if path.is_file()}
     again = nb.unpack(bundle, into=second)
     assert (again.new, again.advanced, again.files, len(again.unchanged)) == ((), (), 0, 4)
     locks = set(second.glob("*/owner.lock"))
-    after = {path: path.stat().st_mtime_ns for path in second.rglob("*") if path.is_file()}
+    after = {path: path.stat().st_mtime_ns for path in second.rglob("[!.]*") if path.is_file()}
     assert {path: time for path, time in after.items() if path not in locks} == before
 
 
@@ -473,7 +477,7 @@ def test_what_is_further_here_stays_and_what_is_further_there_is_taken(
     assert theirs.joinpath("result.json").exists()
     assert tree(ours) == before
     assert len(done.unchanged) == 3
-    assert not list(outputs.glob(".*"))
+    assert [path.name for path in outputs.glob(".*")] == [".nbtoolkit-bundles.json"]
 
 
 def test_a_run_that_went_on_in_both_places_stays_as_it_is_here(
@@ -618,6 +622,22 @@ def test_a_dead_sweep_in_a_folder_that_cannot_be_written_comes_with_its_last_tri
     nb.unpack(outputs, into=tmp_path / "second")
     with closing(sqlite3.connect(folder_of(tmp_path / "second", "search") / "study.db")) as copied:
         assert copied.execute("select count(*) from late").fetchone() == (0,)
+
+
+def test_a_bundle_that_was_taken_is_not_read_through_again(
+    bundle: Path, outputs: Path, tmp_path: Path
+) -> None:
+    second, there = tmp_path / "second", host(tmp_path)
+    assert len(nb.unpack(into=outputs, host=there).unchanged) == 4  # it came from there
+    assert len(nb.unpack(into=second, host=there).new) == 4
+    raw = bytearray(bundle.read_bytes())
+    raw[place_of(bundle, "model.pt")] ^= 1
+    bundle.write_bytes(raw)
+    assert len(nb.unpack(into=second, host=there).unchanged) == 4  # else the damage would be found
+    refused(bundle, tmp_path / "third", "differs")  # a path that is named is always read
+    shutil.rmtree(folder_of(second, "finished"))
+    with pytest.raises(BundleError, match="differs"):
+        nb.unpack(into=second, host=there)
 
 
 def test_nothing_to_unpack_is_no_error_unless_a_place_is_named(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from nbtoolkit.relay.databases import copy_database, is_database
 from nbtoolkit.relay.hashing import Hasher
 from nbtoolkit.relay.piece import ORDER, SAID, Piece, choose
 from nbtoolkit.relay.result import PackResult
+from nbtoolkit.relay.seen import note_bundle
 from nbtoolkit.relay.worth import Contents, look_into
 from nbtoolkit.runtime.disk import free_space, read_size, size_text
 from nbtoolkit.runtime.host import Host, detect_host
@@ -67,6 +68,7 @@ def pack(
     if needed > room:
         raise _does_not_fit(target, needed, room, bound)
     names = _write(target, folder, {**about, "left_out": told}, _files(kept))
+    note_bundle(folder, about["created"])
     return PackResult(
         path=target,
         size=target.stat().st_size,

@@ -18,6 +18,7 @@ from nbtoolkit.relay.merge import merge
 from nbtoolkit.relay.pack import pack
 from nbtoolkit.relay.reading import Bundle
 from nbtoolkit.relay.result import UnpackResult
+from nbtoolkit.relay.seen import note_bundle, was_seen
 from nbtoolkit.runtime.disk import free_space, size_text
 from nbtoolkit.runtime.host import Host, detect_host
 
@@ -54,7 +55,10 @@ def unpack(
     if source.is_dir():
         return _unpack_runs(source, _folder(into))
     bundle = Bundle.open(source)
-    return _unpack(bundle, _folder(into or bundle.place()), told=source)
+    folder = _folder(into or bundle.place())
+    if where == "auto" and was_seen(folder, bundle):
+        return UnpackResult(bundle=source, folder=folder, unchanged=tuple(bundle.runs()))
+    return _unpack(bundle, folder, told=source)
 
 
 def _folder(named: str | os.PathLike[str] | None) -> Path:
@@ -77,6 +81,7 @@ def _unpack(bundle: Bundle, folder: Path, *, told: Path) -> UnpackResult:
         with _staging(folder) as staged:
             bundle.extract(staged)
             merged = merge(staged, folder, bundle.runs(), Path(bundle.about["source"]))
+            note_bundle(folder, bundle.created)
     except OSError as error:
         raise BundleError(
             f"the bundle {told} cannot be unpacked into {folder}: {error.strerror or error}",
