@@ -19,7 +19,8 @@ from nbtoolkit.report.contents import read_report
 from nbtoolkit.report.curves import thinned
 from nbtoolkit.report.page import _STYLE as STYLE
 from nbtoolkit.report.page import page
-from nbtoolkit.report.picture import COLOURS, INK, Picture
+from nbtoolkit.report.picture import INK, Picture
+from nbtoolkit.search.plots import COLOURS
 
 LIGHT, DARK = "#ffffff", "#111111"  # of JupyterLab's themes and of the page
 

@@ -9,8 +9,9 @@ import pytest
 from run_folders import trained, write_run
 
 from nbtoolkit.report.contents import read_report
-from nbtoolkit.report.picture import COLOURS, Picture
+from nbtoolkit.report.picture import Picture
 from nbtoolkit.report.section import Section
+from nbtoolkit.search.plots import COLOURS
 
 
 def words(section: Section) -> str:

@@ -11,7 +11,7 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from nbtoolkit.errors import SweepError
-from nbtoolkit.search.plots import plot_history, plot_importances, plot_slices
+from nbtoolkit.search.plots import COLOURS, plot_history, plot_importances, plot_slices
 
 SPACE = {
     "optim.lr": optuna.distributions.FloatDistribution(1e-4, 1e-1, log=True),
@@ -55,6 +55,7 @@ def test_the_history_has_every_value_the_best_so_far_and_the_pruned(tmp_path: Pa
     assert list(lines["best"].get_ydata()) == [0.8, 0.8, 0.9]
     assert (list(lines["pruned"].get_xdata()), list(lines["pruned"].get_ydata())) == ([2], [0.3])
     assert panel.get_ylabel() == "val_accuracy"
+    assert {str(line.get_color()) for line in panel.lines} == {*COLOURS[:2], "#888"}
 
 
 def test_the_best_so_far_goes_down_when_less_is_better() -> None:

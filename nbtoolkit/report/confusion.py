@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from nbtoolkit.report.picture import COLOURS, Picture, panels
+from nbtoolkit.report.picture import Picture, panels
 from nbtoolkit.report.predictions import Class, NoPredictions, Predictions, joined, predictions_of
 from nbtoolkit.report.section import Section
 from nbtoolkit.report.story import Story
 from nbtoolkit.report.words import counted
 from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.search.labels import shortened
+from nbtoolkit.search.plots import COLOURS
 
 _RUNS = 4  # the newest that have predictions
 _CLASSES = 20  # beyond that a matrix cannot be read; the most frequent mistakes are listed

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from nbtoolkit.report.picture import COLOURS, Picture, legend_below, panels
+from nbtoolkit.report.picture import Picture, legend_below, panels
 from nbtoolkit.report.section import Section
 from nbtoolkit.report.story import Points, Story
 from nbtoolkit.report.words import counted
 from nbtoolkit.search.labels import plain
+from nbtoolkit.search.plots import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#2a7fc9", "#d55e00", "#009e73", "#8a63d2", "#a07800", "#c44e9b", "#0f8f9f", "#b5651d")
-"""Of lines and points: each has a contrast of 3 and more to white, #111111 and #1e1e1e, as
-https://www.w3.org/TR/WCAG21/#non-text-contrast wants it of graphics."""
-
 INK = "#333333"
 """Of all texts: 12.6 to the white card; the page puts its own text colour there."""
 

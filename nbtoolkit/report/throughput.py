@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
 from nbtoolkit.report.curves import thinned
-from nbtoolkit.report.picture import COLOURS, Picture, legend_below, panels
+from nbtoolkit.report.picture import Picture, legend_below, panels
 from nbtoolkit.report.section import Section
 from nbtoolkit.report.story import Points, Story
 from nbtoolkit.report.words import number
 from nbtoolkit.search.labels import plain
+from nbtoolkit.search.plots import COLOURS
 
 _NEAR = 5  # values that one is smoothed by
 _RATE, _MEMORY = "samples_per_second", "memory_gb_rank"
