@@ -602,7 +602,13 @@ def test_without_a_bundle_the_runs_of_a_session_that_died_are_found(
     done = nb.unpack(into=working / "outputs", host=there)
     assert len(done.new) == 4
     assert len(runs_in(working / "outputs")) == 4
+    before = {path.name for path in outputs.iterdir()}
+    (outputs / "more.txt").write_text("not looked at: no run has changed")
     assert len(nb.unpack(into=working / "outputs", host=there).unchanged) == 4
+    assert {path.name for path in (working / "outputs").iterdir()} == before
+    append(folder_of(outputs, "finished"), "gone on")
+    again = nb.unpack(into=working / "outputs", host=there)
+    assert again.advanced == (folder_of(outputs, "finished").name,)
 
 
 def test_a_dead_sweep_in_a_folder_that_cannot_be_written_comes_with_its_last_trials(

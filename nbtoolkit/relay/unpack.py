@@ -18,7 +18,8 @@ from nbtoolkit.relay.merge import merge
 from nbtoolkit.relay.pack import pack
 from nbtoolkit.relay.reading import Bundle
 from nbtoolkit.relay.result import UnpackResult
-from nbtoolkit.relay.seen import note_bundle, was_seen
+from nbtoolkit.relay.seen import changed_last, note_bundle, was_seen
+from nbtoolkit.relay.worth import look_into
 from nbtoolkit.runtime.disk import free_space, size_text
 from nbtoolkit.runtime.host import Host, detect_host
 
@@ -53,11 +54,11 @@ def unpack(
     if source is None:
         return UnpackResult(bundle=None, folder=_folder(into))
     if source.is_dir():
-        return _unpack_runs(source, _folder(into))
+        return _unpack_runs(source, _folder(into), again=where != "auto")
     bundle = Bundle.open(source)
-    folder = _folder(into or bundle.place())
-    if where == "auto" and was_seen(folder, bundle):
-        return UnpackResult(bundle=source, folder=folder, unchanged=tuple(bundle.runs()))
+    folder, runs = _folder(into or bundle.place()), bundle.runs()
+    if where == "auto" and was_seen(folder, runs, bundle.created):
+        return UnpackResult(bundle=source, folder=folder, unchanged=tuple(runs))
     return _unpack(bundle, folder, told=source)
 
 
@@ -65,13 +66,17 @@ def _folder(named: str | os.PathLike[str] | None) -> Path:
     return Path(named or load_config().runtime.output_dir).expanduser().absolute()
 
 
-def _unpack_runs(runs: Path, folder: Path) -> UnpackResult:
+def _unpack_runs(source: Path, folder: Path, *, again: bool) -> UnpackResult:
     """Take a folder of runs: by way of a bundle, which copies open databases as they should be."""
-    if runs == folder:
-        return UnpackResult(bundle=None, folder=folder)
+    runs = [str(run["folder"]) for run in look_into(source).runs]
+    created = changed_last(source, runs)
+    if source == folder or (not again and was_seen(folder, runs, created)):
+        return UnpackResult(bundle=source, folder=folder, unchanged=tuple(runs))
     with tempfile.TemporaryDirectory(prefix="nbtoolkit-relay-") as passing:
-        packed = pack(passing, source=runs)
-        return _unpack(Bundle.open(packed.path), folder, told=runs)
+        packed = pack(passing, source=source)
+        done = _unpack(Bundle.open(packed.path), folder, told=source)
+    note_bundle(folder, created)
+    return done
 
 
 def _unpack(bundle: Bundle, folder: Path, *, told: Path) -> UnpackResult:
