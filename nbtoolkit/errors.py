@@ -29,7 +29,7 @@ NbtoolkitError
 │   └── PipelineFailed     it was a step of a pipeline (names the step, and how to go on)
 ├── ReportFolderError      nb.report has no folder to read, or nowhere to write
 ├── PublishError           nb.publish was given what is no plain value
-├── BundleError            a bundle cannot be written, or is damaged, foreign or unsafe
+├── BundleError            packed runs cannot be written, or are damaged, foreign or unsafe
 ├── WheelsError            wheels for a host cannot be had, or do not do there
 ├── TrackingError          the tracking database cannot be used
 └── MissingExtra           an optional package is not installed (gives the install line)
