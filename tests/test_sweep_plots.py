@@ -166,3 +166,16 @@ def test_the_legend_lies_beside_the_panel_over_no_trial() -> None:
     [panel] = plot_history(study_of(trial(0.001, 1.0))).axes
     panel.figure.canvas.draw()
     assert panel.get_legend().get_window_extent().x0 >= panel.get_window_extent().x1
+
+
+def test_equal_values_have_no_importances() -> None:
+    study = study_of(*(trial(10 ** (-4 + 0.3 * i), 0.5) for i in range(6)))
+    with pytest.raises(SweepError, match="all 6 trials have the same value"):
+        plot_importances(study)
+
+
+def test_a_parameter_with_one_value_has_a_slice() -> None:
+    space = {"seed": optuna.distributions.IntDistribution(3, 3)}
+    trials = [create_trial(params={"seed": 3}, distributions=space, value=v) for v in (1.0, 2.0)]
+    [panel] = plot_slices(study_of(*trials)).axes
+    assert panel.collections[0].get_offsets().tolist() == [[3.0, 1.0], [3.0, 2.0]]

@@ -82,10 +82,11 @@ def plot_importances(study: Study, *, metric: str = "value", objective: int = 0)
         A figure that no other plot draws into.
 
     Raises:
-        SweepError: fewer than four trials have ended well.
+        SweepError: fewer than four trials have ended well, or all have the same value.
         MissingExtra: Matplotlib is not installed.
     """
-    _complete(study, 4)  # Optuna calls all parameters equal with fewer, in a warning
+    trials = _complete(study, 4)  # Optuna calls all parameters equal with fewer, in a warning
+    _need_differences(trials, objective)
     shares = _importances(study, objective)
     names = sorted(shares, key=lambda name: shares[name])
     figure, [panel] = _panels(1, width=2)
@@ -137,6 +138,16 @@ def plot_slices(
     return figure
 
 
+def _need_differences(trials: Sequence[FrozenTrial], objective: int) -> None:
+    """Optuna warns of equal values, or (4) raises a RuntimeError of its own."""
+    if len({trial.values[objective] for trial in trials}) == 1:
+        raise SweepError(
+            f"all {len(trials)} trials have the same value",
+            allowed="values that differ, to be explained by parameters",
+            do="wait for more trials, or search a larger space",
+        )
+
+
 def _importances(study: Study, objective: int) -> dict[str, float]:
     from optuna.importance import get_param_importances
 
@@ -168,7 +179,7 @@ def _slice(panel: Axes, name: str, trials: Sequence[FrozenTrial], objective: int
         s=20,
         clip_on=False,
     )
-    if hasattr(distribution, "low"):
+    if hasattr(distribution, "low") and distribution.low < distribution.high:
         panel.set_xlim(distribution.low, distribution.high)  # what was searched, found or not
     panel.margins(x=0.1)
     panel.set_xlabel(plain(name))
