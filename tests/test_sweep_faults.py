@@ -157,6 +157,28 @@ except nb.errors.RunFolderError as error:
     assert "No space left on device" in line
 
 
+def test_a_full_disk_ends_a_cross_validation_and_says_so(home: Path) -> None:
+    code = """
+import json, os
+config = nb.load_config("config.json", env=None)
+def fills(config, ctx):
+    if ctx.fold.index > 0:
+        try:
+            with open(ctx.paths.folder / "filler", "wb") as file:
+                while True:
+                    file.write(bytes(10_000)), file.flush()
+        except OSError:
+            pass
+    return {"val_loss": 1.0}
+try:
+    nb.cross_validate(fills, config, nb.make_folds([0, 1] * 8, k=4), display="off")
+except nb.errors.RunFolderError as error:
+    print(str(error).splitlines()[0])
+"""
+    (line,) = in_own_mounts(code, home)
+    assert "No space left on device" in line
+
+
 def test_an_interrupted_wait_leaves_a_sweep_to_go_on_with(home: Path) -> None:
     code = SWEEP.replace("result =", "try:\n    result =").replace(
         "print(", "except KeyboardInterrupt:\n    print('interrupted')\nelse:\n    print("

@@ -456,6 +456,47 @@ def test_a_sweep_without_a_number_of_trials_is_through_when_its_time_is_up(tmp_p
     made.close("completed")
 
 
+def test_time_is_kept_back_for_the_leaders_where_trials_are_not_counted(tmp_path: Path) -> None:
+    source = {**sweep(1, repeat_top={"k": 1, "seeds": 2}), "budget": {"timeout": 75}}
+    made, diary = program(tmp_path, source)
+    keys = [job.key for job in drive(made, Fake(loss, seconds=10.0), left=75.0)]
+    assert len(keys) == 6  # then 35 s are left: 20 for the leader, 10 for the winner's refit
+    leader = made.close("completed")["best"]
+    assert keys[4:] == [f"{TRIAL[leader]}/seed-1", f"{TRIAL[leader]}/seed-2"]
+    assert "no trial starts any more: 35 s are left, 30 s of them kept back" in diary.notes()
+    assert made.done
+
+
+def test_no_leader_is_trained_again_without_the_time(tmp_path: Path) -> None:
+    budget = {"timeout": 45, "keep_back": 20}
+    source = {**sweep(1, repeat_top={"k": 1, "seeds": 3}), "budget": budget}
+    made, diary = program(tmp_path, source)
+    jobs = drive(made, Fake(loss, seconds=10.0), left=45.0)
+    assert [job.key for job in jobs] == [TRIAL[0], f"{TRIAL[0]}/seed-1"]
+    assert made.done
+    assert "no leader is trained again: 25 s are left" in diary.notes()
+    made.close("completed")
+
+
+def test_leaders_wait_for_the_trials_that_are_missing(tmp_path: Path) -> None:
+    source = sweep(9, repeat_top={"k": 1, "seeds": 2}, budget={"keep_back": 0})
+    made, _ = program(tmp_path, source)
+    jobs = drive(made, Fake(loss, seconds=10.0), left=35.0)
+    assert [job.key for job in jobs] == TRIAL[:3]
+    assert made.cut_short
+    made.close("deadline")
+
+
+def test_leaders_are_repeated_side_by_side(tmp_path: Path) -> None:
+    made, _ = program(tmp_path, sweep(1, repeat_top={"k": 1, "seeds": 2}))
+    (first,) = drive(made, Fake(loss), jobs=1)
+    assert made.next(None) is None
+    made.ended(first, Ending(status="completed", metrics=loss(first, 2), seconds=1.0))
+    keys = [job.key for job in (made.next(None), made.next(None)) if job is not None]
+    assert keys == [f"{TRIAL[0]}/seed-1", f"{TRIAL[0]}/seed-2"]
+    close_all()
+
+
 def test_the_number_of_epochs_scales_the_prediction(tmp_path: Path) -> None:
     space = {"optim.lr": LR, "train.epochs": {"type": "int", "low": 1, "high": 100}}
     firsts = [{"train.epochs": 10}, {"train.epochs": 100}]

@@ -30,6 +30,17 @@ class Repeats:
         """Whether there is one to be run."""
         return bool(self._missing())
 
+    @property
+    def to_come(self) -> int:
+        """How many will be begun, also of leaders that are not known yet."""
+        wished = self._books.wishes.repeat_top
+        done = sum(len(by) for by in self._books.standings.repeats.values())
+        running = sum(
+            seed not in self._books.standings.repeats.get(number, {})
+            for number, seed in self._begun
+        )
+        return max(0, wished.k * wished.seeds - done - running)
+
     def next(self) -> LiveTrial | None:
         """The next repetition; None: all have begun."""
         for number, seed in self._missing()[:1]:

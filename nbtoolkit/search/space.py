@@ -50,6 +50,7 @@ class Space:
     ) -> None:
         self._places = dict(places or {})
         self.parameters: dict[str, Parameter] = read_parameters(parameters, self._places)
+        self._grid: list[dict[str, Any]] | None = None
 
     @property
     def searched(self) -> dict[str, Searched]:
@@ -95,6 +96,11 @@ class Space:
         Raises:
             SpaceError: a parameter has no list of values, or the grid has over 100,000 points.
         """
+        if self._grid is None:
+            self._grid = self._points()
+        return self._grid
+
+    def _points(self) -> list[dict[str, Any]]:
         endless = [name for name, one in self.searched.items() if one.values() is None]
         if endless:
             raise SpaceError(

@@ -68,9 +68,10 @@ class SweepProgram:
         self._live: dict[str, LiveTrial] = {}
         """Trials with jobs that run or wait, by folder."""
         self._repeats = Repeats(books, seed)
-        self._time = TimeLeft(books, diary)
         self._added = int(books.study.remembered().get("added", 0))
         self._points = len(self._wishes.make_space().grid()) if self._grid else None
+        # Where trials are counted, those that are missing come first, in the next session.
+        self._time = TimeLeft(books, diary, lambda: 0 if self._counted else self._repeats.to_come)
         self._paused = self._stopped = False
         if books.begun:
             self._diary.note(f"the study has {books.begun} trials already")
@@ -86,17 +87,23 @@ class SweepProgram:
         """Whether nothing runs, as far as it knows, and nothing will."""
         if self._jobs:
             return False
-        if self._stopped or self._time.up:
+        if self._stopped or self._time.over:
             return True
+        if self._time.up:
+            return self._counted or not self._repeats.more
         more = bool(self._live or self._books.interrupted or self._books.asked or self._more_wished)
         return not more and not self._repeats.more
 
     @property
     def cut_short(self) -> bool:
         """Whether it is done for lack of time, with fewer trials than ``n_trials``."""
-        counted = self._wishes.budget.n_trials is not None or self._points is not None
         left = self._live or self._books.interrupted or self._books.asked or self._more_wished
-        return self._time.up and counted and bool(left)
+        return self._time.up and self._counted and bool(left)
+
+    @property
+    def _counted(self) -> bool:
+        """Whether it is known how many trials there are to be."""
+        return self._wishes.budget.n_trials is not None or self._points is not None
 
     @property
     def ready(self) -> bool:
@@ -120,10 +127,10 @@ class SweepProgram:
         """
         if self._too_many_failed():
             return None
-        if self._paused or self._stopped or self._time.up:
+        if self._paused or self._stopped or self._time.over:
             return None
-        trial = self._trial(left)
-        if trial is None or not self._time.suffices(trial.params, left):
+        trial = self._trial_in_time(left) or self._repetition_in_time(left)
+        if trial is None:
             return None
         judged = trial.seed is None and (self._wishes.pruner != "none" or trial.folds is not None)
         job = trial.next_job(self._wishes.budget.trial_timeout, judged)
@@ -133,10 +140,19 @@ class SweepProgram:
             self._books.fold_event(trial, job.fold, "running")
         return job
 
+    def _trial_in_time(self, left: float | None) -> LiveTrial | None:
+        trial = None if self._time.up else self._trial(left)
+        return trial if trial and self._time.suffices(trial.params, left) else None
+
+    def _repetition_in_time(self, left: float | None) -> LiveTrial | None:
+        trial = self._repetition()
+        enough = trial and self._time.suffices_for_repetition(trial.params, left)
+        return trial if enough else None
+
     def _trial(self, left: float | None) -> LiveTrial | None:
         """A trial with a job that waits; None: there is none now."""
-        begun = next((one for one in self._live.values() if one.waiting), None)
-        if begun is not None:
+        waiting = (one for one in self._live.values() if one.waiting and one.seed is None)
+        if begun := next(waiting, None):
             return begun
         while self._books.interrupted:
             trial = self._enter(self._books.take_up())
@@ -145,7 +161,17 @@ class SweepProgram:
             self._settle(trial)  # all its folds were done when its session died
         if self._more_wished or self._books.asked:
             return self._enter(self._books.begin()) if self._time.suffices_for_new(left) else None
-        repetition = None if self._live else self._repeats.next()
+        return None
+
+    def _repetition(self) -> LiveTrial | None:
+        """A leader to be trained again, once no trial runs; None: there is none now."""
+        trials = self._jobs if self._time.up else self._live
+        if any(one.seed is None for one in trials.values()) or (self._time.up and self._counted):
+            return None
+        live = (one for one in self._live.values() if one.seed is not None and one.waiting)
+        if begun := next(live, None):
+            return begun
+        repetition = self._repeats.next()
         return None if repetition is None else self._enter(repetition)
 
     def _enter(self, trial: LiveTrial) -> LiveTrial:
