@@ -99,6 +99,28 @@ def test_a_metric_that_is_no_number_now_and_then_is_drawn_without_these(tmp_path
     assert figure.axes[0].get_yscale() == "linear"
 
 
+def test_events_that_lack_what_they_should_have_are_passed_over(tmp_path: Path) -> None:
+    kinds = (
+        "trial",
+        "intermediate",
+        "fold",
+        "command",
+        "ended",
+        "device",
+        "metrics",
+        "report",
+        "?",
+    )
+    broken = [{"type": kind} for kind in kinds]
+    whole = {"type": "fold", "number": None, "fold": 0, "state": "complete", "metrics": {"a": 1.5}}
+    for kind in ("run", "sweep", "cv"):
+        run = write_run(tmp_path, kind, events=[*broken, whole], about={"kind": kind})
+        (run.folder / "sweep.yaml").write_text("study: {metric: a}\nspace: {seed: [1, 2]}\n")
+    sections = read_report(tmp_path).sections
+    assert len(sections) == 7
+    assert "1 folds; a 1.5" in words(sections[3])
+
+
 NOTHING = {
     "curves": "No run has reported or logged a metric twice.",
     "sweeps": "There is no sweep in this folder.",

@@ -17,6 +17,15 @@ from nbtoolkit.search.labels import shortened
 Kind = Literal["run", "sweep", "cv"]
 Points: TypeAlias = list[tuple[float, float]]
 
+# Keys without which an event of this type cannot be shown.
+_NEEDED = {
+    "trial": ("number", "state"),
+    "intermediate": ("number", "step", "value"),
+    "fold": ("fold", "state"),
+    "command": ("op",),
+    "ended": ("status",),
+}
+
 _OWN = ("samples_per_second", "memory_gb_rank", "lr", "grad_norm")  # what fit logs beside the loss
 
 
@@ -215,4 +224,8 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _is_event(event: object) -> bool:
-    return isinstance(event, dict) and "type" in event and isinstance(event.get("t"), (int, float))
+    """Whether a line of the diary is one that the tables can take."""
+    if not isinstance(event, dict) or not isinstance(event.get("t"), (int, float)):
+        return False
+    needed = _NEEDED.get(str(event.get("type")), ())
+    return "type" in event and all(key in event for key in needed)
