@@ -611,6 +611,16 @@ def test_without_a_bundle_the_runs_of_a_session_that_died_are_found(
     assert again.advanced == (folder_of(outputs, "finished").name,)
 
 
+def test_of_several_folders_of_runs_the_one_with_the_newest_run_is_found(
+    outputs: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "input"
+    for name, run in (("a", "unfinished"), ("b", "folded"), ("c", "finished")):
+        shutil.copytree(folder_of(outputs, run), data / name / folder_of(outputs, run).name)
+    shutil.copytree(outputs, data / "deeper/still/outputs")
+    assert find_source("auto", host(tmp_path / "first", data)) == data / "b"
+
+
 def test_a_dead_sweep_in_a_folder_that_cannot_be_written_comes_with_its_last_trials(
     outputs: Path, tmp_path: Path
 ) -> None:

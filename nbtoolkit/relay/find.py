@@ -17,6 +17,7 @@ from nbtoolkit.runtime.host import Host
 # /kaggle/input/notebooks/<owner>/<name>. Data sets beside it may hold millions of files.
 _DEPTH = 5
 _ENTRIES = 5_000  # of one folder that are looked at
+_IN_ALL = 50_000  # a second or two on a slow disk; upper folders come first
 
 
 def find_source(where: str | os.PathLike[str], host: Host) -> Path | None:
@@ -52,7 +53,15 @@ def _newest(place: Path | None, beside: Iterable[Path]) -> Path | None:
     bundles = [*_bundles(beside), *_bundles(file for _, files in found for file in files)]
     if bundles:
         return max(bundles, key=lambda bundle: bundle.created).path
-    return next((folder.parent for folder, files in found if _is_run(files)), None)
+    runs = [folder for folder, files in found if _is_run(files)]
+    upper = min((len(run.parts) for run in runs), default=0)
+    newest = max((run for run in runs if len(run.parts) == upper), key=_begun, default=None)
+    return None if newest is None else newest.parent
+
+
+def _begun(run: Path) -> str:
+    """When a run began: its folder's name says so first."""
+    return run.name
 
 
 def _bundles(files: Iterable[Path]) -> Iterator[Bundle]:
@@ -68,11 +77,12 @@ def _is_run(files: list[Path]) -> bool:
 
 
 def _walk(place: Path) -> Iterator[tuple[Path, list[Path]]]:
-    """Folders and their files, the upper ones first; nothing hidden, and no run's inside."""
-    waiting = deque([(place, 0)])
-    while waiting:
+    """Folders and their files, the upper ones first; nothing hidden, and nothing inside a run."""
+    waiting, seen = deque([(place, 0)]), 0
+    while waiting and seen < _IN_ALL:
         folder, depth = waiting.popleft()
         entries = list(_entries(folder))
+        seen += len(entries)
         files = [Path(entry.path) for entry in entries if not entry.is_dir()]
         yield folder, files
         if depth < _DEPTH and not _is_run(files):
