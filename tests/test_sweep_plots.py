@@ -55,6 +55,7 @@ def test_the_history_has_every_value_the_best_so_far_and_the_pruned(tmp_path: Pa
     assert list(lines["best"].get_ydata()) == [0.8, 0.8, 0.9]
     assert (list(lines["pruned"].get_xdata()), list(lines["pruned"].get_ydata())) == ([2], [0.3])
     assert panel.get_ylabel() == "val_accuracy"
+    assert all(float(tick).is_integer() for tick in panel.get_xticks())
     assert {str(line.get_color()) for line in panel.lines} == {*COLOURS[:2], "#888"}
 
 

@@ -62,6 +62,7 @@ def plot_history(study: Study, *, metric: str = "value", objective: int = 0) -> 
         panel.plot(*zip(*pruned, strict=True), "x", markersize=4, color="#888", label="pruned")
     panel.step([number for number, _ in best], [v for _, v in best], where="post", label="best")
     panel.set(xlabel="trial", ylabel=plain(metric))
+    panel.locator_params(axis="x", integer=True)
     # beside the panel, where it lies over no trial
     panel.legend(frameon=False, labelcolor="#777", loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
