@@ -10,11 +10,11 @@ from nbtoolkit.errors import MissingExtra
 def main() -> None:
     """Run the command line; ends the process with its exit code (see cli.py)."""
     try:
-        from nbtoolkit import cli_hosts  # its verbs are the command line's last
+        from nbtoolkit import cli, cli_hosts  # noqa: F401 - the second adds its verbs to the first
     except MissingExtra as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
-    cli_hosts.app(prog_name="nbtoolkit")
+    cli.app(prog_name="nbtoolkit")
 
 
 if __name__ == "__main__":
