@@ -35,6 +35,7 @@ mkdir first program plain
 {bring}
 cp $NOTEBOOK first/notebook.ipynb
 (cd first; {first})
+{install}[notebooks,cli]
 $PYTHON -m pip check
 (cd program; $PYTHON -m nbtoolkit run $NOTEBOOK --output done.ipynb)
 cp $NOTEBOOK plain
@@ -65,6 +66,12 @@ def room(host: str, image: Path, wheels: Path, tmp_path: Path) -> Room:
     return Room(host=host, venv=image / "venv", wheels=wheels, folder=tmp_path)
 
 
+def install(room: Room) -> str:
+    """The shell's words that install from the bundle alone."""
+    own = next(room.wheels.glob("nbtoolkit-*.whl"))
+    return f"$PYTHON -m pip install -q --no-index --find-links {room.wheels} {own}"
+
+
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_from_the_bundle_alone_then_as_a_program_then_under_nbval(
     notebook: Path, room: Room, tmp_path: Path
@@ -73,7 +80,7 @@ def test_a_notebook_runs_from_the_bundle_alone_then_as_a_program_then_under_nbva
     nbformat.write(quick, tmp_path / notebook.name)
     # Colab's folder has the wheels itself, and the notebook lies beside them.
     bring = "cp *.whl first" if room.host == "colab" else ""
-    script = PASSES.format(first=FIRST[room.host], nbval=NBVAL, bring=bring)
+    script = PASSES.format(first=FIRST[room.host], nbval=NBVAL, bring=bring, install=install(room))
     done = room.run(f"NOTEBOOK={tmp_path / notebook.name}\n{script}")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
 
@@ -87,10 +94,8 @@ def test_a_notebook_runs_from_the_bundle_alone_then_as_a_program_then_under_nbva
 
 def test_the_host_is_recognised_with_its_folders(room: Room) -> None:
     show = "import nbtoolkit as nb; host = nb.detect_host(); print(host.kind, host.working)"
-    install = f"$PYTHON -m pip install -q --no-index --find-links {room.wheels}"
-    own = next(room.wheels.glob("nbtoolkit-*.whl"))
     closed = "! touch /kaggle/input/wheels/x" if room.host == "kaggle" else "true"
-    done = room.run(f'{install} {own}\n{closed}\n$PYTHON -c "{show}"')
+    done = room.run(f'{install(room)}\n{closed}\n$PYTHON -c "{show}"')
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-2:] == [room.host, WORKING[room.host]]
 
