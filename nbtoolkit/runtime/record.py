@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import time
 from typing import Any
@@ -31,6 +32,7 @@ class RunRecord:
         """The status all ranks leave with at the next report; None: go on."""
         self._reported = False
         self._log = EventLog(paths.events)
+        self._stop = str(paths.stop)
 
     def note(self, text: str, level: str = "info") -> None:
         """Write a sentence for the user."""
@@ -72,6 +74,8 @@ class RunRecord:
 
     def stop_requested(self) -> dict[str, Any] | None:
         """The request a handle left in the run's folder, once."""
+        if not os.path.exists(self._stop):  # asked 20 times a second
+            return None
         try:
             request: dict[str, Any] = json.loads(self.paths.stop.read_text())
         except FileNotFoundError:
