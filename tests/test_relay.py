@@ -673,6 +673,20 @@ def test_a_bundle_goes_to_where_its_folder_lay_below_the_working_directory(
     (tmp_path / "second").mkdir()
     monkeypatch.chdir(tmp_path / "second")
     assert nb.unpack(packed.path).folder == tmp_path / "second/outputs"
+    assert nb.unpack(packed.path).folder == tmp_path / "second/outputs"
+
+
+def test_a_folder_of_something_else_is_not_written_to_unless_it_is_named(
+    outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs.rename(tmp_path / "first/code")
+    monkeypatch.chdir(tmp_path / "first")
+    packed = nb.pack(tmp_path, source="code")
+    (tmp_path / "second/code").mkdir(parents=True)
+    (tmp_path / "second/code/module.py").touch()
+    monkeypatch.chdir(tmp_path / "second")
+    assert nb.unpack(packed.path).folder == tmp_path / "second/outputs"
+    assert [path.name for path in Path("code").iterdir()] == ["module.py"]
 
 
 # --- by itself ------------------------------------------------------------------------------------

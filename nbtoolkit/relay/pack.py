@@ -143,7 +143,8 @@ def _room(target: Path, limit: int | str | None, about: dict[str, Any]) -> tuple
     wished = None if limit is None else read_size(limit)
     if wished is not None and wished <= free:
         return wished - frame, f"size_limit is {size_text(wished)}"
-    return free - frame, f"{target.parent} has {size_text(free)} free"
+    before = f", beside the {target.name} that is there" if target.exists() else ""
+    return free - frame, f"{target.parent} has {size_text(free)} free{before}"
 
 
 def _told(left_out: Iterable[Piece]) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nbtoolkit.runtime.paths import RunPaths, read_json, write_json
 
-_FILE = ".nbtoolkit-bundles.json"
+SEEN_FILE = ".nbtoolkit-bundles.json"
 _KEPT = 100  # the newest ones
 
 
@@ -24,7 +24,7 @@ def note_bundle(folder: Path, created: float) -> None:
         created: when it was packed, in unix seconds; of a folder of runs :func:`changed_last`.
     """
     with contextlib.suppress(OSError):
-        write_json(folder / _FILE, [*_stamps(folder), created][-_KEPT:], durable=False)
+        write_json(folder / SEEN_FILE, [*_stamps(folder), created][-_KEPT:], durable=False)
 
 
 def was_seen(folder: Path, runs: Iterable[str], created: float) -> bool:
@@ -39,6 +39,6 @@ def changed_last(folder: Path, runs: Iterable[str]) -> float:
 
 def _stamps(folder: Path) -> list[float]:
     try:
-        return list(read_json(folder / _FILE) or ())
+        return list(read_json(folder / SEEN_FILE) or ())
     except (OSError, ValueError):
         return []

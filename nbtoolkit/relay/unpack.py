@@ -18,7 +18,7 @@ from nbtoolkit.relay.merge import merge
 from nbtoolkit.relay.pack import pack
 from nbtoolkit.relay.reading import Bundle
 from nbtoolkit.relay.result import UnpackResult
-from nbtoolkit.relay.seen import changed_last, note_bundle, was_seen
+from nbtoolkit.relay.seen import SEEN_FILE, changed_last, note_bundle, was_seen
 from nbtoolkit.relay.worth import look_into
 from nbtoolkit.runtime.disk import free_space, size_text
 from nbtoolkit.runtime.host import Host, detect_host
@@ -56,10 +56,20 @@ def unpack(
     if source.is_dir():
         return _unpack_runs(source, _folder(into), again=where != "auto")
     bundle = Bundle.open(source)
-    folder, runs = _folder(into or bundle.place()), bundle.runs()
+    folder, runs = _folder(into or _place(bundle)), bundle.runs()
     if where == "auto" and was_seen(folder, runs, bundle.created):
         return UnpackResult(bundle=source, folder=folder, unchanged=tuple(runs))
     return _unpack(bundle, folder, told=source)
+
+
+def _place(bundle: Bundle) -> str | None:
+    """Where the packed folder lay, unless something else is there now: that is not written to."""
+    place = bundle.place()
+    if place is None or not Path(place).is_dir():
+        return place
+    here = Path(place).absolute()
+    ours = not any(here.iterdir()) or look_into(here).runs or (here / SEEN_FILE).exists()
+    return place if ours else None
 
 
 def _folder(named: str | os.PathLike[str] | None) -> Path:
