@@ -31,7 +31,7 @@ check: $(STAMP)
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
-	@$(BIN)/nbtoolkit lint notebooks/*.ipynb
+	@$(BIN)/python -m nbtoolkit lint notebooks/*.ipynb
 	@$(BIN)/python tests/check_version.py
 
 notebooks: $(STAMP)
