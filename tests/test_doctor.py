@@ -24,10 +24,14 @@ print(nb.doctor())
 def test_report_says_what_is_here() -> None:
     report = nb.doctor()
     text = report.explain()
-    for part in (report.host.kind, "hardware", "plan", "torch", "accelerate", "fork-safe"):
+    here = (report.host.kind, "session", report.session, "room", report.room, "hardware")
+    for part in (*here, "plan", "torch", "accelerate", "fork-safe"):
         assert part in text
         assert part in report._repr_html_()
     assert report.plan is not None
+    assert " old; no limit is set" in report.session or "must end" in report.session
+    assert f"{report.host.working}: " in report.room
+    assert report.room.endswith(" free")
 
 
 def test_a_process_that_computed_in_parallel_is_not_fork_safe() -> None:
