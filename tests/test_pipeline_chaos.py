@@ -129,7 +129,7 @@ def test_a_pipeline_that_was_killed_twice_ends_with_the_same_metrics(tmp_path: P
 @pytest.mark.usefixtures("own_tmpdir")
 def test_a_step_that_was_killed_goes_on_from_its_runs_checkpoint(tmp_path: Path) -> None:
     write_program(tmp_path, SETTINGS, TRAIN, declares=DECLARES, name="train")
-    given = {"overrides": {"train.epochs": 50}, "folder": "${pipeline.folder}"}
+    given = {"overrides": {"train.epochs": 30}, "folder": "${pipeline.folder}"}
     path = write_pipeline(tmp_path, train={"notebook": "train.ipynb", "parameters": given})
     command = started(path, tmp_path / "out")
     until(lambda: [*(tmp_path / "out").glob("*-train-*/checkpoints/step-*")], "a checkpoint")
