@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import os
 
-# What says that these two files cannot be copied by sendfile: a file system that has no pages, or
-# no Linux (shutil.copyfile asks the same).
-_NOT_SO = (errno.EINVAL, errno.ENOSYS, errno.ENOTSOCK, errno.ENOTSUP, errno.EOPNOTSUPP)
-_BLOCK = 2**20
+# What says that these two files cannot be copied so: they lie on different disks, or on one that
+# has no pages of memory, or this is no Linux (shutil.copyfile asks the same).
+_NOT_SO = (
+    *(errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EBADF, errno.EPERM),
+    *(errno.ENOTSOCK, errno.ENOTSUP, errno.EOPNOTSUPP),
+)
+_BLOCK = 2**16  # what is read at once still lies in the CPU's cache when it is written
 
 
 def copy_range(source: int, begin: int, target: int, size: int) -> int:
@@ -27,18 +30,32 @@ def copy_range(source: int, begin: int, target: int, size: int) -> int:
         OSError: the disk is full, or the source cannot be read.
     """
     left = size
-    while left:
-        try:
-            count = os.sendfile(target, source, begin, left)
-        except OSError as error:
-            if error.errno not in _NOT_SO:
-                raise
-            count = _by_hand(source, begin, target, min(left, _BLOCK))
-        if not count:
-            break
+    while left and (count := _some(source, begin, target, left)):
         begin += count
         left -= count
     return size - left
+
+
+def _some(source: int, begin: int, target: int, size: int) -> int:
+    """Copy a part, in the first way that does anything; 0: the source ends here."""
+    for way in (_by_range, _by_sendfile):
+        try:
+            count = way(source, begin, target, size)
+        except OSError as error:
+            if error.errno not in _NOT_SO:
+                raise
+            continue
+        if count:  # some file systems say that there is nothing, which is not so
+            return count
+    return _by_hand(source, begin, target, min(size, _BLOCK))
+
+
+def _by_range(source: int, begin: int, target: int, size: int) -> int:
+    return os.copy_file_range(source, target, size, offset_src=begin)
+
+
+def _by_sendfile(source: int, begin: int, target: int, size: int) -> int:
+    return os.sendfile(target, source, begin, size)
 
 
 def _by_hand(source: int, begin: int, target: int, size: int) -> int:
