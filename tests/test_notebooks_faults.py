@@ -50,6 +50,14 @@ def test_a_syntax_error_in_the_last_cell_is_found_before_the_first_runs(tmp_path
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_magic_without_its_sign_is_taken_as_ipython_takes_it(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    cells = "cd below", "import nbtoolkit as nb, os\nnb.publish({'at': os.getcwd()})"
+    assert run_program(tmp_path, *cells, cwd=tmp_path).values == {"at": str(tmp_path / "below")}
+    with pytest.raises(NotebookError, match="code cell 1 is not Python"):
+        run_program(tmp_path, "pip install x\nprint(1)", cwd=tmp_path)
+
+
 def test_two_cells_of_parameters_are_refused(tmp_path: Path) -> None:
     path = write_program(tmp_path, "1", declares="a = 1")
     notebook = nbformat.read(path, as_version=4)
