@@ -14,7 +14,7 @@ from nbtoolkit.relay.pack import pack
 from nbtoolkit.relay.unpack import unpack
 from nbtoolkit.runtime.paths import RunPaths, write_json
 from nbtoolkit.training.shelf import Shelf
-from tests.bench.figures import Figure, median
+from tests.bench.figures import Figure
 
 RUNS, NUMBERS = 4, 2**26  # float32: 268 MB a run
 ROUNDS = 7
@@ -53,10 +53,11 @@ def figures() -> list[Figure]:
         start = time.perf_counter()
         unpack(folder / "x.bundle", into=folder / "second")
         unpacked = time.perf_counter() - start
-    ratio = median([by_us / by_tar for by_tar, by_us in pairs])
+    # The shortest of each: gigabytes that are still on their way to the disk disturb the others.
+    by_tar, by_us = min(one for one, _ in pairs), min(other for _, other in pairs)
     return [
-        Figure(f"packing {size / 1e9:.2f} GB, in times of tar", ratio, "x", 1.5, 2.5),
-        Figure("the same, absolute", median([by_us for _, by_us in pairs]), "s"),
-        Figure("tar, absolute", median([by_tar for by_tar, _ in pairs]), "s"),
+        Figure(f"packing {size / 1e9:.2f} GB, in times of tar", by_us / by_tar, "x", 1.5, 2.5),
+        Figure("the same, absolute", by_us, "s"),
+        Figure("tar, absolute", by_tar, "s"),
         Figure("unpacking it, all checked", unpacked, "s"),
     ]
