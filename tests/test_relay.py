@@ -23,6 +23,7 @@ import pytest
 import nbtoolkit as nb
 from nbtoolkit.errors import BundleError, ConfigError
 from nbtoolkit.relay.bundle import DEFAULT_NAME, FILES, HEADER, MANIFEST
+from nbtoolkit.relay.copying import copy_range
 from nbtoolkit.relay.deadline import pack_for_next_session
 from nbtoolkit.relay.find import find_source
 from nbtoolkit.relay.hashing import SEGMENT
@@ -144,6 +145,17 @@ def test_a_file_larger_than_a_segment_comes_out_as_it_went_in(
     packed = nb.pack(tmp_path, source=outputs)
     nb.unpack(packed.path, into=tmp_path / "second")
     assert (tmp_path / "second/large.bin").read_bytes() == large
+
+
+@pytest.mark.parametrize("source", ["/proc/self/mounts", __file__])
+def test_files_are_copied_from_where_the_kernel_cannot_copy_too(
+    source: str, tmp_path: Path
+) -> None:
+    whole = Path(source).read_bytes()
+    with open(source, "rb") as one, open(tmp_path / "copy", "wb") as other:
+        count = copy_range(one.fileno(), 5, other.fileno(), 10**6)
+    assert count == len(whole) - 5
+    assert (tmp_path / "copy").read_bytes() == whole[5:]
 
 
 def test_a_study_is_copied_whole_while_somebody_writes_to_it(outputs: Path, tmp_path: Path) -> None:
