@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import selectors
 import signal
@@ -86,6 +87,7 @@ class Forker:
         raise NotImplementedError
 
     def _become_child(self, keep: list[int], parent_death: int, leader: bool) -> None:
+        gc.enable()  # the launchpad may be importing
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -125,13 +125,14 @@ class Zygote(Forker):
 
         Each conductor would take a second for it.
         """
+        gc.disable()
         for name in names:
             module, _, function = name.partition(":")
             loaded = import_module(module)
             if function:
                 getattr(loaded, function)()
-        gc.collect()
         gc.freeze()
+        gc.enable()
         assert self._kernel is not None
         send_packet(self._kernel, {"op": "preloaded"})
 
@@ -325,6 +326,7 @@ def main(kernel_fd: int, tracking: bool) -> None:
     # harmless (see probe.py).
     warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
     ignore_warnings()  # of a scheduler: it goes with the kernel and the owners, who heed them
+    gc.disable()  # until all is imported: it would look through what stays again and again
     kernel = socket.socket(fileno=kernel_fd)
     zygote = Zygote(kernel)
     if tracking:
@@ -333,6 +335,6 @@ def main(kernel_fd: int, tracking: bool) -> None:
     zygote.turn(0.0)  # what is wanted already is imported by a branch, beside the rest here
     preload()
     send_packet(kernel, {"op": "ready", "pid": os.getpid()})
-    gc.collect()
     gc.freeze()  # children share these objects' pages as long as the collector leaves them alone
+    gc.enable()
     zygote.serve()
