@@ -92,7 +92,9 @@ def test_page_runs(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_yaml_snippet_is_a_configuration_a_sweep_or_a_pipeline(page: Path, tmp_path: Path) -> None:
+def test_every_yaml_snippet_is_a_configuration_a_sweep_or_a_pipeline(
+    page: Path, tmp_path: Path
+) -> None:
     for text in names(page, r"(?ms)^```yaml\n(.*?)^```$"):
         file = tmp_path / "snippet.yaml"
         file.write_text(text)
