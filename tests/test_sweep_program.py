@@ -497,6 +497,15 @@ def test_leaders_are_repeated_side_by_side(tmp_path: Path) -> None:
     close_all()
 
 
+def test_a_sweep_that_the_host_cuts_off_is_to_be_gone_on_with(tmp_path: Path) -> None:
+    source = {**sweep(1), "budget": {"timeout": 9999}}
+    made, _ = program(tmp_path, source, imposed=True)
+    drive(made, Fake(loss, seconds=10.0), left=45.0)
+    assert made.done
+    assert made.cut_short
+    made.close("deadline")
+
+
 def test_the_number_of_epochs_scales_the_prediction(tmp_path: Path) -> None:
     space = {"optim.lr": LR, "train.epochs": {"type": "int", "low": 1, "high": 100}}
     firsts = [{"train.epochs": 10}, {"train.epochs": 100}]

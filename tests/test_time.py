@@ -179,6 +179,7 @@ def test_without_a_session_limit_the_budget_counts_alone(tmp_path: Path) -> None
 def test_the_session_s_limit_less_the_reserve_ends_a_run(tmp_path: Path) -> None:
     limit = limit_of(machine_of_age(tmp_path, 12_000), session_limit="12h", time_budget="11h")
     assert limit.deadline == pytest.approx(NOON + 12 * 3600 - 900 - 12_000, abs=0.02)
+    assert limit.imposed
     assert limit.notes == (
         (
             "info",
@@ -191,6 +192,7 @@ def test_the_session_s_limit_less_the_reserve_ends_a_run(tmp_path: Path) -> None
 def test_a_budget_that_ends_before_the_session_says_so(tmp_path: Path) -> None:
     limit = limit_of(machine_of_age(tmp_path, 12_000), session_limit="12h", time_budget="90m")
     assert limit.deadline == NOON + 5400
+    assert not limit.imposed
     text = (
         "the run must end by 13:30 UTC, in 1 h 30 min "
         "(runtime.time_budget; the session has more time)"

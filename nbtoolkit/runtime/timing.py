@@ -27,6 +27,8 @@ class TimeLimit:
     """Unix time at which all ranks are to leave; None: no limit."""
     notes: tuple[Note, ...] = ()
     """Why, where the session's limit has a say."""
+    imposed: bool = False
+    """Whether the host ends it, before what was wished."""
 
 
 def time_limit(
@@ -65,7 +67,7 @@ def time_limit(
     if by_budget is not None and by_budget <= by_session:
         text = f"{_ends(by_budget, now)} (runtime.time_budget; the session has more time)"
         return TimeLimit(by_budget, (("info", text),))
-    return TimeLimit(by_session, (_by_session(config, age, by_session, now),))
+    return TimeLimit(by_session, (_by_session(config, age, by_session, now),), imposed=True)
 
 
 def session_age(root: Path = ROOT) -> float | None:
@@ -101,7 +103,8 @@ def _by_job(
     if not end.isdecimal() or float(end) <= now or (by_budget is not None and by_budget <= by_job):
         return TimeLimit(by_budget)
     kept = f"SLURM_JOB_END_TIME, less {span(config.runtime.reserve)} in reserve"
-    return TimeLimit(by_job, (("info", f"Slurm ends this job: {_ends(by_job, now)} ({kept})"),))
+    note = "info", f"Slurm ends this job: {_ends(by_job, now)} ({kept})"
+    return TimeLimit(by_job, (note,), imposed=True)
 
 
 def _by_session(config: Config, age: float, deadline: float, now: float) -> Note:

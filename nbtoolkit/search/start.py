@@ -135,6 +135,7 @@ def start_search(
             "host": host,
         }
         own = {"plan": plan, "slots": slots, "notes": notes, **_of_conductor(run, header, search)}
+        own["about"]["imposed"] = limit.imposed
         try:
             pad.preload(["nbtoolkit.search.conductor", *search.preload])
             line = _send(pad, train, shared, own, run)

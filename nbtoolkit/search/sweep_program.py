@@ -5,6 +5,7 @@ What it needs, as plain data (``content``):
     wishes   Wishes.to_dict()
     config   Config.to_dict() of the sweep: every trial's parameters are laid over it
     folds    {"count": 5, "hash": "..."}, or None
+    imposed  whether the host ends the session before the time that was wished (left out: no)
     local    a folder on a fast local disk where the study is written, and copied from into the
              sweep's folder after every trial; None (or left out): it is written there
 """
@@ -49,7 +50,8 @@ def make_program(content: Mapping[str, Any], record: Diary, folder: Path) -> Swe
         raise MissingExtra(what, do="pip install 'nbtoolkit[search]'") from error
     wishes = Wishes.model_validate(dict(content["wishes"]))
     books = Books(wishes, content, folder, record)
-    return SweepProgram(books, record, seed=int(content["config"]["seed"]))
+    seed, imposed = int(content["config"]["seed"]), bool(content.get("imposed"))
+    return SweepProgram(books, record, seed=seed, imposed=imposed)
 
 
 class SweepProgram:
@@ -59,10 +61,12 @@ class SweepProgram:
         books: the study, opened.
         diary: where notes go.
         seed: the configuration's, which repetitions differ from.
+        imposed: its time ends with the host's session, before what was wished.
     """
 
-    def __init__(self, books: Books, diary: Diary, seed: int) -> None:
+    def __init__(self, books: Books, diary: Diary, seed: int, *, imposed: bool = False) -> None:
         self._books, self._diary, self._wishes = books, diary, books.wishes
+        self._imposed = imposed
         self._jobs: dict[str, LiveTrial] = {}
         """The trial of every job that runs."""
         self._live: dict[str, LiveTrial] = {}
@@ -71,7 +75,7 @@ class SweepProgram:
         self._added = int(books.study.remembered().get("added", 0))
         self._points = len(self._wishes.make_space().grid()) if self._grid else None
         # Where trials are counted, those that are missing come first, in the next session.
-        self._time = TimeLeft(books, diary, lambda: 0 if self._counted else self._repeats.to_come)
+        self._time = TimeLeft(books, diary, lambda: 0 if self._owed else self._repeats.to_come)
         self._paused = self._stopped = False
         if books.begun:
             self._diary.note(f"the study has {books.begun} trials already")
@@ -90,20 +94,21 @@ class SweepProgram:
         if self._stopped or self._time.over:
             return True
         if self._time.up:
-            return self._counted or not self._repeats.more
+            return self._owed or not self._repeats.more
         more = bool(self._live or self._books.interrupted or self._books.asked or self._more_wished)
         return not more and not self._repeats.more
 
     @property
     def cut_short(self) -> bool:
-        """Whether it is done for lack of time, with fewer trials than ``n_trials``."""
+        """Whether it is done for lack of time, and another session is to go on with it."""
         left = self._live or self._books.interrupted or self._books.asked or self._more_wished
-        return self._time.up and self._counted and bool(left)
+        return self._time.up and self._owed and bool(left)
 
     @property
-    def _counted(self) -> bool:
-        """Whether it is known how many trials there are to be."""
-        return self._wishes.budget.n_trials is not None or self._points is not None
+    def _owed(self) -> bool:
+        """Whether trials are missing when the time is up: those counted, those cut off."""
+        known = self._wishes.budget.n_trials is not None or self._points is not None
+        return known or self._imposed
 
     @property
     def ready(self) -> bool:
@@ -166,7 +171,7 @@ class SweepProgram:
     def _repetition(self) -> LiveTrial | None:
         """A leader to be trained again, once no trial runs; None: there is none now."""
         trials = self._jobs if self._time.up else self._live
-        if any(one.seed is None for one in trials.values()) or (self._time.up and self._counted):
+        if any(one.seed is None for one in trials.values()) or (self._time.up and self._owed):
             return None
         live = (one for one in self._live.values() if one.seed is not None and one.waiting)
         if begun := next(live, None):
