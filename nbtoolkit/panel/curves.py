@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from nbtoolkit.panel.markup import boxed
 from nbtoolkit.panel.state import State
-from nbtoolkit.panel.svg import Series, chart
+from nbtoolkit.panel.svg import Mark, Series, chart
 from nbtoolkit.report.curves import group
 from nbtoolkit.report.picture import COLOURS
 from nbtoolkit.report.story import Points
@@ -23,7 +23,7 @@ def curves(state: State | None) -> str:
         return boxed(chart(f"{state.metric} while training", _trial_lines(state, state.table)))
     groups: dict[str, list[Series]] = {}
     for name, points in state.curves.items():
-        mark = "dashed" if name.startswith("train_") else "line"
+        mark: Mark = "dashed" if name.startswith("train_") else "line"
         groups.setdefault(group(name), []).append(Series(name, points, mark))
     shown = list(groups.items())[:_PANELS]
     return boxed(*(chart(name, lines) for name, lines in shown))

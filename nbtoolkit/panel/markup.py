@@ -54,7 +54,8 @@ def columns(header: Sequence[str], lines: Sequence[Sequence[str]], caption: str 
         for line in lines
     )
     above = f'<caption style="text-align:left">{escape(caption)}</caption>' if caption else ""
-    return f'<table style="font-size:inherit">{above}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    inside = f"{above}<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return f'<table style="font-size:inherit">{inside}</table>'
 
 
 def bar(share: float | None, label: str) -> str:
@@ -74,3 +75,9 @@ def bar(share: float | None, label: str) -> str:
         f'border:1px solid currentColor"><div style="width:{percent}%;height:100%;'
         f'background:#2a7fc9"></div></div><span>{escape(label)}</span></div>'
     )
+
+
+def preformatted(text: str) -> str:
+    """Lines to be copied, escaped."""
+    style = "white-space:pre-wrap;overflow-wrap:anywhere;font-size:12px;margin:2px 0 10px 0"
+    return f'<pre style="{style}">{escape(text)}</pre>'

@@ -134,7 +134,7 @@ class _Frame:
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
-    """A range around values, even where all are one; a little wider, so that none is at its edge."""
+    """A range around values, even where all are one, and a little wider than they are."""
     if high > low:
         around = (high - low) * 0.03
         return (low - around, high + around) if around > 0 else (low - 1, high + 1)
