@@ -59,7 +59,7 @@ class Desk:
         self._planned: Config | None = None
         self._stale = True
         self._pressing = threading.Lock()
-        self._pressed: set[str] = set()
+        self._pressed: dict[str, Future[Any]] = {}
         self.board = Board(Form(draft, self._typed))
         self.clock = Clock(self.look, self._failed)
         self._listen()
@@ -76,17 +76,13 @@ class Desk:
         return self.board.form.draft.check()
 
     def press(self, name: str) -> Future[Any]:
-        """Have a button's task done; of several presses in a row the first counts."""
-        future: Future[Any]
+        """Have a button's task done, once for all presses until it is."""
         with self._pressing:
-            if name in self._pressed:
-                future = Future()
-                future.set_result(None)
-                return future
-            self._pressed.add(name)
-        if name in self.board.buttons:
-            self.board.buttons[name].disabled = True
-        return self.clock.do(partial(self._do, name))
+            if name not in self._pressed:
+                if name in self.board.buttons:
+                    self.board.buttons[name].disabled = True
+                self._pressed[name] = self.clock.do(partial(self._do, name))
+            return self._pressed[name]
 
     def watch(self, folder: Path | None) -> None:
         """Show another folder; None: nothing."""
@@ -147,7 +143,7 @@ class Desk:
             getattr(self, f"_{name}")()
         finally:
             with self._pressing:
-                self._pressed.discard(name)
+                self._pressed.pop(name, None)
             self._stale = True
 
     def _refuse(self, name: str) -> None:

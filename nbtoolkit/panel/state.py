@@ -104,8 +104,8 @@ class State:
 
     @property
     def unfinished(self) -> bool:
-        """Whether it has ended, and there is something left to go on with."""
-        return self.status in ("stopped", "deadline", "failed", "cut off")
+        """Whether it has ended, its owner too, and there is something left to go on with."""
+        return not self._owned and self.status in ("stopped", "deadline", "failed", "cut off")
 
     def share(self) -> float | None:
         """How much of it is done, from 0 to 1; None: there is no telling."""
