@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import panel_functions
 import pytest
 import yaml
 from kernels import notebook, until
+from notebook_sizes import FOLDER, QUICK
 from test_panel_views import EVIL, assert_harmless
 
 import nbtoolkit as nb
@@ -33,6 +35,8 @@ SPACE = {
     "budget": {"n_trials": 4},
     "space": {"optim.lr": {"type": "float", "low": 0.01, "high": 0.1}},
 }
+
+NOTEBOOK = FOLDER / "04_panel.ipynb"
 
 Open = Callable[..., nb.Panel]
 
@@ -625,3 +629,21 @@ def test_every_button_has_an_action() -> None:
     from nbtoolkit.panel.desk import Desk
 
     assert all(callable(getattr(Desk, f"_{name}")) for name in BUTTONS)
+
+
+# --- the notebook ---
+
+
+@pytest.mark.timeout(280)
+def test_the_notebook_presses_its_own_buttons_under_papermill(home: Path) -> None:
+    parameters = {**QUICK["04_panel"], "output_dir": str(home / "out")}
+    result = nb.run_notebook(NOTEBOOK, home / "panel.ipynb", parameters, html=False)
+    assert (result.values["status"], result.values["trials"]) == ("completed", 2)
+    assert Path(result.values["final_folder"]).parent == home / "out"
+    cells = {cell.id: cell for cell in nbformat.read(result.output, as_version=4).cells}
+    shown = cells["panel"].outputs[-1].data
+    assert "plan:" in shown["text/plain"]
+    assert "Nothing is watched" in shown["text/html"]
+    picture = cells["picture"].outputs[-1].data["text/html"]
+    assert "2 of 2 trials" in picture
+    assert_harmless(picture)
