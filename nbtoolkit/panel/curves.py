@@ -12,7 +12,7 @@ from nbtoolkit.report.picture import COLOURS
 from nbtoolkit.report.story import Points
 from nbtoolkit.search.table import SweepTable
 
-_PANELS, _LINES = 6, len(COLOURS)
+_PANELS, _LINES = 6, len(COLOURS) - 1  # the last colour is too near to the second
 
 
 def curves(state: State | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -15,27 +14,23 @@ from yaml import safe_load
 from nbtoolkit.config import load_config
 from nbtoolkit.errors import LaunchError, NbtoolkitError
 from nbtoolkit.panel import actions
-from nbtoolkit.panel.board import TABS, Board
+from nbtoolkit.panel.board import Board
 from nbtoolkit.panel.clock import Clock
 from nbtoolkit.panel.curves import curves, history
 from nbtoolkit.panel.devices import devices, devices_text
 from nbtoolkit.panel.draft import Checked, Draft
-from nbtoolkit.panel.equal import command_line, differences, python_cell
+from nbtoolkit.panel.drawing import Drawing
 from nbtoolkit.panel.form import Form
-from nbtoolkit.panel.log import log, log_names
 from nbtoolkit.panel.machine import plan_text
-from nbtoolkit.panel.markup import boxed, preformatted, said, wrong
+from nbtoolkit.panel.markup import boxed, said, wrong
 from nbtoolkit.panel.overview import overview, overview_text
 from nbtoolkit.panel.rules import BUTTONS, pressable
 from nbtoolkit.panel.state import State
-from nbtoolkit.panel.trials import Order, column_names, pages, trials, trials_text
-from nbtoolkit.runtime.paths import RunPaths, runs_in, write_whole
+from nbtoolkit.panel.trials import trials, trials_text
+from nbtoolkit.runtime.paths import RunPaths, write_whole
 
 if TYPE_CHECKING:
-    from nbtoolkit.config import Config
     from nbtoolkit.runtime.result import RunHandle
-
-_RUNS = 50  # of the newest that can be chosen
 
 
 class Desk:
@@ -56,11 +51,11 @@ class Desk:
         self.state: State | None = None
         self._handle: RunHandle | None = None
         self._checked = Checked()
-        self._planned: Config | None = None
         self._stale = True
         self._pressing = threading.Lock()
         self._pressed: dict[str, Future[Any]] = {}
         self.board = Board(Form(draft, self._typed))
+        self._drawing = Drawing(self.board, train)
         self.clock = Clock(self.look, self._failed)
         self._listen()
         self.clock.do(self.look).result()  # the first look, so that it is shown complete
@@ -245,78 +240,10 @@ class Desk:
             self._handle.done()  # takes what its owner says, so that the line never fills
         if self.state is not None:
             news = self.state.look() or news or self.state.live  # times and devices change
-        self._offer_runs()
+        self._drawing.offer_runs(self.state, self.output_dir)
         if news:
-            self._draw()
-
-    def _draw(self) -> None:
-        board, state = self.board, self.state
-        self._checked = self.check()
-        board.form.show(self._checked)
-        self._draw_plan()
-        can = pressable(state, self._checked)
-        for name, button in board.buttons.items():
-            _set(button, "disabled", name not in can or name in self._pressed)
-        self._offer_orders()
-        _set(board.pages[board.page], "value", self._view(board.page))
-
-    def _draw_plan(self) -> None:
-        """Only when the configuration is another: the hardware is asked for it."""
-        if self._planned is None or self._planned != self._checked.config:
-            _set(self.board.plan, "value", boxed(said(plan_text(self._checked))))
-            self._planned = self._checked.config
-
-    def _view(self, page: str) -> str:
-        board, state = self.board, self.state
-        order = Order(board.sort.value, board.down.value, board.part.value)
-        views: dict[str, Callable[[], str]] = {
-            "Overview": lambda: overview(state),
-            "Trials": lambda: trials(state, order),
-            "Curves": lambda: history(state) + curves(state),
-            "Devices": lambda: devices(state),
-            "Log": lambda: log(log_names(state).get(board.log.value)),
-            "Files": self._equal,
-        }
-        return views[page]() if page in views else ""
-
-    def _equal(self) -> str:
-        config, draft = self._checked.config, self.board.form.draft
-        if config is None:
-            return boxed(wrong("something in the settings is wrong"))
-        overrides = draft.overrides()
-        wishes = self._checked.wishes
-        space = safe_load(draft.space) if wishes is not None else None
-        text = draft.space if wishes is not None else ""
-        name = "" if self._train is None else getattr(self._train, "__name__", "train")
-        shell = command_line(overrides, text, draft.trials, task=self._train is None)
-        cell = python_cell(overrides, space, draft.trials, train=name)
-        parts = [said("The same from a shell", strong=True), preformatted(shell)]
-        parts += [said("The same in a cell", strong=True), preformatted(cell)]
-        return differences(config) + boxed(*parts)
-
-    def _offer_runs(self) -> None:
-        found = [(paths.run_id, str(paths.folder)) for paths in runs_in(self.output_dir)[:_RUNS]]
-        here = "" if self.state is None else str(self.state.paths.folder)
-        if here and here not in [folder for _, folder in found]:
-            found.insert(0, (Path(here).name, here))
-        options = (("(none)", ""), *found)
-        if tuple(self.board.run.options) != options:
-            self.board.run.options = options
-        _set(self.board.run, "value", here)
-
-    def _offer_orders(self) -> None:
-        board = self.board
-        names = tuple(column_names(self.state))
-        if tuple(board.sort.options) != names:
-            kept = board.sort.value
-            board.sort.options = names
-            board.sort.value = kept if kept in names else "trial"
-        _set(board.part, "max", pages(self.state))
-        logs = tuple(log_names(self.state)) if board.page == TABS[4] else board.log.options
-        if tuple(board.log.options) != logs:
-            kept = board.log.value
-            board.log.options = logs
-            board.log.value = kept if kept in logs else (logs[0] if logs else None)
+            self._checked = self.check()
+            self._drawing.draw(self.state, self._checked, self._pressed)
 
 
 def _close(widget: Any) -> None:
@@ -324,9 +251,3 @@ def _close(widget: Any) -> None:
     for child in getattr(widget, "children", ()):
         _close(child)
     widget.close()
-
-
-def _set(widget: Any, name: str, value: Any) -> None:
-    """Set a widget's trait if it is another: each change is a message to the browser."""
-    if getattr(widget, name) != value:
-        setattr(widget, name, value)

@@ -20,7 +20,7 @@ from nbtoolkit.search.labels import shortened
 
 _WIDTH, _HEIGHT = 380, 220  # pixels
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 10, 26, 36  # around the plot, for ticks and names
-_TICKS = 4
+_TICKS = 6  # at most, or one more
 _LABEL = 40  # characters of a name
 
 Mark = Literal["line", "dashed", "dots", "crosses", "steps"]
