@@ -11,6 +11,7 @@ from nbtoolkit.panel.curves import curves, history
 from nbtoolkit.panel.devices import devices
 from nbtoolkit.panel.draft import Checked
 from nbtoolkit.panel.equal import equal
+from nbtoolkit.panel.importances import Importances
 from nbtoolkit.panel.log import log, log_names
 from nbtoolkit.panel.machine import plan_text
 from nbtoolkit.panel.markup import boxed, said
@@ -36,6 +37,7 @@ class Drawing:
 
     def __init__(self, board: Board, train: Callable[..., Any] | None) -> None:
         self._board, self._train = board, train
+        self._bars = Importances()
         self._planned: Config | None = None
 
     def draw(self, state: State | None, checked: Checked, pressed: Collection[str]) -> None:
@@ -78,7 +80,7 @@ class Drawing:
         views: dict[str, Callable[[], str]] = {
             "Overview": lambda: overview(state),
             "Trials": lambda: trials(state, order),
-            "Curves": lambda: history(state) + curves(state),
+            "Curves": lambda: history(state) + curves(state) + self._bars.html(state),
             "Devices": lambda: devices(state),
             "Log": lambda: log(log_names(state).get(board.log.value)),
             "Files": lambda: equal(board.form.draft, checked, self._train),
