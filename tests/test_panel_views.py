@@ -233,7 +233,7 @@ def test_the_history_has_the_best_so_far_and_crosses_for_pruned_trials(tmp_path:
 
 
 def test_importances_are_told_from_four_trials_on_and_anew_when_there_are_more(
-    tmp_path: Path,
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def values(count: int) -> list[dict[str, Any]]:
         return [trial(n, value=0.1 / (n + 1)) for n in range(count)]
@@ -251,6 +251,7 @@ def test_importances_are_told_from_four_trials_on_and_anew_when_there_are_more(
     assert bars.html(state) is not four
     five = bars.html(state)
     assert bars.html(state) is five
+    assert capfd.readouterr() == ("", "")  # Optuna says nothing in the cell
     (paths.folder / "sweep.yaml").unlink()
     assert importances(state) == ""
     assert importances(read_state(sweep(tmp_path / "b", []).folder)) == ""

@@ -71,14 +71,15 @@ def _shares(state: State) -> dict[str, float]:
 
 
 def _study(direction: str) -> optuna.Study:
-    """A study in memory: the sweep's own file is left in peace."""
-    from optuna.storages import InMemoryStorage
-    from optuna.study import Study, StudyDirection
+    """A study in memory: the sweep's own file is left in peace, and no line of Optuna's is shown."""
+    import optuna
 
-    storage = InMemoryStorage()
-    made = StudyDirection.MAXIMIZE if direction == "maximize" else StudyDirection.MINIMIZE
-    number = storage.create_new_study([made], "panel")
-    return Study(storage.get_study_name_from_id(number), storage)
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        return optuna.create_study(direction=direction)
+    finally:
+        optuna.logging.set_verbosity(before)
 
 
 def _trials(state: State) -> list[optuna.trial.FrozenTrial]:
