@@ -71,13 +71,14 @@ def _shares(state: State) -> dict[str, float]:
 
 
 def _study(direction: str) -> optuna.Study:
-    """A study in memory: the sweep's own file is left in peace, and no line of Optuna's is shown."""
+    """A study in memory: the sweep's file is left in peace, and no line of Optuna's is shown."""
     import optuna
+    from optuna.study import StudyDirection
 
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
-        return optuna.create_study(direction=direction)
+        return optuna.create_study(direction=StudyDirection[direction.upper()])
     finally:
         optuna.logging.set_verbosity(before)
 
