@@ -14,6 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from nbtoolkit.errors import LaunchError
+
 SECONDS = 1.0
 """Between two looks."""
 
@@ -47,13 +49,19 @@ class Clock:
         return threading.current_thread() is self._thread
 
     def do(self, task: Callable[[], Any]) -> Future[Any]:
-        """Have a task done; returns at once. After :meth:`close` it is cancelled."""
+        """Have a task done; returns at once. After :meth:`close` nothing is done any more."""
         future: Future[Any] = Future()
         if self._closed:
-            future.cancel()
+            future.set_exception(LaunchError("the panel is closed", do="open another: nb.panel()"))
         else:
             self._tasks.put((task, future))
         return future
+
+    def ask(self, task: Callable[[], Any]) -> Any:
+        """What a task returns, between the others; after :meth:`close` there are none."""
+        if self.here or self._closed:
+            return task()
+        return self.do(task).result()
 
     def close(self) -> None:
         """End the thread, after the tasks that wait."""

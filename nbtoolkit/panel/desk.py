@@ -87,20 +87,28 @@ class Desk:
 
     def text(self) -> str:
         """What is shown, as text."""
-        parts = [plan_text(self.check()), overview_text(self.state)]
-        parts += [trials_text(self.state), devices_text(self.state)]
-        return "\n\n".join(part for part in parts if part)
+        return str(self.clock.ask(self._text))
 
     def html(self) -> str:
         """What is shown, as a static picture."""
-        plan = boxed(said(plan_text(self.check())))
-        views = (overview, trials, history, curves, devices)
-        return plan + "".join(view(self.state) for view in views)
+        return str(self.clock.ask(self._html))
 
     def close(self) -> None:
         """End the thread and the widgets."""
         self.clock.close()
         _close(self.board.root)
+
+    # --- in the clock's thread, in which alone the state changes ---
+
+    def _text(self) -> str:
+        parts = [plan_text(self.check()), overview_text(self.state)]
+        parts += [trials_text(self.state), devices_text(self.state)]
+        return "\n\n".join(part for part in parts if part)
+
+    def _html(self) -> str:
+        plan = boxed(said(plan_text(self.check())))
+        views = (overview, trials, history, curves, devices)
+        return plan + "".join(view(self.state) for view in views)
 
     # --- in any thread ---
 
