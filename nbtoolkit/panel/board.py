@@ -10,7 +10,7 @@ from nbtoolkit.panel.rules import BUTTONS
 TABS = ("Overview", "Trials", "Curves", "Devices", "Log", "Settings", "Search", "Files")
 """The pages, in their order."""
 
-# By weight, not by colour: JupyterLab's blue has a contrast of 3.1 to its label, AA wants 4.5.
+# By weight, not by colour: JupyterLab's orange has a contrast of 2.7 to its label, AA wants 4.5.
 _FIRST = ("launch", "sweep")
 
 
