@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time `__getattr_
     from nbtoolkit.notebooks.publish import publish as publish
     from nbtoolkit.notebooks.result import NotebookResult as NotebookResult
     from nbtoolkit.notebooks.run import run_notebook as run_notebook
+    from nbtoolkit.panel.panel import Panel as Panel
+    from nbtoolkit.panel.panel import panel as panel
     from nbtoolkit.pipeline.result import PipelineResult as PipelineResult
     from nbtoolkit.pipeline.run import run_pipeline as run_pipeline
     from nbtoolkit.relay.pack import pack as pack
@@ -63,6 +65,7 @@ _HOME = {
     "Leave": "nbtoolkit.errors",
     "NotebookResult": "nbtoolkit.notebooks.result",
     "PackResult": "nbtoolkit.relay.result",
+    "Panel": "nbtoolkit.panel.panel",
     "PipelineResult": "nbtoolkit.pipeline.result",
     "RunContext": "nbtoolkit.runtime.context",
     "RunHandle": "nbtoolkit.runtime.result",
@@ -83,6 +86,7 @@ _HOME = {
     "make_plan": "nbtoolkit.runtime.plan",
     "over_all": "nbtoolkit.training.metrics",
     "pack": "nbtoolkit.relay.pack",
+    "panel": "nbtoolkit.panel.panel",
     "predict": "nbtoolkit.training.prediction",
     "publish": "nbtoolkit.notebooks.publish",
     "report": "nbtoolkit.report.report",
@@ -105,6 +109,7 @@ __all__ = [
     "Leave",
     "NotebookResult",
     "PackResult",
+    "Panel",
     "PipelineResult",
     "RunContext",
     "RunHandle",
@@ -127,6 +132,7 @@ __all__ = [
     "make_plan",
     "over_all",
     "pack",
+    "panel",
     "predict",
     "publish",
     "report",

@@ -15,4 +15,5 @@ QUICK: dict[str, dict[str, Any]] = {
     "01_train": {"overrides": FEW},
     "02_sweep": {"overrides": {"train.epochs": 2}, "n_trials": 4},
     "03_cross_validate": {"overrides": FEW, "n_trials": 1},
+    "04_panel": {"overrides": {"train.epochs": 2}, "n_trials": 2},
 }

@@ -34,6 +34,7 @@ ROOMS = {
     "hosts": {"errors", "config", "runtime", "notebooks"},
     "relay": {"errors", "config", "runtime", "training"},
     "report": {"errors", "runtime", "search"},
+    "panel": {"errors", "config", "runtime", "search", "report", "tasks"},
     "cli": {"errors", "config", "runtime"},
     "cli_hosts": {"cli"},
     "__main__": {"errors"},

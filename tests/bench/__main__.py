@@ -7,7 +7,7 @@ import sys
 
 from tests.bench.figures import Figure, machine, table
 
-MODULES = ("imports", "launches", "memory", "training", "search", "notebooks", "relay")
+MODULES = ("imports", "launches", "memory", "training", "search", "notebooks", "relay", "panel")
 
 
 def main() -> int:

@@ -1,0 +1,104 @@
+"""Actions: what the buttons do, by the public functions; what is started outlives the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nbtoolkit.config import Config, load_config
+from nbtoolkit.errors import LaunchError
+from nbtoolkit.panel.state import State
+from nbtoolkit.runtime.launch import launch
+from nbtoolkit.runtime.result import RunHandle
+from nbtoolkit.search.cv_handle import CVHandle
+from nbtoolkit.search.handle import SweepHandle
+from nbtoolkit.search.sweep import sweep
+from nbtoolkit.search.sweep_result import SweepResult
+from nbtoolkit.tasks.find import find_task
+
+Train = Callable[..., Any]
+
+
+def start_run(train: Train | None, config: Config) -> RunHandle:
+    """Launch; see :func:`nbtoolkit.launch` for what it raises.
+
+    Args:
+        train: the function; None: the one that ``config.task`` names.
+        config: its settings.
+    """
+    return launch(_function(train, config), config, wait=False, detach=True, display="off")
+
+
+def start_sweep(
+    train: Train | None, config: Config, space: Mapping[str, Any], trials: int | None
+) -> SweepHandle:
+    """Sweep; see :func:`nbtoolkit.sweep` for what it raises."""
+    function = _function(train, config)
+    return sweep(function, config, space, n_trials=trials, wait=False, detach=True, display="off")
+
+
+def go_on(state: State, train: Train | None) -> RunHandle:
+    """Start what is unfinished where it was, with the folder's own settings.
+
+    Raises:
+        ResumeError: ``train`` is another function than the folder's.
+        LaunchError: it is a cross-validation, whose folds are in the call alone.
+    """
+    if state.kind == "cv":
+        raise LaunchError(
+            "a cross-validation is gone on with by its own call", do="run its cell again"
+        )
+    config, folder = load_config(state.paths.config, env=None), state.paths.folder
+    function = _function(train, config)
+    if state.kind == "run":
+        return launch(function, config, resume=folder, wait=False, detach=True, display="off")
+    space = folder / "sweep.yaml"
+    return sweep(function, config, space, resume=folder, wait=False, detach=True, display="off")
+
+
+def train_best(state: State, train: Train | None) -> RunHandle:
+    """Launch with the best settings of a sweep that has ended.
+
+    Raises:
+        SweepError: no trial is complete.
+    """
+    config = SweepResult(state.paths).best_config
+    function = _function(train, config)
+    return launch(function, config, name="best", wait=False, detach=True, display="off")
+
+
+def resume(state: State) -> None:
+    """Let a paused search start trials again."""
+    handle_on(state).resume()
+
+
+def pause(state: State) -> None:
+    """Let a search finish what runs and start nothing more."""
+    handle_on(state).pause()
+
+
+def stop(state: State) -> None:
+    """Let all ranks leave at their next report; nothing where it has ended."""
+    if state.live:  # a request left in the folder of an ended run would be nobody's
+        handle_on(state).stop("the panel asked")
+
+
+def stop_trial(state: State, number: int) -> None:
+    """Let one trial end at its next report."""
+    handle_on(state).stop_trial(number)
+
+
+def add_trials(state: State, count: int) -> None:
+    """Run more trials than were asked for."""
+    handle_on(state).add_trials(count)
+
+
+def handle_on(state: State) -> Any:
+    """A handle on a folder that shows nothing in any cell: panels of all kernels have the same."""
+    if state.kind == "sweep":
+        return SweepHandle(state.paths, SweepResult)
+    return CVHandle(state.paths) if state.kind == "cv" else RunHandle(state.paths)
+
+
+def _function(train: Train | None, config: Config) -> Train:
+    return train if train is not None else find_task(config.task)

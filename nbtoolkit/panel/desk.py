@@ -1,0 +1,261 @@
+"""Desk: where a panel's widgets, its form, its folder and its thread meet; it decides nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from yaml import safe_load
+
+from nbtoolkit.config import load_config
+from nbtoolkit.errors import LaunchError, NbtoolkitError
+from nbtoolkit.panel import actions
+from nbtoolkit.panel.board import Board
+from nbtoolkit.panel.clock import Clock
+from nbtoolkit.panel.curves import curves, history
+from nbtoolkit.panel.devices import devices, devices_text
+from nbtoolkit.panel.draft import Checked, Draft
+from nbtoolkit.panel.drawing import Drawing
+from nbtoolkit.panel.form import Form
+from nbtoolkit.panel.machine import plan_text
+from nbtoolkit.panel.markup import boxed, said, wrong
+from nbtoolkit.panel.overview import overview, overview_text
+from nbtoolkit.panel.rules import BUTTONS, pressable
+from nbtoolkit.panel.state import State
+from nbtoolkit.panel.trials import trials, trials_text
+from nbtoolkit.runtime.paths import RunPaths, write_whole
+
+if TYPE_CHECKING:
+    from nbtoolkit.runtime.result import RunHandle
+
+
+class Desk:
+    """Everything behind a panel.
+
+    Args:
+        train: the training function; None: the one that ``task`` names.
+        draft: what the form begins with.
+
+    Attributes:
+        state: what is watched; None: nothing is.
+        board: the widgets.
+        clock: the thread in which all this happens.
+    """
+
+    def __init__(self, train: actions.Train | None, draft: Draft) -> None:
+        self._train = train
+        self.state: State | None = None
+        self._handle: RunHandle | None = None
+        self._checked = Checked()
+        self._stale = True
+        self._pressing = threading.Lock()
+        self._pressed: dict[str, Future[Any]] = {}
+        self.board = Board(Form(draft, self._typed))
+        self._drawing = Drawing(self.board, train)
+        self.clock = Clock(self.look, self._failed)
+        self._listen()
+        self.clock.do(self.look).result()  # the first look, so that it is shown complete
+
+    @property
+    def output_dir(self) -> str:
+        """Where the runs lie, by the form."""
+        config = self._checked.config
+        return config.runtime.output_dir if config is not None else "outputs"
+
+    def check(self) -> Checked:
+        """What stands in the form now."""
+        return self.board.form.draft.check()
+
+    def press(self, name: str) -> Future[Any]:
+        """Have a button's task done, once for all presses until it is."""
+        with self._pressing:
+            if name not in self._pressed:
+                if name in self.board.buttons:
+                    self.board.buttons[name].disabled = True
+                self._pressed[name] = self.clock.do(partial(self._do, name))
+            return self._pressed[name]
+
+    def watch(self, folder: Path | None) -> None:
+        """Show another folder; None: nothing."""
+        self.state = None if folder is None else State(RunPaths(folder))
+        self._handle = None
+        self._stale = True
+
+    def text(self) -> str:
+        """What is shown, as text."""
+        return str(self.clock.ask(self._text))
+
+    def html(self) -> str:
+        """What is shown, as a static picture."""
+        return str(self.clock.ask(self._html))
+
+    def close(self) -> None:
+        """End the thread and the widgets."""
+        self.clock.close()
+        _close(self.board.root)
+
+    # --- in the clock's thread, in which alone the state changes ---
+
+    def _text(self) -> str:
+        parts = [plan_text(self.check()), overview_text(self.state)]
+        parts += [trials_text(self.state), devices_text(self.state)]
+        return "\n\n".join(part for part in parts if part)
+
+    def _html(self) -> str:
+        plan = boxed(said(plan_text(self.check())))
+        views = (overview, trials, history, curves, devices)
+        return plan + "".join(view(self.state) for view in views)
+
+    # --- in any thread ---
+
+    def _listen(self) -> None:
+        board = self.board
+        for name, button in board.buttons.items():
+            button.on_click(lambda _, name=name: self.press(name))
+        board.load.on_click(lambda _: self.clock.do(self._load))
+        board.save.on_click(lambda _: self.clock.do(self._save))
+        board.run.observe(self._chosen, "value")
+        for widget in (board.sort, board.down, board.part, board.log):
+            widget.observe(self._turned, "value")
+        board.tabs.observe(self._turned, "selected_index")
+
+    def _typed(self) -> None:
+        self._stale = True
+        if hasattr(self, "clock") and not self.clock.here:
+            self.clock.do(lambda: None)
+
+    def _turned(self, _: Any) -> None:
+        if not self.clock.here:
+            self._typed()
+
+    def _chosen(self, change: dict[str, Any]) -> None:
+        if not self.clock.here:
+            folder = Path(change["new"]) if change["new"] else None
+            self.clock.do(lambda: self.watch(folder))
+
+    # --- in the clock's thread ---
+
+    def _do(self, name: str) -> None:
+        try:
+            self._refuse(name)
+            self._say(f"{BUTTONS[name][0]} ...")
+            getattr(self, f"_{name}")()
+        finally:
+            with self._pressing:
+                self._pressed.pop(name, None)
+            self._stale = True
+
+    def _refuse(self, name: str) -> None:
+        """What is true now counts, not what was when the button was drawn."""
+        self._checked = self.check()
+        if self.state is not None:
+            self.state.look()
+        can = pressable(self.state, self._checked)
+        if name not in can:
+            raise LaunchError(
+                f"{BUTTONS[name][0] if name in BUTTONS else name} cannot be pressed now",
+                allowed=", ".join(one for one in BUTTONS if one in can) or "nothing",
+                do="look at the overview and at the errors in the form",
+            )
+
+    def _launch(self) -> None:
+        config = self._checked.config
+        assert config is not None  # else it could not be pressed
+        self._started(actions.start_run(self._train, config), "launched")
+
+    def _sweep(self) -> None:
+        config, draft = self._checked.config, self.board.form.draft
+        assert config is not None
+        trials = int(draft.trials) if draft.trials.strip() else None
+        space = safe_load(draft.space)
+        self._started(actions.start_sweep(self._train, config, space, trials), "started")
+
+    def _go_on(self) -> None:
+        state = self._watched()
+        if state.status == "paused":
+            actions.resume(state)
+            self._say("going on")
+        else:
+            self._started(actions.go_on(state, self._train), "going on")
+
+    def _train_best(self) -> None:
+        self._started(actions.train_best(self._watched(), self._train), "training the best")
+
+    def _pause(self) -> None:
+        actions.pause(self._watched())
+        self._say("asked to pause: what runs is finished first")
+
+    def _stop(self) -> None:
+        actions.stop(self._watched())
+        self._say("asked to stop: all leave at their next report")
+
+    def _stop_trial(self) -> None:
+        actions.stop_trial(self._watched(), self.board.number.value)
+        self._say(f"asked trial {self.board.number.value} to end")
+
+    def _add_trials(self) -> None:
+        actions.add_trials(self._watched(), self.board.more.value)
+        self._say(f"asked for {self.board.more.value} more trials")
+
+    def _load(self) -> None:
+        config = load_config(self.board.file.value)
+        old = self.board.form.draft
+        draft = Draft(config, old.space)
+        draft.trials = old.trials
+        self.board.form.load(draft)
+        self._stale = True
+        self._say(f"loaded {self.board.file.value}")
+
+    def _save(self) -> None:
+        checked = self.check()
+        if checked.config is None:
+            raise LaunchError("the settings are not saved: something in the form is wrong")
+        path = Path(self.board.file.value).expanduser()
+        write_whole(path, checked.config.to_yaml())
+        self._say(f"saved to {path.absolute()}")
+
+    def _started(self, handle: RunHandle, how: str) -> None:
+        self.watch(handle.paths.folder)
+        self._handle = handle  # its line is open: it is listened to at each look
+        self._say(f"{how}: {handle.paths.folder}")
+
+    def _watched(self) -> State:
+        assert self.state is not None  # else nothing could be pressed
+        return self.state
+
+    def _say(self, text: str) -> None:
+        self.board.message.value = boxed(said(text))
+
+    def _failed(self, error: BaseException) -> None:
+        told = (
+            str(error) if isinstance(error, NbtoolkitError) else f"{type(error).__name__}: {error}"
+        )
+        with contextlib.suppress(Exception):  # the kernel's end: nobody is there to be told
+            self.board.message.value = boxed(wrong(told))
+            self._stale = True
+
+    # --- drawing, in the clock's thread ---
+
+    def look(self) -> None:
+        """Take what is new and draw it; called by the clock."""
+        news = self._stale
+        self._stale = False
+        if self._handle is not None:
+            self._handle.done()  # takes what its owner says, so that the line never fills
+        if self.state is not None:
+            news = self.state.look() or news or self.state.live  # times and devices change
+        self._drawing.offer_runs(self.state, self.output_dir)
+        if news:
+            self._checked = self.check()
+            self._drawing.draw(self.state, self._checked, self._pressed)
+
+
+def _close(widget: Any) -> None:
+    """Close a widget and all that is in it."""
+    for child in getattr(widget, "children", ()):
+        _close(child)
+    widget.close()

@@ -1,0 +1,100 @@
+"""Draft: what stands in the form, right or wrong; the configuration and the sweep it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from yaml import YAMLError, safe_load
+
+from nbtoolkit.config import Config
+from nbtoolkit.errors import ConfigError, NbtoolkitError
+from nbtoolkit.panel.fields import config_fields, texts_of
+from nbtoolkit.search.wishes import Wishes, load_wishes
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a draft makes.
+
+    Attributes:
+        config: the configuration; None: something is wrong with it.
+        errors: setting -> what is wrong with it.
+        together: what is wrong between settings that are right one by one; empty: nothing.
+        wishes: the sweep; None: there is no space, or something is wrong with it.
+        space_error: what is wrong with the space; empty: nothing.
+    """
+
+    config: Config | None = None
+    errors: Mapping[str, str] = field(default_factory=dict)
+    together: str = ""
+    wishes: Wishes | None = None
+    space_error: str = ""
+
+
+class Draft:
+    """Texts by setting, and the space to search as YAML text.
+
+    Args:
+        config: where the texts come from.
+        space: the space as YAML text; empty: there is none.
+    """
+
+    def __init__(self, config: Config, space: str = "") -> None:
+        self.texts = texts_of(config)
+        self.space, self.trials = space, ""
+        self._defaults = texts_of(Config())
+
+    def overrides(self) -> dict[str, Any]:
+        """The settings that are not at their default, by dotted name.
+
+        Raises:
+            ConfigError: a text is no value of its setting.
+        """
+        return {name: config_fields()[name].value(self.texts[name]) for name in self._changed()}
+
+    def check(self) -> Checked:
+        """Make the configuration and the sweep, or say what is wrong, setting by setting."""
+        errors = self._errors()
+        if errors:
+            return Checked(errors=errors)
+        try:
+            config = Config().with_overrides(self.overrides())
+        except ConfigError as error:
+            return Checked(together=str(error))
+        try:
+            return Checked(config=config, wishes=self._wishes(config))
+        except NbtoolkitError as error:
+            return Checked(config=config, space_error=str(error))
+
+    def _errors(self) -> dict[str, str]:
+        """What is wrong with each setting by itself."""
+        errors = {}
+        for name in self._changed():
+            try:
+                config_fields()[name].value(self.texts[name])
+            except ConfigError as error:
+                errors[name] = f"{error.what}; allowed: {error.allowed}"
+        return errors
+
+    def _changed(self) -> list[str]:
+        return [name for name, text in self.texts.items() if text != self._defaults[name]]
+
+    def _wishes(self, config: Config) -> Wishes | None:
+        if not self.space.strip():
+            return None
+        try:
+            source = safe_load(self.space)
+        except YAMLError as error:
+            raise ConfigError(f"the space is not YAML: {error}") from error
+        if not isinstance(source, dict):
+            raise ConfigError("the space is no section", allowed="names, each with its limits")
+        return load_wishes(source, config, n_trials=self._count())
+
+    def _count(self) -> int | None:
+        if not self.trials.strip():
+            return None
+        if not self.trials.strip().isdecimal() or int(self.trials) < 1:
+            raise ConfigError(f"trials: {self.trials!r}", allowed="a whole number of at least 1")
+        return int(self.trials)

@@ -1,0 +1,109 @@
+"""Drawing: writes a folder's state into the widgets, and only what is another than before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbtoolkit.panel.board import Board
+from nbtoolkit.panel.curves import curves, history
+from nbtoolkit.panel.devices import devices
+from nbtoolkit.panel.draft import Checked
+from nbtoolkit.panel.equal import equal
+from nbtoolkit.panel.importances import Importances
+from nbtoolkit.panel.log import log, log_names
+from nbtoolkit.panel.machine import plan_text
+from nbtoolkit.panel.markup import boxed, said
+from nbtoolkit.panel.overview import overview
+from nbtoolkit.panel.rules import pressable
+from nbtoolkit.panel.state import State
+from nbtoolkit.panel.trials import Order, column_names, pages, trials
+from nbtoolkit.runtime.paths import runs_in
+
+if TYPE_CHECKING:
+    from nbtoolkit.config import Config
+
+_RUNS = 50  # of the newest that can be chosen
+
+
+class Drawing:
+    """Draws on a board; called by the clock's thread alone.
+
+    Args:
+        board: the widgets.
+        train: the panel's function; None: the one that ``task`` names.
+    """
+
+    def __init__(self, board: Board, train: Callable[..., Any] | None) -> None:
+        self._board, self._train = board, train
+        self._bars = Importances()
+        self._planned: Config | None = None
+
+    def draw(self, state: State | None, checked: Checked, pressed: Collection[str]) -> None:
+        """Draw errors, plan, buttons and the page that is seen.
+
+        Args:
+            state: of what is watched; None: nothing is.
+            checked: of the form.
+            pressed: the buttons whose task is not done yet.
+        """
+        board = self._board
+        board.form.show(checked)
+        self._draw_plan(checked)
+        can = pressable(state, checked)
+        for name, button in board.buttons.items():
+            _set(button, "disabled", name not in can or name in pressed)
+        self._offer_orders(state)
+        _set(board.pages[board.page], "value", self._view(board.page, state, checked))
+
+    def offer_runs(self, state: State | None, output_dir: str) -> None:
+        """List the newest runs of a folder, and show which one is watched."""
+        found = [(paths.run_id, str(paths.folder)) for paths in runs_in(output_dir)[:_RUNS]]
+        here = "" if state is None else str(state.paths.folder)
+        if here and here not in [folder for _, folder in found]:
+            found.insert(0, (Path(here).name, here))
+        options = (("(none)", ""), *found)
+        if tuple(self._board.run.options) != options:
+            self._board.run.options = options
+        _set(self._board.run, "value", here)
+
+    def _draw_plan(self, checked: Checked) -> None:
+        """Only when the configuration is another: the hardware is asked for it."""
+        if self._planned is None or self._planned != checked.config:
+            _set(self._board.plan, "value", boxed(said(plan_text(checked))))
+            self._planned = checked.config
+
+    def _view(self, page: str, state: State | None, checked: Checked) -> str:
+        board = self._board
+        order = Order(board.sort.value, board.down.value, board.part.value)
+        views: dict[str, Callable[[], str]] = {
+            "Overview": lambda: overview(state),
+            "Trials": lambda: trials(state, order),
+            "Curves": lambda: history(state) + curves(state) + self._bars.html(state),
+            "Devices": lambda: devices(state),
+            "Log": lambda: log(log_names(state).get(board.log.value)),
+            "Files": lambda: equal(board.form.draft, checked, self._train),
+        }
+        return views[page]() if page in views else ""
+
+    def _offer_orders(self, state: State | None) -> None:
+        board = self._board
+        _offer(board.sort, column_names(state))
+        _set(board.part, "max", pages(state))
+        if board.page == "Log":  # else nobody sees which there are
+            _offer(board.log, list(log_names(state)))
+
+
+def _offer(choice: Any, names: list[str]) -> None:
+    """Give a list other entries; what is chosen stays so where it is still among them."""
+    if list(choice.options) != names:
+        kept = choice.value
+        choice.options = names
+        choice.value = kept if kept in names else next(iter(names), None)
+
+
+def _set(widget: Any, name: str, value: Any) -> None:
+    """Set a widget's trait if it is another: each change is a message to the browser."""
+    if getattr(widget, name) != value:
+        setattr(widget, name, value)

@@ -1,0 +1,119 @@
+"""Equal: the command line and the Python cell that do the same as a button, and what differs."""
+
+from __future__ import annotations
+
+import pprint
+import shlex
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from yaml import safe_load
+
+from nbtoolkit.config import Config
+from nbtoolkit.panel.draft import Checked, Draft
+from nbtoolkit.panel.fields import text_of
+from nbtoolkit.panel.markup import boxed, columns, preformatted, said, wrong
+from nbtoolkit.report.words import setting
+from nbtoolkit.yaml_lines import dump
+
+SPACE_FILE = "space.yaml"
+
+
+def command_line(
+    overrides: Mapping[str, Any], space: str = "", trials: str = "", *, task: str | None = None
+) -> str:
+    """What to type in a shell.
+
+    Args:
+        overrides: the settings that are not at their default.
+        space: the space as YAML text; empty: a single run.
+        trials: how many trials; empty: as the space says.
+        task: the function as ``"package.module:function"``; None: the one of the settings; empty:
+            it is a cell's, and has no command line.
+    """
+    if task == "":
+        return "# a function of a cell: put it into a module and name it: task=module:function"
+    if task is not None and task != Config().task:
+        overrides = {**overrides, "task": task}
+    wishes = "".join(f" -o {shlex.quote(f'{n}={_one_line(v)}')}" for n, v in overrides.items())
+    if not space.strip():
+        return f"nbtoolkit train{wishes}"
+    count = f" --trials {trials.strip()}" if trials.strip() else ""
+    file = f"cat > {SPACE_FILE} <<'END'\n{space.strip()}\nEND\n"
+    return f"{file}nbtoolkit sweep {SPACE_FILE}{wishes}{count}"
+
+
+def python_cell(
+    overrides: Mapping[str, Any],
+    space: Mapping[str, Any] | None = None,
+    trials: str = "",
+    *,
+    train: str = "",
+) -> str:
+    """What to write in a cell.
+
+    Args:
+        overrides: the settings that are not at their default.
+        space: what is searched; None: a single run.
+        trials: how many trials; empty: as the space says.
+        train: the function's name in the notebook; empty: the one that ``task`` names.
+    """
+    given = f"overrides={pprint.pformat(dict(overrides), sort_dicts=False)}" if overrides else ""
+    lines = ["import nbtoolkit as nb", "", f"config = nb.load_config({given})"]
+    if not train:
+        module, _, name = str(overrides.get("task", Config().task)).partition(":")
+        lines[1:1] = [f"from {module} import {name}"]
+        train = name
+    if space is None:
+        return "\n".join([*lines, f"result = nb.launch({train}, config)"])
+    count = f", n_trials={trials.strip()}" if trials.strip() else ""
+    searched = f"space = {pprint.pformat(dict(space), sort_dicts=False)}"
+    return "\n".join([*lines, searched, f"result = nb.sweep({train}, config, space{count})"])
+
+
+def task_of(train: Callable[..., Any]) -> str:
+    """A function as a configuration names it; empty: it is a cell's, or inside another one."""
+    module, name = getattr(train, "__module__", "__main__"), getattr(train, "__qualname__", "<>")
+    return "" if module == "__main__" or "<" in name else f"{module}:{name}"
+
+
+def equal(draft: Draft, checked: Checked, train: Callable[..., Any] | None) -> str:
+    """Differences, command line and cell, as HTML.
+
+    Args:
+        draft: what stands in the form.
+        checked: what it makes.
+        train: the panel's function; None: the one that ``task`` names.
+    """
+    if checked.config is None:
+        return boxed(wrong("something in the settings is wrong"))
+    searched = checked.wishes is not None
+    text, space = (draft.space, safe_load(draft.space)) if searched else ("", None)
+    name = "" if train is None else getattr(train, "__name__", "train")
+    task = None if train is None else task_of(train)
+    shell = command_line(draft.overrides(), text, draft.trials, task=task)
+    cell = python_cell(draft.overrides(), space, draft.trials, train=name)
+    parts = [said("The same from a shell", strong=True), preformatted(shell)]
+    parts += [said("The same in a cell", strong=True), preformatted(cell)]
+    return differences(checked.config) + boxed(*parts)
+
+
+def differences(config: Config) -> str:
+    """The settings that are not at their default, as HTML."""
+    changed = config.differences(Config())
+    if not changed:
+        return boxed(said("All settings are at their default."))
+    lines = [[name, setting(mine), setting(default)] for name, (mine, default) in changed.items()]
+    return boxed(columns(["setting", "here", "default"], lines))
+
+
+def _one_line(value: Any) -> str:
+    """A value in YAML's flow style."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_one_line(one)}" for key, one in value.items()) + "}"
+    return text_of(value)
+
+
+def space_text(space: Mapping[str, Any]) -> str:
+    """A space as YAML text."""
+    return dump(space)

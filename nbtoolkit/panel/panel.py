@@ -1,0 +1,134 @@
+"""``nb.panel``: set, launch, watch, stop and go on from a cell; the notebook stays usable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbtoolkit.config import Config
+from nbtoolkit.errors import MissingExtra
+from nbtoolkit.panel.desk import Desk
+from nbtoolkit.panel.draft import Draft
+from nbtoolkit.panel.equal import space_text
+from nbtoolkit.runtime.launch import as_config
+from nbtoolkit.runtime.result import find_run
+
+if TYPE_CHECKING:
+    from nbtoolkit.panel.actions import Train
+
+    Source = str | os.PathLike[str] | Mapping[str, Any]
+
+
+def panel(
+    train: Train | None = None,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    space: Source | None = None,
+) -> Panel:
+    """A control panel for a cell: a form of all settings, buttons, and views of what runs.
+
+    What it starts is detached: it goes on when the kernel ends, and another panel can watch it.
+    Where nothing shows widgets (papermill, a terminal, a saved notebook) it is text and a picture.
+
+    Args:
+        train: the training function, as for :func:`nbtoolkit.launch`; None: the one that
+            ``config.task`` names.
+        config: what the form begins with: a Config, a path to YAML, or a dict; None: the defaults.
+        space: what is searched, as for :func:`nbtoolkit.sweep`; None: it may be typed.
+
+    Returns:
+        The panel; a cell shows it when it is its last value. ``close()`` ends it.
+
+    Raises:
+        MissingExtra: ipywidgets is not installed.
+        ConfigError: the configuration, or the file of the space, is wrong.
+    """
+    if find_spec("ipywidgets") is None:
+        raise MissingExtra("the panel needs ipywidgets", do="pip install 'nbtoolkit[panel]'")
+    return Panel(train, Draft(as_config(config, None), _text(space)))
+
+
+class Panel:
+    """A panel; made by :func:`panel`."""
+
+    def __init__(self, train: Callable[..., Any] | None, draft: Draft) -> None:
+        self._desk = Desk(train, draft)
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that is watched; ``nb.attach`` takes it. None: nothing is."""
+        state = self._desk.state
+        return None if state is None else state.paths.folder
+
+    @property
+    def config(self) -> Config | None:
+        """The configuration that stands in the form; None: something in it is wrong."""
+        return self._desk.check().config
+
+    @property
+    def widget(self) -> Any:
+        """The widget itself, to be put beside others."""
+        return self._desk.board.root
+
+    def press(self, button: str) -> None:
+        """Do what a button does, and wait until it is done.
+
+        Args:
+            button: ``"launch"``, ``"sweep"``, ``"pause"``, ``"go_on"``, ``"stop"``,
+                ``"add_trials"``, ``"stop_trial"`` or ``"train_best"``.
+
+        Raises:
+            LaunchError: the button cannot be pressed now, or there is none of that name.
+            NbtoolkitError: what was started could not be.
+        """
+        self._desk.press(button).result()
+
+    def watch(self, run: str | os.PathLike[str]) -> None:
+        """Show another run.
+
+        Args:
+            run: its folder, or its id in the output folder.
+
+        Raises:
+            LaunchError: there is none.
+        """
+        folder = find_run(run, self._desk.output_dir).folder
+        self._desk.clock.do(lambda: self._desk.watch(folder)).result()
+
+    def refresh(self) -> None:
+        """Look at the folder now instead of within a second."""
+        self._desk.clock.do(self._desk.look).result()
+
+    def close(self) -> None:
+        """End the panel's thread and its widgets; what runs goes on."""
+        self._desk.close()
+
+    def text(self) -> str:
+        """What the panel shows now, as text."""
+        return self._desk.text()
+
+    def html(self) -> str:
+        """What the panel shows now, as a static picture: tables and curves, without buttons."""
+        return self._desk.html()
+
+    def __repr__(self) -> str:
+        return self.text()
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
+        """The widget for who can show it, HTML and text for all others."""
+        bundle = self.widget._repr_mimebundle_()
+        shown: dict[str, Any] = dict(bundle[0] if isinstance(bundle, tuple) else bundle or {})
+        return {**shown, "text/plain": self.text(), "text/html": self.html()}
+
+
+def _text(space: Source | None) -> str:
+    """A space as the YAML text that is edited."""
+    if space is None:
+        return ""
+    if isinstance(space, Mapping):
+        return space_text(space)
+    from nbtoolkit.config_layers import file_layer
+
+    return space_text(file_layer(space).values)

@@ -1,0 +1,299 @@
+"""State: what the folder of a run, a sweep or a cross-validation says now; it reads what is new."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Literal
+
+from yaml import YAMLError
+
+from nbtoolkit.report.story import Points, numbers
+from nbtoolkit.runtime.events import Event, EventReader
+from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.search.fold_table import FoldTable
+from nbtoolkit.search.sweep_result import load_yaml
+from nbtoolkit.search.table import SweepTable
+from nbtoolkit.search.wishes import Wishes
+
+Kind = Literal["run", "sweep", "cv"]
+
+_NOTES = 5  # of the newest
+_TAIL = 1 << 16  # bytes from a diary's end in which its last reading of the devices is looked for
+
+
+class State:
+    """What is known of a folder; :meth:`look` takes what was written since.
+
+    Everything a view shows is in here, so that two panels on one folder show the same.
+
+    Args:
+        paths: the folder.
+
+    Attributes:
+        kind: what it is.
+        table: its trials or folds; None: it is a single run.
+        curves: of a single run: each reported metric's values by step.
+        trials: of a sweep: each trial's reports by step.
+        values: of a sweep: trial -> objective value, of those that ended well.
+        folds: of a cross-validation: those that are complete.
+        notes: what was said to the user last.
+        phases: rank -> how far it has come.
+        epochs: how many a run is to have; None: not known.
+        paused: whether a search starts nothing more.
+        began: unix seconds of this attempt's first event; None: nothing was written yet.
+        first_report: when this attempt first reported, and at which step.
+        last_report: when it last did.
+        ended: its last event, once it has ended.
+        gone: whether the folder is no longer there.
+    """
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.paths = paths
+        self.kind: Kind = _kind(paths)
+        self.metric, self.direction = "value", "maximize"
+        self.table = self._make_table()
+        self.curves: dict[str, Points] = {}
+        self.trials: dict[int, Points] = {}
+        self.values: dict[int, float] = {}
+        self.folds: set[int] = set()
+        self.notes: deque[str] = deque(maxlen=_NOTES)
+        self.phases: dict[int, str] = {}
+        self.epochs: int | None = None
+        self.paused = self.gone = False
+        self.began: float | None = None
+        self.first_report: tuple[float, float] | None = None
+        self.last_report: tuple[float, float] | None = None
+        self.ended: Event | None = None
+        self._owned = True
+        self._reader = EventReader(paths.events)
+
+    def look(self) -> bool:
+        """Read what is new in the folder; whether anything there is."""
+        before = (self._reader.offset, self._owned, self.gone)
+        self.gone = not self.paths.folder.is_dir()
+        # The lock first: what an owner writes before it goes must not look like its death.
+        self._owned = not self.gone and self.paths.owned()
+        for event in self._reader.read():
+            if isinstance(event, dict) and isinstance(event.get("t"), (int, float)):
+                self._take(event)
+        return (self._reader.offset, self._owned, self.gone) != before
+
+    @property
+    def status(self) -> str:
+        """How it is in a word or two.
+
+        ``"running"``, ``"paused"``, how it ended, ``"failed"``, ``"cut off"`` (nobody is there to
+        end it) or ``"gone"`` (its folder was deleted).
+        """
+        if self.gone:
+            return "gone"
+        if self.ended is not None:
+            return str(self.ended.get("status", "?"))
+        if self._owned:
+            return "paused" if self.paused else "running"
+        return "cut off"
+
+    @property
+    def live(self) -> bool:
+        """Whether it goes on."""
+        return self.status in ("running", "paused")
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether it has ended, its owner too, and there is something left to go on with."""
+        return not self._owned and self.status in ("stopped", "deadline", "failed", "cut off")
+
+    def share(self) -> float | None:
+        """How much of it is done, from 0 to 1; None: there is no telling."""
+        if self.kind == "run":
+            done = None if self.last_report is None else self.last_report[1]
+            return None if done is None or not self.epochs else min(done / self.epochs, 1.0)
+        done, total = self.counts()
+        return min(done / total, 1.0) if total else None
+
+    def counts(self) -> tuple[int, int | None]:
+        """Trials or folds that have ended, and how many there are to be."""
+        if isinstance(self.table, SweepTable):
+            return len(self.table.last(len(self.table.trials))), self.table.n_trials
+        if isinstance(self.table, FoldTable):
+            return len(self.folds), self.table.folds
+        return 0, None
+
+    def ends_at(self, now: float) -> float | None:
+        """Unix seconds at which it is going to end at the pace so far; None: no telling."""
+        if not self.live or self.paused:
+            return None
+        if isinstance(self.table, SweepTable):
+            return self.table.ends_at(now)
+        if self.first_report is None or self.last_report is None or not self.epochs:
+            return None
+        (t0, step0), (t1, step1) = self.first_report, self.last_report
+        if step1 <= step0 or step1 > self.epochs:
+            return None
+        return t1 + (t1 - t0) / (step1 - step0) * (self.epochs - step1)
+
+    def readings(self) -> dict[str, list[dict[str, Any]]]:
+        """What was last read of ranks and GPUs, by whose they are: ``""`` or ``"trial 3"``."""
+        if not isinstance(self.table, SweepTable):
+            found = {"": _last_readings(self.paths.events)}
+        else:
+            folders = {one.number: self.trial(one.number) for one in self.table.running}
+            found = {f"trial {n}": _last_readings(p.events) for n, p in folders.items()}
+        return {name: readings for name, readings in found.items() if readings}
+
+    def trial(self, number: int) -> RunPaths:
+        """The folder of a sweep's trial."""
+        return RunPaths(self.paths.folder / f"trials/{number:04d}")
+
+    # --- events ---
+
+    def _take(self, event: Event) -> None:
+        if self.table is not None:
+            self.table.take(event)
+        if take := _TAKES.get(event["type"]):
+            take(self, event)
+
+    def _begins(self, event: Event) -> None:
+        self.began, self.ended, self.paused = event["t"], None, False
+        self.first_report = self.last_report = None
+        self.phases.clear()
+        config = event.get("config") or {}
+        self.epochs = (config.get("train") or {}).get("epochs") if "train" in config else None
+
+    def _ends(self, event: Event) -> None:
+        self.ended = event
+
+    def _note(self, event: Event) -> None:
+        self.notes.append(str(event.get("text", "")))
+
+    def _stop(self, event: Event) -> None:
+        self.notes.append(f"stopping: {event.get('reason')}")
+
+    def _rank(self, event: Event) -> None:
+        self.phases[event["rank"]] = event["phase"]
+
+    def _command(self, event: Event) -> None:
+        if event["op"] in ("pause", "resume"):
+            self.paused = event["op"] == "pause"
+
+    def _report(self, event: Event) -> None:
+        step = event.get("step")
+        at = float(step) if isinstance(step, (int, float)) else self._next_step()
+        self.first_report = self.first_report or (event["t"], at)
+        self.last_report = (event["t"], at)
+        for name, value in numbers(event.get("values")).items():
+            _put(self.curves.setdefault(name, []), at, value)
+
+    def _next_step(self) -> float:
+        return 1.0 if self.last_report is None else self.last_report[1] + 1
+
+    def _intermediate(self, event: Event) -> None:
+        value = event.get("value")
+        if isinstance(value, (int, float)):
+            _put(self.trials.setdefault(event["number"], []), float(event["step"]), float(value))
+
+    def _trial(self, event: Event) -> None:
+        number, value = event["number"], event.get("value")
+        if event["state"] == "running":
+            self.trials.pop(number, None)  # it is run again
+        if event["state"] == "complete" and isinstance(value, (int, float)):
+            self.values[number] = float(value)
+
+    def _make_table(self) -> SweepTable | FoldTable | None:
+        if self.kind == "run":
+            return None
+        if self.kind == "cv":
+            return FoldTable()
+        try:
+            wishes = Wishes.model_validate(load_yaml(self.paths.folder / "sweep.yaml"))
+        except (OSError, ValueError, YAMLError):  # not written yet, or damaged
+            return SweepTable()
+        self.metric, self.direction = wishes.metrics[0], wishes.directions[0]
+        return SweepTable(
+            name=wishes.study.name,
+            metrics=wishes.metrics,
+            directions=wishes.directions,
+            n_trials=wishes.budget.n_trials,
+        )
+
+    def _fold(self, event: Event) -> None:
+        if event.get("number") is None and event["state"] == "complete":
+            self.folds.add(event["fold"])
+
+
+_TAKES = {
+    "run": State._begins,
+    "ended": State._ends,
+    "note": State._note,
+    "stop": State._stop,
+    "rank": State._rank,
+    "command": State._command,
+    "report": State._report,
+    "intermediate": State._intermediate,
+    "trial": State._trial,
+    "fold": State._fold,
+}
+
+
+def read_state(folder: Path) -> State:
+    """What a folder says now.
+
+    Args:
+        folder: of a run, a sweep or a cross-validation.
+    """
+    state = State(RunPaths(folder))
+    state.look()
+    return state
+
+
+def _put(points: Points, step: float, value: float) -> None:
+    """Add a point; a step that is trained again after a resume counts as it was trained last."""
+    while points and points[-1][0] >= step:
+        points.pop()
+    points.append((step, value))
+
+
+def _kind(paths: RunPaths) -> Kind:
+    kind = _read(paths.versions).get("kind")
+    return kind if kind in ("sweep", "cv") else "run"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A JSON file of names and values; empty where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        value = json.loads(file.read_text(encoding="utf-8"))
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
+def _last_readings(diary: Path) -> list[dict[str, Any]]:
+    """The newest reading of the devices in a diary."""
+    lines = _tail(diary, _TAIL).splitlines()
+    for line in reversed(lines):
+        if '"type": "device"' in line:
+            with contextlib.suppress(ValueError):
+                readings: list[dict[str, Any]] = json.loads(line)["readings"]
+                return readings
+    return []
+
+
+def _tail(file: Path, size: int) -> str:
+    """The last bytes of a file as text; empty where there is none."""
+    try:
+        with file.open("rb") as raw:
+            end = raw.seek(0, 2)
+            raw.seek(max(end - size, 0))
+            return raw.read(size).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def seconds_left(state: State, now: float | None = None) -> float | None:
+    """Seconds until it ends at the pace so far; None: no telling."""
+    now = time.time() if now is None else now
+    end = state.ends_at(now)
+    return None if end is None else max(end - now, 0.0)
