@@ -8,8 +8,8 @@ from nbtoolkit.panel.markup import boxed
 from nbtoolkit.panel.state import State
 from nbtoolkit.panel.svg import Mark, Series, chart
 from nbtoolkit.report.curves import group
-from nbtoolkit.report.picture import COLOURS
 from nbtoolkit.report.story import Points
+from nbtoolkit.search.plots import COLOURS
 from nbtoolkit.search.table import SweepTable
 
 _PANELS, _LINES = 6, len(COLOURS) - 1  # the last colour is too near to the second

@@ -14,9 +14,9 @@ from itertools import pairwise
 from typing import Literal
 
 from nbtoolkit.report.curves import thinned
-from nbtoolkit.report.picture import COLOURS
 from nbtoolkit.report.story import Points
 from nbtoolkit.search.labels import shortened
+from nbtoolkit.search.plots import COLOURS
 
 _WIDTH, _HEIGHT = 380, 220  # pixels
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 10, 26, 36  # around the plot, for ticks and names
