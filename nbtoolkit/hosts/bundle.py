@@ -20,7 +20,7 @@ from nbtoolkit.runtime.paths import write_json
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-EXTRAS = ("training", "tracking", "search", "notebooks", "cli")
+EXTRAS = ("training", "tracking", "search", "notebooks", "panel", "cli")
 """What the notebooks need, and the command line."""
 
 _METADATA = "dataset-metadata.json"
