@@ -116,7 +116,7 @@ def test_the_hosts_that_are_known_lack_little(host: str, own: Wheel) -> None:
     missing_wheels(own, EXTRAS, host_image(host), fetch)
     few = {"mlflow", "cmaes", "pyflakes"}
     assert set(asked) == (
-        few if host == "kaggle" else few | {"optuna", "papermill", "torchmetrics"}
+        few if host == "kaggle" else few | {"ipywidgets", "optuna", "papermill", "torchmetrics"}
     )
     assert not set(asked) & set(NEVER)
 
