@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import shlex
+import threading
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -83,6 +84,9 @@ class Job:
 
         from nbtoolkit.notebooks.client import ENGINE
 
+        page = threading.Thread(target=_import_for_page)
+        if self.html:
+            page.start()
         try:
             execute_notebook(
                 ready,
@@ -103,6 +107,9 @@ class Job:
             if execution.started:
                 raise
             execution.fail("kernel", f"could not start its kernel {self.kernel!r}: {error}")
+        finally:
+            if self.html:
+                page.join()
 
     def _record(self, ready: NotebookNode, execution: Execution, seconds: float) -> None:
         """Write the executed copy, its page and the record.
@@ -158,6 +165,11 @@ class Job:
         for name, value in self.values.items():
             words += ["-p", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
         return shlex.join(words)
+
+
+def _import_for_page() -> None:
+    """Import while the kernel starts what the page needs afterwards: 0.5 s."""
+    import nbconvert.exporters.html  # noqa: F401
 
 
 def _sentinel(reached: Path, token: str) -> str:
