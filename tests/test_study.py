@@ -219,6 +219,14 @@ def test_what_is_read_from_memory_is_what_lies_on_disk(opened: Opened, tmp_path:
     assert own == seen(optuna.load_study(study_name="sweep", storage=storage))
 
 
+def test_the_storage_of_a_sweep_is_for_its_study_alone(opened: Opened) -> None:
+    storage = opened(plain())._storage
+    with pytest.raises(SweepError, match=r"asked to make the study 'other'(.|\n)*once the sweep"):
+        optuna.create_study(study_name="other", storage=storage)
+    with pytest.raises(SweepError, match="asked to delete the study 'sweep'"):
+        optuna.delete_study(study_name="sweep", storage=storage)
+
+
 def seen(study: optuna.Study) -> list[Any]:
     def attributes(trial: optuna.trial.FrozenTrial) -> str:
         return json.dumps([trial.user_attrs, trial.system_attrs], sort_keys=True)

@@ -16,6 +16,8 @@ from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from nbtoolkit.errors import SweepError
+
 
 class SoleWriter(BaseStorage):
     """One study of a storage on disk; its own ids are those of its copy in memory.
@@ -103,12 +105,20 @@ class SoleWriter(BaseStorage):
     def create_new_study(
         self, directions: Sequence[StudyDirection], study_name: str | None = None
     ) -> int:
-        """It is for the one study that it was made for."""
-        raise NotImplementedError("a SoleWriter holds one study; make others in their own storage")
+        """It holds the one study that it was made for.
+
+        Raises:
+            SweepError: always.
+        """
+        raise _one_study(f"make the study {study_name!r}")
 
     def delete_study(self, study_id: int) -> None:
-        """It is for the one study that it was made for."""
-        raise NotImplementedError("a SoleWriter's study is deleted in the storage it lies in")
+        """It holds the one study that it was made for.
+
+        Raises:
+            SweepError: always.
+        """
+        raise _one_study(f"delete the study {self.get_study_name_from_id(study_id)!r}")
 
     # --- read from memory ---
 
@@ -152,3 +162,11 @@ class SoleWriter(BaseStorage):
     ) -> list[FrozenTrial]:
         """See Optuna's :class:`BaseStorage`."""
         return self._memory.get_all_trials(study_id, deepcopy, states)
+
+
+def _one_study(what: str) -> SweepError:
+    return SweepError(
+        f"the storage of a sweep that runs was asked to {what}",
+        allowed="trials of the one study that it was opened for",
+        do="use optuna.storages.RDBStorage on the file, once the sweep has ended",
+    )
