@@ -107,8 +107,11 @@ def test_a_rank_that_died_in_reserve_costs_nothing(config: nb.Config, tmp_path: 
         return {"val_loss": os.getpid()}
 
     handle = started(train, config, 3)
-    (waiting,) = until(lambda: in_reserve(handle.paths.folder), "a rank in reserve")
+    waiting = settled(handle.paths.folder)
     os.kill(waiting, signal.SIGKILL)
+    until(lambda: not in_reserve(handle.paths.folder), "its end")
+    time.sleep(1.0)
+    assert in_reserve(handle.paths.folder) == [], "what killed it would kill others, too"
     go.touch()
     result = handle.result()
     assert list(result.trials["state"]) == ["complete"] * 3

@@ -134,47 +134,53 @@ def test_a_study_of_another_space_or_other_folds_is_refused(config: nb.Config) -
         nb.sweep(functions.takes_its_time, config, WISHES, folds=others, **options)
 
 
+FILL = """
+import json
+def fill(folder):
+    try:
+        with open(folder / "filler", "wb") as file:
+            while True:
+                file.write(bytes(10_000)), file.flush()
+    except OSError:
+        pass
+"""
+
+
 def test_a_full_disk_ends_the_session_and_not_the_study(home: Path) -> None:
-    code = """
-import json, os
+    code = (
+        FILL
+        + """
 wishes = json.loads(open("wishes.json").read())
 config = nb.load_config("config.json", env=None)
 def fills(config, ctx):
     if ctx.params["optim.lr"] < 1:
-        try:
-            with open(ctx.paths.folder / "filler", "wb") as file:
-                while True:
-                    file.write(bytes(10_000)), file.flush()
-        except OSError:
-            pass
+        fill(ctx.paths.folder)
     return {"val_loss": 1.0}
 try:
     nb.sweep(fills, config, wishes, n_trials=4, display="off")
 except nb.errors.RunFolderError as error:
     print(str(error).splitlines()[0])
 """
+    )
     (line,) = in_own_mounts(code, home)
     assert "No space left on device" in line
 
 
 def test_a_full_disk_ends_a_cross_validation_and_says_so(home: Path) -> None:
-    code = """
-import json, os
+    code = (
+        FILL
+        + """
 config = nb.load_config("config.json", env=None)
 def fills(config, ctx):
     if ctx.fold.index > 0:
-        try:
-            with open(ctx.paths.folder / "filler", "wb") as file:
-                while True:
-                    file.write(bytes(10_000)), file.flush()
-        except OSError:
-            pass
+        fill(ctx.paths.folder)
     return {"val_loss": 1.0}
 try:
     nb.cross_validate(fills, config, nb.make_folds([0, 1] * 8, k=4), display="off")
 except nb.errors.RunFolderError as error:
     print(str(error).splitlines()[0])
 """
+    )
     (line,) = in_own_mounts(code, home)
     assert "No space left on device" in line
 

@@ -27,9 +27,11 @@ from nbtoolkit.runtime.forker import Forker, close_all, kill_group
 from nbtoolkit.runtime.signals import ignore_warnings
 from nbtoolkit.runtime.wire import Message, packet_pair, receive_packet, send_packet
 
+# Imported first: a branch that is wanted at once begins from here, beside the rest.
+FIRST = ("torch",)
+
 # Imported once here, for owners, pilots and ranks alike; the last ones are what elastic and a rank
 # would otherwise import in each launch, some milliseconds each.
-FIRST = ("torch",)
 PRELOADED = (
     "accelerate",
     "cloudpickle",
@@ -211,8 +213,8 @@ class Zygote(Forker):
 
     def _lose_patience(self) -> None:
         """Fork who waited for the first branch: it is there, or it will not come."""
-        waiting, self._patient = self._patient, []
-        for owner, message, fds in waiting:
+        while self._patient:
+            owner, message, fds = self._patient.pop(0)
             self._fork_pilot(owner, {**message, "patient": False}, fds)
 
     def _branch_forked(self, token: int, pid: int) -> None:
@@ -256,11 +258,9 @@ class Zygote(Forker):
     def descriptors(self) -> list[int]:
         """See :class:`Forker`."""
         tracking = [self._tracking.fileno()] if self._tracking is not None else []
-        return (
-            [owner.socket.fileno() for owner in self._owners.values()]
-            + tracking
-            + self._ahead.descriptors
-        )
+        waiting = [fd for _, _, fds in self._patient for fd in fds]
+        owners = [owner.socket.fileno() for owner in self._owners.values()]
+        return [*owners, *tracking, *waiting, *self._ahead.descriptors]
 
     def _listen(self, sock: socket.socket, hear: Callable[[], None]) -> None:
         self.selector.register(sock, selectors.EVENT_READ, hear)

@@ -42,6 +42,8 @@ class Reserve:
         self._environment = environment_key(base["around"]["environ"])
         self._folder = Path(base["folder"]) / FOLDER
         self._waiting: list[tuple[Flight, int]] = []  # with the branch they came from
+        # Once one has died: where memory or the disk is full another would die too, 20 a second.
+        self._given_up = False
 
     def take(self, plan: LaunchPlan) -> Flight | None:
         """A rank for a plan, if one is there."""
@@ -53,9 +55,9 @@ class Reserve:
         return None
 
     def fill(self, plans: Iterable[LaunchPlan]) -> None:
-        """Have one rank wait for each plan that is at work, as its job's end is near or not."""
+        """Have one rank wait for each plan that is at work; none any more once one has died."""
         self._drop_stale()
-        if time.monotonic() - self._tower.branched_at < CALM:
+        if self._given_up or time.monotonic() - self._tower.branched_at < CALM:
             return
         waiting = [flight.plan for flight, _ in self._waiting]
         for plan in [plan for plan in plans if plan.processes == 1][:LIMIT]:
@@ -88,6 +90,7 @@ class Reserve:
         for one in list(self._waiting):
             flight, branch = one
             listen(flight)
+            self._given_up |= flight.exited is not None
             if branch != self._tower.branches or flight.exited is not None:
                 self._tower.dismiss(flight)
                 self._waiting.remove(one)

@@ -21,6 +21,7 @@ from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from nbtoolkit.errors import RunFolderError, SweepError
+from nbtoolkit.runtime.paths import write_whole
 from nbtoolkit.search.pruners import make_pruner
 from nbtoolkit.search.samplers import Seeded, make_sampler
 from nbtoolkit.search.sole_writer import SoleWriter
@@ -217,13 +218,14 @@ def open_storage(file: Path) -> RDBStorage:
     """
     from sqlalchemy import event
 
-    new = _empty is not None and not file.exists()
-    if _empty is not None and new:
-        file.write_bytes(_empty)
+    copied = False
+    if _empty is not None and not file.exists():
+        write_whole(file, _empty, durable=False)  # a session killed here leaves no half of a file
+        copied = True
     storage = RDBStorage(
         f"sqlite:///{file}",
         engine_kwargs={"connect_args": {"timeout": 60}},
-        skip_compatibility_check=new,  # it is this very Optuna's
+        skip_compatibility_check=copied,  # it is this very Optuna's
     )
 
     @event.listens_for(storage.engine, "connect")
@@ -236,6 +238,7 @@ def open_storage(file: Path) -> RDBStorage:
 
 
 _empty: bytes | None = None
+"""A study's file without a study, where :func:`keep_tables` was called."""
 
 
 def keep_tables(folder: Path) -> None:
