@@ -7,7 +7,6 @@ from typing import Any
 
 from nbtoolkit.config import Config, load_config
 from nbtoolkit.errors import LaunchError
-from nbtoolkit.panel.state import State
 from nbtoolkit.runtime.launch import launch
 from nbtoolkit.runtime.result import RunHandle
 from nbtoolkit.search.cv_handle import CVHandle
@@ -15,6 +14,7 @@ from nbtoolkit.search.handle import SweepHandle
 from nbtoolkit.search.sweep import sweep
 from nbtoolkit.search.sweep_result import SweepResult
 from nbtoolkit.tasks.find import find_task
+from nbtoolkit.views.state import State
 
 Train = Callable[..., Any]
 

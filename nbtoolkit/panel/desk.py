@@ -16,18 +16,18 @@ from nbtoolkit.errors import LaunchError, NbtoolkitError
 from nbtoolkit.panel import actions
 from nbtoolkit.panel.board import Board
 from nbtoolkit.panel.clock import Clock
-from nbtoolkit.panel.curves import curves, history
-from nbtoolkit.panel.devices import devices, devices_text
 from nbtoolkit.panel.draft import Checked, Draft
 from nbtoolkit.panel.drawing import Drawing
 from nbtoolkit.panel.form import Form
 from nbtoolkit.panel.machine import plan_text
-from nbtoolkit.panel.markup import boxed, said, wrong
-from nbtoolkit.panel.overview import overview, overview_text
 from nbtoolkit.panel.rules import BUTTONS, pressable
-from nbtoolkit.panel.state import State
-from nbtoolkit.panel.trials import trials, trials_text
 from nbtoolkit.runtime.paths import RunPaths, write_whole
+from nbtoolkit.views.curves import curves, history
+from nbtoolkit.views.devices import devices, devices_text
+from nbtoolkit.views.markup import boxed, said, wrong
+from nbtoolkit.views.overview import overview, overview_text
+from nbtoolkit.views.state import State
+from nbtoolkit.views.trials import trials, trials_text
 
 if TYPE_CHECKING:
     from nbtoolkit.runtime.result import RunHandle

@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.panel.board import Board
-from nbtoolkit.panel.curves import curves, history
-from nbtoolkit.panel.devices import devices
 from nbtoolkit.panel.draft import Checked
 from nbtoolkit.panel.equal import equal
-from nbtoolkit.panel.importances import Importances
-from nbtoolkit.panel.log import log, log_names
 from nbtoolkit.panel.machine import plan_text
-from nbtoolkit.panel.markup import boxed, said
-from nbtoolkit.panel.overview import overview
 from nbtoolkit.panel.rules import pressable
-from nbtoolkit.panel.state import State
-from nbtoolkit.panel.trials import Order, column_names, pages, trials
 from nbtoolkit.runtime.paths import runs_in
+from nbtoolkit.views.curves import curves, history
+from nbtoolkit.views.devices import devices
+from nbtoolkit.views.importances import Importances
+from nbtoolkit.views.log import log, log_names
+from nbtoolkit.views.markup import boxed, said
+from nbtoolkit.views.overview import overview
+from nbtoolkit.views.state import State
+from nbtoolkit.views.trials import Order, column_names, pages, trials
 
 if TYPE_CHECKING:
     from nbtoolkit.config import Config

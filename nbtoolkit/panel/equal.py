@@ -12,8 +12,8 @@ from yaml import safe_load
 from nbtoolkit.config import Config
 from nbtoolkit.panel.draft import Checked, Draft
 from nbtoolkit.panel.fields import text_of
-from nbtoolkit.panel.markup import boxed, columns, preformatted, said, wrong
 from nbtoolkit.report.words import setting
+from nbtoolkit.views.markup import boxed, columns, preformatted, said, wrong
 from nbtoolkit.yaml_lines import dump
 
 SPACE_FILE = "space.yaml"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.panel.draft import Checked, Draft
 from nbtoolkit.panel.fields import GENERAL, Field, config_fields
-from nbtoolkit.panel.markup import boxed, wrong
+from nbtoolkit.views.markup import boxed, wrong
 
 if TYPE_CHECKING:
     from ipywidgets import Widget

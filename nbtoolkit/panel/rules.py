@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nbtoolkit.panel.draft import Checked
-from nbtoolkit.panel.state import State
 from nbtoolkit.search.table import SweepTable
+from nbtoolkit.views.state import State
 
 BUTTONS = {
     "launch": ("Launch", "Train once with these settings, on every device"),

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from yaml import YAMLError
 
 from nbtoolkit.errors import SpaceError
-from nbtoolkit.panel.markup import bar, boxed, said
-from nbtoolkit.panel.state import State
 from nbtoolkit.search.space import Space
 from nbtoolkit.search.sweep_result import load_yaml
 from nbtoolkit.search.table import SweepTable
+from nbtoolkit.views.markup import bar, boxed, said
+from nbtoolkit.views.state import State
 
 if TYPE_CHECKING:
     import optuna

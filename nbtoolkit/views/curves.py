@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from nbtoolkit.panel.markup import boxed
-from nbtoolkit.panel.state import State
-from nbtoolkit.panel.svg import Mark, Series, chart
 from nbtoolkit.report.curves import group
 from nbtoolkit.report.story import Points
 from nbtoolkit.search.plots import COLOURS
 from nbtoolkit.search.table import SweepTable
+from nbtoolkit.views.markup import boxed
+from nbtoolkit.views.state import State
+from nbtoolkit.views.svg import Mark, Series, chart
 
 _PANELS, _LINES = 6, len(COLOURS) - 1  # the last colour is too near to the second
 

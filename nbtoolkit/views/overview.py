@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from nbtoolkit.panel.markup import bar, boxed, rows, said, wrong
-from nbtoolkit.panel.state import State, seconds_left
 from nbtoolkit.report.words import duration, number
 from nbtoolkit.search.table import SweepTable
+from nbtoolkit.views.markup import bar, boxed, rows, said, wrong
+from nbtoolkit.views.state import State, seconds_left
 
 _MEANS = {
     "cut off": "its process is gone (killed, or out of memory): Go on takes it up where it was",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from nbtoolkit.panel.markup import bar, boxed, said
-from nbtoolkit.panel.state import State
 from nbtoolkit.runtime.table import gib
+from nbtoolkit.views.markup import bar, boxed, said
+from nbtoolkit.views.state import State
 
 
 def devices(state: State | None) -> str:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbtoolkit.panel.markup import boxed, columns, said
-from nbtoolkit.panel.state import State
 from nbtoolkit.report.words import number, setting
 from nbtoolkit.runtime.table import text_columns
 from nbtoolkit.search.table import SweepTable
 from nbtoolkit.search.trial import Trial
+from nbtoolkit.views.markup import boxed, columns, said
+from nbtoolkit.views.state import State
 
 PAGE = 20
 """Rows of a page: 1,000 rows at once would cost the browser more than they tell."""

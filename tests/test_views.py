@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from run_folders import NOON, trained, write_run
 
-from nbtoolkit.panel.curves import curves, history
-from nbtoolkit.panel.devices import devices, devices_text
-from nbtoolkit.panel.importances import Importances, importances
-from nbtoolkit.panel.log import log, log_names, log_text
-from nbtoolkit.panel.overview import overview, overview_text
-from nbtoolkit.panel.state import State, read_state
-from nbtoolkit.panel.svg import Series, chart
-from nbtoolkit.panel.trials import PAGE, Order, column_names, pages, trials, trials_text
 from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.views.curves import curves, history
+from nbtoolkit.views.devices import devices, devices_text
+from nbtoolkit.views.importances import Importances, importances
+from nbtoolkit.views.log import log, log_names, log_text
+from nbtoolkit.views.overview import overview, overview_text
+from nbtoolkit.views.state import State, read_state
+from nbtoolkit.views.svg import Series, chart
+from nbtoolkit.views.trials import PAGE, Order, column_names, pages, trials, trials_text
 
 EVIL = "<script>alert('$x$')</script>&<img src=x onerror=alert(1)>"
 WISHES = """

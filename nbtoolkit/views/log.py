@@ -6,9 +6,9 @@ import re
 from html import escape
 from pathlib import Path
 
-from nbtoolkit.panel.markup import boxed, said
-from nbtoolkit.panel.state import State
 from nbtoolkit.search.table import SweepTable
+from nbtoolkit.views.markup import boxed, said
+from nbtoolkit.views.state import State
 
 LINES = 20
 """Lines that are shown."""
