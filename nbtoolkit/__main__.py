@@ -10,7 +10,8 @@ from nbtoolkit.errors import MissingExtra
 def main() -> None:
     """Run the command line; ends the process with its exit code (see cli.py)."""
     try:
-        from nbtoolkit import cli, cli_hosts  # noqa: F401 - the second adds its verbs to the first
+        # the others add their verbs to the first
+        from nbtoolkit import cli, cli_hosts, cli_panel  # noqa: F401
     except MissingExtra as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None

@@ -38,6 +38,7 @@ ROOMS = {
     "panel": {"errors", "config", "runtime", "search", "report", "tasks", "views"},
     "cli": {"errors", "config", "runtime"},
     "cli_hosts": {"cli"},
+    "cli_panel": {"cli", "errors"},
     "__main__": {"errors"},
 }
 
@@ -61,6 +62,12 @@ LATE = {
     ("cli", "search.make_folds"): "each verb loads what it runs",
     ("cli", "search.sweep"): "each verb loads what it runs",
     ("cli", "tasks.find"): "each verb loads what it runs",
+    ("__main__", "cli_panel"): "without typer, its verbs cannot even be loaded",
+    ("cli_panel", "panel.press"): "each verb loads what it runs",
+    ("cli_panel", "runtime.paths"): "each verb loads what it runs",
+    ("cli_panel", "runtime.result"): "each verb loads what it runs",
+    ("cli_panel", "views.page"): "each verb loads what it runs",
+    ("cli_panel", "views.state"): "each verb loads what it runs",
     ("cli_hosts", "hosts.bundle"): "each verb loads what it runs",
     ("cli_hosts", "hosts.kaggle_kernel"): "each verb loads what it runs",
     ("cli_hosts", "lint.report"): "each verb loads what it runs",

@@ -22,12 +22,9 @@ from nbtoolkit.panel.form import Form
 from nbtoolkit.panel.machine import plan_text
 from nbtoolkit.panel.rules import BUTTONS, pressable
 from nbtoolkit.runtime.paths import RunPaths, write_whole
-from nbtoolkit.views.curves import curves, history
-from nbtoolkit.views.devices import devices, devices_text
 from nbtoolkit.views.markup import boxed, said, wrong
-from nbtoolkit.views.overview import overview, overview_text
+from nbtoolkit.views.page import page_html, page_text
 from nbtoolkit.views.state import State
-from nbtoolkit.views.trials import trials, trials_text
 
 if TYPE_CHECKING:
     from nbtoolkit.runtime.result import RunHandle
@@ -101,14 +98,10 @@ class Desk:
     # --- in the clock's thread, in which alone the state changes ---
 
     def _text(self) -> str:
-        parts = [plan_text(self.check()), overview_text(self.state)]
-        parts += [trials_text(self.state), devices_text(self.state)]
-        return "\n\n".join(part for part in parts if part)
+        return "\n\n".join([plan_text(self.check()), page_text(self.state)])
 
     def _html(self) -> str:
-        plan = boxed(said(plan_text(self.check())))
-        views = (overview, trials, history, curves, devices)
-        return plan + "".join(view(self.state) for view in views)
+        return boxed(said(plan_text(self.check()))) + page_html(self.state)
 
     # --- in any thread ---
 
