@@ -1,0 +1,176 @@
+"""Person: what somebody does in a notebook's page: opens, runs cells, clicks, types, looks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from kernels import SECONDS
+from server import Server
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Dialog, Locator, Page
+
+Front = Literal["lab", "notebook"]
+
+_PATHS = {"lab": "/lab/tree/{}?reset", "notebook": "/notebooks/{}"}
+_IDLE = '[data-status="idle"]'
+
+
+class Person:
+    """Somebody before one page with one notebook.
+
+    Args:
+        page: of the browser.
+        at: the server.
+        front: JupyterLab or Notebook 7.
+    """
+
+    def __init__(self, page: Page, at: Server, front: Front) -> None:
+        self.page, self._server, self.front = page, at, front
+        self.dialogs: list[str] = []
+        self.errors: list[str] = []
+        page.set_default_timeout(SECONDS * 1000)
+        page.on("dialog", self._answer)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+
+    # --- the notebook ---
+
+    def opens(self, name: str) -> None:
+        """Open a notebook, and wait until its kernel can be asked."""
+        self.page.goto(self._server.url(_PATHS[self.front].format(name)))
+        self.page.wait_for_selector(".jp-NotebookPanel .jp-Notebook .jp-Cell")
+        self.waits_for_kernel()
+
+    def waits_for_kernel(self) -> None:
+        """Until the kernel is connected and idle: what is run before is lost."""
+        self.page.wait_for_selector(f".jp-Notebook-ExecutionIndicator{_IDLE}")
+
+    def cell(self, index: int) -> Locator:
+        """A cell, from 0; the last: -1."""
+        return self.page.locator(".jp-Notebook .jp-Cell").nth(index)
+
+    def prompt(self, index: int) -> str:
+        """What stands before a cell: its number, or a star."""
+        text = self.cell(index).locator(".jp-InputPrompt").first.text_content() or ""
+        return re.sub(r"[\[\]:\s]", "", text)
+
+    def runs(self, index: int, *, wait: bool = True) -> None:
+        """Run a cell by Shift+Enter; again where the page was not ready yet."""
+        before = self.prompt(index)
+        self.cell(index).locator(".jp-InputPrompt").first.click()
+        for _ in range(20):
+            self.page.keyboard.press("Shift+Enter")
+            if self._changes(index, before, seconds=1.0):
+                break
+            self.cell(index).locator(".jp-InputPrompt").first.click()
+        if wait:
+            self.wait_until(lambda: self.prompt(index).isdigit(), f"the end of cell {index}")
+
+    def output(self, index: int) -> Locator:
+        """What a cell shows."""
+        return self.cell(index).locator(".jp-Cell-outputArea")
+
+    def restarts(self) -> None:
+        """Restart the kernel by the menu, and agree in the dialog."""
+        self.menu("Kernel", "kernelmenu:restart")
+        self.page.click(".jp-Dialog button.jp-mod-accept")
+        self.page.wait_for_selector(".jp-Dialog", state="detached")
+        self.waits_for_kernel()
+
+    def menu(self, title: str, command: str) -> None:
+        """Choose an entry of a menu by its command."""
+        self.page.click(f".lm-MenuBar-item:has-text('{title}')")
+        self.page.click(f'.lm-Menu li[data-command="{command}"]')
+
+    def saves(self) -> None:
+        """Save the notebook."""
+        self.menu("File", "docmanager:save")
+
+    def turns(self, theme: Literal["Light", "Dark"]) -> None:
+        """Change the theme by the menu."""
+        self.page.click(".lm-MenuBar-item:has-text('Settings')")
+        self.page.hover(".lm-Menu-item:has-text('Theme')")
+        entry = f'.lm-Menu li[data-command="apputils:change-theme"]:has-text("JupyterLab {theme}")'
+        self.page.locator(entry).first.click()
+        light = "true" if theme == "Light" else "false"
+        self.page.wait_for_selector(f'body[data-jp-theme-light="{light}"]', state="attached")
+
+    # --- the panel ---
+
+    @property
+    def panel(self) -> Locator:
+        """The newest panel on the page."""
+        return self.page.locator(".jupyter-widgets.widget-vbox:has(> .widget-tab)").last
+
+    def button(self, label: str) -> Locator:
+        """A button by its label."""
+        return self.panel.get_by_role("button", name=label, exact=True)
+
+    def clicks(self, label: str) -> None:
+        """Click a button, once it can be clicked."""
+        self.button(label).click()
+
+    def goes_to(self, page: str) -> None:
+        """Turn to a page of the panel."""
+        self.panel.get_by_role("tab", name=page, exact=True).click()
+
+    def field(self, label: str) -> Locator:
+        """A field by its label."""
+        return self.panel.get_by_label(label, exact=True)
+
+    def types(self, label: str, text: str) -> None:
+        """Type into a field in place of what stands there, and leave it."""
+        self.field(label).fill(text)
+        self.field(label).press("Tab")
+
+    def chooses(self, label: str, entry: str) -> None:
+        """Choose from a list."""
+        self.field(label).select_option(entry)
+
+    def sees(self, text: str | re.Pattern[str], seconds: float = SECONDS) -> None:
+        """Wait until a text stands in the panel."""
+        found = self.panel.get_by_text(text).locator("visible=true").first
+        found.wait_for(timeout=seconds * 1000)
+
+    def can(self, label: str) -> bool:
+        """Whether a button can be pressed."""
+        return self.button(label).is_enabled()
+
+    def wait_until(self, look: Callable[[], Any], what: str, seconds: float = SECONDS) -> None:
+        """Until ``look()`` is true; the page is given time meanwhile."""
+        for _ in range(int(seconds / 0.05)):
+            if look():
+                return
+            self.page.wait_for_timeout(50)
+        raise AssertionError(f"{what} did not come within {seconds:g} s")
+
+    def _changes(self, index: int, before: str, seconds: float) -> bool:
+        for _ in range(int(seconds / 0.05)):
+            if self.prompt(index) != before:
+                return True
+            self.page.wait_for_timeout(50)
+        return False
+
+    def _answer(self, dialog: Dialog) -> None:
+        self.dialogs.append(dialog.message)
+        dialog.accept()
+
+
+@contextmanager
+def person(
+    browser: Browser, at: Server, front: Front, width: int = 1280, height: int = 1000
+) -> Iterator[Person]:
+    """A person before a new page, which is closed at the end; a failure leaves a picture."""
+    page = browser.new_page(viewport={"width": width, "height": height})
+    try:
+        yield Person(page, at, front)
+    except BaseException:
+        seen = at.root.parent / f"failed-{front}.png"
+        page.screenshot(path=seen)
+        print(f"what was seen: {seen}")
+        raise
+    finally:
+        page.close()

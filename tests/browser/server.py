@@ -1,0 +1,121 @@
+"""Server: a Jupyter server on loopback for JupyterLab and Notebook 7, with folders of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kernels import SECONDS, alive, all_gone, descendants, until
+
+from nbtoolkit.runtime.ports import free_port
+
+TOKEN = "a-token-of-this-test"
+
+_FOLDERS = (
+    "JUPYTER_CONFIG_DIR",
+    "JUPYTER_DATA_DIR",
+    "JUPYTER_RUNTIME_DIR",
+    "JUPYTERLAB_SETTINGS_DIR",
+    "JUPYTERLAB_WORKSPACES_DIR",
+    "IPYTHONDIR",
+)
+
+# The news toast would cover the panel, and ask the internet.
+_NOTIFICATIONS = {"fetchNews": "false", "checkForUpdates": False}
+
+
+class Server:
+    """A running server.
+
+    Attributes:
+        root: the folder that it shows; notebooks lie and run here.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, root: Path) -> None:
+        self.process, self.port, self.root = process, port, root
+
+    def url(self, path: str) -> str:
+        """An address of it, with the token."""
+        joint = "&" if "?" in path else "?"
+        return f"http://127.0.0.1:{self.port}{path}{joint}token={TOKEN}"
+
+    def ask(self, method: str, path: str) -> Any:
+        """Its REST interface's answer."""
+        request = urllib.request.Request(self.url(path), method=method)
+        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+            text = answer.read().decode()
+        return json.loads(text) if text else None
+
+    def kernels(self) -> list[str]:
+        """The ids of the kernels that run."""
+        return [one["id"] for one in self.ask("GET", "/api/kernels")]
+
+    def end_kernels(self) -> None:
+        """Shut all of them down, with their sessions."""
+        for one in self.ask("GET", "/api/sessions"):
+            self.ask("DELETE", f"/api/sessions/{one['id']}")
+        until(lambda: not self.kernels(), "the kernels' end")
+
+
+@contextmanager
+def server(home: Path) -> Iterator[Server]:
+    """A server whose files all lie below ``home``; it and its kernels are gone at the end."""
+    root, port = home / "work", free_port()
+    root.mkdir(parents=True)
+    settings = home / "JUPYTERLAB_SETTINGS_DIR/@jupyterlab/apputils-extension"
+    settings.mkdir(parents=True)
+    (settings / "notification.jupyterlab-settings").write_text(json.dumps(_NOTIFICATIONS))
+    with (home / "server.log").open("wb") as log:
+        process = subprocess.Popen(
+            _command(port, root),
+            cwd=root,
+            env=_environ(home),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    running = Server(process, port, root)
+    try:
+        until(lambda: _answers(running), "the Jupyter server")
+        yield running
+    finally:
+        _end(running)
+
+
+def _command(port: int, root: Path) -> list[str]:
+    return [
+        *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"),
+        *("--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0"),
+        *(f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={root}"),
+    ]
+
+
+def _environ(home: Path) -> dict[str, str]:
+    # What makes warnings errors here is not for a server, nor for the kernels of a user.
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    return {**kept, **{name: str(home / name) for name in _FOLDERS}}
+
+
+def _answers(running: Server) -> bool:
+    assert running.process.poll() is None, "the Jupyter server ended: see its server.log"
+    try:
+        return bool(running.ask("GET", "/api/status"))
+    except OSError:
+        return False
+
+
+def _end(running: Server) -> None:
+    """Kernels first, as the server's own end would leave them a while."""
+    family = descendants(running.process.pid) if alive(running.process.pid) else set()
+    if running.process.poll() is None:
+        running.end_kernels()
+        running.process.terminate()
+    running.process.wait(SECONDS)
+    all_gone(family)
