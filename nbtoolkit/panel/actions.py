@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TypedDict
 
 from nbtoolkit.config import Config, load_config
-from nbtoolkit.errors import LaunchError
 from nbtoolkit.runtime.launch import launch
 from nbtoolkit.runtime.result import RunHandle
+from nbtoolkit.search.cross_validation import cross_validate
 from nbtoolkit.search.cv_handle import CVHandle
+from nbtoolkit.search.folds import Folds
 from nbtoolkit.search.handle import SweepHandle
-from nbtoolkit.search.sweep import sweep
+from nbtoolkit.search.sweep import FOLDS_FILE, sweep
 from nbtoolkit.search.sweep_result import SweepResult
 from nbtoolkit.tasks.find import find_task
 from nbtoolkit.views.state import State
 
 Train = Callable[..., Any]
+
+
+class _Going(TypedDict):
+    """How a folder is gone on with."""
+
+    resume: Path
+    wait: Literal[False]
+    detach: bool
+    display: Literal["off"]
 
 
 def start_run(train: Train | None, config: Config) -> RunHandle:
@@ -42,18 +53,17 @@ def go_on(state: State, train: Train | None) -> RunHandle:
 
     Raises:
         ResumeError: ``train`` is another function than the folder's.
-        LaunchError: it is a cross-validation, whose folds are in the call alone.
+        FoldError: it is a cross-validation that was cut off before its folds were written.
     """
-    if state.kind == "cv":
-        raise LaunchError(
-            "a cross-validation is gone on with by its own call", do="run its cell again"
-        )
     config, folder = load_config(state.paths.config, env=None), state.paths.folder
     function = _function(train, config)
+    going: _Going = {"resume": folder, "wait": False, "detach": True, "display": "off"}
     if state.kind == "run":
-        return launch(function, config, resume=folder, wait=False, detach=True, display="off")
-    space = folder / "sweep.yaml"
-    return sweep(function, config, space, resume=folder, wait=False, detach=True, display="off")
+        return launch(function, config, **going)
+    if state.kind == "cv":
+        return cross_validate(function, config, Folds.load(folder / FOLDS_FILE), **going)
+    folds = Folds.load(folder / FOLDS_FILE) if (folder / FOLDS_FILE).exists() else None
+    return sweep(function, config, folder / "sweep.yaml", folds=folds, **going)
 
 
 def train_best(state: State, train: Train | None) -> RunHandle:

@@ -38,7 +38,7 @@ def pressable(state: State | None, checked: Checked) -> set[str]:
         ended = isinstance(state.table, SweepTable) and state.ended is not None
         names |= {
             "pause": state.kind != "run" and state.status == "running",
-            "go_on": state.status == "paused" or (state.unfinished and state.kind != "cv"),
+            "go_on": state.status == "paused" or state.unfinished,
             "stop": state.live,
             "add_trials": going,
             "stop_trial": going,
