@@ -15,6 +15,9 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time `__getattr_
     from nbtoolkit import verify as verify
     from nbtoolkit.config import Config as Config
     from nbtoolkit.config import load_config as load_config
+    from nbtoolkit.dashboards.mlflow import open_mlflow as open_mlflow
+    from nbtoolkit.dashboards.server import Dashboard as Dashboard
+    from nbtoolkit.dashboards.study import open_dashboard as open_dashboard
     from nbtoolkit.doctor import doctor as doctor
     from nbtoolkit.errors import Leave as Leave
     from nbtoolkit.notebooks.publish import publish as publish
@@ -58,6 +61,7 @@ __version__ = "0.1.0"
 _HOME = {
     "CVResult": "nbtoolkit.search.cv_result",
     "Config": "nbtoolkit.config",
+    "Dashboard": "nbtoolkit.dashboards.server",
     "Folds": "nbtoolkit.search.folds",
     "Hardware": "nbtoolkit.runtime.hardware",
     "Host": "nbtoolkit.runtime.host",
@@ -84,6 +88,8 @@ _HOME = {
     "load_model": "nbtoolkit.training.checkpoint",
     "make_folds": "nbtoolkit.search.make_folds",
     "make_plan": "nbtoolkit.runtime.plan",
+    "open_dashboard": "nbtoolkit.dashboards.study",
+    "open_mlflow": "nbtoolkit.dashboards.mlflow",
     "over_all": "nbtoolkit.training.metrics",
     "pack": "nbtoolkit.relay.pack",
     "panel": "nbtoolkit.panel.panel",
@@ -102,6 +108,7 @@ _MODULES = ("errors", "verify")
 __all__ = [
     "CVResult",
     "Config",
+    "Dashboard",
     "Folds",
     "Hardware",
     "Host",
@@ -130,6 +137,8 @@ __all__ = [
     "load_model",
     "make_folds",
     "make_plan",
+    "open_dashboard",
+    "open_mlflow",
     "over_all",
     "pack",
     "panel",

@@ -32,6 +32,7 @@ NbtoolkitError
 ├── BundleError            packed runs cannot be written, or are damaged, foreign or unsafe
 ├── WheelsError            wheels for a host cannot be had, or do not do there
 ├── TrackingError          the tracking database cannot be used
+├── DashboardError         a dashboard cannot be opened here, or has ended
 └── MissingExtra           an optional package is not installed (gives the install line)
 
 Leave (BaseException)      all ranks leave the user's function at the same report
@@ -218,6 +219,10 @@ class WheelsError(NbtoolkitError):
 
 class TrackingError(NbtoolkitError):
     """The tracking database cannot be used."""
+
+
+class DashboardError(NbtoolkitError):
+    """A dashboard cannot be opened here, or has ended (shows what it wrote)."""
 
 
 class MissingExtra(NbtoolkitError, ImportError):

@@ -70,7 +70,7 @@ def open_database(
     client_class = import_client()
     from mlflow.exceptions import MlflowException
 
-    file = _sqlite_file(output_dir, uri)
+    file = database_file(output_dir, uri)
     folder = file.parent if file else output_dir
     where = database_uri(file) if file else str(uri)
     artifacts = (folder / "mlartifacts").as_uri() if file else None  # a server has its own
@@ -105,7 +105,13 @@ def import_client() -> type[MlflowClient]:
     return MlflowClient
 
 
-def _sqlite_file(output_dir: Path, uri: str | None) -> Path | None:
+def database_file(output_dir: Path, uri: str | None) -> Path | None:
+    """The SQLite file that runs are tracked in; None: they are tracked elsewhere.
+
+    Args:
+        output_dir: ``runtime.output_dir``.
+        uri: ``tracking.uri``; None: the folder's own file.
+    """
     if uri is None:
         return database_path(output_dir)
     prefix = "sqlite:///"

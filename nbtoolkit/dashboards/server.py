@@ -1,0 +1,208 @@
+"""Dashboard: a program that shows something to a browser, on loopback; it ends with the kernel."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+
+from nbtoolkit.dashboards import guard
+from nbtoolkit.dashboards.reach import reach
+from nbtoolkit.errors import DashboardError
+from nbtoolkit.runtime.host import Host
+from nbtoolkit.runtime.ports import free_port
+from nbtoolkit.views.markup import boxed, said
+
+START_SECONDS = 120.0
+"""Longest wait for a dashboard; MLflow's takes 12 s on two cores."""
+
+_LOOK, _ANSWER = 0.1, 2.0  # seconds between two requests, and for one
+_LAST_WORDS = 2000  # characters of its log that an error shows
+
+_GUARD = (sys.executable, "-I", "-S", guard.__file__)
+
+Command = Callable[[int, Path], Sequence[str]]
+"""Port and an empty folder -> what to run."""
+
+
+class Dashboard:
+    """A dashboard that runs, or is about to; made by ``nb.open_dashboard`` and ``nb.open_mlflow``.
+
+    Attributes:
+        name: whose it is.
+        port: on 127.0.0.1, the only address it listens on.
+        log: the file with what it wrote; it is removed with it.
+    """
+
+    def __init__(self, name: str, host: Host, command: Command, path: str, **environ: str) -> None:
+        self.name, self.port = name, free_port()
+        self._folder = Path(tempfile.mkdtemp(prefix="nbtoolkit-dashboard-"))
+        self.log = self._folder / "log.txt"
+        self._path, self._up, self._closing = path, False, threading.Lock()
+        self._guard = self._start(command(self.port, self._folder), environ)
+        self._reach = reach(self.port, host)
+
+    @property
+    def url(self) -> str:
+        """What a browser opens; empty where it takes another way (:attr:`how` says which)."""
+        return self._reach.url
+
+    @property
+    def how(self) -> str:
+        """What is to be done before the address can be opened, in words; or empty."""
+        return self._reach.how
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended."""
+        return self._guard.poll() is not None
+
+    def up(self) -> bool:
+        """Whether it answers; asks it, and returns within 2 s.
+
+        Raises:
+            DashboardError: it has ended.
+        """
+        if not self._up and not self.closed:
+            self._up = self._answers()
+        if self.closed:
+            raise DashboardError(f"{self.name} has ended", do=self._last_words())
+        return self._up
+
+    def wait(self, seconds: float = START_SECONDS) -> Dashboard:
+        """Wait until it answers.
+
+        Raises:
+            DashboardError: it has ended, or does not answer in time.
+        """
+        end = time.monotonic() + seconds
+        while not self.up():
+            if time.monotonic() > end:
+                words = self._last_words()
+                self.close()
+                raise DashboardError(f"{self.name} did not answer within {seconds:g} s", do=words)
+            time.sleep(_LOOK)
+        return self
+
+    def close(self) -> None:
+        """End it, with all its processes; a second time does nothing."""
+        with self._closing:
+            assert self._guard.stdin is not None
+            self._guard.stdin.close()
+            self._guard.wait()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Dashboard:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        how = f"\n{self.how}" if self.how and not self.closed else ""
+        return f"{self.name}: {self._told()}{how}"
+
+    def _repr_html_(self) -> str:
+        how = said(self.how) if self.how and not self.closed else ""
+        return boxed(f"<div>{escape(self.name)}: {self._told(link=True)}</div>{how}")
+
+    def _told(self, *, link: bool = False) -> str:
+        if self.closed:
+            return "closed"
+        where = f"port {self.port} of 127.0.0.1"
+        if not self.url:
+            return where
+        url = escape(self.url, quote=True)
+        address = f'<a href="{url}" target="_blank" rel="noopener">{url}</a>' if link else self.url
+        return f"{address} ({where})"
+
+    def _start(self, command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        with self.log.open("wb") as log:
+            return subprocess.Popen(
+                [*_GUARD, str(os.getpid()), str(self._folder), *command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Jupyter interrupts the kernel's whole process group
+                cwd=self._folder,  # nothing of the user's is imported, nothing is left there
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environ},
+            )
+
+    def _answers(self) -> bool:
+        """Whether a request is answered; urllib would ask a proxy that the environment names."""
+        asked = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_ANSWER)
+        try:
+            asked.request("GET", self._path)
+            return asked.getresponse().status == http.HTTPStatus.OK
+        except (OSError, http.client.HTTPException):
+            return False  # nobody listens yet
+        finally:
+            asked.close()
+
+    def _last_words(self) -> str:
+        try:
+            text = self.log.read_text(errors="replace").strip()
+        except OSError:
+            text = ""
+        return f"read what it wrote:\n{text[-_LAST_WORDS:]}" if text else "open it again"
+
+
+def shared(key: tuple[str, Path], open_one: Callable[[], Dashboard]) -> Dashboard:
+    """The dashboard that shows something already, or a new one.
+
+    Kept here too: one that no variable holds must not end before it is looked at.
+
+    Args:
+        key: what kind it is, and what it shows.
+        open_one: makes a new one.
+    """
+    with _LOCK:
+        if (known := _OPEN.get(key)) is None or known.closed:
+            _OPEN[key] = open_one()
+        return _OPEN[key]
+
+
+_OPEN: dict[tuple[str, Path], Dashboard] = {}
+_LOCK = threading.Lock()
+
+
+def python(module: str, *arguments: str) -> list[str]:
+    """A command that runs ``main`` of a module of ours, wherever this package lies.
+
+    Args:
+        module: its dotted name.
+        arguments: what ``main`` is given.
+    """
+    home = str(Path(__file__).resolve().parents[2])
+    boot = f"import sys; sys.path.append({home!r}); from {module} import main; main(*sys.argv[1:])"
+    return [sys.executable, "-c", boot, *arguments]
+
+
+def missing(module: str, spec: Callable[[str], object] = find_spec) -> str:
+    """The package that has to be installed for a dashboard; empty: it is there.
+
+    Args:
+        module: ``"optuna_dashboard"`` or ``"mlflow"``.
+        spec: looks for a module.
+    """
+    there = all(map(spec, (module, *_NEEDS[module])))
+    return "" if there else module.replace("_", "-")
+
+
+_NEEDS = {"optuna_dashboard": ("optuna",), "mlflow": ("sqlalchemy", "alembic", "uvicorn")}
+"""mlflow-skinny comes without these, and then fails with a message that names none of them."""
