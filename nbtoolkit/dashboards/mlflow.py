@@ -70,7 +70,8 @@ def no_mlflow(output_dir: Path, uri: str | None, host: Host) -> str:
 
 
 def _open(file: Path, host: Host) -> Dashboard:
-    return Dashboard("MLflow", host, lambda port, _: _command(file, port), "/", **_environ(host))
+    name = f"MLflow of {file.parent.name}"
+    return Dashboard(name, host, lambda port, _: _command(file, port), "/", **_environ(host))
 
 
 def _command(file: Path, port: int) -> list[str]:

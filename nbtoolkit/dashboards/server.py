@@ -26,7 +26,7 @@ from nbtoolkit.views.markup import boxed, said
 START_SECONDS = 120.0
 """Longest wait for a dashboard; MLflow's takes 12 s on two cores."""
 
-_LOOK, _ANSWER = 0.1, 2.0  # seconds between two requests, and for one
+_LOOK, _ANSWER = 0.1, 1.0  # seconds between two requests, and for one
 _LAST_WORDS = 2000  # characters of its log that an error shows
 
 _GUARD = (sys.executable, "-I", "-S", guard.__file__)
@@ -67,13 +67,18 @@ class Dashboard:
         """Whether it has ended."""
         return self._guard.poll() is not None
 
+    @property
+    def starting(self) -> bool:
+        """Whether it runs and was not seen to answer yet."""
+        return not self._up and not self.closed
+
     def up(self) -> bool:
-        """Whether it answers; asks it, and returns within 2 s.
+        """Whether it answers; asks it, and returns within 1 s.
 
         Raises:
             DashboardError: it has ended.
         """
-        if not self._up and not self.closed:
+        if self.starting:
             self._up = self._answers()
         if self.closed:
             raise DashboardError(f"{self.name} has ended", do=self._last_words())
@@ -126,7 +131,7 @@ class Dashboard:
             return "closed"
         where = f"port {self.port} of 127.0.0.1"
         if not self.url:
-            return where
+            return where  # :attr:`how` tells the way
         url = escape(self.url, quote=True)
         address = f'<a href="{url}" target="_blank" rel="noopener">{url}</a>' if link else self.url
         return f"{address} ({where})"

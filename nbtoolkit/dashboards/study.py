@@ -44,7 +44,7 @@ def open_dashboard(
     def open_one() -> Dashboard:
         study = str(folder / STUDY_FILE)
         return Dashboard(
-            "optuna-dashboard",
+            f"optuna-dashboard of {folder.name}",
             host,
             lambda port, own: python(_SERVER, study, str(own / STUDY_FILE), str(port)),
             "/api/meta",

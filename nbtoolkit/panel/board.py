@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from nbtoolkit.panel.form import Form
+from nbtoolkit.panel.links import LINKS
 from nbtoolkit.panel.rules import BUTTONS
+from nbtoolkit.panel.style import CLASS, STYLE
 
-TABS = ("Overview", "Trials", "Curves", "Devices", "Log", "Settings", "Search", "Files")
+TABS = ("Overview", "Trials", "Curves", "Devices", "Log", "Settings", "Search", "Files", "Links")
 """The pages, in their order."""
 
 # By weight, not by colour: JupyterLab's orange has a contrast of 2.7 to its label, AA wants 4.5.
 _FIRST = ("launch", "sweep")
+
+_CLOSE = {"description_width": "initial"}  # a label as wide as it is
 
 
 class Board:
@@ -22,6 +26,7 @@ class Board:
 
     Attributes:
         buttons: by the names of :data:`~nbtoolkit.panel.rules.BUTTONS`.
+        links: by the names of :data:`~nbtoolkit.panel.links.LINKS`.
         pages: title -> the HTML widget that a view is written into.
         root: what is displayed.
     """
@@ -41,20 +46,20 @@ class Board:
             )
             for name, (label, tooltip) in BUTTONS.items()
         }
-        short = w.Layout(width="190px")
-        self.more = w.BoundedIntText(value=5, min=1, max=100_000, description="more", layout=short)
-        self.number = w.BoundedIntText(
-            value=0, min=0, max=1_000_000, description="trial", layout=short
-        )
+        self.more = _count("more", 5, low=1, high=100_000)
+        self.number = _count("trial", 0, low=0, high=1_000_000)
         self.run = w.Dropdown(
             options=[("(none)", "")],
             description="watch",
             tooltip="Which run of the output folder is watched",
-            layout=w.Layout(width="520px"),
+            style=_CLOSE,
+            layout=w.Layout(width="520px", max_width="99%"),
         )
         self._make_pages()
         self.tabs = w.Tab([self._page(name) for name in TABS], titles=TABS)
-        self.root = w.VBox([self.plan, *self._bars(), self.message, self.run, self.tabs])
+        style = w.HTML(STYLE, layout=w.Layout(display="none"))
+        self.root = w.VBox([style, self.plan, *self._bars(), self.message, self.run, self.tabs])
+        self.root.add_class(CLASS)
 
     @property
     def page(self) -> str:
@@ -73,29 +78,50 @@ class Board:
         import ipywidgets as w
 
         self.pages = {name: w.HTML() for name in TABS}
-        self.sort = w.Dropdown(options=["trial"], description="sort by")
-        self.down = w.Checkbox(value=True, description="largest first", indent=False)
-        self.part = w.BoundedIntText(
-            value=1, min=1, max=1, description="page", layout=w.Layout(width="170px")
+        self.sort = w.Dropdown(options=["trial"], description="sort by", style=_CLOSE)
+        self.down = w.Checkbox(
+            value=True, description="largest first", indent=False, layout=w.Layout(width="auto")
         )
-        self.log = w.Dropdown(options=[], description="log of")
+        self.part = _count("page", 1, low=1, high=1)
+        self.log = w.Dropdown(options=[], description="log of", style=_CLOSE)
         self.file = w.Text(
             value="config.yaml",
             description="file",
             tooltip="A YAML file of settings",
+            style=_CLOSE,
             layout=w.Layout(width="520px"),
         )
         self.load = w.Button(description="Load", tooltip="Read the settings from the file")
         self.save = w.Button(description="Save", tooltip="Write the settings to the file")
+        auto = w.Layout(width="auto")
+        self.links: dict[str, Any] = {
+            name: w.Button(description=label, tooltip=tooltip, disabled=True, layout=auto)
+            for name, (label, tooltip) in LINKS.items()
+        }
 
     def _page(self, name: str) -> Any:
         import ipywidgets as w
 
         above: dict[str, list[Any]] = {
-            "Trials": [w.HBox([self.sort, self.down, self.part])],
+            "Trials": [w.HBox([self.sort, self.down, self.part], layout=_WRAPPED)],
             "Log": [self.log],
             "Settings": [self.form.settings],
             "Search": [self.form.search],
             "Files": [w.HBox([self.file, self.load, self.save])],
+            "Links": [w.HBox([*self.links.values()], layout=w.Layout(flex_flow="row wrap"))],
         }
         return w.VBox([*above.get(name, []), self.pages[name]])
+
+
+def _count(label: str, value: int, *, low: int, high: int) -> Any:
+    """A field for a whole number, as wide as it needs to be."""
+    import ipywidgets as w
+
+    return w.BoundedIntText(
+        value=value,
+        min=low,
+        max=high,
+        description=label,
+        style=_CLOSE,
+        layout=w.Layout(width="150px"),
+    )

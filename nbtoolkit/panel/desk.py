@@ -19,6 +19,7 @@ from nbtoolkit.panel.clock import Clock
 from nbtoolkit.panel.draft import Checked, Draft
 from nbtoolkit.panel.drawing import Drawing
 from nbtoolkit.panel.form import Form
+from nbtoolkit.panel.links import Links
 from nbtoolkit.panel.machine import plan_text
 from nbtoolkit.panel.rules import BUTTONS, pressable
 from nbtoolkit.runtime.paths import RunPaths, write_whole
@@ -52,7 +53,8 @@ class Desk:
         self._pressing = threading.Lock()
         self._pressed: dict[str, Future[Any]] = {}
         self.board = Board(Form(draft, self._typed))
-        self._drawing = Drawing(self.board, train)
+        self._links = Links()
+        self._drawing = Drawing(self.board, train, self._links)
         self.clock = Clock(self.look, self._failed)
         self._listen()
         self.clock.do(self.look).result()  # the first look, so that it is shown complete
@@ -93,6 +95,7 @@ class Desk:
     def close(self) -> None:
         """End the thread and the widgets."""
         self.clock.close()
+        self._links.close()
         _close(self.board.root)
 
     # --- in the clock's thread, in which alone the state changes ---
@@ -111,6 +114,8 @@ class Desk:
             button.on_click(lambda _, name=name: self.press(name))
         board.load.on_click(lambda _: self.clock.do(self._load))
         board.save.on_click(lambda _: self.clock.do(self._save))
+        for name, button in board.links.items():
+            button.on_click(lambda _, name=name: self.clock.do(partial(self._open, name)))
         board.run.observe(self._chosen, "value")
         for widget in (board.sort, board.down, board.part, board.log):
             widget.observe(self._turned, "value")
@@ -194,6 +199,10 @@ class Desk:
         actions.add_trials(self._watched(), self.board.more.value)
         self._say(f"asked for {self.board.more.value} more trials")
 
+    def _open(self, name: str) -> None:
+        self._links.open(name, self.state, self.check())
+        self._stale = True
+
     def _load(self) -> None:
         config = load_config(self.board.file.value)
         old = self.board.form.draft
@@ -242,7 +251,7 @@ class Desk:
         if self.state is not None:
             news = self.state.look() or news or self.state.live  # times and devices change
         self._drawing.offer_runs(self.state, self.output_dir)
-        if news:
+        if news or self._links.starting:
             self._checked = self.check()
             self._drawing.draw(self.state, self._checked, self._pressed)
 

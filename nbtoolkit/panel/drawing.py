@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nbtoolkit.panel.board import Board
 from nbtoolkit.panel.draft import Checked
 from nbtoolkit.panel.equal import equal
+from nbtoolkit.panel.links import Links
 from nbtoolkit.panel.machine import plan_text
 from nbtoolkit.panel.rules import pressable
 from nbtoolkit.runtime.paths import runs_in
@@ -33,10 +34,11 @@ class Drawing:
     Args:
         board: the widgets.
         train: the panel's function; None: the one that ``task`` names.
+        links: its dashboards.
     """
 
-    def __init__(self, board: Board, train: Callable[..., Any] | None) -> None:
-        self._board, self._train = board, train
+    def __init__(self, board: Board, train: Callable[..., Any] | None, links: Links) -> None:
+        self._board, self._train, self._links = board, train, links
         self._bars = Importances()
         self._planned: Config | None = None
 
@@ -55,6 +57,7 @@ class Drawing:
         for name, button in board.buttons.items():
             _set(button, "disabled", name not in can or name in pressed)
         self._offer_orders(state)
+        self._offer_links(state, checked)
         _set(board.pages[board.page], "value", self._view(board.page, state, checked))
 
     def offer_runs(self, state: State | None, output_dir: str) -> None:
@@ -84,6 +87,7 @@ class Drawing:
             "Devices": lambda: devices(state),
             "Log": lambda: log(log_names(state).get(board.log.value)),
             "Files": lambda: equal(board.form.draft, checked, self._train),
+            "Links": lambda: self._links.html(state, checked),
         }
         return views[page]() if page in views else ""
 
@@ -93,6 +97,11 @@ class Drawing:
         _set(board.part, "max", pages(state))
         if board.page == "Log":  # else nobody sees which there are
             _offer(board.log, list(log_names(state)))
+
+    def _offer_links(self, state: State | None, checked: Checked) -> None:
+        if self._board.page == "Links":  # else nobody can press them
+            for name, button in self._board.links.items():
+                _set(button, "disabled", bool(self._links.refused(name, state, checked)))
 
 
 def _offer(choice: Any, names: list[str]) -> None:
