@@ -92,6 +92,10 @@ LATE = {
         "runtime.zygote",
         "tracking",
     ): "the process that tracks is forked where torch is warm",
+    ("runtime.launch", "views.live"): "what a cell shows is drawn from the run's folder",
+    ("runtime.result", "views.live"): "what a cell shows is drawn from the run's folder",
+    ("search.cross_validation", "views.live"): "what a cell shows is drawn from its folder",
+    ("search.sweep", "views.live"): "what a cell shows is drawn from its folder",
     ("runtime.result", "relay.deadline"): "a run that ended at its deadline is packed",
     ("runtime.result", "search.attach"): "nb.attach(folder) of a sweep",
     (

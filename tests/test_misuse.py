@@ -91,7 +91,7 @@ def _settings(config: nb.Config) -> dict[str, Any]:
         ({"name": 5}, "a string"),
         ({"resume": None}, '"auto" \\| "never" \\| a run\'s id or folder'),
         ({"resume": ""}, '"auto" \\| "never"'),
-        ({"display": "rich"}, "'auto' \\| 'text' \\| 'off'"),
+        ({"display": "rich"}, "'auto' \\| 'widgets' \\| 'text' \\| 'off'"),
         ({"on_event": 3}, "a function of one event"),
     ],
 )

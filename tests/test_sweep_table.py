@@ -11,7 +11,7 @@ import pytest
 
 from nbtoolkit.runtime.events import EventLog, EventReader
 from nbtoolkit.search.fold_table import FoldTable
-from nbtoolkit.search.live import LiveTable
+from nbtoolkit.search.live import TableLines
 from nbtoolkit.search.table import SweepTable
 
 
@@ -172,7 +172,7 @@ def test_in_a_script_each_trial_that_ends_is_a_line_and_the_end_a_summary(
 ) -> None:
     some_trials(diary)
     diary.write("note", level="warning", text="no winner yet")
-    live = LiveTable(SweepTable(metrics=["val_accuracy"]), "auto")
+    live = TableLines(SweepTable(metrics=["val_accuracy"]), "lines")
     for event in EventReader(tmp_path / "events.jsonl").read():
         live.event(event)
         live.pump()
@@ -187,7 +187,7 @@ def test_in_a_script_each_trial_that_ends_is_a_line_and_the_end_a_summary(
 
 
 def test_display_off_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    live = LiveTable(SweepTable(), "off")
+    live = TableLines(SweepTable(), "off")
     live.event({"t": 0.0, "type": "note", "level": "warning", "text": "psst"})
     live.pump()
     live.close()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from typing import TextIO, get_args
+from typing import Literal, TextIO, get_args
 
 from nbtoolkit.errors import NotebookError
-from nbtoolkit.runtime.cell import Display
 from nbtoolkit.runtime.host import in_kernel
+
+Display = Literal["auto", "text", "off"]
 
 _REFRESH = 0.2  # seconds between two states of the line that is live
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from nbtoolkit.config_layers import Overrides
 from nbtoolkit.errors import NbtoolkitError, NotebookFailed, PipelineError, PipelineFailed
+from nbtoolkit.notebooks.progress import Display
 from nbtoolkit.notebooks.run import require_extras, run_notebook
 from nbtoolkit.pipeline.folder import PipelineFolder
 from nbtoolkit.pipeline.inputs import difference, inputs_of, without_own
@@ -20,7 +21,6 @@ from nbtoolkit.pipeline.load import load_pipeline
 from nbtoolkit.pipeline.parameters import Published, values_of
 from nbtoolkit.pipeline.result import PipelineResult, StepResult, StepStatus
 from nbtoolkit.pipeline.step import OWN, Pipeline, Step
-from nbtoolkit.runtime.cell import Display
 from nbtoolkit.runtime.host import in_kernel
 from nbtoolkit.runtime.paths import read_json
 from nbtoolkit.yaml_lines import Mistake, refuse

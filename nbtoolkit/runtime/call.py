@@ -16,7 +16,7 @@ from nbtoolkit.runtime.surroundings import RANK_MARK
 CHOICES = {
     "start": ("launchpad", "fork", "inline"),
     "where": ("local",),
-    "display": ("auto", "text", "off"),
+    "display": ("auto", "widgets", "text", "off"),
 }
 
 
@@ -97,8 +97,8 @@ def _name(train: Callable[..., Any]) -> str:
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    for argument, known in CHOICES.items():
-        _check(argument, arguments, arguments[argument] in known, " | ".join(map(repr, known)))
+    for argument in CHOICES:
+        check_choice(argument, arguments[argument])
     processes, name = arguments["processes"], arguments["name"]
     whole = isinstance(processes, Integral) and not isinstance(processes, bool)
     count = processes is None or (whole and processes >= 1)
@@ -108,6 +108,20 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
     _check("resume", arguments, resume, '"auto" | "never" | a run\'s id or folder')
     listener = arguments["on_event"] is None or callable(arguments["on_event"])
     _check("on_event", arguments, listener, "a function of one event, or None")
+
+
+def check_choice(argument: str, value: object) -> None:
+    """Refuse a value that an argument cannot have.
+
+    Args:
+        argument: one of ``CHOICES``.
+        value: what it was given.
+
+    Raises:
+        LaunchError: it is none of the argument's values.
+    """
+    known = CHOICES[argument]
+    _check(argument, {argument: value}, value in known, " | ".join(map(repr, known)))
 
 
 def _check(argument: str, arguments: Mapping[str, Any], good: bool, allowed: str) -> None:

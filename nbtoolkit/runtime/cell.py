@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from nbtoolkit.runtime.events import Event
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from nbtoolkit.runtime.choose import ChosenRun
     from nbtoolkit.runtime.launch_plan import LaunchPlan
 
-Display = Literal["auto", "text", "off"]
+Display = Literal["auto", "widgets", "text", "off"]
 
 MAX_BYTES = (
     200_000  # shown of one run; a browser still scrolls through that, and papermill still saves it
@@ -26,6 +27,13 @@ _BAR_SECONDS = 1.0  # between two states of a progress bar that overwrites its l
 
 class Shown(Protocol):
     """What a wait shows in the cell."""
+
+    def open(self, *, waits: bool) -> None:
+        """Begin to show; twice does no harm.
+
+        Args:
+            waits: whether somebody waits, and calls :meth:`pump`.
+        """
 
     def event(self, event: Event) -> None:
         """Show what an event says to the user."""
@@ -53,6 +61,17 @@ class CellOutput:
         self._rest = ""
         self._bar = False
         self._bar_at = 0.0
+        self._write: Callable[[str], object] | None = None
+
+    def open(self, *, waits: bool) -> None:
+        """Nothing: lines come as they are written."""
+
+    def through(self, write: Callable[[str], object]) -> None:
+        """Write lines by this from now on: a bar of ours is on the terminal's last line.
+
+        Bars of rank 0 then come as lines, too, in their last state.
+        """
+        self._write = write
 
     def begin(self, plan: LaunchPlan, run: ChosenRun) -> None:
         """Show what is launched, and where."""
@@ -125,7 +144,8 @@ class CellOutput:
         """A bar that has not ended its line: show its last state now and then."""
         now = time.monotonic()
         if (
-            not self._rest.startswith("\r")
+            self._write is not None
+            or not self._rest.startswith("\r")
             or now - self._bar_at < _BAR_SECONDS
             or self._shown > MAX_BYTES
         ):
@@ -136,7 +156,7 @@ class CellOutput:
     def _print(self, text: str) -> None:
         if self._on:
             self._shown += len(text)
-            sys.stdout.write(text)
+            (self._write or sys.stdout.write)(text)
 
 
 def _other_ranks(plan: LaunchPlan, run: ChosenRun) -> str:

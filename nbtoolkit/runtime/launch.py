@@ -18,6 +18,7 @@ from nbtoolkit.runtime.hardware import detect_hardware
 from nbtoolkit.runtime.host import detect_host
 from nbtoolkit.runtime.plan import make_plan
 from nbtoolkit.runtime.result import RunHandle, RunResult, pack_at_deadline
+from nbtoolkit.runtime.screen import choose_screen, look_around
 
 if TYPE_CHECKING:
     from nbtoolkit.runtime.context import RunContext
@@ -90,7 +91,9 @@ def launch(
             and function that saved a checkpoint, and says so; ``"never"``; or a run's id or folder.
         wait: False returns a :class:`RunHandle` at once.
         detach: the run outlives this process; see :func:`attach`.
-        display: ``"auto"`` and ``"text"`` show rank 0's lines in the cell; ``"off"`` shows nothing.
+        display: besides rank 0's lines, how far the run is: ``"auto"`` takes what fits the place (a
+            live view in a notebook, a line a minute under papermill, a bar in a terminal);
+            ``"widgets"``; ``"text"``; ``"off"`` shows nothing, lines neither.
         on_event: called with each event of the run while this process waits for it.
 
     Returns:
@@ -118,6 +121,7 @@ def launch(
             "on_event": on_event,
         },
     )
+    screen = choose_screen(display, look_around())
     config = as_config(config, processes)
     host, hardware = detect_host(), detect_hardware()
     if host.is_rank:
@@ -152,20 +156,23 @@ def launch(
             pack_at_deadline(result.status, result.paths, cell.say)
             return result
         from nbtoolkit.runtime.takeoff import take_off
+        from nbtoolkit.views.live import show_run
 
+        shown = show_run(cell, run.paths, screen)
         line, tracked, forked = take_off(
             train, config, plan, run, header, host, hardware, detach=detach
         )
         handle = RunHandle(
             run.paths,
             line=line,
-            cell=cell,
+            cell=shown,
             on_event=on_event,
             tracked=tracked,
             offset=offset,
             forked=forked,
             detached=detach,
         )
+    shown.open(waits=wait)
     return handle.result() if wait else handle  # from here on the owner alone holds the lock
 
 

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbtoolkit.errors import CheckpointError, LaunchError, RunFolderError
-from nbtoolkit.runtime.cell import CellOutput, Shown
+from nbtoolkit.runtime.call import check_choice
+from nbtoolkit.runtime.cell import CellOutput, Display, Shown
 from nbtoolkit.runtime.crossing import unpack_value
 from nbtoolkit.runtime.events import Event, EventReader
 from nbtoolkit.runtime.failure import raise_failure
 from nbtoolkit.runtime.forked import ForkedPilot
 from nbtoolkit.runtime.paths import RunPaths, read_json, write_json
 from nbtoolkit.runtime.plan import LaunchPlan
+from nbtoolkit.runtime.screen import choose_screen, look_around
 from nbtoolkit.runtime.signals import Heard, announcement, heeded
 from nbtoolkit.runtime.wire import Line, Message
 
@@ -200,6 +202,8 @@ class RunHandle:
         """
         __tracebackhide__ = True
         limit = None if timeout is None else time.monotonic() + timeout
+        if self._cell is not None:
+            self._cell.open(waits=True)
         try:
             interrupts = self._wait_heeding(limit)
         except (
@@ -337,6 +341,17 @@ class RunHandle:
     def __repr__(self) -> str:
         return f"RunHandle({'ended' if self.done() else 'running'}, {self.paths.folder})"
 
+    def _ipython_display_(self) -> None:
+        """As a cell's value it is a live view, where there are widgets."""
+        from nbtoolkit.views.live import show_handle
+
+        show_handle(self.paths, self._cell)
+
+    def _repr_html_(self) -> str:
+        from nbtoolkit.views.live import static
+
+        return static(self.paths)
+
 
 def pack_at_deadline(status: Status, paths: RunPaths, say: Callable[[str], None]) -> None:
     """A run that ended at its deadline is packed, where its session is about to end.
@@ -409,17 +424,32 @@ def find_run(run: str | os.PathLike[str], output_dir: str | Path = "outputs") ->
 
 
 def attach(
-    folder: str | os.PathLike[str], *, on_event: Callable[[Event], None] | None = None
+    folder: str | os.PathLike[str],
+    *,
+    display: Display = "auto",
+    on_event: Callable[[Event], None] | None = None,
 ) -> RunHandle:
     """Attach to a run of another kernel (or an ended one) by its folder or run id.
 
+    Nothing is shown until ``result()`` waits, or the handle is a cell's value.
+
     Args:
         folder: the run's folder, or its id under ``outputs``.
+        display: what ``result()`` shows, as for :func:`nbtoolkit.launch`.
         on_event: called with each event while ``result()`` waits.
+
+    Raises:
+        LaunchError: there is no such run, or no such display.
+        MissingExtra: widgets are asked for, and ipywidgets is not installed.
     """
+    check_choice("display", display)
+    screen = choose_screen(display, look_around())
     paths = find_run(folder)
     if (read_json(paths.versions) or {}).get("kind") is not None:
         from nbtoolkit.search.attach import attach_search
 
-        return attach_search(paths, on_event=on_event)
-    return RunHandle(paths, cell=CellOutput(paths, "auto"), on_event=on_event)
+        return attach_search(paths, screen=screen, on_event=on_event)
+    from nbtoolkit.views.live import show_run
+
+    cell = show_run(CellOutput(paths, display), paths, screen)
+    return RunHandle(paths, cell=cell, on_event=on_event)

@@ -6,25 +6,25 @@ from collections.abc import Callable
 
 from nbtoolkit.runtime.events import Event
 from nbtoolkit.runtime.paths import RunPaths, read_json
+from nbtoolkit.runtime.screen import Screen
 from nbtoolkit.search.handle import SearchHandle
 
 
 def attach_search(
-    paths: RunPaths, *, on_event: Callable[[Event], None] | None = None
+    paths: RunPaths, *, screen: Screen, on_event: Callable[[Event], None] | None = None
 ) -> SearchHandle:
     """The handle that fits the kind of search in a folder.
 
     Args:
         paths: the search's folder.
+        screen: what ``result()`` is shown on.
         on_event: called with each event while ``result()`` waits.
     """
     kind = (read_json(paths.versions) or {}).get("kind")
     if kind == "sweep":
         from nbtoolkit.search.sweep import handle_on_sweep
 
-        return handle_on_sweep(paths, on_event=on_event)
-    from nbtoolkit.search.cv_handle import CVHandle
-    from nbtoolkit.search.fold_table import FoldTable
-    from nbtoolkit.search.live import LiveTable
+        return handle_on_sweep(paths, screen, on_event=on_event)
+    from nbtoolkit.search.cross_validation import handle_on_folds
 
-    return CVHandle(paths, cell=LiveTable(FoldTable(), "auto"), on_event=on_event)
+    return handle_on_folds(paths, screen, on_event=on_event)

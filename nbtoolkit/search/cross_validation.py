@@ -11,17 +11,18 @@ from typing import Any, Literal, overload
 from nbtoolkit.config import Config, load_config
 from nbtoolkit.errors import FoldError, LaunchError, ResumeError
 from nbtoolkit.runtime.call import check_call
-from nbtoolkit.runtime.cell import Display
+from nbtoolkit.runtime.cell import Display, Shown
 from nbtoolkit.runtime.events import Event
 from nbtoolkit.runtime.launch import Train, as_config
 from nbtoolkit.runtime.paths import RunPaths, decides_result
 from nbtoolkit.runtime.result import find_run
+from nbtoolkit.runtime.screen import Screen, choose_screen, look_around
 from nbtoolkit.search.cv_handle import CVHandle
 from nbtoolkit.search.cv_result import CVResult
 from nbtoolkit.search.fold_program import FOLDS_FILE, check_same
 from nbtoolkit.search.fold_table import FoldTable
 from nbtoolkit.search.folds import Folds
-from nbtoolkit.search.live import LiveTable
+from nbtoolkit.search.live import TableLines
 from nbtoolkit.search.slots import Placement
 from nbtoolkit.search.start import Search, start_search
 
@@ -86,8 +87,9 @@ def cross_validate(
             from their checkpoint; ``"never"``; or a folder or its name.
         wait: False returns a :class:`CVHandle` at once.
         detach: it outlives this process; see :func:`nbtoolkit.attach`.
-        display: ``"auto"`` shows a table in a cell and lines elsewhere; ``"text"`` lines;
-            ``"off"`` nothing.
+        display: ``"auto"`` shows a live table in a notebook, a line a minute under papermill, a bar
+            in a terminal, and elsewhere a line for each fold; ``"widgets"``; ``"text"``: a line for
+            each fold; ``"off"``: nothing.
 
     Returns:
         The :class:`~nbtoolkit.search.cv_result.CVResult` (a :class:`CVHandle` with ``wait=False``).
@@ -110,6 +112,7 @@ def cross_validate(
         detach=detach,
         display=display,
     )
+    screen = choose_screen(display, look_around())
     config = as_config(config, processes)
     _check_resumed(resume, config, folds)
     started = start_search(
@@ -121,32 +124,37 @@ def cross_validate(
         detach=detach,
     )
     run = started.run
-    cell = _table(run.paths, len(folds), display)
+    cell = _shown(run.paths, len(folds), screen)
     cell.say(f"cross-validation, {len(folds)} folds -> {run.paths.folder}")
     if run.resumed:
         cell.say(f"going on with it (attempt {run.attempt}; resume='never' starts anew)")
     handle = CVHandle(
         run.paths, line=started.line, cell=cell, tracked=started.tracked, detached=detach
     )
+    cell.open(waits=wait)
     return handle.result() if wait else handle
 
 
 def handle_on_folds(
-    paths: RunPaths, *, on_event: Callable[[Event], None] | None = None
+    paths: RunPaths, screen: Screen, *, on_event: Callable[[Event], None] | None = None
 ) -> CVHandle:
     """A handle on a cross-validation by its folder; :func:`nbtoolkit.attach` makes it.
 
     Args:
         paths: its folder.
+        screen: what ``result()`` is shown on.
         on_event: called with each event while ``result()`` waits.
     """
     begun = (paths.folder / FOLDS_FILE).exists()
     count = len(Folds.load(paths.folder / FOLDS_FILE)) if begun else None
-    return CVHandle(paths, cell=_table(paths, count, "auto"), on_event=on_event)
+    return CVHandle(paths, cell=_shown(paths, count, screen), on_event=on_event)
 
 
-def _table(paths: RunPaths, folds: int | None, display: Display) -> LiveTable:
-    return LiveTable(FoldTable(name=paths.run_id, folds=folds), display)
+def _shown(paths: RunPaths, folds: int | None, screen: Screen) -> Shown:
+    from nbtoolkit.views.live import show_search
+
+    lines = TableLines(FoldTable(name=paths.run_id, folds=folds), screen.shape)
+    return show_search(lines, paths, screen, folds=folds)
 
 
 def _search(folds: Folds, processes: int | None) -> Search:

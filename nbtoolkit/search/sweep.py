@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from nbtoolkit.config import Config
 from nbtoolkit.errors import MissingExtra, SweepError
 from nbtoolkit.runtime.call import check_call
-from nbtoolkit.runtime.cell import Display
+from nbtoolkit.runtime.cell import Display, Shown
 from nbtoolkit.runtime.events import Event
 from nbtoolkit.runtime.launch import Train, as_config
 from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.runtime.screen import Screen, choose_screen, look_around
 from nbtoolkit.search.folds import Folds
 from nbtoolkit.search.handle import SweepHandle
-from nbtoolkit.search.live import LiveTable
+from nbtoolkit.search.live import TableLines
 from nbtoolkit.search.start import Search, Started, start_search
 from nbtoolkit.search.sweep_result import SweepResult, load_yaml
 from nbtoolkit.search.table import SweepTable
@@ -109,7 +110,9 @@ def sweep(
         where: ``"local"``.
         wait: False returns a :class:`~nbtoolkit.search.handle.SweepHandle` at once.
         detach: the sweep outlives this process; see :func:`nbtoolkit.attach`.
-        display: ``"auto"`` (a table in the cell, lines in a script), ``"text"``, ``"off"``.
+        display: ``"auto"`` shows a live table in a notebook, a line a minute under papermill, a bar
+            in a terminal, and elsewhere a line for each trial; ``"widgets"``; ``"text"``: a line
+            for each trial; ``"off"``: nothing.
         on_event: called with each event of the sweep while this process waits for it.
 
     Returns:
@@ -133,6 +136,7 @@ def sweep(
         on_event=on_event,
     )
     _need_optuna()
+    screen = choose_screen(display, look_around())
     config = as_config(config, None)
     count = None if folds is None else len(folds)
     wishes = load_wishes(space, config, n_trials=n_trials, timeout=timeout, folds=count)
@@ -141,7 +145,9 @@ def sweep(
     label = name or wishes.study.name
     started = start_search(train, config, search, name=label, resume=resume, detach=detach)
     _keep(started.run.paths, wishes, folds)
-    handle = _handle(started, wishes, display, detach=detach, on_event=on_event)
+    cell = _shown(started.run.paths, wishes, screen, started.deadline)
+    handle = _handle(started, cell, detach=detach, on_event=on_event)
+    cell.open(waits=wait)
     return handle.result() if wait else handle
 
 
@@ -173,14 +179,12 @@ def _keep(paths: RunPaths, wishes: Wishes, folds: Folds | None) -> None:
 
 def _handle(
     started: Started,
-    wishes: Wishes,
-    display: Display,
+    cell: Shown,
     *,
     detach: bool,
     on_event: Callable[[Event], None] | None,
 ) -> SweepHandle:
     paths = started.run.paths
-    cell = LiveTable(_table(wishes, started.deadline), display)
     cell.say(f"sweep -> {paths.folder}")
     if started.run.resumed:
         attempt = started.run.attempt
@@ -198,22 +202,25 @@ def _handle(
 
 
 def handle_on_sweep(
-    paths: RunPaths, *, on_event: Callable[[Event], None] | None = None
+    paths: RunPaths, screen: Screen, *, on_event: Callable[[Event], None] | None = None
 ) -> SweepHandle:
     """A handle on a sweep's folder, for :func:`nbtoolkit.attach`."""
     wishes = Wishes.model_validate(load_yaml(paths.folder / WISHES_FILE))
-    cell = LiveTable(_table(wishes), "auto")
+    cell = _shown(paths, wishes, screen)
     return SweepHandle(paths, SweepResult, cell=cell, on_event=on_event)
 
 
-def _table(wishes: Wishes, deadline: float | None = None) -> SweepTable:
-    return SweepTable(
+def _shown(paths: RunPaths, wishes: Wishes, screen: Screen, deadline: float | None = None) -> Shown:
+    from nbtoolkit.views.live import show_search
+
+    table = SweepTable(
         name=wishes.study.name,
         metrics=wishes.metrics,
         directions=wishes.directions,
         n_trials=wishes.budget.n_trials,
         deadline=deadline,
     )
+    return show_search(TableLines(table, screen.shape), paths, screen, deadline=deadline)
 
 
 def _check(train: Train, **options: Any) -> None:

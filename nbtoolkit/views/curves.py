@@ -22,7 +22,7 @@ def curves(state: State | None) -> str:
     if isinstance(state.table, SweepTable):
         return boxed(chart(f"{state.metric} while training", _trial_lines(state, state.table)))
     groups: dict[str, list[Series]] = {}
-    for name, points in state.curves.items():
+    for name, points in state.points().items():
         mark: Mark = "dashed" if name.startswith("train_") else "line"
         groups.setdefault(group(name), []).append(Series(name, points, mark))
     shown = list(groups.items())[:_PANELS]

@@ -79,7 +79,7 @@ def best(state: State) -> str:
             )
             for one in state.table.best[:3]
         )
-    last = {name: points[-1][1] for name, points in state.curves.items() if points}
+    last = {name: points[-1][1] for name, points in state.points().items() if points}
     return ", ".join(f"{name} {number(value)}" for name, value in last.items())
 
 

@@ -22,6 +22,7 @@ from nbtoolkit.search.wishes import Wishes
 Kind = Literal["run", "sweep", "cv"]
 
 _NOTES = 5  # of the newest
+_LOGGED = 4000  # points of a metric that are kept; beyond, every second one
 _TAIL = 1 << 16  # bytes from a diary's end in which its last reading of the devices is looked for
 
 
@@ -37,6 +38,7 @@ class State:
         kind: what it is.
         table: its trials or folds; None: it is a single run.
         curves: of a single run: each reported metric's values by step.
+        logged: of a single run: each logged metric's values by step, thinned.
         trials: of a sweep: each trial's reports by step.
         values: of a sweep: trial -> objective value, of those that ended well.
         folds: of a cross-validation: those that are complete.
@@ -57,6 +59,7 @@ class State:
         self.metric, self.direction = "value", "maximize"
         self.table = self._make_table()
         self.curves: dict[str, Points] = {}
+        self.logged: dict[str, Points] = {}
         self.trials: dict[int, Points] = {}
         self.values: dict[int, float] = {}
         self.folds: set[int] = set()
@@ -136,6 +139,10 @@ class State:
             return None
         return t1 + (t1 - t0) / (step1 - step0) * (self.epochs - step1)
 
+    def points(self) -> dict[str, Points]:
+        """Of a single run: what was reported by step; where nothing was, what was logged."""
+        return self.curves or self.logged
+
     def readings(self) -> dict[str, list[dict[str, Any]]]:
         """What was last read of ranks and GPUs, by whose they are: ``""`` or ``"trial 3"``."""
         if not isinstance(self.table, SweepTable):
@@ -188,6 +195,15 @@ class State:
         for name, value in numbers(event.get("values")).items():
             _put(self.curves.setdefault(name, []), at, value)
 
+    def _metrics(self, event: Event) -> None:
+        step = event.get("step")
+        for name, value in numbers(event.get("values")).items():
+            points = self.logged.setdefault(name, [])
+            at = float(step) if isinstance(step, (int, float)) else len(points) + 1.0
+            _put(points, at, value)
+            if len(points) > _LOGGED:  # a million steps may be logged
+                del points[1:-1:2]
+
     def _next_step(self) -> float:
         return 1.0 if self.last_report is None else self.last_report[1] + 1
 
@@ -233,6 +249,7 @@ _TAKES = {
     "rank": State._rank,
     "command": State._command,
     "report": State._report,
+    "metrics": State._metrics,
     "intermediate": State._intermediate,
     "trial": State._trial,
     "fold": State._fold,

@@ -1,0 +1,90 @@
+"""Glance: how far something is and how well it does, small enough for the cell that started it."""
+
+from __future__ import annotations
+
+import unicodedata
+from html import escape
+from itertools import accumulate
+
+from nbtoolkit.report.story import Points
+from nbtoolkit.search.table import SweepTable
+from nbtoolkit.views.devices import devices_text
+from nbtoolkit.views.markup import bar, boxed, said, wrong
+from nbtoolkit.views.overview import best, progress
+from nbtoolkit.views.spark import sparks
+from nbtoolkit.views.state import State
+
+_LINE = 400  # characters of a line of text
+_ERROR = 400  # of an error's own words: the cell shows the rest below
+_DEVICES = 8  # lines
+
+_NOUNS = {"run": "run", "sweep": "sweep", "cv": "cross-validation"}
+_MEANS = {
+    "cut off": "its process is gone; started again, it goes on where it was",
+    "gone": "its folder was deleted",
+}
+
+
+def glance(state: State, now: float | None = None) -> str:
+    """What a cell shows of a run, a sweep or a cross-validation, as HTML; all names escaped.
+
+    Args:
+        state: of the folder.
+        now: unix seconds.
+    """
+    parts = [said(_headline(state), strong=True), bar(state.share(), progress(state, now))]
+    if state.kind == "run":
+        parts.append(sparks(state.points()))
+    elif isinstance(state.table, SweepTable):
+        parts += [sparks(_best_so_far(state)), state.table.html(now)]
+    elif state.table is not None:
+        parts.append(state.table.html())
+    if state.live:
+        parts += [_small(line) for line in devices_text(state).splitlines()[:_DEVICES]]
+    if state.status == "failed":
+        parts.append(wrong(str((state.ended or {}).get("error"))[:_ERROR]))
+    return boxed(*parts)
+
+
+def glance_line(state: State, now: float | None = None) -> str:
+    """The same as one line of text: no control characters, and not longer than 400."""
+    if isinstance(state.table, SweepTable):
+        words = [state.table.summary(now)]
+    elif state.table is not None:
+        words = [state.table.summary()]
+    else:
+        words = [progress(state, now), best(state)]
+    words += devices_text(state).splitlines() if state.live else [_how_it_ended(state)]
+    return plain(", ".join(filter(None, words)))
+
+
+def plain(text: str) -> str:
+    """A text whose control characters (a terminal would obey them) are spaces, cut to a line."""
+    clean = "".join(" " if unicodedata.category(one)[0] == "C" else one for one in text)
+    return clean if len(clean) <= _LINE else f"{clean[: _LINE - 3]}..."
+
+
+def _headline(state: State) -> str:
+    means = f" ({_MEANS[state.status]})" if state.status in _MEANS else ""
+    return f"{_NOUNS[state.kind]} {state.paths.run_id}: {state.status}{means}"
+
+
+def _best_so_far(state: State) -> dict[str, Points]:
+    """By trial; empty where none has ended well."""
+    ended = sorted(state.values.items())
+    best_of = max if state.direction == "maximize" else min
+    values = accumulate((value for _, value in ended), best_of)
+    points = [(float(number), value) for (number, _), value in zip(ended, values, strict=True)]
+    return {f"best {state.metric}": points}
+
+
+def _small(text: str) -> str:
+    return f'<div style="font-size:12px;opacity:0.85">{escape(text)}</div>'
+
+
+def _how_it_ended(state: State) -> str:
+    """Nothing where the table has said it."""
+    if state.table is not None and state.ended is not None:
+        return ""
+    seconds = (state.ended or {}).get("seconds")
+    return state.status + (f" after {seconds:.1f} s" if isinstance(seconds, (int, float)) else "")

@@ -1,0 +1,176 @@
+"""Pictures of a folder for who waits: HTML in a cell, a line a minute, a bar in a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.search.fold_table import FoldTable
+from nbtoolkit.search.table import SweepTable
+from nbtoolkit.views.glance import glance, glance_line
+from nbtoolkit.views.pace import Pace
+from nbtoolkit.views.place import Place
+from nbtoolkit.views.state import State
+
+MINUTE = 60.0
+"""Seconds between two lines where nobody looks."""
+
+_BAR_SECONDS = 0.5
+
+
+class Picture(Protocol):
+    """How far something is, drawn again and again until it has ended."""
+
+    def open(self, *, waits: bool) -> None:
+        """Begin; called once by the thread of the cell.
+
+        Args:
+            waits: whether a thread waits, and calls :meth:`pump`.
+        """
+
+    def pump(self) -> None:
+        """Draw it if it is time; called ten times a second by the thread that waits."""
+
+    def close(self) -> None:
+        """Draw how it ended."""
+
+
+def bundle_of(state: State) -> dict[str, Any]:
+    """A state for a cell: HTML, and text for who shows none."""
+    return {"text/plain": glance_line(state), "text/html": glance(state)}
+
+
+class CellPicture:
+    """HTML that is written anew by the thread that waits.
+
+    Args:
+        make_state: what is known of the folder, when it is first looked at.
+    """
+
+    def __init__(self, make_state: Callable[[], State]) -> None:
+        self._make_state = make_state
+        self._pace = Pace()
+
+    def open(self, *, waits: bool) -> None:
+        """Show it in this cell."""
+        self._state, self._place = self._make_state(), Place()
+        self._draw()
+
+    def pump(self) -> None:
+        """Draw it anew, about once a second."""
+        if self._pace.due:
+            with self._pace.drawing():
+                self._draw()
+
+    def close(self) -> None:
+        """Draw how it ended."""
+        self._draw()
+
+    def _draw(self) -> None:
+        self._state.look()
+        self._place.put(bundle_of(self._state))
+
+
+class Minutes:
+    """A line a minute, and one at the end.
+
+    Args:
+        make_state: as for :class:`CellPicture`.
+        say: shows a line.
+        seconds: between two lines.
+    """
+
+    def __init__(
+        self,
+        make_state: Callable[[], State],
+        say: Callable[[str], None],
+        *,
+        seconds: float = MINUTE,
+    ) -> None:
+        self._make_state, self._say = make_state, say
+        self._pace = Pace(seconds)
+
+    def open(self, *, waits: bool) -> None:
+        """Look at the folder, of which nothing is said yet."""
+        self._state = self._make_state()
+
+    def pump(self) -> None:
+        """Say how far it is, once a minute."""
+        if self._pace.due:
+            with self._pace.drawing():
+                self._tell()
+
+    def close(self) -> None:
+        """Say how it ended."""
+        self._tell()
+
+    def _tell(self) -> None:
+        self._state.look()
+        self._say(glance_line(self._state))
+
+
+class TerminalBar:
+    """A bar on the last line of a terminal, with the time left and the newest metrics.
+
+    Args:
+        make_state: as for :class:`CellPicture`.
+    """
+
+    def __init__(self, make_state: Callable[[], State]) -> None:
+        self._make_state = make_state
+        self._pace = Pace(_BAR_SECONDS)
+
+    def open(self, *, waits: bool) -> None:
+        """Draw an empty bar."""
+        self._state, self._bar = self._make_state(), _make_bar()
+
+    def pump(self) -> None:
+        """Draw it anew, about twice a second."""
+        if not self._pace.due:
+            return
+        with self._pace.drawing():
+            self._state.look()
+            share = self._state.share()
+            self._bar.n, self._bar.total = share or 0.0, None if share is None else 1.0
+            self._bar.set_description_str(glance_line(self._state))
+
+    def close(self) -> None:
+        """Take it away, and say how it ended."""
+        self._bar.close()
+        self._state.look()
+        self.write(glance_line(self._state) + "\n")
+
+    @staticmethod
+    def write(text: str) -> None:
+        """Write above the bar."""
+        from tqdm import tqdm
+
+        tqdm.write(text, file=sys.stdout, end="")
+
+
+def _make_bar() -> Any:
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc] # not annotated
+        monitor_interval = 0  # a thread that would draw bars which nobody updates
+
+    words = "{percentage:3.0f}%|{bar:20}| {desc}"
+    return Bar(total=1.0, bar_format=words, dynamic_ncols=True, leave=False, file=sys.stderr)
+
+
+def state_of(paths: RunPaths, *, deadline: float | None, folds: int | None) -> State:
+    """What a folder says, with what only its starter knows.
+
+    Args:
+        paths: the folder.
+        deadline: unix seconds at which a sweep ends at the latest; None: no limit.
+        folds: how many a cross-validation has; None: not known.
+    """
+    state = State(paths)
+    if isinstance(state.table, SweepTable):
+        state.table.deadline = deadline
+    if isinstance(state.table, FoldTable):
+        state.table.folds = folds
+    return state
