@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time `__getattr_
     from nbtoolkit.dashboards.study import open_dashboard as open_dashboard
     from nbtoolkit.doctor import doctor as doctor
     from nbtoolkit.errors import Leave as Leave
+    from nbtoolkit.notebooks.handle import NotebookHandle as NotebookHandle
     from nbtoolkit.notebooks.publish import publish as publish
     from nbtoolkit.notebooks.result import NotebookResult as NotebookResult
     from nbtoolkit.notebooks.run import run_notebook as run_notebook
@@ -67,6 +68,7 @@ _HOME = {
     "Host": "nbtoolkit.runtime.host",
     "LaunchPlan": "nbtoolkit.runtime.plan",
     "Leave": "nbtoolkit.errors",
+    "NotebookHandle": "nbtoolkit.notebooks.handle",
     "NotebookResult": "nbtoolkit.notebooks.result",
     "PackResult": "nbtoolkit.relay.result",
     "Panel": "nbtoolkit.panel.panel",
@@ -114,6 +116,7 @@ __all__ = [
     "Host",
     "LaunchPlan",
     "Leave",
+    "NotebookHandle",
     "NotebookResult",
     "PackResult",
     "Panel",

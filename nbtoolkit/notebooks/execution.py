@@ -34,6 +34,18 @@ class Failure:
     """Without colours."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a run of a notebook may take."""
+
+    cell_timeout: float | None = None
+    """Seconds a cell may take."""
+    timeout: float | None = None
+    """Seconds the whole notebook may take, from the kernel's start."""
+    max_output: int
+    """Characters of output kept of one cell."""
+
+
 @dataclass
 class Execution:
     """A notebook that runs: its files, limits, and what has happened so far."""
@@ -47,12 +59,8 @@ class Execution:
     folder: Path
     """The kernel's private folder."""
     progress: Progress
-    cell_timeout: float | None
-    """Seconds a cell may take."""
-    timeout: float | None
-    """Seconds the whole notebook may take, from now."""
-    max_output: int
-    """Characters of output kept of one cell."""
+    limits: Limits
+    """The notebook's time runs from now."""
     memory: Memory = field(default_factory=Memory)
     failure: Failure | None = None
     started: bool = False
@@ -68,15 +76,17 @@ class Execution:
 
     def time_left(self) -> float | None:
         """Seconds the cell that begins now may take; None: no limit. Never 0, which is no limit."""
-        left = [] if self.cell_timeout is None else [self.cell_timeout]
-        left += [] if self.timeout is None else [self.begun + self.timeout - time.monotonic()]
+        cell, whole = self.limits.cell_timeout, self.limits.timeout
+        left = [] if cell is None else [cell]
+        left += [] if whole is None else [self.begun + whole - time.monotonic()]
         return max(0.01, min(left)) if left else None
 
     def too_long(self) -> str:
         """Which limit was passed, in words."""
-        if self.timeout is not None and time.monotonic() - self.begun >= self.timeout:
-            return f"was still running after the {self.timeout:g} s that the notebook may take"
-        return f"took longer than the {self.cell_timeout:g} s that a cell may"
+        whole = self.limits.timeout
+        if whole is not None and time.monotonic() - self.begun >= whole:
+            return f"was still running after the {whole:g} s that the notebook may take"
+        return f"took longer than the {self.limits.cell_timeout:g} s that a cell may"
 
     def begin(self, cell: NotebookNode) -> None:
         """A cell begins."""
@@ -109,7 +119,7 @@ class Execution:
 
     def room(self, size: int) -> int:
         """Count an output; how many of its characters the notebook still keeps."""
-        kept = max(0, min(size, self.max_output - self._kept))
+        kept = max(0, min(size, self.limits.max_output - self._kept))
         self._kept += size
         self._hidden += size - kept
         return kept

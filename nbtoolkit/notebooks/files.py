@@ -2,8 +2,9 @@
 
 <name>.ipynb        the executed copy, whole after every cell
 <name>.html         the same to look at
-<name>.run.json     parameters, published values, how it ended
+<name>.run.json     parameters, published values, how it ended; who runs it, in the background
 <name>.run.log      everything the cells wrote, without limit; locked while the notebook runs
+<name>.runs.txt     the folders of the runs it has started, a line each; none: it has started none
 """
 
 from __future__ import annotations
@@ -41,6 +42,22 @@ class NotebookFiles:
         """All output."""
         return self.copy.with_suffix(".run.log")
 
+    @property
+    def runs(self) -> Path:
+        """Which runs it has started."""
+        return self.copy.with_suffix(".runs.txt")
+
+    def running(self) -> bool:
+        """Whether somebody runs a notebook to here: its log is locked."""
+        try:
+            with open(self.log, "rb") as log:
+                fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return False
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+
     def open(self) -> TextIO:
         """Lock and empty the log, and take away what an earlier run left.
 
@@ -65,7 +82,7 @@ class NotebookFiles:
                 do="wait for it, or choose another output",
             ) from error
         os.truncate(log.fileno(), 0)
-        for old in (self.copy, self.html, self.record):
+        for old in (self.copy, self.html, self.record, self.runs):
             old.unlink(missing_ok=True)
         return log
 

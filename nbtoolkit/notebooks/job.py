@@ -10,24 +10,21 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from nbtoolkit.errors import NotebookDied, NotebookFailed, NotebookTimeout
+from nbtoolkit.errors import NotebookFailed
 from nbtoolkit.notebooks.document import executed_copy, made_ready, numbered
 from nbtoolkit.notebooks.event_loop import with_its_own_loop
-from nbtoolkit.notebooks.execution import Execution, Failure
+from nbtoolkit.notebooks.execution import Execution, Failure, Limits
 from nbtoolkit.notebooks.files import NotebookFiles, not_written
-from nbtoolkit.notebooks.kernel import published_file
+from nbtoolkit.notebooks.kernel import kernel_environ, private_folder, published_file
+from nbtoolkit.notebooks.outcome import LAST_LINES, indented, last_lines, outcome
+from nbtoolkit.notebooks.progress import Display, Progress
 from nbtoolkit.notebooks.result import NotebookResult
 from nbtoolkit.runtime.paths import read_json, write_json, write_whole
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
-
-_LAST_LINES = 12  # of the log, in an error's text
-_LAST_BYTES = 4_000
-
-_ERRORS = {"timeout": NotebookTimeout, "death": NotebookDied, "kernel": NotebookDied}
 
 _ADVICE = {
     "exit": "let the last cell be the end: put what must not run under an `if`",
@@ -46,13 +43,36 @@ class Job:
     values: dict[str, Any]
     """Checked values of parameters."""
     html: bool
+    cwd: Path
+    """The kernel's working directory."""
 
-    def run(self, notebook: NotebookNode, execution: Execution) -> NotebookResult:
+    def run(
+        self, notebook: NotebookNode, log: TextIO, limits: Limits, display: Display
+    ) -> NotebookResult:
         """Run the notebook to its end.
 
+        Args:
+            notebook: as it was read, and checked.
+            log: of :meth:`NotebookFiles.open`.
+            limits: what it may take.
+            display: what of it is shown.
+
         Raises:
-            NotebookFailed: it did not reach it.
+            NotebookFailed: it did not reach its end.
         """
+        with private_folder() as folder:
+            execution = Execution(
+                copy=self.files.copy,
+                log=log,
+                environ=kernel_environ(folder, self.files.runs),
+                cwd=self.cwd,
+                folder=folder,
+                progress=Progress(display, len(list(numbered(notebook)))),
+                limits=limits,
+            )
+            return self._execute(notebook, execution)
+
+    def _execute(self, notebook: NotebookNode, execution: Execution) -> NotebookResult:
         begun = time.monotonic()
         token, reached = secrets.token_hex(8), execution.folder / "reached"
         ready = made_ready(notebook, self.values, _sentinel(reached, token))
@@ -60,22 +80,12 @@ class Job:
             with_its_own_loop(partial(self._through_papermill, ready, execution))
         except KeyboardInterrupt:
             execution.fail("interrupt", "was interrupted")
-            self._record(ready, execution, time.monotonic() - begun)
+            self._record(notebook, ready, execution, time.monotonic() - begun)
             raise
         if not execution.failure and _text(reached) != token:
             execution.fail("exit", "did not let the notebook come to its end")
-        seconds = time.monotonic() - begun
-        self._record(ready, execution, seconds)
-        if execution.failure:
-            raise self._error(notebook, execution.failure)
-        return NotebookResult(
-            values=read_json(published_file(execution.folder)) or {},
-            parameters=self.values,
-            output=self.files.copy,
-            html=self.files.html if self.html else None,
-            log=self.files.log,
-            seconds=seconds,
-        )
+        record = self._record(notebook, ready, execution, time.monotonic() - begun)
+        return outcome(self.files, record)
 
     def _through_papermill(self, ready: NotebookNode, execution: Execution) -> None:
         from nbclient.exceptions import DeadKernelError
@@ -111,8 +121,10 @@ class Job:
             if self.html:
                 page.join()
 
-    def _record(self, ready: NotebookNode, execution: Execution, seconds: float) -> None:
-        """Write the executed copy, its page and the record.
+    def _record(
+        self, notebook: NotebookNode, ready: NotebookNode, execution: Execution, seconds: float
+    ) -> dict[str, Any]:
+        """Write the executed copy, its page and the record, which is returned.
 
         Raises:
             NotebookFailed: the disk is full, or the folder is gone.
@@ -125,8 +137,10 @@ class Job:
             "kernel": self.kernel,
             "parameters": self.values,
             "values": read_json(published_file(execution.folder)) or {},
+            "html": self.html,
             "seconds": round(seconds, 3),
-            "failure": failure and vars(failure),
+            "failure": vars(failure) if failure else None,
+            "error": self._error(notebook, failure) if failure else None,
         }
         copy = executed_copy(execution.notebook or ready, told)
         try:
@@ -136,28 +150,28 @@ class Job:
             write_json(self.files.record, record)
         except OSError as error:
             raise not_written(self.files.copy, error, NotebookFailed) from error
+        return record
 
     def _what(self, failure: Failure) -> str:
         where = f"code cell {failure.cell} of {self.source.name}" if failure.cell else ""
         return f"{where or self.source.name} {failure.what}"
 
-    def _error(self, notebook: NotebookNode, failure: Failure) -> NotebookFailed:
+    def _error(self, notebook: NotebookNode, failure: Failure) -> dict[str, str]:
+        """What is told of a failure, in the parts of an error."""
         lines = [self._what(failure)]
         source = dict(numbered(notebook)).get(failure.cell)
         if source is not None and failure.kind != "error":  # a traceback shows the line itself
-            lines += ["  The cell:", *_indented(source.source, _LAST_LINES)]
+            lines += ["  The cell:", *indented(source.source, LAST_LINES)]
         if failure.traceback:
-            lines += _indented(failure.traceback, 4 * _LAST_LINES)
-        elif last := _tail(self.files.log):
-            lines += ["  The last lines:", *_indented(last, _LAST_LINES)]
-        error = _ERRORS.get(failure.kind, NotebookFailed)(
-            "\n".join(lines),
-            allowed=_ADVICE.get(failure.kind, ""),
-            do=f"look at {self.files.copy}; when that is mended: {self._again()} "
+            lines += indented(failure.traceback, 4 * LAST_LINES)
+        elif failure.kind != "interrupt":
+            lines += last_lines(self.files.log)
+        return {
+            "what": "\n".join(lines),
+            "allowed": _ADVICE.get(failure.kind, ""),
+            "do": f"look at {self.files.copy}; when that is mended: {self._again()} "
             "(an unfinished launch or sweep in it goes on from its checkpoint)",
-        )
-        error.cell, error.output = failure.cell, self.files.copy
-        return error
+        }
 
     def _again(self) -> str:
         """The shell command that runs it again."""
@@ -180,14 +194,3 @@ def _sentinel(reached: Path, token: str) -> str:
 
 def _text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
-
-
-def _tail(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _LAST_BYTES))
-        return file.read().decode(errors="replace").strip()
-
-
-def _indented(text: str, lines: int) -> list[str]:
-    """The last lines of a text, indented."""
-    return [f"    {line}" for line in text.strip().splitlines()[-lines:]]

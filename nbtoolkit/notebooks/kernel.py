@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbtoolkit.errors import NotebookError
-from nbtoolkit.notebooks.publish import TARGET
+from nbtoolkit.notebooks.publish import TARGET as PUBLISHED
+from nbtoolkit.runtime.made import TARGET as MADE
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -71,10 +72,16 @@ def published_file(folder: Path) -> Path:
     return folder / "published.json"
 
 
-def kernel_environ(folder: Path) -> dict[str, str]:
-    """The variables of a kernel whose private folder this is: this process's, and its own."""
+def kernel_environ(folder: Path, runs: Path) -> dict[str, str]:
+    """The variables of a kernel: this process's, and its own.
+
+    Args:
+        folder: its private folder.
+        runs: the file to which it tells which runs it has started.
+    """
     return {
         **os.environ,
         "IPYTHONDIR": str(folder / "ipython"),
-        TARGET: str(published_file(folder)),
+        PUBLISHED: str(published_file(folder)),
+        MADE: str(runs),
     }

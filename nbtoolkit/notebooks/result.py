@@ -28,6 +28,8 @@ class NotebookResult:
     """The same as a page; None where none was wanted."""
     log: Path
     """Everything its cells wrote."""
+    runs: list[Path]
+    """The folders of the runs, sweeps and cross-validations that it has started, oldest first."""
     seconds: float
     """From the kernel's start to the last cell's end."""
 

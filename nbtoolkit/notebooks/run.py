@@ -6,26 +6,66 @@ import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from nbtoolkit.errors import MissingExtra, NotebookError
+from nbtoolkit.notebooks.background import start
 from nbtoolkit.notebooks.document import (
     declared_parameters,
-    numbered,
     read_notebook,
     refuse_syntax_errors,
 )
-from nbtoolkit.notebooks.execution import Execution
+from nbtoolkit.notebooks.execution import Limits
 from nbtoolkit.notebooks.files import files_for
+from nbtoolkit.notebooks.handle import NotebookHandle
 from nbtoolkit.notebooks.job import Job
-from nbtoolkit.notebooks.kernel import find_kernel, kernel_environ, private_folder
+from nbtoolkit.notebooks.kernel import find_kernel
 from nbtoolkit.notebooks.parameters import check_parameters, given_layer
-from nbtoolkit.notebooks.progress import Progress
+from nbtoolkit.notebooks.progress import Display
 from nbtoolkit.notebooks.result import NotebookResult
-from nbtoolkit.runtime.cell import Display
+from nbtoolkit.yaml_lines import Layer
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
 
 MAX_OUTPUT = 1_000_000
 """Characters kept of one cell's output; a browser still opens a notebook with ten such cells."""
+
+
+@overload
+def run_notebook(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    parameters_file: str | os.PathLike[str] | None = None,
+    kernel: str | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    timeout: float | None = None,
+    cell_timeout: float | None = None,
+    max_output: int = MAX_OUTPUT,
+    html: bool = True,
+    display: Display = "auto",
+    wait: Literal[True] = True,
+) -> NotebookResult: ...
+
+
+@overload
+def run_notebook(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    parameters_file: str | os.PathLike[str] | None = None,
+    kernel: str | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    timeout: float | None = None,
+    cell_timeout: float | None = None,
+    max_output: int = MAX_OUTPUT,
+    html: bool = True,
+    display: Display = "auto",
+    wait: Literal[False],
+) -> NotebookHandle: ...
 
 
 def run_notebook(
@@ -41,7 +81,8 @@ def run_notebook(
     max_output: int = MAX_OUTPUT,
     html: bool = True,
     display: Display = "auto",
-) -> NotebookResult:
+    wait: bool = True,
+) -> NotebookResult | NotebookHandle:
     """Run a notebook from its first cell to its last, in a kernel of its own.
 
     Its parameters are checked against its ``parameters`` cell, and its cells parsed, before a
@@ -61,9 +102,11 @@ def run_notebook(
         max_output: characters of output kept of one cell; the log has all of it.
         html: whether to write the executed copy as a page too.
         display: one line a cell: ``"auto"`` (live on a terminal), ``"text"``, ``"off"``.
+        wait: False returns a handle at once; the notebook runs in a process of its own, which
+            goes on when this one ends, and shows nothing.
 
     Returns:
-        What the notebook published, and its files.
+        What the notebook published, and its files (a :class:`NotebookHandle` with ``wait=False``).
 
     Raises:
         ParameterError: a parameter is unknown, of another type or missing.
@@ -73,36 +116,44 @@ def run_notebook(
         NotebookTimeout: it took too long (a kind of NotebookFailed).
         MissingExtra: papermill, or nbconvert for the page, is not installed.
     """
+    limits = _limits(cell_timeout=cell_timeout, timeout=timeout, max_output=max_output)
+    given = given_layer(parameters, parameters_file)
+    job, notebook = checked(path, output, given, kernel=kernel, cwd=cwd, html=html)
+    with contextlib.closing(job.files.open()) as log:
+        if wait:
+            return job.run(notebook, log, limits, display)
+        return start(job, notebook, log, limits, os.environ)
+
+
+def checked(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None,
+    given: Layer,
+    *,
+    kernel: str | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    html: bool = True,
+) -> tuple[Job, NotebookNode]:
+    """A call of :func:`run_notebook`, checked: what is run, and the notebook as it was read.
+
+    Raises:
+        ParameterError: a parameter is unknown, of another type or missing.
+        NotebookError: it cannot be run: unreadable, not Python, no such kernel.
+        MissingExtra: papermill, or nbconvert for the page, is not installed.
+    """
     require_extras(html)
-    _refuse_no_time(timeout=timeout, cell_timeout=cell_timeout)
     source = Path(path).expanduser().absolute()
     notebook = read_notebook(source)
     refuse_syntax_errors(notebook, source.name)
-    values = check_parameters(
-        given_layer(parameters, parameters_file),
-        declared_parameters(notebook, source.name),
-        source.name,
-    )
     job = Job(
         source=source,
+        values=check_parameters(given, declared_parameters(notebook, source.name), source.name),
         kernel=find_kernel(notebook, kernel, source.name),
         files=files_for(source, output),
-        values=values,
         html=html,
+        cwd=Path(cwd or "").absolute(),
     )
-    with contextlib.closing(job.files.open()) as log, private_folder() as folder:
-        execution = Execution(
-            copy=job.files.copy,
-            log=log,
-            environ=kernel_environ(folder),
-            cwd=Path(cwd or "").absolute(),
-            folder=folder,
-            progress=Progress(display, len(list(numbered(notebook)))),
-            cell_timeout=cell_timeout,
-            timeout=timeout,
-            max_output=max_output,
-        )
-        return job.run(notebook, execution)
+    return job, notebook
 
 
 def require_extras(html: bool) -> None:
@@ -122,9 +173,10 @@ def require_extras(html: bool) -> None:
         )
 
 
-def _refuse_no_time(**limits: float | None) -> None:
-    for name, seconds in limits.items():
+def _limits(*, max_output: int, **times: float | None) -> Limits:
+    for name, seconds in times.items():
         if seconds is not None and not seconds > 0:
             raise NotebookError(
                 f"{name} is {seconds}", allowed="seconds above 0, or None: no limit"
             )
+    return Limits(max_output=max_output, **times)

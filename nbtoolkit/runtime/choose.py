@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import LaunchError, ResumeError
 from nbtoolkit.runtime.checkpoint import has_checkpoint
+from nbtoolkit.runtime.made import tell_made
 from nbtoolkit.runtime.paths import (
     RunPaths,
     decides_result,
@@ -295,6 +296,7 @@ def write_header(
     except OSError as error:
         discard(run)
         raise folder_error(run.paths.folder, error) from error
+    tell_made(run.paths.folder)
     kept = ("run_id", "attempt", "fingerprint", "function", "host", "versions")
     return {**{key: about[key] for key in kept}, "config": config.to_dict()}
 

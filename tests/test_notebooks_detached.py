@@ -1,0 +1,159 @@
+"""Notebooks in the background: they outlive who starts them, and can be asked and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kernels import HERE, all_gone, descendants, script, until
+from programs import write_program
+
+import nbtoolkit as nb
+from nbtoolkit.errors import NotebookDied, NotebookError, NotebookFailed, ParameterError
+from nbtoolkit.notebooks.result import NotebookResult
+from nbtoolkit.notebooks.run import run_notebook
+
+DECLARES = "name: str = 'none'"
+
+LAUNCHES = f"""
+import sys
+sys.path.insert(0, {str(HERE)!r})
+import nbtoolkit as nb, panel_functions
+config = {{"tracking.mlflow": False, "train.epochs": 1, "model.end": "end"}}
+"""
+
+WAITS = """
+import pathlib, time
+pathlib.Path("waiting").touch()
+while not pathlib.Path("go").exists():
+    time.sleep(0.02)
+"""
+
+Start = Callable[..., nb.NotebookHandle]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a notebook of these cells; at the end it is stopped, and gone."""
+    begun: list[nb.NotebookHandle] = []
+
+    def start_one(*cells: str, **options: Any) -> nb.NotebookHandle:
+        path = write_program(tmp_path, *cells, declares=DECLARES)
+        quiet = {"output": tmp_path / "done.ipynb", "html": False, "cwd": tmp_path, **options}
+        begun.append(run_notebook(path, **quiet, wait=False))
+        return begun[-1]
+
+    yield start_one
+    for handle in begun:
+        handle.stop()
+        until(handle.done, f"the end of {handle}")
+
+
+def pid(handle: nb.NotebookHandle) -> int:
+    return int(json.loads(handle.output.with_suffix(".run.json").read_text())["pid"])
+
+
+def test_it_runs_in_the_background_and_ends_as_it_would_have_here(
+    start: Start, tmp_path: Path
+) -> None:
+    publishes = "import nbtoolkit as nb\nnb.publish({'name': name})\nprint('hello')"
+    handle = start(WAITS, publishes, parameters={"name": "007"})
+    until((tmp_path / "waiting").exists, "the first cell")
+    assert not handle.done()
+    assert repr(handle) == f"NotebookHandle(running, {tmp_path / 'done.ipynb'})"
+    with pytest.raises(TimeoutError, match="is not done after 0 s; it goes on"):
+        handle.result(timeout=0)
+    (tmp_path / "go").touch()
+    result = handle.result()
+    assert isinstance(result, NotebookResult)
+    assert (result.values, result.parameters) == ({"name": "007"}, {"name": "007"})
+    assert (result.output, result.html, result.runs) == (handle.output, None, [])
+    assert "hello" in handle.log.read_text()
+    assert handle.done()
+    handle.stop()  # nobody is there any more
+    assert nb.NotebookHandle(handle.output).result().values == result.values
+
+
+def test_the_runs_that_it_starts_are_known_while_it_runs(start: Start, tmp_path: Path) -> None:
+    run = "nb.launch(panel_functions.reports, config, start='inline', display='off')"
+    handle = start(LAUNCHES, WAITS, run, f"{run}.paths.folder", WAITS.replace("go", "end"))
+    until((tmp_path / "waiting").exists, "a cell")
+    assert handle.runs == []
+    (tmp_path / "go").touch()
+    first, second = until(lambda: len(handle.runs) == 2 and handle.runs, "two runs")
+    assert not handle.done()
+    assert {first, second} == {*(tmp_path / "outputs").iterdir()}
+    assert "reports" in first.name
+    (tmp_path / "end").touch()
+    assert handle.result().runs == [first, second]
+
+
+def test_it_outlives_the_process_that_starts_it(tmp_path: Path) -> None:
+    path = write_program(tmp_path, WAITS, "import nbtoolkit as nb\nnb.publish({'ended': 'well'})")
+    code = f"print(nb.run_notebook({str(path)!r}, 'done.ipynb', html=False, wait=False).output)"
+    with script(code, tmp_path) as starter:
+        output = Path(starter.output().strip())
+    handle = nb.NotebookHandle(output)
+    until((tmp_path / "waiting").exists, "the first cell")
+    assert not handle.done()
+    (tmp_path / "go").touch()
+    assert handle.result(60).values == {"ended": "well"}
+
+
+def test_what_is_wrong_is_told_here_and_nothing_is_started(start: Start, tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="did you mean 'name'"):
+        start("1", parameters={"nme": 1})
+    with pytest.raises(NotebookError, match="is not Python"):
+        start("print(")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotebookError, match="cannot be written"):
+        start("1", output=tmp_path / "file/done.ipynb")
+    assert not [*tmp_path.glob("done*")]
+    with pytest.raises(NotebookError, match="no notebook is run to"):
+        nb.NotebookHandle(tmp_path / "done.ipynb")
+    start(WAITS)
+    with pytest.raises(NotebookError, match="another run writes to"):
+        start("1")
+
+
+def test_a_cell_that_fails_is_told_as_it_would_have_been_here(start: Start, tmp_path: Path) -> None:
+    handle = start("1", "raise ValueError('no luck')")
+    with pytest.raises(NotebookFailed, match="raised ValueError: no luck") as told:
+        handle.result()
+    assert (told.value.cell, told.value.output) == (3, handle.output)
+    with pytest.raises(NotebookFailed) as here:
+        run_notebook(tmp_path / "work.ipynb", handle.output, html=False, display="off")
+    assert str(here.value).replace("Cell In[3]", "") == str(told.value).replace("Cell In[3]", "")
+
+
+def test_who_stops_it_ends_its_kernel_and_what_runs_in_it(start: Start, tmp_path: Path) -> None:
+    handle = start(LAUNCHES, "nb.launch(panel_functions.until_told, config, display='off')")
+    [run] = until(lambda: handle.runs, "the run")
+    until((run / "owner.json").exists, "its owner")
+    family = {pid(handle), *descendants(pid(handle))}
+    assert len(family) > 2
+    nb.NotebookHandle(handle.output).stop()
+    with pytest.raises(NotebookFailed, match=r"code cell 3 of work\.ipynb was interrupted"):
+        handle.result()
+    all_gone(family)
+    until(lambda: not nb.attach(run).paths.owned(), "the end of the run")
+
+
+def test_a_process_that_is_killed_is_told_and_its_kernel_ends(start: Start, tmp_path: Path) -> None:
+    folders = {*Path(tempfile.gettempdir()).iterdir()}
+    handle = start("print('at work')", WAITS)
+    until((tmp_path / "waiting").exists, "a cell")
+    family = descendants(pid(handle))
+    os.kill(pid(handle), signal.SIGKILL)
+    with pytest.raises(NotebookDied, match=r"is gone\n  The last lines:\n    at work"):
+        handle.result(60)
+    all_gone(family)
+    for folder in {*Path(tempfile.gettempdir()).iterdir()} - folders:
+        shutil.rmtree(folder)  # of its kernel: whoever is killed takes nothing away
