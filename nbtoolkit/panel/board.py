@@ -16,6 +16,7 @@ TABS = ("Overview", "Trials", "Curves", "Devices", "Log", "Settings", "Search", 
 _FIRST = ("launch", "sweep")
 
 _CLOSE = {"description_width": "initial"}  # a label as wide as it is
+_WRAPPED = {"flex_flow": "row wrap", "grid_gap": "0 10px"}  # wrapped in a narrow window
 
 
 class Board:
@@ -69,10 +70,10 @@ class Board:
     def _bars(self) -> list[Any]:
         import ipywidgets as w
 
-        wrapped, b = w.Layout(flex_flow="row wrap"), self.buttons
+        b = self.buttons
         first = [b[name] for name in ("launch", "sweep", "pause", "go_on", "stop", "train_best")]
         second = [self.more, b["add_trials"], self.number, b["stop_trial"]]
-        return [w.HBox(first, layout=wrapped), w.HBox(second, layout=wrapped)]
+        return [w.HBox(first, layout=_WRAPPED), w.HBox(second, layout=_WRAPPED)]
 
     def _make_pages(self) -> None:
         import ipywidgets as w
@@ -108,7 +109,7 @@ class Board:
             "Settings": [self.form.settings],
             "Search": [self.form.search],
             "Files": [w.HBox([self.file, self.load, self.save])],
-            "Links": [w.HBox([*self.links.values()], layout=w.Layout(flex_flow="row wrap"))],
+            "Links": [w.HBox([*self.links.values()], layout=_WRAPPED)],
         }
         return w.VBox([*above.get(name, []), self.pages[name]])
 

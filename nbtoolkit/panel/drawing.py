@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from nbtoolkit.views.curves import curves, history
 from nbtoolkit.views.devices import devices
 from nbtoolkit.views.importances import Importances
 from nbtoolkit.views.log import log, log_names
-from nbtoolkit.views.markup import boxed, said
+from nbtoolkit.views.markup import beside, boxed, said
 from nbtoolkit.views.overview import overview
 from nbtoolkit.views.state import State
 from nbtoolkit.views.trials import Order, column_names, pages, trials
@@ -62,7 +63,9 @@ class Drawing:
 
     def offer_runs(self, state: State | None, output_dir: str) -> None:
         """List the newest runs of a folder, and show which one is watched."""
-        found = [(paths.run_id, str(paths.folder)) for paths in runs_in(output_dir)[:_RUNS]]
+        found: list[tuple[str, str]] = []
+        with contextlib.suppress(OSError):  # another user's folder; a launch would say so
+            found = [(paths.run_id, str(paths.folder)) for paths in runs_in(output_dir)[:_RUNS]]
         here = "" if state is None else str(state.paths.folder)
         if here and here not in [folder for _, folder in found]:
             found.insert(0, (Path(here).name, here))
@@ -83,7 +86,7 @@ class Drawing:
         views: dict[str, Callable[[], str]] = {
             "Overview": lambda: overview(state),
             "Trials": lambda: trials(state, order),
-            "Curves": lambda: history(state) + curves(state) + self._bars.html(state),
+            "Curves": lambda: beside(history(state), curves(state), self._bars.html(state)),
             "Devices": lambda: devices(state),
             "Log": lambda: log(log_names(state).get(board.log.value)),
             "Files": lambda: equal(board.form.draft, checked, self._train),

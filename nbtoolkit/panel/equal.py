@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pprint
 import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +16,8 @@ from nbtoolkit.views.markup import boxed, columns, preformatted, said, wrong
 from nbtoolkit.yaml_lines import dump
 
 SPACE_FILE = "space.yaml"
+
+_SHORT = 60  # characters
 
 
 def command_line(
@@ -58,7 +59,7 @@ def python_cell(
         trials: how many trials; empty: as the space says.
         train: the function's name in the notebook; empty: the one that ``task`` names.
     """
-    given = f"overrides={pprint.pformat(dict(overrides), sort_dicts=False)}" if overrides else ""
+    given = f"overrides={_literal(overrides)}" if overrides else ""
     lines = ["import nbtoolkit as nb", "", f"config = nb.load_config({given})"]
     if not train:
         module, _, name = str(overrides.get("task", Config().task)).partition(":")
@@ -67,7 +68,7 @@ def python_cell(
     if space is None:
         return "\n".join([*lines, f"result = nb.launch({train}, config)"])
     count = f", n_trials={trials.strip()}" if trials.strip() else ""
-    searched = f"space = {pprint.pformat(dict(space), sort_dicts=False)}"
+    searched = f"space = {_literal(space)}"
     return "\n".join([*lines, searched, f"result = nb.sweep({train}, config, space{count})"])
 
 
@@ -105,6 +106,19 @@ def differences(config: Config) -> str:
         return boxed(said("All settings are at their default."))
     lines = [[name, setting(mine), setting(default)] for name, (mine, default) in changed.items()]
     return boxed(columns(["setting", "here", "default"], lines))
+
+
+def _literal(values: Mapping[str, Any], margin: str = "") -> str:
+    """A dict as it is written by hand; what is short stands on one line."""
+    short = repr(dict(values))
+    if len(short) <= _SHORT:
+        return short
+    lines = [f"{margin}    {key!r}: {_member(one, margin)},\n" for key, one in values.items()]
+    return f"{{\n{''.join(lines)}{margin}}}"
+
+
+def _member(value: Any, margin: str) -> str:
+    return _literal(value, f"{margin}    ") if isinstance(value, dict) else repr(value)
 
 
 def _one_line(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +36,11 @@ class Form:
         self._errors: dict[str, Any] = {}
         self._rows: dict[str, list[Widget]] = {}
         self._style = {"description_width": "210px"}
-        self._narrow, self._wide = w.Layout(width="420px"), w.Layout(width="640px")
-        self._beside = w.Layout(min_width="200px", flex="1 1 auto")
-        self._loading = False
+        firm = {"max_width": "99%", "flex": "0 0 auto"}  # an error beside takes no room away
+        self._narrow, self._wide = w.Layout(width="420px", **firm), w.Layout(width="640px", **firm)
+        self._beside = w.Layout(min_width="200px", flex="1 1 0")
+        # A section is made in the kernel's thread while the panel's shows errors or loads a file.
+        self._lock, self._loading = threading.RLock(), False
         self.together = w.HTML()
         sections = list(dict.fromkeys(field.section for field in self._fields.values()))
         sections.remove(GENERAL)
@@ -56,7 +59,7 @@ class Form:
             description="space",
             tooltip="What is searched, as YAML: names of settings, each with its limits",
             placeholder="optim.lr: {type: float, low: 1.0e-4, high: 1.0e-1, log: true}",
-            rows=10,
+            rows=14,
             style=self._style,
             layout=self._wide,
         )
@@ -76,24 +79,32 @@ class Form:
 
     def load(self, draft: Draft) -> None:
         """Put another draft in place of this one."""
-        self.draft, self._loading = draft, True
-        try:
-            for name, widget in self._inputs.items():
-                widget.value = draft.texts[name]
-            self.space.value, self.trials.value = draft.space, draft.trials
-        finally:
-            self._loading = False
+        with self._lock:
+            self.draft, self._loading = draft, True
+            try:
+                for name, widget in self._inputs.items():
+                    widget.value = draft.texts[name]
+                self.space.value, self.trials.value = draft.space, draft.trials
+            finally:
+                self._loading = False
 
     def show(self, checked: Checked) -> None:
         """Show what is wrong, each beside its field."""
-        for name, html in self._errors.items():
+        with self._lock:
+            beside = dict(self._errors)
+        for name, html in beside.items():
             _put(html, boxed(wrong(checked.errors[name])) if name in checked.errors else "")
-        unseen = [name for name in checked.errors if name not in self._errors]
+        unseen = [name for name in checked.errors if name not in beside]
         told = checked.together
         if unseen:
             told = "\n".join(f"{name}: {checked.errors[name]}" for name in unseen)
         _put(self.together, boxed(wrong(told)) if told else "")
         _put(self.space_error, boxed(wrong(checked.space_error)) if checked.space_error else "")
+
+    @property
+    def rows(self) -> list[Widget]:
+        """Every row made so far, of sections that are not shown too."""
+        return [row for rows in self._rows.values() for row in rows]
 
     def input(self, name: str) -> Any:
         """The widget of a setting; its section is shown."""
@@ -105,11 +116,12 @@ class Form:
         return str(self._errors[name].value)
 
     def _show(self) -> None:
-        section = self.section.value
-        if section not in self._rows:
-            fields = [one for one in self._fields.values() if one.section == section]
-            self._rows[section] = [self._row(one) for one in fields]
-        self._shown.children = self._rows[section]
+        with self._lock:
+            section = self.section.value
+            if section not in self._rows:
+                fields = [one for one in self._fields.values() if one.section == section]
+                self._rows[section] = [self._row(one) for one in fields]
+            self._shown.children = self._rows[section]
         self._changed()  # errors of fields that were not there yet
 
     def _row(self, field: Field) -> Widget:
@@ -118,7 +130,7 @@ class Form:
         self._inputs[field.name] = widget = self._input(field)
         self._errors[field.name] = error = w.HTML(layout=self._beside)
         widget.observe(lambda change: self._type(field.name, change["new"]), "value")
-        return w.HBox([widget, error])
+        return w.HBox([widget, error], layout={"flex_flow": "row wrap"})  # narrow: below it
 
     def _input(self, field: Field) -> Any:
         import ipywidgets as w
@@ -139,15 +151,19 @@ class Form:
         return w.Text(**common, layout=self._narrow, placeholder=field.allowed)
 
     def _type(self, name: str, text: str) -> None:
-        if not self._loading:
+        with self._lock:
+            if self._loading:
+                return
             self.draft.texts[name] = text
-            self._changed()
+        self._changed()
 
     def _type_space(self, space: str | None, trials: str | None) -> None:
-        if not self._loading:
+        with self._lock:
+            if self._loading:
+                return
             self.draft.space = self.draft.space if space is None else space
             self.draft.trials = self.draft.trials if trials is None else trials
-            self._changed()
+        self._changed()
 
 
 def _put(html: Any, text: str) -> None:

@@ -21,6 +21,12 @@ def boxed(*parts: str) -> str:
     return f'<div class="tex2jax_ignore mathjax_ignore" style="{_BOX}">{"".join(parts)}</div>'
 
 
+def beside(*boxes: str) -> str:
+    """Boxes beside each other; below each other where there is no room."""
+    inside = "".join(boxes)
+    return f'<div style="display:flex;flex-wrap:wrap;gap:0 24px">{inside}</div>' if inside else ""
+
+
 def said(text: str, *, strong: bool = False) -> str:
     """A sentence, escaped."""
     weight = "font-weight:600;" if strong else ""

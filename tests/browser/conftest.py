@@ -27,19 +27,21 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="module")
-def jupyter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def jupyter_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server for a file's tests, as it takes 2 s to start."""
     with server(tmp_path_factory.mktemp("jupyter")) as running:
         yield running
 
 
 @pytest.fixture
-def browser() -> Iterator[Browser]:
+def jupyter(jupyter_server: Server) -> Iterator[Server]:
+    """The server; a test leaves no kernel in it."""
+    yield jupyter_server
+    jupyter_server.end_kernels()
+
+
+@pytest.fixture
+def browser(jupyter: Server) -> Iterator[Browser]:
+    """A browser of the test's own, which is gone before the kernels are."""
     with chromium() as running:
         yield running
-
-
-@pytest.fixture(autouse=True)
-def no_kernel_left(jupyter: Server) -> Iterator[None]:
-    yield
-    jupyter.end_kernels()

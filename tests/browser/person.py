@@ -43,6 +43,7 @@ class Person:
         self.page.goto(self._server.url(_PATHS[self.front].format(name)))
         self.page.wait_for_selector(".jp-NotebookPanel .jp-Notebook .jp-Cell")
         self.waits_for_kernel()
+        self.errors.clear()  # Notebook 7 misses a command of JupyterLab's while it starts
 
     def waits_for_kernel(self) -> None:
         """Until the kernel is connected and idle: what is run before is lost."""

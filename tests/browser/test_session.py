@@ -105,6 +105,8 @@ def trains_the_best(one: Person) -> None:
 
 
 def saves_and_loads(one: Person) -> None:
+    one.goes_to("Settings")
+    one.types("epochs", "4")
     one.goes_to("Files")
     one.types("file", "mine.yaml")
     one.clicks("Save")
@@ -112,7 +114,7 @@ def saves_and_loads(one: Person) -> None:
     one.goes_to("Settings")
     one.types("epochs", "77")
     one.goes_to("Files")
-    one.sees("train.epochs: 77")
+    one.sees("'train.epochs': 77")
     one.clicks("Load")
     one.sees("loaded mine.yaml")
     one.goes_to("Settings")

@@ -1,0 +1,64 @@
+"""Looks: what of a panel is clipped, overlapping, faint, without a name or out of Tab's reach."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator
+
+_LOOK = Path(__file__).with_suffix(".js").read_text()
+
+_CONTROLS = {"button", "textbox", "combobox", "spinbutton", "checkbox", "tab", "link", "slider"}
+
+_MARK = "data-looks"
+
+
+def ugly(part: Locator) -> list[str]:
+    """Sentences on what is clipped, overlapping or has too little contrast below an element."""
+    found: list[str] = part.evaluate(_LOOK)
+    return found
+
+
+def nameless(part: Locator) -> list[str]:
+    """The roles of controls below an element that a screen reader could not name."""
+    part.evaluate(f"e => e.setAttribute('{_MARK}', '')")
+    session = part.page.context.new_cdp_session(part.page)
+    try:
+        root = session.send("DOM.getDocument", {"depth": 0})["root"]["nodeId"]
+        query = {"nodeId": root, "selector": f"[{_MARK}]"}
+        node = session.send("DOM.querySelector", query)["nodeId"]
+        tree = session.send("Accessibility.queryAXTree", {"nodeId": node})["nodes"]
+    finally:
+        session.detach()
+        part.evaluate(f"e => e.removeAttribute('{_MARK}')")
+    controls = [one for one in tree if not one["ignored"] and one["role"]["value"] in _CONTROLS]
+    assert controls, "there are no controls at all"
+    return [one["role"]["value"] for one in controls if not _name(one)]
+
+
+def _name(node: dict[str, Any]) -> str:
+    return str(node.get("name", {}).get("value", "")).strip()
+
+
+_TABBABLE = """e => [...e.querySelectorAll("button, input, select, textarea, [tabindex]")]
+  .filter(one => one.checkVisibility({visibilityProperty: true}))
+  .filter(one => !one.disabled && one.tabIndex >= 0)
+  .map(one => one.title || one.labels?.[0]?.textContent || one.textContent)"""
+
+_FOCUSED = """e => {
+  const one = document.activeElement;
+  return e.contains(one) ? one.title || one.labels?.[0]?.textContent || one.textContent : null;
+}"""
+
+
+def by_tab(part: Locator) -> tuple[list[str], list[str]]:
+    """The controls below an element as they stand, and as Tab goes through them."""
+    expected: list[str] = part.evaluate(_TABBABLE)
+    part.locator("button:enabled").first.focus()
+    seen = []
+    while (here := part.evaluate(_FOCUSED)) is not None and len(seen) <= len(expected):
+        seen.append(here)
+        part.page.keyboard.press("Tab")
+    return expected, seen
