@@ -38,7 +38,7 @@ class Clock:
         self._look, self._failed, self._seconds = look, failed, seconds
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
         self._tasks = queue.SimpleQueue()
-        self._closed = False
+        self._closed, self._lock = False, threading.Lock()
         # A daemon: a kernel that ends waits for no panel.
         self._thread = threading.Thread(target=self._run, name="nbtoolkit-panel", daemon=True)
         self._thread.start()
@@ -51,10 +51,11 @@ class Clock:
     def do(self, task: Callable[[], Any]) -> Future[Any]:
         """Have a task done; returns at once. After :meth:`close` nothing is done any more."""
         future: Future[Any] = Future()
-        if self._closed:
-            future.set_exception(LaunchError("the panel is closed", do="open another: nb.panel()"))
-        else:
-            self._tasks.put((task, future))
+        with self._lock:  # a task put behind the end would never be done
+            if not self._closed:
+                self._tasks.put((task, future))
+                return future
+        future.set_exception(LaunchError("the panel is closed", do="open another: nb.panel()"))
         return future
 
     def ask(self, task: Callable[[], Any]) -> Any:
@@ -65,8 +66,9 @@ class Clock:
 
     def close(self) -> None:
         """End the thread, after the tasks that wait."""
-        self._closed = True
-        self._tasks.put(None)
+        with self._lock:
+            self._closed = True
+            self._tasks.put(None)
         if not self.here:
             self._thread.join()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,7 @@ class Desk:
         self.state: State | None = None
         self._handle: RunHandle | None = None
         self._checked = Checked()
+        self._entry = _Entered(draft, 0, 0)
         self._stale = True
         self._pressing = threading.Lock()
         self._pressed: dict[str, Future[Any]] = {}
@@ -57,7 +59,8 @@ class Desk:
         self._drawing = Drawing(self.board, train, self._links)
         self.clock = Clock(self.look, self._failed)
         self._listen()
-        self.clock.do(self.look).result()  # the first look, so that it is shown complete
+        # The first look, so that it is shown complete; what it raises is told as later on.
+        self.clock.do(self.look).exception()
 
     @property
     def output_dir(self) -> str:
@@ -67,7 +70,7 @@ class Desk:
 
     def check(self) -> Checked:
         """What stands in the form now."""
-        return self.board.form.draft.check()
+        return self.board.form.draft.copy().check()
 
     def press(self, name: str) -> Future[Any]:
         """Have a button's task done, once for all presses until it is."""
@@ -75,7 +78,7 @@ class Desk:
             if name not in self._pressed:
                 if name in self.board.buttons:
                     self.board.buttons[name].disabled = True
-                self._pressed[name] = self.clock.do(partial(self._do, name))
+                self._pressed[name] = self.clock.do(partial(self._do, name, self._entered()))
             return self._pressed[name]
 
     def watch(self, folder: Path | None) -> None:
@@ -96,7 +99,8 @@ class Desk:
         """End the thread and the widgets."""
         self.clock.close()
         self._links.close()
-        _close(self.board.root)
+        for widget in (*self.board.form.rows, self.board.root):
+            _close(widget)
 
     # --- in the clock's thread, in which alone the state changes ---
 
@@ -108,12 +112,18 @@ class Desk:
 
     # --- in any thread ---
 
+    def _entered(self) -> _Entered:
+        board = self.board
+        return _Entered(board.form.draft.copy(), board.more.value, board.number.value)
+
     def _listen(self) -> None:
         board = self.board
         for name, button in board.buttons.items():
             button.on_click(lambda _, name=name: self.press(name))
-        board.load.on_click(lambda _: self.clock.do(self._load))
-        board.save.on_click(lambda _: self.clock.do(self._save))
+        for task, button in ((self._load, board.load), (self._save, board.save)):
+            button.on_click(
+                lambda _, task=task: self.clock.do(partial(task, board.file.value, self._entered()))
+            )
         for name, button in board.links.items():
             button.on_click(lambda _, name=name: self.clock.do(partial(self._open, name)))
         board.run.observe(self._chosen, "value")
@@ -137,8 +147,9 @@ class Desk:
 
     # --- in the clock's thread ---
 
-    def _do(self, name: str) -> None:
+    def _do(self, name: str, entered: _Entered) -> None:
         try:
+            self._entry = entered
             self._refuse(name)
             self._say(f"{BUTTONS[name][0]} ...")
             getattr(self, f"_{name}")()
@@ -149,7 +160,7 @@ class Desk:
 
     def _refuse(self, name: str) -> None:
         """What is true now counts, not what was when the button was drawn."""
-        self._checked = self.check()
+        self._checked = self._entry.draft.check()
         if self.state is not None:
             self.state.look()
         can = pressable(self.state, self._checked)
@@ -166,7 +177,7 @@ class Desk:
         self._started(actions.start_run(self._train, config), "launched")
 
     def _sweep(self) -> None:
-        config, draft = self._checked.config, self.board.form.draft
+        config, draft = self._checked.config, self._entry.draft
         assert config is not None
         trials = int(draft.trials) if draft.trials.strip() else None
         space = safe_load(draft.space)
@@ -192,31 +203,29 @@ class Desk:
         self._say("asked to stop: all leave at their next report")
 
     def _stop_trial(self) -> None:
-        actions.stop_trial(self._watched(), self.board.number.value)
-        self._say(f"asked trial {self.board.number.value} to end")
+        actions.stop_trial(self._watched(), self._entry.number)
+        self._say(f"asked trial {self._entry.number} to end")
 
     def _add_trials(self) -> None:
-        actions.add_trials(self._watched(), self.board.more.value)
-        self._say(f"asked for {self.board.more.value} more trials")
+        actions.add_trials(self._watched(), self._entry.more)
+        self._say(f"asked for {self._entry.more} more trials")
 
     def _open(self, name: str) -> None:
         self._links.open(name, self.state, self.check())
         self._stale = True
 
-    def _load(self) -> None:
-        config = load_config(self.board.file.value)
-        old = self.board.form.draft
-        draft = Draft(config, old.space)
-        draft.trials = old.trials
+    def _load(self, file: str, entered: _Entered) -> None:
+        draft = Draft(load_config(file), entered.draft.space)
+        draft.trials = entered.draft.trials
         self.board.form.load(draft)
         self._stale = True
-        self._say(f"loaded {self.board.file.value}")
+        self._say(f"loaded {file}")
 
-    def _save(self) -> None:
-        checked = self.check()
+    def _save(self, file: str, entered: _Entered) -> None:
+        checked = entered.draft.check()
         if checked.config is None:
             raise LaunchError("the settings are not saved: something in the form is wrong")
-        path = Path(self.board.file.value).expanduser()
+        path = Path(file).expanduser()
         write_whole(path, checked.config.to_yaml())
         self._say(f"saved to {path.absolute()}")
 
@@ -256,8 +265,20 @@ class Desk:
             self._drawing.draw(self.state, self._checked, self._pressed)
 
 
+@dataclass(frozen=True)
+class _Entered:
+    """What stood in the widgets when a button was pressed: its task may wait for another's."""
+
+    draft: Draft
+    more: int
+    number: int
+
+
 def _close(widget: Any) -> None:
-    """Close a widget and all that is in it."""
-    for child in getattr(widget, "children", ()):
-        _close(child)
+    """Close a widget and all that is in it or belongs to it: ipywidgets keeps each it made."""
+    parts = [*getattr(widget, "children", ())]
+    parts += [getattr(widget, name) for name in ("layout", "style") if widget.has_trait(name)]
+    for part in parts:
+        if part is not None:
+            _close(part)
     widget.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,12 @@ class Draft:
         self.texts = texts_of(config)
         self.space, self.trials = space, ""
         self._defaults = texts_of(Config())
+
+    def copy(self) -> Draft:
+        """What stands in it now, whatever is typed meanwhile in another thread."""
+        other = copy(self)
+        other.texts = dict(self.texts)
+        return other
 
     def overrides(self) -> dict[str, Any]:
         """The settings that are not at their default, by dotted name.
