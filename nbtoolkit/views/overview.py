@@ -49,8 +49,9 @@ def overview_text(state: State | None, now: float | None = None) -> str:
 def headline(state: State) -> str:
     """What it is, and how it is."""
     words = {"run": "run", "sweep": "sweep", "cv": "cross-validation"}
-    means = f" ({_MEANS[state.status]})" if state.status in _MEANS else ""
-    return f"{words[state.kind]} {state.paths.run_id}: {state.status}{means}"
+    means = _MEANS.get(state.status) or state.unreadable
+    told = f"{state.status} ({means})" if means else state.status
+    return f"{words[state.kind]} {state.paths.run_id}: {told}"
 
 
 def progress(state: State, now: float | None = None) -> str:

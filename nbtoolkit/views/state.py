@@ -51,6 +51,7 @@ class State:
         last_report: when it last did.
         ended: its last event, once it has ended.
         gone: whether the folder is no longer there.
+        unreadable: why it cannot be read (another user's, a disk that is away); empty: it can.
     """
 
     def __init__(self, paths: RunPaths) -> None:
@@ -67,6 +68,7 @@ class State:
         self.phases: dict[int, str] = {}
         self.epochs: int | None = None
         self.paused = self.gone = False
+        self.unreadable = ""
         self.began: float | None = None
         self.first_report: tuple[float, float] | None = None
         self.last_report: tuple[float, float] | None = None
@@ -76,24 +78,33 @@ class State:
 
     def look(self) -> bool:
         """Read what is new in the folder; whether anything there is."""
-        before = (self._reader.offset, self._owned, self.gone)
+        before = (self._reader.offset, self._owned, self.gone, self.unreadable)
+        try:
+            self._read()
+            self.unreadable = ""
+        except OSError as error:
+            self.unreadable, self._owned = str(error), False
+        return (self._reader.offset, self._owned, self.gone, self.unreadable) != before
+
+    def _read(self) -> None:
         self.gone = not self.paths.folder.is_dir()
         # The lock first: what an owner writes before it goes must not look like its death.
         self._owned = not self.gone and self.paths.owned()
         for event in self._reader.read():
             if isinstance(event, dict) and isinstance(event.get("t"), (int, float)):
-                self._take(event)
-        return (self._reader.offset, self._owned, self.gone) != before
+                # a line that is damaged, or another version's, costs no more than itself
+                with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+                    self._take(event)
 
     @property
     def status(self) -> str:
         """How it is in a word or two.
 
         ``"running"``, ``"paused"``, how it ended, ``"failed"``, ``"cut off"`` (nobody is there to
-        end it) or ``"gone"`` (its folder was deleted).
+        end it), ``"gone"`` (its folder was deleted) or ``"unreadable"``.
         """
-        if self.gone:
-            return "gone"
+        if self.gone or self.unreadable:
+            return "gone" if self.gone else "unreadable"
         if self.ended is not None:
             return str(self.ended.get("status", "?"))
         if self._owned:
