@@ -84,7 +84,7 @@ def _page(state: State, table: SweepTable, order: Order) -> tuple[list[str], lis
     ordered = _sorted(list(table.trials.values()), table.metrics, by, down=order.down)
     first = (min(max(order.page, 1), pages(state)) - 1) * PAGE
     shown = ordered[first : first + PAGE]
-    header = ["", *names]
+    header = ["best", *names]
     best = {one.number for one in table.best}
     lines = [
         ["★" if one.number in best else "", *(_told(_value(one, table.metrics, n)) for n in names)]
