@@ -158,13 +158,13 @@ def script(code: str, cwd: Path, **environ: str) -> Iterator[Script]:
 
 
 class Notebook:
-    """A Jupyter kernel, spoken to as a front end does."""
+    """A Jupyter kernel, spoken to as a front end does; with more variables of the environment."""
 
-    def __init__(self, cwd: Path) -> None:
+    def __init__(self, cwd: Path, **environ: str) -> None:
         from jupyter_client.manager import KernelManager
 
         self._manager = KernelManager(kernel_name="python3")
-        self._manager.start_kernel(cwd=str(cwd))
+        self._manager.start_kernel(cwd=str(cwd), env={**os.environ, **environ})
         self._connect()
 
     def _connect(self) -> None:
@@ -247,9 +247,9 @@ class Cell:
 
 
 @contextmanager
-def notebook(cwd: Path) -> Iterator[Notebook]:
+def notebook(cwd: Path, **environ: str) -> Iterator[Notebook]:
     """A Notebook, shut down at the end."""
-    running = Notebook(cwd)
+    running = Notebook(cwd, **environ)
     try:
         yield running
     finally:
