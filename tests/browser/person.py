@@ -131,6 +131,11 @@ class Person:
         """Choose from a list."""
         self.field(label).select_option(entry)
 
+    def chosen(self, label: str) -> str:
+        """The entry of a list that is chosen."""
+        entry: str = self.field(label).evaluate("e => e.selectedOptions[0].text")
+        return entry
+
     def sees(self, text: str | re.Pattern[str], seconds: float = SECONDS) -> None:
         """Wait until a text stands in the panel."""
         found = self.panel.get_by_text(text).locator("visible=true").first

@@ -121,7 +121,11 @@ def saves_and_loads(one: Person) -> None:
     assert one.field("epochs").input_value() == "4"
 
 
-@pytest.mark.parametrize("front", ["lab", "notebook"])
+# Its short form is in test_faults.py: two notebooks, in Notebook 7.
+NOTEBOOK_7 = pytest.param("notebook", marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("front", ["lab", NOTEBOOK_7])
 def test_a_whole_session(browser: Browser, jupyter: Server, front: Front) -> None:
     write_notebook(jupyter.root / "sheet.ipynb", TRAIN, PANEL, "1 + 1")
     hold = jupyter.root / "hold"
@@ -134,7 +138,7 @@ def test_a_whole_session(browser: Browser, jupyter: Server, front: Front) -> Non
         anna.sees("of 3 trials")
         uses_the_notebook_meanwhile(anna)
         watches_it(anna)
-        run = anna.field("watch").input_value().rpartition("/")[2]
+        run = anna.chosen("watch")
         stops_a_trial(anna, 0)
         pauses_goes_on_and_asks_for_more(anna)
         stops_and_goes_on(anna)

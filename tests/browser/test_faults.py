@@ -1,0 +1,105 @@
+"""What happens to a panel in a browser: other pages, pages closed, processes killed, evil names."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from person import person
+from server import Server
+from sheets import PANEL, TRAIN, write_notebook
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = pytest.mark.browser
+
+SHEET = 1
+
+EVIL = "<img src=x onerror=alert(1)><script>alert(2)</script>$$x$$ 日本"
+
+EVIL_PANEL = PANEL.replace('"name": "digits"', f'"name": {EVIL!r}').replace(
+    '"train.epochs": 5', f'"train.epochs": 1, "model.say": {EVIL!r}, "model.{EVIL}": 1'
+)
+
+
+@pytest.fixture
+def hold(jupyter: Server) -> Path:
+    """While this file is there, trials go on."""
+    write_notebook(jupyter.root / "sheet.ipynb", TRAIN, PANEL)
+    file = jupyter.root / "hold"
+    file.touch()
+    return file
+
+
+def test_panels_in_two_notebooks_agree_and_a_closed_page_stops_nothing(
+    browser: Browser, jupyter: Server, hold: Path
+) -> None:
+    write_notebook(jupyter.root / "other.ipynb", TRAIN, PANEL)
+    with person(browser, jupyter, "notebook") as anna:
+        anna.opens("sheet.ipynb")
+        anna.runs(0)
+        anna.runs(SHEET)
+        anna.clicks("Sweep")
+        anna.sees("0 of 4 trials")
+        run = anna.chosen("watch")
+        with person(browser, jupyter, "notebook") as bert:
+            bert.opens("other.ipynb")
+            bert.runs(0)
+            bert.runs(SHEET)
+            bert.chooses("watch", run)
+            bert.sees(f"{run}: running")
+            bert.clicks("Pause")
+            anna.sees(re.compile(f"{run}: paused"))
+            anna.clicks("Go on")
+            bert.sees(f"{run}: running")
+    hold.unlink()  # all pages are closed
+    with person(browser, jupyter, "notebook") as anna:
+        anna.opens("sheet.ipynb")
+        anna.runs(SHEET)
+        anna.chooses("watch", run)
+        anna.sees("4 of 4 trials")
+        assert anna.can("Train the best")
+
+
+def test_a_killed_sweep_is_told_within_two_seconds_and_gone_on_with(
+    browser: Browser, jupyter: Server, hold: Path
+) -> None:
+    with person(browser, jupyter, "lab") as anna:
+        anna.opens("sheet.ipynb")
+        anna.runs(0)
+        anna.runs(SHEET)
+        anna.clicks("Sweep")
+        anna.sees(re.compile("1 running"))
+        owner = jupyter.root / "outputs" / anna.chosen("watch") / "owner.json"
+        os.kill(json.loads(owner.read_text())["pid"], signal.SIGKILL)
+        anna.sees(re.compile("cut off .*Go on takes it up where it was"), seconds=2.0)
+        hold.unlink()
+        anna.clicks("Go on")
+        anna.sees("4 of 4 trials")
+
+
+def test_what_looks_like_html_is_shown_as_it_was_written(browser: Browser, jupyter: Server) -> None:
+    write_notebook(jupyter.root / "evil.ipynb", TRAIN, EVIL_PANEL)
+    with person(browser, jupyter, "lab") as anna:
+        anna.opens("evil.ipynb")
+        anna.runs(0)
+        anna.runs(SHEET)
+        anna.clicks("Sweep")
+        anna.sees("4 of 4 trials")
+        anna.sees(EVIL)
+        anna.goes_to("Log")
+        anna.chooses("log of", "trial 0, rank 0")
+        anna.sees(EVIL)
+        anna.goes_to("Files")
+        anna.sees(EVIL)
+        anna.goes_to("Settings")
+        anna.types("epochs", EVIL)
+        anna.sees(re.compile("is not allowed"))
+        assert anna.panel.locator("img, script, .MathJax").count() == 0
+        assert anna.dialogs == []
