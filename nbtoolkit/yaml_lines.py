@@ -91,7 +91,11 @@ def parse_value(text: str) -> Any:
     Raises:
         yaml.YAMLError: the text is not YAML.
     """
-    return yaml.load(text, Loader=_Loader)  # a SafeLoader: it builds plain values only
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader: it builds plain values only
+    except (ValueError, AttributeError, RecursionError) as error:
+        # what PyYAML itself trips over: `!!int x`, 5,000 digits, 5,000 brackets
+        raise yaml.YAMLError(str(error)) from error
 
 
 def dump(values: Mapping[str, Any]) -> str:

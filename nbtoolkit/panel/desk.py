@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from yaml import safe_load
-
 from nbtoolkit.config import load_config
 from nbtoolkit.errors import LaunchError, NbtoolkitError
+from nbtoolkit.notebooks.handle import NotebookHandle
 from nbtoolkit.panel import actions
+from nbtoolkit.panel.begun import Begun
 from nbtoolkit.panel.board import Board
 from nbtoolkit.panel.clock import Clock
 from nbtoolkit.panel.draft import Checked, Draft
@@ -73,7 +73,12 @@ class Desk:
         return self.board.form.draft.copy().check()
 
     def press(self, name: str) -> Future[Any]:
-        """Have a button's task done, once for all presses until it is."""
+        """Have a button's task done, once for all presses until it is.
+
+        Returns:
+            None, once it is done; of what a notebook is going to start: the folder, once it is
+            there.
+        """
         with self._pressing:
             if name not in self._pressed:
                 if name in self.board.buttons:
@@ -163,7 +168,7 @@ class Desk:
         self._checked = self._entry.draft.check()
         if self.state is not None:
             self.state.look()
-        can = pressable(self.state, self._checked)
+        can = pressable(self.state, self._checked, self._begun.starting is not None)
         if name not in can:
             raise LaunchError(
                 f"{BUTTONS[name][0] if name in BUTTONS else name} cannot be pressed now",
@@ -171,17 +176,16 @@ class Desk:
                 do="look at the overview and at the errors in the form",
             )
 
-    def _launch(self) -> None:
+    def _launch(self) -> Future[Path] | None:
         config = self._checked.config
         assert config is not None  # else it could not be pressed
-        self._started(actions.start_run(self._train, config), "launched")
+        return self._started(actions.start_run(self._train, config), "launched")
 
-    def _sweep(self) -> None:
+    def _sweep(self) -> Future[Path] | None:
         config, draft = self._checked.config, self._entry.draft
         assert config is not None
-        trials = int(draft.trials) if draft.trials.strip() else None
-        space = safe_load(draft.space)
-        self._started(actions.start_sweep(self._train, config, space, trials), "started")
+        handle = actions.start_sweep(self._train, config, draft.searched(), draft.count())
+        self._started(handle, "started")
 
     def _go_on(self) -> None:
         state = self._watched()
@@ -191,16 +195,20 @@ class Desk:
         else:
             self._started(actions.go_on(state, self._train), "going on")
 
-    def _train_best(self) -> None:
-        self._started(actions.train_best(self._watched(), self._train), "training the best")
+    def _train_best(self) -> Future[Path] | None:
+        return self._started(actions.train_best(self._watched(), self._train), "training the best")
 
     def _pause(self) -> None:
         actions.pause(self._watched())
         self._say("asked to pause: what runs is finished first")
 
     def _stop(self) -> None:
-        actions.stop(self._watched())
-        self._say("asked to stop: all leave at their next report")
+        if self._begun.starting is not None:
+            self._begun.starting.stop()
+            self._say("asked the notebook to end")
+        else:
+            actions.stop(self._watched())
+            self._say("asked to stop: all leave at their next report")
 
     def _stop_trial(self) -> None:
         actions.stop_trial(self._watched(), self._entry.number)
@@ -229,10 +237,16 @@ class Desk:
         write_whole(path, checked.config.to_yaml())
         self._say(f"saved to {path.absolute()}")
 
-    def _started(self, handle: RunHandle, how: str) -> None:
+    def _started(self, handle: actions.Started, how: str) -> Future[Path] | None:
+        if isinstance(handle, NotebookHandle):
+            self.watch(None)  # until there is a run of it
+            coming = self._begun.add(handle)
+            self._say(self._begun.said())
+            return coming
         self.watch(handle.paths.folder)
         self._handle = handle  # its line is open: it is listened to at each look
         self._say(f"{how}: {handle.paths.folder}")
+        return None
 
     def _watched(self) -> State:
         assert self.state is not None  # else nothing could be pressed
@@ -253,6 +267,9 @@ class Desk:
 
     def look(self) -> None:
         """Take what is new and draw it; called by the clock."""
+        if folder := self._begun.look():
+            self.watch(folder)
+            self._say(f"the notebook has started: {folder}")
         news = self._stale
         self._stale = False
         if self._handle is not None:
@@ -261,8 +278,9 @@ class Desk:
             news = self.state.look() or news or self.state.live  # times and devices change
         self._drawing.offer_runs(self.state, self.output_dir)
         if news or self._links.starting:
-            self._checked = self.check()
-            self._drawing.draw(self.state, self._checked, self._pressed)
+            draft = self.board.form.draft.copy()
+            self._checked = draft.check()
+            self._drawing.draw(self.state, draft, self._checked, self._pressed)
 
 
 @dataclass(frozen=True)

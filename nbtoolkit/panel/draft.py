@@ -7,12 +7,15 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from yaml import YAMLError, safe_load
+from yaml import YAMLError
 
 from nbtoolkit.config import Config
 from nbtoolkit.errors import ConfigError, NbtoolkitError
 from nbtoolkit.panel.fields import config_fields, texts_of
 from nbtoolkit.search.wishes import Wishes, load_wishes
+from nbtoolkit.yaml_lines import parse_value
+
+_DIGITS, _SHOWN = 9, 40
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,27 @@ class Draft:
         """
         return {name: config_fields()[name].value(self.texts[name]) for name in self._changed()}
 
+    def searched(self) -> Any:
+        """The space as YAML reads it, in a file too: ``1e-4`` is a number.
+
+        Raises:
+            YAMLError: it is not YAML.
+        """
+        return parse_value(self.space)
+
+    def count(self) -> int | None:
+        """How many trials; None: as the space says.
+
+        Raises:
+            ConfigError: it is no such number.
+        """
+        text = self.trials.strip()
+        if not text:
+            return None
+        if not text.isdecimal() or len(text) > _DIGITS or int(text) < 1:
+            raise ConfigError(f"trials: {text[:_SHOWN]!r}", allowed=f"1 to {10**_DIGITS - 1}")
+        return int(text)
+
     def check(self) -> Checked:
         """Make the configuration and the sweep, or say what is wrong, setting by setting."""
         errors = self._errors()
@@ -92,16 +116,12 @@ class Draft:
         if not self.space.strip():
             return None
         try:
-            source = safe_load(self.space)
+            source = self.searched()
         except YAMLError as error:
             raise ConfigError(f"the space is not YAML: {error}") from error
         if not isinstance(source, dict):
             raise ConfigError("the space is no section", allowed="names, each with its limits")
-        return load_wishes(source, config, n_trials=self._count())
-
-    def _count(self) -> int | None:
-        if not self.trials.strip():
-            return None
-        if not self.trials.strip().isdecimal() or int(self.trials) < 1:
-            raise ConfigError(f"trials: {self.trials!r}", allowed="a whole number of at least 1")
-        return int(self.trials)
+        try:
+            return load_wishes(source, config, n_trials=self.count())
+        except RecursionError as error:
+            raise ConfigError("the space has no end: it contains itself") from error

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.panel.board import Board
-from nbtoolkit.panel.draft import Checked
+from nbtoolkit.panel.draft import Checked, Draft
 from nbtoolkit.panel.equal import equal
 from nbtoolkit.panel.links import Links
 from nbtoolkit.panel.machine import plan_text
@@ -43,23 +43,27 @@ class Drawing:
         self._bars = Importances()
         self._planned: Config | None = None
 
-    def draw(self, state: State | None, checked: Checked, pressed: Collection[str]) -> None:
+    def draw(
+        self, state: State | None, draft: Draft, checked: Checked, pressed: Collection[str]
+    ) -> None:
         """Draw errors, plan, buttons and the page that is seen.
 
         Args:
             state: of what is watched; None: nothing is.
-            checked: of the form.
+            draft: what stood in the form.
+            checked: what it makes.
             pressed: the buttons whose task is not done yet.
+            starting: whether a notebook is at work whose run is not there yet.
         """
         board = self._board
         board.form.show(checked)
         self._draw_plan(checked)
-        can = pressable(state, checked)
+        can = pressable(state, checked, starting)
         for name, button in board.buttons.items():
             _set(button, "disabled", name not in can or name in pressed)
         self._offer_orders(state)
         self._offer_links(state, checked)
-        _set(board.pages[board.page], "value", self._view(board.page, state, checked))
+        _set(board.pages[board.page], "value", self._view(board.page, state, draft, checked))
 
     def offer_runs(self, state: State | None, output_dir: str) -> None:
         """List the newest runs of a folder, and show which one is watched."""
@@ -80,7 +84,7 @@ class Drawing:
             _set(self._board.plan, "value", boxed(said(plan_text(checked))))
             self._planned = checked.config
 
-    def _view(self, page: str, state: State | None, checked: Checked) -> str:
+    def _view(self, page: str, state: State | None, draft: Draft, checked: Checked) -> str:
         board = self._board
         order = Order(board.sort.value, board.down.value, board.part.value)
         views: dict[str, Callable[[], str]] = {
@@ -89,7 +93,7 @@ class Drawing:
             "Curves": lambda: beside(history(state), curves(state), self._bars.html(state)),
             "Devices": lambda: devices(state),
             "Log": lambda: log(log_names(state).get(board.log.value)),
-            "Files": lambda: equal(board.form.draft, checked, self._train),
+            "Files": lambda: equal(draft, checked, self._train),
             "Links": lambda: self._links.html(state, checked),
         }
         return views[page]() if page in views else ""

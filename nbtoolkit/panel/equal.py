@@ -6,8 +6,6 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from yaml import safe_load
-
 from nbtoolkit.config import Config
 from nbtoolkit.panel.draft import Checked, Draft
 from nbtoolkit.panel.fields import text_of
@@ -89,7 +87,7 @@ def equal(draft: Draft, checked: Checked, train: Callable[..., Any] | None) -> s
     if checked.config is None:
         return boxed(wrong("something in the settings is wrong"))
     searched = checked.wishes is not None
-    text, space = (draft.space, safe_load(draft.space)) if searched else ("", None)
+    text, space = (draft.space, draft.searched()) if searched else ("", None)
     name = "" if train is None else getattr(train, "__name__", "train")
     task = None if train is None else task_of(train)
     shell = command_line(draft.overrides(), text, draft.trials, task=task)

@@ -64,7 +64,7 @@ class Field:
         value = {} if self.free and value is None else value
         try:
             _checker(self.name).validate_python(value)
-        except ValidationError as error:
+        except (ValidationError, RecursionError) as error:  # `&a {b: *a}` has no end
             raise ConfigError(f"{text!r} is not allowed", allowed=self.allowed) from error
         return value
 
