@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -198,6 +199,21 @@ class Notebook:
                 return cell
         raise AssertionError(f"the cell did not end within {seconds:g} s; it wrote: {cell.text}")
 
+    def hear(self, look: Callable[[dict[str, Any]], Any], what: str) -> Any:
+        """The first true value of ``look(message)``, of all messages that are not yet read."""
+        limit = time.monotonic() + SECONDS
+        while time.monotonic() < limit:
+            with contextlib.suppress(Empty):
+                if found := look(self._client.get_iopub_msg(timeout=0.5)):
+                    return found
+        raise AssertionError(f"{what} did not come within {SECONDS:g} s")
+
+    def click(self, comm: str) -> None:
+        """What a front end sends when a button is clicked."""
+        data = {"method": "custom", "content": {"event": "click"}}
+        message = self._client.session.msg("comm_msg", {"comm_id": comm, "data": data})
+        self._client.shell_channel.send(message)
+
     def interrupt(self) -> None:
         """What the stop button does."""
         self._manager.interrupt_kernel()
@@ -225,6 +241,8 @@ class Cell:
 
     text: str = ""
     displayed: list[dict[str, Any]] = field(default_factory=list)
+    updated: list[dict[str, Any]] = field(default_factory=list)
+    """What outputs that have an id were changed to."""
     error: str = ""
     """The exception's class name; empty where the cell ended well."""
     traceback: str = ""
@@ -236,6 +254,8 @@ class Cell:
             self.text += content["text"]
         elif kind in ("display_data", "execute_result"):
             self.displayed.append(content["data"])
+        elif kind == "update_display_data":
+            self.updated.append(content["data"])
         elif kind == "error":
             self.error, self.traceback = content["ename"], "\n".join(content["traceback"])
         return bool(kind == "status" and content["execution_state"] == "idle")

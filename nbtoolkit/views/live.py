@@ -13,7 +13,7 @@ from nbtoolkit.runtime.screen import Screen, choose_screen, look_around
 from nbtoolkit.search.live import TableLines
 from nbtoolkit.views.glance import glance
 from nbtoolkit.views.picture import CellPicture, Minutes, Picture, TerminalBar, state_of
-from nbtoolkit.views.place import running_cell
+from nbtoolkit.views.place import Place, running_cell
 from nbtoolkit.views.state import read_state
 from nbtoolkit.views.widget import WidgetPicture
 
@@ -145,4 +145,6 @@ def _picture(
         return CellPicture(make_state)
     if screen.shape == "bar":
         return TerminalBar(make_state)
-    return None if screen.shape == "off" else Minutes(make_state, say)
+    if screen.shape == "minutes":
+        return Minutes(make_state, say, Place().put)
+    return Minutes(make_state, say) if screen.shape == "lines" else None

@@ -74,11 +74,12 @@ class CellPicture:
 
 
 class Minutes:
-    """A line a minute, and one at the end.
+    """A line a minute, and one at the end; there a saved notebook gets a picture, too.
 
     Args:
         make_state: as for :class:`CellPicture`.
         say: shows a line.
+        leave: puts the picture where it is to stay; None: there is no such place.
         seconds: between two lines.
     """
 
@@ -86,10 +87,11 @@ class Minutes:
         self,
         make_state: Callable[[], State],
         say: Callable[[str], None],
+        leave: Callable[[dict[str, Any]], None] | None = None,
         *,
         seconds: float = MINUTE,
     ) -> None:
-        self._make_state, self._say = make_state, say
+        self._make_state, self._say, self._leave = make_state, say, leave
         self._pace = Pace(seconds)
 
     def open(self, *, waits: bool) -> None:
@@ -103,8 +105,10 @@ class Minutes:
                 self._tell()
 
     def close(self) -> None:
-        """Say how it ended."""
+        """Say how it ended, and leave the picture if there is more in it than that."""
         self._tell()
+        if self._leave is not None and (self._state.table is not None or self._state.points()):
+            self._leave(bundle_of(self._state))
 
     def _tell(self) -> None:
         self._state.look()

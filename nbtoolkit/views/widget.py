@@ -109,11 +109,13 @@ class _Widgets:
 
         self._paths = state.paths
         self._html = ipywidgets.HTML(glance(state))
-        self._button = ipywidgets.Button(
-            description="Stop", icon="stop", tooltip="All leave at their next report"
-        )
-        self._button.on_click(self._stop)
-        self._box = ipywidgets.VBox([self._html, *([self._button] if stoppable else [])])
+        self._buttons: list[ipywidgets.Button] = []
+        if stoppable:
+            tip = "All leave at their next report"
+            button = ipywidgets.Button(description="Stop", icon="stop", tooltip=tip)
+            button.on_click(self._stop)
+            self._buttons.append(button)
+        self._box = ipywidgets.VBox([self._html, *self._buttons])
 
     @property
     def view(self) -> dict[str, Any]:
@@ -121,16 +123,19 @@ class _Widgets:
         return {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
 
     def show(self, state: State) -> None:
-        """Draw; the button goes where there is nothing to stop."""
+        """Draw; where nothing runs there is nothing to stop."""
         self._html.value = glance(state)
-        self._button.disabled = self._button.disabled or not state.live
+        if not state.live:
+            self._box.children = [self._html]
 
     def close(self) -> None:
         """End all widgets, in kernel and front end."""
-        for one in (self._box, self._button, self._html):
+        styled = [self._html, *self._buttons]
+        for one in [self._box, *styled]:
             one.layout.close()
             one.close()
-        self._button.style.close()
+        for one in styled:
+            one.style.close()
 
     def _stop(self, button: ipywidgets.Button) -> None:
         """Runs in the kernel's main thread or in a subshell's: it only leaves a file."""

@@ -1,0 +1,455 @@
+"""What a cell, a terminal or a log shows of a run while it runs: real kernels, papermill, a pty."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import papermill
+import pytest
+from demo import IPC
+from kernels import START, Notebook, notebook, run_folder, until
+
+import nbtoolkit as nb
+from nbtoolkit.errors import LaunchError, MissingExtra
+from nbtoolkit.runtime.cell import CellOutput, Display
+from nbtoolkit.runtime.events import EventLog
+from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.runtime.screen import Shape, Surroundings, choose_screen
+from nbtoolkit.views.glance import glance, glance_line
+from nbtoolkit.views.live import Live
+from nbtoolkit.views.pace import Pace
+from nbtoolkit.views.picture import Minutes
+from nbtoolkit.views.state import State
+
+VIEW = "application/vnd.jupyter.widget-view+json"
+WIDGETS = "sys.modules['ipywidgets.widgets.widget']._instances"
+
+SCRIPT = Surroundings()
+TERMINAL = Surroundings(terminal=True)
+EDITOR = Surroundings(kernel=True, front_end=True, widgets=True)
+BARE = Surroundings(kernel=True, front_end=True)
+SILENT = Surroundings(kernel=True, front_end=None, widgets=True)
+PAPERMILL = Surroundings(kernel=True, front_end=False, widgets=True)
+
+
+@pytest.mark.parametrize(
+    ("display", "around", "shape"),
+    [
+        ("auto", EDITOR, "widgets"),
+        ("auto", SILENT, "widgets"),
+        ("auto", BARE, "html"),
+        ("auto", PAPERMILL, "minutes"),
+        ("auto", TERMINAL, "bar"),
+        ("auto", SCRIPT, "lines"),
+        ("text", EDITOR, "lines"),
+        ("text", TERMINAL, "lines"),
+        ("widgets", EDITOR, "widgets"),
+        ("widgets", PAPERMILL, "widgets"),
+        ("off", EDITOR, "off"),
+        ("off", SCRIPT, "off"),
+    ],
+)
+def test_what_is_shown_fits_the_place(display: Display, around: Surroundings, shape: Shape) -> None:
+    screen = choose_screen(display, around)
+    assert screen.shape == shape
+    assert screen.reason
+
+
+def test_widgets_are_refused_where_there_can_be_none(config: nb.Config) -> None:
+    with pytest.raises(LaunchError, match='outside a notebook\n  Allowed: "auto", "text", "off"'):
+        nb.launch(print, config, display="widgets")
+    with pytest.raises(LaunchError, match="outside a notebook"):
+        nb.attach("anything", display="widgets")
+    with pytest.raises(MissingExtra, match=r"needs ipywidgets\n.*nbtoolkit\[panel\]"):
+        choose_screen("widgets", BARE)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> nb.Config:
+    return nb.load_config(overrides=settings(tmp_path))
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """A run that reports until the file ``end`` is there."""
+    return {
+        "runtime.output_dir": str(folder / "out"),
+        "tracking.mlflow": False,
+        "model.end": str(folder / "end"),
+        "distributed.world_size": 1,
+    }
+
+
+# --- in a kernel with a front end ---
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    with notebook(tmp_path_factory.mktemp("home")) as running:
+        running.run("import panel_functions, sys, threading").ok()
+        yield running
+
+
+@pytest.fixture
+def kernel(running: Notebook) -> Iterator[Notebook]:
+    """One kernel for all tests; its launchpad ends with each of them."""
+    yield running
+    running.run("from nbtoolkit.runtime import launchpad; launchpad.shutdown()").ok()
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> str:
+    """A cell's beginning that launches; ``, wait=False)`` and the like end it."""
+    return f"nb.launch(panel_functions.until_told, {settings(tmp_path)!r}, resume='never'"
+
+
+def view(message: dict[str, Any]) -> Any:
+    """The widget that an output is changed to."""
+    return message["msg_type"] == "update_display_data" and message["content"]["data"].get(VIEW)
+
+
+def drawn(word: str) -> Callable[[dict[str, Any]], Any]:
+    """Whether a message is a widget's new HTML with a word in it."""
+
+    def look(message: dict[str, Any]) -> Any:
+        state = message["content"].get("data", {}).get("state", {})
+        return message["msg_type"] == "comm_msg" and word in str(state.get("value"))
+
+    return look
+
+
+def static(word: str) -> Callable[[dict[str, Any]], Any]:
+    """Whether a message is an output without widgets, with a word in it."""
+
+    def look(message: dict[str, Any]) -> Any:
+        data = message["content"].get("data", {})
+        changed = message["msg_type"] == "update_display_data" and VIEW not in data
+        return data if changed and word in data["text/html"] else None
+
+    return look
+
+
+def no_view_thread(kernel: Notebook) -> None:
+    names = "{thread.name for thread in threading.enumerate()}"
+    until(lambda: "nbtoolkit-view" not in kernel.run(f"print({names})").text, "the thread's end")
+
+
+def test_a_launch_is_live_by_widgets_and_leaves_static_html(
+    kernel: Notebook, launch: str, tmp_path: Path
+) -> None:
+    cell = kernel.start(f"result = {launch}); print('after')")
+    kernel.hear(view, "the widget")
+    kernel.hear(drawn("score"), "its curves")
+    (tmp_path / "end").touch()
+    closed: list[str] = []
+    ended = kernel.hear(
+        lambda message: closed.append(message["msg_type"]) or static("completed")(message),
+        "the end",
+    )
+    assert "<svg" in ended["text/html"]
+    assert ended["text/plain"].endswith(" s")
+    assert "completed after" in ended["text/plain"]
+    done = kernel.wait(cell).ok()
+    assert done.text == "after\n"
+    no_view_thread(kernel)
+    assert kernel.run(f"print(len({WIDGETS}))").text == "0\n"
+
+
+def test_without_waiting_the_view_goes_on_and_its_button_stops_the_run(
+    kernel: Notebook, launch: str
+) -> None:
+    cell = kernel.run(f"handle = {launch}, wait=False)\nhandle").ok()
+    assert len(cell.displayed) == 1  # the handle's own view would be the same again
+    kernel.hear(view, "the widget")
+    kernel.interrupt()  # of no cell: the view goes on
+    button = f"[one for one in {WIDGETS}.values() if hasattr(one, 'click')]"
+    comm = kernel.run(f"[button] = {button}; print(button.comm.comm_id)").ok().text
+    kernel.click(comm.strip())
+    ended = kernel.hear(static("stopped"), "the end")
+    assert VIEW not in ended
+    asked = "print(handle.result().status, [e['reason'] for e in handle.events() if 'reason' in e])"
+    assert "stopped ['the Stop button of the live view']" in kernel.run(asked).ok().text
+    no_view_thread(kernel)
+
+
+def test_an_interrupt_of_a_waiting_cell_ends_the_run_and_the_view_says_so(
+    kernel: Notebook, launch: str
+) -> None:
+    cell = kernel.start(f"{launch})")
+    kernel.hear(view, "the widget")
+    kernel.interrupt()
+    kernel.hear(static("stopped"), "the end")
+    assert kernel.wait(cell).error == "KeyboardInterrupt"
+    no_view_thread(kernel)
+
+
+def test_a_run_that_is_killed_or_whose_folder_goes_is_said_to_be(
+    kernel: Notebook, launch: str, tmp_path: Path
+) -> None:
+    kernel.run(f"handle = {launch}, wait=False)").ok()
+    kernel.hear(view, "the widget")
+    folder = run_folder(tmp_path / "out")
+    os.kill(json.loads((folder / "owner.json").read_text())["pid"], signal.SIGKILL)
+    kernel.hear(static("its process is gone"), "the end")
+    assert kernel.run("handle.result()").error == "LaunchError"
+    shutil.rmtree(folder)
+
+    kernel.run(f"handle = {launch}, wait=False)").ok()
+    kernel.hear(view, "the widget")
+    shutil.rmtree(run_folder(tmp_path / "out"))
+    kernel.hear(static("its folder was deleted"), "the end")
+    kernel.run("handle.stop(grace=0.0)\nhandle._line.send({'type': 'kill'})")
+    no_view_thread(kernel)
+
+
+def test_attach_shows_nothing_before_it_is_looked_at(
+    kernel: Notebook, launch: str, tmp_path: Path
+) -> None:
+    kernel.run(f"mine = {launch}, wait=False, display='off')").ok()
+    cell = kernel.run("other = nb.attach(mine.paths.folder)").ok()
+    assert (cell.text, cell.displayed) == ("", [])
+    assert kernel.run("other").ok().displayed
+    kernel.hear(view, "a widget for the handle that is a cell's value")
+    (tmp_path / "end").touch()
+    kernel.hear(static("completed"), "its end")
+    cell = kernel.run("other.result(); nb.attach(mine.paths.folder, display='off').result()").ok()
+    assert len(cell.displayed) == 2  # the view of result(), and the value
+    no_view_thread(kernel)
+
+
+def test_without_ipywidgets_the_waiting_cell_draws(
+    kernel: Notebook, launch: str, tmp_path: Path
+) -> None:
+    kernel.run("import sys; kept = sys.modules.pop('ipywidgets', None)").ok()
+    kernel.run("sys.modules['ipywidgets'] = None").ok()
+    cell = kernel.start(f"result = {launch})")
+    kernel.hear(static("score"), "a picture")
+    (tmp_path / "end").touch()
+    done = kernel.wait(cell).ok()
+    assert "completed" in done.updated[-1]["text/html"]
+    static_handle = kernel.run("nb.attach(result.paths.folder)").ok().displayed[0]
+    assert "completed" in static_handle["text/html"]
+    kernel.run("sys.modules.pop('ipywidgets'); sys.modules.update(ipywidgets=kept or sys)").ok()
+
+
+SWEEP = """
+space = {{"study": {{"metric": "score", "sampler": "random"}}, "budget": {{"n_trials": 2}},
+         "space": {{"optim.lr": {{"type": "float", "low": 0.001, "high": 0.1}}}}}}
+config = {config!r}
+found = nb.sweep(panel_functions.reports, config, space)
+folds = nb.make_folds([0, 1] * 8, k=2)
+scores = nb.cross_validate(panel_functions.reports, config, folds)
+"""
+
+
+def test_a_sweep_and_folds_end_as_their_tables(kernel: Notebook, tmp_path: Path) -> None:
+    few = {**settings(tmp_path), "train.epochs": 2}
+    cell = kernel.run(SWEEP.format(config=few)).ok()
+    ended = [data for data in cell.updated if "completed" in data["text/html"]]
+    assert "2 of 2 trials" in ended[0]["text/html"]
+    assert "2 of 2 folds" in ended[-1]["text/html"]
+    assert "best score" in ended[0]["text/plain"]
+    assert VIEW not in ended[0]
+    assert not [line for line in cell.text.splitlines() if line.startswith(("trial", "fold"))]
+
+
+# --- where nobody looks ---
+
+
+def test_under_papermill_there_are_lines_and_at_the_end_a_picture(tmp_path: Path) -> None:
+    few = {**settings(tmp_path), "train.epochs": 2}
+    code = START + "import panel_functions\nprint('ipywidgets' in sys.modules)\n"
+    code += f"result = nb.launch(panel_functions.reports, {few!r})\n"
+    made = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(code + SWEEP.format(config=few))]
+    )
+    made.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(made, tmp_path / "in.ipynb")
+    done = papermill.execute_notebook(
+        tmp_path / "in.ipynb", tmp_path / "out.ipynb", progress_bar=False, config=IPC
+    )
+    outputs = done.cells[0].outputs
+    text = "".join(one.get("text", "") for one in outputs).splitlines()
+    assert text[2] == "hello from 0"
+    assert re.fullmatch(r"step 2 of 2, score .*, completed after \d\.\d s", text[3])
+    assert not [line for line in text if line.startswith("trial")]
+    assert [line for line in text if "2 of 2 trials; 2 complete; best score" in line]
+    assert [line for line in text if "2 of 2 folds" in line]
+    pictures = [one["data"] for one in outputs if one.output_type == "display_data"]
+    assert len(pictures) == 3
+    assert "<svg" in pictures[0]["text/html"]
+    assert not [one for one in pictures if VIEW in one]
+
+
+def test_a_line_a_minute_says_how_far_it_is(diary: EventLog, state: State) -> None:
+    said: list[str] = []
+    lines = Minutes(lambda: state, said.append, seconds=0.0)
+    lines.open(waits=True)
+    diary.write("run", config={"train": {"epochs": 4}})
+    for step in (1, 2):
+        diary.write("report", values={"val_loss": 1 / step}, step=step, decision="go")
+    diary.write("device", readings=[{"rank": 0, "cpu": 0.98, "memory": 2**30}])
+    lines.pump()
+    diary.write("ended", status="completed", seconds=3.0)
+    lines.close()
+    assert said == [
+        "step 2 of 4, about 0.0 s left, val_loss 0.5, rank 0: 0.98 cores of CPU, 1.0 GiB of memory",
+        "step 2 of 4, val_loss 0.5, completed after 3.0 s",
+    ]
+    lines = Minutes(lambda: state, said.append)
+    lines.open(waits=True)
+    lines.pump()
+    assert len(said) == 2  # a minute is not over
+
+
+# --- in a terminal ---
+
+IN_TERMINAL = """
+import panel_functions
+result = nb.launch(panel_functions.reports, {config!r})
+"""
+
+
+def test_in_a_terminal_a_bar_stays_below_the_lines(tmp_path: Path) -> None:
+    few = {**settings(tmp_path), "train.epochs": 2}
+    written = on_terminal(START + IN_TERMINAL.format(config=few))
+    assert "0%|" in written
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in written.strip().split("\n")]
+    assert lines[0].startswith("plan: 1 process")
+    assert lines[1:-1] == ["hello from 0"]
+    assert re.fullmatch(r"step 2 of 2, score .*, completed after \d\.\d s", lines[-1])
+
+
+def on_terminal(code: str) -> str:
+    """What a program writes to a terminal of 100 columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    program = [sys.executable, "-c", code]
+    with subprocess.Popen(program, stdin=theirs, stdout=theirs, stderr=theirs) as running:
+        os.close(theirs)
+        written = b""
+        with contextlib.suppress(OSError):  # how a terminal ends
+            while chunk := os.read(ours, 1 << 16):
+                written += chunk
+        os.close(ours)
+    assert running.returncode == 0, written.decode()
+    return written.decode()
+
+
+# --- what is drawn ---
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[State]:
+    """Of a folder that somebody owns."""
+    paths = RunPaths(tmp_path)
+    paths.versions.write_text("{}")
+    with paths.lock.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield State(paths)
+
+
+@pytest.fixture
+def diary(tmp_path: Path) -> Iterator[EventLog]:
+    log = EventLog(tmp_path / "events.jsonl")
+    yield log
+    log.close()
+
+
+class Tags(HTMLParser):
+    """The tags of a document."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.found.add(tag)
+
+
+def test_names_and_errors_are_text_in_html_and_no_orders_to_a_terminal(
+    diary: EventLog, state: State
+) -> None:
+    diary.write("run", config={"train": {"epochs": 4}})
+    for step in (1, 2, 3):
+        values = {"<script>ü\x1b[2J\n": step / 2, '"><img src=x>': 1.0, "nan": float("nan")}
+        diary.write("report", values=values, step=step, decision="go")
+    diary.write("ended", status="failed", error="<b>no</b>", seconds=1.0)
+    state.look()
+    assert Tags(glance(state)).found <= {"div", "span", "b", "svg", "polyline"}
+    assert "&lt;b&gt;no&lt;/b&gt;" in glance(state)
+    assert glance_line(state).startswith("step 3 of 4, <script>ü [2J  1.5")
+    assert "\x1b" not in glance_line(state)
+
+
+def test_what_was_logged_is_drawn_where_nothing_was_reported(diary: EventLog, state: State) -> None:
+    diary.write("run", config={})
+    for step in range(10_000):
+        diary.write("metrics", values={"loss": 1 / (step + 1)}, step=step)
+    state.look()
+    assert "loss" in glance(state)
+    assert len(state.logged["loss"]) <= 4000
+    assert state.logged["loss"][-1][0] == 9999
+    diary.write("report", values={"val_loss": 0.5}, step=1, decision="go")
+    state.look()
+    assert set(state.points()) == {"val_loss"}
+
+
+def test_drawing_takes_a_hundredth_of_a_core_at_most() -> None:
+    now = used = 0.0
+    pace = Pace(1.0, clock=lambda: now, cost=lambda: used)
+    assert not pace.due
+    now = 1.0
+    assert pace.due
+    with pace.drawing():
+        used += 0.05
+    assert pace.seconds == pytest.approx(5.0)
+    now = 5.9
+    assert not pace.due
+    now = 6.1
+    assert pace.due
+    with pace.drawing():
+        used += 0.001
+    assert pace.seconds == 1.0
+
+
+class Broken:
+    """A picture that cannot be drawn."""
+
+    def open(self, *, waits: bool) -> None:
+        """Work so far."""
+
+    def pump(self) -> None:
+        """Fail."""
+        raise ValueError("no ink")
+
+    def close(self) -> None:
+        """Fail."""
+        raise AssertionError("it was given up")
+
+
+def test_a_picture_that_fails_ends_only_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = Live(CellOutput(RunPaths(tmp_path), "text"), Broken(), needs_wait=True)
+    live.open(waits=True)
+    live.pump()
+    live.say("going on")
+    live.close()
+    assert capsys.readouterr().out == "the live view ended (ValueError: no ink)\ngoing on\n"
