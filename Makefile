@@ -2,6 +2,8 @@
 #   make demo     train on two worker processes from a notebook, and say where the results lie
 #   make test     the test suite
 #   make test-hosts  every notebook in environments like Kaggle's and Colab's, without internet (minutes)
+#   make test-browser  a person's sessions with the panel, in JupyterLab and Notebook 7 (minutes)
+#   make screenshots   the pictures of docs/panel.md
 #   make test-chaos  the long form: 20 kills at random moments, gone on with each time (minutes)
 #   make check    lint, format, types, version
 #   make notebooks  run every notebook in full, store the outputs that are kept (minutes)
@@ -13,7 +15,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-hosts test-chaos check notebooks bench clean install
+.PHONY: demo test test-hosts test-browser screenshots test-chaos check notebooks bench clean install
 
 demo: $(STAMP)
 	@$(BIN)/python tests/demo.py
@@ -24,8 +26,16 @@ test: $(STAMP)
 test-hosts: $(STAMP)
 	@$(BIN)/python -m pytest -m hosts tests/hosts
 
+test-browser: $(STAMP)
+	@tests/browser/install.sh
+	@$(BIN)/python -m pytest -m browser tests/browser
+
+screenshots: $(STAMP)
+	@tests/browser/install.sh
+	@$(BIN)/python tests/browser/pictures.py docs/images
+
 test-chaos: $(STAMP)
-	@$(BIN)/python -m pytest -m long
+	@$(BIN)/python -m pytest -m "long and not browser"
 
 check: $(STAMP)
 	@$(BIN)/ruff check

@@ -98,6 +98,7 @@ class Person:
         self.page.locator(entry).first.click()
         light = "true" if theme == "Light" else "false"
         self.page.wait_for_selector(f'body[data-jp-theme-light="{light}"]', state="attached")
+        self.page.wait_for_selector("#jupyterlab-splash", state="detached")
 
     # --- the panel ---
 
