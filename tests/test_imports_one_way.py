@@ -40,6 +40,7 @@ ROOMS = {
         "errors",
         "config",
         "runtime",
+        "notebooks",
         "search",
         "report",
         "tasks",

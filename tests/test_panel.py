@@ -22,7 +22,7 @@ from notebook_sizes import FOLDER, QUICK
 from test_views import EVIL, assert_harmless
 
 import nbtoolkit as nb
-from nbtoolkit.errors import ConfigError, LaunchError, ResumeError
+from nbtoolkit.errors import LaunchError, ResumeError
 from nbtoolkit.panel.board import TABS
 from nbtoolkit.panel.draft import Draft
 from nbtoolkit.panel.equal import command_line, python_cell, task_of
@@ -243,16 +243,6 @@ def test_launch_pressed_twice_starts_one_run(opened: Open, home: Path) -> None:
     assert len([*(home / "out").iterdir()]) == 1
     panel.press("stop")
     assert ends(panel) == "stopped"
-
-
-def test_a_function_by_name_needs_no_cell(opened: Open) -> None:
-    panel = opened(None, task="panel_functions:reports")
-    panel.press("launch")
-    assert ends(panel) == "completed"
-    desk(panel).board.form.input("task").value = "panel_functions:report"
-    with pytest.raises(ConfigError, match="did you mean"):
-        panel.press("launch")
-    assert "did you mean" in told(panel)
 
 
 def test_what_fails_is_shown_with_its_error(opened: Open) -> None:
@@ -593,6 +583,8 @@ READERS = {
     "dashboards.server",
     "dashboards.study",
     "errors",
+    "notebooks.handle",
+    "notebooks.task",
     "report.words",
     "runtime.hardware",
     "runtime.host",

@@ -5,6 +5,8 @@ And what a panel takes up that it did not start: a cross-validation, a sweep jud
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,10 @@ import fold_functions
 import panel_functions
 import pytest
 from kernels import until
-from test_panel import SPACE, Open, ends, page, pressable, status
+from test_panel import SPACE, Open, ends, page, pressable, status, told, trials_begun
 
 import nbtoolkit as nb
+from nbtoolkit.errors import ConfigError, NbtoolkitError, NotebookFailed
 
 
 @pytest.fixture
@@ -47,7 +50,102 @@ def opened(settings: dict[str, Any], home: Path) -> Iterator[Open]:
     home.mkdir(exist_ok=True)
     (home / "end").touch()
     for one in panels:
+        until(lambda one=one: not at_work(one), "the end of its notebooks")
         one.close()
+
+
+def at_work(panel: nb.Panel) -> bool:
+    """Whether a notebook that a panel has started has not ended."""
+    with contextlib.suppress(NbtoolkitError):  # one that fails is told
+        panel._desk.clock.do(panel._desk.look).result()
+    begun = panel._desk._begun
+    return begun.starting is not None or bool(begun._at_work)
+
+
+def notebooks_in(home: Path) -> list[nb.NotebookHandle]:
+    return [nb.NotebookHandle(file) for file in sorted((home / "out/notebooks").glob("*.ipynb"))]
+
+
+# --- a task by name ---
+
+
+def test_a_task_by_name_is_launched_by_a_notebook_with_the_form_s_values(
+    opened: Open, home: Path
+) -> None:
+    panel = opened(task="panel_functions:reports")
+    panel._desk.board.form.input("train.epochs").value = "3"
+    panel.press("launch")
+    folder = panel.folder
+    assert folder is not None
+    assert folder.parent == home / "out"
+    assert "reports" in folder.name
+    assert ends(panel) == "completed"
+    assert nb.load_config(folder / "config.yaml", env=None) == panel.config
+    until(lambda: not at_work(panel), "the end of the notebook")
+    [notebook] = notebooks_in(home)
+    result = notebook.result()
+    assert (result.values["status"], result.runs) == ("completed", [folder])
+    overrides = result.parameters["overrides"]
+    assert (overrides["train.epochs"], overrides["task"]) == (3, "panel_functions:reports")
+    direct = nb.launch(panel_functions.reports, panel.config, display="off")
+    about = [nb.attach(one).paths.versions.read_text() for one in (folder, direct.paths.folder)]
+    fingerprints = [json.loads(text)["fingerprint"] for text in about]
+    assert fingerprints[0] == fingerprints[1]
+
+
+def test_a_task_that_is_not_there_is_told_before_a_notebook_starts(
+    opened: Open, home: Path
+) -> None:
+    panel = opened(task="panel_functions:report")
+    with pytest.raises(ConfigError, match="did you mean"):
+        panel.press("launch")
+    assert "did you mean" in told(panel)
+    assert not (home / "out").exists()
+    assert pressable(panel) == {"launch"}
+
+
+def test_a_sweep_by_a_notebook_is_watched_paused_stopped_gone_on_with_and_its_best_trained(
+    opened: Open, home: Path
+) -> None:
+    panel = opened(None, SPACE, task="panel_functions:until_told")
+    panel.press("sweep")
+    sweep = panel.folder
+    assert sweep is not None
+    until(lambda: trials_begun(panel) == 2, "two trials")
+    other = opened(None, SPACE, task="panel_functions:until_told")
+    other.watch(sweep)
+    assert pressable(other) == pressable(panel)
+    panel.press("pause")
+    until(lambda: status(other) == "paused", "the pause")
+    other.press("go_on")
+    until(lambda: status(panel) == "running", "the sweep that goes on")
+    other.press("stop")
+    assert (ends(panel), ends(other)) == ("stopped", "stopped")
+    until(lambda: not at_work(panel), "the end of the notebook")
+    assert notebooks_in(home)[0].result().values["status"] == "stopped"
+    until(lambda: "go_on" in pressable(panel), "the end of its owner")
+    (home / "end").touch()
+    panel.press("go_on")
+    until(lambda: status(panel) == "completed", "the end of what was gone on with")
+    assert panel.folder == sweep
+    assert "4 of 4 trials" in page(panel, "Overview")
+    panel.press("train_best")
+    assert ends(panel) == "completed"
+    assert panel.folder is not None
+    assert panel.folder.name.split("-")[1] == "best"
+    assert len(notebooks_in(home)) == 2
+
+
+def test_a_notebook_that_fails_before_its_run_is_told_with_its_error(
+    opened: Open, home: Path
+) -> None:
+    panel = opened(task="panel_functions:reports", **{"distributed.world_size": 10_000})
+    with pytest.raises(NotebookFailed, match="PlanError"):
+        panel.press("launch")
+    assert "PlanError" in told(panel)
+    assert 'role="alert"' in told(panel)
+    assert panel.folder is None
+    assert pressable(panel) == {"launch"}
 
 
 # --- what was started elsewhere ---

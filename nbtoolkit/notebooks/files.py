@@ -119,9 +119,7 @@ def files_for(notebook: Path, output: str | os.PathLike[str] | None) -> Notebook
         NotebookError: ``output`` is no ``.ipynb``, or the notebook itself.
     """
     if output is None:
-        stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
-        name = f"{stamp}-{notebook.stem}-{secrets.token_hex(2)}.ipynb"
-        return NotebookFiles(Path("outputs").absolute() / name)
+        return NotebookFiles(Path("outputs").absolute() / fresh_name(notebook.stem))
     path = Path(output).expanduser().absolute()
     if path.suffix != ".ipynb":
         raise NotebookError(
@@ -136,3 +134,9 @@ def files_for(notebook: Path, output: str | os.PathLike[str] | None) -> Notebook
             do="leave output out, and it goes to outputs/",
         )
     return NotebookFiles(path)
+
+
+def fresh_name(name: str) -> str:
+    """A new name for an executed copy: ``<UTC time>-<name>-<4 hex>.ipynb``."""
+    stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
+    return f"{stamp}-{name}-{secrets.token_hex(2)}.ipynb"

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from nbtoolkit.config import Config, load_config
+from nbtoolkit.notebooks.handle import NotebookHandle
+from nbtoolkit.notebooks.task import start_search, start_training
 from nbtoolkit.runtime.launch import launch
 from nbtoolkit.runtime.result import RunHandle
 from nbtoolkit.search.cross_validation import cross_validate
@@ -19,6 +21,8 @@ from nbtoolkit.tasks.find import find_task
 from nbtoolkit.views.state import State
 
 Train = Callable[..., Any]
+Started = RunHandle | NotebookHandle
+"""What goes on in the background: a run, or a notebook that is going to start one."""
 
 
 class _Going(TypedDict):
@@ -30,33 +34,41 @@ class _Going(TypedDict):
     display: Literal["off"]
 
 
-def start_run(train: Train | None, config: Config) -> RunHandle:
+def start_run(train: Train | None, config: Config, name: str | None = None) -> Started:
     """Launch; see :func:`nbtoolkit.launch` for what it raises.
 
     Args:
-        train: the function; None: the one that ``config.task`` names.
+        train: the function; None: the one that ``config.task`` names, by a notebook that ships.
         config: its settings.
+        name: a part of the run's id; None: the function's name.
     """
-    return launch(_function(train, config), config, wait=False, detach=True, display="off")
+    if train is None:
+        task = find_task(config.task)  # a name that is wrong is told here, not in the notebook
+        return start_training(config, name=name or task.__name__)
+    return launch(train, config, name=name, wait=False, detach=True, display="off")
 
 
 def start_sweep(
     train: Train | None, config: Config, space: Mapping[str, Any], trials: int | None
-) -> SweepHandle:
+) -> Started:
     """Sweep; see :func:`nbtoolkit.sweep` for what it raises."""
-    function = _function(train, config)
-    return sweep(function, config, space, n_trials=trials, wait=False, detach=True, display="off")
+    if train is None:
+        find_task(config.task)
+        return start_search(config, space, n_trials=trials)
+    return sweep(train, config, space, n_trials=trials, wait=False, detach=True, display="off")
 
 
 def go_on(state: State, train: Train | None) -> RunHandle:
     """Start what is unfinished where it was, with the folder's own settings.
+
+    No notebook is needed for that, also where one had started it: which folder it is, is known.
 
     Raises:
         ResumeError: ``train`` is another function than the folder's.
         FoldError: it is a cross-validation that was cut off before its folds were written.
     """
     config, folder = load_config(state.paths.config, env=None), state.paths.folder
-    function = _function(train, config)
+    function = train if train is not None else find_task(config.task)
     going: _Going = {"resume": folder, "wait": False, "detach": True, "display": "off"}
     if state.kind == "run":
         return launch(function, config, **going)
@@ -66,15 +78,24 @@ def go_on(state: State, train: Train | None) -> RunHandle:
     return sweep(function, config, folder / "sweep.yaml", folds=folds, **going)
 
 
-def train_best(state: State, train: Train | None) -> RunHandle:
+def train_best(state: State, train: Train | None) -> Started:
     """Launch with the best settings of a sweep that has ended.
 
     Raises:
         SweepError: no trial is complete.
     """
+    return start_run(train, SweepResult(state.paths).best_config, "best")
+
+
+def launch_best(state: State) -> RunHandle:
+    """The same for a shell: by the launchpad, as ``nbtoolkit train`` does.
+
+    Raises:
+        SweepError: no trial is complete.
+    """
     config = SweepResult(state.paths).best_config
-    function = _function(train, config)
-    return launch(function, config, name="best", wait=False, detach=True, display="off")
+    task = find_task(config.task)
+    return launch(task, config, name="best", wait=False, detach=True, display="off")
 
 
 def resume(state: State) -> None:
@@ -108,7 +129,3 @@ def handle_on(state: State) -> Any:
     if state.kind == "sweep":
         return SweepHandle(state.paths, SweepResult)
     return CVHandle(state.paths) if state.kind == "cv" else RunHandle(state.paths)
-
-
-def _function(train: Train | None, config: Config) -> Train:
-    return train if train is not None else find_task(config.task)

@@ -55,7 +55,7 @@ class Desk:
         self._pressing = threading.Lock()
         self._pressed: dict[str, Future[Any]] = {}
         self.board = Board(Form(draft, self._typed))
-        self._links = Links()
+        self._links, self._begun = Links(), Begun()
         self._drawing = Drawing(self.board, train, self._links)
         self.clock = Clock(self.look, self._failed)
         self._listen()
@@ -110,7 +110,8 @@ class Desk:
     # --- in the clock's thread, in which alone the state changes ---
 
     def _text(self) -> str:
-        return "\n\n".join([plan_text(self.check()), page_text(self.state)])
+        parts = [plan_text(self.check()), self._begun.said(), page_text(self.state)]
+        return "\n\n".join(part for part in parts if part)
 
     def _html(self) -> str:
         return boxed(said(plan_text(self.check()))) + page_html(self.state)
@@ -152,12 +153,13 @@ class Desk:
 
     # --- in the clock's thread ---
 
-    def _do(self, name: str, entered: _Entered) -> None:
+    def _do(self, name: str, entered: _Entered) -> Future[Path] | None:
         try:
             self._entry = entered
             self._refuse(name)
             self._say(f"{BUTTONS[name][0]} ...")
-            getattr(self, f"_{name}")()
+            coming: Future[Path] | None = getattr(self, f"_{name}")()
+            return coming
         finally:
             with self._pressing:
                 self._pressed.pop(name, None)
@@ -185,7 +187,7 @@ class Desk:
         config, draft = self._checked.config, self._entry.draft
         assert config is not None
         handle = actions.start_sweep(self._train, config, draft.searched(), draft.count())
-        self._started(handle, "started")
+        return self._started(handle, "started")
 
     def _go_on(self) -> None:
         state = self._watched()
@@ -280,7 +282,8 @@ class Desk:
         if news or self._links.starting:
             draft = self.board.form.draft.copy()
             self._checked = draft.check()
-            self._drawing.draw(self.state, draft, self._checked, self._pressed)
+            pressed, starting = self._pressed, self._begun.starting is not None
+            self._drawing.draw(self.state, draft, self._checked, pressed, starting)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,12 @@ class Drawing:
         self._planned: Config | None = None
 
     def draw(
-        self, state: State | None, draft: Draft, checked: Checked, pressed: Collection[str]
+        self,
+        state: State | None,
+        draft: Draft,
+        checked: Checked,
+        pressed: Collection[str],
+        starting: bool,
     ) -> None:
         """Draw errors, plan, buttons and the page that is seen.
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
+from concurrent import futures
+from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.config import Config
-from nbtoolkit.errors import MissingExtra
+from nbtoolkit.errors import LaunchError, MissingExtra
 from nbtoolkit.panel.desk import Desk
 from nbtoolkit.panel.draft import Draft
 from nbtoolkit.panel.equal import space_text
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
     from nbtoolkit.panel.actions import Train
 
     Source = str | os.PathLike[str] | Mapping[str, Any]
+
+_SECONDS = 300.0  # to wait for a notebook's first run: its first cell may install packages
+_LOOK = 0.1  # seconds between two looks meanwhile
 
 
 def panel(
@@ -73,17 +79,33 @@ class Panel:
         return self._desk.board.root
 
     def press(self, button: str) -> None:
-        """Do what a button does, and wait until it is done.
+        """Do what a button does, and wait until it is done: until a run has a folder, too.
 
         Args:
             button: ``"launch"``, ``"sweep"``, ``"pause"``, ``"go_on"``, ``"stop"``,
                 ``"add_trials"``, ``"stop_trial"`` or ``"train_best"``.
 
         Raises:
-            LaunchError: the button cannot be pressed now, or there is none of that name.
+            LaunchError: the button cannot be pressed now, or there is none of that name; a notebook
+                that was started has started no run after five minutes (it goes on).
             NbtoolkitError: what was started could not be.
         """
-        self._desk.press(button).result()
+        coming = self._desk.press(button).result()
+        if coming is not None:
+            self._wait_for(coming)
+
+    def _wait_for(self, run: Future[Path]) -> None:
+        """Look more often than the clock does; between two looks it does what else is pressed."""
+        end = time.monotonic() + _SECONDS
+        while not run.done() and time.monotonic() < end:
+            futures.wait([run], _LOOK)
+            self.refresh()
+        if not run.done():
+            raise LaunchError(
+                f"no run has begun after {_SECONDS:.0f} s; the notebook goes on",
+                do="look at its log: print(panel)",
+            )
+        run.result()
 
     def watch(self, run: str | os.PathLike[str]) -> None:
         """Show another run.

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.panel import actions
 from nbtoolkit.panel.draft import Checked
 from nbtoolkit.panel.rules import pressable
+from nbtoolkit.runtime.result import RunHandle
 from nbtoolkit.views.state import State
 
 _COUNTED = {"add_trials": actions.add_trials, "stop_trial": actions.stop_trial}
 _PLAIN = {"pause": actions.pause, "stop": actions.stop}
-_STARTING = {"go_on": actions.go_on, "train_best": actions.train_best}
+_STARTING: dict[str, Callable[[State], RunHandle]] = {
+    "go_on": partial(actions.go_on, train=None),
+    "train_best": actions.launch_best,
+}
 
 
 def press(wish: str, state: State) -> Path:
@@ -44,7 +50,7 @@ def press(wish: str, state: State) -> Path:
     elif button == "go_on" and state.status == "paused":
         actions.resume(state)
     else:
-        return _STARTING[button](state, None).paths.folder
+        return _STARTING[button](state).paths.folder
     return state.paths.folder
 
 

@@ -19,7 +19,7 @@ BUTTONS = {
 """Name -> label and tooltip."""
 
 
-def pressable(state: State | None, checked: Checked) -> set[str]:
+def pressable(state: State | None, checked: Checked, starting: bool = False) -> set[str]:
     """The names of the buttons that can be pressed.
 
     A panel starts one thing at a time: a second press, even a fast one, finds that something runs.
@@ -27,7 +27,10 @@ def pressable(state: State | None, checked: Checked) -> set[str]:
     Args:
         state: of what is watched; None: nothing is.
         checked: of the form.
+        starting: whether a notebook is at work whose run is not there yet.
     """
+    if starting:
+        return {"stop"}
     free = state is None or not state.live
     names = {
         "launch": free and checked.config is not None,
