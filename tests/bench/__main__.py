@@ -7,7 +7,17 @@ import sys
 
 from tests.bench.figures import Figure, machine, table
 
-MODULES = ("imports", "launches", "memory", "training", "search", "notebooks", "relay", "panel")
+MODULES = (
+    "imports",
+    "launches",
+    "memory",
+    "training",
+    "search",
+    "notebooks",
+    "relay",
+    "panel",
+    "browser",
+)
 
 
 def main() -> int:
