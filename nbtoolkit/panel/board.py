@@ -57,7 +57,9 @@ class Board:
             layout=w.Layout(width="520px", max_width="99%"),
         )
         self._make_pages()
-        self.tabs = w.Tab([self._page(name) for name in TABS], titles=TABS)
+        above = self._above()
+        pages = [w.VBox([*above.get(name, []), self.pages[name]]) for name in TABS]
+        self.tabs = w.Tab(pages, titles=TABS)
         style = w.HTML(STYLE, layout=w.Layout(display="none"))
         self.root = w.VBox([style, self.plan, *self._bars(), self.message, self.run, self.tabs])
         self.root.add_class(CLASS)
@@ -100,10 +102,11 @@ class Board:
             for name, (label, tooltip) in LINKS.items()
         }
 
-    def _page(self, name: str) -> Any:
+    def _above(self) -> dict[str, list[Any]]:
+        """What stands above the view, by page."""
         import ipywidgets as w
 
-        above: dict[str, list[Any]] = {
+        return {
             "Trials": [w.HBox([self.sort, self.down, self.part], layout=_WRAPPED)],
             "Log": [self.log],
             "Settings": [self.form.settings],
@@ -111,7 +114,6 @@ class Board:
             "Files": [w.HBox([self.file, self.load, self.save])],
             "Links": [w.HBox([*self.links.values()], layout=_WRAPPED)],
         }
-        return w.VBox([*above.get(name, []), self.pages[name]])
 
 
 def _count(label: str, value: int, *, low: int, high: int) -> Any:
