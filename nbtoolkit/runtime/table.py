@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-_LEFT = ' style="text-align: left"'
+_LEFT = ' style="text-align: left; padding-right: 10px"'
 
 
 def html_table(title: str, rows: Sequence[tuple[str, object]], notes: Sequence[str] = ()) -> str:

@@ -7,6 +7,7 @@ from html import escape
 from itertools import accumulate
 
 from nbtoolkit.report.story import Points
+from nbtoolkit.report.words import duration
 from nbtoolkit.search.table import SweepTable
 from nbtoolkit.views.devices import devices_text
 from nbtoolkit.views.markup import bar, boxed, said, wrong
@@ -36,7 +37,7 @@ def glance(state: State, now: float | None = None) -> str:
     if state.kind == "run":
         parts.append(sparks(state.points()))
     elif isinstance(state.table, SweepTable):
-        parts += [sparks(_best_so_far(state)), state.table.html(now)]
+        parts += [sparks(_history(state)), state.table.html(now)]
     elif state.table is not None:
         parts.append(state.table.html())
     if state.live:
@@ -54,7 +55,10 @@ def glance_line(state: State, now: float | None = None) -> str:
         words = [state.table.summary()]
     else:
         words = [progress(state, now), best(state)]
-    words += devices_text(state).splitlines() if state.live else [_how_it_ended(state)]
+    if state.live:
+        words += devices_text(state).splitlines()
+    elif state.table is None or state.ended is None:  # else the table has said it
+        words.append(_how_it_is(state))
     return plain(", ".join(filter(None, words)))
 
 
@@ -66,25 +70,24 @@ def plain(text: str) -> str:
 
 def _headline(state: State) -> str:
     means = f" ({_MEANS[state.status]})" if state.status in _MEANS else ""
-    return f"{_NOUNS[state.kind]} {state.paths.run_id}: {state.status}{means}"
+    return f"{_NOUNS[state.kind]} {state.paths.run_id}: {_how_it_is(state)}{means}"
 
 
-def _best_so_far(state: State) -> dict[str, Points]:
-    """By trial; empty where none has ended well."""
-    ended = sorted(state.values.items())
+def _history(state: State) -> dict[str, Points]:
+    """The best so far and each trial's value, by trial; empty where none has ended well."""
+    ended = [(float(number), value) for number, value in sorted(state.values.items())]
     best_of = max if state.direction == "maximize" else min
     values = accumulate((value for _, value in ended), best_of)
-    points = [(float(number), value) for (number, _), value in zip(ended, values, strict=True)]
-    return {f"best {state.metric}": points}
+    so_far = [(at, value) for (at, _), value in zip(ended, values, strict=True)]
+    return {f"best {state.metric}": so_far, f"{state.metric} of each trial": ended}
 
 
 def _small(text: str) -> str:
     return f'<div style="font-size:12px;opacity:0.85">{escape(text)}</div>'
 
 
-def _how_it_ended(state: State) -> str:
-    """Nothing where the table has said it."""
-    if state.table is not None and state.ended is not None:
-        return ""
-    seconds = (state.ended or {}).get("seconds")
-    return state.status + (f" after {seconds:.1f} s" if isinstance(seconds, (int, float)) else "")
+def _how_it_is(state: State) -> str:
+    """The status; of what has ended with the time it took."""
+    seconds = None if state.gone else (state.ended or {}).get("seconds")
+    took = f" after {duration(seconds)}" if isinstance(seconds, (int, float)) else ""
+    return state.status + took
