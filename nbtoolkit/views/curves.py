@@ -12,7 +12,7 @@ from nbtoolkit.views.markup import boxed
 from nbtoolkit.views.state import State
 from nbtoolkit.views.svg import Mark, Series, chart
 
-_PANELS, _LINES = 6, len(COLOURS) - 1  # the last colour is too near to the second
+_PANELS, _LINES = 6, len(COLOURS) - 2  # the last two are too near to the third and the second
 
 
 def curves(state: State | None) -> str:
