@@ -146,6 +146,45 @@ def test_who_stops_it_ends_its_kernel_and_what_runs_in_it(start: Start, tmp_path
     until(lambda: not nb.attach(run).paths.owned(), "the end of the run")
 
 
+def test_who_stops_it_at_once_is_told_so(start: Start, tmp_path: Path) -> None:
+    handle = start("open('ran', 'w').close()", WAITS)
+    handle.stop()
+    with pytest.raises(NotebookFailed, match=r"was (stopped before it began|interrupted)"):
+        handle.result(60)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_one_whose_folder_is_deleted_makes_it_anew(start: Start, tmp_path: Path) -> None:
+    publishes = "import nbtoolkit as nb\nnb.publish({'at': 'the end'})"
+    handle = start(WAITS, publishes, output=tmp_path / "out/done.ipynb")
+    until((tmp_path / "waiting").exists, "a cell")
+    shutil.rmtree(tmp_path / "out")
+    assert not handle.done()
+    (tmp_path / "go").touch()
+    assert handle.result(60).values == {"at": "the end"}
+    assert handle.output.exists()
+
+
+def test_one_that_is_killed_and_its_files_deleted_is_told(start: Start, tmp_path: Path) -> None:
+    folders = {*Path(tempfile.gettempdir()).iterdir()}
+    handle = start(WAITS, output=tmp_path / "out/done.ipynb")
+    until((tmp_path / "waiting").exists, "a cell")
+    family = descendants(pid(handle))
+    os.kill(pid(handle), signal.SIGKILL)
+    shutil.rmtree(tmp_path / "out")
+    with pytest.raises(NotebookDied, match="is gone"):
+        handle.result(60)
+    assert handle.runs == []
+    all_gone(family)  # by itself, within a second or two
+    take_away(folders)
+
+
+def take_away(before: set[Path]) -> None:
+    """The folders of kernels whose process was killed: it could not do it."""
+    for folder in {*Path(tempfile.gettempdir()).iterdir()} - before:
+        shutil.rmtree(folder)
+
+
 def test_a_process_that_is_killed_is_told_and_its_kernel_ends(start: Start, tmp_path: Path) -> None:
     folders = {*Path(tempfile.gettempdir()).iterdir()}
     handle = start("print('at work')", WAITS)
@@ -155,5 +194,4 @@ def test_a_process_that_is_killed_is_told_and_its_kernel_ends(start: Start, tmp_
     with pytest.raises(NotebookDied, match=r"is gone\n  The last lines:\n    at work"):
         handle.result(60)
     all_gone(family)
-    for folder in {*Path(tempfile.gettempdir()).iterdir()} - folders:
-        shutil.rmtree(folder)  # of its kernel: whoever is killed takes nothing away
+    take_away(folders)

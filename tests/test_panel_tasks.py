@@ -5,20 +5,24 @@ And what a panel takes up that it did not start: a cross-validation, a sweep jud
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
+import shutil
+import signal
+import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import fold_functions
 import panel_functions
 import pytest
-from kernels import until
+from kernels import all_gone, descendants, script, until
 from test_panel import SPACE, Open, ends, page, pressable, status, told, trials_begun
 
 import nbtoolkit as nb
-from nbtoolkit.errors import ConfigError, NbtoolkitError, NotebookFailed
+from nbtoolkit.errors import ConfigError, LaunchError, NotebookError, NotebookFailed
 
 
 @pytest.fixture
@@ -56,8 +60,7 @@ def opened(settings: dict[str, Any], home: Path) -> Iterator[Open]:
 
 def at_work(panel: nb.Panel) -> bool:
     """Whether a notebook that a panel has started has not ended."""
-    with contextlib.suppress(NbtoolkitError):  # one that fails is told
-        panel._desk.clock.do(panel._desk.look).result()
+    panel.refresh()
     begun = panel._desk._begun
     return begun.starting is not None or bool(begun._at_work)
 
@@ -146,6 +149,115 @@ def test_a_notebook_that_fails_before_its_run_is_told_with_its_error(
     assert 'role="alert"' in told(panel)
     assert panel.folder is None
     assert pressable(panel) == {"launch"}
+
+
+# --- faults ---
+
+
+def test_launch_pressed_twice_starts_one_notebook_and_stop_is_answered_meanwhile(
+    opened: Open, home: Path
+) -> None:
+    panel = opened(task="panel_functions:until_told")
+    coming = panel._desk.press("launch").result()
+    assert pressable(panel) == {"stop"}
+    assert panel.folder is None
+    [notebook] = [*(home / "out/notebooks").glob("*.run.log")]
+    assert str(notebook) in told(panel)
+    assert str(notebook) in panel.text()
+    with pytest.raises(LaunchError, match=r"Launch cannot be pressed now\n  Allowed: stop"):
+        panel.press("launch")
+    panel.press("stop")  # it does not wait for the run
+    assert isinstance(coming.exception(timeout=60), NotebookFailed)
+    assert pressable(panel) == {"launch"}
+    assert len([*(home / "out/notebooks").glob("*.run.log")]) == 1
+
+
+def test_a_click_is_not_held_up_by_who_waits_for_a_run(opened: Open, home: Path) -> None:
+    panel = opened(task="panel_functions:until_told")
+    with ThreadPoolExecutor() as threads:
+        waits = threads.submit(panel.press, "launch")
+        until(lambda: pressable(panel) == {"stop"}, "the notebook that starts")
+        panel._desk.board.buttons["stop"].click()
+        assert isinstance(waits.exception(timeout=60), NotebookFailed)
+
+
+def test_what_was_started_goes_on_when_the_panel_s_process_ends(
+    settings: dict[str, Any], home: Path
+) -> None:
+    code = f"""
+import panel_functions
+panel = nb.panel(None, {{**{settings!r}, "task": "panel_functions:until_told"}})
+panel.press("launch")
+print(panel.folder)
+"""
+    with script(code, home) as starter:
+        folder = Path(starter.output().strip())
+    assert nb.attach(folder).paths.owned()
+    [notebook] = notebooks_in(home)
+    assert (notebook.done(), notebook.runs) == (False, [folder])
+    (home / "end").touch()
+    assert nb.attach(folder).result(60).status == "completed"
+    assert notebook.result(60).values["status"] == "completed"
+
+
+def test_a_killed_notebook_is_told_and_its_run_goes_on_without_one(
+    opened: Open, home: Path
+) -> None:
+    folders = {*Path(tempfile.gettempdir()).iterdir()}
+    panel = opened(task="panel_functions:until_told")
+    panel.press("launch")
+    folder = panel.folder
+    [record] = (home / "out/notebooks").glob("*.run.json")
+    pid = json.loads(record.read_text())["pid"]
+    family = descendants(pid)
+    os.kill(pid, signal.SIGKILL)
+    assert ends(panel) == "cut off"
+    until(lambda: not at_work(panel), "the end of the notebook")
+    assert "is gone" in told(panel)
+    all_gone(family)
+    for left in {*Path(tempfile.gettempdir()).iterdir()} - folders:
+        shutil.rmtree(left)  # its kernel's: whoever is killed takes nothing away
+    (home / "end").touch()
+    panel.press("go_on")
+    until(lambda: status(panel) == "completed", "the end of what was gone on with")
+    assert panel.folder == folder
+    assert len(notebooks_in(home)) == 1
+
+
+def test_a_run_deleted_while_it_is_watched_leaves_the_panel_usable(
+    opened: Open, home: Path
+) -> None:
+    panel = opened(task="panel_functions:until_told")
+    panel.press("launch")
+    assert panel.folder is not None
+    shutil.rmtree(panel.folder)
+    assert status(panel) == "gone"
+    assert pressable(panel) == {"launch"}
+    (home / "end").touch()
+    until(lambda: not at_work(panel), "the end of the notebook")
+    panel.press("launch")
+    assert ends(panel) == "completed"
+
+
+def test_a_folder_that_cannot_be_written_is_told_and_nothing_is_started(
+    opened: Open, home: Path
+) -> None:
+    (home / "file").write_text("in the way")
+    for press, panel in {
+        "launch": opened(
+            task="panel_functions:reports", **{"runtime.output_dir": str(home / "file/out")}
+        ),
+        "sweep": opened(
+            None,
+            SPACE,
+            task="panel_functions:reports",
+            **{"runtime.output_dir": str(home / "file/out")},
+        ),
+    }.items():
+        with pytest.raises(NotebookError, match="cannot be written"):
+            panel.press(press)
+        assert "cannot be written" in told(panel)
+        assert press in pressable(panel)
 
 
 # --- what was started elsewhere ---

@@ -8,7 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from nbtoolkit.errors import NotebookDied, NotebookError
+from nbtoolkit.errors import NotebookDied, NotebookError, NotebookFailed
 from nbtoolkit.notebooks.files import NotebookFiles
 from nbtoolkit.notebooks.outcome import last_lines, outcome
 from nbtoolkit.notebooks.result import NotebookResult
@@ -34,7 +34,7 @@ class NotebookHandle:
     def __init__(
         self, output: str | os.PathLike[str], process: subprocess.Popen[bytes] | None = None
     ) -> None:
-        self._process = process
+        self._process, self._asked = process, False
         self._files = NotebookFiles(Path(output).expanduser().absolute())
         if not self._files.log.exists():
             raise NotebookError(
@@ -68,6 +68,7 @@ class NotebookHandle:
         """End its kernel, and with it what its cells run; nothing where it has ended."""
         record = read_json(self._files.record) or {}
         if not self.done() and record.get("status") == "running":
+            self._asked = True
             os.kill(record["pid"], signal.SIGINT)
 
     def result(self, timeout: float | None = None) -> NotebookResult:
@@ -91,7 +92,10 @@ class NotebookHandle:
             raise self._lost()
         return outcome(self._files, record)
 
-    def _lost(self) -> NotebookDied:
+    def _lost(self) -> NotebookFailed:
+        """Nobody was left to write down how it ended, or nobody yet."""
+        if self._asked:
+            return NotebookFailed(f"the notebook {self.output} was stopped before it began")
         error = NotebookDied(
             "\n".join([f"the process that ran {self.output} is gone", *last_lines(self.log)]),
             allowed="what its cells had launched goes on from its checkpoint",

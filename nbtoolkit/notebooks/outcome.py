@@ -45,7 +45,9 @@ def outcome(files: NotebookFiles, record: Mapping[str, Any]) -> NotebookResult:
 
 
 def last_lines(log: Path) -> list[str]:
-    """The end of a log, as lines of an error's text; none of an empty one."""
+    """The end of a log, as lines of an error's text; none of one that is empty, or gone."""
+    if not log.exists():
+        return []
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LAST_BYTES))
         last = file.read().decode(errors="replace").strip()

@@ -269,9 +269,7 @@ class Desk:
 
     def look(self) -> None:
         """Take what is new and draw it; called by the clock."""
-        if folder := self._begun.look():
-            self.watch(folder)
-            self._say(f"the notebook has started: {folder}")
+        self._follow()
         news = self._stale
         self._stale = False
         if self._handle is not None:
@@ -284,6 +282,15 @@ class Desk:
             self._checked = draft.check()
             pressed, starting = self._pressed, self._begun.starting is not None
             self._drawing.draw(self.state, draft, self._checked, pressed, starting)
+
+    def _follow(self) -> None:
+        """Watch the run of a notebook when it is there; tell how a notebook has failed."""
+        try:
+            if folder := self._begun.look():
+                self.watch(folder)
+                self._say(f"the notebook has started: {folder}")
+        except NbtoolkitError as error:
+            self._failed(error)
 
 
 @dataclass(frozen=True)

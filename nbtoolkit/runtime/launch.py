@@ -144,7 +144,7 @@ def launch(
     plan = make_plan(config, host, hardware, start=start)
     with choose_run(config, train, name, resume) as run:
         header = write_header(run, config, plan, host, train)
-        offset = run.paths.events.stat().st_size if run.resumed else 0
+        offset = _size(run.paths.events) if run.resumed else 0  # none: it was cut off at once
         cell = CellOutput(run.paths, display, offset=_size(run.paths.log(0)))
         cell.begin(plan, run)
         if start == "inline":
