@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ipywidgets import Widget
 
 _FIRST = "train"  # what is changed most often
+_SHORT = {"description_width": "50px"}  # for labels of one word
 
 
 class Form:
@@ -60,14 +61,14 @@ class Form:
             tooltip="What is searched, as YAML: names of settings, each with its limits",
             placeholder="optim.lr: {type: float, low: 1.0e-4, high: 1.0e-1, log: true}",
             rows=14,
-            style=self._style,
+            style=_SHORT,
             layout=self._wide,
         )
         self.trials = w.Text(
             value=draft.trials,
             description="trials",
             tooltip="How many in all; empty: as the space says",
-            style=self._style,
+            style=_SHORT,
             layout=self._narrow,
         )
         self.space_error = w.HTML()

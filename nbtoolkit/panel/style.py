@@ -15,7 +15,8 @@ _ARROW = (
 
 # What the stock has (contrasts by WCAG 2.2): labels of tabs 4.2 to 4.5 where SC 1.4.3 wants 4.5,
 # placeholders 3.5, borders of fields 1.9 where SC 1.4.11 wants 3, black arrows on dark lists, and
-# hardly a sign of where the keyboard's focus is. Tabs of one width have no room in a narrow window.
+# hardly a sign of where the keyboard's focus is. In a narrow window there is no room
+# for tabs of one width in one row.
 STYLE = f"""<style>
 .jupyter-widgets.{CLASS} {{
   --jp-widgets-input-border-color: {_GREY};
@@ -26,7 +27,10 @@ STYLE = f"""<style>
 }}
 .jupyter-widgets.{CLASS} .widget-tab > .lm-TabBar .lm-TabBar-tab {{
   color: var(--jp-ui-font-color1, inherit);
-  flex: 1 1 auto;
+  flex: 1 0 auto;
+}}
+.jupyter-widgets.{CLASS} .widget-tab > .lm-TabBar > .lm-TabBar-content {{
+  flex-wrap: wrap;
 }}
 .jupyter-widgets.{CLASS} .widget-dropdown > select {{
   background-image: url("{_ARROW}");

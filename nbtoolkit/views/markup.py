@@ -10,6 +10,7 @@ _BOX = (
     "font-variant-numeric:tabular-nums;overflow-x:auto"
 )
 _CELL = "text-align:left;padding:2px 10px 2px 0;white-space:nowrap"
+_WRAPS = "white-space:pre-wrap;overflow-wrap:anywhere"
 
 
 def boxed(*parts: str) -> str:
@@ -46,7 +47,7 @@ def rows(names: Mapping[str, object]) -> str:
     """A table of names and values, escaped."""
     body = "".join(
         f'<tr><th scope="row" style="{_CELL};vertical-align:top">{escape(name)}</th>'
-        f'<td style="{_CELL};white-space:pre-wrap">{escape(str(value))}</td></tr>'
+        f'<td style="{_CELL};{_WRAPS}">{escape(str(value))}</td></tr>'
         for name, value in names.items()
     )
     return f'<table style="font-size:inherit">{body}</table>' if body else ""

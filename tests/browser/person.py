@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+import pytest
 from kernels import SECONDS
 from server import Server
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Dialog, Locator, Page
 
 Front = Literal["lab", "notebook"]
+
+# Each test that goes through JupyterLab in `make test` goes through both in `make test-browser`.
+FRONTS = ("lab", pytest.param("notebook", marks=pytest.mark.long))
 
 _PATHS = {"lab": "/lab/tree/{}?reset", "notebook": "/notebooks/{}"}
 _IDLE = '[data-status="idle"]'

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 from chromium import chromium
 from looks import by_tab, nameless, ugly
-from person import Person, person
+from person import FRONTS, Front, Person, person
 from server import Server
 from sheets import PANEL, TRAIN, write_notebook
 
@@ -89,11 +89,12 @@ def looks_at_all_settings(one: Person, what: str) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("front", FRONTS)
 def test_every_page_can_be_read_at_both_widths_in_both_themes(
-    browser: Browser, jupyter: Server
+    browser: Browser, jupyter: Server, front: Front
 ) -> None:
     write_notebook(jupyter.root / "sheet.ipynb", TRAIN, PANEL)
-    with person(browser, jupyter, "lab") as anna:
+    with person(browser, jupyter, front) as anna:
         prepares(anna)
         anna.page.keyboard.press("Control+b")  # the file browser
         found = looks_at_all_settings(anna, "Light")

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
-from person import Front, Person, person
+from person import FRONTS, Front, Person, person
 from server import Server
 from sheets import PANEL, TRAIN, write_notebook
 
@@ -121,11 +121,8 @@ def saves_and_loads(one: Person) -> None:
     assert one.field("epochs").input_value() == "4"
 
 
-# Its short form is in test_faults.py: two notebooks, in Notebook 7.
-NOTEBOOK_7 = pytest.param("notebook", marks=pytest.mark.long)
-
-
-@pytest.mark.parametrize("front", ["lab", NOTEBOOK_7])
+# The short form of the one in Notebook 7 is in test_faults.py: two notebooks.
+@pytest.mark.parametrize("front", FRONTS)
 def test_a_whole_session(browser: Browser, jupyter: Server, front: Front) -> None:
     write_notebook(jupyter.root / "sheet.ipynb", TRAIN, PANEL, "1 + 1")
     hold = jupyter.root / "hold"
@@ -144,7 +141,10 @@ def test_a_whole_session(browser: Browser, jupyter: Server, front: Front) -> Non
         stops_and_goes_on(anna)
         comes_back_after_a_restart(anna, run)
         hold.unlink()
-        anna.sees(re.compile("5 of 5 trials"))
+        anna.sees("5 of 5 trials")
+        anna.goes_to("Curves")
+        anna.sees("Importance for val_accuracy")
+        anna.goes_to("Overview")
         trains_the_best(anna)
         saves_and_loads(anna)
         assert not anna.errors
