@@ -13,18 +13,21 @@ class Begun:
     """Notebooks in the background; looked at by the clock's thread.
 
     Attributes:
+        last: the one that was started last; None: none was.
         starting: the one whose run is not there yet; None: there is none.
         run: the folder of the run that was started last, once it is there.
     """
 
     def __init__(self) -> None:
+        self.last: NotebookHandle | None = None
         self.starting: NotebookHandle | None = None
         self.run: Future[Path] = Future()
         self._at_work: list[NotebookHandle] = []
 
     def add(self, notebook: NotebookHandle) -> Future[Path]:
         """Follow another notebook; its run's folder, once it is there."""
-        self.starting, self.run = notebook, Future()
+        self.last = self.starting = notebook
+        self.run = Future()
         return self.run
 
     def look(self) -> Path | None:

@@ -128,3 +128,13 @@ def _count(label: str, value: int, *, low: int, high: int) -> Any:
         style=_CLOSE,
         layout=w.Layout(width="150px"),
     )
+
+
+def close(widget: Any) -> None:
+    """Close a widget and all that is in it or belongs to it: ipywidgets keeps each it made."""
+    parts = [*getattr(widget, "children", ())]
+    parts += [getattr(widget, name) for name in ("layout", "style") if widget.has_trait(name)]
+    for part in parts:
+        if part is not None:
+            close(part)
+    widget.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,9 @@ from nbtoolkit.errors import LaunchError, NbtoolkitError
 from nbtoolkit.notebooks.handle import NotebookHandle
 from nbtoolkit.panel import actions
 from nbtoolkit.panel.begun import Begun
-from nbtoolkit.panel.board import Board
+from nbtoolkit.panel.board import Board, close
 from nbtoolkit.panel.clock import Clock
-from nbtoolkit.panel.draft import Checked, Draft
+from nbtoolkit.panel.draft import Checked, Draft, Entered
 from nbtoolkit.panel.drawing import Drawing
 from nbtoolkit.panel.form import Form
 from nbtoolkit.panel.links import Links
@@ -50,7 +49,7 @@ class Desk:
         self.state: State | None = None
         self._handle: RunHandle | None = None
         self._checked = Checked()
-        self._entry = _Entered(draft, 0, 0)
+        self._entry = Entered(draft, 0, 0)
         self._stale = True
         self._pressing = threading.Lock()
         self._pressed: dict[str, Future[Any]] = {}
@@ -61,6 +60,11 @@ class Desk:
         self._listen()
         # The first look, so that it is shown complete; what it raises is told as later on.
         self.clock.do(self.look).exception()
+
+    @property
+    def notebook(self) -> NotebookHandle | None:
+        """What was started last of those that run in the background; None: nothing was."""
+        return self._begun.last
 
     @property
     def output_dir(self) -> str:
@@ -105,7 +109,7 @@ class Desk:
         self.clock.close()
         self._links.close()
         for widget in (*self.board.form.rows, self.board.root):
-            _close(widget)
+            close(widget)
 
     # --- in the clock's thread, in which alone the state changes ---
 
@@ -118,9 +122,9 @@ class Desk:
 
     # --- in any thread ---
 
-    def _entered(self) -> _Entered:
+    def _entered(self) -> Entered:
         board = self.board
-        return _Entered(board.form.draft.copy(), board.more.value, board.number.value)
+        return Entered(board.form.draft.copy(), board.more.value, board.number.value)
 
     def _listen(self) -> None:
         board = self.board
@@ -153,7 +157,7 @@ class Desk:
 
     # --- in the clock's thread ---
 
-    def _do(self, name: str, entered: _Entered) -> Future[Path] | None:
+    def _do(self, name: str, entered: Entered) -> Future[Path] | None:
         try:
             self._entry = entered
             self._refuse(name)
@@ -224,14 +228,14 @@ class Desk:
         self._links.open(name, self.state, self.check())
         self._stale = True
 
-    def _load(self, file: str, entered: _Entered) -> None:
+    def _load(self, file: str, entered: Entered) -> None:
         draft = Draft(load_config(file), entered.draft.space)
         draft.trials = entered.draft.trials
         self.board.form.load(draft)
         self._stale = True
         self._say(f"loaded {file}")
 
-    def _save(self, file: str, entered: _Entered) -> None:
+    def _save(self, file: str, entered: Entered) -> None:
         checked = entered.draft.check()
         if checked.config is None:
             raise LaunchError("the settings are not saved: something in the form is wrong")
@@ -291,22 +295,3 @@ class Desk:
                 self._say(f"the notebook has started: {folder}")
         except NbtoolkitError as error:
             self._failed(error)
-
-
-@dataclass(frozen=True)
-class _Entered:
-    """What stood in the widgets when a button was pressed: its task may wait for another's."""
-
-    draft: Draft
-    more: int
-    number: int
-
-
-def _close(widget: Any) -> None:
-    """Close a widget and all that is in it or belongs to it: ipywidgets keeps each it made."""
-    parts = [*getattr(widget, "children", ())]
-    parts += [getattr(widget, name) for name in ("layout", "style") if widget.has_trait(name)]
-    for part in parts:
-        if part is not None:
-            _close(part)
-    widget.close()

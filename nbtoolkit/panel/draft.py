@@ -125,3 +125,12 @@ class Draft:
             return load_wishes(source, config, n_trials=self.count())
         except RecursionError as error:
             raise ConfigError("the space has no end: it contains itself") from error
+
+
+@dataclass(frozen=True)
+class Entered:
+    """What stood in the widgets when a button was pressed: its task may wait for another's."""
+
+    draft: Draft
+    more: int
+    number: int

@@ -20,6 +20,7 @@ from nbtoolkit.runtime.launch import as_config
 from nbtoolkit.runtime.result import find_run
 
 if TYPE_CHECKING:
+    from nbtoolkit.notebooks.handle import NotebookHandle
     from nbtoolkit.panel.actions import Train
 
     Source = str | os.PathLike[str] | Mapping[str, Any]
@@ -67,6 +68,11 @@ class Panel:
         """The folder that is watched; ``nb.attach`` takes it. None: nothing is."""
         state = self._desk.state
         return None if state is None else state.paths.folder
+
+    @property
+    def notebook(self) -> NotebookHandle | None:
+        """The notebook that was started last; None: none was (a panel of a cell's function)."""
+        return self._desk.notebook
 
     @property
     def config(self) -> Config | None:
