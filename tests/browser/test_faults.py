@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,12 +30,13 @@ EVIL_PANEL = PANEL.replace('"name": "digits"', f'"name": {EVIL!r}').replace(
 
 
 @pytest.fixture
-def hold(jupyter: Server) -> Path:
+def hold(jupyter: Server) -> Iterator[Path]:
     """While this file is there, trials go on."""
     write_notebook(jupyter.root / "sheet.ipynb", TRAIN, PANEL)
     file = jupyter.root / "hold"
     file.touch()
-    return file
+    yield file
+    file.unlink(missing_ok=True)
 
 
 def test_panels_in_two_notebooks_agree_and_a_closed_page_stops_nothing(
