@@ -255,9 +255,13 @@ def run(
     timeout: Seconds = None,
     cell_timeout: Seconds = None,
     html: Annotated[bool, typer.Option(help="Write the executed copy as a page too.")] = True,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Start it, print its executed copy, and return.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Run a notebook as a program; prints what it published with nb.publish, as YAML."""
+    from nbtoolkit.notebooks.handle import NotebookHandle
     from nbtoolkit.notebooks.parameters import parameters_from_shell
     from nbtoolkit.notebooks.run import run_notebook
     from nbtoolkit.notebooks.slow_import import skip_slow_imports
@@ -273,7 +277,11 @@ def run(
             timeout=timeout,
             cell_timeout=cell_timeout,
             html=html,
+            wait=not detach,
         )
+    if isinstance(result, NotebookHandle):
+        print(result.output)
+        return
     print(result.values_as_yaml(), end="")
     print(f"executed copy: {result.output}", file=sys.stderr)
 

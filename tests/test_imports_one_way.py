@@ -61,6 +61,7 @@ LATE = {
     ("__main__", "cli"): "without typer, its verbs cannot even be loaded",
     ("__main__", "cli_hosts"): "without typer, its verbs cannot even be loaded",
     ("cli", "doctor"): "each verb loads what it runs",
+    ("cli", "notebooks.handle"): "each verb loads what it runs",
     ("cli", "notebooks.parameters"): "each verb loads what it runs",
     ("cli", "notebooks.run"): "each verb loads what it runs",
     ("cli", "notebooks.slow_import"): "each verb loads what it runs",

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,6 +104,17 @@ def test_it_outlives_the_process_that_starts_it(tmp_path: Path) -> None:
         output = Path(starter.output().strip())
     handle = nb.NotebookHandle(output)
     until((tmp_path / "waiting").exists, "the first cell")
+    assert not handle.done()
+    (tmp_path / "go").touch()
+    assert handle.result(60).values == {"ended": "well"}
+
+
+def test_the_command_line_starts_one_and_returns(tmp_path: Path) -> None:
+    write_program(tmp_path, WAITS, "import nbtoolkit as nb\nnb.publish({'ended': 'well'})")
+    program = [sys.executable, "-m", "nbtoolkit", "run", "work.ipynb", "--no-html", "--detach"]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    handle = nb.NotebookHandle(done.stdout.strip())
     assert not handle.done()
     (tmp_path / "go").touch()
     assert handle.result(60).values == {"ended": "well"}

@@ -18,7 +18,8 @@ from typing import Any
 import fold_functions
 import panel_functions
 import pytest
-from kernels import all_gone, descendants, script, until
+from kernels import all_gone, descendants, until
+from kernels import notebook as jupyter
 from test_panel import SPACE, Open, ends, page, pressable, status, told, trials_begun
 
 import nbtoolkit as nb
@@ -181,17 +182,23 @@ def test_a_click_is_not_held_up_by_who_waits_for_a_run(opened: Open, home: Path)
         assert isinstance(waits.exception(timeout=60), NotebookFailed)
 
 
-def test_what_was_started_goes_on_when_the_panel_s_process_ends(
-    settings: dict[str, Any], home: Path
-) -> None:
-    code = f"""
+IN_KERNEL = """
 import panel_functions
-panel = nb.panel(None, {{**{settings!r}, "task": "panel_functions:until_told"}})
+panel = nb.panel(None, {config!r})
 panel.press("launch")
 print(panel.folder)
 """
-    with script(code, home) as starter:
-        folder = Path(starter.output().strip())
+
+
+def test_what_was_started_goes_on_when_the_kernel_is_interrupted_and_killed(
+    settings: dict[str, Any], home: Path
+) -> None:
+    config = {**settings, "task": "panel_functions:until_told"}
+    with jupyter(home) as kernel:
+        folder = Path(kernel.run(IN_KERNEL.format(config=config)).ok().text.strip())
+        kernel.interrupt()
+        kernel.kill()
+        all_gone({kernel.pid})
     assert nb.attach(folder).paths.owned()
     [notebook] = notebooks_in(home)
     assert (notebook.done(), notebook.runs) == (False, [folder])

@@ -68,6 +68,24 @@ def run_notebook(
 ) -> NotebookHandle: ...
 
 
+@overload
+def run_notebook(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    parameters_file: str | os.PathLike[str] | None = None,
+    kernel: str | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    timeout: float | None = None,
+    cell_timeout: float | None = None,
+    max_output: int = MAX_OUTPUT,
+    html: bool = True,
+    display: Display = "auto",
+    wait: bool,
+) -> NotebookResult | NotebookHandle: ...
+
+
 def run_notebook(
     path: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
