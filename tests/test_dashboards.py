@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -160,12 +162,13 @@ def test_one_that_ends_shows_what_it_wrote() -> None:
         assert dashboard.closed
 
 
+@pytest.mark.timeout(60)
 def test_one_that_never_answers_is_ended_with_all_its_processes() -> None:
     """It ignores SIGTERM, as its child does."""
     code = (
         "import signal, subprocess, sys, time; signal.signal(15, signal.SIG_IGN); "
-        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)']); "
-        "print('waiting', flush=True); time.sleep(100)"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        "print('waiting', flush=True); time.sleep(600)"
     )
     dashboard = Dashboard("mine", HERE, lambda port, own: [sys.executable, "-c", code], "/")
     until(lambda: "waiting" in dashboard.log.read_text(), "its start")
@@ -177,16 +180,20 @@ def test_one_that_never_answers_is_ended_with_all_its_processes() -> None:
     dashboard.close()
 
 
-def test_one_ends_with_the_kernel_however_that_ends(tmp_path: Path) -> None:
+def test_one_ends_with_the_kernel_even_if_a_child_of_that_holds_its_pipes(tmp_path: Path) -> None:
     code = """
+    import os, signal, time
     from pathlib import Path
     from nbtoolkit.dashboards.server import Dashboard
     from nbtoolkit.runtime.host import detect_host
     program = lambda port, own: [sys.executable, "-m", "http.server", str(port), "-b", "127.0.0.1"]
     dashboard = Dashboard("files", detect_host(), program, "/").wait()
-    Path("up").write_text(f"{dashboard._guard.pid} {dashboard.log.parent}")
+    if not (child := os.fork()):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        time.sleep(600)
+    Path("up").write_text(f"{dashboard._guard.pid} {dashboard.log.parent} {child}")
     try:
-        import time; time.sleep(100)
+        time.sleep(100)
     except KeyboardInterrupt:
         assert dashboard.up()
         Path("interrupted").touch()
@@ -194,12 +201,13 @@ def test_one_ends_with_the_kernel_however_that_ends(tmp_path: Path) -> None:
     """
     with script(code, tmp_path) as kernel:
         until(lambda: (tmp_path / "up").exists() and (tmp_path / "up").read_text(), "its start")
-        guard, folder = (tmp_path / "up").read_text().split()
+        guard, folder, child = (tmp_path / "up").read_text().split()
         pids = {int(guard), *descendants(int(guard))}
         kernel.interrupt()  # is for the kernel's group alone
         until((tmp_path / "interrupted").exists, "the interrupt")
         kernel.kill()
-    all_gone(pids)
+        all_gone(pids)
+        os.kill(int(child), signal.SIGKILL)
     until(lambda: not Path(folder).exists(), "the end of its folder")
 
 
