@@ -72,7 +72,11 @@ class Person:
                 break
             self.cell(index).locator(".jp-InputPrompt").first.click()
         if wait:
-            self.wait_until(lambda: self.prompt(index).isdigit(), f"the end of cell {index}")
+            self.waits_for(index)
+
+    def waits_for(self, index: int) -> None:
+        """Until a cell has run."""
+        self.wait_until(lambda: self.prompt(index).isdigit(), f"the end of cell {index}")
 
     def output(self, index: int) -> Locator:
         """What a cell shows."""
@@ -94,8 +98,8 @@ class Person:
         """Save the notebook."""
         self.menu("File", "docmanager:save")
 
-    def turns(self, theme: Literal["Light", "Dark"]) -> None:
-        """Change the theme by the menu."""
+    def turns(self, theme: str) -> None:
+        """Change the theme by the menu: Light or Dark."""
         self.page.click(".lm-MenuBar-item:has-text('Settings')")
         self.page.hover(".lm-Menu-item:has-text('Theme')")
         entry = f'.lm-Menu li[data-command="apputils:change-theme"]:has-text("JupyterLab {theme}")'

@@ -24,7 +24,7 @@ def train(config, ctx):  # digits; then it reports on while the file hold is the
     return scores
 """
 
-PANEL = """
+SETTINGS = """
 space = {
     "study": {"name": "digits", "metric": "val_accuracy", "sampler": "random", "pruner": "none"},
     "budget": {"n_trials": 4},
@@ -32,9 +32,9 @@ space = {
 }
 two = {"distributed.enabled": True, "distributed.world_size": 2}
 config = nb.load_config(env=None, overrides={**two, "tracking.mlflow": False, "train.epochs": 5})
-panel = nb.panel(train, config, space)
-panel
 """
+
+PANEL = f"{SETTINGS}panel = nb.panel(train, config, space)\npanel"
 
 
 def write_notebook(path: Path, *cells: str) -> None:
