@@ -34,7 +34,7 @@ from test_views import EVIL, assert_harmless, sweep, trial
 
 import nbtoolkit as nb
 from nbtoolkit.config import Config
-from nbtoolkit.errors import ConfigError
+from nbtoolkit.errors import ConfigError, LaunchError
 from nbtoolkit.panel.board import TABS
 from nbtoolkit.panel.draft import Draft
 from nbtoolkit.panel.equal import equal
@@ -339,6 +339,9 @@ def test_a_killed_rank_of_a_trial_costs_the_trial_and_not_the_sweep(
     panel = opened(panel_functions.until_told, SPACE)
     panel.press("sweep")
     until(lambda: trials_begun(panel) == 2, "two trials")
+    desk(panel).board.number.value = 77
+    with pytest.raises(LaunchError, match=r"(?s)trial 77 does not run.*Allowed: 0, 1"):
+        panel.press("stop_trial")
     os.kill(rank_of(panel, "trials/0001"), signal.SIGKILL)
     until(lambda: "rank 0 died" in page(panel, "Trials"), "the fault")
     (home / "end").touch()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from nbtoolkit.config import Config, load_config
+from nbtoolkit.errors import LaunchError
 from nbtoolkit.notebooks.handle import NotebookHandle
 from nbtoolkit.notebooks.task import start_search, start_training
 from nbtoolkit.runtime.launch import launch
@@ -17,6 +18,7 @@ from nbtoolkit.search.folds import Folds
 from nbtoolkit.search.handle import SweepHandle
 from nbtoolkit.search.sweep import FOLDS_FILE, sweep
 from nbtoolkit.search.sweep_result import SweepResult
+from nbtoolkit.search.table import SweepTable
 from nbtoolkit.tasks.find import find_task
 from nbtoolkit.views.state import State
 
@@ -115,7 +117,19 @@ def stop(state: State) -> None:
 
 
 def stop_trial(state: State, number: int) -> None:
-    """Let one trial end at its next report."""
+    """Let one trial end at its next report.
+
+    Raises:
+        LaunchError: it does not run; a sweep would take no notice of the wish.
+    """
+    table = state.table
+    running = [one.number for one in table.running] if isinstance(table, SweepTable) else []
+    if number not in running:
+        raise LaunchError(
+            f"trial {number} does not run",
+            allowed=", ".join(map(str, running)) or "none: no trial runs now",
+            do="look at the page Trials",
+        )
     handle_on(state).stop_trial(number)
 
 

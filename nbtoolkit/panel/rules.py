@@ -37,6 +37,7 @@ def pressable(state: State | None, checked: Checked, starting: bool = False) -> 
         "sweep": free and checked.wishes is not None,
     }
     if state is not None:
+        lost = state.gone or bool(state.unreadable)
         going = state.kind == "sweep" and state.live
         ended = isinstance(state.table, SweepTable) and state.ended is not None
         names |= {
@@ -45,7 +46,7 @@ def pressable(state: State | None, checked: Checked, starting: bool = False) -> 
             "stop": state.live,
             "add_trials": going,
             "stop_trial": going,
-            "train_best": ended and not state.gone and bool(_best(state)),
+            "train_best": ended and not lost and bool(_best(state)),
         }
     return {name for name, can in names.items() if can}
 
