@@ -21,9 +21,11 @@ import pytest
 from kernels import all_gone, descendants, until
 from kernels import notebook as jupyter
 from test_panel import SPACE, Open, ends, page, pressable, status, told, trials_begun
+from test_views import EVIL
 
 import nbtoolkit as nb
 from nbtoolkit.errors import ConfigError, LaunchError, NotebookError, NotebookFailed
+from nbtoolkit.notebooks.task import overrides_of
 
 
 @pytest.fixture
@@ -95,6 +97,25 @@ def test_a_task_by_name_is_launched_by_a_notebook_with_the_form_s_values(
     about = [nb.attach(one).paths.versions.read_text() for one in (folder, direct.paths.folder)]
     fingerprints = [json.loads(text)["fingerprint"] for text in about]
     assert fingerprints[0] == fingerprints[1]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"model": {"deep": {"a": [1, {"b": None}]}, "empty": {}, EVIL: EVIL}, "data.x": None},
+        {"train.batch_size_per_device": 4, "optim.lr_rule": "sqrt"},
+        {"runtime": {"time_budget": "2h", "output_dir": EVIL}, "optim.options": {"betas": [0.9]}},
+    ],
+)
+def test_a_configuration_s_differences_make_it_again_in_the_notebook(
+    settings: dict[str, Any],
+) -> None:
+    config = nb.load_config(overrides=settings)
+    overrides = overrides_of(config)
+    assert "runtime.output_dir" not in overrides  # a parameter of its own
+    given = {"runtime.output_dir": config.runtime.output_dir}
+    assert nb.load_config(None, overrides=overrides).with_overrides(given) == config
 
 
 def test_a_task_that_is_not_there_is_told_before_a_notebook_starts(
