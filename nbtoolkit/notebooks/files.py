@@ -9,9 +9,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
+import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,6 +21,8 @@ from typing import TextIO
 
 from nbtoolkit.errors import NbtoolkitError, NotebookError
 from nbtoolkit.runtime.paths import write_whole
+
+_LOCK_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -72,15 +76,13 @@ class NotebookFiles:
             log = open(self.log, "a", encoding="utf-8")  # noqa: SIM115 - as long as the run
         except OSError as error:
             raise not_written(self.copy, error, NotebookError) from error
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not _locked(log):
             log.close()
             raise NotebookError(
                 f"another run writes to {self.copy}",
                 allowed="one run for each executed copy at a time",
                 do="wait for it, or choose another output",
-            ) from error
+            )
         os.truncate(log.fileno(), 0)
         for old in (self.copy, self.html, self.record, self.runs):
             old.unlink(missing_ok=True)
@@ -97,6 +99,16 @@ class NotebookFiles:
 
         page, _ = HTMLExporter().from_notebook_node(nbformat.reads(notebook, as_version=4))
         write_whole(self.html, page, durable=False)
+
+
+def _locked(log: TextIO) -> bool:
+    """Lock an open log; False: a run holds it. Who asks whether one does holds it for a moment."""
+    for _ in range(_LOCK_TRIES):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def not_written(copy: Path, error: OSError, kind: type[NbtoolkitError]) -> NbtoolkitError:
