@@ -95,8 +95,10 @@ class Person:
         self.page.click(f'.lm-Menu li[data-command="{command}"]')
 
     def saves(self) -> None:
-        """Save the notebook."""
+        """Save the notebook, and wait until it is saved."""
         self.menu("File", "docmanager:save")
+        dirty = ".lm-TabBar-tab.jp-mod-dirty, .jp-NotebookCheckpoint-dirty"
+        self.page.wait_for_selector(dirty, state="detached")
 
     def turns(self, theme: str) -> None:
         """Change the theme by the menu: Light or Dark."""

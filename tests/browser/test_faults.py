@@ -60,12 +60,13 @@ def test_panels_in_two_notebooks_agree_and_a_closed_page_stops_nothing(
             anna.sees(re.compile(f"{run}: paused"))
             anna.clicks("Go on")
             bert.sees(f"{run}: running")
+        anna.saves()
     hold.unlink()  # all pages are closed
     with person(browser, jupyter, "notebook") as anna:
         anna.opens("sheet.ipynb")
-        anna.runs(SHEET)
-        anna.chooses("watch", run)
-        anna.sees("4 of 4 trials")
+        anna.sees("4 of 4 trials")  # the panel as it was left, as its kernel is still there
+        anna.goes_to("Curves")
+        anna.sees("val_accuracy of each trial")
         assert anna.can("Train the best")
 
 

@@ -130,12 +130,14 @@ def test_a_whole_session(browser: Browser, jupyter: Server, front: Front) -> Non
     with person(browser, jupyter, front) as anna:
         begins(anna)
         refuses_a_wrong_value_and_takes_a_right_one(anna)
-        anna.clicks("Sweep")
+        anna.button("Sweep").dblclick()
         anna.goes_to("Overview")
         anna.sees("of 3 trials")
         uses_the_notebook_meanwhile(anna)
         watches_it(anna)
+        anna.menu("Kernel", "kernelmenu:interrupt")
         run = anna.chosen("watch")
+        assert [one.name for one in (jupyter.root / "outputs").glob("*-*")] == [run]
         stops_a_trial(anna, 0)
         pauses_goes_on_and_asks_for_more(anna)
         stops_and_goes_on(anna)
