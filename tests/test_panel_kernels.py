@@ -189,3 +189,26 @@ def test_two_clicks_start_one_run_and_an_interrupt_breaks_the_cell_and_not_the_p
     assert told.count("launched: ") == 1
     assert len([*(tmp_path / "out").iterdir()]) == 1
     assert kernel.run("panel.close(); print(panel)").ok().text.count("completed") == 1
+
+
+@pytest.mark.parametrize("kernel", VERSIONS[-1:], indirect=True)
+def test_a_cell_that_is_run_again_replaces_its_panel_and_no_other(
+    kernel: Notebook, tmp_path: Path
+) -> None:
+    def run(cell: str, name: str) -> None:
+        client = kernel._client
+        code = f"{name} = nb.panel(panel_functions.reports, {{'runtime.output_dir': 'out'}})"
+        content = {"code": code, "silent": False, "store_history": True, "allow_stdin": False}
+        message = client.session.msg("execute_request", content, metadata={"cellId": cell})
+        client.shell_channel.send(message)
+        kernel.wait(message["header"]["msg_id"]).ok()
+
+    count = "print(sum(one.name == 'nbtoolkit-panel' for one in threading.enumerate()))"
+    before = int(kernel.run(count).ok().text)
+    for cell, name in (("a", "one"), ("a", "two"), ("b", "three"), ("a", "four")):
+        run(cell, name)
+    assert int(kernel.run(count).ok().text) == before + 2
+    alive = kernel.run("three.refresh(); four.refresh(); panel.refresh(); one.refresh()")
+    assert alive.error == "LaunchError"
+    assert "the panel is closed" in alive.traceback
+    assert kernel.run("two.close(); print(one)").ok().text

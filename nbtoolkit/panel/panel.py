@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.config import Config
 from nbtoolkit.errors import LaunchError, MissingExtra
+from nbtoolkit.panel.again import replace
 from nbtoolkit.panel.desk import Desk
 from nbtoolkit.panel.draft import Draft
 from nbtoolkit.panel.equal import space_text
@@ -46,7 +47,8 @@ def panel(
         space: what is searched, as for :func:`nbtoolkit.sweep`; None: it may be typed.
 
     Returns:
-        The panel; a cell shows it when it is its last value. ``close()`` ends it.
+        The panel; a cell shows it when it is its last value. ``close()`` ends it, and so does
+        running its cell again, which makes another.
 
     Raises:
         MissingExtra: ipywidgets is not installed.
@@ -54,7 +56,9 @@ def panel(
     """
     if find_spec("ipywidgets") is None:
         raise MissingExtra("the panel needs ipywidgets", do="pip install 'nbtoolkit[panel]'")
-    return Panel(train, Draft(as_config(config, None), _text(space)))
+    made = Panel(train, Draft(as_config(config, None), _text(space)))
+    replace(made)
+    return made
 
 
 class Panel:
