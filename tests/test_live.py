@@ -429,6 +429,30 @@ def test_drawing_takes_a_hundredth_of_a_core_at_most() -> None:
     assert pace.seconds == 1.0
 
 
+def test_steps_that_are_no_epochs_have_no_end_in_sight(diary: EventLog, state: State) -> None:
+    diary.write("run", config={"train": {"epochs": 10}})
+    for step in (100, 200):
+        diary.write("report", values={"loss": 1.0}, step=step, decision="go")
+    state.look()
+    assert glance_line(state) == "step 200, loss 1"
+    assert state.share() is None
+    assert "progressbar" not in glance(state)
+
+
+def test_a_line_of_ours_does_not_tear_a_bar_of_rank_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = RunPaths(tmp_path)
+    paths.log(0).parent.mkdir(parents=True)
+    paths.log(0).write_text("\rbar 10%")
+    cell = CellOutput(paths, "text")
+    cell.pump()
+    cell.say("step 3 of 10")
+    paths.log(0).write_text("\rbar 10%\rbar 20%\n")
+    cell.close()
+    assert capsys.readouterr().out == "\rbar 10%\nstep 3 of 10\nbar 20%\n"
+
+
 class Broken:
     """A picture that cannot be drawn."""
 

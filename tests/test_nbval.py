@@ -59,6 +59,18 @@ def test_in_full_every_cell_shows_what_is_stored(notebook: Path, tmp_path: Path)
         assert json.loads((run / "result.json").read_text())["metrics"]["val_accuracy"] >= 0.97
 
 
+def test_under_nbval_nobody_looks(tmp_path: Path) -> None:
+    code = "from nbtoolkit.runtime.screen import choose_screen, look_around\n"
+    cell = nbformat.v4.new_code_cell(code + "print(choose_screen('auto', look_around()).shape)")
+    cell.execution_count = 1
+    cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text="minutes\n")]
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
+    nbformat.write(notebook, tmp_path / "shape.ipynb")
+    done = nbval(tmp_path / "shape.ipynb")
+    assert "1 passed" in done.stdout, done.stdout
+
+
 def test_another_output_than_the_stored_one_is_found(tmp_path: Path) -> None:
     cells = [nbformat.v4.new_code_cell(f"print({text!r})") for text in ("PATH", "2 models")]
     for cell, shown in zip(cells, ("/somewhere/else", "3 models"), strict=True):

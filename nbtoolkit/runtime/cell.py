@@ -87,13 +87,15 @@ class CellOutput:
         if event["type"] == "run":
             self._tag = "[rank 0] " if event["plan"]["processes"] > 1 else ""
         elif event["type"] == "note":
-            self._print(("warning: " if event["level"] == "warning" else "") + event["text"] + "\n")
+            self.say(("warning: " if event["level"] == "warning" else "") + event["text"])
         elif event["type"] == "stop":
-            self._print(f"stopping: {event['reason']}\n")
+            self.say(f"stopping: {event['reason']}")
 
     def say(self, text: str) -> None:
-        """Show a line of our own."""
-        self._print(text + "\n")
+        """Show a line of our own, below a bar that has not ended its line."""
+        start = "\n" if self._bar else ""
+        self._bar = False
+        self._print(f"{start}{text}\n")
 
     def pump(self) -> None:
         """Show what rank 0 has written since."""

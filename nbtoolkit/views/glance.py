@@ -42,8 +42,8 @@ def glance(state: State, now: float | None = None) -> str:
         parts.append(state.table.html())
     if state.live:
         parts += [_small(line) for line in devices_text(state).splitlines()[:_DEVICES]]
-    if state.status == "failed":
-        parts.append(wrong(str((state.ended or {}).get("error"))[:_ERROR]))
+    if error := (state.ended or {}).get("error"):
+        parts.append(wrong(str(error)[:_ERROR]))
     return boxed(*parts)
 
 

@@ -61,7 +61,7 @@ def progress(state: State, now: float | None = None) -> str:
         noun = "folds" if state.kind == "cv" else "trials"
         text = f"{done} of {total} {noun}" if total else f"{done} {noun}"
     elif state.last_report is not None:
-        of = f" of {state.epochs}" if state.epochs else ""
+        of = f" of {total}" if (total := state.total_steps()) else ""
         text = f"step {number(state.last_report[1])}{of}"
     else:
         text = "nothing is reported yet" if state.live else "nothing was reported"

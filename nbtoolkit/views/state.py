@@ -73,7 +73,7 @@ class State:
         self.first_report: tuple[float, float] | None = None
         self.last_report: tuple[float, float] | None = None
         self.ended: Event | None = None
-        self._owned = True
+        self._owned, self._again = True, False
         self._reader = EventReader(paths.events)
 
     def look(self) -> bool:
@@ -95,6 +95,8 @@ class State:
                 # a line that is damaged, or another version's, costs no more than itself
                 with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
                     self._take(event)
+        # Gone on with: how it ended is put aside before the diary says anything of the new attempt.
+        self._again = self._owned and self.ended is not None and not self.paths.ended()
 
     @property
     def status(self) -> str:
@@ -105,6 +107,8 @@ class State:
         """
         if self.gone or self.unreadable:
             return "gone" if self.gone else "unreadable"
+        if self._again:
+            return "running"
         if self.ended is not None:
             return str(self.ended.get("status", "?"))
         if self._owned:
@@ -124,10 +128,17 @@ class State:
     def share(self) -> float | None:
         """How much of it is done, from 0 to 1; None: there is no telling."""
         if self.kind == "run":
-            done = None if self.last_report is None else self.last_report[1]
-            return None if done is None or not self.epochs else min(done / self.epochs, 1.0)
+            total = self.total_steps()
+            return (
+                None if total is None or self.last_report is None else self.last_report[1] / total
+            )
         done, total = self.counts()
         return min(done / total, 1.0) if total else None
+
+    def total_steps(self) -> int | None:
+        """Up to which step a run reports; None: not known, or its steps are no epochs."""
+        beyond = self.last_report is not None and self.last_report[1] > (self.epochs or 0)
+        return None if beyond else self.epochs
 
     def counts(self) -> tuple[int, int | None]:
         """Trials or folds that have ended, and how many there are to be."""
@@ -143,12 +154,11 @@ class State:
             return None
         if isinstance(self.table, SweepTable):
             return self.table.ends_at(now)
-        if self.first_report is None or self.last_report is None or not self.epochs:
+        total = self.total_steps()
+        if self.first_report is None or self.last_report is None or not total:
             return None
         (t0, step0), (t1, step1) = self.first_report, self.last_report
-        if step1 <= step0 or step1 > self.epochs:
-            return None
-        return t1 + (t1 - t0) / (step1 - step0) * (self.epochs - step1)
+        return None if step1 <= step0 else t1 + (t1 - t0) / (step1 - step0) * (total - step1)
 
     def points(self) -> dict[str, Points]:
         """Of a single run: what was reported by step; where nothing was, what was logged."""
