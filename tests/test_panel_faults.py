@@ -32,13 +32,13 @@ from test_panel import (
     trials_begun,
 )
 from test_views import EVIL, assert_harmless, sweep, trial
+from traitlets import TraitError
 
 import nbtoolkit as nb
 from nbtoolkit.config import Config
 from nbtoolkit.errors import ConfigError, LaunchError
 from nbtoolkit.panel.board import TABS
 from nbtoolkit.panel.draft import Draft
-from nbtoolkit.panel.equal import equal
 from nbtoolkit.panel.fields import config_fields
 from nbtoolkit.yaml_lines import parse_value
 
@@ -50,12 +50,22 @@ FIELDS = config_fields()
 TYPED = [
     *("[{", "null", "true", "-1", "0", "1.5", ".nan", ".inf", "1e400", "a text", "2h", "-2h"),
     *("[1]", "{a: 1}", "", "   ", "2020-01-01", '"\\0"', "a: b: c", "{1: 2}", "日本", "@", "\x07"),
-    *("9" * 5000, "[" * 500, "&a {b: *a}", "!!int x", "!!timestamp x", "!!python/name:os.system"),
+    *("9" * 5000, "&a {b: *a}", "!!int x", "!!timestamp x", "!!python/name:os.system"),
     EVIL,
 ]
 
 SPACES = [
-    *("[", "3", "1: 2", "study: 3", "space: null", "optim.lr: null", "optim.lr: [[1]]", "optim: 3"),
+    *(
+        "[",
+        "[" * 500,
+        "3",
+        "1: 2",
+        "study: 3",
+        "space: null",
+        "optim.lr: null",
+        "optim.lr: [[1]]",
+        "optim: 3",
+    ),
     *("&a {b: *a}", "optim.lr: &a [*a]", "a" * 10_000, "? [a]\n: b", "!!python/name:os.system"),
     *(f"optim.lr: {{type: int, low: {'9' * 5000}}}", f"optim.lr: {{{EVIL!r}: 1}}"),
     f"{EVIL!r}: [1]",
@@ -66,13 +76,14 @@ SPACES = [
 
 
 def test_whatever_is_typed_into_any_field_is_taken_or_told_beside_it() -> None:
-    """Taken is what the configuration itself takes, by the same name."""
+    """Taken is what the configuration itself takes, by the same name; lists take no typing."""
     for name, text in itertools.product(FIELDS, TYPED):
+        if FIELDS[name].choices and text not in ("[{", "a text"):
+            continue
         draft = Draft(Config())
         draft.texts[name] = text
         checked = draft.check()
         assert set(checked.errors) <= {name}, text
-        assert_harmless(equal(draft, checked, None))
         told = bool(checked.errors or checked.together)
         assert (checked.config is None, told) == (not _accepted(name, text),) * 2, (name, text)
 
@@ -96,6 +107,8 @@ def test_a_wrong_value_of_its_own_in_every_field_disables_launch_and_sweep(opene
     for name, field in FIELDS.items():
         right = form.input(name).value
         if field.choices:
+            with pytest.raises(TraitError):
+                form.input(name).value = "another"
             continue
         wrong = next(one for one in TYPED[1:] if not _accepted(name, one) and len(one) < 50)
         form.input(name).value = wrong
