@@ -151,7 +151,7 @@ def test_a_sweep_by_a_notebook_is_watched_paused_stopped_gone_on_with_and_its_be
     until(lambda: "go_on" in pressable(panel), "the end of its owner")
     (home / "end").touch()
     panel.press("go_on")
-    until(lambda: status(panel) == "completed", "the end of what was gone on with")
+    assert ends(panel) == "completed"
     assert panel.folder == sweep
     assert "4 of 4 trials" in page(panel, "Overview")
     panel.press("train_best")
@@ -247,7 +247,7 @@ def test_a_killed_notebook_is_told_and_its_run_goes_on_without_one(
         shutil.rmtree(left)  # its kernel's: whoever is killed takes nothing away
     (home / "end").touch()
     panel.press("go_on")
-    until(lambda: status(panel) == "completed", "the end of what was gone on with")
+    assert ends(panel) == "completed"
     assert panel.folder == folder
     assert len(notebooks_in(home)) == 1
 
@@ -306,7 +306,7 @@ def test_a_stopped_cross_validation_goes_on_with_its_folds(
     until(lambda: "go_on" in pressable(panel), "the end of its owner")
     (home / "open").touch()
     panel.press("go_on")
-    until(lambda: status(panel) == "completed", "the end of what was gone on with")
+    assert ends(panel) == "completed"
     assert panel.folder == handle.paths.folder
     assert "2     complete  2" in panel.text()
     result = nb.attach(panel.folder).result()
@@ -334,5 +334,5 @@ def test_a_stopped_sweep_over_folds_goes_on_with_its_folds(
     until(lambda: "go_on" in pressable(panel), "the end of its owner")
     (home / "end").touch()
     panel.press("go_on")
-    until(lambda: status(panel) == "completed", "the end of what was gone on with")
+    assert ends(panel) == "completed"
     assert "4 of 4 trials" in page(panel, "Overview")

@@ -18,12 +18,12 @@ from nbtoolkit.search.fold_table import FoldTable
 from nbtoolkit.search.sweep_result import load_yaml
 from nbtoolkit.search.table import SweepTable
 from nbtoolkit.search.wishes import Wishes
+from nbtoolkit.views.readings import last_readings
 
 Kind = Literal["run", "sweep", "cv"]
 
 _NOTES = 5  # of the newest
 _LOGGED = 4000  # points of a metric that are kept; beyond, every second one
-_TAIL = 1 << 16  # bytes from a diary's end in which its last reading of the devices is looked for
 
 
 class State:
@@ -167,10 +167,10 @@ class State:
     def readings(self) -> dict[str, list[dict[str, Any]]]:
         """What was last read of ranks and GPUs, by whose they are: ``""`` or ``"trial 3"``."""
         if not isinstance(self.table, SweepTable):
-            found = {"": _last_readings(self.paths.events)}
+            found = {"": last_readings(self.paths.events)}
         else:
             folders = {one.number: self.trial(one.number) for one in self.table.running}
-            found = {f"trial {n}": _last_readings(p.events) for n, p in folders.items()}
+            found = {f"trial {n}": last_readings(p.events) for n, p in folders.items()}
         return {name: readings for name, readings in found.items() if readings}
 
     def trial(self, number: int) -> RunPaths:
@@ -306,28 +306,6 @@ def _read(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
         return value if isinstance(value, dict) else {}
     return {}
-
-
-def _last_readings(diary: Path) -> list[dict[str, Any]]:
-    """The newest reading of the devices in a diary."""
-    lines = _tail(diary, _TAIL).splitlines()
-    for line in reversed(lines):
-        if '"type": "device"' in line:
-            with contextlib.suppress(ValueError):
-                readings: list[dict[str, Any]] = json.loads(line)["readings"]
-                return readings
-    return []
-
-
-def _tail(file: Path, size: int) -> str:
-    """The last bytes of a file as text; empty where there is none."""
-    try:
-        with file.open("rb") as raw:
-            end = raw.seek(0, 2)
-            raw.seek(max(end - size, 0))
-            return raw.read(size).decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def seconds_left(state: State, now: float | None = None) -> float | None:
