@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from nbtoolkit.runtime.cell import CellOutput, Shown
 from nbtoolkit.runtime.events import Event
@@ -14,7 +13,7 @@ from nbtoolkit.search.live import TableLines
 from nbtoolkit.views.glance import glance
 from nbtoolkit.views.picture import CellPicture, Minutes, Picture, TerminalBar, state_of
 from nbtoolkit.views.place import Place, running_cell
-from nbtoolkit.views.state import read_state
+from nbtoolkit.views.state import State, read_state
 from nbtoolkit.views.widget import WidgetPicture
 
 
@@ -77,7 +76,7 @@ def show_run(cell: CellOutput, paths: RunPaths, screen: Screen) -> Live:
         paths: the run's folder.
         screen: what there is to show it on.
     """
-    picture = _picture(paths, screen, cell.say)
+    picture = _picture(screen, partial(State, paths), cell.say)
     if isinstance(picture, TerminalBar):
         cell.through(picture.write)
     return Live(cell, picture, needs_wait=screen.shape != "widgets")
@@ -100,8 +99,8 @@ def show_search(
         deadline: unix seconds at which a sweep ends at the latest; None: no limit.
         folds: how many a cross-validation has; None: not known.
     """
-    more: dict[str, Any] = {"deadline": deadline, "folds": folds}
-    picture = None if screen.shape == "lines" else _picture(paths, screen, lines.say, **more)
+    make_state = partial(state_of, paths, deadline=deadline, folds=folds)
+    picture = None if screen.shape == "lines" else _picture(screen, make_state, lines.say)
     if isinstance(picture, TerminalBar):
         lines.through(picture.write)
     return Live(lines, picture, needs_wait=screen.shape != "widgets")
@@ -131,14 +130,8 @@ def static(paths: RunPaths) -> str:
 
 
 def _picture(
-    paths: RunPaths,
-    screen: Screen,
-    say: Callable[[str], None],
-    *,
-    deadline: float | None = None,
-    folds: int | None = None,
+    screen: Screen, make_state: Callable[[], State], say: Callable[[str], None]
 ) -> Picture | None:
-    make_state = partial(state_of, paths, deadline=deadline, folds=folds)
     if screen.shape == "widgets":
         return WidgetPicture(make_state)
     if screen.shape == "html":
