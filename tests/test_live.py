@@ -305,7 +305,7 @@ def test_a_line_a_minute_says_how_far_it_is(diary: EventLog, state: State) -> No
         diary.write("report", values={"val_loss": 1 / step}, step=step, decision="go")
     diary.write("device", readings=[{"rank": 0, "cpu": 0.98, "memory": 2**30}])
     lines.pump()
-    diary.write("ended", status="completed", seconds=3.0)
+    ends(diary, state, status="completed", seconds=3.0)
     lines.close()
     assert said == [
         "step 2 of 4, about 0.0 s left, val_loss 0.5, rank 0: 0.98 cores of CPU, 1.0 GiB of memory",
@@ -371,6 +371,12 @@ def diary(tmp_path: Path) -> Iterator[EventLog]:
     log.close()
 
 
+def ends(diary: EventLog, state: State, **fields: Any) -> None:
+    """What an owner writes at the end."""
+    state.paths.result.write_text(json.dumps(fields))
+    diary.write("ended", **fields)
+
+
 class Tags(HTMLParser):
     """The tags of a document."""
 
@@ -390,7 +396,7 @@ def test_names_and_errors_are_text_in_html_and_no_orders_to_a_terminal(
     for step in (1, 2, 3):
         values = {"<script>ü\x1b[2J\n": step / 2, '"><img src=x>': 1.0, "nan": float("nan")}
         diary.write("report", values=values, step=step, decision="go")
-    diary.write("ended", status="failed", error="<b>no</b>", seconds=1.0)
+    ends(diary, state, status="failed", error="<b>no</b>", seconds=1.0)
     state.look()
     assert Tags(glance(state)).found <= {"div", "span", "b", "svg", "polyline"}
     assert "&lt;b&gt;no&lt;/b&gt;" in glance(state)
