@@ -120,6 +120,15 @@ def test_the_command_line_starts_one_and_returns(tmp_path: Path) -> None:
     assert handle.result(60).values == {"ended": "well"}
 
 
+def test_a_module_in_the_working_directory_is_not_taken_for_one_of_python_s(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/pickle.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path / "here")
+    assert start("1").result(60).values == {}
+
+
 def test_what_is_wrong_is_told_here_and_nothing_is_started(start: Start, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="did you mean 'name'"):
         start("1", parameters={"nme": 1})

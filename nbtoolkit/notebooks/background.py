@@ -1,7 +1,7 @@
 """Background: a notebook run by a process of its own, which outlives the one that starts it.
 
-``python -m nbtoolkit.notebooks.background`` is that process. It gets the checked job on stdin; its
-stdout is the log, by which it holds the lock on the run's files from the start to its end.
+That process gets the checked job on stdin. Its stdout is the log, by which it holds the lock on the
+run's files from the start to its end.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from nbtoolkit.errors import NotebookError, NotebookFailed
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 
     from nbtoolkit.notebooks.execution import Limits
     from nbtoolkit.notebooks.job import Job
+
+# Nothing from the working directory: a file named random.py there is the kernel's business.
+_BOOT = (
+    "import sys; sys.path[:] = [p for p in sys.path if p]; sys.path.append({home!r}); "
+    "from nbtoolkit.notebooks.background import main; main()"
+)
 
 _started: list[subprocess.Popen[bytes]] = []
 """Of this process, to be reaped."""
@@ -47,12 +54,14 @@ def start(
         OSError: no process could be started.
     """
     _started[:] = [one for one in _started if one.poll() is None]
+    home = str(Path(__file__).resolve().parents[2])
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__, str(job.files.copy)],  # the path is for who looks at ps
+        [sys.executable, "-c", _BOOT.format(home=home), str(job.files.copy)],  # the last for ps
         stdin=subprocess.PIPE,
         stdout=log,
         stderr=log,
         start_new_session=True,  # neither Jupyter's interrupt nor a terminal's end reaches it
+        cwd="/",
         env=dict(environ),
     )
     _started.append(process)
@@ -79,7 +88,3 @@ def main() -> None:
     ended = contextlib.suppress(NotebookFailed, KeyboardInterrupt)  # how stands in the record
     with open(os.dup(1), "a", encoding="utf-8") as log, ended:
         job.run(notebook, log, limits, "off")
-
-
-if __name__ == "__main__":
-    main()
