@@ -134,8 +134,10 @@ def test_what_is_no_sweep_has_no_dashboard(tmp_path: Path) -> None:
 def test_what_was_tracked_is_shown_on_loopback_and_to_no_foreign_name(tmp_path: Path) -> None:
     with pytest.raises(DashboardError, match="no run was tracked"):
         nb.open_mlflow(tmp_path)
-    open_database(tmp_path, experiment="seen")
+    client, experiment = open_database(tmp_path, experiment="seen")
+    client.create_run(experiment)
     with nb.open_mlflow(tmp_path) as dashboard:
+        assert dashboard.url.startswith(f"http://127.0.0.1:{dashboard.port}/#/experiments/1?")
         pids = family(dashboard)
         assert len(pids) >= 3  # the guard, the command and its server
         assert listens(dashboard.port, pids) == {"127.0.0.1"}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from nbtoolkit.dashboards.reach import COLAB_HOSTS, unreachable
@@ -70,8 +72,20 @@ def no_mlflow(output_dir: Path, uri: str | None, host: Host) -> str:
 
 
 def _open(file: Path, host: Host) -> Dashboard:
-    name = f"MLflow of {file.parent.name}"
-    return Dashboard(name, host, lambda port, _: _command(file, port), "/", **_environ(host))
+    name, environ = f"MLflow of {file.parent.name}", _environ(host)
+    return Dashboard(name, host, lambda port, _: _command(file, port), "/", _page(file), **environ)
+
+
+def _page(file: Path) -> str:
+    """The experiment of the newest run; MLflow 3 opens on pages for GenAI else."""
+    query = "select experiment_id from runs order by start_time desc limit 1"
+    try:
+        uri = f"{file.absolute().as_uri()}?mode=ro"
+        with closing(sqlite3.connect(uri, uri=True)) as database:
+            found = database.execute(query).fetchone()
+    except sqlite3.Error:  # another version's, or busy: the first page does too
+        return ""
+    return f"#/experiments/{found[0]}?workflowType=machine_learning" if found else ""
 
 
 def _command(file: Path, port: int) -> list[str]:

@@ -38,24 +38,41 @@ Command = Callable[[int, Path], Sequence[str]]
 class Dashboard:
     """A dashboard that runs, or is about to; made by ``nb.open_dashboard`` and ``nb.open_mlflow``.
 
+    Args:
+        name: whose it is, and what it shows.
+        host: where this process runs.
+        command: what to run.
+        asked: a path that it answers once it is up.
+        page: what follows the address: the page that is opened first.
+        environ: variables of its environment.
+
     Attributes:
-        name: whose it is.
+        name: whose it is, and what it shows.
         port: on 127.0.0.1, the only address it listens on.
         log: the file with what it wrote; it is removed with it.
     """
 
-    def __init__(self, name: str, host: Host, command: Command, path: str, **environ: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        host: Host,
+        command: Command,
+        asked: str,
+        page: str = "",
+        **environ: str,
+    ) -> None:
         self.name, self.port = name, free_port()
         self._folder = Path(tempfile.mkdtemp(prefix="nbtoolkit-dashboard-"))
         self.log = self._folder / "log.txt"
-        self._path, self._up, self._closing = path, False, threading.Lock()
+        self._asked, self._page, self._up = asked, page, False
+        self._closing = threading.Lock()
         self._guard = self._start(command(self.port, self._folder), environ)
         self._reach = reach(self.port, host)
 
     @property
     def url(self) -> str:
         """What a browser opens; empty where it takes another way (:attr:`how` says which)."""
-        return self._reach.url
+        return self._reach.url and f"{self._reach.url}{self._page}"
 
     @property
     def how(self) -> str:
@@ -152,7 +169,7 @@ class Dashboard:
         """Whether a request is answered; urllib would ask a proxy that the environment names."""
         asked = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_ANSWER)
         try:
-            asked.request("GET", self._path)
+            asked.request("GET", self._asked)
             return asked.getresponse().status == http.HTTPStatus.OK
         except (OSError, http.client.HTTPException):
             return False  # nobody listens yet
