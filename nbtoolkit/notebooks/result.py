@@ -45,6 +45,7 @@ class NotebookResult:
 
     def _repr_html_(self) -> str:
         rows: list[tuple[str, object]] = [*self.values.items()]
+        rows += [("run", folder) for folder in self.runs]
         rows += [("executed copy", self.output), ("time", span(self.seconds))]
         return html_table("notebook: completed", rows)
 
