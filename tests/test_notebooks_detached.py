@@ -21,6 +21,7 @@ import nbtoolkit as nb
 from nbtoolkit.errors import NotebookDied, NotebookError, NotebookFailed, ParameterError
 from nbtoolkit.notebooks.result import NotebookResult
 from nbtoolkit.notebooks.run import run_notebook
+from nbtoolkit.runtime.made import TARGET, read_made, tell_made
 
 DECLARES = "name: str = 'none'"
 
@@ -95,6 +96,23 @@ def test_the_runs_that_it_starts_are_known_while_it_runs(start: Start, tmp_path:
     assert "reports" in first.name
     (tmp_path / "end").touch()
     assert handle.result().runs == [first, second]
+
+
+def test_folders_of_any_name_are_told_each_once_and_never_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "runs.txt"
+    tell_made(tmp_path)  # nobody asked
+    assert read_made(file) == []
+    monkeypatch.setenv(TARGET, str(file))
+    folders = [tmp_path / name for name in ("a b", "日本\u2028<b>", "\udcff")]
+    for folder in [*folders, folders[0]]:
+        tell_made(folder)
+    with open(file, "ab") as half:
+        half.write(b"/half")
+    assert read_made(file) == folders
+    monkeypatch.setenv(TARGET, str(tmp_path / "gone/runs.txt"))
+    tell_made(folders[0])  # and nobody minds
 
 
 def test_it_outlives_the_process_that_starts_it(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,15 @@ import panel_functions
 import pytest
 from kernels import all_gone, descendants, until
 from kernels import notebook as jupyter
+from programs import write_program
 from test_panel import SPACE, Open, ends, page, pressable, status, told, trials_begun
 from test_views import EVIL
 
 import nbtoolkit as nb
 from nbtoolkit.errors import ConfigError, LaunchError, NotebookError, NotebookFailed
+from nbtoolkit.notebooks.run import run_notebook
 from nbtoolkit.notebooks.task import overrides_of
+from nbtoolkit.panel.begun import Begun
 
 
 @pytest.fixture
@@ -286,6 +289,22 @@ def test_a_folder_that_cannot_be_written_is_told_and_nothing_is_started(
             panel.press(press)
         assert "cannot be written" in told(panel)
         assert press in pressable(panel)
+
+
+def test_a_notebook_that_ends_and_has_started_nothing_is_told(home: Path) -> None:
+    begun = Begun()
+    notebook = run_notebook(write_program(home, "1"), home / "o.ipynb", html=False, wait=False)
+    coming = begun.add(notebook)
+    until(notebook.done, "the end of the notebook")
+    with pytest.raises(LaunchError, match=r"o\.ipynb came to its end, and started nothing"):
+        begun.look()
+    assert isinstance(coming.exception(), LaunchError)
+    assert (begun.starting, begun.look()) == (None, None)
+
+
+def test_who_waits_for_a_run_that_does_not_come_is_told(opened: Open) -> None:
+    with pytest.raises(LaunchError, match="no run has begun after 0 s; the notebook goes on"):
+        opened()._wait_for(Future(), seconds=0)
 
 
 # --- what was started elsewhere ---

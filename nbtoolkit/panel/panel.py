@@ -104,15 +104,15 @@ class Panel:
         if coming is not None:
             self._wait_for(coming)
 
-    def _wait_for(self, run: Future[Path]) -> None:
+    def _wait_for(self, run: Future[Path], seconds: float = _SECONDS) -> None:
         """Look more often than the clock does; between two looks it does what else is pressed."""
-        end = time.monotonic() + _SECONDS
+        end = time.monotonic() + seconds
         while not run.done() and time.monotonic() < end:
             futures.wait([run], _LOOK)
             self.refresh()
         if not run.done():
             raise LaunchError(
-                f"no run has begun after {_SECONDS:.0f} s; the notebook goes on",
+                f"no run has begun after {seconds:.0f} s; the notebook goes on",
                 do="look at its log: print(panel)",
             )
         run.result()

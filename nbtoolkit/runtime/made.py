@@ -19,8 +19,8 @@ def tell_made(folder: Path) -> None:
     if target := os.environ.get(TARGET):
         # Appended in one piece: several threads of a kernel may launch at once. The folder of the
         # file may be gone while a program that the notebook left behind goes on.
-        with contextlib.suppress(FileNotFoundError), open(target, "a", encoding="utf-8") as file:
-            file.write(f"{folder}\n")
+        with contextlib.suppress(FileNotFoundError), open(target, "ab") as file:
+            file.write(os.fsencode(folder) + b"\n")
 
 
 def read_made(file: Path) -> list[Path]:
@@ -30,7 +30,7 @@ def read_made(file: Path) -> list[Path]:
         file: the one that :data:`TARGET` named.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        whole = file.read_bytes().split(b"\n")[:-1]  # without a line that is being written
     except FileNotFoundError:
         return []
-    return [Path(line) for line in dict.fromkeys(lines)]
+    return [Path(os.fsdecode(line)) for line in dict.fromkeys(whole)]
