@@ -130,3 +130,9 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     path.write_bytes(b"a: \xff")
     with pytest.raises(ConfigError, match=r"is not a UTF-8 text(.|\n)*save it as UTF-8"):
         read_layer(path)
+
+
+@pytest.mark.parametrize("text", ["!!int x", "!!timestamp x", "9" * 5000, "[" * 500])
+def test_what_pyyaml_trips_over_is_not_yaml_too(text: str) -> None:
+    with pytest.raises(yaml.YAMLError):
+        parse_value(text)
