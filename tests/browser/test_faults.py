@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from person import person
+from person import kill_owner, person
 from server import Server
 from sheets import PANEL, TRAIN, write_notebook
 
@@ -70,7 +67,8 @@ def test_panels_in_two_notebooks_agree_and_a_closed_page_stops_nothing(
         assert anna.can("Train the best")
 
 
-def test_a_killed_sweep_is_told_within_two_seconds_and_gone_on_with(
+# How soon it is told is measured by `python -m tests.bench browser`: within 2 s.
+def test_a_killed_sweep_is_told_and_gone_on_with(
     browser: Browser, jupyter: Server, hold: Path
 ) -> None:
     with person(browser, jupyter, "lab") as anna:
@@ -79,9 +77,8 @@ def test_a_killed_sweep_is_told_within_two_seconds_and_gone_on_with(
         anna.runs(SHEET)
         anna.clicks("Sweep")
         anna.sees(re.compile("1 running"))
-        owner = jupyter.root / "outputs" / anna.chosen("watch") / "owner.json"
-        os.kill(json.loads(owner.read_text())["pid"], signal.SIGKILL)
-        anna.sees(re.compile("cut off .*Go on takes it up where it was"), seconds=2.0)
+        kill_owner(jupyter.root / "outputs" / anna.chosen("watch"))
+        anna.sees(re.compile("cut off .*Go on takes it up where it was"))
         hold.unlink()
         anna.clicks("Go on")
         anna.sees("4 of 4 trials")
