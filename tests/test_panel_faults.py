@@ -236,6 +236,25 @@ def test_a_run_that_cannot_be_read_says_so_and_is_shown_when_it_can_be(
     assert status(panel) == "cut off"
 
 
+def test_a_line_of_the_diary_that_is_damaged_or_foreign_costs_no_more_than_itself(
+    opened: Open, home: Path
+) -> None:
+    paths = sweep(home / "out", [trial(0, value=0.5)])
+    lines: list[Any] = [{}, {"type": "rank"}, {"type": "trial", "number": 7}]
+    lines += [{"type": "trial", "number": [1], "state": 3}, {"type": "note", "text": None}]
+    with paths.events.open("ab") as diary:
+        for line in lines:
+            diary.write(json.dumps({"t": 1.0, **line}).encode() + b"\n")
+        diary.write(b'{"t": 1.0, "type": "tri\n\xff\x00\n[1]\n')
+        diary.write(json.dumps({"t": 2.0, **trial(1, value=0.75)}).encode() + b"\n")
+    panel = opened()
+    panel.watch(paths.folder)
+    assert desk(panel).state.values == {0: 0.5, 1: 0.75}
+    for name in TABS:
+        page(panel, name)
+    assert told(panel) == ""
+
+
 def test_a_running_run_whose_folder_is_deleted_is_gone_and_another_can_be_launched(
     opened: Open, home: Path
 ) -> None:

@@ -22,10 +22,10 @@ from nbtoolkit.panel.form import Form
 from nbtoolkit.panel.links import Links
 from nbtoolkit.panel.machine import plan_text
 from nbtoolkit.panel.rules import BUTTONS, pressable
-from nbtoolkit.runtime.paths import RunPaths, write_whole
+from nbtoolkit.runtime.paths import write_whole
 from nbtoolkit.views.markup import boxed, said, wrong
 from nbtoolkit.views.page import page_html, page_text
-from nbtoolkit.views.state import State
+from nbtoolkit.views.state import State, read_state
 
 if TYPE_CHECKING:
     from nbtoolkit.runtime.result import RunHandle
@@ -92,7 +92,7 @@ class Desk:
 
     def watch(self, folder: Path | None) -> None:
         """Show another folder; None: nothing."""
-        self.state = None if folder is None else State(RunPaths(folder))
+        self.state = None if folder is None else read_state(folder)
         self._handle = None
         self._stale = True
 
