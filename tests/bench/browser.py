@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.bench.figures import Figure, in_fresh_process, median
 
 TESTS = Path(__file__).parents[1]
-TIMES = 20
+TIMES, KILLS = 20, 5
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator
@@ -53,6 +54,7 @@ def figures() -> list[Figure]:
         Figure("browser: 1 + 1 while a sweep runs, median", measured["cell"], "ms", 100.0, 200.0),
         Figure("browser: click answered, median", measured["click"], "ms", 200.0, 400.0),
         Figure("browser: click answered, slowest of 20", measured["slowest"], "ms"),
+        Figure("browser: a killed sweep told, median", measured["killed"], "s", 2.0, 4.0),
     ]
 
 
@@ -81,7 +83,11 @@ def measure() -> dict[str, float]:
             hold.unlink()
             anna.goes_to("Overview")
             anna.sees("4 of 4 trials")
+            hold.touch()
+            killed = [time_to_the_news(anna, jupyter.root / "outputs") for _ in range(KILLS)]
+            hold.unlink()
     return {
+        "killed": median(killed),
         "up": up,
         "cell": median(cells),
         "click": median(clicks),
@@ -115,6 +121,19 @@ def time_of_a_click(one: Person, at: int) -> float:
     watch(one, button, "click", "node.disabled")
     button.click()
     return taken(one)
+
+
+def time_to_the_news(one: Person, outputs: Path) -> float:
+    """Seconds from the kill of a sweep's process to the panel saying so."""
+    from person import kill_owner
+
+    one.clicks("Sweep")  # after a kill it goes on with the same one
+    one.sees(": running")
+    run = one.chosen("watch")
+    kill_owner(outputs / run)
+    began = time.perf_counter()
+    one.sees(f"{run}: cut off")
+    return time.perf_counter() - began
 
 
 def watch(one: Person, node: Locator, event: str, done: str) -> None:

@@ -191,7 +191,7 @@ def person(
     except BaseException:
         seen = at.root.parent / f"failed-{front}.png"
         page.screenshot(path=seen)
-        print(f"what was seen: {seen}")
+        print(f"what was seen: {seen}", *page.locator(".jp-Dialog").all_inner_texts())
         raise
     finally:
         page.close()
