@@ -178,9 +178,23 @@ def test_a_notebook_that_fails_before_its_run_is_told_with_its_error(
 
 # --- faults ---
 
+WAITS_FOR_EVER = """
+import time
+while True:
+    time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def never_ready(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pythons that are started from here do not come to their program: no notebook begins."""
+    (home / "slow").mkdir()
+    (home / "slow/sitecustomize.py").write_text(WAITS_FOR_EVER)
+    monkeypatch.setenv("PYTHONPATH", str(home / "slow"))
+
 
 def test_launch_pressed_twice_starts_one_notebook_and_stop_is_answered_meanwhile(
-    opened: Open, home: Path
+    opened: Open, home: Path, never_ready: None
 ) -> None:
     panel = opened(task="panel_functions:until_told")
     coming = panel._desk.press("launch").result()
@@ -197,7 +211,9 @@ def test_launch_pressed_twice_starts_one_notebook_and_stop_is_answered_meanwhile
     assert len([*(home / "out/notebooks").glob("*.run.log")]) == 1
 
 
-def test_a_click_is_not_held_up_by_who_waits_for_a_run(opened: Open, home: Path) -> None:
+def test_a_click_is_not_held_up_by_who_waits_for_a_run(
+    opened: Open, home: Path, never_ready: None
+) -> None:
     panel = opened(task="panel_functions:until_told")
     with ThreadPoolExecutor() as threads:
         waits = threads.submit(panel.press, "launch")
