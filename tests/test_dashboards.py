@@ -213,6 +213,20 @@ def test_one_ends_with_the_kernel_even_if_a_child_of_that_holds_its_pipes(tmp_pa
     until(lambda: not Path(folder).exists(), "the end of its folder")
 
 
+def test_one_that_is_left_open_ends_with_a_program_without_a_word(tmp_path: Path) -> None:
+    open_database(tmp_path)
+    code = f"""
+    import warnings
+    warnings.simplefilter("error")
+    dashboard = nb.open_mlflow({str(tmp_path)!r}, wait=False)
+    print(dashboard._guard.pid, dashboard.log.parent)
+    """
+    with script(code, tmp_path) as program:
+        out, err = program.end()
+    guard, folder = out.split()
+    assert (err, Path(folder).exists(), Path(f"/proc/{guard}").exists()) == ("", False, False)
+
+
 def test_what_is_not_installed_is_named_by_its_package() -> None:
     assert missing("optuna_dashboard", lambda name: None) == "optuna-dashboard"
     assert missing("mlflow", lambda name: None if name == "uvicorn" else name) == "mlflow"

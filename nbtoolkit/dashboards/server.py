@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import http.client
 import os
 import shutil
@@ -201,6 +202,13 @@ def shared(key: tuple[str, Path], open_one: Callable[[], Dashboard]) -> Dashboar
 
 _OPEN: dict[tuple[str, Path], Dashboard] = {}
 _LOCK = threading.Lock()
+
+
+@atexit.register
+def _close_all() -> None:
+    """At a good end of this process; at any other the guards see to it."""
+    for one in _OPEN.values():
+        one.close()
 
 
 def python(module: str, *arguments: str) -> list[str]:
