@@ -46,7 +46,7 @@ def start_run(train: Train | None, config: Config, name: str | None = None) -> S
     """
     if train is None:
         task = find_task(config.task)  # a name that is wrong is told here, not in the notebook
-        return start_training(config, name=name or getattr(task, "__name__", "run"))
+        return start_training(config, name=name or str(getattr(task, "__name__", "run")))
     return launch(train, config, name=name, wait=False, detach=True, display="off")
 
 
