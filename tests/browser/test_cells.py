@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.browser
 
 LAUNCH, SWEEP, BACKGROUND = 2, 3, 4
+SEEN = {LAUNCH: "rank 0 of 2 has trained", SWEEP: "0 of 4 trials"}
+"""What stands in a cell once there is something to look at."""
 CELLS = (
     "nb.launch(train, config)",
     "nb.sweep(train, config, space)",
@@ -39,7 +41,7 @@ def runs_and_looks(one: Person, cell: int, hold: Path, theme: str) -> list[str]:
     hold.touch()
     one.runs(cell, wait=False)
     one.output(cell).get_by_text(": running").first.wait_for()
-    one.output(cell).get_by_role("progressbar").first.wait_for()
+    one.output(cell).get_by_text(SEEN[cell]).first.wait_for()
     found = look(one, cell, f"{theme}-{cell}-live")
     hold.unlink()
     one.waits_for(cell)
