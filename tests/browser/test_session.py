@@ -121,7 +121,7 @@ def saves_and_loads(one: Person) -> None:
     assert one.field("epochs").input_value() == "4"
 
 
-# The short form of the one in Notebook 7 is in test_faults.py: two notebooks.
+# The short form of the one in Notebook 7 is in test_panel_told.py: two notebooks.
 @pytest.mark.parametrize("front", FRONTS)
 def test_a_whole_session(browser: Browser, jupyter: Server, front: Front) -> None:
     write_notebook(jupyter.root / "sheet.ipynb", TRAIN, PANEL, "1 + 1")
