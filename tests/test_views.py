@@ -112,6 +112,21 @@ def test_a_run_whose_process_is_gone_says_so_and_how_to_go_on(tmp_path: Path) ->
     assert "its process is gone" in overview(state)
 
 
+def test_trials_of_a_sweep_whose_process_is_gone_run_no_more(tmp_path: Path) -> None:
+    paths = sweep(tmp_path, [trial(0, value=0.5), trial(1, "running")])
+    state = State(paths)
+    with _owned(paths):
+        state.look()
+        assert "1 complete, 1 running" in overview_text(state)
+    state.look()
+    assert "1 complete, 1 waiting; cut off" in overview_text(state)
+    with _owned(paths), paths.events.open("a") as diary:
+        diary.write(json.dumps({"type": "run", "t": NOON}) + "\n")
+        diary.flush()
+        state.look()
+        assert "cut off" not in overview_text(state)
+
+
 def test_a_folder_deleted_while_it_is_watched_is_said_to_be_gone(tmp_path: Path) -> None:
     state = read_state(sweep(tmp_path, [trial(0, value=0.5)]).folder)
     shutil.rmtree(tmp_path / "sweep-0001")
@@ -327,7 +342,8 @@ def test_devices_are_those_of_the_run_or_of_the_trials_that_run(tmp_path: Path) 
     assert "GPU 0, 87 % used, 3.0 GiB in use" in text
     paths = sweep(tmp_path, [trial(3, "running")])
     write_run(paths.folder / "trials", "0003", events=[reading])
-    page = devices(read_state(paths.folder))
+    with _owned(paths):
+        page = devices(read_state(paths.folder))
     assert "trial 3: GPU 0" in page
     assert 'aria-valuenow="87"' in page
 

@@ -81,6 +81,13 @@ class SweepTable:
         """What runs now, by number."""
         return sorted(self._running.values(), key=lambda trial: trial.number)
 
+    @property
+    def waiting(self) -> list[Trial]:
+        """What ran when the sweep ended, or is to be run again, by number."""
+        if not self._counts["waiting"]:
+            return []
+        return [one for _, one in sorted(self.trials.items()) if one.state == "waiting"]
+
     def last(self, count: int = LAST) -> list[Trial]:
         """The trials that ended last, the last one first."""
         return self._ended[: -count - 1 : -1]

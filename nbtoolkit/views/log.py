@@ -26,7 +26,7 @@ def log_names(state: State | None) -> dict[str, Path]:
         return {}
     found = _logs(state.paths.folder, "")
     if isinstance(state.table, SweepTable):
-        for trial in [*state.table.running, *state.table.last()]:
+        for trial in [*state.table.running, *state.table.waiting, *state.table.last()]:
             found |= _logs(state.trial(trial.number).folder, f"trial {trial.number}, ")
     if state.kind == "cv":
         for folder in sorted((state.paths.folder / "folds").glob("*")):

@@ -97,6 +97,8 @@ class State:
                     self._take(event)
         # Gone on with: how it ended is put aside before the diary says anything of the new attempt.
         self._again = self._owned and self.ended is not None and not self.paths.ended()
+        if self.table is not None and self.status == "cut off":  # nobody was left to say so
+            self.table.take({"type": "ended", "status": "cut off"})
 
     @property
     def status(self) -> str:
