@@ -20,7 +20,7 @@ import nbtoolkit as nb
 from nbtoolkit.errors import WorkerDied
 from nbtoolkit.training.samples import read_samples
 
-OFTEN, SELDOM = pytest.param(20, marks=pytest.mark.long), 3
+OFTEN, SELDOM = pytest.param(20, marks=pytest.mark.long), 2
 
 
 def train(config: Any, ctx: Any) -> dict[str, float]:

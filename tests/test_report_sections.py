@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def figures(section: Section) -> list[Any]:
 def cells(section: Section) -> list[list[str]]:
     """The rows of a section's first table."""
     rows = words(section).split("<tbody>")[1].partition("</tbody>")[0].split("<tr>")[1:]
-    return [[cell.partition("<")[0] for cell in row.split('left">')[1:]] for row in rows]
+    return [re.findall(r"<td[^>]*>([^<]*)", row) for row in rows]
 
 
 def test_device_use_is_the_mean_for_each_rank_and_gpu_and_memory_the_most(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from run_folders import NOON, trained, write_run
 from nbtoolkit.report.contents import runs_below
 from nbtoolkit.report.overview import overview
 from nbtoolkit.report.story import numbers, read_story
+from nbtoolkit.runtime.paths import runs_in
 
 
 def words(folder: Path) -> str:
@@ -103,3 +105,12 @@ def test_only_numbers_are_metrics() -> None:
 def test_a_name_is_the_id_without_its_time(tmp_path: Path, name: str) -> None:
     story = read_story(write_run(tmp_path, name))
     assert story.name == {"20260101T000000-a-0001": "a-0001"}.get(name, name)
+
+
+def test_runs_of_one_second_are_in_the_order_in_which_they_were_made(tmp_path: Path) -> None:
+    made = ["20260412T101500-z-7f3a", "20260412T101500-a-0001", "20260412T101501-a-0002"]
+    for age, name in enumerate(made):
+        paths = write_run(tmp_path, name)
+        os.utime(paths.versions, ns=(age, age))
+    assert [paths.run_id for paths in runs_below(tmp_path)] == made
+    assert [paths.run_id for paths in runs_in(tmp_path)] == made[::-1]

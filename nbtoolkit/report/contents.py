@@ -17,7 +17,7 @@ from nbtoolkit.report.section import Section
 from nbtoolkit.report.story import Story, read_story
 from nbtoolkit.report.sweeps import sweeps
 from nbtoolkit.report.throughput import throughput
-from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.runtime.paths import RunPaths, by_age
 
 DEPTH = 4  # folders below the one that is reported on
 
@@ -98,8 +98,8 @@ def read_report(folder: str | os.PathLike[str]) -> Report:
 
 
 def runs_below(folder: Path) -> list[RunPaths]:
-    """The runs in a folder by their ids, hence oldest first; not the trials and folds inside."""
-    return sorted(_found(folder, DEPTH), key=lambda paths: (paths.run_id, paths.folder))
+    """The runs in a folder, oldest first; not the trials and folds inside."""
+    return sorted(_found(folder, DEPTH), key=lambda paths: (by_age(paths.folder), paths.folder))
 
 
 def _found(folder: Path, depth: int) -> Iterator[RunPaths]:

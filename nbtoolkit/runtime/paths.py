@@ -332,7 +332,27 @@ def runs_in(output_dir: str | Path) -> list[RunPaths]:
         return []
     # os.path: what of other users lies there and may not be looked into is no run of ours
     folders = [entry for entry in parent.iterdir() if os.path.isfile(entry / "versions.json")]
-    return [RunPaths(folder) for folder in sorted(folders, key=lambda f: f.name, reverse=True)]
+    return [RunPaths(folder) for folder in sorted(folders, key=by_age, reverse=True)]
+
+
+def by_age(folder: Path) -> tuple[str, int, str]:
+    """What sorts the folders of runs, oldest first: by the second in their id, then by the clock.
+
+    Args:
+        folder: of a run.
+    """
+    second = _SECOND.match(folder.name)
+    if second is None:
+        return folder.name, 0, ""
+    try:
+        written = (folder / "versions.json").stat().st_mtime_ns
+    except OSError:  # deleted meanwhile
+        written = 0
+    return second[0], written, folder.name
+
+
+_SECOND = re.compile(r"\d{8}T\d{6}")
+"""What the id of a run begins with."""
 
 
 def boot_id() -> str:

@@ -55,10 +55,17 @@ _FOCUSED = """e => {
 
 def by_tab(part: Locator) -> tuple[list[str], list[str]]:
     """The controls below an element as they stand, and as Tab goes through them."""
-    expected: list[str] = part.evaluate(_TABBABLE)
+    while True:  # what opens and closes by itself, as a link does once something is there
+        expected: list[str] = part.evaluate(_TABBABLE)
+        seen = _tabbed(part, len(expected))
+        if part.evaluate(_TABBABLE) == expected:
+            return expected, seen
+
+
+def _tabbed(part: Locator, most: int) -> list[str]:
     part.locator("button:enabled").first.focus()
-    seen = []
-    while (here := part.evaluate(_FOCUSED)) is not None and len(seen) <= len(expected):
+    seen: list[str] = []
+    while (here := part.evaluate(_FOCUSED)) is not None and len(seen) <= most:
         seen.append(here)
         part.page.keyboard.press("Tab")
-    return expected, seen
+    return seen

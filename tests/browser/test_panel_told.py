@@ -68,6 +68,7 @@ def test_panels_in_two_notebooks_agree_and_a_closed_page_stops_nothing(
 
 
 # How soon it is told is measured by `python -m tests.bench browser`: within 2 s.
+@pytest.mark.long  # its short form needs no browser: test_panel_faults.py
 def test_a_killed_sweep_is_told_and_gone_on_with(
     browser: Browser, jupyter: Server, hold: Path
 ) -> None:
