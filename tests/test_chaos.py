@@ -91,7 +91,7 @@ def weights(result: nb.RunResult) -> dict[str, torch.Tensor]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kills", [SELDOM, OFTEN])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_killed_at_random_it_ends_as_if_it_never_was(
     tmp_path: Path, ranks: int, kills: int
 ) -> None:

@@ -49,6 +49,7 @@ def runs_and_looks(one: Person, cell: int, hold: Path, theme: str) -> list[str]:
     return found + look(one, cell, f"{theme}-{cell}-ended")
 
 
+@pytest.mark.long  # its short form needs no browser: test_live.py
 def test_cells_show_what_runs_and_what_came_of_it(browser: Browser, jupyter: Server) -> None:
     write_notebook(jupyter.root / "cells.ipynb", TRAIN, SETTINGS, *CELLS)
     hold = jupyter.root / "hold"
