@@ -16,7 +16,7 @@ from kernels import SECONDS
 from server import Server
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Dialog, Locator, Page
+    from playwright.sync_api import Browser, Dialog, Locator, Page, Response
 
 Front = Literal["lab", "notebook"]
 
@@ -25,6 +25,11 @@ FRONTS = ("lab", pytest.param("notebook", marks=pytest.mark.long))
 
 _PATHS = {"lab": "/lab/tree/{}?reset", "notebook": "/notebooks/{}"}
 _IDLE = '[data-status="idle"]'
+
+
+def _is_written(answer: Response) -> bool:
+    """Whether the server says that it has a file."""
+    return answer.request.method == "PUT" and "/api/contents/" in answer.url
 
 
 class Person:
@@ -42,6 +47,9 @@ class Person:
         self.errors: list[str] = []
         page.set_default_timeout(SECONDS * 1000)
         page.on("dialog", self._answer)
+        # What runs while the kernel is still being started is asked for one, and then runs.
+        asked = page.locator(".jp-Dialog", has_text="Select Kernel")
+        page.add_locator_handler(asked, lambda it: it.locator("button.jp-mod-accept").click())
         page.on("pageerror", lambda error: self.errors.append(str(error)))
 
     # --- the notebook ---
@@ -75,6 +83,8 @@ class Person:
             if self._changes(index, before, seconds=1.0):
                 break
             self.cell(index).locator(".jp-InputPrompt").first.click()
+            if self._changes(index, before, seconds=0.5):
+                break
         if wait:
             self.waits_for(index)
 
@@ -100,9 +110,10 @@ class Person:
 
     def saves(self) -> None:
         """Save the notebook, and wait until it is saved."""
-        self.menu("File", "docmanager:save")
-        dirty = ".lm-TabBar-tab.jp-mod-dirty, .jp-NotebookCheckpoint-dirty"
-        self.page.wait_for_selector(dirty, state="detached")
+        # Notebook 7 does not show that it is still writing, and a page that is closed then has not.
+        with self.page.expect_response(_is_written) as answer:
+            self.menu("File", "docmanager:save")
+        assert answer.value.ok
 
     def turns(self, theme: str) -> None:
         """Change the theme by the menu: Light or Dark."""
