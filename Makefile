@@ -1,10 +1,11 @@
 # Every target makes .venv first when it is missing or older than what it was made from.
 #   make demo     train on two worker processes from a notebook, and say where the results lie
-#   make test     the test suite
+#   make test     all units, and a test with real processes of each capability and kind of fault
+#   make test-all  every test but those of other hosts and of GPUs (half an hour on two cores)
+#   make test-gpu  the tests that need an NVIDIA GPU, one after the other
 #   make test-hosts  every notebook in environments like Kaggle's and Colab's, without internet (minutes)
 #   make test-browser  a person's sessions with the panel, in JupyterLab and Notebook 7 (minutes)
 #   make screenshots   the pictures of docs/panel.md
-#   make test-chaos  the long form: 20 kills at random moments, gone on with each time (minutes)
 #   make check    lint, format, types, version
 #   make notebooks  run every notebook in full, store the outputs that are kept (minutes)
 #   make bench    the figures of docs/log.md
@@ -14,14 +15,25 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+WORKERS ?= $(shell expr $$(nproc) + 1)
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: demo test test-hosts test-browser screenshots test-chaos check notebooks bench clean install
+.PHONY: demo test test-all test-rest test-gpu test-hosts test-browser screenshots check notebooks bench clean install
 
 demo: $(STAMP)
 	@$(BIN)/python tests/demo.py
 
+# The tests sleep and wait more than they compute: one worker more than there are cores.
 test: $(STAMP)
-	@$(BIN)/python -m pytest -m "not long and not hosts"
+	@$(PYTEST) -m "not long and not hosts and not gpu"
+
+test-rest: $(STAMP)
+	@$(PYTEST) -m "long and not hosts and not gpu"
+
+test-all: test test-rest
+
+test-gpu: $(STAMP)
+	@$(BIN)/python -m pytest -m gpu
 
 test-hosts: $(STAMP)
 	@$(BIN)/python -m pytest -m hosts tests/hosts
@@ -33,9 +45,6 @@ test-browser: $(STAMP)
 screenshots: $(STAMP)
 	@tests/browser/install.sh
 	@$(BIN)/python tests/browser/pictures.py docs/images
-
-test-chaos: $(STAMP)
-	@$(BIN)/python -m pytest -m "long and not browser"
 
 check: $(STAMP)
 	@$(BIN)/ruff check

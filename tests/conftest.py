@@ -20,8 +20,11 @@ import pytest
 
 T = TypeVar("T")
 
-GRACE = 5.0
-"""Seconds a process or thread that is on its way out gets before it counts as left behind."""
+GRACE = 30.0
+"""Seconds a process or thread that is on its way out gets before it counts as left behind.
+
+On a quiet machine one takes some milliseconds; only a leak takes all of it.
+"""
 
 OUR_FOLDERS = ("nbtoolkit-", "torchelastic_")
 """Beginnings of the names of temporary folders that we (or torch elastic for us) make."""
@@ -41,12 +44,30 @@ SET_BY_LIBRARIES = {
 KEPT_BY_LIBRARIES = ("TMonitor", "HistorySavingThread")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts the background jobs of a script with SIGINT ignored, and every process that a
+    # test starts would inherit that: its interrupts would be lost.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if Path("/dev/nvidiactl").exists():
-        return
+    gpu = Path("/dev/nvidiactl").exists()
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not gpu:
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here"))
+        if _shares_a_fixture(item):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    # What takes a minute starts first, so that no worker is left alone with it at the end.
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def _shares_a_fixture(item: pytest.Item) -> bool:
+    """Whether the test uses a fixture of its module, which every worker would have to make anew."""
+    assert isinstance(item, pytest.Function)
+    fixtures = item._fixtureinfo.name2fixturedefs.values()
+    return any(one[-1].scope == "module" for one in fixtures)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -48,7 +48,7 @@ def test_that_ends_what_it_began(monkeypatch, tmp_path):
 
 def test_what_a_test_leaves_behind_fails_it_and_only_it(tmp_path: Path) -> None:
     conftest = (Path(__file__).parent / "conftest.py").read_text()
-    (tmp_path / "conftest.py").write_text(conftest.replace("GRACE = 5.0", "GRACE = 0.3"))
+    (tmp_path / "conftest.py").write_text(conftest.replace("GRACE = 30.0", "GRACE = 0.3"))
     (tmp_path / "test_leaks.py").write_text(LEAKS)
     program = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rE", "."]
     environ = {**os.environ, "PYTEST_ADDOPTS": ""}
