@@ -117,11 +117,12 @@ class Launchpad:
         with self._asking, memory_file(json.dumps(dict(environ)).encode()) as fd:
             send_packet(self._socket, {"op": "imports", "names": names}, [fd])
 
-    def track(self, folder: Path) -> None:
-        """Have a run's events followed into the tracking database."""
+    def track(self, folder: Path) -> int:
+        """Have a run's events followed into the tracking database, below the process returned."""
         with self._asking:
             self._wait_ready()
             send_packet(self._socket, {"op": "track", "folder": str(folder)})
+        return self.pid
 
     def let_outlive(self, run: RunPaths) -> None:
         """Note a detached run: while it goes on, this kernel's end does not wait."""
