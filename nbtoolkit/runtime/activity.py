@@ -6,6 +6,8 @@ warm disk, and minutes from a cold one beside other work.
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -99,6 +101,13 @@ def wait_while_active(
             how = f"no progress for {idle:.0f} s" if idle >= 1 else "it makes progress"
             (say or _to_stderr)(f"waiting for {what}: {waited:.0f} s so far, {how}")
     return True
+
+
+def has_ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Whether a process has ended, or does within so many seconds."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    return process.poll() is not None
 
 
 def _to_stderr(text: str) -> None:

@@ -6,7 +6,6 @@ The process itself is in zygote.py.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import os
 import select
@@ -15,11 +14,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import nbtoolkit
 from nbtoolkit.errors import LaunchError
-from nbtoolkit.runtime.activity import STALL_SECONDS, Activity, wait_while_active
+from nbtoolkit.runtime.activity import STALL_SECONDS, Activity, has_ended, wait_while_active
 from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.runtime.wire import (
     Message,
@@ -72,6 +72,7 @@ class Launchpad:
             env=environ,
         )
         theirs.close()
+        self._has_ended = partial(has_ended, self._process)
         self._socket = ours
         self._ready, self._stalled = False, stalled
         self._detached: list[RunPaths] = []
@@ -142,7 +143,7 @@ class Launchpad:
         if any(run.owned() for run in self._detached):
             return
         what = f"the fork server (process {self.pid}) to end: tracking writes what has ended"
-        if not wait_while_active(self._ended, Activity(self.pid), what, stalled=stalled):
+        if not wait_while_active(self._has_ended, Activity(self.pid), what, stalled=stalled):
             print(
                 f"the fork server (process {self.pid}) has not ended: no progress for "
                 f"{stalled:g} s; what tracking has not written of a run, "
@@ -194,7 +195,7 @@ class Launchpad:
             end = f"does not answer: no progress for {self._stalled:g} s"
         if packet is None:
             # its socket closes a moment before it has ended
-            if wait_while_active(self._ended, Activity(self.pid), what, stalled=1.0):
+            if wait_while_active(self._has_ended, Activity(self.pid), what, stalled=1.0):
                 end = f"ended with code {self._process.poll()}"
             words = self._last_words()
             self.kill()
@@ -204,11 +205,6 @@ class Launchpad:
                 do="launch again (a new one is started); if it stays so, see nb.doctor()",
             )
         return packet[0]
-
-    def _ended(self, seconds: float) -> bool:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-        return not self.alive()
 
 
 _current: Launchpad | None = None

@@ -26,11 +26,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from nbtoolkit.errors import MissingExtra, NbtoolkitError, TrackingError
-from nbtoolkit.runtime.activity import STALL_SECONDS, Activity, wait_while_active
+from nbtoolkit.runtime.activity import STALL_SECONDS, Activity, has_ended, wait_while_active
 from nbtoolkit.runtime.events import EventReader
 from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.runtime.wire import Message, packet_pair, receive_packet, send_packet
@@ -219,15 +220,10 @@ class TrackingProcess:
     def close(self, stalled: float = STALL_SECONDS) -> None:
         """Let it finish and exit; where it makes no progress for so many seconds, end it."""
         self._socket.close()
-        what = "tracking to finish"
-        if not wait_while_active(self._ended, Activity(self._process.pid), what, stalled=stalled):
+        ended, activity = partial(has_ended, self._process), Activity(self._process.pid)
+        if not wait_while_active(ended, activity, "tracking to finish", stalled=stalled):
             self._process.kill()
             self._process.wait()
-
-    def _ended(self, seconds: float) -> bool:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-        return self._process.poll() is not None
 
     def __enter__(self) -> TrackingProcess:
         return self
