@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 from nbtoolkit.errors import NbtoolkitError
@@ -13,12 +12,9 @@ from nbtoolkit.runtime.hardware import Hardware, detect_hardware
 from nbtoolkit.runtime.host import Host, detect_host
 from nbtoolkit.runtime.known_bad import known_bad
 from nbtoolkit.runtime.plan import LaunchPlan, make_plan
-from nbtoolkit.runtime.probe import PROBE_SECONDS, ProbeResult, probe_fork
+from nbtoolkit.runtime.probe import ProbeResult, probe_fork
 from nbtoolkit.runtime.table import html_table
 from nbtoolkit.runtime.timing import session_age, span, time_limit
-
-# A child that must import torch first needs that much longer (1.5 s warm, 15 s from a cold disk).
-_IMPORT_SECONDS = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +89,7 @@ def doctor() -> Report:
 
     The probe forks a child that computes in parallel (and allocates on a GPU if there is one);
     where it fails, fresh interpreters import this process's packages one after the other to name
-    the one that breaks forks (up to a minute).
+    the one that breaks forks (up to three minutes).
 
     Returns:
         The report; ``print`` it, or let a cell show it.
@@ -108,8 +104,7 @@ def doctor() -> Report:
     except NbtoolkitError as error:
         refusal = str(error)
     device = bool(hardware.usable)
-    seconds = PROBE_SECONDS + (0.0 if "torch" in sys.modules else _IMPORT_SECONDS)
-    fork = probe_fork(device=device, seconds=seconds)
+    fork = probe_fork(device=device)
     return Report(
         host=host,
         hardware=hardware,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import nbtoolkit as nb
-from nbtoolkit.runtime.culprit import guilty_import, suspicious_cells
+from nbtoolkit.runtime.culprit import Unproven, guilty_import, suspicious_cells
 from nbtoolkit.runtime.known_bad import known_bad
 
 USED_OPENMP = """
@@ -61,6 +61,56 @@ def test_the_import_that_breaks_forks_is_named(
         guilty_import(["json", "computes_at_import", "csv"], device=False) == "computes_at_import"
     )
     assert guilty_import(["json"], device=False) is None
+
+
+def test_nobody_is_named_where_a_fresh_interpreter_fails_the_probe_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nos.register_at_fork(after_in_child=lambda: os._exit(1))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(Unproven, match="without any of them is not fork-safe"):
+        guilty_import(["json", "csv"], device=False)
+
+
+def test_nobody_is_named_where_two_tries_disagree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a probe does on a loaded machine: here forks fail after the first import only."""
+    (tmp_path / "sometimes.py").write_text(
+        f"import os\ntries = {str(tmp_path / 'tries')!r}\n"
+        "open(tries, 'a').write('x')\n"
+        "if os.path.getsize(tries) < 2: os.register_at_fork(after_in_child=lambda: os._exit(1))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(Unproven, match="two tries with `import sometimes` disagree"):
+        guilty_import(["json", "sometimes"], device=False)
+
+
+def test_nobody_is_named_where_the_time_is_too_short() -> None:
+    with pytest.raises(Unproven, match="took too long"):
+        guilty_import(["json"], device=False, limit=0.0)
+
+
+SLOW_CHILD = """
+import time, torch
+from nbtoolkit.runtime.probe import probe_fork
+ones = torch.ones
+def slow_ones(*size, **options):
+    end = time.process_time() + 1.5
+    while time.process_time() < end: pass
+    return ones(*size, **options)
+torch.ones = slow_ones
+print(probe_fork(device=False, seconds=1.0))
+"""
+
+
+def test_a_slow_child_is_not_a_broken_one() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW_CHILD], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.startswith("ProbeResult(ok=True")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from nbtoolkit.errors import (
     PipelineFailed,
 )
 from nbtoolkit.pipeline.folder import PipelineFolder
+from nbtoolkit.runtime.paths import RunPaths, write_json
 
 __all__ = ["own_tmpdir"]  # a fixture
 
@@ -101,6 +102,24 @@ def test_two_runs_into_one_folder_are_refused(tmp_path: Path) -> None:
     ):
         run(path)
     assert statuses(run(path)) == "find done, use done"
+
+
+def test_runs_of_a_killed_step_are_waited_for_unless_they_are_detached(tmp_path: Path) -> None:
+    place = PipelineFolder(tmp_path)
+    place.files("one").log.parent.mkdir()
+    place.files("one").log.touch()
+    paths = RunPaths.create(tmp_path, "left")
+    write_json(paths.versions, {})
+    with open(paths.lock, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        write_json(paths.owner, {"detached": True})
+        place.wait_for_leftovers("one")
+        write_json(paths.owner, {"detached": False})
+        ends = threading.Timer(4.0, lock.close)  # 3 s were too few
+        ends.start()
+        place.wait_for_leftovers("one")
+        assert lock.closed
+        ends.join()
 
 
 def test_a_kernel_that_is_left_over_is_waited_for(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import math
@@ -9,14 +10,19 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from nbtoolkit.errors import TrackingError
 from nbtoolkit.runtime.events import EventLog
+from nbtoolkit.runtime.launchpad import Launchpad
 from nbtoolkit.runtime.paths import RunPaths, read_json, write_json
+from nbtoolkit.runtime.result import wait_for_tracking
 from nbtoolkit.runtime.wire import packet_pair, send_packet
 from nbtoolkit.tracking import (
     Follower,
@@ -624,6 +630,84 @@ def test_the_service_finishes_what_has_ended_when_the_other_end_is_gone(tmp_path
         run.end()
     (found,) = all_runs(tmp_path)
     assert found.info.status == "FINISHED"
+
+
+@pytest.fixture
+def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file: fork servers that start now work on the import of MLflow until it is there."""
+    folder = tmp_path / "at_start"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "first = os.getpid()\n"  # the fork server itself only asks whether there is an MLflow
+        "class Slow:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        while name == 'mlflow' and os.getpid() != first and not os.path.exists(\n"
+        f"            {str(tmp_path / 'go')!r}\n"
+        "        ): pass\n"
+        "sys.meta_path.insert(0, Slow())\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return tmp_path / "go"
+
+
+@contextlib.contextmanager
+def soon(act: Callable[[], object]) -> Iterator[None]:
+    """Do something after 1.5 s: later than a wait of 1 s ends that counts wall time."""
+    timer = threading.Timer(1.5, act)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+def test_what_is_not_written_yet_is_told_of_and_written_at_the_kernels_end(
+    outputs: Path, held: Path
+) -> None:
+    paths = whole_run(outputs)
+    pad = Launchpad(tracking=True)
+    pid, said = pad.track(paths.folder), list[str]()
+    assert not wait_for_tracking(paths, pid, said.append, limit=0.0)
+    (line,) = said
+    assert line.startswith("tracking has not written the whole run yet, and goes on in the backgr")
+    assert str(paths.tracking) in line
+    assert f"nbtoolkit.tracking.replay({str(paths.folder)!r})" in line
+    with soon(held.touch):
+        pad.close(stalled=1.0)
+    assert not pad.alive()
+    assert read_json(paths.tracking)["done"]
+    assert [run.info.run_name for run in all_runs(outputs)] == [paths.run_id]
+
+
+def test_a_launch_waits_for_tracking_that_is_slow_and_tells_of_one_that_fails(
+    outputs: Path, held: Path
+) -> None:
+    paths, said = whole_run(outputs), list[str]()
+    pad = Launchpad(tracking=True)
+    pid = pad.track(paths.folder)
+    with soon(held.touch):
+        assert wait_for_tracking(paths, pid, said.append, stalled=1.0)
+    assert said == []
+    (outputs / "mlflow.db").write_text("not a database, but long enough")
+    paths = whole_run(outputs)
+    pad.track(paths.folder)
+    assert not wait_for_tracking(paths, pid, said.append)
+    assert said[0].startswith("warning: tracking did not write the whole run: TrackingError: ")
+    pad.close()
+
+
+def test_a_service_that_does_nothing_is_given_up(outputs: Path) -> None:
+    with TrackingProcess() as service:
+        service.track(whole_run(outputs).folder)
+        service.wait(stalled=1.0)  # it takes longer, and works
+    service = TrackingProcess()
+    (process,) = psutil.Process().children()
+    process.suspend()
+    with pytest.raises(TimeoutError, match=r"has not written it in time; .*replay\(folder\)"):
+        service.wait(stalled=1.0)
+    service.close(stalled=1.0)
+    assert not process.is_running()
 
 
 def test_a_request_behind_an_answer_that_nobody_read_is_not_lost(outputs: Path) -> None:

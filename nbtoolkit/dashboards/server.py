@@ -24,8 +24,8 @@ from nbtoolkit.runtime.host import Host
 from nbtoolkit.runtime.ports import free_port
 from nbtoolkit.views.markup import boxed, said
 
-START_SECONDS = 120.0
-"""Longest wait for a dashboard; MLflow's takes 12 s on two cores."""
+START_SECONDS = 600.0
+"""Longest wait for a dashboard that runs; MLflow's takes 12 s on two cores, 120 s on slow ones."""
 
 _LOOK, _ANSWER = 0.1, 1.0  # seconds between two requests, and for one
 _LAST_WORDS = 2000  # characters of its log that an error shows

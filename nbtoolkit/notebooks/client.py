@@ -18,7 +18,13 @@ from nbtoolkit.notebooks.execution import Execution
 
 ENGINE = "nbtoolkit"
 
-_LOST_OUTPUT = 10.0  # seconds to wait for the rest of a cell's output; then it counts as lost
+# Seconds to wait for the rest of a cell's output; then it counts as lost. What a cell has printed
+# in a loop takes some seconds to come through.
+_LOST_OUTPUT = 60.0
+
+# Seconds for a kernel that lives to answer; one that dies is noticed at once. ipykernel takes 1 s
+# to start, and a minute from a cold disk beside other work. Less where the notebook has less time.
+_START_SECONDS, _LEAST_START_SECONDS = 600.0, 60.0
 
 
 class Client(PapermillNotebookClient):
@@ -124,10 +130,10 @@ class Engine(NBClientEngine):
         kernel_name: str,
         *,
         execution: Execution,
-        start_timeout: float = 60,
         **_: Any,
     ) -> Any:
         """Run a notebook's cells (called by papermill)."""
+        start = max(_LEAST_START_SECONDS, execution.limits.timeout or _START_SECONDS)
         connection = execution.folder / "kernel"
         kernel = {
             "transport": "ipc",
@@ -138,7 +144,7 @@ class Engine(NBClientEngine):
             nb_man,
             execution,
             kernel_name=kernel_name,
-            startup_timeout=int(start_timeout),
+            startup_timeout=int(min(start, _START_SECONDS)),
             timeout_func=lambda cell: execution.time_left(),
             iopub_timeout=int(_LOST_OUTPUT),
             raise_on_iopub_timeout=False,

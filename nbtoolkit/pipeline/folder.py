@@ -22,12 +22,15 @@ from typing import Any
 
 from nbtoolkit.errors import NotebookError
 from nbtoolkit.notebooks.files import NotebookFiles
-from nbtoolkit.runtime.paths import read_json, runs_in, write_json
+from nbtoolkit.runtime.paths import RunPaths, read_json, runs_in, write_json
 
 HERE = "${pipeline.folder}"
 
-_KERNEL_SECONDS = 20.0  # a kernel looks once a second whether its parent is still there
-_OWNER_SECONDS = 3.0  # a run's owner has ended 2 s after its kernel, unless it is detached
+# Both end by themselves, and a step that does not wait for them starts its runs anew. On a quiet
+# machine a kernel has ended after 1 s (it looks once a second whether its parent is still there),
+# a run's owner 2 s after its kernel; tracking may take longer.
+_KERNEL_SECONDS = 120.0
+_OWNER_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class PipelineFolder:
         """
         with contextlib.suppress(OSError), open(self.files(step).log, "rb") as log:
             _until(lambda: _locked(log.fileno()), _KERNEL_SECONDS)
-            _until(lambda: not any(run.owned() for run in runs_in(self.path)), _OWNER_SECONDS)
+            _until(lambda: not any(map(_ends_soon, runs_in(self.path))), _OWNER_SECONDS)
 
     def record(self, step: str) -> dict[str, Any] | None:
         """What a step that is done was run with, and what it published; None: it is not done."""
@@ -122,6 +125,11 @@ def replaced(value: Any, old: str, new: str) -> Any:
     if isinstance(value, list):
         return [replaced(inner, old, new) for inner in value]
     return value
+
+
+def _ends_soon(run: RunPaths) -> bool:
+    """Whether somebody owns a run, and is to end with the kernel that launched it."""
+    return run.owned() and not (read_json(run.owner) or {}).get("detached")
 
 
 def _until(look: Callable[[], bool], seconds: float) -> None:

@@ -15,8 +15,11 @@ from nbtoolkit.runtime.watch import Watch
 if TYPE_CHECKING:
     from nbtoolkit.config import Config
 
-START_SECONDS = 30.0  # for all ranks to form their group: 0.1 s on a quiet machine,
-NCCL_START_SECONDS = 90.0  # 15 s with NCCL on a cold T4 pair
+# Ranks that form their group are given up after so long in which none of them works. They need
+# 0.1 s on a quiet machine, and 15 s with NCCL on a cold T4 pair.
+START_SECONDS = 30.0
+NCCL_START_SECONDS = 90.0
+_AT_MOST = 4  # times as long where one works: NCCL turns in a loop while it waits for a hung rank
 MISSING_SECONDS = 4.0  # a rank in ctx.report waits this long before the others are looked at
 
 
@@ -31,9 +34,20 @@ class Care:
         flight: the ranks.
         record: warnings and readings go there.
         config: ``runtime.hang_timeout``, ``tracking.device_metrics``.
+        start_seconds: how long ranks that form their group may do nothing; None: 30 s, 90 s with
+            NCCL.
     """
 
-    def __init__(self, flight: Flight, record: RunRecord, config: Config) -> None:
+    def __init__(
+        self,
+        flight: Flight,
+        record: RunRecord,
+        config: Config,
+        *,
+        start_seconds: float | None = None,
+    ) -> None:
+        nccl = flight.plan.backend == "nccl"
+        self._start_seconds = start_seconds or (NCCL_START_SECONDS if nccl else START_SECONDS)
         self._flight, self._record = flight, record
         self._hang_timeout: float = config.runtime.hang_timeout
         self._watch = Watch(flight, record.paths, self._hang_timeout)
@@ -46,11 +60,11 @@ class Care:
         ranks = self._flight.ranks
         if all(rank.phase == "user" or rank.over for rank in ranks):
             return self._look_at_work()
-        if not all(rank.has_group or rank.over for rank in ranks):
-            nccl = self._flight.plan.backend == "nccl"
-            limit = NCCL_START_SECONDS if nccl else START_SECONDS
-            if time.monotonic() - self._flight.started_at > limit:
-                return Late(f"the ranks did not form a group within {limit:.0f} s")
+        if joining := [rank for rank in ranks if not rank.has_group and not rank.over]:
+            took = time.monotonic() - self._flight.started_at
+            idle = min(self._watch.silence(rank) for rank in joining)
+            if idle > self._start_seconds or took > _AT_MOST * self._start_seconds:
+                return Late(f"the ranks did not form a group within {took:.0f} s")
         return None
 
     def silence(self) -> float:

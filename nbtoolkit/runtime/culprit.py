@@ -9,14 +9,15 @@ import time
 
 from nbtoolkit.runtime.ahead import installed_roots
 
-LIMIT = 60.0  # seconds for the search among imports
+LIMIT = 180.0  # seconds for the search among imports; longer, and nobody is named
+_HUNG_SECONDS = 2.0  # without progress; less than elsewhere, as each verdict is tried twice
 
 _PROBE = """
 import importlib, sys
 sys.path[:] = {path!r}
 for name in {names!r}:
     try: importlib.import_module(name)
-    except Exception: pass
+    except (Exception, SystemExit): pass
 from nbtoolkit.runtime.probe import probe_fork
 sys.exit(0 if probe_fork(device={device!r}, seconds={seconds!r}).ok else 3)
 """
@@ -35,6 +36,10 @@ _COMPUTES |= {
 }
 
 
+class Unproven(Exception):
+    """It could not be told whether an import breaks forks; the text says why."""
+
+
 def find_culprit(*, device: bool) -> str:
     """Name the import that breaks forks; where no import does, the cells that may.
 
@@ -44,17 +49,19 @@ def find_culprit(*, device: bool) -> str:
     Returns:
         A sentence.
     """
-    packages = loaded_packages()
-    guilty = guilty_import(packages, device=device)
-    if guilty is not None:
-        return f"made so by `import {guilty}`: import it inside the training function"
+    try:
+        guilty = guilty_import(loaded_packages(), device=device)
+    except Unproven as error:
+        imports, cell = f"whether an import does it is not known ({error})", "may, such as"
+    else:
+        if guilty is not None:
+            return f"made so by `import {guilty}`: import it inside the training function"
+        imports, cell = "no import does it", "does, probably"
     cells = suspicious_cells(executed_cells())
     if cells:
         named = ", ".join(f"In[{number}]" for number in cells)
-        return f"no import does it; a cell that computed does, probably {named}"
-    return (
-        "no import does it; something that ran in this process computed in parallel or used the GPU"
-    )
+        return f"{imports}; a cell that computed {cell} {named}"
+    return f"{imports}; something that ran in this process computed in parallel or used the GPU"
 
 
 def loaded_packages() -> list[str]:
@@ -69,34 +76,45 @@ def loaded_packages() -> list[str]:
 
 
 def guilty_import(packages: list[str], *, device: bool, limit: float = LIMIT) -> str | None:
-    """The first package after whose import a fresh interpreter is not fork-safe; None: none."""
+    """The first package after whose import a fresh interpreter is not fork-safe; None: none.
+
+    Raises:
+        Unproven: a second try says otherwise, an interpreter that has imported none of the packages
+            is not fork-safe either, or ``limit`` seconds were too few.
+    """
     end = time.monotonic() + limit
 
     def breaks(count: int) -> bool:
-        return not _fork_safe_after(packages[:count], device, max(1.0, end - time.monotonic()))
+        return not _fork_safe_after(packages[:count], device, end)
 
     if not packages or not breaks(len(packages)):
         return None
+    if breaks(0):
+        raise Unproven("a fresh interpreter without any of them is not fork-safe here")
     good, bad = 0, len(packages)
-    while bad - good > 1 and time.monotonic() < end:
+    while bad - good > 1:
         middle = (good + bad) // 2
         good, bad = (good, middle) if breaks(middle) else (middle, bad)
-    return packages[bad - 1] if bad - good == 1 else None
+    if breaks(good) or not breaks(bad):
+        raise Unproven(f"two tries with `import {packages[good]}` disagree")
+    return packages[good]
 
 
-def _fork_safe_after(names: list[str], device: bool, seconds: float) -> bool:
-    code = _PROBE.format(path=sys.path, names=names, device=device, seconds=5.0)
+def _fork_safe_after(names: list[str], device: bool, end: float) -> bool:
+    code = _PROBE.format(path=sys.path, names=names, device=device, seconds=_HUNG_SECONDS)
     try:
         done = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
-            timeout=seconds,
+            timeout=max(end - time.monotonic(), 0.0),
             stdin=subprocess.DEVNULL,
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        return True  # not known to be guilty
-    return done.returncode != 3
+    except subprocess.TimeoutExpired as error:
+        raise Unproven("the search took too long") from error
+    if done.returncode not in (0, 3):
+        raise Unproven(f"an interpreter that imported them ended with code {done.returncode}")
+    return done.returncode == 0
 
 
 def executed_cells() -> dict[int, str]:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from nbtoolkit.config import Config
     from nbtoolkit.tracking import TrackingProcess
 
-TRACKING_SECONDS = 10.0  # at most so long a launch waits for tracking; an owner's run waits as long
-
 
 class Keeper(RecordChannel):
     """What an owner is to other runs: lock, events, trackers, and whoever listens while it goes on.
@@ -113,11 +111,11 @@ class Keeper(RecordChannel):
         return service
 
     def _end_tracking(self) -> None:
-        """Wait for the trackers as other launches do; what fails there is no matter of the run."""
+        """Wait for the trackers; what fails there is no matter of the run."""
         if self._tracking is None:
             return
         try:
-            self._tracking.wait(TRACKING_SECONDS)
+            self._tracking.wait(say=self._cell.say)
         except (TrackingError, TimeoutError) as error:
             self._cell.say(f"warning: the run is not wholly tracked: {error}")
         finally:

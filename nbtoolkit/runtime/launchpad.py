@@ -6,18 +6,20 @@ The process itself is in zygote.py.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import nbtoolkit
 from nbtoolkit.errors import LaunchError
+from nbtoolkit.runtime.activity import STALL_SECONDS, Activity, has_ended, wait_while_active
 from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.runtime.wire import (
     Message,
@@ -27,9 +29,8 @@ from nbtoolkit.runtime.wire import (
     send_packet,
 )
 
-START_SECONDS = 60.0  # a cold disk needs 20 s for the import of torch
 _LAST_WORDS = 2000  # characters of its stderr that an error shows
-END_SECONDS = 20.0  # at the kernel's end: for tracking to write what has ended
+END_SECONDS = 20.0  # without progress, at the kernel's end: tracking writes what has ended
 
 # `-c` puts the working directory first on sys.path; it must not be imported from (a user's
 # random.py would win).
@@ -40,9 +41,15 @@ _BOOT = (
 
 
 class Launchpad:
-    """One warm process of this kernel."""
+    """One warm process of this kernel.
 
-    def __init__(self, *, tracking: bool = False) -> None:
+    Args:
+        tracking: start the tracking service first.
+        stalled: seconds without any progress after which it is given up; slow as it may be, it is
+            waited for as long as it makes some.
+    """
+
+    def __init__(self, *, tracking: bool = False, stalled: float = STALL_SECONDS) -> None:
         self.kernel_pid = os.getpid()
         ours, theirs = packet_pair()
         home = str(Path(nbtoolkit.__file__).resolve().parent.parent)
@@ -65,8 +72,9 @@ class Launchpad:
             env=environ,
         )
         theirs.close()
+        self._has_ended = partial(has_ended, self._process)
         self._socket = ours
-        self._ready = False
+        self._ready, self._stalled = False, stalled
         self._detached: list[RunPaths] = []
         self._preloaded: set[str] = set()
         self._asking = threading.RLock()  # launches may come from several threads
@@ -110,11 +118,12 @@ class Launchpad:
         with self._asking, memory_file(json.dumps(dict(environ)).encode()) as fd:
             send_packet(self._socket, {"op": "imports", "names": names}, [fd])
 
-    def track(self, folder: Path) -> None:
-        """Have a run's events followed into the tracking database."""
+    def track(self, folder: Path) -> int:
+        """Have a run's events followed into the tracking database, below the process returned."""
         with self._asking:
             self._wait_ready()
             send_packet(self._socket, {"op": "track", "folder": str(folder)})
+        return self.pid
 
     def let_outlive(self, run: RunPaths) -> None:
         """Note a detached run: while it goes on, this kernel's end does not wait."""
@@ -124,12 +133,23 @@ class Launchpad:
         """The processes that stay between launches."""
         return {int(pid) for pid in self._ask({"op": "pids"}, "pids")["pids"]}
 
-    def close(self, seconds: float = END_SECONDS) -> None:
-        """Let it go, and wait until it has ended; not where a detached run keeps it."""
+    def close(self, stalled: float = END_SECONDS) -> None:
+        """Let it go, and wait until it has ended; not where a detached run keeps it.
+
+        Args:
+            stalled: seconds without any progress after which it is not waited for any more.
+        """
         self._hang_up()
-        if not any(run.owned() for run in self._detached):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(seconds)
+        if any(run.owned() for run in self._detached):
+            return
+        what = f"the fork server (process {self.pid}) to end: tracking writes what has ended"
+        if not wait_while_active(self._has_ended, Activity(self.pid), what, stalled=stalled):
+            print(
+                f"the fork server (process {self.pid}) has not ended: no progress for "
+                f"{stalled:g} s; what tracking has not written of a run, "
+                "nbtoolkit.tracking.replay(folder) writes",
+                file=sys.stderr,
+            )
 
     def kill(self) -> None:
         """End it at once."""
@@ -160,20 +180,28 @@ class Launchpad:
             self._ready = True
 
     def _receive(self) -> Message:
-        self._socket.settimeout(START_SECONDS)
-        try:
+        news = select.poll()  # select() refuses descriptors above 1023
+        news.register(self._socket, select.POLLIN)
+        what = f"the fork server (process {self.pid}) to {'answer' if self._ready else 'start'}"
+        # Once it has started, its descendants are runs, whose progress is not its own.
+        activity = Activity(self.pid, descendants=not self._ready)
+        packet = None
+        if wait_while_active(
+            lambda seconds: news.poll(seconds * 1000), activity, what, stalled=self._stalled
+        ):
             packet = receive_packet(self._socket)
-        except TimeoutError:
-            packet = None
+            end = "closed its connection"
+        else:
+            end = f"does not answer: no progress for {self._stalled:g} s"
         if packet is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)  # its socket closes a moment before it has ended
-            code = self._process.poll()
-            end = "does not answer" if code is None else f"ended with code {code}"
-            what = f"the launchpad process {end}{self._last_words()}"
+            # its socket closes a moment before it has ended
+            if wait_while_active(self._has_ended, Activity(self.pid), what, stalled=1.0):
+                end = f"ended with code {self._process.poll()}"
+            words = self._last_words()
             self.kill()
             raise LaunchError(
-                what,
+                f"the launchpad process {end}{words}",
+                allowed="one that starts slowly is waited for as long as it uses CPU or does I/O",
                 do="launch again (a new one is started); if it stays so, see nb.doctor()",
             )
         return packet[0]

@@ -36,7 +36,7 @@ def own(
     content = unpack(payload_fd)
     line = Line(kernel)
     try:
-        sign(RunPaths(Path(content["folder"])))
+        sign(RunPaths(Path(content["folder"])), detached=content["detach"])
         desk = Desk(line, launchpad, detached=content["detach"])
         _carry(Carrier(content, [payload_fd], desk.tower, forked=forked), desk)
     except LaunchpadGone:
@@ -83,9 +83,9 @@ def _obey(carrier: Carrier, request: Message) -> None:
         carrier.stop("killed on request", 0.0)
 
 
-def sign(paths: RunPaths) -> None:
-    """Write down which process owns a run."""
-    about = {"pid": os.getpid(), "boot_id": boot_id(), "since": time.time()}
+def sign(paths: RunPaths, *, detached: bool) -> None:
+    """Write down which process owns a run, and whether it outlives the one that launched."""
+    about = {"pid": os.getpid(), "boot_id": boot_id(), "since": time.time(), "detached": detached}
     write_json(paths.owner, about, durable=False)
 
 

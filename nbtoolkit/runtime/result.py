@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbtoolkit.errors import CheckpointError, LaunchError, RunFolderError
+from nbtoolkit.runtime.activity import Activity, wait_while_active
 from nbtoolkit.runtime.call import check_choice
 from nbtoolkit.runtime.cell import CellOutput, Display, Shown
 from nbtoolkit.runtime.crossing import unpack_value
@@ -34,9 +35,10 @@ if TYPE_CHECKING:
 Status = Literal["completed", "pruned", "stopped", "deadline"]
 
 INTERRUPT_GRACE = 5.0  # seconds the ranks get to come to a report after the first interrupt
-TRACKING_SECONDS = (
-    10.0  # at most so long a launch waits for tracking to catch up; it goes on behind
-)
+# So long a launch waits for tracking to catch up: a new folder takes 2 s, on a loaded machine 20 s.
+# Tracking goes on behind, and at the kernel's end it is waited for.
+TRACKING_SECONDS = 60.0
+_TRACKING_STALLED = 10.0  # and so long when it makes no progress
 _POLL = 0.1
 
 
@@ -148,7 +150,7 @@ class RunHandle:
         line: Line | None = None,
         cell: Shown | None = None,
         on_event: Callable[[Event], None] | None = None,
-        tracked: Callable[[], None] | None = None,
+        tracked: Callable[[], int] | None = None,
         offset: int = 0,
         forked: ForkedPilot | None = None,
         detached: bool = False,
@@ -316,8 +318,8 @@ class RunHandle:
         if self._forked is not None:
             self._forked.kill()  # its owner is gone, and would have ended it
         if self._tracked is not None and self._ended is not None:
-            self._tracked()  # the service need not wait for its next look
-            wait_for_tracking(self.paths, TRACKING_SECONDS)
+            pid = self._tracked()  # the service need not wait for its next look
+            wait_for_tracking(self.paths, pid, self._say)
 
     def _say(self, text: str) -> None:
         if self._cell is not None:
@@ -392,19 +394,59 @@ def _let_all_go() -> None:
         handle.let_go()
 
 
-def wait_for_tracking(paths: RunPaths, seconds: float) -> bool:
-    """Wait until tracking has written a run's events; False: not within ``seconds``."""
-    limit = time.monotonic() + seconds
-    while time.monotonic() < limit:
-        try:
-            state = json.loads(paths.tracking.read_text())
-        except (FileNotFoundError, ValueError):
-            state = {}
-        done = state.get("done") and state.get("read", 0) >= paths.events.stat().st_size
-        if done or state.get("error"):  # a "done" of an earlier attempt has read less
-            return bool(done)
-        time.sleep(0.01)
-    return False
+def wait_for_tracking(
+    paths: RunPaths,
+    pid: int,
+    say: Callable[[str], object],
+    *,
+    limit: float = TRACKING_SECONDS,
+    stalled: float = _TRACKING_STALLED,
+) -> bool:
+    """Wait until tracking has written a run's events; say so where it has not.
+
+    Args:
+        paths: the run.
+        pid: the fork server, below which tracking runs.
+        say: shows a sentence to the user.
+        limit: seconds to wait.
+        stalled: seconds to wait without any progress.
+
+    Returns:
+        Whether they are written.
+    """
+
+    def over(seconds: float) -> bool:
+        known = any(_tracking_state(paths))
+        if not known:
+            time.sleep(min(seconds, 0.01))
+        return known
+
+    what = f"tracking to write the run {paths.run_id}"
+    over_in_time = wait_while_active(
+        over, Activity(pid), what, limit=limit, stalled=stalled, say=say
+    )
+    replay = f"nbtoolkit.tracking.replay({str(paths.folder)!r})"
+    done, error = _tracking_state(paths)
+    if error:
+        say(f"warning: tracking did not write the whole run: {error}; {replay} tries again")
+    elif not over_in_time:
+        say(
+            "tracking has not written the whole run yet, and goes on in the background: "
+            f'{paths.tracking} has "done": true once it is through; after a crash, {replay}'
+        )
+    return done
+
+
+def _tracking_state(paths: RunPaths) -> tuple[bool, str]:
+    """Whether tracking has written the whole run, and why it gave up."""
+    try:
+        state, written = json.loads(paths.tracking.read_text()), paths.tracking.stat().st_mtime
+    except (FileNotFoundError, ValueError):
+        return False, ""
+    # What an earlier attempt left has read less, and failed before this one began.
+    done = state.get("done") and state.get("read", 0) >= paths.events.stat().st_size
+    begun = (read_json(paths.owner) or {}).get("since", 0.0)
+    return bool(done), state.get("error", "") if written >= begun else ""
 
 
 def find_run(run: str | os.PathLike[str], output_dir: str | Path = "outputs") -> RunPaths:

@@ -33,7 +33,7 @@ def take_off(
     hardware: Hardware,
     *,
     detach: bool,
-) -> tuple[Line, Callable[[], None] | None, ForkedPilot | None]:
+) -> tuple[Line, Callable[[], int] | None, ForkedPilot | None]:
     """Start the run's owner.
 
     Returns:

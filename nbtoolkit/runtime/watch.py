@@ -21,7 +21,9 @@ from nbtoolkit.runtime.worker import STACKS_SIGNAL
 BUSY_SHARE = 0.01  # of one core
 _TICKS = os.sysconf("SC_CLK_TCK")
 _CALLED_FROM = "/nbtoolkit/runtime/worker.py"
-_STACK_SECONDS = 0.3  # what a rank gets to write its stacks
+# What a rank gets to write its stacks: some milliseconds on a quiet machine. One that is late
+# counts as one that does not wait for others, and would be blamed.
+_STACK_SECONDS = 2.0
 
 # Innermost Python frames of a rank that waits for others. DDP waits for its buckets inside the
 # backward call.

@@ -53,7 +53,7 @@ def conduct(
     content = unpack_all([payload_fd, own_fd])
     paths, line = RunPaths(Path(content["folder"])), Line(kernel)
     try:
-        sign(paths)
+        sign(paths, detached=content["detach"])
         desk = Desk(line, launchpad, detached=content["detach"])
         desk.tower.patient = True  # else each of the first trials would import what many will
         Conductor(content, payload_fd, desk).carry()

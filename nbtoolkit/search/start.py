@@ -80,7 +80,7 @@ class Started:
 
     run: ChosenRun
     line: Line
-    tracked: Callable[[], None] | None
+    tracked: Callable[[], int] | None
     deadline: float | None
 
 

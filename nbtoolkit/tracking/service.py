@@ -25,11 +25,13 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from nbtoolkit.errors import MissingExtra, NbtoolkitError, TrackingError
+from nbtoolkit.runtime.activity import STALL_SECONDS, Activity, has_ended, wait_while_active
 from nbtoolkit.runtime.events import EventReader
 from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.runtime.wire import Message, packet_pair, receive_packet, send_packet
@@ -168,17 +170,41 @@ class TrackingProcess:
         where = str(output_dir) if output_dir else None
         send_packet(self._socket, {"op": "track", "folder": str(folder), "output_dir": where})
 
-    def wait(self, timeout: float | None = None) -> str | None:
+    def wait(
+        self,
+        timeout: float | None = None,
+        *,
+        stalled: float = STALL_SECONDS,
+        say: Callable[[str], object] | None = None,
+    ) -> str | None:
         """Wait until the next run is written through.
+
+        Args:
+            timeout: seconds to wait; None: as long as the service makes progress.
+            stalled: seconds without any progress after which it is not waited for any more.
+            say: told what is waited for when it takes long; None: stderr is.
 
         Returns:
             The id of its MLflow run; None when MLflow is off.
 
         Raises:
             TrackingError: it could not be written, or the service died.
-            TimeoutError: it took longer than ``timeout`` seconds.
+            TimeoutError: it took longer than ``timeout`` seconds, or made no progress.
         """
-        self._socket.settimeout(timeout)
+        news = select.poll()  # select() refuses descriptors above 1023
+        news.register(self._socket, select.POLLIN)
+        if not wait_while_active(
+            lambda seconds: news.poll(seconds * 1000),
+            Activity(self._process.pid),
+            "tracking to write the run",
+            stalled=stalled,
+            limit=timeout,
+            say=say,
+        ):
+            raise TimeoutError(
+                f"the tracking service (process {self._process.pid}) has not written it in time; "
+                "nbtoolkit.tracking.replay(folder) writes the rest"
+            )
         packet = receive_packet(self._socket)
         if packet is None:
             raise TrackingError(f"the tracking process died (exit code {self._process.wait()})")
@@ -191,10 +217,13 @@ class TrackingProcess:
         run_id: str | None = answer["mlflow_run_id"]
         return run_id
 
-    def close(self) -> None:
-        """Let it finish and exit."""
+    def close(self, stalled: float = STALL_SECONDS) -> None:
+        """Let it finish and exit; where it makes no progress for so many seconds, end it."""
         self._socket.close()
-        self._process.wait()
+        ended, activity = partial(has_ended, self._process), Activity(self._process.pid)
+        if not wait_while_active(ended, activity, "tracking to finish", stalled=stalled):
+            self._process.kill()
+            self._process.wait()
 
     def __enter__(self) -> TrackingProcess:
         return self

@@ -1,0 +1,92 @@
+"""Ranks that are slow to form their group, or to write their stacks, are not taken for hung."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nbtoolkit as nb
+from nbtoolkit.runtime.care import Care, Late
+from nbtoolkit.runtime.flight import Flight
+from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.runtime.plan import make_plan
+from nbtoolkit.runtime.record import RunRecord
+from nbtoolkit.runtime.watch import Watch
+from nbtoolkit.runtime.wire import Line
+from nbtoolkit.runtime.worker import STACKS_SIGNAL
+
+RANK = """
+import faulthandler, sys
+faulthandler.register(int(sys.argv[2]), file=open(sys.argv[1], "w"), all_threads=True)
+print("up", flush=True)
+while True: pass
+"""
+
+
+@pytest.fixture
+def config() -> nb.Config:
+    settings = {"tracking.device_metrics": False, "runtime.hang_timeout": 2.0}
+    return nb.load_config(env=None, overrides=settings)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    paths = RunPaths.create(tmp_path, "care")
+    paths.stacks(0).parent.mkdir(parents=True)
+    return paths
+
+
+@pytest.fixture
+def rank(paths: RunPaths) -> Iterator[subprocess.Popen[str]]:
+    """A process that works, and writes its stacks as a rank does."""
+    command = [sys.executable, "-c", RANK, str(paths.stacks(0)), str(int(STACKS_SIGNAL))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def flight(config: nb.Config, rank: subprocess.Popen[str]) -> Iterator[Flight]:
+    plan = make_plan(config, nb.detect_host(), nb.detect_hardware())
+    pairs = [Line.pair() for _ in range(1 + 2 * plan.processes)]
+    pilot, *ends = [mine for mine, _ in pairs]
+    flight = Flight(plan, 0, pilot, ends)
+    flight.ranks[0].pid = rank.pid
+    yield flight
+    flight.close()
+    for _, theirs in pairs:
+        theirs.close()
+
+
+def test_ranks_that_work_may_take_their_time_to_form_a_group(
+    config: nb.Config, paths: RunPaths, flight: Flight, rank: subprocess.Popen[str]
+) -> None:
+    care = Care(flight, RunRecord(paths, deadline=None), config, start_seconds=1.0)
+    while time.monotonic() < flight.started_at + 2.0:
+        assert care.look() is None
+        time.sleep(0.05)
+    rank.send_signal(signal.SIGSTOP)
+    while (late := care.look()) is None:
+        time.sleep(0.05)
+    assert isinstance(late, Late)
+    assert "the ranks did not form a group" in late.reason
+
+
+def test_a_rank_that_writes_its_stacks_late_is_waited_for(
+    paths: RunPaths, flight: Flight, rank: subprocess.Popen[str]
+) -> None:
+    rank.send_signal(signal.SIGSTOP)
+    timer = threading.Timer(0.6, lambda: rank.send_signal(signal.SIGCONT))
+    timer.start()
+    stacks = Watch(flight, paths, 2.0).stacks()
+    timer.join()
+    assert "Current thread" in stacks[0]
