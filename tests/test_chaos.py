@@ -96,7 +96,7 @@ def kill_at_random(handle: nb.RunHandle, ranks: int, chance: random.Random) -> N
 
 def survive(config: nb.Config, ranks: list[int], kills: int) -> nb.RunResult:
     """Kill and go on, on ``ranks`` in turn."""
-    chance = random.Random(kills)
+    chance = random.Random(10 * kills + ranks[0])
     for number in range(kills):
         size = ranks[number % len(ranks)]
         handle = nb.launch(train, config, processes=size, wait=False, display="off")
