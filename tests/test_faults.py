@@ -288,6 +288,29 @@ def test_interrupt_twice_kills(home: Path) -> None:
     assert told.result().status == "stopped"
 
 
+def test_an_interrupt_while_the_one_before_is_handed_on_kills(home: Path) -> None:
+    code = (
+        SCRIPT
+        + f"""
+import signal
+import nbtoolkit.runtime.result
+nb.runtime.result.INTERRUPT_GRACE = {2 * SOON}
+def once_more(frame, event, arg):
+    if event == "return" and frame.f_code is nb.RunHandle.stop.__code__:
+        sys.setprofile(None)
+        signal.raise_signal(signal.SIGINT)
+sys.setprofile(once_more)
+"""
+    )
+    with script(code + INTERRUPTED.replace("TRAIN", "sleeps"), home) as kernel:
+        folder = run_folder(home / "out")
+        ranks = ranks_up(folder)
+        kernel.interrupt()
+        assert kernel.output().splitlines() == ["interrupted", "[0, 1]"]
+    all_gone(ranks)
+    assert nb.attach(folder).result().status == "stopped"
+
+
 def test_killed_kernel_takes_everything_with_it(home: Path) -> None:
     with script(SCRIPT + "run(functions.sleeps_with_helpers)", home) as kernel:
         folder = run_folder(home / "out")
