@@ -193,7 +193,7 @@ def test_one_ends_with_the_kernel_even_if_a_child_of_that_holds_its_pipes(tmp_pa
         time.sleep(600)
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        Path("up").write_text(f"{dashboard._guard.pid} {dashboard.log.parent} {child}")
+        Path("up").write_text(f"{dashboard._guard.pid} {child} {dashboard.log.parent}")
         time.sleep(600)
     except KeyboardInterrupt:
         assert dashboard.up()
@@ -202,7 +202,7 @@ def test_one_ends_with_the_kernel_even_if_a_child_of_that_holds_its_pipes(tmp_pa
     """
     with script(code, tmp_path) as kernel:
         until(lambda: (tmp_path / "up").exists() and (tmp_path / "up").read_text(), "its start")
-        guard, folder, child = (tmp_path / "up").read_text().split()
+        guard, child, folder = (tmp_path / "up").read_text().split(maxsplit=2)
         pids = {int(guard), *descendants(int(guard))}
         kernel.interrupt()  # is for the kernel's group alone
         until((tmp_path / "interrupted").exists, "the interrupt")
@@ -222,7 +222,7 @@ def test_one_that_is_left_open_ends_with_a_program_without_a_word(tmp_path: Path
     """
     with script(code, tmp_path) as program:
         out, err = program.end()
-    guard, folder = out.split()
+    guard, folder = out.rstrip("\n").split(maxsplit=1)
     assert (err, Path(folder).exists(), Path(f"/proc/{guard}").exists()) == ("", False, False)
 
 
