@@ -10,6 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+HANG = 240.0
+"""Seconds that only a hang reaches, and less than a test may take in all."""
+
 # --- that end well ---
 
 
@@ -153,16 +156,26 @@ def saves_then_waits_for_file(config: Any, ctx: Any) -> str:
 def waits_for_file(config: Any, ctx: Any) -> str:
     says_it_is_up(ctx)
     go = Path(config.model.go)
-    limit = time.monotonic() + 60
-    while not go.exists() and time.monotonic() < limit:
+    limit = time.monotonic() + HANG
+    while time.monotonic() < limit:
+        # a file that is being written is there before its text is
+        if go.exists() and (text := go.read_text()):
+            return text
         time.sleep(0.02)
-    return go.read_text()
+    raise TimeoutError(f"nothing was written to {go}")
 
 
 def loads_late(config: Any, ctx: Any) -> bool:
-    """Rank 1 comes to its load when rank 0 has long come to its save; whether it found a state."""
-    time.sleep(0.5 * ctx.rank)
+    """Rank 1 comes to its load when rank 0 has come to its save; whether it found a state."""
+    saves = Path(ctx.paths.folder) / "rank-0-saves"
+    limit = time.monotonic() + HANG
+    while ctx.rank == 1 and not saves.exists():
+        assert time.monotonic() < limit, "rank 0 never came to its save"
+        time.sleep(0.01)
+    # for rank 0 to get from its file into the save: too short a time only proves less
+    time.sleep(0.2 * ctx.rank)
     found = ctx.load() is not None
+    saves.touch()
     ctx.save({"epoch": 1})
     return found
 
@@ -179,7 +192,7 @@ def saves_then_leaves(config: Any, ctx: Any) -> str:
 
 def reports_until_stopped(config: Any, ctx: Any) -> None:
     says_it_is_up(ctx)
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + HANG
     while time.monotonic() < limit:
         time.sleep(0.05)
         ctx.report({"time": time.monotonic()})
@@ -210,13 +223,13 @@ class _Slow:
 
     def __getitem__(self, index: int) -> int:
         if index > 1:
-            time.sleep(60)
+            time.sleep(HANG)
         return os.getpid()
 
 
 def _until_gone() -> None:
-    time.sleep(60)
-    raise TimeoutError("nobody ended this rank within a minute")
+    time.sleep(HANG)
+    raise TimeoutError(f"nobody ended this rank within {HANG:g} s")
 
 
 # --- that fail ---
@@ -319,12 +332,14 @@ def _end_rank_1(ctx: Any, end: Any) -> None:
 
 
 def is_killed_with_helpers(config: Any, ctx: Any) -> None:
-    """Rank 1, with DataLoader workers of its own, is killed."""
+    """Rank 1, with DataLoader workers of its own, is killed once both ranks have theirs."""
+    import torch.distributed as dist
     from torch.utils.data import DataLoader
 
     batches = iter(DataLoader(_Slow(), num_workers=2, batch_size=None))
     helpers = Path(ctx.paths.folder) / f"helpers-{ctx.rank}"
     helpers.write_text(" ".join(str(int(next(batches))) for _ in range(2)))
+    dist.barrier()
     _end_rank_1(ctx, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
@@ -332,7 +347,7 @@ def sleeps_while_other_waits(config: Any, ctx: Any) -> None:
     import torch.distributed as dist
 
     if ctx.rank == 1:
-        time.sleep(60)
+        time.sleep(HANG)
     dist.barrier()
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kernels import script
 
 import nbtoolkit as nb
 from nbtoolkit.runtime.ahead import environment_key
@@ -30,7 +31,7 @@ def tell_and_import(name: str, config: nb.Config) -> bool:
     return bool(nb.launch(train, config, processes=1, resume="never", display="off").value)
 
 
-def launch_until(name: str, config: nb.Config, seconds: float = 30.0) -> bool:
+def launch_until(name: str, config: nb.Config, seconds: float = 240.0) -> bool:
     """Launch until a rank finds ``name`` imported already; False when none has in time."""
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
@@ -46,18 +47,6 @@ def config(tmp_path: Path) -> nb.Config:
     )
 
 
-@pytest.fixture
-def unsafe_package() -> Iterator[str]:
-    """An installed module that computes in parallel at import: a fork of its importer hangs."""
-    name = "nbtoolkit_test_computes_at_import"
-    file = Path(sysconfig.get_path("purelib")) / f"{name}.py"
-    file.write_text(
-        "import torch\ntorch.set_num_threads(2)\nx = torch.ones(900, 900)\n(x @ x).exp()\n"
-    )
-    yield name
-    file.unlink()
-
-
 def test_what_a_rank_imports_is_there_in_a_later_launch(config: nb.Config) -> None:
     assert launch_until(SMALL, config)
 
@@ -70,12 +59,35 @@ def test_a_changed_environment_is_not_served_from_old_imports(
     assert not tell_and_import(SMALL, config)
 
 
-def test_a_module_that_breaks_forks_is_left_to_the_ranks(
-    config: nb.Config, unsafe_package: str
-) -> None:
-    assert not tell_and_import(unsafe_package, config)
-    assert launch_until(SMALL, config), "a module that is refused must not keep others out"
-    assert not tell_and_import(unsafe_package, config)
+UNSAFE = "computes_at_import"
+
+BREAKS_FORKS = """
+import sys
+from test_ahead import SMALL, UNSAFE, launch_until, tell_and_import
+
+config = nb.load_config(
+    env=None, overrides={"tracking.mlflow": False, "runtime.output_dir": "out"}
+)
+assert not tell_and_import(UNSAFE, config)
+assert launch_until(SMALL, config), "a module that is refused must not keep others out"
+assert not tell_and_import(UNSAFE, config)
+print("left to the ranks")
+"""
+
+
+def test_a_module_that_breaks_forks_is_left_to_the_ranks(tmp_path: Path) -> None:
+    """It is installed for one user, in a folder of the test's: others share this environment."""
+    installed = Path(sysconfig.get_path("purelib", "posix_user", {"userbase": str(tmp_path)}))
+    installed.mkdir(parents=True)
+    # computes in parallel when it is imported: a fork of its importer hangs
+    (installed / f"{UNSAFE}.py").write_text(
+        "import torch\ntorch.set_num_threads(2)\nx = torch.ones(900, 900)\n(x @ x).exp()\n"
+    )
+    path = os.pathsep.join([str(installed), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    user = {"PYTHONUSERBASE": str(tmp_path), "PYTHONPATH": path}
+    with script(BREAKS_FORKS, tmp_path, **user) as kernel:
+        out, err = kernel.end(240)
+    assert (kernel.process.returncode, out) == (0, "left to the ranks\n"), err
 
 
 def test_modules_of_the_working_directory_are_never_imported_ahead(

@@ -197,7 +197,7 @@ def test_the_command_says_why_pip_cannot(own: Wheel, tmp_path: Path) -> None:
         env={"PATH": "", "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert "pip download failed:" in done.stderr

@@ -19,6 +19,8 @@ from nbtoolkit.search.make_folds import make_folds
 from nbtoolkit.tasks.find import find_task
 
 MINE = """
+import time
+
 def twice(config, ctx):
     ctx.log({"twice": 2.0 * config.data.x})
 
@@ -28,6 +30,7 @@ def fails(config, ctx):
 def goes_on(config, ctx):
     while True:
         ctx.report({"alive": 1.0})
+        time.sleep(0.01)
 
 def load():
     return list(range(12)), [0, 1] * 6
@@ -55,7 +58,7 @@ def folder(tmp_path: Path) -> Path:
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-m", "nbtoolkit", *words]
-    return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=240)
 
 
 def test_train_runs_the_task_of_the_configuration_with_overrides(folder: Path) -> None:
@@ -70,7 +73,7 @@ def test_train_runs_the_task_of_the_configuration_with_overrides(folder: Path) -
 def test_the_installed_script_finds_modules_of_the_working_directory(folder: Path) -> None:
     script = "from nbtoolkit.__main__ import main; main()"
     program = [sys.executable, "-I", "-c", script, "train", "mine.json"]  # -I: no "" in sys.path
-    done = subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "completed, twice=8" in done.stdout
 
@@ -80,9 +83,12 @@ def test_an_interrupted_run_stops_and_exits_with_130(folder: Path) -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen(program, cwd=folder, stdout=pipe, stderr=pipe, text=True) as process:
         diaries = partial(folder.glob, "*/*/events.jsonl")
-        until(lambda: any('"report"' in diary.read_text() for diary in diaries()), "a report")
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        try:
+            until(lambda: any('"report"' in diary.read_text() for diary in diaries()), "a report")
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
     assert process.returncode == 130, err
     assert "stopping: interrupted" in out
     assert err.splitlines()[-1] == "interrupted"
@@ -96,7 +102,7 @@ def test_an_error_of_the_function_is_told_in_sentences_and_exits_with_1(folder: 
     first, where, hint = done.stderr.splitlines()
     assert first == "ValueError: no luck today"
     assert "rank 0" in where
-    assert "mine.py:6" in where
+    assert "mine.py:8" in where
     assert "--debug" in hint
 
 
@@ -121,7 +127,7 @@ def test_a_detached_run_outlives_the_command_that_prints_its_folder(folder: Path
     handle = attach(done.stdout.splitlines()[-1])
     assert not handle.done()
     handle.stop()
-    assert handle.result(timeout=60).status == "stopped"
+    assert handle.result(timeout=120).status == "stopped"
 
 
 def test_cv_makes_folds_of_the_tasks_own_data_set(folder: Path) -> None:
@@ -187,7 +193,7 @@ def test_without_a_verb_it_says_what_there_is(folder: Path) -> None:
 def test_without_typer_it_says_how_to_install_it(folder: Path) -> None:
     hide = "import sys; sys.modules['typer'] = None; from nbtoolkit.__main__ import main; main()"
     program = [sys.executable, "-c", hide]
-    done = subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2
     assert "Do now:  pip install typer" in done.stderr
     assert "Traceback" not in done.stderr

@@ -107,7 +107,7 @@ def test_in_a_terminal_the_page_is_written_anew_and_an_interrupt_leaves_the_run(
 
         until(twice, "the page for the second time")
         watching.send_signal(signal.SIGINT)
-        assert watching.wait(30) == 0
+        assert watching.wait(120) == 0
     finally:
         watching.kill()
         watching.communicate()
@@ -115,4 +115,4 @@ def test_in_a_terminal_the_page_is_written_anew_and_an_interrupt_leaves_the_run(
     handle = nb.attach(run)
     assert not handle.done()
     handle.stop()
-    assert finish(handle, 60).status == "stopped"
+    assert finish(handle, 120).status == "stopped"

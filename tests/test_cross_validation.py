@@ -31,8 +31,6 @@ from nbtoolkit.runtime.events import EventReader
 from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.tasks import digits
 
-pytestmark = pytest.mark.timeout(120)
-
 SMALL = nb.make_folds([0, 1, 2] * 10, k=3)
 
 
@@ -188,7 +186,7 @@ def test_killed_in_the_middle_it_goes_on_in_another_kernel(
         conductor = json.loads(paths.owner.read_text())["pid"]
         family = descendants(kernel.pid)
         os.kill(kernel.pid if victim == "kernel" else conductor, signal.SIGKILL)
-        kernel.process.wait(60)
+        kernel.process.wait(120)
         all_gone(family)
     (tmp_path / "open").touch()
     cv = quiet(functions.waits, config)

@@ -51,7 +51,7 @@ def panel(tmp_path: Path) -> Iterator[nb.Panel]:
 
 def asked(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, str]:
     """What a dashboard answers."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
@@ -130,7 +130,6 @@ def test_what_is_no_sweep_has_no_dashboard(tmp_path: Path) -> None:
 # --- MLflow ---
 
 
-@pytest.mark.timeout(180)
 def test_what_was_tracked_is_shown_on_loopback_and_to_no_foreign_name(tmp_path: Path) -> None:
     with pytest.raises(DashboardError, match="no run was tracked"):
         nb.open_mlflow(tmp_path)
@@ -164,7 +163,6 @@ def test_one_that_ends_shows_what_it_wrote() -> None:
         assert dashboard.closed
 
 
-@pytest.mark.timeout(60)
 def test_one_that_never_answers_is_ended_with_all_its_processes() -> None:
     """It ignores SIGTERM, as its child does."""
     code = (
@@ -190,20 +188,21 @@ def test_one_ends_with_the_kernel_even_if_a_child_of_that_holds_its_pipes(tmp_pa
     from nbtoolkit.runtime.host import detect_host
     program = lambda port, own: [sys.executable, "-m", "http.server", str(port), "-b", "127.0.0.1"]
     dashboard = Dashboard("files", detect_host(), program, "/").wait()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not (child := os.fork()):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         time.sleep(600)
-    Path("up").write_text(f"{dashboard._guard.pid} {dashboard.log.parent} {child}")
     try:
-        time.sleep(100)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        Path("up").write_text(f"{dashboard._guard.pid} {child} {dashboard.log.parent}")
+        time.sleep(600)
     except KeyboardInterrupt:
         assert dashboard.up()
         Path("interrupted").touch()
-        time.sleep(100)
+        time.sleep(600)
     """
     with script(code, tmp_path) as kernel:
         until(lambda: (tmp_path / "up").exists() and (tmp_path / "up").read_text(), "its start")
-        guard, folder, child = (tmp_path / "up").read_text().split()
+        guard, child, folder = (tmp_path / "up").read_text().split(maxsplit=2)
         pids = {int(guard), *descendants(int(guard))}
         kernel.interrupt()  # is for the kernel's group alone
         until((tmp_path / "interrupted").exists, "the interrupt")
@@ -223,7 +222,7 @@ def test_one_that_is_left_open_ends_with_a_program_without_a_word(tmp_path: Path
     """
     with script(code, tmp_path) as program:
         out, err = program.end()
-    guard, folder = out.split()
+    guard, folder = out.rstrip("\n").split(maxsplit=1)
     assert (err, Path(folder).exists(), Path(f"/proc/{guard}").exists()) == ("", False, False)
 
 

@@ -87,7 +87,7 @@ def test_page_runs(name: str, tmp_path: Path) -> None:
     script = tmp_path / name.replace(".md", ".py")
     script.write_text("\n".join(lines))
     program = [sys.executable, "-W", "error", str(script)]
-    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

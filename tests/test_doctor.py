@@ -36,7 +36,7 @@ def test_report_says_what_is_here() -> None:
 
 def test_a_process_that_computed_in_parallel_is_not_fork_safe() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", USED_OPENMP], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", USED_OPENMP], capture_output=True, text=True, timeout=240, check=True
     )
     assert "fork-safe no: a forked child hung" in done.stdout
     assert "no import does it" in done.stdout
@@ -45,7 +45,7 @@ def test_a_process_that_computed_in_parallel_is_not_fork_safe() -> None:
 def test_a_fresh_process_is_fork_safe() -> None:
     code = "import nbtoolkit as nb; r = nb.doctor(); print(r.fork.ok, repr(r.culprit))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True
     )
     assert done.stdout.strip() == "True ''"
 

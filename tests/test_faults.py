@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -22,12 +23,12 @@ from kernels import START, all_gone, descendants, finish, ranks_up, run_folder, 
 
 import nbtoolkit as nb
 from nbtoolkit import errors
-from nbtoolkit.runtime.launchpad import launchpad
+from nbtoolkit.runtime.launchpad import launchpad, shutdown
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.chaos
 
-SOON = 15.0
-"""Seconds for what takes one to three on a quiet machine."""
+SOON = functions.HANG
+"""Seconds that only a hang reaches; on a quiet machine it takes one to three."""
 
 
 @pytest.fixture
@@ -41,9 +42,9 @@ def begin(train: Any, config: nb.Config, processes: int = 2, **options: Any) -> 
     return nb.launch(train, config, processes=processes, **options)
 
 
-def run(train: Any, config: nb.Config, processes: int = 2, seconds: float = SOON) -> nb.RunResult:
+def run(train: Any, config: nb.Config, processes: int = 2) -> nb.RunResult:
     """A launch whose end is waited for, but not for ever."""
-    result: nb.RunResult = finish(begin(train, config, processes), seconds)
+    result: nb.RunResult = finish(begin(train, config, processes), SOON)
     return result
 
 
@@ -191,27 +192,28 @@ def test_a_rank_sleeps_while_another_waits(config: nb.Config) -> None:
     mine = config.with_overrides({"runtime.hang_timeout": 2})
     handle = begin(functions.sleeps_while_other_waits, mine)
     with pytest.raises(errors.WorkerHung, match="rank 1 sent nothing") as caught:
-        handle.result(timeout=30)
+        handle.result(timeout=SOON)
     said = str(caught.value)
     first, second = said.index("stack of rank 0"), said.index("stack of rank 1")
     assert "in barrier" in said[first:second]
     line = line_of(functions.sleeps_while_other_waits, "time.sleep")
     assert f"line {line} in sleeps_while_other_waits" in said[second:]
     warned = [e["text"] for e in handle.events() if e["type"] == "note"]
+    warned = [text for text in warned if "silent and idle" in text]
     assert len(warned) == 1
     assert "rank 1 silent and idle for 1 s" in warned[0]
     assert "stack of rank 0" in warned[0]
 
 
 def test_who_computes_or_says_so_or_is_not_waited_for_is_not_hung(config: nb.Config) -> None:
-    mine = config.with_overrides({"runtime.hang_timeout": 2, "model.seconds": 5})
+    mine = config.with_overrides({"runtime.hang_timeout": 2, "model.seconds": 4})
     trains = {
         functions.computes_while_other_waits: "computed",
         functions.sleeps_long_while_other_waits: "waited",
         functions.all_sleep: "slept",
     }
     handles = [begin(train, mine) for train in trains]
-    assert [handle.result(timeout=60).value for handle in handles] == list(trains.values())
+    assert [handle.result(timeout=SOON).value for handle in handles] == list(trains.values())
 
 
 @pytest.mark.parametrize(
@@ -227,7 +229,7 @@ def test_a_call_for_all_ranks_on_one_rank(
     train: Any, call: str, why: str, config: nb.Config
 ) -> None:
     with pytest.raises(errors.ReportError, match=why) as caught:
-        run(train, config, seconds=30)
+        run(train, config)
     assert f"functions.py:{line_of(train, call)}" in str(caught.value)
 
 
@@ -268,7 +270,10 @@ def test_interrupt_leaves_at_the_next_report(home: Path) -> None:
 
 
 def test_interrupt_twice_kills(home: Path) -> None:
-    code = SCRIPT + INTERRUPTED.replace("TRAIN", "sleeps")
+    # the grace of the first interrupt is longer than the test: only the second one can end it
+    grace = f"nb.runtime.result.INTERRUPT_GRACE = {2 * SOON}\n"
+    code = SCRIPT + "import nbtoolkit.runtime.result\n" + grace
+    code += INTERRUPTED.replace("TRAIN", "sleeps")
     with script(code, home) as kernel:
         folder = run_folder(home / "out")
         ranks = ranks_up(folder)
@@ -278,8 +283,32 @@ def test_interrupt_twice_kills(home: Path) -> None:
         kernel.interrupt()
         assert kernel.output().splitlines() == ["interrupted", "[0, 1]"]
     all_gone(ranks)
-    when = {event["type"]: event["t"] for event in told.events()}
-    assert when["ended"] - when["stop"] < 4.5  # the grace of the first is 5 s
+    [stop] = [event for event in told.events() if event["type"] == "stop"]
+    assert stop["grace"] == 2 * SOON
+    assert told.result().status == "stopped"
+
+
+def test_an_interrupt_while_the_one_before_is_handed_on_kills(home: Path) -> None:
+    code = (
+        SCRIPT
+        + f"""
+import signal
+import nbtoolkit.runtime.result
+nb.runtime.result.INTERRUPT_GRACE = {2 * SOON}
+def once_more(frame, event, arg):
+    if event == "return" and frame.f_code is nb.RunHandle.stop.__code__:
+        sys.setprofile(None)
+        signal.raise_signal(signal.SIGINT)
+sys.setprofile(once_more)
+"""
+    )
+    with script(code + INTERRUPTED.replace("TRAIN", "sleeps"), home) as kernel:
+        folder = run_folder(home / "out")
+        ranks = ranks_up(folder)
+        kernel.interrupt()
+        assert kernel.output().splitlines() == ["interrupted", "[0, 1]"]
+    all_gone(ranks)
+    assert nb.attach(folder).result().status == "stopped"
 
 
 def test_killed_kernel_takes_everything_with_it(home: Path) -> None:
@@ -291,7 +320,7 @@ def test_killed_kernel_takes_everything_with_it(home: Path) -> None:
             len(family) >= 1 + 1 + 1 + 2 + 4
         )  # launchpad, owner, pilot, ranks, DataLoader workers
         kernel.kill()
-        all_gone(family, 10)
+        all_gone(family)
     assert not (folder / "result.json").exists()
     assert not (folder / "error.json").exists()  # unfinished: it can be gone on with
 
@@ -303,18 +332,18 @@ def test_killed_kernel_whose_child_lives_on(home: Path) -> None:
     import os, time
     child = os.fork()
     if child == 0:
-        time.sleep(60)
+        time.sleep(functions.HANG)
         os._exit(0)
     open("child.new", "w").write(str(child))
     os.rename("child.new", "child")
-    time.sleep(60)
+    time.sleep(functions.HANG)
     """
     with script(SCRIPT + textwrap.dedent(code), home) as kernel:
         ranks = ranks_up(run_folder(home / "out"))
         until((home / "child").exists, "the child")
         kernel.kill()
         try:
-            all_gone(ranks, 10)
+            all_gone(ranks)
         finally:
             os.kill(int((home / "child").read_text()), signal.SIGKILL)
 
@@ -329,7 +358,7 @@ def test_a_detached_run_outlives_its_kernel(config: nb.Config, home: Path) -> No
         family = descendants(kernel.pid)
         kernel.kill()
     go.write_text("after the kernel's death")
-    code = f"print(nb.attach({str(folder)!r}).result(timeout=30).values)"
+    code = f"print(nb.attach({str(folder)!r}).result().values)"
     with script(code, home) as another:
         assert another.output().splitlines()[-1] == str(["after the kernel's death"] * 2)
     all_gone(family)
@@ -462,7 +491,7 @@ def test_a_busy_port_is_left_for_a_free_one(config: nb.Config) -> None:
         holder.listen()
         port = holder.getsockname()[1]
         handle = begin(functions.ranks, config.with_overrides({"distributed.port": port}))
-        result = handle.result(timeout=60)
+        result = handle.result(timeout=SOON)
     assert len(result.values) == 2
     told = "".join(e["text"] for e in handle.events() if e["type"] == "note")
     assert f"port {port} was busy" in told
@@ -473,7 +502,7 @@ def test_ranks_that_cannot_meet_fall_back_to_one(
     config: nb.Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonexistent")
-    result = begin(functions.reports, config, display="text").result(timeout=60)
+    result = begin(functions.reports, config, display="text").result(timeout=SOON)
     assert (result.plan.processes, len(result.values)) == (1, 1)
     assert result.value["accuracy"] == 0.75
     assert "warning: FALLING BACK TO ONE PROCESS: 2 ranks could not form" in capsys.readouterr().out
@@ -481,7 +510,7 @@ def test_ranks_that_cannot_meet_fall_back_to_one(
 
     strict = config.with_overrides({"distributed.fallback": False})
     with pytest.raises(errors.GroupStartFailed, match=r"(?s)could not form.*nonexistent"):
-        run(functions.reports, strict, seconds=60)
+        run(functions.reports, strict)
 
 
 # --- folders ---
@@ -502,11 +531,11 @@ def in_own_mounts(code: str, home: Path, *, mode: str = "rw") -> list[str]:
     (home / "mounted.py").write_text(START + SCRIPT + code)
     mount = f"mount -t tmpfs -o size=2m,{mode} tmpfs out"
     done = subprocess.run(
-        [*unshare, "sh", "-c", f"{mount} && exec {sys.executable} mounted.py"],
+        [*unshare, "sh", "-c", f"{mount} && exec {shlex.quote(sys.executable)} mounted.py"],
         cwd=home,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=SOON,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -550,10 +579,20 @@ except nb.errors.RunFolderError as error:
 # --- again and again ---
 
 
+def test_ten_launches_leave_no_trace(config: nb.Config) -> None:
+    assert leave_no_trace(config, 10) < 4_000_000
+
+
 def test_fifty_launches_leave_no_trace(config: nb.Config) -> None:
+    assert leave_no_trace(config, 50) < 8_000_000
+
+
+def leave_no_trace(config: nb.Config, launches: int) -> int:
+    """Launch and look what stays: nothing; by how many bytes the memory has grown."""
+
     def state() -> dict[str, int]:
         kernel, pad = psutil.Process(), psutil.Process(launchpad().pid)
-        until(lambda: len(pad.children()) <= 1, "the last owner's end")  # a branch may stay
+        until(lambda: not pad.children(), "the last owner's end")
         return {
             "kernel's descriptors": kernel.num_fds(),
             "kernel's threads": kernel.num_threads(),
@@ -566,11 +605,12 @@ def test_fifty_launches_leave_no_trace(config: nb.Config) -> None:
         kernel, pad = psutil.Process(), psutil.Process(launchpad().pid)
         return kernel.memory_info().rss, pad.memory_info().rss
 
+    # A launchpad of its own: one that other tests used may track, or just be importing ahead.
+    shutdown()
     for _ in range(5):
         run(functions.ranks, config)
     before, memory_before = state(), memory()
-    for _ in range(50):
+    for _ in range(launches):
         run(functions.ranks, config)
     assert state() == before
-    grown = [after - base for after, base in zip(memory(), memory_before, strict=True)]
-    assert max(grown) < 8_000_000, grown
+    return max(after - base for after, base in zip(memory(), memory_before, strict=True))

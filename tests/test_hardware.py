@@ -296,5 +296,5 @@ def test_a_torch_folder_is_read_without_running_it(tmp_path: Path) -> None:
 
 def _python(code: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=cwd
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, cwd=cwd
     )

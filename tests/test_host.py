@@ -314,11 +314,11 @@ print(json.dumps([host.kind, host.is_rank, host.rank, host.world_size, host.rank
 def test_a_real_kernel_with_stale_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    manager, client = start_new_kernel(kernel_name="python3")
+    manager, client = start_new_kernel(startup_timeout=120, kernel_name="python3")
     lines: list[str] = []
     try:
         client.execute_interactive(
-            ASK, timeout=60, output_hook=lambda m: lines.append(m["content"].get("text", ""))
+            ASK, timeout=120, output_hook=lambda m: lines.append(m["content"].get("text", ""))
         )
     finally:
         client.stop_channels()
@@ -334,7 +334,7 @@ def test_real_torchrun(tmp_path: Path) -> None:
     script.write_text(own_file + ASK)
     options = ["--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs")]
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(script), str(tmp_path)]
-    subprocess.run(command, capture_output=True, timeout=120, check=True)
+    subprocess.run(command, capture_output=True, timeout=240, check=True)
     found = sorted(json.loads(path.read_text())[1:4] for path in tmp_path.glob("*.json"))
     assert found == [[True, 0, 2], [True, 1, 2]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,10 @@ import os, socket, subprocess, tempfile, threading
 kept = []
 
 def test_process():
-    kept.append(subprocess.Popen(["sleep", "60"]))
+    kept.append(subprocess.Popen(["sleep", "600"]))
 
 def test_detached_process():
-    subprocess.run(["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 &"], check=True)
+    subprocess.run(["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 &"], check=True)
 
 def test_thread():
     end = threading.Event()
@@ -48,12 +49,14 @@ def test_that_ends_what_it_began(monkeypatch, tmp_path):
 
 def test_what_a_test_leaves_behind_fails_it_and_only_it(tmp_path: Path) -> None:
     conftest = (Path(__file__).parent / "conftest.py").read_text()
-    (tmp_path / "conftest.py").write_text(conftest.replace("GRACE = 30.0", "GRACE = 0.3"))
+    hasty, changed = re.subn(r"(?m)^GRACE = .*$", "GRACE = 0.5", conftest)
+    assert changed == 1
+    (tmp_path / "conftest.py").write_text(hasty)
     (tmp_path / "test_leaks.py").write_text(LEAKS)
     program = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rE", "."]
     environ = {**os.environ, "PYTEST_ADDOPTS": ""}
     done = subprocess.run(
-        program, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120
+        program, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("ERROR ")]
     assert [line.split("::")[1].split()[0] for line in lines] == [

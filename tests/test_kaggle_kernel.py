@@ -135,14 +135,14 @@ def test_the_command_prints_what_sends_it(tmp_path: Path) -> None:
     write_program(tmp_path, "print(n)", declares="n: int = 1", name="some_work")
     words = ["some_work.ipynb", "--user", "me", "--gpu", "t4", "-p", "n=3", "--dataset", "me/w"]
     program = [sys.executable, "-m", "nbtoolkit", "kaggle-kernel", *words]
-    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "kaggle kernels push -p outputs/kaggle/some-work\n"
     request, _ = pushed(tmp_path / "outputs/kaggle/some-work")
     assert "n = 3" in request.text
 
     wrong = subprocess.run(
-        [*program, "--gpu", "t5"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [*program, "--gpu", "t5"], cwd=tmp_path, capture_output=True, text=True, timeout=240
     )
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "Kaggle has no GPU 't5'" in wrong.stderr

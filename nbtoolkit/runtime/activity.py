@@ -1,4 +1,4 @@
-"""Activity: whether a process makes progress, and waiting for it as long as it does.
+"""Measure whether a process makes progress, and wait for it as long as it does.
 
 A limit in wall time ends healthy processes on a slow machine: the import of torch takes 2 s from a
 warm disk, and minutes from a cold one beside other work.

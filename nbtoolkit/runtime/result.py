@@ -241,9 +241,12 @@ class RunHandle:
 
     def _wait_for_end(self, limit: float | None, heard: Heard) -> int | None:
         """How often the wait was interrupted; None when the limit came first."""
-        interrupts = 0
+        interrupts = handed_on = 0
         while True:
             try:
+                if handed_on < interrupts:  # in here, since the next interrupt may come meanwhile
+                    handed_on = interrupts
+                    self._interrupt(interrupts)
                 self._pass_on(heard)
                 if self._over():
                     return interrupts
@@ -252,7 +255,6 @@ class RunHandle:
                 self._wait()
             except KeyboardInterrupt:
                 interrupts += 1
-                self._interrupt(interrupts)
 
     def _pass_on(self, heard: Heard) -> None:
         """Let the run end as if its owner had got the signal itself."""
