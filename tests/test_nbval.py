@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -29,8 +30,15 @@ def nbval(notebook: Path) -> subprocess.CompletedProcess[str]:
     options = ["-q", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env"]
     options += ["--nbval-sanitize-with", str(CONFIG), "--nbval-cell-timeout", "280"]
     program = [sys.executable, "-m", "pytest", *options, "--rootdir", str(notebook.parent)]
+    # How this run of the tests was started is nothing to the one inside.
+    environ = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}
     return subprocess.run(
-        [*program, str(notebook)], cwd=notebook.parent, capture_output=True, text=True, timeout=800
+        [*program, str(notebook)],
+        cwd=notebook.parent,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=800,
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from kernels import SECONDS
 from nbformat.v4 import new_code_cell
 from programs import outputs, run_program, write_program
 
@@ -260,7 +261,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))  # no file may becom
 nb.run_notebook({str(path)!r}, {str(tmp_path / "done.ipynb")!r}, html=False, display="off")
 """
     words = [sys.executable, "-c", program]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
     assert (
         f"NotebookFailed: the executed copy {tmp_path}/done.ipynb cannot be written" in done.stderr
     )

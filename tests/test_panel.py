@@ -17,7 +17,7 @@ import nbformat
 import panel_functions
 import pytest
 import yaml
-from kernels import notebook, until
+from kernels import SECONDS, notebook, until
 from notebook_sizes import FOLDER, QUICK
 from test_views import EVIL, assert_harmless
 
@@ -487,7 +487,7 @@ def test_close_ends_the_thread_and_the_widgets_and_not_the_run(opened: Open, hom
     assert desk(panel).board.root.comm is None
     assert find_run(folder).owned()
     (home / "end").touch()
-    assert nb.attach(folder).result(60).status == "completed"
+    assert nb.attach(folder).result(timeout=SECONDS).status == "completed"
     assert str(folder) in panel.text()  # what was last seen
     with pytest.raises(LaunchError, match="the panel is closed"):
         panel.press("launch")
@@ -536,7 +536,6 @@ print("seen")
 """
 
 
-@pytest.mark.timeout(180)
 def test_in_a_kernel_a_click_starts_and_the_view_follows_while_a_cell_is_busy(
     home: Path, settings: dict[str, Any]
 ) -> None:
@@ -628,7 +627,6 @@ def test_every_button_has_an_action() -> None:
 # --- the notebook ---
 
 
-@pytest.mark.timeout(280)
 def test_the_notebook_presses_its_own_buttons_under_papermill(home: Path) -> None:
     parameters = {**QUICK["04_panel"], "output_dir": str(home / "out")}
     result = nb.run_notebook(NOTEBOOK, home / "panel.ipynb", parameters, html=False)

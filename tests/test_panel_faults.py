@@ -14,7 +14,7 @@ from typing import Any
 
 import panel_functions
 import pytest
-from kernels import until
+from kernels import SECONDS, until
 from run_folders import trained, write_run
 from test_panel import (
     SPACE,
@@ -146,7 +146,7 @@ def test_a_section_may_be_made_while_another_thread_shows_errors(opened: Open) -
     def make(_: Any) -> None:
         thread = threading.Thread(target=lambda: form.input("optim.lr"))
         thread.start()
-        thread.join(10)
+        thread.join(SECONDS)
 
     form._errors["train.epochs"].observe(make, "value")  # in the middle of showing them
     form.input("train.epochs").value = "many"

@@ -15,7 +15,7 @@ from queue import Empty
 from typing import Any
 
 import pytest
-from kernels import Cell, Notebook, notebook, until
+from kernels import SECONDS, Cell, Notebook, notebook, until
 
 VERSIONS = ("6.31.0", "7.3.0", "7.4.0")
 OVERLAYS = Path(__file__).parents[1] / "build" / "kernels"
@@ -49,7 +49,7 @@ def overlay(version: str) -> str:
     if not (folder / "ipykernel").is_dir():
         program = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
         program += ["--target", str(folder), f"ipykernel=={version}"]
-        done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(program, capture_output=True, text=True, timeout=SECONDS)
         if done.returncode:
             pytest.skip(f"NOT TESTED with ipykernel {version}: pip cannot fetch it: {done.stderr}")
     return str(folder)
@@ -84,7 +84,7 @@ def _answer(kernel: Notebook, request: str) -> dict[str, Any]:
     message = client.session.msg(request)
     client.control_channel.send(message)
     while True:
-        answer = client.get_control_msg(timeout=20)
+        answer = client.get_control_msg(timeout=SECONDS)
         if answer["parent_header"].get("msg_id") == message["header"]["msg_id"]:
             return {"supported_features": [], **answer["content"]}
 
@@ -136,7 +136,6 @@ _THREADS = (
 )
 
 
-@pytest.mark.timeout(120)
 def test_clicks_while_a_cell_is_busy_are_done_once_and_in_order_and_write_into_no_cell(
     kernel: Notebook, tmp_path: Path
 ) -> None:
@@ -168,7 +167,6 @@ def test_clicks_while_a_cell_is_busy_are_done_once_and_in_order_and_write_into_n
             (tmp_path / name).unlink()
 
 
-@pytest.mark.timeout(120)
 def test_two_clicks_start_one_run_and_an_interrupt_breaks_the_cell_and_not_the_panel(
     kernel: Notebook, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kernels import SECONDS
 from pipelines import edit, run, statuses, write_pipeline, write_two_steps
 from programs import write_program
 
@@ -142,7 +143,7 @@ def test_the_command_prints_what_was_published_and_skips_without_loading_a_kerne
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=SECONDS,
         )
 
     first = command("-o", "find.n=5")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kernels import descendants, until
+from kernels import SECONDS, descendants, until
 from pipelines import own_tmpdir, write_pipeline
 from programs import write_program
 
@@ -75,7 +75,7 @@ def started(path: Path, folder: Path) -> subprocess.Popen[str]:
 def published(path: Path, folder: Path) -> dict[str, Any]:
     """Run a pipeline to its end; what it published, but for the places."""
     command = started(path, folder)
-    out, err = command.communicate(timeout=280)
+    out, err = command.communicate(timeout=SECONDS)
     assert command.returncode == 0, err
     values: dict[str, Any] = yaml.safe_load(out)
     return {
@@ -92,7 +92,7 @@ def strike(command: subprocess.Popen[str], victim: str) -> None:
     for pid in killed or {command.pid}:  # there may be no kernel yet
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    command.communicate(timeout=60)
+    command.communicate(timeout=SECONDS)
     assert command.returncode in (-signal.SIGKILL, 1)
 
 

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from kernels import alive, descendants, until
+from kernels import SECONDS, alive, descendants, until
 from pipelines import edit, own_tmpdir, run, statuses, write_pipeline, write_two_steps
 from programs import write_program
 
@@ -146,7 +146,7 @@ def test_after_a_kill_the_next_call_waits_for_the_kernel_that_is_left(tmp_path: 
         assert kernel in descendants(command.pid)
         command.send_signal(signal.SIGKILL)
     done = subprocess.run(
-        [*program, "--no-html"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [*program, "--no-html"], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"\[1/1\] one: one\.ipynb \(not done before\)", done.stderr)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kernels import SECONDS
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 
@@ -75,7 +76,7 @@ def told(
     script = folder / "recipe.py"
     script.write_text(code_of(request.param) + VALIDATE[request.param] + TAIL)
     done = subprocess.run(
-        [sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=200
+        [sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=SECONDS
     )
     assert done.returncode == 0, done.stdout + done.stderr
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

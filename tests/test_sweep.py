@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernels import SECONDS
 
 import nbtoolkit as nb
 from nbtoolkit import errors
@@ -229,7 +230,7 @@ def test_a_handle_pauses_adds_and_stops(config: nb.Config) -> None:
     until(lambda: ended(handle) == 2)
     assert not handle.done()
     handle.resume()
-    result = handle.result(timeout=60)
+    result = handle.result(timeout=SECONDS)
     assert list(result.trials["state"]) == ["complete"] * 4
     with pytest.raises(errors.LaunchError, match=r"pause was asked .* goes on no more"):
         handle.pause()
@@ -249,7 +250,7 @@ def test_a_sweep_that_was_stopped_goes_on(config: nb.Config) -> None:
     until(lambda: len(running(handle)) == 2)
     handle.stop()
     handle.stop()
-    first = handle.result(timeout=60)
+    first = handle.result(timeout=SECONDS)
     assert first.status == "stopped"
     gate.touch()
     second = swept(train, config, RANDOM, n_trials=3)
@@ -282,7 +283,7 @@ def test_a_detached_sweep_is_attached_to_and_stopped(config: nb.Config) -> None:
     handle.stop_trial(0)
     until(lambda: 0 not in running(mine))
     handle.stop()
-    assert handle.result(timeout=60).status == "stopped"
+    assert handle.result(timeout=SECONDS).status == "stopped"
 
 
 def test_a_second_owner_is_refused(config: nb.Config) -> None:
@@ -295,7 +296,7 @@ def test_a_second_owner_is_refused(config: nb.Config) -> None:
     with pytest.raises(errors.ResumeError, match=r"is going on\n[\s\S]*nb.attach"):
         swept(train, config, RANDOM, n_trials=99, resume=handle.paths.run_id)
     handle.stop()
-    handle.result(timeout=60)
+    handle.result(timeout=SECONDS)
 
 
 def test_two_sweeps_at_once_in_one_kernel(config: nb.Config) -> None:
@@ -304,7 +305,7 @@ def test_two_sweeps_at_once_in_one_kernel(config: nb.Config) -> None:
         for _ in range(2)
     ]
     for handle in handles:
-        assert list(handle.result(timeout=60).trials["state"]) == ["complete"] * 4
+        assert list(handle.result(timeout=SECONDS).trials["state"]) == ["complete"] * 4
 
 
 def running(handle: nb.SweepHandle) -> list[int]:

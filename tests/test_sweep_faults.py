@@ -18,7 +18,7 @@ from test_faults import in_own_mounts
 import nbtoolkit as nb
 from nbtoolkit import errors
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.chaos
 
 WISHES = {
     "study": {"sampler": "random", "pruner": "none"},
