@@ -24,7 +24,7 @@ import nbformat
 import papermill
 import pytest
 from demo import IPC
-from kernels import START, Notebook, notebook, run_folder, until
+from kernels import SECONDS, START, Notebook, notebook, run_folder, until
 
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, MissingExtra
@@ -287,7 +287,11 @@ def test_under_papermill_there_are_lines_and_at_the_end_a_picture(tmp_path: Path
     made.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(made, tmp_path / "in.ipynb")
     done = papermill.execute_notebook(
-        tmp_path / "in.ipynb", tmp_path / "out.ipynb", progress_bar=False, config=IPC
+        tmp_path / "in.ipynb",
+        tmp_path / "out.ipynb",
+        progress_bar=False,
+        start_timeout=SECONDS,
+        config=IPC,
     )
     outputs = done.cells[0].outputs
     text = "".join(one.get("text", "") for one in outputs).splitlines()

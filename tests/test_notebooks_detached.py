@@ -8,13 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kernels import HERE, SECONDS, all_gone, descendants, script, until
+from pipelines import own_tmpdir
 from programs import write_program
 
 import nbtoolkit as nb
@@ -22,6 +22,8 @@ from nbtoolkit.errors import NotebookDied, NotebookError, NotebookFailed, Parame
 from nbtoolkit.notebooks.result import NotebookResult
 from nbtoolkit.notebooks.run import run_notebook
 from nbtoolkit.runtime.made import TARGET, read_made, tell_made
+
+__all__ = ["own_tmpdir"]  # a fixture
 
 DECLARES = "name: str = 'none'"
 
@@ -187,8 +189,8 @@ def test_who_stops_it_ends_its_kernel_and_what_runs_in_it(start: Start, tmp_path
 
 
 def test_who_stops_it_at_once_is_told_so(start: Start, tmp_path: Path) -> None:
-    handle = start("open('ran', 'w').close()", WAITS)
-    handle.stop()
+    handle = start(WAITS, "open('ran', 'w').close()")
+    handle.stop()  # before the notebook's process has begun, or just after
     with pytest.raises(NotebookFailed, match=r"was (stopped before it began|interrupted)"):
         handle.result(timeout=SECONDS)
     assert not (tmp_path / "ran").exists()
@@ -205,8 +207,8 @@ def test_one_whose_folder_is_deleted_makes_it_anew(start: Start, tmp_path: Path)
     assert handle.output.exists()
 
 
+@pytest.mark.usefixtures("own_tmpdir")
 def test_one_that_is_killed_and_its_files_deleted_is_told(start: Start, tmp_path: Path) -> None:
-    folders = {*Path(tempfile.gettempdir()).iterdir()}
     handle = start(WAITS, output=tmp_path / "out/done.ipynb")
     until((tmp_path / "waiting").exists, "a cell")
     family = descendants(pid(handle))
@@ -216,17 +218,10 @@ def test_one_that_is_killed_and_its_files_deleted_is_told(start: Start, tmp_path
         handle.result(timeout=SECONDS)
     assert handle.runs == []
     all_gone(family)  # by itself, within a second or two
-    take_away(folders)
 
 
-def take_away(before: set[Path]) -> None:
-    """The folders of kernels whose process was killed: it could not do it."""
-    for folder in {*Path(tempfile.gettempdir()).iterdir()} - before:
-        shutil.rmtree(folder)
-
-
+@pytest.mark.usefixtures("own_tmpdir")
 def test_a_process_that_is_killed_is_told_and_its_kernel_ends(start: Start, tmp_path: Path) -> None:
-    folders = {*Path(tempfile.gettempdir()).iterdir()}
     handle = start("print('at work')", WAITS)
     until((tmp_path / "waiting").exists, "a cell")
     family = descendants(pid(handle))
@@ -234,4 +229,3 @@ def test_a_process_that_is_killed_is_told_and_its_kernel_ends(start: Start, tmp_
     with pytest.raises(NotebookDied, match=r"is gone\n  The last lines:\n    at work"):
         handle.result(timeout=SECONDS)
     all_gone(family)
-    take_away(folders)
