@@ -7,7 +7,8 @@ import re
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
 
 import pytest
@@ -107,12 +108,16 @@ def test_a_kernel_that_is_left_over_is_waited_for(tmp_path: Path) -> None:
     write_program(tmp_path, "1", name="one")
     path = write_pipeline(tmp_path, one={"notebook": "one.ipynb"})
     (tmp_path / "out/steps").mkdir(parents=True)
+    began = tmp_path / "out/pipeline.lock"
     with open(tmp_path / "out/steps/one.run.log", "w") as log:
         fcntl.flock(log, fcntl.LOCK_EX)
-        ends = threading.Timer(1.0, log.close)
-        ends.start()
-        assert statuses(run(path)) == "one done"
-        ends.join()
+        with ThreadPoolExecutor(1) as thread:
+            ran = thread.submit(run, path)
+            until(began.exists, "the run that waits")
+            with pytest.raises(NotYet):
+                ran.result(timeout=0.5)
+            log.close()
+            assert statuses(ran.result(timeout=SECONDS)) == "one done"
 
 
 @pytest.mark.parametrize("damaged", ["", "{", '{"inputs": {}}'])
