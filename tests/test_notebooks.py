@@ -15,6 +15,8 @@ from run_folders import trained, write_run
 
 import nbtoolkit as nb
 
+pytestmark = pytest.mark.timeout(900)  # whole notebooks
+
 NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
 TRAIN, SWEEP, FOLDS, REPORT = (
     next(path for path in NOTEBOOKS if path.name == f"{name}.ipynb")

@@ -15,6 +15,8 @@ from nbtoolkit.relay.bundle import DEFAULT_NAME
 from nbtoolkit.runtime.events import EventReader
 from nbtoolkit.runtime.paths import RunPaths
 
+pytestmark = pytest.mark.timeout(900)  # three sessions
+
 # No session of this machine is an hour from its end, whatever it runs on.
 UNHURRIED = {"runtime.session_limit": None}
 CUT_OFF = {**UNHURRIED, "runtime.time_budget": 4.0}
