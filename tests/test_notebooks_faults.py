@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -207,7 +208,8 @@ os.kill(os.getpid(), 9)
     assert "code cell 3 of work.ipynb lost its kernel: signal SIGKILL" in told
     assert float(re.search(r"([\d.]+) GiB of .* in use", told)[1]) >= 0.3
     assert "the last words" in told
-    assert f"nbtoolkit run {tmp_path}/work.ipynb --output {tmp_path}/done.ipynb" in told
+    run, done = (shlex.quote(f"{tmp_path}/{name}.ipynb") for name in ("work", "done"))
+    assert f"nbtoolkit run {run} --output {done}" in told
     copy = nbformat.read(tmp_path / "done.ipynb", as_version=4)
     died = [cell for cell in copy.cells if "os.kill" in cell.source and cell.cell_type == "code"]
     assert died[0].metadata.papermill.status == "failed"

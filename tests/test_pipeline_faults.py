@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
+from shlex import quote
 
 import pytest
 from kernels import SECONDS, alive, descendants, until
@@ -42,8 +43,9 @@ def test_a_failing_step_leaves_the_rest_untouched_and_names_the_command_that_goe
     assert (failed.step, failed.cell) == ("last", 1)
     assert failed.output == tmp_path / "out/steps/last.ipynb"
     assert isinstance(failed, NotebookFailed)
+    folder = quote(f"{tmp_path}/out")
     assert (
-        f"nbtoolkit pipeline {path} -o 'find.tag=a b' --folder {tmp_path}/out "
+        f"nbtoolkit pipeline {quote(str(path))} -o 'find.tag=a b' --folder {folder} "
         "(done: find, use; left: last;" in failed.do
     )
     edit(tmp_path / "last.ipynb", "raise ValueError('no luck')", "1")

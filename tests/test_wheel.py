@@ -37,7 +37,7 @@ def test_configuration_loads_from_the_wheel(installed: Path, tmp_path: Path) -> 
     program = (
         "import nbtoolkit as nb\n"
         "config = nb.load_config('config/train.yaml', env='kaggle')\n"
-        "print(nb.__file__, config.runtime.session_limit, config.train.epochs)"
+        "print(nb.__file__, config.runtime.session_limit, config.train.epochs, sep='|')"
     )
     environ = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(
@@ -48,4 +48,4 @@ def test_configuration_loads_from_the_wheel(installed: Path, tmp_path: Path) -> 
         text=True,
         timeout=SECONDS,
     )
-    assert done.stdout.split() == [str(installed / "nbtoolkit/__init__.py"), "43200.0", "30"], done
+    assert done.stdout == f"{installed / 'nbtoolkit/__init__.py'}|43200.0|30\n", done
