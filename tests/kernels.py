@@ -21,8 +21,8 @@ from nbtoolkit.runtime.watch import without_launcher
 from nbtoolkit.runtime.worker import STACKS_SIGNAL
 
 HERE = Path(__file__).parent
-SECONDS = 60.0
-"""Longest wait for anything that must come; a noisy machine needs a part of it."""
+SECONDS = 240.0
+"""Longest wait for anything that must come: only a hang reaches it, however slow the machine."""
 
 START = f"""
 import sys
@@ -72,13 +72,31 @@ def ranks_up(folder: Path, count: int = 2) -> set[int]:
 def descendants(pid: int) -> set[int]:
     """A process's children, theirs, and so on."""
     found: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found |= {child} | descendants(child)
+    for child in children(pid):
+        found |= {child} | descendants(child)
     return found
 
 
-def finish(handle: Any, seconds: float) -> Any:
+def children(pid: int) -> set[int]:
+    """The processes that a process has started; none where it has ended."""
+    found: set[int] = set()
+    threads = Path(f"/proc/{pid}/task")
+    # Processes and threads come and go while one looks.
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in os.listdir(threads):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found |= {*map(int, (threads / thread / "children").read_text().split())}
+    return found
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler of its own for a signal, so that it does not die of it."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    [caught] = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")]
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def finish(handle: Any, seconds: float = SECONDS) -> Any:
     """A run's result; one that does not come in time is ended, and what is known of it told."""
     try:
         return handle.result(timeout=seconds)

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kernels import SECONDS
 from programs import write_program
 
 # Every step waits as long as WAIT says: a session whose time is short cannot come to its end.
@@ -123,6 +125,8 @@ def write_steps(folder: Path) -> None:
 class Session:
     """One session on a host that ends: its working folder, and what it printed and found.
 
+    It goes on beside the test, until that asks what came of it.
+
     Args:
         folder: its working folder; made here.
         work: what it does: ``FIT``, ``SWEEP``, ``FOLDS`` or ``PIPELINE``.
@@ -139,14 +143,27 @@ class Session:
             "WAIT": str(wait),
             "OVERRIDES": json.dumps(overrides),
         }
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "session.py"],
-            cwd=folder,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        self.folder, self.output = folder, done.stdout
-        self.told: dict[str, Any] = json.loads((folder / "told.json").read_text())
+        self.folder = folder
+        with (folder / "output.txt").open("w") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-W", "error", "session.py"],
+                cwd=folder,
+                env=environ,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    @cached_property
+    def output(self) -> str:
+        """What it printed, once it has ended; it must have ended well."""
+        code = self._process.wait(SECONDS)
+        printed = (self.folder / "output.txt").read_text()
+        assert code == 0, printed
+        return printed
+
+    @cached_property
+    def told(self) -> dict[str, Any]:
+        """What it found, once it has ended."""
+        assert self.output is not None
+        told: dict[str, Any] = json.loads((self.folder / "told.json").read_text())
+        return told

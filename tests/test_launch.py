@@ -10,17 +10,16 @@ import sqlite3
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import functions
 import pytest
-from kernels import ranks_up, run_folder, script, until
+from kernels import SECONDS, ranks_up, run_folder, script, until
 
 import nbtoolkit as nb
 from nbtoolkit.errors import CannotPickle, LaunchError, PlanError, ResumeError
-
-pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
@@ -45,6 +44,7 @@ def begin(train: Any, config: nb.Config, processes: int = 2, **options: Any) -> 
 
 
 def test_result_of_two_ranks(config: nb.Config) -> None:
+    began = time.monotonic()
     result = quiet(functions.reports, config, name="my run")
     assert result.value == {"accuracy": 0.75, "seed": 0.0}
     assert result.values == [result.value, result.value]
@@ -53,7 +53,7 @@ def test_result_of_two_ranks(config: nb.Config) -> None:
     assert (result.plan.processes, result.plan.backend) == (2, "gloo")
     assert result.paths.folder.parent == Path(config.runtime.output_dir)
     assert "-my_run-" in result.paths.run_id
-    assert 0 < result.seconds < 60
+    assert 0 < result.seconds < time.monotonic() - began
     assert result.checkpoint == result.paths.checkpoints / "last.pt"
     assert "completed" in repr(result)
     assert "0.75" in result._repr_html_()
@@ -155,7 +155,7 @@ def test_a_handle_is_asked_now_and_then(config: nb.Config, tmp_path: Path) -> No
     with pytest.raises(TimeoutError, match="it goes on"):
         handle.result(timeout=0.1)
     go.write_text("now")
-    assert handle.result(timeout=60).value == "now"
+    assert handle.result(timeout=SECONDS).value == "now"
     assert handle.done()
     assert handle.result().values == ["now", "now"]  # as often as one likes
     assert [event["type"] for event in handle.events()][-1] == "ended"
@@ -166,7 +166,7 @@ def test_stop_lets_all_ranks_leave_at_their_next_report(config: nb.Config) -> No
     ranks_up(handle.paths.folder)
     until(lambda: any(e["type"] == "report" for e in handle.events()), "a report")
     handle.stop("enough")
-    result = handle.result(timeout=60)
+    result = handle.result(timeout=SECONDS)
     assert (result.status, result.value, result.values) == ("stopped", None, [])
     assert result.metrics["time"] > 0
     assert [e["reason"] for e in handle.events() if e["type"] == "stop"] == ["enough"]
@@ -176,11 +176,11 @@ def test_stop_with_a_grace_ends_ranks_that_never_report(config: nb.Config) -> No
     handle = begin(functions.sleeps, config)
     ranks_up(handle.paths.folder)
     handle.stop(grace=0.1)
-    assert handle.result(timeout=30).status == "stopped"
+    assert handle.result(timeout=SECONDS).status == "stopped"
 
 
 def test_a_time_budget_ends_the_run_at_a_report(config: nb.Config) -> None:
-    mine = config.with_overrides({"runtime.time_budget": 1})
+    mine = config.with_overrides({"runtime.time_budget": 0.3})
     assert quiet(functions.reports_until_stopped, mine).status == "deadline"
 
 
@@ -188,7 +188,7 @@ def test_a_run_nobody_listens_to_goes_on(config: nb.Config) -> None:
     """Neither a dropped handle nor thousands of unread messages end or stop a run."""
     folder = begin(functions.logs_much, config.with_overrides({"model.steps": 3000})).paths.folder
     handle = nb.attach(folder)
-    assert handle.result(timeout=60).value == 3000
+    assert handle.result(timeout=SECONDS).value == 3000
 
 
 def test_attach_from_this_process(config: nb.Config, tmp_path: Path) -> None:
@@ -198,8 +198,8 @@ def test_attach_from_this_process(config: nb.Config, tmp_path: Path) -> None:
     second = nb.attach(first.paths.folder)
     assert not second.done()
     go.write_text("to both")
-    assert second.result(timeout=60).value == "to both"
-    assert first.result(timeout=60).value == "to both"
+    assert second.result(timeout=SECONDS).value == "to both"
+    assert first.result(timeout=SECONDS).value == "to both"
     assert nb.attach(first.paths.folder).result().value == "to both"  # long ended
 
 
@@ -210,12 +210,12 @@ def test_attach_from_another_process_and_stop(config: nb.Config, tmp_path: Path)
     handle = nb.attach({str(handle.paths.folder)!r})
     print(handle.done())
     handle.stop("from far away")
-    print(handle.result(timeout=60).status)
+    print(handle.result(timeout={SECONDS}).status)
     """
     with script(code, tmp_path) as other:
         lines = other.output().splitlines()
     assert (lines[0], lines[-1]) == ("False", "stopped")
-    assert handle.result(timeout=60).status == "stopped"
+    assert handle.result(timeout=SECONDS).status == "stopped"
 
 
 def test_attach_to_nothing_names_what_it_looked_for(tmp_path: Path) -> None:
@@ -235,8 +235,8 @@ def test_several_launches_at_once(config: nb.Config) -> None:
         thread.start()
     handles = {s: begin(functions.reports, config.with_overrides({"seed": s})) for s in (3, 4, 5)}
     for thread in threads:
-        thread.join(90)
-    runs |= {seed: handle.result(timeout=90) for seed, handle in handles.items()}
+        thread.join(SECONDS)
+    runs |= {seed: handle.result(timeout=SECONDS) for seed, handle in handles.items()}
     assert {seed: run.value["seed"] for seed, run in runs.items()} == {
         s: float(s) for s in range(6)
     }
@@ -536,7 +536,7 @@ def cut_off(config: nb.Config) -> Path:
     ranks_up(handle.paths.folder)
     os.kill(json.loads(handle.paths.owner.read_text())["pid"], signal.SIGKILL)
     with pytest.raises(LaunchError, match=r"the owner process of the run .* died"):
-        handle.result(timeout=60)
+        handle.result(timeout=SECONDS)
     return handle.paths.folder
 
 
@@ -567,7 +567,7 @@ def test_auto_never_takes_a_complete_run(config: nb.Config) -> None:
 @pytest.mark.parametrize("by_name", [False, True], ids=["auto", "named"])
 def test_a_run_that_left_early_is_gone_on_with(config: nb.Config, by_name: bool) -> None:
     train = functions.saves_then_leaves
-    first = quiet(train, config.with_overrides({"runtime.time_budget": 1.0}))
+    first = quiet(train, config.with_overrides({"runtime.time_budget": 0.3}))
     assert first.status == "deadline"
     second = quiet(train, config, resume=first.paths.folder if by_name else "auto")
     assert (second.status, second.value) == ("completed", "went on")
@@ -583,7 +583,7 @@ def test_auto_never_takes_an_owned_run(config: nb.Config, tmp_path: Path) -> Non
     with pytest.raises(ResumeError, match=r"is going on, owned by process \d+"):
         quiet(functions.saves_then_waits_for_file, mine, resume=first.paths.folder)
     go.write_text("both")
-    assert [handle.result(timeout=60).value for handle in (first, second)] == ["both", "both"]
+    assert [handle.result(timeout=SECONDS).value for handle in (first, second)] == ["both", "both"]
 
 
 def test_two_launches_race_for_one_unfinished_run_without_mixing(
@@ -594,7 +594,7 @@ def test_two_launches_race_for_one_unfinished_run_without_mixing(
     ranks_up(first.paths.folder)
     os.kill(json.loads(first.paths.owner.read_text())["pid"], signal.SIGKILL)
     with pytest.raises(LaunchError, match="died"):
-        first.result(timeout=60)
+        first.result(timeout=SECONDS)
     go.write_text("raced")
     results: list[nb.RunResult] = []
 
@@ -605,7 +605,7 @@ def test_two_launches_race_for_one_unfinished_run_without_mixing(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(90)
+        thread.join(SECONDS)
     assert [result.value for result in results] == ["raced"] * 3
     folders = [result.paths.folder for result in results]
     # whoever comes when the first racer has ended already finds the run complete
@@ -641,7 +641,7 @@ def test_a_launch_that_does_not_start_leaves_the_named_run_as_it_was(config: nb.
     longer = config.with_overrides({"train.epochs": config.train.epochs + 1})
     with pytest.raises(CannotPickle, match="the global `captured`"):
         quiet(cell["train"], longer, resume=first.paths.folder)
-    again = nb.attach(first.paths.folder).result(timeout=60)
+    again = nb.attach(first.paths.folder).result(timeout=SECONDS)
     assert (again.status, again.value) == ("completed", "1")
     cell["captured"] = 2
     assert quiet(cell["train"], longer, resume=first.paths.folder).value == "2"
@@ -649,5 +649,5 @@ def test_a_launch_that_does_not_start_leaves_the_named_run_as_it_was(config: nb.
 
 def test_a_detached_run_is_attached_to_when_it_has_ended(config: nb.Config) -> None:
     handle = begin(functions.reports, config, detach=True)
-    assert handle.result(timeout=60).status == "completed"
+    assert handle.result(timeout=SECONDS).status == "completed"
     assert run_folder(Path(config.runtime.output_dir)) == handle.paths.folder

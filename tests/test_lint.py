@@ -9,6 +9,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from kernels import SECONDS
 from programs import write_program
 
 from nbtoolkit.errors import NotebookError
@@ -263,7 +264,7 @@ def test_the_page_tells_of_every_hazard() -> None:
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-m", "nbtoolkit", "lint", *words]
-    return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=60)
+    return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
 
 
 def test_the_command_tells_and_ends_with_1_only_where_there_are_hazards(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from notebook_outputs import KEEP, read, strip
 from notebook_sizes import NOTEBOOKS, QUICK
 
 from nbtoolkit.notebooks.document import read_as_saved, with_parameters
+
+pytestmark = pytest.mark.timeout(900)  # whole notebooks
 
 CONFIG = Path(__file__).with_name("nbval.cfg")
 ANYTHING = "nbval-ignore-output"
@@ -27,10 +30,17 @@ def stem(path: Path) -> str:
 def nbval(notebook: Path) -> subprocess.CompletedProcess[str]:
     """Run a notebook in its folder and compare what its cells show with what is stored."""
     options = ["-q", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env"]
-    options += ["--nbval-sanitize-with", str(CONFIG), "--nbval-cell-timeout", "280"]
+    options += ["--nbval-sanitize-with", str(CONFIG), "--nbval-cell-timeout", "800"]
     program = [sys.executable, "-m", "pytest", *options, "--rootdir", str(notebook.parent)]
+    # How this run of the tests was started is nothing to the one inside.
+    environ = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}
     return subprocess.run(
-        [*program, str(notebook)], cwd=notebook.parent, capture_output=True, text=True, timeout=800
+        [*program, str(notebook)],
+        cwd=notebook.parent,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=800,
     )
 
 
@@ -49,7 +59,6 @@ def test_in_the_quick_size_every_cell_shows_what_is_stored(notebook: Path, tmp_p
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=stem)
 def test_in_full_every_cell_shows_what_is_stored(notebook: Path, tmp_path: Path) -> None:
     done = nbval(Path(shutil.copy(notebook, tmp_path)))

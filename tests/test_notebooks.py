@@ -10,9 +10,12 @@ import nbformat
 import papermill
 import pytest
 from demo import IPC
+from kernels import SECONDS
 from run_folders import trained, write_run
 
 import nbtoolkit as nb
+
+pytestmark = pytest.mark.timeout(900)  # whole notebooks
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
 TRAIN, SWEEP, FOLDS, REPORT = (
@@ -41,6 +44,7 @@ def test_training_under_papermill_with_parameters(tmp_path: Path) -> None:
         parameters=parameters,
         cwd=tmp_path,
         progress_bar=False,
+        start_timeout=SECONDS,
         config=IPC,
     )
     (run,) = (tmp_path / "out").glob("*-digits-*")
@@ -67,6 +71,7 @@ def executed(path: Path, folder: Path, **parameters: Any) -> dict[str, list[Any]
         parameters={"output_dir": str(folder / "out"), **parameters},
         cwd=folder,
         progress_bar=False,
+        start_timeout=SECONDS,
         config=IPC,
     )
     return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}

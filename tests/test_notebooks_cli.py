@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kernels import all_gone, until
+from kernels import SECONDS, all_gone, until
 from programs import write_program
 
 from nbtoolkit.runtime.paths import read_json
@@ -19,7 +19,7 @@ WORK = "import nbtoolkit as nb\nprint('in the log')\nnb.publish({'all': [tag, n,
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-m", "nbtoolkit", "run", *words]
-    return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
 
 
 def test_run_takes_parameters_of_files_and_options_and_prints_what_was_published(
@@ -72,10 +72,10 @@ def test_an_interrupt_ends_the_kernel_and_says_where_it_was(tmp_path: Path) -> N
     with subprocess.Popen(program, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as running:
         kernel = int(until(lambda: pid.exists() and pid.read_text(), "the kernel"))
         running.send_signal(signal.SIGINT)
-        _, told = running.communicate(timeout=60)
+        _, told = running.communicate(timeout=SECONDS)
     assert running.returncode == 130
     assert "interrupted" in told
-    all_gone({kernel}, seconds=10)  # a zombie counts as gone: whoever inherits it may be slow
+    all_gone({kernel})  # a zombie counts as gone: whoever inherits it may be slow
     assert read_json(tmp_path / "d.run.json")["failure"]["kind"] == "interrupt"
 
 
@@ -90,4 +90,4 @@ nbformat.validate(new_notebook())
 import papermill.execute
 assert not {"lark", "pyarrow.fs"} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=SECONDS)

@@ -8,13 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kernels import HERE, all_gone, descendants, script, until
+from kernels import HERE, SECONDS, all_gone, descendants, script, until
+from pipelines import own_tmpdir
 from programs import write_program
 
 import nbtoolkit as nb
@@ -22,6 +22,8 @@ from nbtoolkit.errors import NotebookDied, NotebookError, NotebookFailed, Parame
 from nbtoolkit.notebooks.result import NotebookResult
 from nbtoolkit.notebooks.run import run_notebook
 from nbtoolkit.runtime.made import TARGET, read_made, tell_made
+
+__all__ = ["own_tmpdir"]  # a fixture
 
 DECLARES = "name: str = 'none'"
 
@@ -124,18 +126,18 @@ def test_it_outlives_the_process_that_starts_it(tmp_path: Path) -> None:
     until((tmp_path / "waiting").exists, "the first cell")
     assert not handle.done()
     (tmp_path / "go").touch()
-    assert handle.result(60).values == {"ended": "well"}
+    assert handle.result(timeout=SECONDS).values == {"ended": "well"}
 
 
 def test_the_command_line_starts_one_and_returns(tmp_path: Path) -> None:
     write_program(tmp_path, WAITS, "import nbtoolkit as nb\nnb.publish({'ended': 'well'})")
     program = [sys.executable, "-m", "nbtoolkit", "run", "work.ipynb", "--no-html", "--detach"]
-    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     handle = nb.NotebookHandle(done.stdout.strip())
     assert not handle.done()
     (tmp_path / "go").touch()
-    assert handle.result(60).values == {"ended": "well"}
+    assert handle.result(timeout=SECONDS).values == {"ended": "well"}
 
 
 def test_a_module_in_the_working_directory_is_not_taken_for_one_of_python_s(
@@ -144,7 +146,7 @@ def test_a_module_in_the_working_directory_is_not_taken_for_one_of_python_s(
     (tmp_path / "here").mkdir()
     (tmp_path / "here/pickle.py").write_text("1 / 0")
     monkeypatch.chdir(tmp_path / "here")
-    assert start("1").result(60).values == {}
+    assert start("1").result(timeout=SECONDS).values == {}
 
 
 def test_what_is_wrong_is_told_here_and_nothing_is_started(start: Start, tmp_path: Path) -> None:
@@ -187,10 +189,10 @@ def test_who_stops_it_ends_its_kernel_and_what_runs_in_it(start: Start, tmp_path
 
 
 def test_who_stops_it_at_once_is_told_so(start: Start, tmp_path: Path) -> None:
-    handle = start("open('ran', 'w').close()", WAITS)
-    handle.stop()
+    handle = start(WAITS, "open('ran', 'w').close()")
+    handle.stop()  # before the notebook's process has begun, or just after
     with pytest.raises(NotebookFailed, match=r"was (stopped before it began|interrupted)"):
-        handle.result(60)
+        handle.result(timeout=SECONDS)
     assert not (tmp_path / "ran").exists()
 
 
@@ -201,37 +203,29 @@ def test_one_whose_folder_is_deleted_makes_it_anew(start: Start, tmp_path: Path)
     shutil.rmtree(tmp_path / "out")
     assert not handle.done()
     (tmp_path / "go").touch()
-    assert handle.result(60).values == {"at": "the end"}
+    assert handle.result(timeout=SECONDS).values == {"at": "the end"}
     assert handle.output.exists()
 
 
+@pytest.mark.usefixtures("own_tmpdir")
 def test_one_that_is_killed_and_its_files_deleted_is_told(start: Start, tmp_path: Path) -> None:
-    folders = {*Path(tempfile.gettempdir()).iterdir()}
     handle = start(WAITS, output=tmp_path / "out/done.ipynb")
     until((tmp_path / "waiting").exists, "a cell")
     family = descendants(pid(handle))
     os.kill(pid(handle), signal.SIGKILL)
     shutil.rmtree(tmp_path / "out")
     with pytest.raises(NotebookDied, match="is gone"):
-        handle.result(60)
+        handle.result(timeout=SECONDS)
     assert handle.runs == []
     all_gone(family)  # by itself, within a second or two
-    take_away(folders)
 
 
-def take_away(before: set[Path]) -> None:
-    """The folders of kernels whose process was killed: it could not do it."""
-    for folder in {*Path(tempfile.gettempdir()).iterdir()} - before:
-        shutil.rmtree(folder)
-
-
+@pytest.mark.usefixtures("own_tmpdir")
 def test_a_process_that_is_killed_is_told_and_its_kernel_ends(start: Start, tmp_path: Path) -> None:
-    folders = {*Path(tempfile.gettempdir()).iterdir()}
     handle = start("print('at work')", WAITS)
     until((tmp_path / "waiting").exists, "a cell")
     family = descendants(pid(handle))
     os.kill(pid(handle), signal.SIGKILL)
     with pytest.raises(NotebookDied, match=r"is gone\n  The last lines:\n    at work"):
-        handle.result(60)
+        handle.result(timeout=SECONDS)
     all_gone(family)
-    take_away(folders)

@@ -13,6 +13,7 @@ from pathlib import Path
 import nbformat
 import numpy as np
 import pytest
+from kernels import SECONDS
 from programs import outputs, run_program, write_program
 
 import nbtoolkit as nb
@@ -149,7 +150,7 @@ require_extras(html=False)
 require_extras(html=True)
 """
     words = [sys.executable, "-c", program]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
     assert re.search(
         r"MissingExtra: running a notebook needs nbconvert[\s\S]*html=False", done.stderr
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 import panel_functions
 import pytest
-from kernels import until
+from kernels import SECONDS, until
 from run_folders import trained, write_run
 from test_panel import (
     SPACE,
@@ -40,6 +40,7 @@ from nbtoolkit.errors import ConfigError, LaunchError
 from nbtoolkit.panel.board import TABS
 from nbtoolkit.panel.draft import Draft
 from nbtoolkit.panel.fields import config_fields
+from nbtoolkit.runtime.events import EventReader
 from nbtoolkit.yaml_lines import parse_value
 
 __all__ = ["home", "opened", "settings"]  # fixtures
@@ -142,15 +143,19 @@ def test_a_section_may_be_made_while_another_thread_shows_errors(opened: Open) -
     """Sections are made in the kernel's thread, errors shown in the panel's."""
     panel = opened()
     form = desk(panel).board.form
+    made: list[bool] = []
 
     def make(_: Any) -> None:
         thread = threading.Thread(target=lambda: form.input("optim.lr"))
         thread.start()
-        thread.join(10)
+        thread.join(SECONDS)
+        made.append(not thread.is_alive())
 
     form._errors["train.epochs"].observe(make, "value")  # in the middle of showing them
     form.input("train.epochs").value = "many"
     assert told(panel) == ""
+    assert made
+    assert all(made)
     assert "allowed" in form.error("train.epochs")
     assert form.error("optim.lr") == ""
 
@@ -356,6 +361,7 @@ def test_a_killed_run_is_told_without_being_asked_and_goes_on(opened: Open, home
 def test_a_killed_rank_of_a_run_is_an_error_with_its_signal(opened: Open, home: Path) -> None:
     panel = opened(panel_functions.until_told)
     panel.press("launch")
+    until(lambda: "step " in overview(panel), "its first report")
     os.kill(rank_of(panel), signal.SIGKILL)
     assert ends(panel) == "failed"
     assert "SIGKILL" in page(panel, "Overview")
@@ -380,14 +386,8 @@ def test_a_killed_rank_of_a_trial_costs_the_trial_and_not_the_sweep(
 def rank_of(panel: nb.Panel, job: str = ".") -> int:
     """The process of rank 0."""
     assert panel.folder is not None
-    diary = panel.folder / job / "events.jsonl"
-
-    def look() -> int | None:
-        lines = diary.read_text().splitlines() if diary.exists() else []
-        pids = [event.get("pid") for event in map(json.loads, lines) if event["type"] == "rank"]
-        return next((pid for pid in reversed(pids) if pid), None)
-
-    return int(until(look, "rank 0"))
+    diary = EventReader(panel.folder / job / "events.jsonl").read()
+    return int([event["pid"] for event in diary if event["type"] == "rank" and event["pid"]][-1])
 
 
 # --- the end ---

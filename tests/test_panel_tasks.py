@@ -18,7 +18,7 @@ from typing import Any
 import fold_functions
 import panel_functions
 import pytest
-from kernels import all_gone, descendants, until
+from kernels import SECONDS, all_gone, descendants, until
 from kernels import notebook as jupyter
 from programs import write_program
 from test_panel import SPACE, Open, ends, page, pressable, status, told, trials_begun
@@ -206,7 +206,7 @@ def test_launch_pressed_twice_starts_one_notebook_and_stop_is_answered_meanwhile
     with pytest.raises(LaunchError, match=r"Launch cannot be pressed now\n  Allowed: stop"):
         panel.press("launch")
     panel.press("stop")  # it does not wait for the run
-    assert isinstance(coming.exception(timeout=60), NotebookFailed)
+    assert isinstance(coming.exception(timeout=SECONDS), NotebookFailed)
     assert pressable(panel) == {"launch"}
     assert len([*(home / "out/notebooks").glob("*.run.log")]) == 1
 
@@ -219,7 +219,7 @@ def test_a_click_is_not_held_up_by_who_waits_for_a_run(
         waits = threads.submit(panel.press, "launch")
         until(lambda: pressable(panel) == {"stop"}, "the notebook that starts")
         panel._desk.board.buttons["stop"].click()
-        assert isinstance(waits.exception(timeout=60), NotebookFailed)
+        assert isinstance(waits.exception(timeout=SECONDS), NotebookFailed)
 
 
 IN_KERNEL = """
@@ -243,8 +243,8 @@ def test_what_was_started_goes_on_when_the_kernel_is_interrupted_and_killed(
     [notebook] = notebooks_in(home)
     assert (notebook.done(), notebook.runs) == (False, [folder])
     (home / "end").touch()
-    assert nb.attach(folder).result(60).status == "completed"
-    assert notebook.result(60).values["status"] == "completed"
+    assert nb.attach(folder).result(timeout=SECONDS).status == "completed"
+    assert notebook.result(timeout=SECONDS).values["status"] == "completed"
 
 
 def test_a_killed_notebook_is_told_and_its_run_goes_on_without_one(

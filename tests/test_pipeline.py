@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kernels import SECONDS
 from pipelines import edit, run, statuses, write_pipeline, write_two_steps
 from programs import write_program
 
@@ -142,7 +143,7 @@ def test_the_command_prints_what_was_published_and_skips_without_loading_a_kerne
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=SECONDS,
         )
 
     first = command("-o", "find.n=5")
@@ -165,6 +166,7 @@ def test_the_command_prints_what_was_published_and_skips_without_loading_a_kerne
     )
 
 
+@pytest.mark.timeout(900)  # four whole notebooks
 def test_the_digits_run_out_of_the_box_and_train_what_the_sweep_found(tmp_path: Path) -> None:
     done = nb.run_pipeline("config/pipeline/smoke.yaml", folder=tmp_path / "out", display="off")
     found, trained = done["sweep"].values, done["train"].values

@@ -7,11 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
+from shlex import quote
 
 import pytest
-from kernels import alive, descendants, until
+from kernels import SECONDS, alive, descendants, until
 from pipelines import edit, own_tmpdir, run, statuses, write_pipeline, write_two_steps
 from programs import write_program
 
@@ -42,8 +44,9 @@ def test_a_failing_step_leaves_the_rest_untouched_and_names_the_command_that_goe
     assert (failed.step, failed.cell) == ("last", 1)
     assert failed.output == tmp_path / "out/steps/last.ipynb"
     assert isinstance(failed, NotebookFailed)
+    folder = quote(f"{tmp_path}/out")
     assert (
-        f"nbtoolkit pipeline {path} -o 'find.tag=a b' --folder {tmp_path}/out "
+        f"nbtoolkit pipeline {quote(str(path))} -o 'find.tag=a b' --folder {folder} "
         "(done: find, use; left: last;" in failed.do
     )
     edit(tmp_path / "last.ipynb", "raise ValueError('no luck')", "1")
@@ -126,12 +129,16 @@ def test_a_kernel_that_is_left_over_is_waited_for(tmp_path: Path) -> None:
     write_program(tmp_path, "1", name="one")
     path = write_pipeline(tmp_path, one={"notebook": "one.ipynb"})
     (tmp_path / "out/steps").mkdir(parents=True)
+    began = tmp_path / "out/pipeline.lock"
     with open(tmp_path / "out/steps/one.run.log", "w") as log:
         fcntl.flock(log, fcntl.LOCK_EX)
-        ends = threading.Timer(1.0, log.close)
-        ends.start()
-        assert statuses(run(path)) == "one done"
-        ends.join()
+        with ThreadPoolExecutor(1) as thread:
+            ran = thread.submit(run, path)
+            until(began.exists, "the run that waits")
+            with pytest.raises(NotYet):
+                ran.result(timeout=0.5)
+            log.close()
+            assert statuses(ran.result(timeout=SECONDS)) == "one done"
 
 
 @pytest.mark.parametrize("damaged", ["", "{", '{"inputs": {}}'])
@@ -165,7 +172,7 @@ def test_after_a_kill_the_next_call_waits_for_the_kernel_that_is_left(tmp_path: 
         assert kernel in descendants(command.pid)
         command.send_signal(signal.SIGKILL)
     done = subprocess.run(
-        [*program, "--no-html"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [*program, "--no-html"], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"\[1/1\] one: one\.ipynb \(not done before\)", done.stderr)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kernels import SECONDS
 
 import nbtoolkit
 
@@ -44,6 +45,6 @@ def test_a_module_does_not_hide_the_function_of_its_name() -> None:
 def test_importing_costs_nothing() -> None:
     program = f"import sys, nbtoolkit; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=SECONDS
     )
     assert done.stdout.strip() == "[]"

@@ -25,6 +25,9 @@ loaded = model.training_step(points(64, seed=1).tensors, 0)
 """,
 }
 
+# Two recipes of six launches each, whose libraries alone take seconds to import.
+pytestmark = pytest.mark.timeout(900)
+
 # What follows the page's own code: its `result` is of one process and tracked, these are not.
 TAIL = """
 import json, time
@@ -75,7 +78,7 @@ def told(
     script = folder / "recipe.py"
     script.write_text(code_of(request.param) + VALIDATE[request.param] + TAIL)
     done = subprocess.run(
-        [sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=200
+        [sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=800
     )
     assert done.returncode == 0, done.stdout + done.stderr
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kernels import SECONDS
 
 import nbtoolkit as nb
 from nbtoolkit.errors import BundleError, ConfigError
@@ -297,7 +298,7 @@ def test_what_a_kill_leaves_is_removed_by_the_next_call(
     bundle: Path, outputs: Path, tmp_path: Path, call: str
 ) -> None:
     words = [sys.executable, "-c", KILLED + call]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == -signal.SIGXFSZ, done.stderr
     assert left_over(tmp_path) != []
     nb.unpack(bundle, into=tmp_path / "second")
@@ -336,7 +337,7 @@ def test_a_disk_that_is_read_only_or_too_small_is_told(
     (tmp_path / "calls.py").write_text(IN_OWN_MOUNTS)
     mount = f"mount -t tmpfs -o {mode} tmpfs disk && exec {sys.executable} calls.py"
     words = [*unshare, "sh", "-c", mount]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
     lines = done.stdout.splitlines()
     assert len(lines) == 2, done.stderr
     assert all(text in line for text, line in zip(told, lines, strict=True)), lines
@@ -792,7 +793,9 @@ def test_results_show_what_was_done_and_names_are_escaped(outputs: Path, tmp_pat
 def test_the_command_line_packs_and_unpacks(outputs: Path, tmp_path: Path) -> None:
     def run(*words: object) -> subprocess.CompletedProcess[str]:
         program = [sys.executable, "-m", "nbtoolkit", *map(str, words)]
-        return subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            program, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS
+        )
 
     packed = run("pack", tmp_path, "--source", outputs, "--size-limit", "1GB")
     assert packed.returncode == 0, packed.stderr

@@ -15,28 +15,31 @@ from nbtoolkit.relay.bundle import DEFAULT_NAME
 from nbtoolkit.runtime.events import EventReader
 from nbtoolkit.runtime.paths import RunPaths
 
+pytestmark = pytest.mark.timeout(900)  # three sessions
+
 # No session of this machine is an hour from its end, whatever it runs on.
 UNHURRIED = {"runtime.session_limit": None}
 CUT_OFF = {**UNHURRIED, "runtime.time_budget": 4.0}
 WAIT = 0.3  # seconds a step: 12 epochs of 6 steps take 21 s
 
 
-def relayed(home: Path, work: str, **overrides: Any) -> tuple[Session, Session]:
-    """A session cut off by its deadline, and one that goes on from its bundle alone."""
+def relayed(home: Path, work: str, **overrides: Any) -> tuple[Session, Session, Session]:
+    """A session cut off by its deadline, one that goes on from its bundle alone, an undisturbed."""
     first = Session(home / "first", work, WAIT, **CUT_OFF, **overrides)
+    quiet = {**overrides, "tracking.mlflow": False}
+    undisturbed = Session(home / "undisturbed", work, **UNHURRIED, **quiet)
+    assert first.told["status"] == "deadline", first.output
     (home / "second").mkdir(exist_ok=True)
     shutil.move(home / "first" / DEFAULT_NAME, home / "second")
     shutil.rmtree(home / "first")
-    return first, Session(home / "second", work, **UNHURRIED, **overrides)
+    return first, Session(home / "second", work, **UNHURRIED, **overrides), undisturbed
 
 
 def test_a_fit_goes_on_in_the_next_session_and_ends_with_the_metrics_of_an_undisturbed_one(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("mlflow")
-    first, second = relayed(tmp_path, FIT)
-    undisturbed = Session(tmp_path / "undisturbed", FIT, **UNHURRIED, **{"tracking.mlflow": False})
-    assert first.told["status"] == "deadline"
+    first, second, undisturbed = relayed(tmp_path, FIT)
     assert "packed for the next session: PackResult(1 run, " in first.output
     assert "going on with the unfinished run" in second.output
     assert second.told["status"] == "completed"
@@ -55,10 +58,7 @@ def test_a_fit_goes_on_in_the_next_session_and_ends_with_the_metrics_of_an_undis
 def test_a_sweep_goes_on_in_the_next_session_with_the_trials_of_an_undisturbed_one(
     tmp_path: Path,
 ) -> None:
-    quiet = {"tracking.mlflow": False}
-    first, second = relayed(tmp_path, SWEEP, **quiet)
-    undisturbed = Session(tmp_path / "undisturbed", SWEEP, **UNHURRIED, **quiet)
-    assert first.told["status"] == "deadline"
+    first, second, undisturbed = relayed(tmp_path, SWEEP, **{"tracking.mlflow": False})
     assert len(first.told["metrics"]) < 4
     assert "going on with the sweep" in second.output
     assert second.told["status"] == "completed"
@@ -68,10 +68,8 @@ def test_a_sweep_goes_on_in_the_next_session_with_the_trials_of_an_undisturbed_o
 
 @pytest.mark.long
 def test_folds_go_on_in_the_next_session(tmp_path: Path) -> None:
-    quiet = {"tracking.mlflow": False}
-    first, second = relayed(tmp_path, FOLDS, **quiet)
-    undisturbed = Session(tmp_path / "undisturbed", FOLDS, **UNHURRIED, **quiet)
-    assert (first.told["status"], second.told["status"]) == ("deadline", "completed")
+    _, second, undisturbed = relayed(tmp_path, FOLDS, **{"tracking.mlflow": False})
+    assert second.told["status"] == "completed"
     assert second.told["metrics"] == undisturbed.told["metrics"]
 
 
@@ -81,9 +79,7 @@ def test_a_pipeline_goes_on_in_the_next_session_with_the_step_that_was_cut_off(
 ) -> None:
     for name in ("first", "second", "undisturbed"):
         write_steps(tmp_path / name)
-    quiet = {"tracking.mlflow": False}
-    first, second = relayed(tmp_path, PIPELINE, **quiet)
-    undisturbed = Session(tmp_path / "undisturbed", PIPELINE, **UNHURRIED, **quiet)
-    assert (first.told["status"], second.told["status"]) == ("deadline", "completed")
+    _, second, undisturbed = relayed(tmp_path, PIPELINE, **{"tracking.mlflow": False})
+    assert second.told["status"] == "completed"
     assert second.told["steps"] == {"first": "skipped", "second": "done"}
     assert second.told["metrics"] == undisturbed.told["metrics"]

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from kernels import SECONDS
 
 import nbtoolkit as nb
 from nbtoolkit.errors import ReportFolderError
@@ -135,7 +136,7 @@ def test_the_page_has_it_all_in_one_file_and_needs_no_network(folder: Path, tmp_
 
 def test_the_command_writes_the_page_into_the_folder_and_prints_its_path(folder: Path) -> None:
     program = [sys.executable, "-m", "nbtoolkit", "report", str(folder)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=SECONDS, check=True)
     assert done.stdout == f"{folder / 'report.html'}\n"
     assert (folder / "report.html").stat().st_size > 10_000
     assert done.stderr == ""
@@ -143,7 +144,7 @@ def test_the_command_writes_the_page_into_the_folder_and_prints_its_path(folder:
 
 def test_the_command_refuses_a_missing_folder_with_exit_code_2(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "nbtoolkit", "report", "missing"]
-    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 2
     assert f"there is no folder {tmp_path / 'missing'} to report on" in done.stderr
 

@@ -9,12 +9,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import functions
 import psutil
 import pytest
-from kernels import until
+from kernels import SECONDS, ranks_up, until
 
 import nbtoolkit as nb
-from nbtoolkit.runtime.launchpad import shutdown
+from nbtoolkit.runtime.launchpad import pids, shutdown
 from nbtoolkit.runtime.paths import RunPaths
 
 LR = {"optim.lr": {"type": "float", "low": 1e-4, "high": 1e-1, "log": True}}
@@ -55,18 +56,35 @@ def in_reserve(folder: Path) -> list[int]:
 
 
 def settled(folder: Path) -> int:
-    """The process that waits, once nothing is imported any more, for which it would be replaced."""
-    while True:
-        before = until(lambda: in_reserve(folder), "a rank in reserve")
-        time.sleep(1.5)
-        if before == in_reserve(folder):
-            return before[0]
+    """The process that waits, once nothing is imported any more, for which it would be replaced.
+
+    Who imports computes or reads: the launchpad, its branches and the rank in reserve do neither
+    at eight looks in a row. The conductor forks a rank in reserve 0.3 s after the last import.
+    """
+    quiet, seen = 0, None
+    limit = time.monotonic() + SECONDS
+    while quiet < 8 or seen is None:
+        assert time.monotonic() < limit, "the imports ahead do not come to an end"
+        kept = pids()
+        time.sleep(0.1)
+        now = in_reserve(folder)
+        rests = len(now) == 1 and all(state_of(pid) == "S" for pid in [*kept, *now])
+        quiet = quiet + 1 if rests and now == seen else 0
+        seen = now
+    return seen[0]
+
+
+def state_of(pid: int) -> str:
+    """One letter: R runs or wants to, D reads a disk, S waits to be spoken to."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
 
 
 def wait_for(file: Path) -> None:
     """A function of the test's own, for trials: until the test lets them go on."""
-    limit = time.monotonic() + 60
-    while not file.exists() and time.monotonic() < limit:
+    while not file.exists():
         time.sleep(0.01)
 
 
@@ -76,12 +94,14 @@ def test_the_next_trial_runs_on_a_rank_that_waited_for_it(
     go = tmp_path / "go"
 
     def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+        functions.says_it_is_up(ctx)
         wait_for(go)
         print("trial of", os.getpid())
         return {"val_loss": os.getpid()}
 
     handle = started(train, config, 3)
     folder = handle.paths.folder
+    ranks_up(folder / "trials" / "0000", 1)
     waiting = settled(folder)
     go.touch()
     pids = [int(pid) for pid in handle.result().trials["value"]]
@@ -103,14 +123,16 @@ def test_a_rank_that_died_in_reserve_costs_nothing(config: nb.Config, tmp_path: 
     go = tmp_path / "go"
 
     def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+        functions.says_it_is_up(ctx)
         wait_for(go)
         return {"val_loss": os.getpid()}
 
     handle = started(train, config, 3)
+    ranks_up(handle.paths.folder / "trials" / "0000", 1)
     waiting = settled(handle.paths.folder)
     os.kill(waiting, signal.SIGKILL)
     until(lambda: not in_reserve(handle.paths.folder), "its end")
-    time.sleep(1.0)
+    time.sleep(0.6)  # a dozen looks of the conductor's
     assert in_reserve(handle.paths.folder) == [], "what killed it would kill others, too"
     go.touch()
     result = handle.result()
@@ -121,7 +143,7 @@ def test_a_rank_that_died_in_reserve_costs_nothing(config: nb.Config, tmp_path: 
 def test_a_rank_in_reserve_has_what_was_imported_after_it_was_forked(
     config: nb.Config, tmp_path: Path
 ) -> None:
-    go = tmp_path / "go"
+    go, end = tmp_path / "go", tmp_path / "end"
 
     def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
         import importlib
@@ -130,15 +152,26 @@ def test_a_rank_in_reserve_has_what_was_imported_after_it_was_forked(
         before = SMALL in sys.modules
         wait_for(go)  # meanwhile the first rank in reserve is forked
         importlib.import_module(SMALL)
-        if not before:
-            time.sleep(3.0)  # a branch imports it too, and the reserve is made anew
+        wait_for(end)  # a branch imports it too, and the reserve is made anew
         return {"val_loss": float(before)}
 
     shutdown()  # no branch of an earlier test
     handle = started(train, config, 2)
-    until(lambda: in_reserve(handle.paths.folder), "a rank in reserve")
+    first = until(lambda: in_reserve(handle.paths.folder), "a rank in reserve")
+    assert not any(map(has_small, first))
     go.touch()
+    until(lambda: any(map(has_small, in_reserve(handle.paths.folder))), "one that has it")
+    settled(handle.paths.folder)
+    end.touch()
     assert list(handle.result().trials["value"]) == [0.0, 1.0]
+
+
+def has_small(pid: int) -> bool:
+    """Whether a process has the library of SMALL in its memory."""
+    try:
+        return SMALL in Path(f"/proc/{pid}/maps").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_the_first_trials_of_a_kernel_need_not_import_what_optimizers_need(
@@ -156,13 +189,13 @@ def test_the_first_trials_of_a_kernel_need_not_import_what_optimizers_need(
 
 def test_a_reserve_leaves_with_a_stopped_sweep(config: nb.Config, tmp_path: Path) -> None:
     def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
-        for step in range(2000):
+        step = 0
+        while True:
             time.sleep(0.01)
-            ctx.report({"val_loss": 1.0}, step)
-        return {"val_loss": 1.0}
+            ctx.report({"val_loss": 1.0}, step := step + 1)
 
     handle = started(train, config, 3)
-    (waiting,) = until(lambda: in_reserve(handle.paths.folder), "a rank in reserve")
+    until(lambda: in_reserve(handle.paths.folder), "a rank in reserve")
     handle.stop()
     assert handle.result().status == "stopped"
-    until(lambda: not psutil.pid_exists(waiting), "the end of the rank in reserve")
+    until(lambda: not in_reserve(handle.paths.folder), "the end of the rank in reserve")

@@ -12,14 +12,12 @@ from typing import Any
 
 import functions
 import pytest
-from kernels import finish, ranks_up, script, until
+from kernels import SECONDS, finish, ranks_up, script, until
 
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, ResumeError
 from nbtoolkit.runtime.checkpoint import has_checkpoint
 from nbtoolkit.runtime.paths import RunPaths, fingerprint
-
-pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
@@ -39,7 +37,7 @@ def cut_off(train: Any, config: nb.Config, processes: int = 2) -> RunPaths:
     ranks_up(handle.paths.folder, processes)
     os.kill(json.loads(handle.paths.owner.read_text())["pid"], signal.SIGKILL)
     with pytest.raises(LaunchError, match="died"):
-        handle.result(timeout=60)
+        handle.result(timeout=SECONDS)
     return handle.paths
 
 
@@ -52,7 +50,7 @@ def test_auto_goes_on_with_another_number_of_ranks_and_says_so(
 ) -> None:
     paths = cut_off(functions.saves_then_waits, config, before)
     handle = begin(functions.saves_then_waits, config, now, resume="auto", display="text")
-    result = finish(handle, 60)
+    result = finish(handle)
     assert result.paths == paths
     assert result.values == [{"epoch": 3}] * now
     made = "1 process" if before == 1 else "2 processes"
@@ -65,7 +63,7 @@ def test_a_named_run_may_go_on_with_other_ranks_workers_and_accumulation(
     paths = cut_off(functions.saves_then_waits, config, 2)
     other = {"train.workers": 2, "train.accumulate": 4, "distributed.bucket_cap_mb": 5.0}
     handle = begin(functions.saves_then_waits, config.with_overrides(other), 1, resume=paths.folder)
-    assert finish(handle, 60).paths == paths
+    assert finish(handle).paths == paths
 
 
 def test_a_step_that_grows_with_the_ranks_keeps_their_number(config: nb.Config) -> None:
@@ -124,7 +122,7 @@ def test_a_run_may_be_made_longer_but_not_shorter(config: nb.Config) -> None:
     with pytest.raises(ResumeError, match=r"train.epochs: 10 then, 9 now"):
         begin(functions.saves_then_waits, shorter, 1, resume=paths.folder)
     longer = config.with_overrides({"train.epochs": 11})
-    assert finish(begin(functions.saves_then_waits, longer, 1, resume=paths.folder), 60).value
+    assert finish(begin(functions.saves_then_waits, longer, 1, resume=paths.folder)).value
 
 
 # --- two kernels at once --------------------------------------------------------------------------

@@ -149,40 +149,56 @@ def test_a_full_disk_leaves_the_last_good_one_and_nothing_half(shelf: Shelf) -> 
     assert (entry.step, wrong) == (10, [])
 
 
+# It is torch that takes long: imported once, for a child that saves and is killed, and another.
 KILLED = """
-import sys, torch
+import os, sys, torch
 from pathlib import Path
 from nbtoolkit.training.shelf import Shelf
-shelf = Shelf(Path(sys.argv[1]), keep=2)
-for step in range(1, 10_000):
-    shelf.put("step", step, {"model": {"weight": torch.full((50_000,), float(step))}}, {"epoch": 0})
-    print(step, flush=True)
+torch.set_num_threads(1)
+for folder in sys.stdin:
+    if not (child := os.fork()):
+        shelf, step = Shelf(Path(folder.strip()), keep=2), 0
+        while True:
+            weight = torch.full((50_000,), float(step := step + 1))
+            shelf.put("step", step, {"model": {"weight": weight}}, {"epoch": 0})
+            print(os.getpid(), step, flush=True)
+    os.waitpid(child, 0)
+    print("killed", flush=True)
 """
 
 
 def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_one(tmp_path: Path) -> None:
     """Killed at five different moments; what is found is never older than the last one reported."""
-    for moment in range(5):
-        folder = tmp_path / str(moment)
-        process = subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        with process.stdout as lines:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        for moment in range(5):
+            folder = tmp_path / str(moment)
+            program.stdin.write(f"{folder}\n")
+            program.stdin.flush()
             for _ in range(3 + moment):
-                said = int(lines.readline())
+                saves, said = map(int, program.stdout.readline().split())
             for _ in range(moment * 20_000):
                 pass
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
-        shelf = Shelf(folder)
-        entry, wrong = shelf.good("step")
-        assert entry is not None
-        assert wrong == []
-        assert entry.step >= said
-        assert set(entry.read("model")["weight"].tolist()) == {float(entry.step)}
-        shelf.tidy()
-        assert [path for path in folder.iterdir() if path.name.startswith(".")] == []
+            os.kill(saves, signal.SIGKILL)
+            while program.stdout.readline() != "killed\n":
+                pass
+            is_whole(folder, said)
+        program.stdin.close()
+
+
+def is_whole(folder: Path, said: int) -> None:
+    """What a kill left: a whole checkpoint, no older than the one that was reported last."""
+    shelf = Shelf(folder)
+    entry, wrong = shelf.good("step")
+    assert entry is not None
+    assert wrong == []
+    assert entry.step >= said
+    assert set(entry.read("model")["weight"].tolist()) == {float(entry.step)}
+    shelf.tidy()
+    assert [path for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
 def test_a_snapshot_is_a_copy_and_uses_its_memory_again() -> None:

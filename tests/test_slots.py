@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kernels import SECONDS
 
 import nbtoolkit as nb
 from nbtoolkit import errors
@@ -167,7 +168,7 @@ def test_a_trial_that_is_too_large_runs_on_all_devices(config: nb.Config) -> Non
     search = Search(kind="sweep", program=program, about=about, slots=slots)
     started = start_search(needs_two, config, search, name="large")
     handle = nb.SweepHandle(started.run.paths, SweepResult, line=started.line)
-    handle.result(timeout=60)
+    handle.result(timeout=SECONDS)
     states = {e["number"]: e["state"] for e in handle.events() if e["type"] == "trial"}
     assert states == {0: "complete", 1: "complete"}
     notes = [e["text"] for e in handle.events() if e["type"] == "note"]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from kernels import Script, alive, all_gone, descendants, script, until
-from sweeps import finished, sweep_folder
+from sweeps import begun, finished, sweep_folder
 
 OFTEN, SELDOM = pytest.param(20, marks=pytest.mark.long), 3
 VICTIMS = ("kernel", "conductor", "worker")
@@ -50,11 +51,17 @@ def strike(kernel: Script, folder: Path, victim: str) -> None:
     if victim == "worker":
         workers = [pid for pid in family if alive(pid) and is_worker(pid, folder)]
         for pid in workers[:1]:
-            os.kill(pid, signal.SIGKILL)
+            kill(pid)
         return
-    os.kill(kernel.pid if victim == "kernel" else owner, signal.SIGKILL)
+    kill(kernel.pid if victim == "kernel" else owner)
     kernel.end()
     all_gone(family)
+
+
+def kill(pid: int) -> None:
+    """SIGKILL; it may just have ended by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def is_worker(pid: int, folder: Path) -> bool:
@@ -72,11 +79,6 @@ def some_trial_begins(kernel: Script, folder: Path) -> None:
     """Wait until a trial begins, anew or again, or nothing is left to be done."""
     before = begun(folder)
     until(lambda: begun(folder) > before or kernel.process.poll() is not None, "a trial")
-
-
-def begun(folder: Path) -> int:
-    """How often a trial has begun."""
-    return sum(file.read_text().count("\n") for file in folder.glob("trials/*/begun.txt"))
 
 
 @pytest.mark.chaos

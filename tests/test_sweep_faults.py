@@ -11,25 +11,31 @@ from typing import Any
 
 import functions
 import pytest
-from kernels import alive, all_gone, descendants, script, until
-from sweeps import finished, sweep_folder
+from kernels import all_gone, descendants, script, until
+from sweeps import begun, finished, sweep_folder
 from test_faults import in_own_mounts
 
 import nbtoolkit as nb
 from nbtoolkit import errors
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.chaos
 
 WISHES = {
     "study": {"sampler": "random", "pruner": "none"},
     "space": {"optim.lr": {"type": "float", "low": 0.001, "high": 0.1}},
 }
 FATES = ["well", "killed", "hung", "out of memory", "nan"]
+# The third trial and those after it do not come to their end while there is a file ``hold``.
 SWEEP = """
-import json
+import json, os, time
 wishes = json.loads(open("wishes.json").read())
 config = nb.load_config("config.json", env=None)
-result = nb.sweep(functions.takes_its_time, config, wishes, n_trials=6, display="off")
+def train(config, ctx):
+    found = functions.takes_its_time(config, ctx)
+    while ctx.paths.folder.name > "0001" and os.path.exists("hold"):
+        time.sleep(0.02)
+    return found
+result = nb.sweep(train, config, wishes, n_trials=6, display="off")
 print(result.status, len(result.trials))
 """
 
@@ -98,9 +104,10 @@ def test_too_many_failures_end_the_sweep(config: nb.Config) -> None:
 
 @pytest.mark.parametrize("victim", ["kernel", "conductor", "launchpad"])
 def test_a_session_that_dies_is_gone_on_with(home: Path, victim: str) -> None:
+    (home / "hold").touch()
     with script(SWEEP, home) as kernel:
         folder = sweep_folder(home)
-        until(lambda: len(finished(folder)) >= 2, "two trials")
+        until(lambda: len(finished(folder)) == 2 < begun(folder), "two trials, and one that runs")
         family = descendants(kernel.pid)
         conductor = json.loads((folder / "owner.json").read_text())["pid"]
         (pad,) = [pid for pid in family if conductor in descendants(pid)]
@@ -108,7 +115,9 @@ def test_a_session_that_dies_is_gone_on_with(home: Path, victim: str) -> None:
         out, err = kernel.end()
         assert victim == "kernel" or "LaunchError" in err, out + err
     all_gone(family)
+    (home / "hold").unlink()
     before = finished(folder)
+    assert len(before) == 2
     moved = home / "out" / folder.name.replace("sweep", "moved")
     shutil.move(folder, moved)
     with script(SWEEP, home) as kernel:
@@ -189,12 +198,14 @@ def test_an_interrupted_wait_leaves_a_sweep_to_go_on_with(home: Path) -> None:
     code = SWEEP.replace("result =", "try:\n    result =").replace(
         "print(", "except KeyboardInterrupt:\n    print('interrupted')\nelse:\n    print("
     )
+    (home / "hold").touch()
     with script(code, home) as kernel:
         folder = sweep_folder(home)
-        until(lambda: len(finished(folder)) >= 2, "two trials")
+        until(lambda: len(finished(folder)) == 2 < begun(folder), "two trials, and one that runs")
         family = descendants(kernel.pid)
         os.kill(kernel.pid, signal.SIGINT)
         assert kernel.output().strip() == "interrupted"
-    assert not any(map(alive, family))
+    all_gone(family)
+    (home / "hold").unlink()
     with script(SWEEP, home) as kernel:
         assert kernel.output().splitlines()[-1] == "completed 6"

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from kernels import SECONDS
 
 from nbtoolkit.errors import TrackingError
 from nbtoolkit.runtime.events import EventLog
@@ -585,13 +586,13 @@ def test_the_service_follows_two_live_runs_and_tells_of_a_third_that_fails(
             service.track(run.paths.folder)
         service.track(outputs / "nothing")
         with pytest.raises(TrackingError, match="there is no run folder"):
-            service.wait(60)
+            service.wait(SECONDS)
         second.train(range(3))
         second.end()
         first.train(range(3))
-        ids = [service.wait(60)]
+        ids = [service.wait(SECONDS)]
         first.end()
-        ids.append(service.wait(60))
+        ids.append(service.wait(SECONDS))
     found = {run.info.run_id: run for run in all_runs(outputs)}
     assert sorted(found) == sorted(map(str, ids))
     names = [found[str(run_id)].info.run_name for run_id in ids]

@@ -206,7 +206,10 @@ def test_trials_are_sorted_by_any_column_and_those_without_a_value_come_last(
 def test_a_thousand_trials_are_shown_in_pages_and_quickly(tmp_path: Path) -> None:
     events = [trial(n, value=n / 1000, best=True) for n in range(1000)]
     report = [{"type": "intermediate", "number": n, "step": 1, "value": 0.1} for n in range(1000)]
-    state = read_state(sweep(tmp_path, events + report, count=1000).folder)
+    folder = sweep(tmp_path, events + report, count=1000).folder
+    began = time.process_time()
+    state = read_state(folder)
+    reading = time.process_time() - began
     assert pages(state) == 1000 // PAGE
     last = trials(state, Order("score", True, page=10_000))
     assert f"page {1000 // PAGE} of {1000 // PAGE}" in last
@@ -214,7 +217,9 @@ def test_a_thousand_trials_are_shown_in_pages_and_quickly(tmp_path: Path) -> Non
     state.look()
     began = time.process_time()
     page = overview(state) + trials(state, Order("score")) + history(state) + curves(state)
-    assert time.process_time() - began < 1.0  # 30 ms here; the promise of 100 ms is a benchmark's
+    drawing = time.process_time() - began
+    # Of two thousand lines, as they take on this machine; the promise of 100 ms is a benchmark's.
+    assert drawing < 10 * reading, (drawing, reading)
     assert len(page) < 200_000
 
 

@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from kernels import SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -16,7 +17,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what a wheel of this checkout installs."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=SECONDS)
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")
@@ -36,7 +37,7 @@ def test_configuration_loads_from_the_wheel(installed: Path, tmp_path: Path) -> 
     program = (
         "import nbtoolkit as nb\n"
         "config = nb.load_config('config/train.yaml', env='kaggle')\n"
-        "print(nb.__file__, config.runtime.session_limit, config.train.epochs)"
+        "print(nb.__file__, config.runtime.session_limit, config.train.epochs, sep='|')"
     )
     environ = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(
@@ -45,6 +46,6 @@ def test_configuration_loads_from_the_wheel(installed: Path, tmp_path: Path) -> 
         env=environ,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=SECONDS,
     )
-    assert done.stdout.split() == [str(installed / "nbtoolkit/__init__.py"), "43200.0", "30"], done
+    assert done.stdout == f"{installed / 'nbtoolkit/__init__.py'}|43200.0|30\n", done

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kernels import SECONDS
+
 CODE = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -24,7 +26,7 @@ def test_packages_that_touch_devices_are_not_imported_but_stay_importable(tmp_pa
         [sys.executable, "-c", CODE, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=SECONDS,
         check=True,
     )
     assert done.stdout.split() == ["clean", "imported"]

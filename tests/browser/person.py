@@ -80,10 +80,11 @@ class Person:
         self.cell(index).locator(".jp-InputPrompt").first.click()
         for _ in range(20):
             self.page.keyboard.press("Shift+Enter")
-            if self._changes(index, before, seconds=1.0):
+            # Pressed again too soon it runs twice, where the page is slow to show the first.
+            if self._changes(index, before, seconds=5.0):
                 break
             self.cell(index).locator(".jp-InputPrompt").first.click()
-            if self._changes(index, before, seconds=0.5):
+            if self._changes(index, before, seconds=1.0):
                 break
         if wait:
             self.waits_for(index)

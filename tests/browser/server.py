@@ -9,6 +9,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -47,10 +48,10 @@ class Server:
         joint = "&" if "?" in path else "?"
         return f"http://127.0.0.1:{self.port}{path}{joint}token={TOKEN}"
 
-    def ask(self, method: str, path: str) -> Any:
+    def ask(self, method: str, path: str, seconds: float = SECONDS) -> Any:
         """Its REST interface's answer."""
         request = urllib.request.Request(self.url(path), method=method)
-        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
             text = answer.read().decode()
         return json.loads(text) if text else None
 
@@ -72,11 +73,38 @@ class Server:
 @contextmanager
 def server(home: Path) -> Iterator[Server]:
     """A server whose files all lie below ``home``; it and its kernels are gone at the end."""
-    root, port = home / "work", free_port()
+    root = home / "work"
     root.mkdir(parents=True)
     settings = home / "JUPYTERLAB_SETTINGS_DIR/@jupyterlab/apputils-extension"
     settings.mkdir(parents=True)
     (settings / "notification.jupyterlab-settings").write_text(json.dumps(_NOTIFICATIONS))
+    running = _begun(home, root)
+    try:
+        yield running
+    finally:
+        _end(running)
+
+
+def _begun(home: Path, root: Path) -> Server:
+    """A server that answers; one that finds its port taken meanwhile ends, and another is begun."""
+    for _ in range(3):
+        running = _start(home, root)
+        try:
+            until(lambda running=running: _answers(running) or _has_ended(running), "the server")
+        except BaseException:
+            _end(running)
+            raise
+        if not _has_ended(running):
+            return running
+    raise AssertionError("the Jupyter server ended: see its server.log")
+
+
+def _has_ended(running: Server) -> bool:
+    return running.process.poll() is not None
+
+
+def _start(home: Path, root: Path) -> Server:
+    port = free_port()
     with (home / "server.log").open("wb") as log:
         process = subprocess.Popen(
             _command(port, root),
@@ -86,12 +114,7 @@ def server(home: Path) -> Iterator[Server]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    running = Server(process, port, root)
-    try:
-        until(lambda: _answers(running), "the Jupyter server")
-        yield running
-    finally:
-        _end(running)
+    return Server(process, port, root)
 
 
 def _command(port: int, root: Path) -> list[str]:
@@ -109,10 +132,9 @@ def _environ(home: Path) -> dict[str, str]:
 
 
 def _answers(running: Server) -> bool:
-    assert running.process.poll() is None, "the Jupyter server ended: see its server.log"
     try:
-        return bool(running.ask("GET", "/api/status"))
-    except OSError:
+        return bool(running.ask("GET", "/api/status", seconds=5.0))
+    except (OSError, HTTPException):  # not yet; or somebody else listens there, who is no server
         return False
 
 

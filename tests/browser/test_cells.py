@@ -15,7 +15,7 @@ from sheets import SETTINGS, TRAIN, write_notebook
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
 LAUNCH, SWEEP, BACKGROUND = 2, 3, 4
 SEEN = {LAUNCH: "rank 0 of 2 has trained", SWEEP: "0 of 4 trials"}

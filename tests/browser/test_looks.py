@@ -20,7 +20,7 @@ from nbtoolkit.panel.fields import config_fields
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
 SHEET = 1
 

@@ -15,7 +15,7 @@ from sheets import PANEL, TRAIN, write_notebook
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
 SHEET = 1
 
