@@ -24,7 +24,13 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("script", SAID)
+@pytest.mark.parametrize(
+    "script",
+    [
+        "test_ops",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("test_sync", "test_script")),
+    ],
+)
 def test_script_is_green_on_two_ranks(script: str, tmp_path: Path) -> None:
     main = importlib.import_module(f"accelerate.test_utils.scripts.{script}").main
     settings = {"runtime.output_dir": str(tmp_path), "tracking.mlflow": False}

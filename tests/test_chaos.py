@@ -1,6 +1,6 @@
 """SIGKILL at random moments, gone on with each time: the end is that of a run never interrupted.
 
-`make test-chaos` does it twenty times over; `make test` a few times, with the same seeds.
+`make test-all` kills twenty times, `make test` twice.
 
 The moments are counted in what the training has done, and it does not end before the last of them:
 so the kills meet it at work on a slow machine, and before its end on a fast one.
@@ -25,7 +25,7 @@ import nbtoolkit as nb
 from nbtoolkit.errors import WorkerDied
 from nbtoolkit.training.samples import read_samples
 
-OFTEN, SELDOM = pytest.param(20, marks=pytest.mark.long), 2
+OFTEN, SELDOM = 20, 2
 
 
 def train(config: Any, ctx: Any) -> dict[str, float]:
@@ -121,8 +121,10 @@ def weights(result: nb.RunResult) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kills", [SELDOM, OFTEN])
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("ranks", "kills"),
+    [(2, SELDOM), *(pytest.param(n, OFTEN, marks=pytest.mark.long) for n in (1, 2, 3))],
+)
 def test_killed_at_random_it_ends_as_if_it_never_was(
     tmp_path: Path, ranks: int, kills: int
 ) -> None:
@@ -139,7 +141,7 @@ def test_killed_at_random_it_ends_as_if_it_never_was(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kills", [SELDOM, OFTEN])
+@pytest.mark.parametrize("kills", [SELDOM, pytest.param(OFTEN, marks=pytest.mark.long)])
 def test_the_number_of_ranks_may_change_in_between(tmp_path: Path, kills: int) -> None:
     config = configured(tmp_path / "whole", epochs=4 * kills, dropout=False)
     may_end(config)

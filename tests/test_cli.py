@@ -136,6 +136,7 @@ def test_cv_makes_folds_of_the_tasks_own_data_set(folder: Path) -> None:
     assert "held_out=4 ± 0" in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_cv_takes_folds_from_a_file(folder: Path) -> None:
     make_folds([0, 1] * 3, k=2, kind="kfold").save(folder / "two.json")
     done = command(folder, "cv", "mine.json", "-o", "task=mine:score", "--folds", "two.json")

@@ -47,6 +47,7 @@ def test_the_newest_run_is_shown_stopped_and_gone_on_with(home: Path) -> None:
     assert command(home, "panel", "--press", "stop").returncode == 3
 
 
+@pytest.mark.long
 def test_a_sweep_is_given_more_trials_and_its_best_is_trained(home: Path) -> None:
     (home / "space.yaml").write_text(SPACE)
     wishes = ["-o", "task=mine:score", "-o", "tracking.mlflow=false"]

@@ -93,6 +93,7 @@ def test_predictions_and_scores_are_those_of_a_plain_loop(config: nb.Config) -> 
     assert "5 of 5 folds" in cv._repr_html_()
 
 
+@pytest.mark.long
 def test_models_and_ensemble_come_from_the_folds_checkpoints(tmp_path: Path) -> None:
     config = config_in(tmp_path, **{"train.epochs": 1, "optim.lr": 0.01, "model.hidden": 64})
     images, labels = digits.load()

@@ -583,6 +583,7 @@ def test_ten_launches_leave_no_trace(config: nb.Config) -> None:
     assert leave_no_trace(config, 10) < 4_000_000
 
 
+@pytest.mark.long
 def test_fifty_launches_leave_no_trace(config: nb.Config) -> None:
     assert leave_no_trace(config, 50) < 8_000_000
 

@@ -498,7 +498,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
 
 
 @pytest.mark.filterwarnings("ignore:No positive samples:UserWarning")
-@pytest.mark.parametrize(("ranks", "passes"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize(("ranks", "passes"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.long)])
 def test_loss_curves_do_not_depend_on_the_ranks(launched: Any, ranks: int, passes: int) -> None:
     _, expected = launched(1, 1)
     _, found = launched(ranks, passes)

@@ -178,7 +178,10 @@ def test_stale_variables_of_another_job_mislead_nobody(shared: Notebook) -> None
     assert cell.text.splitlines() == ["[(0, 2, '0', '2', []), (1, 2, '1', '2', [])]", "True"]
 
 
-@pytest.mark.parametrize(("train", "times"), [("reports_until_stopped", 1), ("sleeps", 2)])
+@pytest.mark.parametrize(
+    ("train", "times"),
+    [("reports_until_stopped", 1), pytest.param("sleeps", 2, marks=pytest.mark.long)],
+)
 def test_interrupt_button(train: str, times: int, shared: Notebook, home: Path) -> None:
     before = runs(home)
     message = shared.start(f"run(functions.{train})")

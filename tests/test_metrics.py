@@ -208,7 +208,10 @@ def evaluated(config: Config, ctx: RunContext) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)],
+)
 def launched(request: Any, tmp_path_factory: pytest.TempPathFactory) -> nb.RunResult:
     """``evaluated`` on some ranks; validated in batches of 4, of which rank 0 has one more."""
     config = Config().with_overrides(

@@ -81,6 +81,7 @@ def html_of(outputs: list[Any]) -> str:
     return "".join(output.data.get("text/html", "") for output in outputs if "data" in output)
 
 
+@pytest.mark.long
 def test_the_sweep_shows_its_table_and_plots_and_trains_its_winner(tmp_path: Path) -> None:
     outputs = executed(SWEEP, tmp_path, n_trials=5, overrides={"train.epochs": 2})
     assert "digits: 5 of 5 trials; 5 complete; best val_accuracy" in html_of(outputs["search"])
@@ -95,6 +96,7 @@ def test_the_sweep_shows_its_table_and_plots_and_trains_its_winner(tmp_path: Pat
     assert str(sweep) in outputs["after"][-1].text
 
 
+@pytest.mark.long
 def test_the_cross_validation_predicts_every_sample_and_trains_its_winner(tmp_path: Path) -> None:
     outputs = executed(FOLDS, tmp_path, k=3, n_trials=2, overrides={"train.epochs": 3})
     assert "3 of 3 folds" in html_of(outputs["validate"])

@@ -629,6 +629,7 @@ def test_every_button_has_an_action() -> None:
 # --- the notebook ---
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)  # a whole notebook
 def test_the_notebook_presses_its_own_buttons_under_papermill(home: Path) -> None:
     parameters = {**QUICK["04_panel"], "output_dir": str(home / "out")}

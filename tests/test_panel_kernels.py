@@ -72,7 +72,9 @@ def overlay(version: str) -> str:
     return str(folder)
 
 
-@pytest.fixture(params=VERSIONS)
+@pytest.fixture(
+    params=[*(pytest.param(one, marks=pytest.mark.long) for one in VERSIONS[:-1]), VERSIONS[-1]]
+)
 def kernel(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Notebook]:
     """A kernel of each version with a panel in it."""
     first = [overlay(request.param), os.environ.get("PYTHONPATH", "")]

@@ -78,6 +78,7 @@ def notebooks_in(home: Path) -> list[nb.NotebookHandle]:
 # --- a task by name ---
 
 
+@pytest.mark.long
 def test_a_task_by_name_is_launched_by_a_notebook_with_the_form_s_values(
     opened: Open, home: Path
 ) -> None:

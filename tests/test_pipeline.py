@@ -54,6 +54,7 @@ def test_what_was_done_with_equal_inputs_is_skipped_and_the_rest_run_again(tmp_p
     )
 
 
+@pytest.mark.long
 def test_a_new_text_around_the_code_changes_nothing_and_a_settings_file_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_settings_file_that_the_step_writes_itself_is_none_of_its_inputs(
     assert statuses(run(path)) == "one skipped"
 
 
+@pytest.mark.long
 def test_a_folder_that_was_moved_is_still_done(tmp_path: Path) -> None:
     write_program(
         tmp_path,
@@ -109,6 +111,7 @@ def test_a_folder_that_was_moved_is_still_done(tmp_path: Path) -> None:
     assert changed["one"].reason == f"other settings: {tmp_path}/elsewhere/my.yaml"
 
 
+@pytest.mark.long
 def test_a_step_that_published_that_there_is_more_to_do_ends_the_pipeline_for_now(
     tmp_path: Path,
 ) -> None:
@@ -166,6 +169,7 @@ def test_the_command_prints_what_was_published_and_skips_without_loading_a_kerne
     )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)  # four whole notebooks
 def test_the_digits_run_out_of_the_box_and_train_what_the_sweep_found(tmp_path: Path) -> None:
     done = nb.run_pipeline("config/pipeline/smoke.yaml", folder=tmp_path / "out", display="off")

@@ -1,6 +1,6 @@
 """SIGKILL at random moments to a pipeline, its kernel or all of it: it ends with the same metrics.
 
-`make test-chaos` does it ten times to the pipeline that ships; `make test` twice to a small one.
+`make test` kills a step in test_pipeline_faults.py.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def killed_often(path: Path, folder: Path, kills: int, longest: float) -> int:
 
 
 @pytest.mark.chaos
-@pytest.mark.long  # its short form is the next one
+@pytest.mark.long
 @pytest.mark.usefixtures("own_tmpdir")
 def test_a_pipeline_that_was_killed_twice_ends_with_the_same_metrics(tmp_path: Path) -> None:
     path, began = small_pipeline(tmp_path), time.monotonic()
@@ -149,6 +149,7 @@ def test_a_pipeline_that_was_killed_twice_ends_with_the_same_metrics(tmp_path: P
     assert published(path, tmp_path / "wild") == undisturbed
 
 
+@pytest.mark.long
 @pytest.mark.chaos
 @pytest.mark.usefixtures("own_tmpdir")
 def test_a_step_that_was_killed_goes_on_from_its_runs_checkpoint(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def test_a_fit_goes_on_in_the_next_session_and_ends_with_the_metrics_of_an_undis
     assert uri.startswith((tmp_path / "second").as_uri())
 
 
+@pytest.mark.long
 def test_a_sweep_goes_on_in_the_next_session_with_the_trials_of_an_undisturbed_one(
     tmp_path: Path,
 ) -> None:

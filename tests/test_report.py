@@ -134,6 +134,7 @@ def test_the_page_has_it_all_in_one_file_and_needs_no_network(folder: Path, tmp_
     assert nb.report(folder, tmp_path / "page.html").read_text() == text
 
 
+@pytest.mark.long
 def test_the_command_writes_the_page_into_the_folder_and_prints_its_path(folder: Path) -> None:
     program = [sys.executable, "-m", "nbtoolkit", "report", str(folder)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=SECONDS, check=True)

@@ -140,6 +140,7 @@ def test_a_rank_that_died_in_reserve_costs_nothing(config: nb.Config, tmp_path: 
     assert waiting not in {int(pid) for pid in result.trials["value"]}
 
 
+@pytest.mark.long
 def test_a_rank_in_reserve_has_what_was_imported_after_it_was_forked(
     config: nb.Config, tmp_path: Path
 ) -> None:
@@ -174,6 +175,7 @@ def has_small(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_the_first_trials_of_a_kernel_need_not_import_what_optimizers_need(
     config: nb.Config,
 ) -> None:

@@ -192,6 +192,7 @@ def test_the_curve_depends_neither_on_ranks_nor_on_accumulation(tmp_path: Path) 
     assert alone == launch(tmp_path, 2, batch_size=12, accumulate=3) == every_rate(1.0)
 
 
+@pytest.mark.long
 def test_the_rate_follows_the_rule_when_the_batch_is_one_devices(tmp_path: Path) -> None:
     found = launch(tmp_path, 2, batch_size_per_device=6, optim={"lr_rule": "linear"})
     assert found == every_rate(2.0)

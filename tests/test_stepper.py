@@ -543,6 +543,7 @@ def launch(tmp_path: Path) -> Launch:
     return launch
 
 
+@pytest.mark.long
 def test_parameters_without_a_part_are_named_in_the_very_step(launch: Launch) -> None:
     def one_step(config: Config, ctx: RunContext) -> None:
         stepper_of(ctx, Forked()).take(points(), WHOLE, watch=False)
@@ -555,12 +556,14 @@ def test_parameters_without_a_part_are_named_in_the_very_step(launch: Launch) ->
         launch(one_step)
 
 
+@pytest.mark.long
 def test_one_rank_and_ddp_that_looks_for_them_may_have_unused_parameters(launch: Launch) -> None:
     alone = launch(train_forked, ranks=1).value
     found = launch(train_forked, {"distributed.find_unused_parameters": True})
     assert found.values == [pytest.approx(alone, abs=1e-6)] * 2
 
 
+@pytest.mark.long
 def test_a_static_graph_that_changes_is_told_with_names(launch: Launch) -> None:
     what = (
         r"sometimes\.weight, sometimes\.bias; .*static_graph promised"
@@ -570,6 +573,7 @@ def test_a_static_graph_that_changes_is_told_with_names(launch: Launch) -> None:
         launch(train_forked, {"distributed.static_graph": True})
 
 
+@pytest.mark.long
 def test_parameters_missing_after_accumulation_are_named_by_ddps_word(launch: Launch) -> None:
     def train(config: Config, ctx: RunContext) -> None:
         model = Forked()
@@ -611,6 +615,7 @@ def apart(one: Weights, other: Weights) -> float:
     return max(float((torch.tensor(a) - torch.tensor(b)).abs().max()) for a, b in pairs)
 
 
+@pytest.mark.long
 def test_compressed_gradients_are_nearly_exact_and_equal_on_all_ranks(launch: Launch) -> None:
     mine, theirs = launch(train_compressed).values
     assert mine == theirs
@@ -646,6 +651,7 @@ def share_statistics(config: Config, ctx: RunContext) -> list[list[float]]:
     return [norm.running_mean.tolist() for norm in (stepper.module[0], averages.module[0])]
 
 
+@pytest.mark.long
 def test_statistics_of_the_model_and_of_its_average_are_rank_0s(launch: Launch) -> None:
     settings = {"train.average": "ema", "distributed.broadcast_buffers": False}
     first, second = launch(share_statistics, settings).values
@@ -666,6 +672,7 @@ def train_blocks(config: Config, ctx: RunContext) -> list[Weights]:
     return found
 
 
+@pytest.mark.long
 def test_recomputed_activations_change_nothing_on_two_ranks(launch: Launch) -> None:
     for plain, recomputed in launch(train_blocks).values:
         assert recomputed == plain

@@ -53,6 +53,7 @@ def test_a_sweep_finds_the_best_and_says_with_what(config: nb.Config, tmp_path: 
     assert nb.launch(bowl, again, display="off").metrics["val_loss"] == result.best_value
 
 
+@pytest.mark.long
 def test_a_trial_sees_the_stored_values_bit_for_bit(config: nb.Config) -> None:
     def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
         assert config.optim.lr == ctx.params["optim.lr"]
@@ -63,6 +64,7 @@ def test_a_trial_sees_the_stored_values_bit_for_bit(config: nb.Config) -> None:
         assert trial.params["optim.lr"].hex() == trial.value.hex()
 
 
+@pytest.mark.long
 def test_every_rank_of_a_trial_has_the_same_values(config: nb.Config) -> None:
     def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
         import torch.distributed as dist
@@ -103,7 +105,12 @@ def test_ranks_on_all_devices_are_kept_and_replaced_where_a_trial_fails(config: 
     assert log.read_text() == "rank 1 of {'data.which': 3}\n"
 
 
-@pytest.mark.parametrize("sampler", ["random", "qmc", "grid"])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "sampler", ["random", pytest.param("qmc", marks=LONG), pytest.param("grid", marks=LONG)]
+)
 def test_the_same_trials_whatever_the_number_of_slots(config: nb.Config, sampler: str) -> None:
     grid = {"optim.lr": {"type": "categorical", "choices": [0.1, 0.01, 0.001, 0.0001, 1e-5]}}
     space = grid if sampler == "grid" else LR
@@ -114,6 +121,7 @@ def test_the_same_trials_whatever_the_number_of_slots(config: nb.Config, sampler
     assert rows[0] == rows[1]
 
 
+@pytest.mark.long
 def test_tpe_on_one_slot_searches_the_same_from_scratch(config: nb.Config) -> None:
     study = {"sampler": "tpe", "pruner": "none"}
     wishes = {"study": study, "placement": "all_devices_per_trial", "space": LR}
@@ -196,8 +204,11 @@ def test_a_trial_that_takes_too_long_has_failed(config: nb.Config) -> None:
 
 @pytest.mark.parametrize(
     ("value", "reason"),
-    [(None, "val_loss"), (math.nan, "val_loss"), ("high", "val_loss")],
-    ids=["missing", "nan", "text"],
+    [
+        pytest.param(None, "val_loss", id="missing", marks=LONG),
+        pytest.param(math.nan, "val_loss", id="nan"),
+        pytest.param("high", "val_loss", id="text", marks=LONG),
+    ],
 )
 def test_a_value_that_is_none_is_never_zero(config: nb.Config, value: Any, reason: str) -> None:
     def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, Any]:
@@ -261,6 +272,7 @@ def test_a_sweep_that_was_stopped_goes_on(config: nb.Config) -> None:
     assert all(params in after for params in before)
 
 
+@pytest.mark.long
 def test_a_larger_number_of_trials_goes_on_with_a_complete_sweep(config: nb.Config) -> None:
     first = swept(bowl, config, RANDOM, n_trials=2)
     more = swept(bowl, config, RANDOM, n_trials=3)
@@ -299,6 +311,7 @@ def test_a_second_owner_is_refused(config: nb.Config) -> None:
     handle.result(timeout=SECONDS)
 
 
+@pytest.mark.long
 def test_two_sweeps_at_once_in_one_kernel(config: nb.Config) -> None:
     handles = [
         nb.sweep(bowl, config, RANDOM, n_trials=4, wait=False, display="off", resume="never")

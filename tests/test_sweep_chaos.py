@@ -1,6 +1,6 @@
 """SIGKILL at random moments to kernel, conductor and workers: the study ends as it should.
 
-`make test-chaos` does it twenty times over; `make test` a few times, with the same seeds.
+`make test` kills each of them once, in test_sweep_faults.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from kernels import Script, alive, all_gone, descendants, script, until
 from sweeps import begun, finished, sweep_folder
 
-OFTEN, SELDOM = pytest.param(20, marks=pytest.mark.long), 3
+KILLS = 20
 VICTIMS = ("kernel", "conductor", "worker")
 
 SWEEP = """
@@ -81,18 +81,18 @@ def some_trial_begins(kernel: Script, folder: Path) -> None:
     until(lambda: begun(folder) > before or kernel.process.poll() is not None, "a trial")
 
 
+@pytest.mark.long
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kills", [SELDOM, OFTEN])
-def test_no_trial_is_lost_and_none_counts_twice(tmp_path: Path, kills: int) -> None:
-    trials = 6 * kills
+def test_no_trial_is_lost_and_none_counts_twice(tmp_path: Path) -> None:
+    trials = 6 * KILLS
     (tmp_path / "wishes.json").write_text(json.dumps(wishes(trials)))
-    chance, struck, before = random.Random(kills), 0, dict[int, float]()
-    while struck < kills:
+    chance, struck, before = random.Random(KILLS), 0, dict[int, float]()
+    while struck < KILLS:
         with script(SWEEP, tmp_path) as kernel:
             folder = sweep_folder(tmp_path)
             some_trial_begins(kernel, folder)
-            while kernel.process.poll() is None and struck < kills:
+            while kernel.process.poll() is None and struck < KILLS:
                 time.sleep(chance.uniform(0.0, 0.5))
                 if kernel.process.poll() is None:
                     strike(kernel, folder, chance.choice(VICTIMS))
@@ -104,7 +104,7 @@ def test_no_trial_is_lost_and_none_counts_twice(tmp_path: Path, kills: int) -> N
         before = now
         if len(now) == trials:
             break
-    assert struck >= kills // 2, "the sweep is too short for this machine"
+    assert struck >= KILLS // 2, "the sweep is too short for this machine"
     with script(SWEEP, tmp_path) as kernel:
         if len(before) < trials:
             assert kernel.output().strip() == "completed"

@@ -43,12 +43,14 @@ def test_digits_on_two_processes_with_the_shipped_configuration(tmp_path: Path) 
     assert (answers == labels).double().mean() > 0.97
 
 
+@pytest.mark.long
 def test_the_cnn_learns(tmp_path: Path) -> None:
     more = {"model.kind": "cnn", "model.hidden": 32, "model.dropout": 0.1, "train.epochs": 5}
     result = nb.launch(digits.train, config_of(tmp_path, **more), start="inline", display="off")
     assert result.value["val_accuracy"] > 0.9
 
 
+@pytest.mark.long
 def test_breast_cancer_on_two_processes_with_the_shipped_configuration(tmp_path: Path) -> None:
     config = config_of(tmp_path, file="breast_cancer")
     value = nb.launch(breast_cancer.train, config, processes=2, display="off").value
@@ -60,6 +62,7 @@ def test_breast_cancer_on_two_processes_with_the_shipped_configuration(tmp_path:
     assert len(value["labels"]) == 114
 
 
+@pytest.mark.long
 def test_diabetes_with_the_shipped_configuration_in_the_targets_units(tmp_path: Path) -> None:
     config = config_of(tmp_path, file="diabetes")
     value = nb.launch(diabetes.train, config, start="inline", display="off").value

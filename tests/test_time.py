@@ -299,6 +299,7 @@ def fits_slowly(config: Any, ctx: Any) -> dict[str, float]:
     return nb.fit(ctx, config, torch.nn.Linear(2, 1), data, None, loss=loss, step=step)
 
 
+@pytest.mark.long
 def test_fit_saves_inside_an_epoch_and_goes_on_there_on_another_number_of_ranks(
     config: nb.Config, tmp_path: Path
 ) -> None:
@@ -329,7 +330,10 @@ print(result.status, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
 """
 
 
-@pytest.mark.parametrize(("start", "number"), [("launchpad", "SIGTERM"), ("fork", "SIGUSR1")])
+@pytest.mark.parametrize(
+    ("start", "number"),
+    [("launchpad", "SIGTERM"), pytest.param("fork", "SIGUSR1", marks=pytest.mark.long)],
+)
 def test_a_signal_to_a_script_ends_its_run_with_all_saved(
     tmp_path: Path, start: str, number: str
 ) -> None:

@@ -478,6 +478,7 @@ sys.exit(sum(os.waitpid(child, 0)[1] for child in children) != 0)
 """
 
 
+@pytest.mark.long
 def test_four_processes_and_one_fresh_database_make_four_runs(tmp_path: Path) -> None:
     runs = [whole_run(tmp_path, name=f"trial{index}") for index in range(4)]
     folders = [str(paths.folder) for paths in runs]
@@ -488,6 +489,7 @@ def test_four_processes_and_one_fresh_database_make_four_runs(tmp_path: Path) ->
     assert len({run.info.experiment_id for run in found.values()}) == 1
 
 
+@pytest.mark.long
 def test_our_fresh_database_is_the_one_mlflow_makes(tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
@@ -574,6 +576,7 @@ def test_a_deleted_experiment_is_not_written_to(outputs: Path) -> None:
 # --- the service ------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_service_follows_two_live_runs_and_tells_of_a_third_that_fails(
     outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -722,6 +725,7 @@ def test_a_request_behind_an_answer_that_nobody_read_is_not_lost(outputs: Path) 
     assert read_json(paths.tracking)["done"]
 
 
+@pytest.mark.long
 def test_replay_in_a_process_of_its_own(tmp_path: Path) -> None:
     paths = whole_run(tmp_path, tracking={"mlflow": True, "tensorboard": True})
     run_id = replay(paths.folder)

@@ -89,6 +89,7 @@ def looks_at_all_settings(one: Person, what: str) -> list[str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("front", FRONTS)
 def test_every_page_can_be_read_at_both_widths_in_both_themes(
     browser: Browser, jupyter: Server, front: Front
@@ -105,6 +106,7 @@ def test_every_page_can_be_read_at_both_widths_in_both_themes(
         assert not found, "\n".join(found)
 
 
+@pytest.mark.long
 def test_everything_is_done_by_keyboard(browser: Browser, jupyter: Server) -> None:
     write_notebook(jupyter.root / "sheet.ipynb", TRAIN, PANEL)
     with person(browser, jupyter, "lab") as anna:

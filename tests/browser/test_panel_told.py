@@ -36,6 +36,7 @@ def hold(jupyter: Server) -> Iterator[Path]:
     file.unlink(missing_ok=True)
 
 
+@pytest.mark.long
 def test_panels_in_two_notebooks_agree_and_a_closed_page_stops_nothing(
     browser: Browser, jupyter: Server, hold: Path
 ) -> None:
