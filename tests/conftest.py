@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,23 +52,36 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu = Path("/dev/nvidiactl").exists()
     for item in items:
         if item.get_closest_marker("gpu") and not gpu:
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here"))
-        if _shares_a_fixture(item):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     # What takes a minute starts first, so that no worker is left alone with it at the end.
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
-def _shares_a_fixture(item: pytest.Item) -> bool:
-    """Whether the test uses a fixture of its module, which every worker would have to make anew."""
-    assert isinstance(item, pytest.Function)
-    fixtures = item._fixtureinfo.name2fixturedefs.values()
-    return any(one[-1].scope == "module" for one in fixtures)
+# pytest-xdist has groups by a marker too; from pytest 9.2 on its version 3.8 overlooks them.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Share tests out one by one, except those that one worker is to run one after the other."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid.partition("::")[0]) or nodeid
+
+    return Together(config, log)
+
+
+@cache
+def _group(file: str) -> str | None:
+    """Which tests stay together; None: the tests of this file need not."""
+    # Two browsers with their servers and kernels are too much for two cores.
+    if file.startswith("tests/browser/"):
+        return "browser"
+    # Each worker would make a module's fixture anew.
+    return file if 'scope="module"' in Path(file).read_text() else None
 
 
 @pytest.fixture(scope="session", autouse=True)

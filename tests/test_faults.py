@@ -446,7 +446,7 @@ except nb.errors.ForkRefused as error:
         value, *refused = kernel.output().splitlines()
     assert "'sum': 3.0" in value
     assert "'threads': 2" in value
-    assert "a forked child hung for 5 s in a parallel operation" in refused[0]
+    assert "a forked child hung in a parallel operation" in refused[0]
     assert 'start="launchpad"' in "".join(refused)
 
 
