@@ -103,4 +103,7 @@ def test_modules_of_the_working_directory_are_never_imported_ahead(
 def test_environment_key_ignores_what_says_nothing() -> None:
     base = {"HF_HOME": "/a", "PWD": "/x"}
     assert environment_key(base) == environment_key({"HF_HOME": "/a", "PWD": "/y"})
+    # pytest sets it anew for each test
+    running = {**base, "PYTEST_CURRENT_TEST": "test_it (call)"}
+    assert environment_key(base) == environment_key(running)
     assert environment_key(base) != environment_key({"HF_HOME": "/b", "PWD": "/x"})

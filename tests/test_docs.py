@@ -78,7 +78,7 @@ def test_every_fence_says_what_it_holds(page: Path) -> None:
 
 
 # Pages whose code takes 5 s and more; what they show has tests of its own in `make test`.
-LONG = {"notebooks.md", "panel.md", "pipelines.md", "report.md", "search.md"}
+LONG = {"notebooks.md", "panel.md", "pipelines.md", "report.md", "search.md", "training.md"}
 
 
 @pytest.mark.parametrize(

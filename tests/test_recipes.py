@@ -70,7 +70,10 @@ def code_of(section: str) -> str:
     return "\n".join(re.findall(r"(?ms)^```python\n(.*?)^```", body))
 
 
-@pytest.fixture(scope="module", params=VALIDATE)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("Hugging Face Trainer", marks=pytest.mark.long), "Lightning Trainer"],
+)
 def told(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
@@ -100,6 +103,7 @@ def test_recipe_trains_on_every_rank(told: dict[str, Any], name: str, processes:
     assert all("loss" in values for values in run["logged"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("told", ["Hugging Face Trainer"], indirect=True)
 def test_two_ranks_take_the_steps_of_one(told: dict[str, Any]) -> None:
     """Lightning's sampler deals another order to two ranks."""

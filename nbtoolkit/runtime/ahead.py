@@ -41,9 +41,10 @@ _NEVER = frozenset(
     {"tensorflow", "jax", "jaxlib", "ray", "grpc", "pyspark", "torch_xla", "triton", "bitsandbytes"}
 )
 
-# Variables that say nothing about how a package behaves.
+# Variables that say nothing about how a package behaves. pytest sets its own anew for each test.
 _IRRELEVANT = frozenset(
     {"PWD", "OLDPWD", "_", "SHLVL", "COLUMNS", "LINES", "JPY_PARENT_PID", "JPY_SESSION_NAME"}
+    | {"PYTEST_CURRENT_TEST"}
 )
 
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import pytest
 from kernels import SECONDS
 from server import Server
 
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
 
 Front = Literal["lab", "notebook"]
 
-# Each test that goes through JupyterLab in `make test` goes through both in `make test-browser`.
-FRONTS = ("lab", pytest.param("notebook", marks=pytest.mark.long))
+FRONTS = ("lab", "notebook")
 
 _PATHS = {"lab": "/lab/tree/{}?reset", "notebook": "/notebooks/{}"}
 _IDLE = '[data-status="idle"]'

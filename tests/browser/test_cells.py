@@ -15,7 +15,7 @@ from sheets import SETTINGS, TRAIN, write_notebook
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.browser, pytest.mark.long, pytest.mark.timeout(900)]
 
 LAUNCH, SWEEP, BACKGROUND = 2, 3, 4
 SEEN = {LAUNCH: "rank 0 of 2 has trained", SWEEP: "0 of 4 trials"}
@@ -49,7 +49,6 @@ def runs_and_looks(one: Person, cell: int, hold: Path, theme: str) -> list[str]:
     return found + look(one, cell, f"{theme}-{cell}-ended")
 
 
-@pytest.mark.long  # its short form needs no browser: test_live.py
 def test_cells_show_what_runs_and_what_came_of_it(browser: Browser, jupyter: Server) -> None:
     write_notebook(jupyter.root / "cells.ipynb", TRAIN, SETTINGS, *CELLS)
     hold = jupyter.root / "hold"

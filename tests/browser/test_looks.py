@@ -20,7 +20,7 @@ from nbtoolkit.panel.fields import config_fields
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.browser, pytest.mark.long, pytest.mark.timeout(900)]
 
 SHEET = 1
 
@@ -89,7 +89,6 @@ def looks_at_all_settings(one: Person, what: str) -> list[str]:
     return found
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("front", FRONTS)
 def test_every_page_can_be_read_at_both_widths_in_both_themes(
     browser: Browser, jupyter: Server, front: Front
@@ -106,7 +105,6 @@ def test_every_page_can_be_read_at_both_widths_in_both_themes(
         assert not found, "\n".join(found)
 
 
-@pytest.mark.long
 def test_everything_is_done_by_keyboard(browser: Browser, jupyter: Server) -> None:
     write_notebook(jupyter.root / "sheet.ipynb", TRAIN, PANEL)
     with person(browser, jupyter, "lab") as anna:

@@ -15,7 +15,7 @@ from sheets import PANEL, TRAIN, write_notebook
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.browser, pytest.mark.long, pytest.mark.timeout(900)]
 
 SHEET = 1
 
@@ -36,7 +36,6 @@ def hold(jupyter: Server) -> Iterator[Path]:
     file.unlink(missing_ok=True)
 
 
-@pytest.mark.long
 def test_panels_in_two_notebooks_agree_and_a_closed_page_stops_nothing(
     browser: Browser, jupyter: Server, hold: Path
 ) -> None:
@@ -69,7 +68,6 @@ def test_panels_in_two_notebooks_agree_and_a_closed_page_stops_nothing(
 
 
 # How soon it is told is measured by `python -m tests.bench browser`: within 2 s.
-@pytest.mark.long  # its short form needs no browser: test_panel_faults.py
 def test_a_killed_sweep_is_told_and_gone_on_with(
     browser: Browser, jupyter: Server, hold: Path
 ) -> None:

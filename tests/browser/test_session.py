@@ -15,7 +15,7 @@ import nbtoolkit as nb
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.browser, pytest.mark.long, pytest.mark.timeout(900)]
 
 SHEET, FIRST = 1, 2
 """The cell of the panel, and the one with ``1 + 1``."""
