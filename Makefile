@@ -15,7 +15,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-WORKERS ?= $(shell expr $$(nproc) + 1)
+WORKERS ?= $(shell nproc)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope
 
 .PHONY: demo test test-all test-rest test-gpu test-hosts test-browser screenshots check notebooks bench clean install
@@ -23,7 +23,6 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope
 demo: $(STAMP)
 	@$(BIN)/python tests/demo.py
 
-# The tests sleep and wait more than they compute: one worker more than there are cores.
 test: $(STAMP)
 	@$(PYTEST) -m "not long and not hosts and not gpu"
 

@@ -70,6 +70,7 @@ def test_train_runs_the_task_of_the_configuration_with_overrides(folder: Path) -
     assert "completed, twice=42" in done.stdout
 
 
+@pytest.mark.long
 def test_the_installed_script_finds_modules_of_the_working_directory(folder: Path) -> None:
     script = "from nbtoolkit.__main__ import main; main()"
     program = [sys.executable, "-I", "-c", script, "train", "mine.json"]  # -I: no "" in sys.path
@@ -106,6 +107,7 @@ def test_an_error_of_the_function_is_told_in_sentences_and_exits_with_1(folder: 
     assert "--debug" in hint
 
 
+@pytest.mark.long
 def test_debug_shows_the_traceback(folder: Path) -> None:
     done = command(folder, "train", "mine.json", "-o", "task=mine:fails", "--debug")
     assert done.returncode == 1
@@ -120,6 +122,7 @@ def test_a_run_out_of_time_exits_with_3(folder: Path) -> None:
     assert "RunResult(deadline, alive=1" in done.stdout
 
 
+@pytest.mark.long
 def test_a_detached_run_outlives_the_command_that_prints_its_folder(folder: Path) -> None:
     wishes = ["-o", "task=mine:goes_on", "--detach"]
     done = command(folder, "train", "mine.json", *wishes)
@@ -130,6 +133,7 @@ def test_a_detached_run_outlives_the_command_that_prints_its_folder(folder: Path
     assert handle.result(timeout=120).status == "stopped"
 
 
+@pytest.mark.long
 def test_cv_makes_folds_of_the_tasks_own_data_set(folder: Path) -> None:
     done = command(folder, "cv", "mine.json", "-o", "task=mine:score", "--folds", "3")
     assert done.returncode == 0, done.stderr

@@ -66,6 +66,7 @@ def test_a_sweep_is_given_more_trials_and_its_best_is_trained(home: Path) -> Non
     assert "completed" in final.stdout
 
 
+@pytest.mark.long
 def test_what_failed_ends_with_1_and_shows_the_error(home: Path) -> None:
     run = started(home, "train", "-o", "task=mine:fails", "-o", "tracking.mlflow=false")
     ended = command(home, "panel", str(run))
@@ -90,6 +91,7 @@ def test_a_run_that_is_not_there_is_refused(
     assert told in ran.stderr
 
 
+@pytest.mark.long
 def test_in_a_terminal_the_page_is_written_anew_and_an_interrupt_leaves_the_run(
     home: Path,
 ) -> None:

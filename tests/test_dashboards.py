@@ -130,6 +130,7 @@ def test_what_is_no_sweep_has_no_dashboard(tmp_path: Path) -> None:
 # --- MLflow ---
 
 
+@pytest.mark.long
 def test_what_was_tracked_is_shown_on_loopback_and_to_no_foreign_name(tmp_path: Path) -> None:
     with pytest.raises(DashboardError, match="no run was tracked"):
         nb.open_mlflow(tmp_path)
@@ -269,6 +270,7 @@ def test_colab_is_asked_for_its_own_address_from_a_cell_and_else_told_how() -> N
 # --- on the panel ---
 
 
+@pytest.mark.long
 def test_a_panels_buttons_say_why_not_or_show_address_and_port(
     panel: nb.Panel, tmp_path: Path
 ) -> None:

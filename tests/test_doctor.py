@@ -34,6 +34,7 @@ def test_report_says_what_is_here() -> None:
     assert report.room.endswith(" free")
 
 
+@pytest.mark.long
 def test_a_process_that_computed_in_parallel_is_not_fork_safe() -> None:
     done = subprocess.run(
         [sys.executable, "-c", USED_OPENMP], capture_output=True, text=True, timeout=240, check=True
@@ -74,6 +75,7 @@ def test_nobody_is_named_where_a_fresh_interpreter_fails_the_probe_too(
         guilty_import(["json", "csv"], device=False)
 
 
+@pytest.mark.long
 def test_nobody_is_named_where_two_tries_disagree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

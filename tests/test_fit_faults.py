@@ -66,7 +66,7 @@ def train(config: Any, ctx: Any) -> dict[str, float]:
     return nb.fit(ctx, config, model, data, data, loss=nn.functional.cross_entropy, step=forward)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_loss_that_is_no_number_ends_it_with_the_step_and_its_samples(
     tmp_path: Path, ranks: int
 ) -> None:

@@ -328,6 +328,7 @@ def test_a_real_kernel_with_stale_variables(monkeypatch: pytest.MonkeyPatch) -> 
     assert "stale" in reason
 
 
+@pytest.mark.long
 def test_real_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "ask.py"
     own_file = "import os, sys\nsys.stdout = open(f'{sys.argv[1]}/{os.getpid()}.json', 'w')\n"

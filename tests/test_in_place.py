@@ -95,6 +95,7 @@ def test_torchrun_ranks_share_one_run(tmp_path: Path) -> None:
         assert database.execute("select status from runs").fetchall() == [("FINISHED",)]
 
 
+@pytest.mark.long
 def test_torchrun_ranks_leave_when_a_handle_stops_the_run(tmp_path: Path) -> None:
     job = torchrun("reports_for_ever", tmp_path)
     paths = wait_for(tmp_path, "report", job)
@@ -106,6 +107,7 @@ def test_torchrun_ranks_leave_when_a_handle_stops_the_run(tmp_path: Path) -> Non
     assert types(paths)[-2:] == ["report", "ended"]
 
 
+@pytest.mark.long
 def test_torchrun_ranks_hear_of_a_stop_inside_an_epoch(tmp_path: Path) -> None:
     job = torchrun("hears_inside_an_epoch", tmp_path)
     paths = wait_for(tmp_path, "report", job)
@@ -122,6 +124,7 @@ def test_a_signal_to_one_rank_lets_all_leave(tmp_path: Path) -> None:
     assert types(paths)[-3:] == ["stop", "report", "ended"]
 
 
+@pytest.mark.long
 def test_torchrun_itself_may_be_asked_to_end(tmp_path: Path) -> None:
     """It hands SIGTERM on to its ranks and gives them 30 s."""
     job = torchrun("reports_for_ever", tmp_path)
@@ -206,6 +209,7 @@ def test_srun_tasks_find_each_other(tmp_path: Path) -> None:
     assert [rank["left"] for rank in ranks] == [[], []]  # RANK, MASTER_PORT and so on are gone
 
 
+@pytest.mark.long
 def test_a_function_may_end_the_group(tmp_path: Path) -> None:
     program = [sys.executable, *arguments("ends_the_group", tmp_path)]
     ranks = told(*[start(program, **task(number)) for number in (0, 1)])

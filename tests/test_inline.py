@@ -226,6 +226,7 @@ def test_several_processes_are_refused(tmp_path: Path) -> None:
         launch(lambda config, ctx: None, tmp_path, processes=2)
 
 
+@pytest.mark.long
 def test_good_and_failed_runs_are_tracked(tmp_path: Path) -> None:
     def train(config, ctx):
         ctx.report({"score": config.model.score}, step=1)

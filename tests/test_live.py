@@ -223,6 +223,7 @@ def test_a_run_that_is_killed_or_whose_folder_goes_is_said_to_be(
     no_view_thread(kernel)
 
 
+@pytest.mark.long
 def test_attach_shows_nothing_before_it_is_looked_at(
     kernel: Notebook, launch: str, tmp_path: Path
 ) -> None:
@@ -263,6 +264,7 @@ scores = nb.cross_validate(panel_functions.reports, config, folds)
 """
 
 
+@pytest.mark.long
 def test_a_sweep_and_folds_end_as_their_tables(kernel: Notebook, tmp_path: Path) -> None:
     few = {**settings(tmp_path), "train.epochs": 2}
     cell = kernel.run(SWEEP.format(config=few)).ok()
@@ -277,6 +279,7 @@ def test_a_sweep_and_folds_end_as_their_tables(kernel: Notebook, tmp_path: Path)
 # --- where nobody looks ---
 
 
+@pytest.mark.long
 def test_under_papermill_there_are_lines_and_at_the_end_a_picture(tmp_path: Path) -> None:
     few = {**settings(tmp_path), "train.epochs": 2}
     code = START + "import panel_functions\nprint('ipywidgets' in sys.modules)\n"

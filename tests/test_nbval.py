@@ -12,9 +12,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from notebook_outputs import KEEP, read, strip
-from notebook_sizes import NOTEBOOKS, QUICK
-
-from nbtoolkit.notebooks.document import read_as_saved, with_parameters
+from notebook_sizes import NOTEBOOKS
 
 pytestmark = pytest.mark.timeout(900)  # whole notebooks
 
@@ -42,24 +40,6 @@ def nbval(notebook: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=800,
     )
-
-
-def small(notebook: Path, folder: Path) -> Path:
-    """A copy of a notebook with the parameters of its quick size, and the outputs stored in it."""
-    copy = folder / notebook.name
-    quick = with_parameters(read_as_saved(notebook), QUICK.get(notebook.stem, {}))
-    nbformat.write(quick, copy)
-    return copy
-
-
-# Papermill runs 01 in test_notebooks.py; all of them run in full below.
-SHOWN = [path for path in NOTEBOOKS if path.stem in ("02_sweep", "04_panel")]
-
-
-@pytest.mark.parametrize("notebook", SHOWN, ids=stem)
-def test_in_the_quick_size_every_cell_shows_what_is_stored(notebook: Path, tmp_path: Path) -> None:
-    done = nbval(small(notebook, tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.long

@@ -35,6 +35,7 @@ def test_a_notebook_is_stored_clean(path: Path) -> None:
     assert notebook.cells[0].source.startswith("# ")
 
 
+@pytest.mark.long
 def test_training_under_papermill_with_parameters(tmp_path: Path) -> None:
     overrides = {"train.epochs": 3, "model.hidden": 32}
     parameters = {"processes": 2, "overrides": overrides, "output_dir": str(tmp_path / "out")}

@@ -86,6 +86,7 @@ def test_it_runs_in_the_background_and_ends_as_it_would_have_here(
     assert nb.NotebookHandle(handle.output).result().values == result.values
 
 
+@pytest.mark.long
 def test_the_runs_that_it_starts_are_known_while_it_runs(start: Start, tmp_path: Path) -> None:
     run = "nb.launch(panel_functions.reports, config, start='inline', display='off')"
     handle = start(LAUNCHES, WAITS, run, f"{run}.paths.folder", WAITS.replace("go", "end"))

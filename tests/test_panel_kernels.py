@@ -209,6 +209,7 @@ def test_two_clicks_start_one_run_and_an_interrupt_breaks_the_cell_and_not_the_p
     assert kernel.run("panel.close(); print(panel)").ok().text.count("completed") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", VERSIONS[-1:], indirect=True)
 def test_a_cell_that_is_run_again_replaces_its_panel_and_no_other(
     kernel: Notebook, tmp_path: Path

@@ -133,6 +133,7 @@ def test_a_task_that_is_not_there_is_told_before_a_notebook_starts(
     assert pressable(panel) == {"launch"}
 
 
+@pytest.mark.long
 def test_a_sweep_by_a_notebook_is_watched_paused_stopped_gone_on_with_and_its_best_trained(
     opened: Open, home: Path
 ) -> None:

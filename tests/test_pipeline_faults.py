@@ -142,7 +142,9 @@ def test_a_kernel_that_is_left_over_is_waited_for(tmp_path: Path) -> None:
             assert statuses(ran.result(timeout=SECONDS)) == "one done"
 
 
-@pytest.mark.parametrize("damaged", ["", "{", '{"inputs": {}}'])
+@pytest.mark.parametrize(
+    "damaged", ["{", *(pytest.param(one, marks=pytest.mark.long) for one in ("", '{"inputs": {}}'))]
+)
 def test_a_record_that_was_cut_short_is_that_of_a_step_not_done(
     damaged: str, tmp_path: Path
 ) -> None:

@@ -72,7 +72,7 @@ def code_of(section: str) -> str:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("Hugging Face Trainer", marks=pytest.mark.long), "Lightning Trainer"],
+    params=[pytest.param(name, marks=pytest.mark.long) for name in VALIDATE],
 )
 def told(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -35,6 +35,7 @@ def relayed(home: Path, work: str, **overrides: Any) -> tuple[Session, Session, 
     return first, Session(home / "second", work, **UNHURRIED, **overrides), undisturbed
 
 
+@pytest.mark.long
 def test_a_fit_goes_on_in_the_next_session_and_ends_with_the_metrics_of_an_undisturbed_one(
     tmp_path: Path,
 ) -> None:

@@ -162,6 +162,7 @@ def test_of_two_kernels_one_goes_on_and_the_other_gets_a_run_of_its_own(
     assert [run for run, _ in said].count(paths.run_id) == 1
 
 
+@pytest.mark.long
 def test_of_two_kernels_that_name_a_run_one_is_refused(config: nb.Config, tmp_path: Path) -> None:
     with two_kernels(config, tmp_path) as (paths, *kernels):
         ranks_up(paths.folder, 1)

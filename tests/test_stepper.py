@@ -711,11 +711,15 @@ def test_a_compiled_model_takes_the_same_steps_on_two_ranks(launch: Launch) -> N
         assert graphs > 0
 
 
-def test_a_model_that_cannot_be_compiled_says_which_switch_it_was(launch: Launch) -> None:
+@pytest.mark.long
+def test_a_model_that_cannot_be_compiled_says_which_switch_it_was(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def train(config: Config, ctx: RunContext) -> None:
-        os.environ["CXX"] = "/no/compiler"
         train_and_tell(config, ctx, tanh=True)
 
+    # torch reads it when its compiler is imported, which may be before the ranks are forked
+    monkeypatch.setenv("CXX", "/no/compiler")
     what = r"torch\.compile cannot compile this model here: [\s\S]*train\.compile: false"
     with pytest.raises(FitError, match=what):
         launch(train, {"train.compile": True}, ranks=1)

@@ -102,7 +102,9 @@ def test_too_many_failures_end_the_sweep(config: nb.Config) -> None:
 # --- sessions that die ---
 
 
-@pytest.mark.parametrize("victim", ["kernel", "conductor", "launchpad"])
+@pytest.mark.parametrize(
+    "victim", ["kernel", "conductor", pytest.param("launchpad", marks=pytest.mark.long)]
+)
 def test_a_session_that_dies_is_gone_on_with(home: Path, victim: str) -> None:
     (home / "hold").touch()
     with script(SWEEP, home) as kernel:
@@ -194,6 +196,7 @@ except nb.errors.RunFolderError as error:
     assert "No space left on device" in line
 
 
+@pytest.mark.long
 def test_an_interrupted_wait_leaves_a_sweep_to_go_on_with(home: Path) -> None:
     code = SWEEP.replace("result =", "try:\n    result =").replace(
         "print(", "except KeyboardInterrupt:\n    print('interrupted')\nelse:\n    print("
