@@ -374,6 +374,7 @@ def test_averaged_norms_meet_no_other_rank(launch: Callable[..., nb.RunResult]) 
     assert launch(synced, 2).values == [[1, 2], [1, 2]]
 
 
+@pytest.mark.long
 def test_averages_do_not_depend_on_the_ranks(launch: Callable[..., nb.RunResult]) -> None:
     alone, two = launch(averaged, 1).value, launch(averaged, 2)
     assert two.values[0]["weights"] == two.values[1]["weights"]

@@ -170,7 +170,8 @@ def test_stopped_it_keeps_what_is_done_and_goes_on_later(config: nb.Config) -> N
     assert began(cv.paths.folder)[0] == 1
 
 
-@pytest.mark.parametrize("victim", ["kernel", pytest.param("conductor", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("victim", ["kernel", "conductor"])
 def test_killed_in_the_middle_it_goes_on_in_another_kernel(
     config: nb.Config, tmp_path: Path, victim: str
 ) -> None:

@@ -21,6 +21,7 @@ print(nb.doctor())
 """
 
 
+@pytest.mark.long
 def test_report_says_what_is_here() -> None:
     report = nb.doctor()
     text = report.explain()

@@ -498,7 +498,8 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
 
 
 @pytest.mark.filterwarnings("ignore:No positive samples:UserWarning")
-@pytest.mark.parametrize(("ranks", "passes"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "passes"), [(2, 2), (3, 1)])
 def test_loss_curves_do_not_depend_on_the_ranks(launched: Any, ranks: int, passes: int) -> None:
     _, expected = launched(1, 1)
     _, found = launched(ranks, passes)
@@ -507,12 +508,14 @@ def test_loss_curves_do_not_depend_on_the_ranks(launched: Any, ranks: int, passe
             assert other == pytest.approx(one, abs=1e-5), stage
 
 
+@pytest.mark.long
 def test_every_validation_sample_counts_once(launched: Any) -> None:
     for ranks, passes in [(1, 1), (2, 2), (3, 1)]:
         result, _ = launched(ranks, passes)
         assert sum(value["counted"] for value in result.values) == 11 * 3
 
 
+@pytest.mark.long
 def test_all_ranks_return_the_same(launched: Any) -> None:
     result, reports = launched(3, 1)
     first, *others = result.values
@@ -523,6 +526,7 @@ def test_all_ranks_return_the_same(launched: Any) -> None:
     assert len(reports[2]) == 3
 
 
+@pytest.mark.long
 def test_what_ranks_saved_is_a_plain_models_state(launched: Any) -> None:
     result, _ = launched(3, 1)
     model = result.load_into(model_of(), "last")

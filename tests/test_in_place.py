@@ -147,6 +147,7 @@ def pid_of_rank(rank: int, job: subprocess.Popen[str]) -> int:
     return found
 
 
+@pytest.mark.long
 def test_torchrun_job_ends_with_the_exception_of_one_rank(tmp_path: Path) -> None:
     job = torchrun("fails_on_rank_1", tmp_path)
     _, err = job.communicate(timeout=240)

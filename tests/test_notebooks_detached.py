@@ -197,6 +197,28 @@ def test_who_stops_it_at_once_is_told_so(start: Start, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+# Python ignores what a callback of a weak reference raises; its imports use some.
+LOSES_AN_INTERRUPT = """
+import os, signal, sys, weakref
+if "notebooks.background" in " ".join(sys.orig_argv):
+    class Thing: pass
+    thing = Thing()
+    lost = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.SIGINT))
+    del thing
+"""
+
+
+def test_an_interrupt_that_comes_during_its_imports_is_not_lost(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(LOSES_AN_INTERRUPT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    handle = start("open('ran', 'w').close()")
+    with pytest.raises(NotebookDied, match="is gone"):
+        handle.result(timeout=SECONDS)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_one_whose_folder_is_deleted_makes_it_anew(start: Start, tmp_path: Path) -> None:
     publishes = "import nbtoolkit as nb\nnb.publish({'at': 'the end'})"
     handle = start(WAITS, publishes, output=tmp_path / "out/done.ipynb")

@@ -187,6 +187,7 @@ def test_clicks_while_a_cell_is_busy_are_done_once_and_in_order_and_write_into_n
             (tmp_path / name).unlink()
 
 
+@pytest.mark.long
 def test_two_clicks_start_one_run_and_an_interrupt_breaks_the_cell_and_not_the_panel(
     kernel: Notebook, tmp_path: Path
 ) -> None:

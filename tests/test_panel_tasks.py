@@ -273,6 +273,7 @@ def test_a_killed_notebook_is_told_and_its_run_goes_on_without_one(
     assert len(notebooks_in(home)) == 1
 
 
+@pytest.mark.long
 def test_a_run_deleted_while_it_is_watched_leaves_the_panel_usable(
     opened: Open, home: Path
 ) -> None:

@@ -84,7 +84,11 @@ def test_a_study_is_plain_sqlite_in_wal_mode(opened: Opened, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "sampler", ["tpe", "random", "qmc", pytest.param("gp", marks=pytest.mark.long), "cmaes"]
+    "sampler",
+    [
+        "tpe",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("random", "qmc", "gp", "cmaes")),
+    ],
 )
 def test_a_reopened_study_draws_what_it_would_have_drawn(sampler: str, tmp_path: Path) -> None:
     options = {"n_startup_trials": 2} if sampler in ("tpe", "gp") else {}

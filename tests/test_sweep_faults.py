@@ -103,7 +103,8 @@ def test_too_many_failures_end_the_sweep(config: nb.Config) -> None:
 
 
 @pytest.mark.parametrize(
-    "victim", ["kernel", "conductor", pytest.param("launchpad", marks=pytest.mark.long)]
+    "victim",
+    ["kernel", *(pytest.param(one, marks=pytest.mark.long) for one in ("conductor", "launchpad"))],
 )
 def test_a_session_that_dies_is_gone_on_with(home: Path, victim: str) -> None:
     (home / "hold").touch()
@@ -177,6 +178,7 @@ except nb.errors.RunFolderError as error:
     assert "No space left on device" in line
 
 
+@pytest.mark.long
 def test_a_full_disk_ends_a_cross_validation_and_says_so(home: Path) -> None:
     code = (
         FILL

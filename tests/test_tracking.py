@@ -666,6 +666,7 @@ def soon(act: Callable[[], object]) -> Iterator[None]:
         timer.join()
 
 
+@pytest.mark.long
 def test_what_is_not_written_yet_is_told_of_and_written_at_the_kernels_end(
     outputs: Path, held: Path
 ) -> None:
