@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from nbtoolkit.notebooks.execution import Limits
     from nbtoolkit.notebooks.job import Job
 
-# Nothing from the working directory: a file named random.py there is the kernel's business.
+# Nothing from the working directory: a file named random.py there is the kernel's business. Until
+# all is imported an interrupt ends the process at once: Python would raise it in the middle of an
+# import, some of whose callbacks lose it.
 _BOOT = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "import sys; sys.path[:] = [p for p in sys.path if p]; sys.path.append({home!r}); "
     "from nbtoolkit.notebooks.background import main; main()"
 )
-
-# An import that is under way may swallow an interrupt, so they are held back until all is imported.
-_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 _started: list[subprocess.Popen[bytes]] = []
 """Of this process, to be reaped."""
@@ -58,19 +58,15 @@ def start(
     """
     _started[:] = [one for one in _started if one.poll() is None]
     home = str(Path(__file__).resolve().parents[2])
-    unheld = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # the new process inherits it
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT.format(home=home), str(job.files.copy)],  # the last for ps
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # neither Jupyter's interrupt nor a terminal's end reaches it
-            cwd="/",
-            env=dict(environ),
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, unheld)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _BOOT.format(home=home), str(job.files.copy)],  # the last for ps
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,  # neither Jupyter's interrupt nor a terminal's end reaches it
+        cwd="/",
+        env=dict(environ),
+    )
     _started.append(process)
     assert process.stdin is not None
     try:
@@ -86,8 +82,6 @@ def start(
 
 def main() -> None:
     """Run the job that comes on stdin."""
-    for number in _ENDING:  # a shell may have had them ignored
-        signal.signal(number, signal.default_int_handler)
     from nbtoolkit.notebooks.slow_import import skip_slow_imports
 
     skip_slow_imports()
@@ -96,5 +90,6 @@ def main() -> None:
     job, notebook, limits = pickle.load(sys.stdin.buffer)
     ended = contextlib.suppress(NotebookFailed, KeyboardInterrupt)  # how stands in the record
     with open(os.dup(1), "a", encoding="utf-8") as log, ended:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+        for number in (signal.SIGINT, signal.SIGTERM):  # a shell may have had them ignored
+            signal.signal(number, signal.default_int_handler)
         job.run(notebook, log, limits, "off")
