@@ -15,7 +15,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-WORKERS ?= $(shell expr $$(nproc) + 1)
+WORKERS ?= $(shell nproc)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope
 
 .PHONY: demo test test-all test-rest test-gpu test-hosts test-browser screenshots check notebooks bench clean install

@@ -126,6 +126,7 @@ def test_a_fork_server_that_does_nothing_is_given_up_with_its_last_words(
     assert not pad.alive()
 
 
+@pytest.mark.long
 def test_a_request_that_takes_long_is_waited_for_and_one_that_hangs_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ def started(home: Path, *words: str) -> Path:
     return Path(ran.stdout.strip().splitlines()[-1])
 
 
+@pytest.mark.long
 def test_the_newest_run_is_shown_stopped_and_gone_on_with(home: Path) -> None:
     run = started(home, "train", *GOES_ON)
     seen = command(home, "panel", "--once")

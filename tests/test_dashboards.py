@@ -88,6 +88,7 @@ def family(dashboard: Dashboard) -> set[int]:
 # --- optuna-dashboard ---
 
 
+@pytest.mark.long
 def test_a_study_is_shown_while_its_sweep_runs_and_cannot_be_changed_there(
     panel: nb.Panel, tmp_path: Path
 ) -> None:

@@ -78,7 +78,7 @@ def test_every_fence_says_what_it_holds(page: Path) -> None:
 
 
 # The code of other pages takes 5 s and more; what it shows has tests of its own in `make test`.
-QUICK = {"README.md", "hosts.md"}
+QUICK = {"README.md"}
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def test_a_fresh_process_is_fork_safe() -> None:
     assert done.stdout.strip() == "True ''"
 
 
+@pytest.mark.long
 def test_the_import_that_breaks_forks_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +110,7 @@ print(probe_fork(device=False, seconds=1.0))
 """
 
 
+@pytest.mark.long
 def test_a_slow_child_is_not_a_broken_one() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SLOW_CHILD], capture_output=True, text=True, timeout=120, check=True

@@ -165,6 +165,7 @@ def test_torchrun_job_ends_with_the_exception_of_one_rank(tmp_path: Path) -> Non
 # --- bare variables -------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_one_process_with_rank_variables_is_a_run(tmp_path: Path) -> None:
     program = [sys.executable, *arguments("works", tmp_path)]
     [rank] = told(start(program, RANK="0", WORLD_SIZE="1"))

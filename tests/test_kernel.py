@@ -217,6 +217,7 @@ def test_restart_leaves_nothing(home: Path) -> None:
         )
 
 
+@pytest.mark.long
 def test_killed_kernel_and_a_new_one_attaches(home: Path) -> None:
     before = runs(home)
     with notebook(home) as kernel:

@@ -176,6 +176,7 @@ def test_a_launch_is_live_by_widgets_and_leaves_static_html(
     assert kernel.run(f"print(len({WIDGETS}))").text == "0\n"
 
 
+@pytest.mark.long
 def test_without_waiting_the_view_goes_on_and_its_button_stops_the_run(
     kernel: Notebook, launch: str
 ) -> None:
@@ -239,6 +240,7 @@ def test_attach_shows_nothing_before_it_is_looked_at(
     no_view_thread(kernel)
 
 
+@pytest.mark.long
 def test_without_ipywidgets_the_waiting_cell_draws(
     kernel: Notebook, launch: str, tmp_path: Path
 ) -> None:

@@ -149,6 +149,7 @@ def test_endless_recursion_comes_back_as_itself(config: nb.Config) -> None:
     assert len(caught.traceback) < 150
 
 
+@pytest.mark.long
 def test_cell_functions_and_classes_in_pools_and_loaders(config: nb.Config, tmp_path: Path) -> None:
     """Plain pickle takes them by name; a DataLoader whose worker cannot do so waits for ever."""
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))

@@ -130,6 +130,7 @@ def test_it_outlives_the_process_that_starts_it(tmp_path: Path) -> None:
     assert handle.result(timeout=SECONDS).values == {"ended": "well"}
 
 
+@pytest.mark.long
 def test_the_command_line_starts_one_and_returns(tmp_path: Path) -> None:
     write_program(tmp_path, WAITS, "import nbtoolkit as nb\nnb.publish({'ended': 'well'})")
     program = [sys.executable, "-m", "nbtoolkit", "run", "work.ipynb", "--no-html", "--detach"]
@@ -166,6 +167,7 @@ def test_what_is_wrong_is_told_here_and_nothing_is_started(start: Start, tmp_pat
         start("1")
 
 
+@pytest.mark.long
 def test_a_cell_that_fails_is_told_as_it_would_have_been_here(start: Start, tmp_path: Path) -> None:
     handle = start("1", "raise ValueError('no luck')")
     with pytest.raises(NotebookFailed, match="raised ValueError: no luck") as told:

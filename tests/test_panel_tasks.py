@@ -232,6 +232,7 @@ print(panel.folder)
 """
 
 
+@pytest.mark.long
 def test_what_was_started_goes_on_when_the_kernel_is_interrupted_and_killed(
     settings: dict[str, Any], home: Path
 ) -> None:

@@ -134,6 +134,7 @@ nb.publish({"n": n, "status": "deadline" if n == 1 else "completed"})
     assert other["two"].reason == "what was done before it has other results"
 
 
+@pytest.mark.long
 def test_the_command_prints_what_was_published_and_skips_without_loading_a_kernels_client(
     tmp_path: Path,
 ) -> None:

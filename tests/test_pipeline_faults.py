@@ -126,6 +126,7 @@ def test_runs_of_a_killed_step_are_waited_for_unless_they_are_detached(tmp_path:
         ends.join()
 
 
+@pytest.mark.long
 def test_a_kernel_that_is_left_over_is_waited_for(tmp_path: Path) -> None:
     write_program(tmp_path, "1", name="one")
     path = write_pipeline(tmp_path, one={"notebook": "one.ipynb"})

@@ -518,6 +518,7 @@ def test_a_killed_first_use_leaves_nothing_in_the_way(tmp_path: Path) -> None:
     assert len(all_runs(tmp_path)) == 1
 
 
+@pytest.mark.long
 def test_a_folder_with_an_odd_name(tmp_path: Path) -> None:
     output_dir = tmp_path / "my runs, 100% 'done' #1 é"
     run_id = follow(whole_run(output_dir))

@@ -281,6 +281,7 @@ def test_tensorboard_has_the_trials_curves_in_their_own_folders(tmp_path: Path) 
     assert read_json(RunPaths(sweep.paths.folder / "trials/0000").tracking)["done"]
 
 
+@pytest.mark.long
 def test_the_service_writes_a_sweep_with_its_trials(outputs: Path) -> None:
     sweep = Sweep(outputs)
     two_trials(sweep)
