@@ -19,7 +19,6 @@ import torchao
 """
 
 
-@pytest.mark.long
 def test_packages_that_touch_devices_are_not_imported_but_stay_importable(tmp_path: Path) -> None:
     (tmp_path / "torchao").mkdir()
     (tmp_path / "torchao" / "__init__.py").write_text("print('imported')\n")
