@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from notebook_outputs import KEEP, read, strip
+from notebook_outputs import HOME, KEEP, read, strip
 from notebook_sizes import NOTEBOOKS
 
 pytestmark = pytest.mark.timeout(900)  # whole notebooks
@@ -28,7 +29,11 @@ def stem(path: Path) -> str:
 def nbval(notebook: Path) -> subprocess.CompletedProcess[str]:
     """Run a notebook in its folder and compare what its cells show with what is stored."""
     options = ["-q", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env"]
-    options += ["--nbval-sanitize-with", str(CONFIG), "--nbval-cell-timeout", "800"]
+    # A path ends at a space in nbval.cfg, and the folder for temporary files may have one.
+    config = notebook.with_suffix(".cfg")
+    here = f"regex: {re.escape(str(notebook.parent))}\nreplace: {HOME}\n\n"
+    config.write_text(here + CONFIG.read_text())
+    options += ["--nbval-sanitize-with", str(config), "--nbval-cell-timeout", "800"]
     program = [sys.executable, "-m", "pytest", *options, "--rootdir", str(notebook.parent)]
     # How this run of the tests was started is nothing to the one inside.
     environ = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}
