@@ -179,4 +179,8 @@ def test_the_digits_that_were_killed_ten_times_end_with_the_same_metrics(tmp_pat
     undisturbed = published(path, tmp_path / "calm", 1200)
     whole = time.monotonic() - began  # on this machine, now
     assert killed_often(path, tmp_path / "wild", kills=10, longest=0.3 * whole) >= 5
-    assert published(path, tmp_path / "wild", 1200) == undisturbed
+    survived = published(path, tmp_path / "wild", 1200)
+    # A step that is killed when its run has ended, and before it is done itself, runs it again.
+    assert survived["report"].pop("runs") >= undisturbed["report"].pop("runs")
+    assert {*survived["report"].pop("statuses")} == {*undisturbed["report"].pop("statuses")}
+    assert survived == undisturbed
