@@ -256,7 +256,7 @@ def test_what_fails_is_shown_with_its_error(opened: Open) -> None:
     assert ends(panel) == "failed"
     shown = page(panel, "Overview")
     assert "ValueError: no &lt;script&gt;" in shown
-    assert "go_on" in pressable(panel)
+    until(lambda: "go_on" in pressable(panel), "the end of its owner")
 
 
 def test_a_folder_that_cannot_be_written_is_told_and_the_panel_goes_on(

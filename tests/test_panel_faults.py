@@ -365,7 +365,7 @@ def test_a_killed_rank_of_a_run_is_an_error_with_its_signal(opened: Open, home: 
     os.kill(rank_of(panel), signal.SIGKILL)
     assert ends(panel) == "failed"
     assert "SIGKILL" in page(panel, "Overview")
-    assert "go_on" in pressable(panel)
+    until(lambda: "go_on" in pressable(panel), "the end of its owner")
 
 
 def test_a_killed_rank_of_a_trial_costs_the_trial_and_not_the_sweep(
