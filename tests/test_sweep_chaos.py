@@ -1,6 +1,6 @@
 """SIGKILL at random moments to kernel, conductor and workers: the study ends as it should.
 
-`make test` kills each of them once, in test_sweep_faults.py.
+`make test` kills the kernel and a worker once each, in test_sweep_faults.py.
 """
 
 from __future__ import annotations
