@@ -182,5 +182,7 @@ def test_the_digits_that_were_killed_ten_times_end_with_the_same_metrics(tmp_pat
     survived = published(path, tmp_path / "wild", 1200)
     # A step that is killed when its run has ended, and before it is done itself, runs it again.
     assert survived["report"].pop("runs") >= undisturbed["report"].pop("runs")
-    assert {*survived["report"].pop("statuses")} == {*undisturbed["report"].pop("statuses")}
+    # One that is killed before its first checkpoint stays behind; the step starts another.
+    assert {*undisturbed["report"].pop("statuses")} == {"completed"}
+    assert {*survived["report"].pop("statuses")} - {"cut off"} == {"completed"}
     assert survived == undisturbed
