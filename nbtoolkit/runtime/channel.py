@@ -176,4 +176,6 @@ class GroupChannel:
 
         came = torch.tensor([self.heard.number])
         dist.all_reduce(came, op=dist.ReduceOp.MAX, group=self._group)
-        self.heard.number = int(came)
+        # Nobody has heard one: but this rank may have meanwhile, for the next time.
+        if int(came):
+            self.heard.number = int(came)
