@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -11,10 +13,12 @@ import pytest
 from kernels import script
 
 import nbtoolkit as nb
-from nbtoolkit.runtime.ahead import environment_key
+from nbtoolkit.runtime.ahead import ImportNotes, environment_key
 
 # Installed with matplotlib; nothing that the launchpad imports needs it.
 SMALL = "pyparsing"
+# Installed with scikit-learn: one file, that imports nothing which is installed.
+ALONE = "threadpoolctl"
 
 
 def tell_and_import(name: str, config: nb.Config) -> bool:
@@ -57,6 +61,17 @@ def test_a_changed_environment_is_not_served_from_old_imports(
     assert launch_until(SMALL, config)
     monkeypatch.setenv("NBTOOLKIT_TEST_SETTING", "1")
     assert not tell_and_import(SMALL, config)
+
+
+def test_what_is_only_looked_for_is_not_imported_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch._dynamo looks for pandas and scikit-learn, and needs neither."""
+    told: list[str] = []
+    monkeypatch.setattr(sys, "meta_path", [ImportNotes(told.extend), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, ALONE, raising=False)
+    assert importlib.util.find_spec(ALONE) is not None
+    assert told == []
+    importlib.import_module(ALONE)
+    assert told == [ALONE]
 
 
 UNSAFE = "computes_at_import"
@@ -107,3 +122,12 @@ def test_environment_key_ignores_what_says_nothing() -> None:
     running = {**base, "PYTEST_CURRENT_TEST": "test_it (call)"}
     assert environment_key(base) == environment_key(running)
     assert environment_key(base) != environment_key({"HF_HOME": "/b", "PWD": "/x"})
+
+
+def test_environment_key_ignores_what_libraries_set_for_themselves() -> None:
+    """As in a kernel that imports scikit-learn or makes an optimizer between two launches."""
+    key = environment_key({})
+    own = {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}
+    assert environment_key({**own, "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_me"}) == key
+    assert environment_key({"KMP_INIT_AT_FORK": "TRUE"}) != key
+    assert environment_key({"TORCHINDUCTOR_CACHE_DIR": "/mine"}) != key

@@ -41,6 +41,11 @@ _NEVER = frozenset(
     {"tensorflow", "jax", "jaxlib", "ray", "grpc", "pyspark", "torch_xla", "triton", "bitsandbytes"}
 )
 
+# Values that a library sets for itself at its first import or use (scikit-learn; torch, when the
+# first optimizer is made): a kernel that has used it since the last launch is the same environment.
+_OWN_VALUES = frozenset({("KMP_DUPLICATE_LIB_OK", "True"), ("KMP_INIT_AT_FORK", "FALSE")})
+_OWN_CACHE = "TORCHINDUCTOR_CACHE_DIR", "torchinductor_"  # and the beginning of the folder's name
+
 # Variables that say nothing about how a package behaves. pytest sets its own anew for each test.
 _IRRELEVANT = frozenset(
     {"PWD", "OLDPWD", "_", "SHLVL", "COLUMNS", "LINES", "JPY_PARENT_PID", "JPY_SESSION_NAME"}
@@ -62,8 +67,15 @@ def installed_roots() -> tuple[str, ...]:
 
 def environment_key(environ: Mapping[str, str]) -> str:
     """Equal for environments under which imports behave alike."""
-    kept = sorted((name, value) for name, value in environ.items() if name not in _IRRELEVANT)
+    kept = sorted(one for one in environ.items() if one[0] not in _IRRELEVANT and not _own(*one))
     return hashlib.sha256(json.dumps(kept).encode()).hexdigest()[:16]
+
+
+def _own(name: str, value: str) -> bool:
+    """Whether a library sets this variable to this value for itself."""
+    variable, begins = _OWN_CACHE
+    own_cache = name == variable and os.path.basename(value).startswith(begins)
+    return own_cache or (name, value) in _OWN_VALUES
 
 
 class ImportNotes:
@@ -78,6 +90,8 @@ class ImportNotes:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """The import system's question; answered as the other finders do."""
+        if not _is_import():
+            return None
         root, dot, _ = name.partition(".")
         if dot:
             # a late part of what the launchpad has: torch._dynamo takes 1 s at the first optimizer
@@ -106,6 +120,15 @@ class ImportNotes:
         ]
         if late:
             self._tell(sorted(late)[:2000])
+
+
+def _is_import() -> bool:
+    """Whether a module is imported, and not just looked for (importlib.util.find_spec).
+
+    torch._dynamo looks for pandas and scikit-learn, and a branch would take 2 s to import them.
+    """
+    asker = sys._getframe(3)  # of the import system's _find_spec, which asks find_spec
+    return asker.f_code.co_filename.startswith("<frozen importlib._bootstrap>")
 
 
 def _is_outermost() -> bool:
