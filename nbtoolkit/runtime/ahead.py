@@ -125,7 +125,7 @@ class ImportNotes:
 def _is_import() -> bool:
     """Whether a module is imported, and not just looked for (importlib.util.find_spec).
 
-    torch._dynamo looks for pandas and scikit-learn, and a branch would take 2 s to import them.
+    torch._dynamo looks for pandas and scikit-learn, and a branch would take 1.6 s to import them.
     """
     asker = sys._getframe(3)  # of the import system's _find_spec, which asks find_spec
     return asker.f_code.co_filename.startswith("<frozen importlib._bootstrap>")
