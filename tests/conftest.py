@@ -136,9 +136,10 @@ def _shut_launchpad() -> None:
 
 
 def _kept_warm() -> set[int]:
-    """The launchpad's own processes: they live from the first launch to the session's end."""
-    launchpad = sys.modules.get("nbtoolkit.runtime.launchpad")
-    return launchpad.pids() if launchpad is not None else set()
+    """The launchpads' own processes: this process's, and those of kernels that tests share."""
+    launchpad, kernels = map(sys.modules.get, ("nbtoolkit.runtime.launchpad", "kernels"))
+    warm = launchpad.pids() if launchpad is not None else set()
+    return warm.union(*(kernel.warm() for kernel in kernels.SHARED)) if kernels else warm
 
 
 def _processes() -> set[int]:

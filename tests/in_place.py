@@ -42,9 +42,12 @@ def nested() -> str:
 
 def reports_for_ever(config: Any, ctx: Any) -> None:
     """Rank 0 is the slow one: a signal to another finds it waiting in a collective."""
+    import torch
+
+    total = ctx.accelerator.reduce(torch.ones(1) * (ctx.rank + 1)).item()
     step = 0
     while True:
-        ctx.report({"step": step}, step=step)
+        ctx.report({"step": step, "sum": total}, step=step)
         step += 1
         time.sleep(0.05 if ctx.rank == 0 else 0.0)
 

@@ -232,6 +232,11 @@ class Notebook:
         message = self._client.session.msg("comm_msg", {"comm_id": comm, "data": data})
         self._client.shell_channel.send(message)
 
+    def warm(self) -> set[int]:
+        """The processes that it keeps between launches."""
+        cell = self.run("from nbtoolkit.runtime import launchpad; print(*launchpad.pids())").ok()
+        return {int(pid) for pid in cell.text.split()}
+
     def interrupt(self) -> None:
         """What the stop button does."""
         self._manager.interrupt_kernel()
@@ -292,3 +297,19 @@ def notebook(cwd: Path, **environ: str) -> Iterator[Notebook]:
         yield running
     finally:
         running.close()
+
+
+SHARED: list[Notebook] = []
+"""Kernels of more than one test: what they keep warm between launches is left by no test."""
+
+
+@contextmanager
+def shared_notebook(cwd: Path) -> Iterator[Notebook]:
+    """A Notebook for several tests, with a warm launchpad; shut down at the end."""
+    with notebook(cwd) as running:
+        running.run("from nbtoolkit.runtime import launchpad; launchpad.launchpad()").ok()
+        SHARED.append(running)
+        try:
+            yield running
+        finally:
+            SHARED.remove(running)

@@ -41,6 +41,7 @@ def launch_until(name: str, config: nb.Config, seconds: float = 240.0) -> bool:
     while time.monotonic() < limit:
         if tell_and_import(name, config):
             return True
+        time.sleep(0.2)  # the import needs the CPU more than another launch
     return False
 
 

@@ -116,7 +116,8 @@ def test_torchrun_ranks_hear_of_a_stop_inside_an_epoch(tmp_path: Path) -> None:
     assert types(paths)[-3:] == ["stop", "checkpoint", "ended"]
 
 
-def test_a_signal_to_one_rank_lets_all_leave(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_a_signal_to_one_torchrun_rank_lets_all_leave(tmp_path: Path) -> None:
     job = torchrun("reports_for_ever", tmp_path)
     paths = wait_for(tmp_path, "report", job)
     os.kill(pid_of_rank(1, job), signal.SIGUSR1)
@@ -202,13 +203,17 @@ def task(number: int, **more: str) -> dict[str, str]:
     }
 
 
-def test_srun_tasks_find_each_other(tmp_path: Path) -> None:
-    program = [sys.executable, *arguments("works", tmp_path)]
-    ranks = told(*[start(program, **task(number)) for number in (0, 1)])
-    assert [rank["status"] for rank in ranks] == ["completed"] * 2
-    assert [value["sum"] for value in ranks[0]["values"]] == [3.0, 3.0]
-    assert [rank["folder"] for rank in ranks] == [str(the_run(tmp_path).folder)] * 2
+def test_srun_tasks_find_each_other_and_a_signal_to_one_lets_all_leave(tmp_path: Path) -> None:
+    program = [sys.executable, *arguments("reports_for_ever", tmp_path)]
+    tasks = [start(program, **task(number)) for number in (0, 1)]
+    paths = wait_for(tmp_path, "report", tasks[0])
+    os.kill(tasks[1].pid, signal.SIGUSR1)
+    ranks = told(*tasks)
+    assert [rank["status"] for rank in ranks] == ["deadline"] * 2
+    assert [rank["metrics"]["sum"] for rank in ranks] == [3.0, 3.0]
+    assert [rank["folder"] for rank in ranks] == [str(paths.folder)] * 2
     assert [rank["left"] for rank in ranks] == [[], []]  # RANK, MASTER_PORT and so on are gone
+    assert types(paths)[-3:] == ["stop", "report", "ended"]
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kernels import Notebook, all_gone, descendants, notebook, ranks_up, until
+from kernels import Notebook, all_gone, descendants, notebook, ranks_up, shared_notebook, until
 
 import nbtoolkit as nb
 
@@ -29,17 +29,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def kernel(session_leaves_nothing: None, home: Path) -> Iterator[Notebook]:
-    with notebook(home) as running:
+def shared(session_leaves_nothing: None, home: Path) -> Iterator[Notebook]:
+    """One kernel, with one launchpad, for the tests that leave it as it was."""
+    with shared_notebook(home) as running:
         running.run(SET_UP).ok()
         yield running
-
-
-@pytest.fixture
-def shared(kernel: Notebook) -> Iterator[Notebook]:
-    """One kernel for the tests that leave it as it was; its launchpad ends with each of them."""
-    yield kernel
-    kernel.run("from nbtoolkit.runtime import launchpad; launchpad.shutdown()").ok()
 
 
 def new_run(home: Path, before: set[Path]) -> Path:

@@ -24,7 +24,7 @@ import nbformat
 import papermill
 import pytest
 from demo import IPC
-from kernels import SECONDS, START, Notebook, notebook, run_folder, until
+from kernels import SECONDS, START, Notebook, run_folder, shared_notebook, until
 
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, MissingExtra
@@ -105,17 +105,13 @@ def settings(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    with notebook(tmp_path_factory.mktemp("home")) as running:
+def kernel(
+    session_leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Notebook]:
+    """One kernel, with one launchpad, for all tests."""
+    with shared_notebook(tmp_path_factory.mktemp("home")) as running:
         running.run("import panel_functions, sys, threading").ok()
         yield running
-
-
-@pytest.fixture
-def kernel(running: Notebook) -> Iterator[Notebook]:
-    """One kernel for all tests; its launchpad ends with each of them."""
-    yield running
-    running.run("from nbtoolkit.runtime import launchpad; launchpad.shutdown()").ok()
 
 
 @pytest.fixture
