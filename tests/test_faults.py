@@ -206,7 +206,7 @@ def test_a_rank_sleeps_while_another_waits(config: nb.Config) -> None:
 
 
 def test_who_computes_or_says_so_or_is_not_waited_for_is_not_hung(config: nb.Config) -> None:
-    mine = config.with_overrides({"runtime.hang_timeout": 1, "model.seconds": 2})
+    mine = config.with_overrides({"runtime.hang_timeout": 2, "model.seconds": 4})
     trains = {
         functions.computes_while_other_waits: "computed",
         functions.sleeps_long_while_other_waits: "waited",

@@ -180,8 +180,8 @@ def test_clicks_while_a_cell_is_busy_are_done_once_and_in_order_and_write_into_n
             click(kernel, save, shell)
         type_in(kernel, file, "in-the-way/x.yaml", shell)
         click(kernel, save, shell)
-        # ipykernel 7.4 answers the first text that comes from a subshell, and from then on hands the
-        # field's texts to that subshell, and the button's clicks to the main thread still.
+        # ipykernel 7.4 answers the first text that comes from a subshell. From then on it hands the
+        # field's texts to that subshell, and the button's clicks still to the main thread.
         if shell is not None:
             arrived(kernel, shell)
         (tmp_path / "go").touch()
