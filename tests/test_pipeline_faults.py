@@ -108,7 +108,10 @@ def test_two_runs_into_one_folder_are_refused(tmp_path: Path) -> None:
     assert statuses(run(path)) == "find done, use done"
 
 
-def test_runs_of_a_killed_step_are_waited_for_unless_they_are_detached(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [0.3, pytest.param(4.0, marks=pytest.mark.long)])
+def test_runs_of_a_killed_step_are_waited_for_unless_they_are_detached(
+    seconds: float, tmp_path: Path
+) -> None:
     place = PipelineFolder(tmp_path)
     place.files("one").log.parent.mkdir()
     place.files("one").log.touch()
@@ -119,7 +122,7 @@ def test_runs_of_a_killed_step_are_waited_for_unless_they_are_detached(tmp_path:
         write_json(paths.owner, {"detached": True})
         place.wait_for_leftovers("one")
         write_json(paths.owner, {"detached": False})
-        ends = threading.Timer(4.0, lock.close)  # 3 s were too few
+        ends = threading.Timer(seconds, lock.close)
         ends.start()
         place.wait_for_leftovers("one")
         assert lock.closed

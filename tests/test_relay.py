@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from kernels import SECONDS
 
 import nbtoolkit as nb
@@ -35,9 +36,29 @@ from nbtoolkit.runtime.disk import free_space, read_size, size_text
 from nbtoolkit.runtime.host import Host, HostKind
 from nbtoolkit.runtime.launch import Start
 from nbtoolkit.runtime.paths import RunPaths, runs_in
-from nbtoolkit.tasks.digits import train
 
 SMALL = {"train.epochs": 2, "train.batch_size": 512, "model.hidden": 16, "tracking.mlflow": False}
+
+
+def train(config, ctx):
+    """A few steps of fit, with nothing that each process would have to import but torch."""
+    inputs = torch.rand(1797, 8, generator=torch.Generator().manual_seed(0))
+    targets = inputs[:, :4].argmax(dim=1)
+    fitted, held_out = range(1500), range(1500, 1797)
+    if ctx.fold is not None:
+        fitted, held_out = ctx.fold.train_indices, ctx.fold.valid_indices
+    hidden = config.model["hidden"]
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 4)
+    )
+    return nb.fit(
+        ctx,
+        config,
+        model,
+        (inputs[fitted], targets[fitted]),
+        (inputs[held_out], targets[held_out]),
+        loss=torch.nn.functional.cross_entropy,
+    )
 
 
 @pytest.fixture(scope="module")
