@@ -333,6 +333,7 @@ def test_another_panel_attaches_both_agree_and_both_may_press_stop(opened: Open)
     assert (ends(one), ends(other)) == ("stopped", "stopped")
     assert page(one, "Trials") == page(other, "Trials")
     one.close()
+    until(lambda: "go_on" in pressable(other), "the end of its owner")
     click(other, "go_on")
     until(lambda: status(other) == "running", "the sweep that goes on")
     assert str(other.folder) == folder
@@ -349,6 +350,7 @@ def test_going_on_with_another_function_is_refused_and_said(opened: Open) -> Non
     other = opened(panel_functions.reports, SPACE)
     assert panel.folder is not None
     other.watch(panel.folder)
+    until(lambda: "go_on" in pressable(other), "the end of its owner")
     with pytest.raises(ResumeError):
         other.press("go_on")
     assert 'role="alert"' in told(other)
