@@ -85,6 +85,9 @@ def _group(file: str) -> str | None:
     # Two browsers with their servers and kernels are too much for two cores.
     if "/tests/browser/" in file:
         return "browser"
+    # Ranks that import torchmetrics cold take 3 s of CPU each, and the launchpad once more.
+    if file.endswith(("/test_metrics.py", "/test_validation.py")):
+        return "torchmetrics"
     # Each worker would make a module's fixture anew.
     return file if 'scope="module"' in Path(file).read_text() else None
 

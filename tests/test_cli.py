@@ -6,12 +6,14 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 from kernels import until
 
+from nbtoolkit.__main__ import main
 from nbtoolkit.errors import ConfigError
 from nbtoolkit.runtime.paths import read_json
 from nbtoolkit.runtime.result import attach
@@ -61,6 +63,28 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=240)
 
 
+Call = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def call(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Call]:
+    """The same command in this process, whose launchpad has torch; a new one imports it for 2 s."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def called(*words: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["nbtoolkit", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        code = int(ended.value.code or 0)
+        return subprocess.CompletedProcess(sys.argv, code, *capsys.readouterr())
+
+    yield called
+    sys.modules.pop("mine", None)
+
+
 def test_train_runs_the_task_of_the_configuration_with_overrides(folder: Path) -> None:
     done = command(folder, "train", "mine.json", "-o", "data.x=21", "--name", "mine")
     assert done.returncode == 0, done.stderr
@@ -97,8 +121,8 @@ def test_an_interrupted_run_stops_and_exits_with_130(folder: Path) -> None:
     assert read_json(result)["status"] == "stopped"
 
 
-def test_an_error_of_the_function_is_told_in_sentences_and_exits_with_1(folder: Path) -> None:
-    done = command(folder, "train", "mine.json", "-o", "task=mine:fails")
+def test_an_error_of_the_function_is_told_in_sentences_and_exits_with_1(call: Call) -> None:
+    done = call("train", "mine.json", "-o", "task=mine:fails")
     assert done.returncode == 1
     first, where, hint = done.stderr.splitlines()
     assert first == "ValueError: no luck today"
@@ -115,9 +139,9 @@ def test_debug_shows_the_traceback(folder: Path) -> None:
     assert "Traceback" in done.stderr
 
 
-def test_a_run_out_of_time_exits_with_3(folder: Path) -> None:
+def test_a_run_out_of_time_exits_with_3(call: Call) -> None:
     wishes = ["-o", "task=mine:goes_on", "-o", "runtime.time_budget=0.2"]
-    done = command(folder, "train", "mine.json", *wishes)
+    done = call("train", "mine.json", *wishes)
     assert (done.returncode, done.stderr) == (3, "")
     assert "RunResult(deadline, alive=1" in done.stdout
 
@@ -134,30 +158,30 @@ def test_a_detached_run_outlives_the_command_that_prints_its_folder(folder: Path
 
 
 @pytest.mark.long
-def test_cv_makes_folds_of_the_tasks_own_data_set(folder: Path) -> None:
-    done = command(folder, "cv", "mine.json", "-o", "task=mine:score", "--folds", "3")
+def test_cv_makes_folds_of_the_tasks_own_data_set(call: Call) -> None:
+    done = call("cv", "mine.json", "-o", "task=mine:score", "--folds", "3")
     assert done.returncode == 0, done.stderr
     assert "held_out=4 ± 0" in done.stdout.splitlines()[-1]
 
 
 @pytest.mark.long
-def test_cv_takes_folds_from_a_file(folder: Path) -> None:
+def test_cv_takes_folds_from_a_file(folder: Path, call: Call) -> None:
     make_folds([0, 1] * 3, k=2, kind="kfold").save(folder / "two.json")
-    done = command(folder, "cv", "mine.json", "-o", "task=mine:score", "--folds", "two.json")
+    done = call("cv", "mine.json", "-o", "task=mine:score", "--folds", "two.json")
     assert done.returncode == 0, done.stderr
     assert "2 of 2 folds" in done.stdout
     assert "held_out=3 ± 0" in done.stdout
 
 
-def test_sweep_writes_the_best_configuration_and_train_takes_it(folder: Path) -> None:
+def test_sweep_writes_the_best_configuration_and_train_takes_it(folder: Path, call: Call) -> None:
     (folder / "space.yaml").write_text(SPACE)
     wishes = ["-o", "task=mine:score", "--trials", "3"]
-    done = command(folder, "sweep", "space.yaml", "mine.json", *wishes)
+    done = call("sweep", "space.yaml", "mine.json", *wishes)
     assert done.returncode == 0, done.stderr
     [best] = (folder / "outputs").glob("*/best.yaml")
     assert f"best configuration: {best}" in done.stdout
     assert "3 of 3 trials; 3 complete" in done.stdout
-    trained = command(folder, "train", str(best))
+    trained = call("train", str(best))
     assert trained.returncode == 0, trained.stderr
     summary = read_json(best.parent / "result.json")["summary"]
     assert f"score={summary['best_value']:.4g}" in trained.stdout
@@ -180,9 +204,9 @@ def test_sweep_writes_the_best_configuration_and_train_takes_it(folder: Path) ->
     ],
 )
 def test_a_wrong_call_starts_nothing_and_exits_with_2(
-    folder: Path, words: list[str], told: str
+    folder: Path, call: Call, words: list[str], told: str
 ) -> None:
-    done = command(folder, *words)
+    done = call(*words)
     assert done.returncode == 2
     assert told in done.stderr
     assert "Traceback" not in done.stderr

@@ -704,8 +704,9 @@ def train_twice(config: Config, ctx: RunContext) -> tuple[dict[str, Any], dict[s
     return plain, compiled, counters["stats"]["unique_graphs"]
 
 
-def test_a_compiled_model_takes_the_same_steps_on_two_ranks(launch: Launch) -> None:
-    for plain, compiled, graphs in launch(train_twice).values:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_compiled_model_takes_the_same_steps(launch: Launch, ranks: int) -> None:
+    for plain, compiled, graphs in launch(train_twice, ranks=ranks).values:
         assert compiled["losses"] == pytest.approx(plain["losses"], abs=1e-5)
         assert compiled["keys"] == plain["keys"] == ["0.weight", "1.weight"]
         assert graphs > 0
