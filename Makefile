@@ -15,7 +15,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-WORKERS ?= $(shell nproc)
+# Tests wait a fifth of their time, for a limit or another process: one worker more than cores.
+WORKERS ?= $(shell echo $$(( $$(nproc) + 1 )))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope
 
 .PHONY: demo test test-all test-rest test-gpu test-hosts test-browser screenshots check notebooks bench clean install
