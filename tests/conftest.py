@@ -29,6 +29,9 @@ GRACE = 30.0
 On a quiet machine one takes some milliseconds; only a leak takes all of it.
 """
 
+LONGEST_TMPDIR = 40
+"""Characters of a TMPDIR in which there is room for the tests' own folders and their sockets."""
+
 OUR_FOLDERS = ("nbtoolkit-", "torchelastic_")
 """Beginnings of the names of temporary folders that we (or torch elastic for us) make."""
 
@@ -97,7 +100,9 @@ def session_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """Give the session a temporary folder and a family mark; at its end nobody is left."""
     tmp_path_factory.getbasetemp()  # pytest's own folders stay where one looks for them
     before = dict(os.environ), tempfile.tempdir
-    folder = tempfile.mkdtemp(prefix="nbt-")
+    # Unix sockets of multiprocessing have no room for a long path.
+    place = "/tmp" if len(tempfile.gettempdir()) > LONGEST_TMPDIR else None
+    folder = tempfile.mkdtemp(prefix="nbt-", dir=place)
     os.environ.update({"TMPDIR": folder, FAMILY: uuid.uuid4().hex})
     tempfile.tempdir = None
     FOREIGN.update(_all_processes())

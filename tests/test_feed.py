@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,20 @@ def test_an_error_of_collate_names_the_batch(workers: int) -> None:
     with pytest.raises(RuntimeError, match="equal size") as caught:
         list(source.batches(torch.arange(3), [1, 2]))
     assert caught.value.__notes__ == ["[nbtoolkit] while loading a batch of the samples [1, 2]"]
+
+
+def test_workers_that_could_hand_nothing_over_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's sockets have no room for a long TMPDIR, and torch would wait for ever."""
+    deep = tmp_path / ("a" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(
+        FitError, match=r"workers would hang(.|\n)*at most 75 bytes(.|\n)*TMPDIR set"
+    ):
+        make_source(Augmented(3), CPU, workers=2)
+    make_source(Augmented(3), CPU, workers=0)
 
 
 def test_a_sample_that_ends_an_iteration_does_not_end_the_epoch() -> None:

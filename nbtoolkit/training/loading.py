@@ -6,10 +6,13 @@ are the same with any number of workers.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from nbtoolkit.errors import FitError
 from nbtoolkit.runtime.crossing import add_note, pack_error, unpack_error
 from nbtoolkit.training.seeding import undisturbed
 
@@ -17,6 +20,10 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 _END = object()
+
+# A Unix socket's path has 107 bytes; to the temporary folder multiprocessing adds
+# /pymp-xxxxxxxx/listener-xxxxxxxx.
+_LONGEST_TEMPORARY = 107 - 32
 
 
 class Loader:
@@ -27,9 +34,14 @@ class Loader:
         workers: processes that make the items in turns, each two ahead; 0: an item is made here,
             when it is asked for.
         pin: put tensors into page-locked memory, from where a GPU fetches them by itself.
+
+    Raises:
+        FitError: workers could not hand over what they make.
     """
 
     def __init__(self, make: Callable[[Any], Any], *, workers: int, pin: bool) -> None:
+        if workers:
+            _check_sockets()
         self._maker, self._workers, self._pin = _Maker(make), workers, pin
         self._keys = _Keys()
         self._loader: DataLoader[Any] | None = None
@@ -72,6 +84,18 @@ class Loader:
             collate_fn=_as_it_is,
             pin_memory=self._pin,
             persistent_workers=self._workers > 0,
+        )
+
+
+def _check_sockets() -> None:
+    """A worker that cannot make its socket says so on stderr only, and is waited for for ever."""
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > _LONGEST_TEMPORARY:
+        raise FitError(
+            f"DataLoader workers would hang: they hand over tensors by Unix sockets in {folder}, "
+            f"which is too long for one (TMPDIR)",
+            allowed=f"one of at most {_LONGEST_TEMPORARY} bytes, or train.workers: 0",
+            do="start Python with TMPDIR set to a shorter path, such as /tmp",
         )
 
 
