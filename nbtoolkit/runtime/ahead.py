@@ -41,10 +41,9 @@ _NEVER = frozenset(
     {"tensorflow", "jax", "jaxlib", "ray", "grpc", "pyspark", "torch_xla", "triton", "bitsandbytes"}
 )
 
-# Values that a library sets for itself at its first import or use (scikit-learn; torch, when the
-# first optimizer is made): a kernel that has used it since the last launch is the same environment.
-_OWN_VALUES = frozenset({("KMP_DUPLICATE_LIB_OK", "True"), ("KMP_INIT_AT_FORK", "FALSE")})
-_OWN_CACHE = "TORCHINDUCTOR_CACHE_DIR", "torchinductor_"  # and the beginning of the folder's name
+# What scikit-learn sets when it is imported. A kernel that imports it between two launches is the
+# same environment.
+_SET_BY_SCIKIT_LEARN = frozenset({("KMP_DUPLICATE_LIB_OK", "True"), ("KMP_INIT_AT_FORK", "FALSE")})
 
 # Variables that say nothing about how a package behaves. pytest sets its own anew for each test.
 _IRRELEVANT = frozenset(
@@ -67,15 +66,20 @@ def installed_roots() -> tuple[str, ...]:
 
 def environment_key(environ: Mapping[str, str]) -> str:
     """Equal for environments under which imports behave alike."""
-    kept = sorted(one for one in environ.items() if one[0] not in _IRRELEVANT and not _own(*one))
+    kept = sorted(
+        (name, value)
+        for name, value in environ.items()
+        if name not in _IRRELEVANT and not _is_set_by_library(name, value)
+    )
     return hashlib.sha256(json.dumps(kept).encode()).hexdigest()[:16]
 
 
-def _own(name: str, value: str) -> bool:
-    """Whether a library sets this variable to this value for itself."""
-    variable, begins = _OWN_CACHE
-    own_cache = name == variable and os.path.basename(value).startswith(begins)
-    return own_cache or (name, value) in _OWN_VALUES
+def _is_set_by_library(name: str, value: str) -> bool:
+    """Whether a library sets this variable to this value, and not the user."""
+    if name == "TORCHINDUCTOR_CACHE_DIR":
+        # torch sets it to <tmp>/torchinductor_<user> when the first optimizer is made.
+        return os.path.basename(value).startswith("torchinductor_")
+    return (name, value) in _SET_BY_SCIKIT_LEARN
 
 
 class ImportNotes:
@@ -127,7 +131,8 @@ def _is_import() -> bool:
 
     torch._dynamo looks for pandas and scikit-learn, and a branch would take 1.6 s to import them.
     """
-    asker = sys._getframe(3)  # of the import system's _find_spec, which asks find_spec
+    # Frames: this function, ImportNotes.find_spec, the import system's _find_spec, its caller.
+    asker = sys._getframe(3)
     return asker.f_code.co_filename.startswith("<frozen importlib._bootstrap>")
 
 

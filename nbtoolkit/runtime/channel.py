@@ -176,6 +176,7 @@ class GroupChannel:
 
         came = torch.tensor([self.heard.number])
         dist.all_reduce(came, op=dist.ReduceOp.MAX, group=self._group)
-        # Nobody has heard one: but this rank may have meanwhile, for the next time.
+        # A signal that reaches this rank while it waits in the collective is not in the result: it
+        # must not be overwritten by 0, and is shared the next time.
         if int(came):
             self.heard.number = int(came)

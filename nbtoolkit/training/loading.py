@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _END = object()
 
-# A Unix socket's path has 107 bytes; to the temporary folder multiprocessing adds
-# /pymp-xxxxxxxx/listener-xxxxxxxx.
+# Bytes. A Unix socket's path has at most 107 (man 7 unix), of which multiprocessing needs 32 for
+# /pymp-xxxxxxxx/listener-xxxxxxxx below the temporary folder.
 _LONGEST_TEMPORARY = 107 - 32
 
 
@@ -88,13 +88,16 @@ class Loader:
 
 
 def _check_sockets() -> None:
-    """A worker that cannot make its socket says so on stderr only, and is waited for for ever."""
+    """Refuse a temporary folder whose path leaves no room for the workers' sockets.
+
+    A worker that cannot make its socket says so on stderr only, and the DataLoader waits for ever.
+    """
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > _LONGEST_TEMPORARY:
         raise FitError(
             f"DataLoader workers would hang: they hand over tensors by Unix sockets in {folder}, "
-            f"which is too long for one (TMPDIR)",
-            allowed=f"one of at most {_LONGEST_TEMPORARY} bytes, or train.workers: 0",
+            "and that path of the temporary folder is too long for a socket",
+            allowed=f"a path of at most {_LONGEST_TEMPORARY} bytes, or train.workers: 0",
             do="start Python with TMPDIR set to a shorter path, such as /tmp",
         )
 
