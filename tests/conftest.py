@@ -161,13 +161,29 @@ def _processes() -> set[int]:
     for pid in _all_processes() - FOREIGN:
         with contextlib.suppress(OSError):  # gone meanwhile, or somebody else's
             with open(f"/proc/{pid}/stat") as file:
-                parents[pid] = int(file.read().rpartition(")")[2].split()[1])
-            with open(f"/proc/{pid}/environ", "rb") as environ:
-                if mark in environ.read():
-                    family.add(pid)
+                fields = file.read().rpartition(")")[2].split()
+            parents[pid] = int(fields[1])
+            # Neither has variables: a zombie, and a kernel thread (PF_KTHREAD of linux/sched.h).
+            zombie, kernel_thread = fields[0] in "ZX", int(fields[6]) & 0x00200000
+            if not zombie and not kernel_thread and _marked(pid, mark):
+                family.add(pid)
     while new := {pid for pid, parent in parents.items() if parent in family} - family:
         family |= new
     return {pid for pid in family - _kept_warm() - {os.getpid()} if _ours(pid)}
+
+
+def _marked(pid: int, mark: bytes) -> bool:
+    """Whether a process has ``mark`` among its variables, or is about to have some.
+
+    In the middle of ``execve`` Linux shows neither variables nor a command line: of 400 looks at
+    processes that were just detached, 3 came so early. Whoever waits looks again.
+    """
+    for _ in range(3):
+        if variables := Path(f"/proc/{pid}/environ").read_bytes():
+            return mark in variables
+        if not Path(f"/proc/{pid}/cmdline").read_bytes():
+            return True
+    return False
 
 
 def _all_processes() -> set[int]:

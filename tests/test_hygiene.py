@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import conftest
+
 LEAKS = """
 import os, socket, subprocess, tempfile, threading
 
@@ -47,9 +49,18 @@ def test_that_ends_what_it_began(monkeypatch, tmp_path):
 """
 
 
+def test_a_process_that_has_just_been_detached_is_seen() -> None:
+    # One look in a hundred came while it had neither its old variables nor its new ones.
+    detach = ["sh", "-c", "setsid sleep 0.3 >/dev/null 2>&1 &"]
+    for _ in range(200):
+        before = conftest._processes()
+        subprocess.run(detach, check=True)
+        assert conftest._processes() - before
+
+
 def test_what_a_test_leaves_behind_fails_it_and_only_it(tmp_path: Path) -> None:
-    conftest = (Path(__file__).parent / "conftest.py").read_text()
-    hasty, changed = re.subn(r"(?m)^GRACE = .*$", "GRACE = 0.5", conftest)
+    checks = (Path(__file__).parent / "conftest.py").read_text()
+    hasty, changed = re.subn(r"(?m)^GRACE = .*$", "GRACE = 0.5", checks)
     assert changed == 1
     (tmp_path / "conftest.py").write_text(hasty)
     (tmp_path / "test_leaks.py").write_text(LEAKS)
