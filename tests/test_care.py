@@ -90,3 +90,14 @@ def test_a_rank_that_writes_its_stacks_late_is_waited_for(
     stacks = Watch(flight, paths, 2.0).stacks()
     timer.join()
     assert "Current thread" in stacks[0]
+
+
+def test_what_a_rank_said_last_is_heard_when_a_message_to_it_comes_too_late() -> None:
+    owner, rank = Line.pair()
+    rank.send({"type": "left", "status": "deadline"})
+    rank.close()
+    assert not owner.send({"type": "come"})
+    assert owner.closed
+    assert owner.drain() == [{"type": "left", "status": "deadline"}]
+    assert owner.drain() == []
+    owner.close()

@@ -30,8 +30,9 @@ class Line:
         """For select and for asking who is at the other end."""
         self._buffer = bytearray()
         self._lock = threading.Lock()
+        self._at_end = False
         self.closed = False
-        """True once the other end is gone."""
+        """True once the other end is gone; what it sent before may still be there to be read."""
 
     @classmethod
     def pair(cls) -> tuple[Line, Line]:
@@ -81,7 +82,9 @@ class Line:
 
     def drain(self) -> list[Message]:
         """All messages that are here now, without waiting."""
-        while not self.closed:
+        # Not ``while not self.closed``: a message that did not reach the other end says nothing of
+        # what came from there.
+        while not self._at_end:
             try:
                 if not self._fill(socket.MSG_DONTWAIT):
                     break
@@ -94,7 +97,7 @@ class Line:
 
     def close(self) -> None:
         """Close this end."""
-        self.closed = True
+        self.closed = self._at_end = True
         self.socket.close()
 
     def _fill(self, flags: int = 0) -> bool:
@@ -103,7 +106,7 @@ class Line:
         except ConnectionResetError:
             chunk = b""
         if not chunk:
-            self.closed = True
+            self.closed = self._at_end = True
             return False
         self._buffer += chunk
         return True
