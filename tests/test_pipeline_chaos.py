@@ -177,8 +177,9 @@ def test_a_step_that_was_killed_goes_on_from_its_runs_checkpoint(tmp_path: Path)
 def test_the_digits_that_were_killed_ten_times_end_with_the_same_metrics(tmp_path: Path) -> None:
     path, began = Path("config/pipeline/smoke.yaml"), time.monotonic()
     undisturbed = published(path, tmp_path / "calm", 1200)
-    whole = time.monotonic() - began  # on this machine, now
-    assert killed_often(path, tmp_path / "wild", kills=10, longest=0.3 * whole) >= 5
+    # Of what it took just now; but a machine that was busy then may not be any more.
+    longest = min(0.3 * (time.monotonic() - began), 6.0)
+    assert killed_often(path, tmp_path / "wild", kills=10, longest=longest) >= 5
     survived = published(path, tmp_path / "wild", 1200)
     # A step that is killed when its run has ended, and before it is done itself, runs it again.
     assert survived["report"].pop("runs") >= undisturbed["report"].pop("runs")
