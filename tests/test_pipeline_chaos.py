@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,16 @@ def strike(command: subprocess.Popen[str], victim: str) -> bool:
     return command.returncode != 0
 
 
+def written(folder: Path) -> int:
+    """Bytes of events that the runs in a folder have written: how far a pipeline is."""
+    return sum(file.stat().st_size for file in folder.rglob("events.jsonl"))
+
+
+def is_far_enough(command: subprocess.Popen[str], folder: Path, goal: float) -> bool:
+    """Whether a command has ended, or its runs have written more than ``goal`` bytes of events."""
+    return command.poll() is not None or written(folder) > goal
+
+
 def killed_often(path: Path, folder: Path, kills: int, longest: float) -> int:
     """Start a pipeline again and again, and kill it; how often that was before it was done.
 
@@ -121,19 +132,18 @@ def killed_often(path: Path, folder: Path, kills: int, longest: float) -> int:
         path: the pipeline's file.
         folder: where it runs.
         kills: how often at most.
-        longest: seconds it goes on before a kill, at most.
+        longest: bytes of events that it writes before a kill, at most. Seconds would say nothing
+            where the machine was busy a minute ago.
     """
     chance = random.Random(kills)
     for struck in range(kills):
         command = started(path, folder)
-        moment, victim = chance.uniform(0.1, 1.0) * longest, chance.choice(VICTIMS)
-        try:
-            command.wait(moment)
-        except subprocess.TimeoutExpired:
-            if not strike(command, victim):
-                return struck
-        else:
-            command.communicate()
+        moment, victim = chance.uniform(0.0, 1.0) * longest, chance.choice(VICTIMS)
+        goal = written(folder) + moment
+        until(partial(is_far_enough, command, folder, goal), "progress")
+        # Not always right behind an event.
+        time.sleep(chance.uniform(0.0, 0.3))
+        if not strike(command, victim):
             return struck
     return kills
 
@@ -142,9 +152,9 @@ def killed_often(path: Path, folder: Path, kills: int, longest: float) -> int:
 @pytest.mark.long
 @pytest.mark.usefixtures("own_tmpdir")
 def test_a_pipeline_that_was_killed_twice_ends_with_the_same_metrics(tmp_path: Path) -> None:
-    path, began = small_pipeline(tmp_path), time.monotonic()
+    path = small_pipeline(tmp_path)
     undisturbed = published(path, tmp_path / "calm")
-    whole = time.monotonic() - began  # on this machine, now
+    whole = written(tmp_path / "calm")
     assert killed_often(path, tmp_path / "wild", kills=2, longest=0.6 * whole) >= 1
     assert published(path, tmp_path / "wild") == undisturbed
 
@@ -175,11 +185,10 @@ def test_a_step_that_was_killed_goes_on_from_its_runs_checkpoint(tmp_path: Path)
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("own_tmpdir")
 def test_the_digits_that_were_killed_ten_times_end_with_the_same_metrics(tmp_path: Path) -> None:
-    path, began = Path("config/pipeline/smoke.yaml"), time.monotonic()
+    path = Path("config/pipeline/smoke.yaml")
     undisturbed = published(path, tmp_path / "calm", 1200)
-    # Of what it took just now; but a machine that was busy then may not be any more.
-    longest = min(0.3 * (time.monotonic() - began), 6.0)
-    assert killed_often(path, tmp_path / "wild", kills=10, longest=longest) >= 5
+    whole = written(tmp_path / "calm")
+    assert killed_often(path, tmp_path / "wild", kills=10, longest=0.15 * whole) >= 5
     survived = published(path, tmp_path / "wild", 1200)
     # A step that is killed when its run has ended, and before it is done itself, runs it again.
     assert survived["report"].pop("runs") >= undisturbed["report"].pop("runs")
