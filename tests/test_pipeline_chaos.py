@@ -27,6 +27,7 @@ from nbtoolkit.runtime.paths import read_json
 __all__ = ["own_tmpdir"]  # a fixture
 
 VICTIMS = ("command", "kernel", "all")
+EVENTS = "events.jsonl"
 PLACES = ("folder", "checkpoint", "page")  # of which each run has its own
 
 SETTINGS = """
@@ -117,7 +118,9 @@ def strike(command: subprocess.Popen[str], victim: str) -> bool:
 
 def written(folder: Path) -> int:
     """Bytes of events that the runs in a folder have written: how far a pipeline is."""
-    return sum(file.stat().st_size for file in folder.rglob("events.jsonl"))
+    # os.walk passes over folders that are removed meanwhile; Path.rglob raises.
+    found = [Path(place, EVENTS) for place, _, files in os.walk(folder) if EVENTS in files]
+    return sum(file.stat().st_size for file in found)
 
 
 def is_far_enough(command: subprocess.Popen[str], folder: Path, goal: float) -> bool:
