@@ -187,7 +187,7 @@ class Checkpoint(Section):
     monitor: Text | None = None
     """The reported metric that decides which is best; null: val_loss, or train_loss without one."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """Which is best; `auto`: the lowest where the name ends in loss or error, else the highest."""
+    """Which is best; `auto`: as its name says (`val_mae`: the lowest); see docs/search.md."""
 
 
 class Tracking(Section):

@@ -58,7 +58,7 @@ def _one_trial(program: SweepProgram) -> None:
 
 
 def _content() -> dict[str, Any]:
-    study = {"metric": "loss", "sampler_options": {"n_startup_trials": 1}}
+    study = {"metric": "loss", "direction": "minimize", "sampler_options": {"n_startup_trials": 1}}
     space = {"x": {"type": "float", "low": 1e-3, "high": 0.1, "log": True}}
     wishes = Wishes.model_validate(
         {"study": study, "space": space, "budget": {"n_trials": _TRIALS}}

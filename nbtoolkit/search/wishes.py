@@ -9,7 +9,7 @@ space:
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, PlainSerializer, ValidationError
@@ -28,6 +28,7 @@ from nbtoolkit.config_values import (
     Seed,
     Text,
 )
+from nbtoolkit.direction import Direction, resolve
 from nbtoolkit.errors import SpaceError
 from nbtoolkit.search.folds import FoldKind
 from nbtoolkit.search.space import Space
@@ -38,7 +39,6 @@ SamplerName = Literal["tpe", "gp", "cmaes", "qmc", "random", "grid"]
 PrunerName = Literal[
     "median", "percentile", "successive_halving", "hyperband", "wilcoxon", "patient", "none"
 ]
-Direction = Literal["maximize", "minimize"]
 
 
 def _names(value: Any) -> tuple[Any, ...]:
@@ -78,7 +78,7 @@ class StudyWishes(Section):
     metric: Text | Names | None = None
     """The reported metric (or several) to improve; null: `checkpoint.monitor`, else val_loss."""
     direction: Direction | Auto | Directions = "auto"
-    """Which is best; `auto`: the lowest where the name ends in loss or error, else the highest."""
+    """Which is best; `auto`: as `checkpoint.mode` or the name says (see docs/search.md)."""
     value: Literal["last", "best"] = "last"
     """Which of a trial's reports is its value."""
     sampler: SamplerName = "tpe"
@@ -164,11 +164,12 @@ class Wishes(Section):
 
     @property
     def directions(self) -> tuple[Direction, ...]:
-        """The direction of each metric."""
+        """The direction of each metric (resolved)."""
         wished = self.study.direction
         if isinstance(wished, tuple):
             return wished
-        return tuple(_direction(name) if wished == "auto" else wished for name in self.metrics)
+        assert wished != "auto", "load_wishes resolves it"
+        return (wished,) * len(self.metrics)
 
     @property
     def pruner(self) -> PrunerName:
@@ -223,7 +224,7 @@ def load_wishes(
     space = Space(layer.values.get("space") or {}, places)
     space.check(config)
     refuse(clashes(wishes, space, layer.places), SpaceError)
-    return _resolved(wishes, space, config)
+    return _resolved(wishes, space, config, layer.places)
 
 
 def _checked(layer: Layer) -> Wishes:
@@ -237,21 +238,34 @@ def _checked(layer: Layer) -> Wishes:
     return wishes
 
 
-def _resolved(wishes: Wishes, space: Space, config: Config) -> Wishes:
-    metric = wishes.study.metric or config.checkpoint.monitor or "val_loss"
-    named = wishes.model_copy(
-        update={
-            "study": wishes.study.model_copy(update={"metric": metric}),
-            "space": FreeSection(space.to_dict()),
-        }
-    )
-    direction = named.directions if isinstance(metric, tuple) else named.directions[0]
-    update = {"direction": direction, "pruner": named.pruner}
-    return named.model_copy(update={"study": named.study.model_copy(update=update)})
+def _resolved(wishes: Wishes, space: Space, config: Config, places: Mapping[Keys, str]) -> Wishes:
+    study = wishes.study
+    metric = study.metric or config.checkpoint.monitor or "val_loss"
+    names = metric if isinstance(metric, tuple) else (metric,)
+    directions = study.direction
+    if directions == "auto":
+        directions = _judged(names, config, places)
+    elif not isinstance(directions, tuple):
+        directions = (directions,) * len(names)
+    direction = directions if isinstance(metric, tuple) else directions[0]
+    update = {"metric": metric, "direction": direction, "pruner": wishes.pruner}
+    named = {"study": study.model_copy(update=update), "space": FreeSection(space.to_dict())}
+    return wishes.model_copy(update=named)
 
 
-def _direction(metric: str) -> Direction:
-    return "minimize" if metric.endswith(("loss", "error")) else "maximize"
+def _judged(
+    names: Sequence[str], config: Config, places: Mapping[Keys, str]
+) -> tuple[Direction, ...]:
+    """The metrics' directions, or SpaceError: a name does not say which values are best."""
+    found = {name: resolve(name, config) for name in names}
+    what = "whether the highest or the lowest {!r} is best cannot be told from its name"
+    lines = "`direction: maximize` or `direction: minimize` under study"
+    if len(names) > 1:
+        lines = "under study a list of maximize and minimize, one for each metric"
+    place, do = places.get(("study", "metric"), "study.metric"), "add the line that is right"
+    unknown = [what.format(name) for name, direction in found.items() if direction is None]
+    refuse([Mistake(place=place, what=one, allowed=lines, do=do) for one in unknown], SpaceError)
+    return tuple(direction for direction in found.values() if direction is not None)
 
 
 def _plain_layer(values: Mapping[str, Any]) -> Layer:

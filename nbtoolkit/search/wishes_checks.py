@@ -41,9 +41,9 @@ _Clash = tuple[str, str, str, str]
 
 
 def _about_metrics(wishes: Wishes) -> Iterator[_Clash]:
-    several, directions = len(wishes.metrics), len(wishes.directions)
-    if several != directions:
-        what = f"{directions} directions for {several} metrics"
+    several, direction = len(wishes.metrics), wishes.study.direction
+    if isinstance(direction, tuple) and len(direction) != several:
+        what = f"{len(direction)} directions for {several} metrics"
         yield "study.direction", what, "one for all, or one for each", ""
     if several > 1 and wishes.study.value == "best":
         what = "best is not defined with several metrics"

@@ -6,13 +6,12 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
+from nbtoolkit.direction import resolve
 from nbtoolkit.errors import FitError
 
 if TYPE_CHECKING:
     from nbtoolkit.config import Config
     from nbtoolkit.runtime.context import RunContext
-
-_LOW = ("loss", "error", "mae", "mse", "rmse")  # names that end so: best is lowest (mode: auto)
 
 # What a resumed fit has to know besides weights and optimizer.
 _KEPT = ("epoch", "taken", "loss", "seen", "values", "best", "best_epoch", "best_step", "stale")
@@ -35,6 +34,16 @@ class Progress:
 
     def __init__(self, ctx: RunContext, config: Config) -> None:
         self._ctx, self._checkpoint, self._train = ctx, config.checkpoint, config.train
+        # Without a monitor it is a loss: val_loss or train_loss.
+        direction = resolve(self._checkpoint.monitor or "val_loss", config)
+        if direction is None:
+            raise FitError(
+                f"whether the highest or the lowest {self._checkpoint.monitor!r} is best cannot be "
+                f"told from its name (checkpoint.monitor)",
+                allowed="`mode: max` or `mode: min` under checkpoint",
+                do="add the line that is right",
+            )
+        self._lowest = direction == "minimize"
         self._said = 0.0
         self._reference: float | None = None
         self.epoch = self.taken = self.seen = 0
@@ -110,11 +119,6 @@ class Progress:
         if than is None or math.isnan(than):
             return True
         return value < than - by if self._lowest else value > than + by
-
-    @property
-    def _lowest(self) -> bool:
-        mode = self._checkpoint.mode
-        return mode == "min" or (mode == "auto" and self.monitored.endswith(_LOW))
 
     def _say(self) -> None:
         """A line a second at most: epochs may take milliseconds."""
