@@ -9,6 +9,7 @@ an unknown name or a wrong value is an error: its line, what is allowed, and the
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -317,6 +318,37 @@ def load_config(
     layers = [_overlay(env)] if env is not None else []
     layers += [file_layer(path)] if path is not None else []
     return _build([*layers, override_layer(overrides)])
+
+
+ConfigLike = Config | Mapping[str, Any] | str | os.PathLike[str] | None
+"""What is taken wherever a configuration is: a file's path and a dict of settings, too."""
+
+
+def as_config(config: ConfigLike, processes: int | None = None) -> Config:
+    """Make a Config of whatever the user has.
+
+    Args:
+        config: a Config, a path to a YAML file, a dict of settings, or None for the defaults.
+        processes: beats ``distributed.world_size``.
+
+    Raises:
+        ConfigError: it is something else, or something in it is wrong.
+    """
+    if config is None or isinstance(config, (str, os.PathLike)):
+        config = load_config(config)
+    elif isinstance(config, Mapping):
+        config = load_config(overrides=config)
+    elif not isinstance(config, Config):
+        raise ConfigError(
+            f"{reprlib.repr(config)} is no configuration",
+            allowed="a Config, a path to YAML, a dict of settings, or None for the defaults",
+            do='pass {"optim.lr": 3e-4}, or nb.load_config(path, overrides=...)',
+        )
+    if processes is not None:
+        config = config.with_overrides(
+            {"distributed.world_size": processes, "distributed.enabled": processes > 1}
+        )
+    return config
 
 
 def _overlay(env: str) -> Layer:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nbtoolkit.config import Config, ConfigLike, as_config
 from nbtoolkit.errors import NbtoolkitError, WorkerDied
 from nbtoolkit.runtime.checkpoint import has_checkpoint, read_state
 from nbtoolkit.runtime.events import EventReader
@@ -26,7 +27,6 @@ from nbtoolkit.training.checkpoint import find_weights
 from nbtoolkit.training.samples import read_samples
 
 if TYPE_CHECKING:
-    from nbtoolkit.config import Config
     from nbtoolkit.runtime.context import RunContext
     from nbtoolkit.runtime.result import RunResult
 
@@ -99,7 +99,7 @@ class Comparison:
 
 
 def parity(
-    train: Train, config: Config, *, processes: int = 2, tolerance: float = 1e-5
+    train: Train, config: ConfigLike, *, processes: int = 2, tolerance: float = 1e-5
 ) -> Comparison:
     """Run ``train`` on one process and on several, and compare.
 
@@ -122,7 +122,7 @@ def parity(
 
 def resume(
     train: Train,
-    config: Config,
+    config: ConfigLike,
     *,
     processes: int | None = None,
     at: float = 0.5,
@@ -190,10 +190,10 @@ class _KilledOnce:
 
 
 @contextmanager
-def _scratch(config: Config) -> Iterator[Config]:
+def _scratch(config: ConfigLike) -> Iterator[Config]:
     """The configuration for runs in a folder that is removed, with every step logged."""
     with tempfile.TemporaryDirectory(prefix="nbtoolkit-verify-") as folder:
-        yield config.with_overrides(
+        yield as_config(config).with_overrides(
             {
                 "runtime.output_dir": folder,
                 "tracking.mlflow": False,

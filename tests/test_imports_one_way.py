@@ -26,7 +26,7 @@ ROOMS = {
     "training": {"errors", "config", "runtime"},
     "tracking": {"errors", "runtime"},
     "tasks": {"errors", "training"},
-    "verify": {"errors", "runtime", "training"},
+    "verify": {"errors", "config", "runtime", "training"},
     "doctor": {"errors", "config", "runtime"},
     "search": {"errors", "config", "runtime", "training"},
     "notebooks": {"errors", "config", "runtime"},
@@ -55,7 +55,7 @@ ROOMS = {
 }
 
 # Modules of the configuration room, which has no folder of its own.
-CONFIG = ("config", "yaml_lines")
+CONFIG = ("config", "direction", "yaml_lines")
 
 # Against the stream, inside a function and for a reason.
 LATE = {

@@ -55,6 +55,13 @@ def plan_on(
     return make_plan(config(**wishes), host, hardware, evidence, start=start)
 
 
+def test_a_dict_of_settings_is_a_configuration() -> None:
+    wished = {"distributed.world_size": 2}
+    plan = make_plan(wished, SCRIPT, cpu_machine(4))
+    assert plan == make_plan(load_config(overrides=wished), SCRIPT, cpu_machine(4))
+    assert plan.processes == 2
+
+
 def says(plan: LaunchPlan, text: str) -> bool:
     return any(text in reason for reason in plan.reasons)
 

@@ -45,7 +45,7 @@ def own_loop(config: Any, ctx: Any) -> None:
 
 
 def test_parity_finds_nothing_in_a_function_that_calls_fit() -> None:
-    found = nb.verify.parity(train, config(), processes=2)
+    found = nb.verify.parity(train, SMALL, processes=2)  # a dict of settings is a configuration
     assert found.passed, found
     assert found.steps == 8  # of 12, 12, 12 and 5 samples, twice
     assert found.largest < 1e-5

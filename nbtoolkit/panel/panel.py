@@ -11,13 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.config import Config
+from nbtoolkit.config import Config, ConfigLike, as_config
 from nbtoolkit.errors import LaunchError, MissingExtra
 from nbtoolkit.panel.again import replace
 from nbtoolkit.panel.desk import Desk
 from nbtoolkit.panel.draft import Draft
 from nbtoolkit.panel.equal import space_text
-from nbtoolkit.runtime.launch import as_config
 from nbtoolkit.runtime.result import find_run
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ _LOOK = 0.1  # seconds between two looks meanwhile
 
 def panel(
     train: Train | None = None,
-    config: Config | Mapping[str, Any] | str | Path | None = None,
+    config: ConfigLike = None,
     space: Source | None = None,
 ) -> Panel:
     """A control panel for a cell: a form of all settings, buttons, and views of what runs.

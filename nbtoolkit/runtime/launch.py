@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from nbtoolkit.config import Config, load_config
-from nbtoolkit.errors import ConfigError
+from nbtoolkit.config import Config, ConfigLike, as_config
 from nbtoolkit.runtime.call import check_call
 from nbtoolkit.runtime.cell import CellOutput, Display
 from nbtoolkit.runtime.choose import choose_run, write_header
@@ -30,7 +28,7 @@ Train = Callable[[Config, "RunContext"], Any]
 @overload
 def launch(
     train: Train,
-    config: Config | Mapping[str, Any] | str | Path | None = None,
+    config: ConfigLike = None,
     *,
     processes: int | None = None,
     start: Start = "launchpad",
@@ -47,7 +45,7 @@ def launch(
 @overload
 def launch(
     train: Train,
-    config: Config | Mapping[str, Any] | str | Path | None = None,
+    config: ConfigLike = None,
     *,
     processes: int | None = None,
     start: Start = "launchpad",
@@ -63,7 +61,7 @@ def launch(
 
 def launch(
     train: Train,
-    config: Config | Mapping[str, Any] | str | Path | None = None,
+    config: ConfigLike = None,
     *,
     processes: int | None = None,
     start: Start = "launchpad",
@@ -174,27 +172,6 @@ def launch(
         )
     shown.open(waits=wait)
     return handle.result() if wait else handle  # from here on the owner alone holds the lock
-
-
-def as_config(
-    config: Config | Mapping[str, Any] | str | Path | None, processes: int | None
-) -> Config:
-    """A Config from whatever the user has, with ``processes`` put in its place."""
-    if config is None or isinstance(config, (str, Path)):
-        config = load_config(config)
-    elif isinstance(config, Mapping):
-        config = load_config(overrides=config)
-    elif not isinstance(config, Config):
-        raise ConfigError(
-            f"launch was given {reprlib.repr(config)} as its configuration",
-            allowed="a Config, a path to YAML, a dict of settings, or None for the defaults",
-            do='nb.launch(train, {"optim.lr": 3e-4}), or nb.load_config(path, overrides=...)',
-        )
-    if processes is not None:
-        config = config.with_overrides(
-            {"distributed.world_size": processes, "distributed.enabled": processes > 1}
-        )
-    return config
 
 
 def _size(path: Path) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from nbtoolkit.config import ConfigLike, as_config
 from nbtoolkit.errors import GroupStartFailed, PlanError
 from nbtoolkit.runtime.batch import BatchSplit, split_batch
 from nbtoolkit.runtime.device import Device
@@ -45,7 +46,7 @@ Evidence = GroupFailure | PortBusy
 
 
 def make_plan(
-    config: Config,
+    config: ConfigLike,
     host: Host,
     hardware: Hardware,
     evidence: Sequence[Evidence] = (),
@@ -68,6 +69,7 @@ def make_plan(
             ``distributed.fallback`` is off.
     """
     start = "inline" if host.is_rank else start
+    config = as_config(config)
     seats = choose_seats(config, host, hardware, start)
     batch, lr_factor, about_batch = _batch(config, seats.processes)
     seats, batch, learnt = _learn(config, host, evidence, seats, batch)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
-from nbtoolkit.config import Config, load_config
+from nbtoolkit.config import Config, ConfigLike, as_config, load_config
 from nbtoolkit.errors import FoldError, LaunchError, ResumeError
 from nbtoolkit.runtime.call import check_call
 from nbtoolkit.runtime.cell import Display, Shown
 from nbtoolkit.runtime.events import Event
-from nbtoolkit.runtime.launch import Train, as_config
+from nbtoolkit.runtime.launch import Train
 from nbtoolkit.runtime.paths import RunPaths, decides_result
 from nbtoolkit.runtime.result import find_run
 from nbtoolkit.runtime.screen import Screen, choose_screen, look_around
@@ -30,7 +29,7 @@ from nbtoolkit.search.start import Search, start_search
 @overload
 def cross_validate(
     train: Train,
-    config: Config | Mapping[str, Any] | str | Path | None,
+    config: ConfigLike,
     folds: Folds,
     *,
     processes: int | None = None,
@@ -45,7 +44,7 @@ def cross_validate(
 @overload
 def cross_validate(
     train: Train,
-    config: Config | Mapping[str, Any] | str | Path | None,
+    config: ConfigLike,
     folds: Folds,
     *,
     processes: int | None = None,
@@ -59,7 +58,7 @@ def cross_validate(
 
 def cross_validate(
     train: Train,
-    config: Config | Mapping[str, Any] | str | Path | None,
+    config: ConfigLike,
     folds: Folds,
     *,
     processes: int | None = None,

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from nbtoolkit.config import Config
+from nbtoolkit.config import Config, ConfigLike, as_config
 from nbtoolkit.errors import MissingExtra, SweepError
 from nbtoolkit.runtime.call import check_call
 from nbtoolkit.runtime.cell import Display, Shown
 from nbtoolkit.runtime.events import Event
-from nbtoolkit.runtime.launch import Train, as_config
+from nbtoolkit.runtime.launch import Train
 from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.runtime.screen import Screen, choose_screen, look_around
 from nbtoolkit.search.folds import Folds
@@ -36,7 +35,7 @@ WISHES_FILE, FOLDS_FILE = "sweep.yaml", "folds.json"
 @overload
 def sweep(
     train: Train,
-    config: Config | Mapping[str, Any] | str | Path | None,
+    config: ConfigLike,
     space: Source,
     *,
     n_trials: int | None = None,
@@ -55,7 +54,7 @@ def sweep(
 @overload
 def sweep(
     train: Train,
-    config: Config | Mapping[str, Any] | str | Path | None,
+    config: ConfigLike,
     space: Source,
     *,
     n_trials: int | None = None,
@@ -73,7 +72,7 @@ def sweep(
 
 def sweep(
     train: Train,
-    config: Config | Mapping[str, Any] | str | Path | None,
+    config: ConfigLike,
     space: Source,
     *,
     n_trials: int | None = None,

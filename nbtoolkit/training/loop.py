@@ -8,6 +8,7 @@ import time
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from nbtoolkit.config import ConfigLike, as_config
 from nbtoolkit.errors import CheckpointError, FitError, Leave
 from nbtoolkit.runtime.paths import write_json
 from nbtoolkit.training.averaging import make_averages
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 def fit(
     ctx: RunContext,
-    config: Config,
+    config: ConfigLike,
     model: torch.nn.Module,
     train_data: Any,
     valid_data: Any,
@@ -93,6 +94,7 @@ def fit(
             another model, or the disk is too small for those to come.
         Leave: the run was asked to end (a BaseException: let it pass); all is saved by then.
     """
+    config = as_config(config)
     with Saver(ctx, config) as saver:
         fitting = _Fitting(ctx, config, model, train_data, loss, step or pair, collate, saver)
         validator = Validator(ctx, config, valid_data, named_metrics(metrics), collate)
