@@ -231,7 +231,8 @@ class Config(Section):
     """All settings of a run: made by :func:`load_config`, changed by :meth:`with_overrides`."""
 
     task: TaskName = "nbtoolkit.tasks.digits:train"
-    """The training function where no cell passes one: papermill, panel, command line."""
+    """The training function where no cell passes one: papermill, panel, command line. A run's own
+    `config.yaml` names the function that was passed; `__main__:train` where no file can name it."""
     seed: Seed = 0
     """Decides initial weights, sample order and everything else drawn at random."""
     model: Free = FreeSection()

@@ -25,9 +25,10 @@ import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, ResumeError
 from nbtoolkit.panel.board import TABS
 from nbtoolkit.panel.draft import Draft
-from nbtoolkit.panel.equal import command_line, python_cell, task_of
+from nbtoolkit.panel.equal import command_line, python_cell
 from nbtoolkit.panel.fields import config_fields, text_of, texts_of
 from nbtoolkit.panel.rules import BUTTONS
+from nbtoolkit.runtime.call import task_name
 from nbtoolkit.runtime.result import find_run
 
 SPACE = {
@@ -426,9 +427,9 @@ def test_the_command_line_and_the_cell_are_equal_to_the_form(settings: dict[str,
     assert nb.load_config(variables["result"].paths.config, env=None).optim.lr == 3e-4
     search = command_line({}, "optim.lr: [1, 2]", "5")
     assert search.endswith("nbtoolkit sweep space.yaml --trials 5")
-    named = command_line({}, task=task_of(panel_functions.reports))
+    named = command_line({}, task=task_name(panel_functions.reports))
     assert named == "nbtoolkit train -o task=panel_functions:reports"
-    assert "a function of a cell" in command_line({}, task=task_of(lambda config, ctx: None))
+    assert "a function of a cell" in command_line({}, task=task_name(lambda config, ctx: None))
     assert "nb.sweep(train, config, space, n_trials=5)" in python_cell({}, SPACE, "5")
     ast.parse(python_cell(overrides, SPACE, ""))
 

@@ -10,6 +10,7 @@ from nbtoolkit.config import Config
 from nbtoolkit.panel.draft import Checked, Draft
 from nbtoolkit.panel.fields import text_of
 from nbtoolkit.report.words import setting
+from nbtoolkit.runtime.call import task_name
 from nbtoolkit.views.markup import boxed, columns, preformatted, said, wrong
 from nbtoolkit.yaml_lines import dump
 
@@ -27,10 +28,10 @@ def command_line(
         overrides: the settings that are not at their default.
         space: the space as YAML text; empty: a single run.
         trials: how many trials; empty: as the space says.
-        task: the function as ``"package.module:function"``; None: the one of the settings; empty:
-            it is a cell's, and has no command line.
+        task: the function, see :func:`nbtoolkit.runtime.call.task_name`; None: the one of the
+            settings. A cell's has no command line.
     """
-    if task == "":
+    if task is not None and task.startswith("__main__:"):
         return "# a function of a cell: put it into a module and name it: task=module:function"
     if task is not None and task != Config().task:
         overrides = {**overrides, "task": task}
@@ -70,12 +71,6 @@ def python_cell(
     return "\n".join([*lines, searched, f"result = nb.sweep({train}, config, space{count})"])
 
 
-def task_of(train: Callable[..., Any]) -> str:
-    """A function as a configuration names it; empty: it is a cell's, or inside another one."""
-    module, name = getattr(train, "__module__", "__main__"), getattr(train, "__qualname__", "<>")
-    return "" if module == "__main__" or "<" in name else f"{module}:{name}"
-
-
 def equal(draft: Draft, checked: Checked, train: Callable[..., Any] | None) -> str:
     """Differences, command line and cell, as HTML.
 
@@ -89,7 +84,7 @@ def equal(draft: Draft, checked: Checked, train: Callable[..., Any] | None) -> s
     searched = checked.wishes is not None
     text, space = (draft.space, draft.searched()) if searched else ("", None)
     name = "" if train is None else getattr(train, "__name__", "train")
-    task = None if train is None else task_of(train)
+    task = None if train is None else task_name(train)
     shell = command_line(draft.overrides(), text, draft.trials, task=task)
     cell = python_cell(draft.overrides(), space, draft.trials, train=name)
     parts = [said("The same from a shell", strong=True), preformatted(shell)]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 import reprlib
+import sys
 from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any
@@ -46,6 +48,23 @@ def check_call(train: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
             allowed='wait=False and detach=True with start="launchpad"',
             do='use start="launchpad"',
         )
+
+
+def task_name(train: Callable[..., Any]) -> str:
+    """A training function as the setting ``task`` names it.
+
+    Returns:
+        ``"package.module:function"``; ``"__main__:function"`` where no other process can import it:
+        it is a cell's, a script's, or inside another function.
+    """
+    module, name = getattr(train, "__module__", None), getattr(train, "__qualname__", None)
+    found: Any = sys.modules.get(module or "")
+    for part in (name or "").split("."):
+        found = getattr(found, part, None)
+    if found is train and module != "__main__":
+        return f"{module}:{name}"
+    plain = getattr(train, "__name__", type(train).__name__)
+    return f"__main__:{re.sub(r'[^a-zA-Z0-9_]', '', plain) or 'function'}"
 
 
 def _check_function(train: Callable[..., Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from nbtoolkit.config import Config, ConfigLike, as_config
-from nbtoolkit.runtime.call import check_call
+from nbtoolkit.runtime.call import check_call, task_name
 from nbtoolkit.runtime.cell import CellOutput, Display
 from nbtoolkit.runtime.choose import choose_run, write_header
 from nbtoolkit.runtime.events import Event
@@ -120,7 +120,7 @@ def launch(
         },
     )
     screen = choose_screen(display, look_around())
-    config = as_config(config, processes)
+    config = as_config(config, processes).with_overrides({"task": task_name(train)})
     host, hardware = detect_host(), detect_hardware()
     if host.is_rank:
         from nbtoolkit.runtime.in_place import run_in_place

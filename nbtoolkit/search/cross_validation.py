@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 
 from nbtoolkit.config import Config, ConfigLike, as_config, load_config
 from nbtoolkit.errors import FoldError, LaunchError, ResumeError
-from nbtoolkit.runtime.call import check_call
+from nbtoolkit.runtime.call import check_call, task_name
 from nbtoolkit.runtime.cell import Display, Shown
 from nbtoolkit.runtime.events import Event
 from nbtoolkit.runtime.launch import Train
@@ -112,7 +112,7 @@ def cross_validate(
         display=display,
     )
     screen = choose_screen(display, look_around())
-    config = as_config(config, processes)
+    config = as_config(config, processes).with_overrides({"task": task_name(train)})
     _check_resumed(resume, config, folds)
     started = start_search(
         train,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from nbtoolkit.config import Config, ConfigLike, as_config
 from nbtoolkit.errors import MissingExtra, SweepError
-from nbtoolkit.runtime.call import check_call
+from nbtoolkit.runtime.call import check_call, task_name
 from nbtoolkit.runtime.cell import Display, Shown
 from nbtoolkit.runtime.events import Event
 from nbtoolkit.runtime.launch import Train
@@ -136,7 +136,7 @@ def sweep(
     )
     _need_optuna()
     screen = choose_screen(display, look_around())
-    config = as_config(config, None)
+    config = as_config(config).with_overrides({"task": task_name(train)})
     count = None if folds is None else len(folds)
     wishes = load_wishes(space, config, n_trials=n_trials, timeout=timeout, folds=count)
     _check_folds(wishes, folds)

@@ -57,6 +57,14 @@ def find_targets(name: str) -> Any:
 
 
 def _import(path: str, name: str) -> ModuleType:
+    if path == "__main__":
+        raise ConfigError(
+            f"task is {name!r}: a function of a cell or a script, or inside another function, which "
+            "no file can name",
+            allowed='"package.module:function", importable from the working directory or installed',
+            do=f"pass the function itself, nb.launch({name.partition(':')[2]}, config), or put it into a module "
+            "and set task",
+        )
     try:
         return import_module(path)
     except ModuleNotFoundError as error:
