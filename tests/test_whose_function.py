@@ -27,6 +27,11 @@ def score(config: Any, ctx: Any) -> None:
     ctx.report({"score": config.optim.lr})
 
 
+def recorded(result: Any) -> nb.Config:
+    """The configuration that its folder has."""
+    return nb.load_config(result.paths.config, env=None)
+
+
 class Callable:
     def __call__(self, config: Any, ctx: Any) -> None: ...
 
@@ -45,9 +50,7 @@ def test_only_a_function_that_can_be_imported_has_a_name_in_a_file() -> None:
 
 def test_a_run_says_whose_function_it_was(config: nb.Config) -> None:
     result = nb.launch(functions.ranks, config, start="inline", display="off")
-    assert result.config.task == "functions:ranks"
-    again = nb.load_config(result.paths.config, env=None)
-    assert again.task == "functions:ranks"
+    assert recorded(result).task == "functions:ranks"
 
 
 def test_the_best_of_a_sweep_names_its_function(config: nb.Config, tmp_path: Path) -> None:
@@ -64,13 +67,13 @@ def test_a_function_that_no_file_can_name_is_told_as_that(config: nb.Config, kin
         ctx.report({"score": 1.0})
 
     if kind == "run":
-        found = nb.launch(mine, config, start="inline", display="off").config
+        found: Any = nb.launch(mine, config, start="inline", display="off")
     else:
         folds = nb.make_folds([0, 1] * 4, k=2)
-        found = nb.cross_validate(mine, config, folds, display="off").config
-    assert found.task == "__main__:mine"
+        found = nb.cross_validate(mine, config, folds, display="off")
+    assert recorded(found).task == "__main__:mine"
     what = (
         r"'__main__:mine': a function of a cell(.|\n)*no file can name(.|\n)*nb.launch\(mine, con"
     )
     with pytest.raises(ConfigError, match=what):
-        find_task(found.task)
+        find_task(recorded(found).task)

@@ -58,12 +58,12 @@ def find_targets(name: str) -> Any:
 
 def _import(path: str, name: str) -> ModuleType:
     if path == "__main__":
+        function = name.partition(":")[2]
         raise ConfigError(
-            f"task is {name!r}: a function of a cell or a script, or inside another function, which "
-            "no file can name",
+            f"task is {name!r}: a function of a cell, of a script, or inside another function, "
+            "which no file can name",
             allowed='"package.module:function", importable from the working directory or installed',
-            do=f"pass the function itself, nb.launch({name.partition(':')[2]}, config), or put it into a module "
-            "and set task",
+            do=f"pass the function itself, nb.launch({function}, config), or put it into a module",
         )
     try:
         return import_module(path)
