@@ -99,6 +99,9 @@ class Train(Section):
     """`auto`: by the device's compute capability (bf16 from sm_80, fp16 on a T4), fp32 on a CPU."""
     drop_last: bool = False
     """Leave out an epoch's last uneven step (false: it counts by exactly the samples it has)."""
+    loss_reduction: Literal["auto", "batch"] = "auto"
+    """`auto`: a mean, a sum or a weighted mean over samples, as the first batch shows; `batch`: a
+    loss of whole batches (Dice, contrastive), which depends on the number of ranks."""
     clip_norm: Positive | None = None
     """Gradients with a larger norm are scaled down to this one."""
     accumulate: Auto | Count = "auto"

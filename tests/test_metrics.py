@@ -15,6 +15,7 @@ from nbtoolkit.config import Config
 from nbtoolkit.errors import FitError
 from nbtoolkit.runtime.context import RunContext
 from nbtoolkit.training.gathering import Rows
+from nbtoolkit.training.losses import Passed
 from nbtoolkit.training.metrics import Meter, accuracy, named_metrics
 
 CPU = torch.device("cpu")
@@ -24,7 +25,7 @@ def metered(metrics: Any, *batches: tuple[torch.Tensor, Any, Any]) -> dict[str, 
     """Metrics of batches (loss, outputs, targets) on one rank."""
     meter = Meter(named_metrics(metrics), CPU)
     for loss, outputs, targets in batches:
-        meter.add(loss, outputs, targets, len(targets))
+        meter.add(Passed(loss, float(len(targets))), outputs, targets, len(targets))
     return meter.result()
 
 

@@ -111,10 +111,12 @@ def make_plan(
 def _batch(config: Config, processes: int) -> tuple[BatchSplit, float, tuple[str, ...]]:
     """The step's division, the factor for the learning rate, and what is to be said about them."""
     train, rule = config.train, config.optim.lr_rule
+    whole = "the loss is one of whole batches (train.loss_reduction: batch): it "
+    loss = (f"{whole}depends on the number of ranks",) if train.loss_reduction == "batch" else ()
     accumulate = 1 if train.accumulate == "auto" else train.accumulate
     if train.batch_size_per_device is None:
         split = split_batch(train.batch_size, processes=processes, accumulate=accumulate)
-        return split, 1.0, ()
+        return split, 1.0, loss
     split = BatchSplit(
         per_device=train.batch_size_per_device, processes=processes, accumulate=accumulate
     )
@@ -123,7 +125,7 @@ def _batch(config: Config, processes: int) -> tuple[BatchSplit, float, tuple[str
     said = (
         f"learning rate x {factor:g}: train.batch_size_per_device is set, optim.lr_rule is {rule}"
     )
-    return split, factor, (said,)
+    return split, factor, (said, *loss)
 
 
 def _learn(

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     import torch
 
 _STATISTICS = "takes its statistics from each rank's own part of a batch"
+WHOLE_BATCHES = "of whole batches (train.loss_reduction: batch): depends on the number of ranks"
 _RANDOM = "draws random numbers, on every rank other ones"
 
 

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from nbtoolkit.training.memory import memory_used
-from nbtoolkit.training.pulse import Mark
+from nbtoolkit.training.pulse import LossSum, Mark
 
 if TYPE_CHECKING:
     from nbtoolkit.runtime.context import RunContext
@@ -19,7 +19,7 @@ class Journal:
 
     def __init__(self, ctx: RunContext) -> None:
         self._ctx = ctx
-        self._since, self._loss, self._samples = time.perf_counter(), 0.0, 0
+        self._since, self._seen = time.perf_counter(), LossSum(0.0, 0.0, 0)
         self._memory, self._looked_at = 0.0, -_EVERY
 
     def memory(self) -> float:
@@ -33,22 +33,25 @@ class Journal:
         """Do not count the time since the last entry: it went into something else."""
         self._since = time.perf_counter()
 
-    def add(self, loss: float, samples: int) -> None:
-        """Take in the losses' sum of so many samples."""
-        self._loss += loss
-        self._samples += samples
+    def add(self, part: LossSum) -> None:
+        """Take in some losses."""
+        seen = self._seen
+        self._seen = LossSum(
+            seen.loss + part.loss, seen.weight + part.weight, seen.samples + part.samples
+        )
 
     def write(self, mark: Mark, memory: list[float]) -> None:
         """Log what there is, at the marked optimizer step; ``memory`` is every rank's."""
-        if not self._samples:
+        seen = self._seen
+        if not seen.samples:
             return  # fp16 has left out these steps
         values = {
-            "loss": self._loss / max(1, self._samples),
+            "loss": seen.loss / seen.weight if seen.weight else 0.0,
             "lr": mark.rate,
-            "samples_per_second": self._samples / (mark.at - self._since),
+            "samples_per_second": seen.samples / (mark.at - self._since),
             **{f"memory_gb_rank{rank}": used for rank, used in enumerate(memory)},
         }
         if mark.grad_norm is not None:
             values["grad_norm"] = float(mark.grad_norm)
         self._ctx.log(values, step=mark.step)
-        self._since, self._loss, self._samples = mark.at, 0.0, 0
+        self._since, self._seen = mark.at, LossSum(0.0, 0.0, 0)

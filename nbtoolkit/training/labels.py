@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbtoolkit.errors import FitError
 
-if TYPE_CHECKING:
-    pass
+TORCHS_IGNORED = -100
+"""torch's default ``ignore_index``."""
 
 
 def check_labels(outputs: Any, targets: Any, loss: Any) -> None:
@@ -46,6 +46,15 @@ def check_labels(outputs: Any, targets: Any, loss: Any) -> None:
         raise _out_of_range(low, high, classes, ignored)
 
 
+def all_count(targets: Any) -> bool:
+    """Whether it is known that no target has torch's own ``ignore_index``.
+
+    Args:
+        targets: all targets of a training set, tensor or array; None: they are not at hand.
+    """
+    return targets is not None and not bool((targets == TORCHS_IGNORED).any())
+
+
 def _ignore_index(loss: Any) -> int | None:
     """The label that does not count; None: this is not a loss over class labels that we know."""
     from torch import nn
@@ -55,7 +64,7 @@ def _ignore_index(loss: Any) -> int | None:
         inner = _ignore_index(loss.func)
         return inner if inner is None else loss.keywords.get("ignore_index", inner)
     if loss is functional.cross_entropy or loss is functional.nll_loss:
-        return -100  # torch's default
+        return TORCHS_IGNORED
     return loss.ignore_index if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) else None
 
 

@@ -14,7 +14,7 @@ from nbtoolkit.runtime.paths import write_json
 from nbtoolkit.training.averaging import make_averages
 from nbtoolkit.training.data import Collate
 from nbtoolkit.training.feed import Feed, make_feed
-from nbtoolkit.training.inexact import inexact_layers
+from nbtoolkit.training.inexact import WHOLE_BATCHES, inexact_layers
 from nbtoolkit.training.journal import Journal
 from nbtoolkit.training.metrics import Metrics, named_metrics
 from nbtoolkit.training.nonfinite import StepLoss, raise_if_not_finite
@@ -75,7 +75,11 @@ def fit(
         train_data: tensors, arrays, a tuple or dict of them, a ``TensorDataset``, any map-style
             data set, or an iterable one; the same on all ranks.
         valid_data: the same; None: no validation.
-        loss: ``loss(outputs, targets)`` -> mean over the batch's samples (a scalar tensor).
+        loss: ``loss(outputs, targets)`` -> the mean or the sum over the batch's samples, a weighted
+            mean of torch's ``cross_entropy`` or ``nll_loss`` (``weight``, ``ignore_index``), a
+            tensor with one loss for each sample, or a pair of sums (total, weight). Which one is
+            judged on the first batch; gradients and reported losses are those of the whole batch
+            on one device. ``train.loss_reduction: batch`` allows others.
         metrics: ``"accuracy"``, functions ``(outputs, targets)`` -> mean over the batch,
             :func:`nbtoolkit.over_all` of functions that need all samples at once, torchmetrics
             objects; in a list, or in a dict by name.
@@ -88,8 +92,8 @@ def fit(
         ``best_<monitored metric>``.
 
     Raises:
-        FitError: the data, the model, a metric or a setting cannot be used; or a loss is not a
-            number (the step and its samples are named).
+        FitError: the data, the model, a metric or a setting cannot be used; the loss does not
+            follow from its parts; or a loss is not a number (the step and its samples are named).
         CheckpointError: all checkpoints of the run are damaged, they belong to other data or
             another model, or the disk is too small for those to come.
         Leave: the run was asked to end (a BaseException: let it pass); all is saved by then.
@@ -134,7 +138,10 @@ class _Fitting:
         self._every = config.tracking.log_every_n_steps
         self._pulse, self._window = Pulse(ctx, config.checkpoint.every_steps), LossWindow()
         if config.tracking.samples and ctx.is_main:
-            write_json(ctx.paths.layers, inexact_layers(self._stepper.module), durable=False)
+            inexact = inexact_layers(self._stepper.module)
+            if config.train.loss_reduction == "batch":
+                inexact["loss"] = WHOLE_BATCHES
+            write_json(ctx.paths.layers, inexact, durable=False)
 
     # --- the story ---
 
@@ -216,10 +223,10 @@ class _Fitting:
         window.clear()
         if not meeting.finite:
             self._refuse_losses(losses, shares)  # returns where fp16 has left out the steps
-        for (loss, samples), mark in zip_longest(meeting.parts, marks):
-            if math.isfinite(loss):
-                progress.add(loss, samples)
-                self._journal.add(loss, samples)
+        for part, mark in zip_longest(meeting.parts, marks):
+            if math.isfinite(part.loss):
+                progress.add(part)
+                self._journal.add(part)
             if mark is not None:
                 self._journal.write(mark, meeting.memory)
         return meeting

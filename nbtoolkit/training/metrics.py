@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.gathering import gather_on_first, tell_all
 from nbtoolkit.training.late import OverAll, late_metric
+from nbtoolkit.training.losses import Passed
 
 if TYPE_CHECKING:
     import torch
@@ -77,9 +78,10 @@ def named_metrics(metrics: Metrics) -> dict[str, Any]:
 class Meter:
     """One pass over a data set, and what it comes to; the loss goes by the name ``loss``.
 
-    Loss and plain functions are means with each batch's samples as weight. The other metrics are
-    computed on rank 0 from what every rank saw, in the data set's order, and told to all: a rank
-    that saw nothing does not matter, and all ranks have the same numbers.
+    Plain functions are means with each batch's samples as weight, the loss is one with its own
+    weights. The other metrics are computed on rank 0 from what every rank saw, in the data set's
+    order, and told to all: a rank that saw nothing does not matter, and all ranks have the same
+    numbers.
 
     Args:
         metrics: by name, from :func:`named_metrics`.
@@ -94,15 +96,21 @@ class Meter:
         self._device, self._ranks = device, ranks
         self._sums: list[Tensor] = []
 
-    def add(self, loss: Tensor, outputs: Any, targets: Any, samples: int) -> None:
-        """Take in one batch of ``samples`` samples (at least one) and its mean loss."""
+    def add(self, loss: Passed, outputs: Any, targets: Any, samples: int) -> None:
+        """Take in one batch of ``samples`` samples (at least one) and its loss."""
         import torch
         from accelerate.utils import convert_to_fp32
 
         outputs = convert_to_fp32(outputs)  # NumPy knows no bf16, and metrics count on its digits
-        values = [loss, *(one(outputs, targets) for one in self._functions.values()), 1.0]
-        row = [torch.as_tensor(value, dtype=torch.float64, device=self._device) for value in values]
-        self._sums.append(torch.stack(row) * samples)
+        means = [loss.mean, 1.0, *(one(outputs, targets) for one in self._functions.values()), 1.0]
+        counts = [loss.weight, loss.weight, *(samples for _ in self._functions), samples]
+        row, times = (
+            torch.stack(
+                [torch.as_tensor(one, dtype=torch.float64, device=self._device) for one in values]
+            )
+            for values in (means, counts)
+        )
+        self._sums.append(row * times)
         for metric in self._late.values():
             metric.add(outputs, targets, samples)
 
@@ -114,13 +122,13 @@ class Meter:
         import torch
         import torch.distributed as dist
 
-        nothing = torch.zeros(len(self._functions) + 2, dtype=torch.float64, device=self._device)
+        nothing = torch.zeros(len(self._functions) + 3, dtype=torch.float64, device=self._device)
         sums = torch.stack([nothing, *self._sums]).sum(dim=0)
         if self._ranks > 1:
             dist.all_reduce(sums)
-        *totals, samples = sums.tolist()
-        names = ["loss", *self._functions]
-        return {name: total / samples for name, total in zip(names, totals, strict=True)}
+        loss, weight, *totals, samples = sums.tolist()
+        means = {name: total / samples for name, total in zip(self._functions, totals, strict=True)}
+        return {"loss": loss / weight if weight else 0.0, **means}
 
     def _computed_late(self) -> dict[str, float]:
         if not self._late:

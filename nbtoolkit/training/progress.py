@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.direction import resolve
 from nbtoolkit.errors import FitError
+from nbtoolkit.training.pulse import LossSum
 
 if TYPE_CHECKING:
     from nbtoolkit.config import Config
@@ -23,8 +24,8 @@ class Progress:
     Attributes:
         epoch: epochs done.
         taken: optimizer steps done in the epoch under way.
-        loss: the sum of its samples' losses so far, over all ranks.
-        seen: how many samples those are.
+        loss: the sum of its losses so far, over all ranks, each times its weight.
+        seen: the sum of these weights: the samples, where the loss is a mean over samples.
         values: the metrics of the last epoch done.
         best: the best value of the monitored metric; None: no epoch is done.
         best_epoch: when it was reached.
@@ -46,16 +47,16 @@ class Progress:
         self._lowest = direction == "minimize"
         self._said = 0.0
         self._reference: float | None = None
-        self.epoch = self.taken = self.seen = 0
-        self.loss = 0.0
+        self.epoch = self.taken = 0
+        self.loss = self.seen = 0.0
         self.values: dict[str, float] = {}
         self.best: float | None = None
         self.best_epoch = self.best_step = self.stale = 0
 
-    def add(self, loss: float, samples: int) -> None:
+    def add(self, part: LossSum) -> None:
         """Take in losses of the epoch under way."""
-        self.loss += loss
-        self.seen += samples
+        self.loss += part.loss
+        self.seen += part.weight
 
     @property
     def train_loss(self) -> float:
@@ -70,8 +71,8 @@ class Progress:
     def end_epoch(self, values: dict[str, float], step: int) -> bool:
         """Take in a whole epoch's metrics; returns whether it is the best so far."""
         self.epoch, self.values = self.epoch + 1, values
-        self.taken = self.seen = 0
-        self.loss = 0.0
+        self.taken = 0
+        self.loss = self.seen = 0.0
         value = values[self.monitored]
         better = self._better(value, self.best, by=0.0)
         if better:

@@ -10,8 +10,9 @@ import math
 import time
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from nbtoolkit.training.losses import Passed
 from nbtoolkit.training.order import Share
 
 if TYPE_CHECKING:
@@ -32,25 +33,36 @@ class Wish(IntEnum):
     """Ask the owner whether to leave."""
 
 
+class LossSum(NamedTuple):
+    """The losses of some passes."""
+
+    loss: float
+    """The sum of their means, each times its weight."""
+    weight: float
+    """The sum of their weights; the samples, where a loss is a mean over samples."""
+    samples: int
+    """How many samples they had."""
+
+
 @dataclass(frozen=True)
 class Meeting:
     """What came out of a meeting; the same on all ranks.
 
     Attributes:
-        parts: the sum of the samples' losses over all ranks, and how many those were: from mark to
-            mark since the last meeting, and from the last mark on.
+        parts: the losses over all ranks, from mark to mark since the last meeting, and from the
+            last mark on.
         wish: rank 0's.
         memory: each rank's, in GB.
     """
 
-    parts: list[tuple[float, int]]
+    parts: list[LossSum]
     wish: Wish
     memory: list[float]
 
     @property
     def finite(self) -> bool:
         """Whether every loss was a number."""
-        return all(math.isfinite(loss) for loss, _ in self.parts)
+        return all(math.isfinite(part.loss) for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -76,12 +88,12 @@ class LossWindow:
     """This rank's losses since the last meeting; they stay on the device until then."""
 
     def __init__(self) -> None:
-        self.losses: list[Tensor] = []
+        self.losses: list[Passed] = []
         self.shares: list[Share] = []
         self.marks: list[Mark] = []
 
-    def add(self, loss: Tensor, share: Share) -> None:
-        """Take in one pass and its mean loss (detached)."""
+    def add(self, loss: Passed, share: Share) -> None:
+        """Take in one pass and its loss (detached)."""
         self.losses.append(loss)
         self.shares.append(share)
 
@@ -94,27 +106,44 @@ class LossWindow:
         """The mean loss of every pass, read from the device."""
         import torch
 
-        return torch.stack(self.losses).tolist() if self.losses else []
+        return torch.stack([loss.mean for loss in self.losses]).tolist() if self.losses else []
 
     def clear(self) -> None:
         """Begin anew."""
         self.losses, self.shares, self.marks = [], [], []
 
-    def sums(self, values: list[float]) -> list[tuple[float, int]]:
-        """The losses' sum and their number, from mark to mark, and from the last one on."""
+    def sums(self, values: list[float]) -> list[LossSum]:
+        """The losses' sums, from mark to mark, and from the last one on."""
+        weights = self._weights()
         starts = [0, *(mark.passes for mark in self.marks)]
         ends = [*starts[1:], len(values)]
         return [
-            self._sum(values[start:end], self.shares[start:end])
+            self._sum(values[start:end], weights[start:end], self.shares[start:end])
             for start, end in zip(starts, ends, strict=True)
         ]
 
+    def _weights(self) -> list[float]:
+        """What every pass counts for, read from the device where it is there."""
+        import torch
+
+        if all(isinstance(loss.weight, float) for loss in self.losses):
+            return [float(loss.weight) for loss in self.losses]
+        weights = [torch.as_tensor(one.weight, device=one.mean.device) for one in self.losses]
+        return torch.stack([weight.double() for weight in weights]).tolist()
+
     @staticmethod
-    def _sum(values: list[float], shares: list[Share]) -> tuple[float, int]:
-        pairs = [(value, share.samples) for value, share in zip(values, shares, strict=True)]
-        # a stand-in's loss does not count, even where it is not a number
-        total = sum(value * samples for value, samples in pairs if samples)
-        return total, sum(samples for _, samples in pairs)
+    def _sum(values: list[float], weights: list[float], shares: list[Share]) -> LossSum:
+        # A stand-in's loss does not count, even where it is not a number.
+        counted = [
+            (value, weight, share.samples)
+            for value, weight, share in zip(values, weights, shares, strict=True)
+            if share.samples
+        ]
+        return LossSum(
+            sum(value * weight for value, weight, _ in counted),
+            sum(weight for _, weight, _ in counted),
+            sum(samples for _, _, samples in counted),
+        )
 
 
 class Pulse:
@@ -142,14 +171,12 @@ class Pulse:
         due = [] if every is None else [step + every - step % every]
         self.next = min([step + self._ahead, *due])
 
-    def meet(
-        self, step: int, sums: list[tuple[float, int]], *, wish: Wish, memory: float
-    ) -> Meeting:
+    def meet(self, step: int, sums: list[LossSum], *, wish: Wish, memory: float) -> Meeting:
         """Meet after ``step`` optimizer steps; called by all ranks.
 
         Args:
             step: optimizer steps done.
-            sums: of this rank's losses since the last meeting, with their numbers, as
+            sums: of this rank's losses since the last meeting, as
                 :meth:`LossWindow.sums` gives them; equally many on all ranks.
             wish: what to do; rank 0's counts.
             memory: this rank's, in GB.
@@ -157,10 +184,11 @@ class Pulse:
         asked = [float(wish), float(self._steps_ahead(step))] if self._ctx.is_main else [0.0, 0.0]
         mine = [0.0] * self._ctx.world_size
         mine[self._ctx.rank] = memory
-        flat = [float(number) for pair in sums for number in pair]
+        flat = [float(number) for part in sums for number in part]
         wished, ahead, *rest = self._sum([*asked, *mine, *flat])
         memories, flat = rest[: len(mine)], rest[len(mine) :]
-        parts = [(loss, int(n)) for loss, n in zip(flat[::2], flat[1::2], strict=True)]
+        columns = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+        parts = [LossSum(loss, weight, int(samples)) for loss, weight, samples in columns]
         self._ahead = int(ahead)
         self.begin(step)
         return Meeting(parts, Wish(int(wished)), memories)

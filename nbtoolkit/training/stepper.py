@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from nbtoolkit.errors import CheckpointError
 from nbtoolkit.training.checkpoint import load_weights
 from nbtoolkit.training.faults import explain, refuse_unused
-from nbtoolkit.training.labels import check_labels
+from nbtoolkit.training.gathering import gather_on_all
+from nbtoolkit.training.labels import all_count, check_labels
+from nbtoolkit.training.losses import Passed, ReducedLoss, Reduction, agree
 from nbtoolkit.training.optimizer import make_optimizer, set_rate
 from nbtoolkit.training.order import Share
 from nbtoolkit.training.placement import by_pixel, place, wrap
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from nbtoolkit.training.averaging import Averages
 
 Forward: TypeAlias = "Callable[[torch.nn.Module, Any], tuple[Any, Any]]"
-Loss: TypeAlias = "Callable[[Any, Any], Tensor]"
+Loss: TypeAlias = "Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]"
 
 
 class Stepper:
@@ -34,7 +36,7 @@ class Stepper:
         ctx: the run's context; its plan has the precision and DDP's options.
         config: its sections ``optim, train, distributed``.
         model: changed in place.
-        loss: ``loss(outputs, targets)`` -> mean over the batch's samples.
+        loss: ``loss(outputs, targets)``, as :func:`nbtoolkit.fit` takes it.
         forward: ``forward(model, batch)`` -> (outputs, targets).
         schedule: the learning rate of every step.
         averages: of the model's weights; taken after every optimizer step. They can be set later,
@@ -79,10 +81,14 @@ class Stepper:
         self._complete = ctx.world_size > 1 and not _may_be_unused(config)
         self._precision, self._scaler = _precision(ctx), _scaler(ctx, config)
         self._forward = _by_pixel(forward) if config.train.channels_last else forward
-        self._unchecked_loss, self._targets = loss, targets
-        self._loss: Loss = self._checked_loss
+        self._loss, self._targets = loss, targets
+        self._reduced = ReducedLoss(loss, whole_batches=config.train.loss_reduction == "batch")
+        self._judged, self._all_count = False, all_count(targets)
+        # Of the passes since the last step: their samples, and the weights those had.
+        self._samples = 0
+        self._weights: list[Tensor] = []
 
-    def take(self, batch: Any, share: Share, *, watch: bool) -> Tensor:
+    def take(self, batch: Any, share: Share, *, watch: bool) -> Passed:
         """One forward and backward pass, and the optimizer's step when it is the step's last.
 
         Nothing here waits for the device, but for the first batch's labels.
@@ -93,18 +99,19 @@ class Stepper:
             watch: note the gradient's norm.
 
         Returns:
-            The mean loss of the batch, detached.
+            The mean loss of the batch, detached, and what it counts for.
 
         Raises:
-            FitError: a label has no score, parameters take no part in the step of several ranks, or
-                the model cannot be compiled. The user's own errors pass, with a note of the step.
+            FitError: a label has no score, the loss cannot be computed in parts, parameters take no
+                part in the step of several ranks, or the model cannot be compiled. The user's own
+                errors pass, with a note of the step.
         """
         try:
             if share.last:
-                loss = self._pass(batch, share.weight)
+                loss = self._pass(batch, share)
                 self._finish(watch)
             else:
-                loss = self._pass_alone(batch, share.weight)
+                loss = self._pass_alone(batch, share)
         except Exception as error:
             fault = explain(error, self._named, step=self.step, compiled=self._compiled)
             if fault is None:
@@ -112,7 +119,7 @@ class Stepper:
             raise fault from error
         return loss
 
-    def evaluate(self, batch: Any) -> tuple[Any, Any, Tensor]:
+    def evaluate(self, batch: Any, samples: int) -> tuple[Any, Any, Passed]:
         """Outputs, targets and mean loss of a batch, without gradients or the other ranks.
 
         Of :attr:`evaluated`; its mode (``train`` or ``eval``) is the caller's.
@@ -120,7 +127,8 @@ class Stepper:
         import torch
 
         with torch.no_grad():
-            return self._compute(self.evaluated, batch)
+            outputs, targets, returned, weight = self._compute(self.evaluated, batch)
+            return outputs, targets, self._reduced.reduce(returned, samples, weight)
 
     @property
     def evaluated(self) -> torch.nn.Module:
@@ -154,6 +162,7 @@ class Stepper:
             "scaler": self._scaler.state_dict(),
             "schedule": self.schedule.state(),
             "step": self.step,
+            "reduction": int(self._reduced.reduction),
         }
         return state if self.averages is None else {**state, "averages": self.averages.state()}
 
@@ -178,37 +187,99 @@ class Stepper:
         if self.averages is not None:
             self.averages.restore(state["averages"], source=source)
         self.step = state["step"]
+        self._reduced.reduction = Reduction(state["reduction"])
 
-    def _pass(self, batch: Any, weight: float) -> Tensor:
+    def _pass(self, batch: Any, share: Share) -> Passed:
         """Forward and backward; under DDP the gradients are then the mean over the ranks."""
-        loss = self._compute(self._model, batch)[2]
-        weighted = loss if weight == 1.0 else loss * weight
+        outputs, targets, returned, weight = self._compute(self._model, batch)
+        if not self._judged:
+            self._judge(outputs, targets, returned, weight, share.samples)
+        loss = self._reduced.reduce(returned, max(share.samples, 1), weight)
+        factor = self._factor(loss, share)
+        weighted = loss.mean if factor == 1.0 else loss.mean * factor
         self._scaler.scale(weighted).backward()
-        return loss.detach()
+        return Passed(loss.mean.detach(), loss.weight)
 
-    def _pass_alone(self, batch: Any, weight: float) -> Tensor:
+    def _pass_alone(self, batch: Any, share: Share) -> Passed:
         """A pass that is not its step's last: gradients add up here, the other ranks wait."""
         if self._ranks == 1:
-            return self._pass(batch, weight)
+            return self._pass(batch, share)
         with self._model.no_sync():
-            return self._pass(batch, weight)
+            return self._pass(batch, share)
 
-    def _compute(self, model: torch.nn.Module, batch: Any) -> tuple[Any, Any, Tensor]:
+    def _compute(self, model: torch.nn.Module, batch: Any) -> tuple[Any, Any, Any, Tensor | None]:
+        """Outputs, targets, what the loss returned, and by which weights torch's own divided."""
         with self._precision:
-            outputs, targets = self._forward(model, batch)
-            return outputs, targets, self._loss(outputs, targets)
+            if not self._reduced.weighs:
+                outputs, targets = self._forward(model, batch)
+                return outputs, targets, self._loss(outputs, targets), None
+            from nbtoolkit.training.weighing import Weighing
 
-    def _checked_loss(self, outputs: Any, targets: Any) -> Tensor:
-        """The loss of the very first batch: the labels are looked at before, then never again."""
-        everything = targets if self._targets is None else self._targets
-        check_labels(outputs, everything, self._unchecked_loss)
-        self._loss, self._targets = self._unchecked_loss, None
-        return self._loss(outputs, targets)
+            weighing = Weighing(all_count=self._all_count)
+            # A compiler would have to trace what a mode does.
+            with nullcontext() if self._compiled else weighing:
+                outputs, targets = self._forward(model, batch)
+            if not self._judged:
+                self._check_labels(outputs, targets)
+            with weighing:
+                returned = self._loss(outputs, targets)
+            return outputs, targets, returned, weighing.weight
+
+    def _check_labels(self, outputs: Any, targets: Any) -> None:
+        """Before the very first loss: a label without a score ends a process with a GPU."""
+        check_labels(outputs, targets if self._targets is None else self._targets, self._loss)
+        self._targets = None
+
+    def _judge(
+        self, outputs: Any, targets: Any, returned: Any, weight: Tensor | None, samples: int
+    ) -> None:
+        """All ranks find out together what the loss averages over, in the first pass."""
+        whole = self._reduced.reduce(returned, max(samples, 1), weight)
+        with self._precision:
+            finding = self._reduced.judge(outputs, targets, samples, whole)
+        self._reduced.reduction = agree(gather_on_all(finding, self._ranks))
+        self._judged = True
+
+    def _factor(self, loss: Passed, share: Share) -> Tensor | float:
+        """What a pass counts for in its step; weights do until :meth:`_divide` knows them all."""
+        if self._reduced.reduction is Reduction.SUM:
+            return float(self._ranks * share.samples)
+        if self._reduced.reduction is not Reduction.WEIGHTED:
+            return share.weight
+        alone = share.last and self._ranks == 1 and not self._weights
+        if alone or not share.samples:
+            return share.weight
+        import torch
+
+        weight = torch.as_tensor(loss.weight, device=loss.mean.device)
+        self._samples += share.samples
+        self._weights.append(weight)
+        return weight * (share.weight / share.samples)
+
+    def _divide(self) -> None:
+        """Make the gradients those of a mean over the weights of all passes of a step."""
+        import torch
+        import torch.distributed as dist
+
+        device = self._parameters[0].device
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        if self._weights:
+            sums += torch.stack([torch.stack(self._weights).sum(), torch.tensor(self._samples)])
+        if self._ranks > 1:
+            dist.all_reduce(sums)
+        weight, samples = sums
+        factor = torch.where(weight == 0, 0, samples / weight)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad *= factor
+        self._samples, self._weights = 0, []
 
     def _finish(self, watch: bool) -> None:
         """The optimizer's step, at the schedule's learning rate."""
         if self._complete:
             refuse_unused(self._named)
+        if self._reduced.reduction is Reduction.WEIGHTED and (self._ranks > 1 or self._weights):
+            self._divide()
         self._scaler.unscale_(self.optimizer)
         if self._clip is not None:
             self.grad_norm = _clip(self._parameters, self._clip)

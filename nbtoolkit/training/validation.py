@@ -54,6 +54,6 @@ class Validator:
         stepper.module.eval()
         stepper.evaluated.eval()
         for rows, samples in self._walk:
-            outputs, targets, loss = stepper.evaluate(rows)
+            outputs, targets, loss = stepper.evaluate(rows, samples)
             meter.add(loss, outputs, targets, samples)
         return {f"val_{name}": value for name, value in meter.result().items()}

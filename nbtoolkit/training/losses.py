@@ -1,0 +1,236 @@
+"""What a loss averages over, judged on the first batch, so that its parts add up to the whole.
+
+An optimizer step takes its samples in parts: one for each rank and each accumulation step. Parts of
+a mean over samples are weighed by their samples. A mean over weights (class weights,
+``ignore_index``, a mask) needs the sum of the weights of each part, and a sum needs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nbtoolkit.errors import FitError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Of a whole against its parts: float32 sums in another order differ by 1e-6, half ones by 1e-2.
+_TOLERANCE, _TOLERANCE_OF_HALVES = 1e-4, 2e-2
+
+ALLOWED = (
+    "a mean or a sum over the batch's samples, F.cross_entropy with weight and ignore_index, a "
+    "tensor with one loss for each sample, or a pair (total, weight) of two sums"
+)
+
+
+class Reduction(IntEnum):
+    """What a loss does with the losses of its samples; of two findings the larger one holds."""
+
+    UNKNOWN = 0
+    """One sample or none was seen, or a loss that is not a number."""
+    MEAN = 1
+    """The mean over the samples."""
+    BATCH = 2
+    """Not made of samples, as ``train.loss_reduction: batch`` says: taken as a mean."""
+    SUM = 3
+    """The sum over the samples."""
+    WEIGHTED = 4
+    """The mean over weights."""
+    OTHER = 5
+    """Something else: it cannot be computed in parts."""
+
+
+class Passed(NamedTuple):
+    """The loss of one pass."""
+
+    mean: Tensor
+    """Over the samples, or over the weights; a scalar."""
+    weight: Tensor | float
+    """What the mean counts for beside those of other passes."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one rank found out about the loss; sent to the others."""
+
+    reduction: Reduction
+    why: str = ""
+    """For :attr:`Reduction.OTHER`."""
+
+
+class ReducedLoss:
+    """A user's loss, and what its values count for.
+
+    Args:
+        loss: ``loss(outputs, targets)``.
+        whole_batches: ``train.loss_reduction: batch``.
+
+    Attributes:
+        reduction: as the first batch showed it; until then :attr:`Reduction.UNKNOWN`.
+    """
+
+    def __init__(self, loss: Callable[[Any, Any], Any], *, whole_batches: bool) -> None:
+        self._loss = loss
+        self.reduction = Reduction.BATCH if whole_batches else Reduction.UNKNOWN
+
+    @property
+    def weighs(self) -> bool:
+        """Whether calls of torch's losses are to be weighed."""
+        return self.reduction in (Reduction.UNKNOWN, Reduction.WEIGHTED)
+
+    def reduce(self, returned: Any, samples: int, weight: Tensor | None) -> Passed:
+        """What a pass over ``samples`` samples (at least one) came to.
+
+        Args:
+            returned: by the loss.
+            samples: how many.
+            weight: by which torch's own loss divided; None: by the samples.
+
+        Raises:
+            FitError: it is nothing that can be reduced.
+        """
+        import torch
+
+        if isinstance(returned, tuple) and len(returned) == 2:
+            total, count = returned
+            counts = isinstance(count, (int, float)) or getattr(count, "ndim", 1) == 0
+            if getattr(total, "ndim", 1) == 0 and counts:
+                weight = torch.as_tensor(count, device=total.device).detach().to(total.dtype)
+                return Passed(total / torch.where(weight == 0, 1, weight), weight)
+        if not isinstance(returned, torch.Tensor):
+            raise _no_loss(f"a {type(returned).__name__}")
+        if returned.ndim:
+            if returned.shape[0] != samples:
+                raise _no_loss(f"a tensor of shape {tuple(returned.shape)} for {samples} samples")
+            return Passed(returned.mean(), float(samples))
+        if self.reduction is Reduction.SUM:
+            return Passed(returned / samples, float(samples))
+        if self.weighs and weight is not None:
+            return Passed(returned, weight)
+        return Passed(returned, float(samples))
+
+    def judge(self, outputs: Any, targets: Any, samples: int, whole: Passed) -> Finding:
+        """Compare the loss of a batch with the losses of its parts.
+
+        Args:
+            outputs: of the batch.
+            targets: of the batch.
+            samples: in the batch.
+            whole: its loss.
+        """
+        if self.reduction is Reduction.BATCH:
+            return Finding(Reduction.BATCH)
+        weighted = not isinstance(whole.weight, float)
+        likely = Reduction.WEIGHTED if weighted else Reduction.MEAN
+        value, weight = float(whole.mean.detach()), float(whole.weight)
+        if samples < 2 or not math.isfinite(value):
+            return Finding(likely if weighted else Reduction.UNKNOWN)
+        first = max(1, samples // 3)
+        try:
+            cuts = ((0, first), (first, samples))
+            passed = [self._part(outputs, targets, *cut, samples) for cut in cuts]
+        except _NotBySample:
+            return Finding(likely)
+        except Exception as error:
+            why = f"of {samples} samples it has one, of a part it raises "
+            return Finding(Reduction.OTHER, f"{why}{type(error).__name__}: {error}")
+        parts = [(float(part.mean), float(part.weight)) for part in passed]
+        tolerance = _tolerance(whole.mean)
+        if _adds_up(value * weight, [mean * count for mean, count in parts], tolerance):
+            return Finding(likely)
+        if not weighted and _adds_up(value, [mean for mean, _ in parts], tolerance):
+            return Finding(Reduction.SUM)
+        average = sum(mean * count for mean, count in parts) / sum(count for _, count in parts)
+        return Finding(
+            Reduction.OTHER,
+            f"of {samples} samples it is {value:.6g}, of {first} and {samples - first} of them "
+            f"{average:.6g} on average",
+        )
+
+    def _part(self, outputs: Any, targets: Any, low: int, high: int, samples: int) -> Passed:
+        import torch
+
+        from nbtoolkit.training.weighing import Weighing
+
+        weighing = Weighing()
+        cut = [_cut(one, low, high, samples) for one in (outputs, targets)]
+        with torch.no_grad(), torch.random.fork_rng(_cuda_devices(cut)), weighing:
+            returned = self._loss(*cut)
+        return self.reduce(returned, high - low, weighing.weight)
+
+
+def agree(findings: list[Finding]) -> Reduction:
+    """What all ranks take the loss for.
+
+    Raises:
+        FitError: it cannot be computed in parts.
+    """
+    strongest = max(findings, key=lambda one: one.reduction)
+    if strongest.reduction is Reduction.OTHER:
+        raise FitError(
+            "the loss of a batch does not follow from the losses of its parts, so that it would "
+            f"depend on the number of devices: {strongest.why}",
+            allowed=f"{ALLOWED}; or a loss of whole batches (Dice, contrastive) with "
+            "train.loss_reduction: batch, which depends on the number of ranks",
+            do="with a mask, return ((losses * mask).sum(), mask.sum()); for a loss of whole "
+            "batches set train.loss_reduction: batch",
+        )
+    return max(strongest.reduction, Reduction.MEAN)
+
+
+def _tolerance(loss: Tensor) -> float:
+    """What counts as equal, as a share of the largest."""
+    import torch
+
+    half = loss.dtype in (torch.float16, torch.bfloat16)
+    return _TOLERANCE_OF_HALVES if half else _TOLERANCE
+
+
+def _adds_up(whole: float, parts: list[float], tolerance: float) -> bool:
+    return abs(whole - sum(parts)) <= tolerance * max(map(abs, [whole, *parts]))
+
+
+class _NotBySample(Exception):
+    """What a model returned cannot be cut by samples."""
+
+
+def _cut(value: Any, low: int, high: int, samples: int) -> Any:
+    """The samples [low, high) of what a step returned: tensors, and dicts and lists of them.
+
+    Raises:
+        _NotBySample: something in it does not begin with the samples.
+    """
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        if value.ndim == 0 or value.shape[0] != samples:
+            raise _NotBySample
+        return value.detach()[low:high]
+    if isinstance(value, Mapping):
+        cut = {name: _cut(one, low, high, samples) for name, one in value.items()}
+        return cut if type(value) is dict else type(value)(**cut)
+    if isinstance(value, (list, tuple)):
+        items = [_cut(one, low, high, samples) for one in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    raise _NotBySample
+
+
+def _cuda_devices(values: Any) -> list[int]:
+    """The GPUs whose random streams a loss may move on."""
+    if isinstance(values, Mapping):
+        values = list(values.values())
+    if isinstance(values, (list, tuple)):
+        return sorted({device for one in values for device in _cuda_devices(one)})
+    return [values.device.index] if getattr(values, "is_cuda", False) else []
+
+
+def _no_loss(what: str) -> FitError:
+    return FitError(
+        f"the loss returned {what}",
+        allowed=ALLOWED,
+        do='return a scalar tensor; torch\'s losses do with reduction="mean"',
+    )

@@ -1,0 +1,295 @@
+"""Losses that are not a plain mean: the same steps on any number of ranks, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import nbtoolkit as nb
+from nbtoolkit.config import Config
+from nbtoolkit.errors import FitError
+from nbtoolkit.runtime.context import RunContext
+from nbtoolkit.runtime.plan import make_plan
+from nbtoolkit.training.order import Order
+
+SETTINGS = {
+    "optim": {"name": "sgd", "lr": 0.5, "momentum": 0.0, "weight_decay": 0.0, "warmup": 0.0},
+    "train": {"epochs": 2, "batch_size": 12},
+    "checkpoint": {"enabled": False},
+    "tracking": {"mlflow": False},
+}
+CONSTANT = {"optim.schedule": "constant"}
+WEIGHTS = torch.tensor([1.0, 8.0, 0.5])
+Batch = dict[str, Tensor]
+
+
+def points(size: int, seed: int = 0) -> Batch:
+    """Points in 6 dimensions, classes that are not alike often, and what is to be ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 6, generator=generator)
+    y = (x[:, :3] + torch.tensor([1.0, 0.0, 0.0])).argmax(dim=1)
+    ignored = torch.rand(size, generator=generator) < 0.4
+    return {
+        "x": x,
+        "y": y,
+        "void": y.masked_fill(ignored, 255),
+        "hole": y.masked_fill(ignored, -100),
+    }
+
+
+class Rows:
+    """A data set whose targets are not at hand; the last samples only are to be ignored."""
+
+    def __init__(self, data: Batch) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data["x"])
+
+    def __getitem__(self, index: int) -> Batch:
+        return {name: column[index] for name, column in self._data.items()}
+
+
+def scores(target: str) -> Callable[..., Any]:
+    return lambda model, batch: (model(batch["x"]), batch[target])
+
+
+def masked(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """A loss of one's own with a mask: two sums."""
+    mask = targets != 255
+    each = F.cross_entropy(outputs, targets.where(mask, 0), reduction="none")
+    return (each * mask).sum(), mask.sum()
+
+
+def twice(outputs: Tensor, targets: Tensor) -> Tensor:
+    """As segmentation models with an auxiliary head are trained."""
+    loss = nn.CrossEntropyLoss(ignore_index=255)
+    return loss(outputs, targets) + 0.4 * loss(outputs.flip(1), targets)
+
+
+def inside(model: nn.Module, batch: Batch) -> tuple[Tensor, None]:
+    """As models of Hugging Face do: the forward pass gives the loss."""
+    return F.cross_entropy(model(batch["x"]), batch["hole"]), None
+
+
+# name: step, loss, the same of a whole batch in plain torch
+CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any] | None]] = {
+    "class weights": (scores("y"), nn.CrossEntropyLoss(weight=WEIGHTS), None),
+    "smoothed": (
+        scores("y"),
+        lambda out, y: F.cross_entropy(out, y, weight=WEIGHTS, label_smoothing=0.1),
+        None,
+    ),
+    "nll": (scores("y"), lambda out, y: F.nll_loss(out.log_softmax(1), y, WEIGHTS), None),
+    "ignored": (scores("void"), nn.CrossEntropyLoss(ignore_index=255), None),
+    "holes": (scores("hole"), F.cross_entropy, None),
+    "mask": (
+        scores("void"),
+        masked,
+        lambda out, y: masked(out, y)[0] / masked(out, y)[1].clamp(min=1),
+    ),
+    "auxiliary": (scores("void"), twice, None),
+    "inside": (inside, lambda loss, _: loss, None),
+    "sum": (scores("y"), nn.CrossEntropyLoss(reduction="sum"), None),
+    "each": (
+        scores("y"),
+        nn.CrossEntropyLoss(weight=WEIGHTS, reduction="none"),
+        lambda out, y: F.cross_entropy(out, y, WEIGHTS, reduction="none").mean(),
+    ),
+    "plain": (scores("y"), F.cross_entropy, None),
+}
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def fitted(config: Config, ctx: RunContext) -> dict[str, tuple[dict[str, float], Tensor]]:
+    found = {}
+    for name, (step, loss, _) in CASES.items():
+        model, rate = model_of(), 0.02 if name == "sum" else 0.5
+        mine = config.with_overrides({"optim.lr": rate})
+        data = Rows(points(37)) if name in ("holes", "inside") else points(37)
+        values = nb.fit(ctx, mine, model, data, points(23, seed=1), loss=loss, step=step)
+        found[name] = values, nn.utils.parameters_to_vector(model.parameters()).detach()
+    return found
+
+
+def in_plain_torch(name: str) -> tuple[float, Tensor]:
+    """The validation loss and the weights of a loop over whole batches on one device."""
+    step, loss, whole = CASES[name]
+    loss, model, data, held_out = whole or loss, model_of(), points(37), points(23, seed=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02 if name == "sum" else 0.5)
+    order = Order(size=37, batch=12, micro=12, seed=0)
+    for epoch in (1, 2):
+        for batch in order.permutation(epoch).split(12):
+            optimizer.zero_grad()
+            loss(*step(model, {key: column[batch] for key, column in data.items()})).backward()
+            optimizer.step()
+    with torch.no_grad():
+        value = float(loss(*step(model, held_out)))
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+    return value / 23 if name == "sum" else value, weights
+
+
+LONG = [pytest.param(pair, marks=pytest.mark.long) for pair in ((1, 1), (1, 3), (2, 1))]
+
+
+@pytest.fixture(scope="module", params=[*LONG, (2, 3)], ids=str)
+def launched(request: Any, tmp_path_factory: pytest.TempPathFactory) -> nb.RunResult:
+    ranks, passes = request.param
+    folder = str(tmp_path_factory.mktemp("losses"))
+    config = Config.model_validate(SETTINGS).with_overrides(
+        {**CONSTANT, "train.accumulate": passes, "runtime.output_dir": folder}
+    )
+    return nb.launch(fitted, config, processes=ranks, display="off")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_and_validation_are_those_of_whole_batches(launched: nb.RunResult, name: str) -> None:
+    values, weights = launched.value[name]
+    expected_loss, expected = in_plain_torch(name)
+    assert (weights - expected).abs().max() < 1e-5
+    assert values["val_loss"] == pytest.approx(expected_loss, abs=1e-5)
+
+
+def test_the_training_loss_is_the_mean_over_the_weights_of_all_samples(
+    launched: nb.RunResult,
+) -> None:
+    model, data = model_of(), points(37)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    order = Order(size=37, batch=12, micro=12, seed=0)
+    for epoch in (1, 2):
+        total, weight = torch.zeros(2)
+        for batch in order.permutation(epoch).split(12):
+            x, y = data["x"][batch], data["y"][batch]
+            loss = F.cross_entropy(model(x), y, WEIGHTS)
+            total, weight = total + loss.item() * WEIGHTS[y].sum(), weight + WEIGHTS[y].sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    found = launched.value["class weights"][0]["train_loss"]
+    assert found == pytest.approx(float(total / weight), abs=1e-5)
+
+
+# --- what cannot be computed in parts ---
+
+
+def dice(outputs: Tensor, targets: Tensor) -> Tensor:
+    chances, right = outputs.softmax(1), F.one_hot(targets, 3)
+    return (1 - 2 * (chances * right).sum(0) / (chances.sum(0) + right.sum(0))).mean()
+
+
+def own_mask(outputs: Tensor, targets: Tensor) -> Tensor:
+    return torch.div(*masked(outputs, targets))
+
+
+def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+def of_two(outputs: Tensor, targets: Tensor) -> Tensor:
+    if len(outputs) != 12:
+        raise ValueError("give me twelve")
+    return F.cross_entropy(outputs, targets)
+
+
+def regularised(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, WEIGHTS) + outputs.square().mean()
+
+
+def fit_here(tmp_path: Any, loss: Any, target: str = "y", **overrides: Any) -> nb.RunResult:
+    config = Config.model_validate(SETTINGS).with_overrides(
+        {"runtime.output_dir": str(tmp_path), "train.max_steps": 2, **overrides}
+    )
+
+    def train(config: Config, ctx: RunContext) -> dict[str, float]:
+        data = points(37)
+        return nb.fit(ctx, config, model_of(), data, points(23), loss=loss, step=scores(target))
+
+    return nb.launch(train, config, start="inline", display="off")
+
+
+@pytest.mark.parametrize(
+    ("loss", "target", "why"),
+    [
+        (dice, "y", "of 12 samples it is"),
+        (own_mask, "void", "of 12 samples it is"),
+        (contrastive, "y", "of 4 and 8 of them"),
+        (regularised, "y", "of 12 samples it is"),
+        (of_two, "y", "of a part it raises ValueError: give me twelve"),
+    ],
+)
+def test_a_loss_that_its_parts_do_not_give_is_refused_before_the_first_step(
+    tmp_path: Any, loss: Any, target: str, why: str
+) -> None:
+    asked = r"number of devices: .*" + why + r"[\s\S]*loss_reduction: batch[\s\S]*mask.sum\(\)\)"
+    with pytest.raises(FitError, match=asked):
+        fit_here(tmp_path, loss, target)
+
+
+@pytest.mark.parametrize("loss", [dice, contrastive, regularised])
+def test_a_loss_of_whole_batches_is_allowed_by_name(tmp_path: Any, loss: Any) -> None:
+    values = fit_here(tmp_path, loss, **{"train.loss_reduction": "batch"}).value
+    assert 0 < values["train_loss"] < 10
+
+
+@pytest.mark.parametrize(
+    ("loss", "what"),
+    [
+        (lambda out, y: F.cross_entropy(out, y).item(), "a float"),
+        (lambda out, y: out.sum(0), r"a tensor of shape \(3,\) for 12 samples"),
+        (lambda out, y: (F.cross_entropy(out, y), {"logged": 1}), "a tuple"),
+    ],
+)
+def test_what_is_no_loss_is_refused_with_what_is_allowed(
+    tmp_path: Any, loss: Any, what: str
+) -> None:
+    with pytest.raises(FitError, match=rf"the loss returned {what}[\s\S]*pair \(total, weight\)"):
+        fit_here(tmp_path, loss)
+
+
+def test_judging_draws_no_random_numbers_of_the_training(tmp_path: Any) -> None:
+    def noisy(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets) + 0 * torch.rand(1).sum()
+
+    drawn = []
+
+    def train(config: Config, ctx: RunContext) -> None:
+        for reduction in ("auto", "batch"):
+            mine = config.with_overrides({"train.loss_reduction": reduction})
+            nb.fit(ctx, mine, model_of(), points(12), None, loss=noisy, step=scores("y"))
+            drawn.append(torch.rand(1))
+
+    config = Config.model_validate(SETTINGS).with_overrides(
+        {"runtime.output_dir": str(tmp_path), "train.epochs": 1}
+    )
+    nb.launch(train, config, start="inline", display="off")
+    assert drawn[0] == drawn[1]
+
+
+# --- what says so ---
+
+
+def test_plan_and_parity_say_that_a_loss_of_whole_batches_depends_on_the_ranks(
+    tmp_path: Any,
+) -> None:
+    config = Config.model_validate(SETTINGS).with_overrides(
+        {"train.loss_reduction": "batch", "train.max_steps": 2}
+    )
+
+    def train(config: Config, ctx: RunContext) -> dict[str, float]:
+        return nb.fit(ctx, config, model_of(), points(37), None, loss=dice, step=scores("y"))
+
+    told = "depends on the number of ranks"
+    assert told in make_plan(config, nb.detect_host(), nb.detect_hardware()).explain()
+    found = nb.verify.parity(train, config)
+    assert not found.passed
+    assert found.inexact == {"loss": f"of whole batches (train.loss_reduction: batch): {told}"}
+    assert told in found.explain()
