@@ -83,7 +83,9 @@ class RunContext:
     def accelerator(self) -> Accelerator:
         """An ``accelerate.Accelerator`` set up from the plan; built when first asked for."""
         if self._accelerator is None:
-            self._accelerator = _make_accelerator(self.plan)
+            from nbtoolkit.runtime.prepare import make_accelerator
+
+            self._accelerator = make_accelerator(self.plan)
         return self._accelerator
 
     def print(self, *values: Any, **options: Any) -> None:
@@ -215,14 +217,22 @@ class RunContext:
     def prepare(self, *objects: Any) -> Any:
         """Prepare your own loop's model, optimizer and loaders, as ``Accelerator.prepare`` does.
 
-        A loader's ``batch_size`` is the global batch: the ranks divide each batch among them.
+        A loader's ``batch_size`` is the global batch: the ranks divide each batch among them (one
+        with a ``DistributedSampler`` has a rank's batch size). No sample comes twice. A model gets
+        ``distributed.sync_batchnorm``.
 
         Raises:
-            PlanError: a loader's batch size cannot be divided by the ranks.
+            PlanError: a loader's batches cannot be divided by the ranks, a step of training would
+                not be the mean over its samples, or the model is wrapped already.
         """
         from nbtoolkit.runtime.prepare import prepare
 
         return prepare(self, *objects)
+
+    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model as it was before :meth:`prepare`: its ``state_dict()`` has the plain names."""
+        plain: torch.nn.Module = self.accelerator.unwrap_model(model)
+        return plain
 
     def cached(self, key: str, build: Callable[[], Any]) -> Any:
         """``build()``, but once for all ranks and later runs; the others map its file.
@@ -320,25 +330,3 @@ def _caller() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _make_accelerator(plan: LaunchPlan) -> Accelerator:
-    from datetime import timedelta
-
-    from accelerate import Accelerator
-    from accelerate.utils import (
-        DataLoaderConfiguration,
-        DistributedDataParallelKwargs,
-        InitProcessGroupKwargs,
-    )
-
-    return Accelerator(
-        cpu=plan.device_type == "cpu",
-        mixed_precision="no" if plan.precision == "fp32" else plan.precision,
-        gradient_accumulation_steps=plan.accumulate,
-        dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True),
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(**plan.ddp),
-            InitProcessGroupKwargs(timeout=timedelta(seconds=plan.group_timeout)),
-        ],
-    )

@@ -6,6 +6,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import FitError
+from nbtoolkit.runtime.prepare import with_sync_batchnorm
 from nbtoolkit.training.activations import recompute_activations
 from nbtoolkit.training.compression import compress
 
@@ -37,7 +38,7 @@ def place(ctx: RunContext, config: Config, model: nn.Module) -> nn.Module:
     """
     _refuse_wrapped(model)
     _check_weights(ctx, config, model)
-    model = _with_sync_batchnorm(ctx, config, model.to(ctx.device))
+    model = with_sync_batchnorm(ctx, config, model.to(ctx.device))
     if config.train.channels_last:
         _store_by_pixel(ctx, model)
     if config.train.activation_checkpointing and not recompute_activations(model):
@@ -145,18 +146,6 @@ def _upcast(model: nn.Module) -> None:
             for value in [*own, *layer.buffers(recurse=False)]:
                 if value.dtype in half:
                     value.data = value.data.float()
-
-
-def _with_sync_batchnorm(ctx: RunContext, config: Config, model: nn.Module) -> nn.Module:
-    import torch
-
-    if ctx.world_size == 1 or not config.distributed.sync_batchnorm:
-        return model
-    if ctx.device.type == "cpu":
-        ctx.print("fit: sync_batchnorm is left out: torch has it for GPUs only")
-        return model
-    converted: nn.Module = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return converted
 
 
 def _store_by_pixel(ctx: RunContext, model: nn.Module) -> None:
