@@ -228,6 +228,8 @@ class Runtime(Section):
     """A run that ends at its deadline packs `output_dir`; `auto`: on Kaggle and Colab."""
     hang_timeout: Seconds = 300.0
     """A rank that is silent and idle for so long while another waits for it is hung."""
+    compare_ranks: bool = True
+    """Warn when ranks train different models: at reports and at the end (torchrun: at reports)."""
 
 
 class Config(Section):

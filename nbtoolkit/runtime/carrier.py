@@ -75,6 +75,7 @@ class Carrier:
         self._kill_at: float | None = None
         self.killed_on_request = False
         self._ports_tried, self._was_late = 0, False
+        self._last_words: dict[int, Message] = {}  # what each rank said when it was done
         self._landing: tuple[Any, float] | None = None  # how the flight ended, and until when
 
     # --- the story ---
@@ -266,6 +267,10 @@ class Carrier:
         rank.phase = message["phase"]
         rank.pid = message.get("pid", rank.pid)
         self.record.write("rank", rank=rank.rank, phase=rank.phase, pid=rank.pid)
+        if rank.phase == "done":
+            self._last_words[rank.rank] = message
+            if len(self._last_words) == len(flight.ranks):
+                self.record.compare([self._last_words[one.rank] for one in flight.ranks])
         if rank.rank == 0:
             self.numbers = message.get("numbers", {})
         if rank.phase == "ready" and flight.all_are("ready"):
@@ -285,6 +290,7 @@ class Carrier:
         if len(kinds) > 1:
             reply: Message = {"error": verdict.different_calls(flight)}
         else:
+            self.record.compare([question or {} for question in questions])
             reply = self._answer(flight.ranks[0].asking or {})
         flight.reply(reply)
 

@@ -160,10 +160,21 @@ class GroupChannel:
         import torch.distributed as dist
 
         self._share_signals()
+        if fields.get("weights") is not None:
+            self._compare(fields)
         box: list[Any] = [self._own.ask(type, **fields) if self._own is not None else None]
         dist.broadcast_object_list(box, src=0, group=self._group)
         message: Message = box[0]
         return message
+
+    def _compare(self, said: Message) -> None:
+        """All ranks are compared where one is: the setting is the run's."""
+        import torch.distributed as dist
+
+        ranks: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(ranks, {"weights": said["weights"]}, group=self._group)
+        if self._own is not None:
+            self._own.record.compare(ranks)
 
     def news(self) -> bool:
         """See :class:`Channel`; of the signals rank 0 knows its own, and the others' when asked."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from nbtoolkit.config import Config
     from nbtoolkit.runtime.plan import LaunchPlan
+    from nbtoolkit.runtime.rank_check import SteppedOptimizers, Weights
 
 
 class RunContext:
@@ -57,6 +58,7 @@ class RunContext:
         deadline: float | None = None,
         params: Mapping[str, Any] | None = None,
         fold: Any = None,
+        optimizers: SteppedOptimizers | None = None,
     ) -> None:
         self.config, self.plan, self.paths = config, plan, paths
         self.rank, self.local_rank, self.world_size = rank, local_rank, world_size
@@ -64,6 +66,7 @@ class RunContext:
         self.seed: int = config.seed
         self._channel = channel
         self._accelerator: Accelerator | None = None
+        self._optimizers = optimizers
 
     @property
     def is_main(self) -> bool:
@@ -125,7 +128,7 @@ class RunContext:
         if self._channel.alone and not self.news():
             self._channel.send("reported", **values)
         else:
-            self._together("report", **values)
+            self._together("report", **values, weights=self.weights())
 
     def check(self, *, reserve: float = 0.0) -> None:
         """Ask whether to go on, inside a long epoch; called by **all** ranks. May not return.
@@ -233,6 +236,10 @@ class RunContext:
         """The model as it was before :meth:`prepare`: its ``state_dict()`` has the plain names."""
         plain: torch.nn.Module = self.accelerator.unwrap_model(model)
         return plain
+
+    def weights(self) -> Weights | None:
+        """What the ranks are compared by; None: nothing is (``runtime.compare_ranks``)."""
+        return None if self._optimizers is None else self._optimizers.weights()
 
     def cached(self, key: str, build: Callable[[], Any]) -> Any:
         """``build()``, but once for all ranks and later runs; the others map its file.

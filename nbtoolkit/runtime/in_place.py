@@ -22,6 +22,7 @@ from nbtoolkit.runtime.inline import call, own_accelerate_state, settle
 from nbtoolkit.runtime.keeper import Keeper
 from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.runtime.plan import LaunchPlan, make_plan
+from nbtoolkit.runtime.rank_check import followed
 from nbtoolkit.runtime.result import RunResult
 from nbtoolkit.runtime.signals import heeded
 from nbtoolkit.runtime.surroundings import lend_variables, of_plan, omp_threads
@@ -104,6 +105,7 @@ def _run_rank(
 ) -> None:
     alone = host.world_size == 1
     channel = keeper if keeper is not None and alone else GroupChannel(keeper)
+    optimizers = followed(config, host.world_size)
     ctx = RunContext(
         config=config,
         plan=plan,
@@ -113,10 +115,13 @@ def _run_rank(
         local_rank=int(os.environ.get("LOCAL_RANK", host.local_rank)),
         world_size=host.world_size,
         deadline=deadline,
+        optimizers=optimizers,
     )
     record = keeper.record if keeper is not None else None
     variables = {**os.environ, **of_plan(plan, paths.folder)}
-    with heeded(channel.heard), lend_variables(variables):
+    with heeded(channel.heard), lend_variables(variables), ExitStack() as stack:
+        if optimizers is not None:
+            stack.callback(optimizers.close)
         settle(ctx)
         call(train, ctx, record, together=lambda: _all_well(host, paths))
 

@@ -6,10 +6,12 @@ import json
 import os
 import pickle
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nbtoolkit.runtime.events import Event, EventLog
 from nbtoolkit.runtime.paths import RunPaths, read_json, write_json, write_whole
+from nbtoolkit.runtime.rank_check import apart
 
 
 class RunRecord:
@@ -30,7 +32,7 @@ class RunRecord:
         self.checkpoint: str | None = None
         self.leaving: str | None = None
         """The status all ranks leave with at the next report; None: go on."""
-        self._reported = False
+        self._reported = self._apart = False
         self._log = EventLog(paths.events)
         self._stop = str(paths.stop)
 
@@ -57,6 +59,12 @@ class RunRecord:
             self._reported = True
         self.metrics.update(values)
         return decision
+
+    def compare(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Warn, once, when what all ranks said at one place is not of one model."""
+        if not self._apart and (warning := apart([said.get("weights") for said in ranks])):
+            self._apart = True
+            self.note(warning, "warning")
 
     def decide(self, reserve: float = 0.0) -> str | None:
         """Whether the run is to end now, and as what; ``reserve``: seconds that saving takes."""

@@ -31,6 +31,7 @@ from nbtoolkit.runtime.forker import die_with_parent
 from nbtoolkit.runtime.paths import RunPaths, folder_error, write_whole
 from nbtoolkit.runtime.pilot import Job, default_signals, write_output_to
 from nbtoolkit.runtime.plan import LaunchPlan
+from nbtoolkit.runtime.rank_check import followed
 from nbtoolkit.runtime.surroundings import RANK_MARK
 from nbtoolkit.runtime.wire import Line
 
@@ -62,6 +63,7 @@ def run_rank(job: Job) -> None:
 
 def _work(job: Job, rank: int, channel: OwnerChannel) -> bool:
     """Call the function of one job; whether this process may take another one."""
+    optimizers = followed(job.content["config"], job.plan.processes)
     context = RunContext(
         config=job.content["config"],
         plan=job.plan,
@@ -73,6 +75,7 @@ def _work(job: Job, rank: int, channel: OwnerChannel) -> bool:
         deadline=job.content["deadline"],
         params=job.content["params"],
         fold=job.content["fold"],
+        optimizers=optimizers,
     )
     notes = ImportNotes(lambda names: channel.send("imports", names=names))
     if rank == 0:
@@ -89,6 +92,8 @@ def _work(job: Job, rank: int, channel: OwnerChannel) -> bool:
     finally:
         if notes in sys.meta_path:
             sys.meta_path.remove(notes)
+        if optimizers is not None:
+            optimizers.close()
     return bool(job.content.get("kept"))
 
 
@@ -137,7 +142,8 @@ def _call(
         raise folder_error(path, error) from error
     _flush()
     notes.tell_submodules()
-    channel.send("phase", phase="done", numbers=_numbers(value))
+    weights = context.weights()
+    channel.send("phase", phase="done", numbers=_numbers(value), weights=weights)
 
 
 def _numbers(value: Any) -> dict[str, float]:
