@@ -192,6 +192,9 @@ class Checkpoint(Section):
     """The reported metric that decides which is best; null: val_loss, or train_loss without one."""
     mode: Literal["auto", "min", "max"] = "auto"
     """Which is best; `auto`: as its name says (`val_mae`: the lowest); see docs/search.md."""
+    weights: Literal["best", "last"] = "best"
+    """The epoch whose weights the model has at `nb.fit`'s end, and `load_into`, `nb.load_model` and
+    `cv.models` take: the best one's, or the last one's."""
 
 
 class Tracking(Section):

@@ -51,7 +51,6 @@ class Carrier:
         plan: what flies now.
         record: the run's diary.
         outcome: how it ended, once it has: a status, or a failure.
-        numbers: what the function returned, where that is a dict of numbers; else nothing.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class Carrier:
         self.plan: LaunchPlan = content["plan"]
         self.record = RunRecord(self.paths, deadline=content["deadline"], durable=durable)
         self.outcome: str | verdict.Failure | GroupFailure | PortBusy | None = None
-        self.numbers: dict[str, float] = {}
         self._flight: Flight | None = None
         self._kill_at: float | None = None
         self.killed_on_request = False
@@ -271,8 +269,8 @@ class Carrier:
             self._last_words[rank.rank] = message
             if len(self._last_words) == len(flight.ranks):
                 self.record.compare([self._last_words[one.rank] for one in flight.ranks])
-        if rank.rank == 0:
-            self.numbers = message.get("numbers", {})
+            if rank.rank == 0:
+                self.record.returned(message["numbers"])
         if rank.phase == "ready" and flight.all_are("ready"):
             flight.go()
             for other in flight.ranks:

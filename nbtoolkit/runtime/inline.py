@@ -17,7 +17,7 @@ from nbtoolkit.runtime.events import Event
 from nbtoolkit.runtime.keeper import Keeper
 from nbtoolkit.runtime.paths import folder_error, write_whole
 from nbtoolkit.runtime.plan import LaunchPlan
-from nbtoolkit.runtime.record import RunRecord
+from nbtoolkit.runtime.record import RunRecord, returned_numbers
 from nbtoolkit.runtime.result import RunResult
 from nbtoolkit.runtime.signals import heeded
 from nbtoolkit.runtime.surroundings import lend_variables, of_plan, without_stale
@@ -93,8 +93,11 @@ def call(
     """
     status = "completed"
     try:
-        _write_value(ctx, train(ctx.config, ctx))
+        value = train(ctx.config, ctx)
+        _write_value(ctx, value)
         together()
+        if record is not None:
+            record.returned(returned_numbers(value))
     except Leave as leave:  # on all ranks at the same report
         status = leave.status
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import numbers
 import os
 import pickle
 import time
@@ -12,6 +13,25 @@ from typing import Any
 from nbtoolkit.runtime.events import Event, EventLog
 from nbtoolkit.runtime.paths import RunPaths, read_json, write_json, write_whole
 from nbtoolkit.runtime.rank_check import apart
+
+RETURNED = "value"
+"""The name of a single number that a function returns."""
+
+
+def returned_numbers(value: Any) -> dict[str, float]:
+    """The plain numbers of what a function returned: a dict's by name, a single one as ``value``.
+
+    Args:
+        value: its numbers are Python's and NumPy's, and tensors and arrays without dimensions; all
+            else is left out.
+    """
+    items = value.items() if isinstance(value, Mapping) else ((RETURNED, value),)
+    return {str(name): float(one) for name, one in items if _is_number(one)}
+
+
+def _is_number(value: Any) -> bool:
+    single = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
+    return isinstance(value.item() if single else value, numbers.Real)
 
 
 class RunRecord:
@@ -28,7 +48,7 @@ class RunRecord:
         self.paths, self.deadline, self._durable = paths, deadline, durable
         self.started = time.time()
         self.metrics: dict[str, float] = {}
-        """The values last reported (or last logged, where nothing was reported)."""
+        """The values last reported or returned (or last logged, where nothing was reported)."""
         self.checkpoint: str | None = None
         self.leaving: str | None = None
         """The status all ranks leave with at the next report; None: go on."""
@@ -59,6 +79,16 @@ class RunRecord:
             self._reported = True
         self.metrics.update(values)
         return decision
+
+    def returned(self, values: Mapping[str, float]) -> None:
+        """Numbers that the function returned: as if it had reported them at its end."""
+        new = {name: one for name, one in values.items() if not self._reported_as(name, one)}
+        if new:
+            self._log.write("report", values=new, step=None, decision="go")
+            self.metrics.update(new)
+
+    def _reported_as(self, name: str, value: float) -> bool:
+        return self._reported and name in self.metrics and self.metrics[name] == value
 
     def compare(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Warn, once, when what all ranks said at one place is not of one model."""

@@ -48,7 +48,8 @@ class RunResult:
     Attributes:
         status: ``"completed"``, or why all ranks left early: ``"stopped"``, ``"deadline"``,
             ``"pruned"``.
-        metrics: the values last reported (or logged, where nothing was reported).
+        metrics: the values last reported, and the numbers that the function returned (or those
+            logged, where nothing was reported).
         plan: what was run: processes, devices, precision, batch split, with reasons.
         paths: the run's folder and files.
         seconds: wall time from the owner's start to the last rank's end.
@@ -83,13 +84,14 @@ class RunResult:
         return [self.value, *(unpack_value(self.paths.value(rank)) for rank in others)]
 
     def load_into(
-        self, model: torch.nn.Module, kind: Literal["best", "last"] = "best"
+        self, model: torch.nn.Module, kind: Literal["best", "last"] | None = None
     ) -> torch.nn.Module:
         """Load the run's weights into ``model`` (the notebook's own object) and return it.
 
         Args:
             model: a model of the same shape as the trained one.
-            kind: which weights; where there are no best ones, the last saved are used.
+            kind: which weights; None: those that ``checkpoint.weights`` says. Where there are no
+                best ones, the last saved are used.
 
         Raises:
             CheckpointError: the run saved none, they are damaged, or they do not fit the model.

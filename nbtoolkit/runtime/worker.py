@@ -7,7 +7,6 @@ import builtins
 import contextlib
 import faulthandler
 import gc
-import numbers
 import os
 import pickle
 import random
@@ -32,6 +31,7 @@ from nbtoolkit.runtime.paths import RunPaths, folder_error, write_whole
 from nbtoolkit.runtime.pilot import Job, default_signals, write_output_to
 from nbtoolkit.runtime.plan import LaunchPlan
 from nbtoolkit.runtime.rank_check import followed
+from nbtoolkit.runtime.record import returned_numbers
 from nbtoolkit.runtime.surroundings import RANK_MARK
 from nbtoolkit.runtime.wire import Line
 
@@ -143,13 +143,7 @@ def _call(
     _flush()
     notes.tell_submodules()
     weights = context.weights()
-    channel.send("phase", phase="done", numbers=_numbers(value), weights=weights)
-
-
-def _numbers(value: Any) -> dict[str, float]:
-    """Of a returned dict what are plain numbers: a search reads no values of the user's types."""
-    items = value.items() if isinstance(value, dict) else ()
-    return {str(name): float(one) for name, one in items if isinstance(one, numbers.Real)}
+    channel.send("phase", phase="done", numbers=returned_numbers(value), weights=weights)
 
 
 def _tell_error(job: Job, rank: int, channel: OwnerChannel, error: BaseException) -> None:

@@ -123,7 +123,7 @@ class CVResult:
         return assemble(self.folds, {index: self._part(index, name) for index in self._done})
 
     def models(self, model: torch.nn.Module) -> list[torch.nn.Module]:
-        """Every finished fold's model: its best epoch's weights, else the last ones.
+        """Every finished fold's model, with the weights that ``checkpoint.weights`` says.
 
         Args:
             model: the architecture; it is copied for each fold, and stays as it is.

@@ -137,7 +137,7 @@ class Errand:
     def ending(self) -> Ending:
         """How it ended."""
         seconds, status = time.monotonic() - self._started, self._carrier.status
-        metrics = self._carrier.record.metrics or self._carrier.numbers
+        metrics = self._carrier.record.metrics
         if self._fault is not None:
             fault, said = self._fault
         elif status is not None:

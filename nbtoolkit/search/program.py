@@ -42,7 +42,7 @@ class Ending:
 
     Attributes:
         status: as a run's, or ``"failed"``.
-        metrics: those last reported (else logged, else a returned dict's numbers).
+        metrics: those last reported or returned (else logged).
         seconds: from its start to its processes' end.
         fault: what went wrong in a failed job; None in the others.
         error: that in one line.

@@ -90,8 +90,9 @@ def sweep(
 
     Each trial is the function with other settings (in ``config`` and as ``ctx.params``) in fresh
     processes: one on every device at once, or one on all of them (``placement``). What it reports
-    with ``ctx.report`` (``nb.fit`` does) decides whether it is ended early; the metric last
-    reported, or returned in a dict, is its value. A trial that raises, hangs, dies or runs out of
+    with ``ctx.report`` (``nb.fit`` does) decides whether it is ended early. Its value is the
+    metric it reported last; what it returns counts as reported at its end: a dict of numbers, or
+    one number, which is the metric. A trial that raises, hangs, dies or runs out of
     memory costs itself, not the sweep.
 
     Args:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import MissingExtra, SweepError
+from nbtoolkit.runtime.record import RETURNED
 from nbtoolkit.search.live_trial import LiveTrial
 from nbtoolkit.search.program import Diary, Ending, Job
 from nbtoolkit.search.repeats import Repeats
@@ -254,6 +255,8 @@ class SweepProgram:
         if trial.leaving == "pruned" and job.fold is None:
             trial.leaving = trial.reason = None  # it was through before it could leave
         metrics = dict(ending.metrics)
+        if len(self._wishes.metrics) == 1 and RETURNED in metrics:
+            metrics.setdefault(self._wishes.metrics[0], metrics[RETURNED])
         if self._wishes.study.value == "best":
             self._put_best(trial, job, metrics)
         needed = self._books.needed

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import yaml
+
 from nbtoolkit.errors import CheckpointError
 from nbtoolkit.runtime.checkpoint import read_state
 from nbtoolkit.training.shelf import Entry, Shelf
@@ -20,8 +22,9 @@ def load_model(path: str | Path, model: Model) -> Model:
     """Load a checkpoint's weights into ``model``, for inference.
 
     Args:
-        path: a run's folder (its best epoch's weights, else its last ones), one of the checkpoint
-            folders in it, or a file that ``ctx.save`` wrote.
+        path: a run's folder (the weights that its ``checkpoint.weights`` says: the best epoch's,
+            else its last ones), one of the checkpoint folders in it, or a file that ``ctx.save``
+            wrote.
         model: the architecture that was saved; changed in place.
 
     Returns:
@@ -67,12 +70,13 @@ def load_weights(state: Mapping[str, Any], model: torch.nn.Module, *, source: st
     model.load_state_dict(weights)
 
 
-def find_weights(path: Path, kind: Literal["best", "last"] = "best") -> Path | None:
+def find_weights(path: Path, kind: Literal["best", "last"] | None = None) -> Path | None:
     """The file with a model's weights; None: there is none.
 
     Args:
         path: a file (returned as it is), a checkpoint folder, or a run's folder.
-        kind: which of a run's; where there is no best one, the last is taken.
+        kind: which of a run's; None: as its ``checkpoint.weights`` says. Where there is no best
+            one, the last is taken.
 
     Raises:
         CheckpointError: it is damaged.
@@ -82,14 +86,22 @@ def find_weights(path: Path, kind: Literal["best", "last"] = "best") -> Path | N
     if (path / "manifest.json").exists():
         return _in_checkpoint(path)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    shelf = Shelf(folder)
+    shelf, wished = Shelf(folder), kind or _wished(path)
     best, steps = shelf.entries("best"), shelf.entries("step")
-    for entries, saved in ((best, "best.pt"), (steps, "last.pt"))[kind == "last" :]:
+    for entries, saved in ((best, "best.pt"), (steps, "last.pt"))[wished == "last" :]:
         if entries:
             return _in_checkpoint(entries[0].folder)
         if (folder / saved).exists():
             return folder / saved
     return None
+
+
+def _wished(folder: Path) -> str:
+    """What ``checkpoint.weights`` was in a run's configuration."""
+    config = folder / "config.yaml"
+    settings = yaml.safe_load(config.read_text()) if config.is_file() else {}
+    wished: str = settings.get("checkpoint", {}).get("weights", "best")
+    return wished
 
 
 def _in_checkpoint(folder: Path) -> Path:

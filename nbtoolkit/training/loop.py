@@ -70,8 +70,10 @@ def fit(
     Args:
         ctx: the run's context.
         config: its sections ``optim, train, distributed, checkpoint, tracking`` are used.
-        model: trained in place, on ``ctx.device``; it ends with the weights that were validated
-            last (the averaged ones with ``train.average``).
+        model: trained in place, on ``ctx.device``; it ends with the weights of the best epoch, or
+            with ``checkpoint.weights: last`` with those that were validated last (the averaged
+            ones with ``train.average``). Without a validation set and ``checkpoint.monitor`` no
+            epoch is best.
         train_data: tensors, arrays, a tuple or dict of them, a ``TensorDataset``, any map-style
             data set, or an iterable one; the same on all ranks.
         valid_data: the same; None: no validation.
@@ -198,7 +200,7 @@ class _Fitting:
         values = {"train_loss": progress.train_loss, **validator.values(stepper)}
         better = progress.end_epoch(values, stepper.step)
         stepper.schedule.observe(values[progress.monitored], better)
-        if better:
+        if better and progress.judged:
             about = {"epoch": progress.epoch, "values": values}
             saver.keep_best(self._validated_weights, stepper.step, about)
         if self.done or saver.due_by_epochs(progress.epoch) or saver.due_by_time():
@@ -206,11 +208,14 @@ class _Fitting:
         self._report(values)
 
     def finish(self) -> dict[str, float]:
-        """Leave the model with the weights that were validated last; returns fit's values."""
-        stepper = self._stepper
+        """Leave the model with the weights that ``checkpoint.weights`` says."""
+        stepper, progress = self._stepper, self._progress
         if stepper.averages is not None and stepper.averages.active:
             stepper.module.load_state_dict(stepper.averages.weights())
-        return self._progress.summary()
+        wanted = self._config.checkpoint.weights == "best" and progress.judged
+        if wanted and progress.best_epoch != progress.epoch:
+            stepper.put_back(self._saver.best_weights())
+        return progress.summary()
 
     # --- meetings ---
 

@@ -101,6 +101,11 @@ class Progress:
             )
         return name
 
+    @property
+    def judged(self) -> bool:
+        """Whether an epoch can be best: the training loss alone does not tell."""
+        return self._checkpoint.monitor is not None or "val_loss" in self.values
+
     def summary(self) -> dict[str, float]:
         """The last epoch's metrics and the best one's."""
         best = {f"best_{self.monitored}": self.best} if self.best is not None else {}

@@ -51,6 +51,7 @@ class Saver:
         self._writer = Writer(self.shelf, ctx.note_saved)
         self._state, self._weights = Snapshot(), Snapshot()
         self._best: _Pending | None = None
+        self._kept: State | None = None  # the best weights, as long as this process has them
         self._writing: _Pending | None = None
         self._saved_at, self._saved = time.monotonic(), (-1, -1)
         self._best_at, self._bytes = 0.0, 0
@@ -109,12 +110,26 @@ class Saver:
 
     def keep_best(self, weights: Callable[[], State], step: int, about: State) -> None:
         """Copy the best weights so far; they are on disk before the next :meth:`save` is."""
-        if not self._on or not self._ctx.is_main:
+        if not self._ctx.is_main or not (self._on or self._wish.weights == "best"):
             return
         if self._writer.busy:
             self._finish()  # it may be writing the best before
-        self._best = step, {"model": self._weights.take(weights())}, about
-        self._write_best(now=False)
+        self._kept = self._weights.take(weights())
+        if self._on:
+            self._best = step, {"model": self._kept}, about
+            self._write_best(now=False)
+
+    def best_weights(self) -> State | None:
+        """The best weights, for the main rank; None on the others, and where there are none."""
+        if self._kept is not None or not self._ctx.is_main:
+            return self._kept
+        try:
+            entry, _ = self.shelf.good("best")
+        except CheckpointError as error:
+            text = f"the model keeps the last weights, not the best: {error}"
+            self._ctx.note(text, level="warning")
+            return None
+        return None if entry is None else entry.read("model")
 
     def _write_best(self, *, now: bool) -> None:
         pause = _PAUSE * self._writer.seconds

@@ -189,6 +189,18 @@ class Stepper:
         self.step = state["step"]
         self._reduced.reduction = Reduction(state["reduction"])
 
+    def put_back(self, weights: Mapping[str, Any] | None) -> None:
+        """Give the model of every rank the weights that rank 0 has; None there: they stay."""
+        import torch
+        import torch.distributed as dist
+
+        if weights is not None:
+            self.module.load_state_dict(weights)
+        if self._ranks > 1:
+            for value in self.module.state_dict().values():
+                if isinstance(value, torch.Tensor):
+                    dist.broadcast(value, src=0)
+
     def _pass(self, batch: Any, share: Share) -> Passed:
         """Forward and backward; under DDP the gradients are then the mean over the ranks."""
         outputs, targets, returned, weight = self._compute(self._model, batch)
