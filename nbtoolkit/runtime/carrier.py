@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Carrier:
         tower: the launchpad.
         forked: the lines of a pilot and ranks that the kernel forked itself; empty otherwise.
         judge: hears what is reported, and may answer with the status to leave with.
+        announced: hears which metrics will be reported.
         durable: see :class:`RunRecord`.
 
     Attributes:
@@ -61,10 +62,11 @@ class Carrier:
         *,
         forked: list[int] | None = None,
         judge: Judge | None = None,
+        announced: Callable[[Sequence[str], Sequence[str]], None] | None = None,
         durable: bool = True,
     ) -> None:
         self._content, self._payload_fds, self._forked = content, payload_fds, forked or []
-        self._tower, self._judge = tower, judge
+        self._tower, self._judge, self._announced = tower, judge, announced
         self.paths = RunPaths(Path(content["folder"]))
         self.plan: LaunchPlan = content["plan"]
         self.record = RunRecord(self.paths, deadline=content["deadline"], durable=durable)
@@ -250,6 +252,8 @@ class Carrier:
         elif kind in ("report", "check", "saving", "checkpoint"):
             rank.asking = message
             self._answer_if_all_ask(flight)
+        elif kind == "announced" and self._announced is not None:
+            self._announced(message["names"], message["stems"])
         elif kind == "imports":
             self._import_ahead(message["names"])
         elif kind == "long":

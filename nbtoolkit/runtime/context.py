@@ -9,7 +9,7 @@ import re
 import reprlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -129,6 +129,16 @@ class RunContext:
             self._channel.send("reported", **values)
         else:
             self._together("report", **values, weights=self.weights())
+
+    def announce(self, names: Sequence[str], stems: Sequence[str] = ()) -> None:
+        """Say which metrics will be reported, so that a search over a misspelt one ends now.
+
+        Args:
+            names: of the metrics; others may still come.
+            stems: beginnings of names that are not known yet.
+        """
+        if self.is_main:
+            self._channel.send("announced", names=list(names), stems=list(stems))
 
     def check(self, *, reserve: float = 0.0) -> None:
         """Ask whether to go on, inside a long epoch; called by **all** ranks. May not return.

@@ -84,6 +84,7 @@ class Errand:
             [payload_fd, self._own_fd],
             tower,
             judge=partial(program.reported, job),
+            announced=partial(program.announced, job),
             durable=False,  # the study knows of it
         )
         self._carrier.begin(self._boarding(own, kept, tower, reserve))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,9 @@ class FoldProgram:
 
     def reported(self, job: Job, metrics: Mapping[str, float], step: int | None) -> None:
         """Nothing is decided within a fold."""
+
+    def announced(self, job: Job, names: Sequence[str], stems: Sequence[str]) -> None:
+        """Nothing depends on names."""
 
     def ended(self, job: Job, ending: Ending) -> None:
         """Note how a fold ended; one whose process died comes again."""

@@ -6,7 +6,7 @@ jobs, hands it what they report, and tells it how they ended. It alone writes th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -99,6 +99,9 @@ class Program(Protocol):
 
     def reported(self, job: Job, metrics: Mapping[str, float], step: int | None) -> str | None:
         """What a job reported: ``"pruned"`` lets its ranks leave, None lets them go on."""
+
+    def announced(self, job: Job, names: Sequence[str], stems: Sequence[str]) -> None:
+        """The metrics that a job will report; see :meth:`RunContext.announce`."""
 
     def ended(self, job: Job, ending: Ending) -> None:
         """A job has ended, and its processes are gone."""

@@ -12,11 +12,12 @@ What it needs, as plain data (``content``):
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nbtoolkit.errors import MissingExtra, SweepError
+from nbtoolkit.names import meant
 from nbtoolkit.runtime.record import RETURNED
 from nbtoolkit.search.live_trial import LiveTrial
 from nbtoolkit.search.program import Diary, Ending, Job
@@ -215,12 +216,41 @@ class SweepProgram:
         if trial is None:
             return None  # it has ended: a report that was on its way
         if trial.leaving is None and trial.seed is None:
+            if not self._books.counts:
+                self.announced(job, list(metrics), ())
             given = [name for name in self._wishes.metrics if name in metrics]
             if wrong := missing(metrics, given):
                 trial.leave("failed", f"{wrong} at step {step}" if step is not None else wrong)
             elif len(self._wishes.metrics) == 1 and given:
                 self._judge(job, trial, metrics[given[0]], step)
         return None if trial.leaving is None else "pruned"
+
+    def announced(self, job: Job, names: Sequence[str], stems: Sequence[str]) -> None:
+        """Give up where a metric is a slip of one that the job will report."""
+        trial = self._jobs.get(job.key)
+        if trial is None:
+            return
+        for metric in self._wishes.metrics:
+            near = meant(metric, names)
+            if near is not None and not metric.startswith(tuple(f"{stem}_" for stem in stems)):
+                self._give_up(trial, metric, names, near)
+
+    def _give_up(
+        self, trial: LiveTrial, metric: str, names: Iterable[str], near: str | None
+    ) -> NoReturn:
+        """End the sweep: no trial will have a value."""
+        told = ", ".join(names) or "nothing"
+        self._live.pop(trial.key, None)
+        if trial.seed is None:
+            self._books.end(trial, "failed", f"no {metric} among what is reported: {told}")
+        self.close("failed")
+        raise SweepError(
+            f"study.metric is {metric!r}, which the first trial does not have: it has {told}",
+            allowed="a metric that every trial reports or returns",
+            do=f"set study.metric: {near}"
+            if near
+            else f"report or return {metric}, or set study.metric to one of these",
+        )
 
     def _judge(self, job: Job, trial: LiveTrial, value: float, step: int | None) -> None:
         direction = self._wishes.directions[0]
@@ -261,6 +291,9 @@ class SweepProgram:
             self._put_best(trial, job, metrics)
         needed = self._books.needed
         if wrong := missing(metrics, needed):
+            absent = [name for name in self._wishes.metrics if name not in metrics]
+            if absent and not self._books.counts["complete"]:
+                self._give_up(trial, absent[0], metrics, meant(absent[0], metrics))
             trial.leave("failed", wrong)
             return
         if trial.leaving is None and trial.seed is None:
@@ -358,4 +391,16 @@ class SweepProgram:
                 self._books.wait(trial, f"the sweep ended as {status}")
         summary = self._books.summary()
         self._books.close()
+        if status == "completed" and self._books.begun and not self._books.standings.values:
+            raise self._without_a_value()
         return summary
+
+    def _without_a_value(self) -> SweepError:
+        counts = ", ".join(f"{count} {state}" for state, count in self._books.counts.items())
+        last = f"; the last failure: {self._books.last_failure}" if self._books.last_failure else ""
+        return SweepError(
+            f"no trial of the sweep has a value: {counts or 'none has ended'}{last}",
+            allowed="one complete trial or more",
+            do="look into the trials' folders; sweep again when it is mended, or with more time: "
+            "the study is gone on with",
+        )

@@ -223,7 +223,7 @@ def load_wishes(
     places = {keys[1:]: place for keys, place in layer.places.items() if keys[0] == "space"}
     space = Space(layer.values.get("space") or {}, places)
     space.check(config)
-    refuse(clashes(wishes, space, layer.places), SpaceError)
+    refuse(clashes(wishes, space, config, layer.places), SpaceError)
     return _resolved(wishes, space, config, layer.places)
 
 

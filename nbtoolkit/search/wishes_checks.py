@@ -6,20 +6,25 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.config_values import FreeSection
+from nbtoolkit.names import meant
 from nbtoolkit.search.parameter import CategoricalParameter, FloatParameter, IntParameter
 from nbtoolkit.yaml_lines import Keys, Mistake
 
 if TYPE_CHECKING:
+    from nbtoolkit.config import Config
     from nbtoolkit.search.space import Space
     from nbtoolkit.search.wishes import Wishes
 
 
-def clashes(wishes: Wishes, space: Space, places: Mapping[Keys, str]) -> list[Mistake]:
+def clashes(
+    wishes: Wishes, space: Space, config: Config, places: Mapping[Keys, str]
+) -> list[Mistake]:
     """Everything that does not fit together.
 
     Args:
         wishes: each checked by itself.
         space: what is searched.
+        config: what every trial's parameters are laid over.
         places: where the settings stand.
     """
     found = [
@@ -29,6 +34,7 @@ def clashes(wishes: Wishes, space: Space, places: Mapping[Keys, str]) -> list[Mi
         *_about_sampling(wishes, space),
         *_about_constraints(wishes),
         *_about_first_trials(wishes, space),
+        *_about_free_names(space, config),
     ]
     return [
         Mistake(place=_place(name, places), what=f"{name}: {what}", allowed=allowed, do=do)
@@ -104,6 +110,26 @@ def _about_first_trials(wishes: Wishes, space: Space) -> Iterator[_Clash]:
             elif not _holds(one, value):
                 what = f"{name} in number {i} is never {value!r}"
                 yield "first_trials", what, f"what space.{name} says", ""
+
+
+def _about_free_names(space: Space, config: Config) -> Iterator[_Clash]:
+    """In the user's own sections any name is allowed, so that a slip would search nothing."""
+    settings = config.to_dict()
+    for name in space.parameters:
+        section, *path = name.split(".")
+        if section not in ("model", "data"):
+            continue
+        there: Any = settings[section]
+        for depth, key in enumerate(path):
+            if not isinstance(there, Mapping):
+                break
+            near = meant(key, map(str, there))
+            if near is not None:
+                written = ".".join([section, *path[:depth], near])
+                what = f"is not in the configuration, and {written} is"
+                do = f"search {written}, or set {name} in the configuration, too, if it is another"
+                yield f"space.{name}", what, "names of the configuration, or others", do
+            there = there.get(key)
 
 
 def _holds(one: FloatParameter | IntParameter | CategoricalParameter, value: Any) -> bool:

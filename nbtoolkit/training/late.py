@@ -44,6 +44,11 @@ class LateMetric(Protocol):
         """The metric of all ranks' parts; called on rank 0."""
 
 
+def is_late(metric: Any) -> bool:
+    """Whether a metric may turn out to be several, by the names of a dict that it returns."""
+    return isinstance(metric, OverAll) or _is_torchmetric(metric)
+
+
 def late_metric(metric: Any, device: torch.device) -> LateMetric | None:
     """One pass of ``metric``; None for a function whose values are averaged over the batches."""
     if isinstance(metric, OverAll):

@@ -16,10 +16,10 @@ from nbtoolkit.training.data import Collate
 from nbtoolkit.training.feed import Feed, make_feed
 from nbtoolkit.training.inexact import WHOLE_BATCHES, inexact_layers
 from nbtoolkit.training.journal import Journal
-from nbtoolkit.training.metrics import Metrics, named_metrics
+from nbtoolkit.training.metrics import Metrics, named_metrics, names_to_come
 from nbtoolkit.training.nonfinite import StepLoss, raise_if_not_finite
 from nbtoolkit.training.order import Share
-from nbtoolkit.training.progress import Progress
+from nbtoolkit.training.progress import Progress, check_monitor
 from nbtoolkit.training.pulse import LossWindow, Meeting, Pulse, Wish
 from nbtoolkit.training.saver import Saver
 from nbtoolkit.training.schedule import make_schedule
@@ -101,9 +101,14 @@ def fit(
         Leave: the run was asked to end (a BaseException: let it pass); all is saved by then.
     """
     config = as_config(config)
+    by_name = named_metrics(metrics)
+    names, stems = names_to_come(by_name, validates=valid_data is not None)
+    check_monitor(config, names, stems)
+    monitor = config.checkpoint.monitor or ("val_loss" if "val_loss" in names else "train_loss")
+    ctx.announce([*names, f"best_{monitor}", "epoch", "best_epoch"], stems)
     with Saver(ctx, config) as saver:
         fitting = _Fitting(ctx, config, model, train_data, loss, step or pair, collate, saver)
-        validator = Validator(ctx, config, valid_data, named_metrics(metrics), collate)
+        validator = Validator(ctx, config, valid_data, by_name, collate)
         fitting.resume()
         while not fitting.done:
             fitting.train_epoch()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.gathering import gather_on_first, tell_all
-from nbtoolkit.training.late import OverAll, late_metric
+from nbtoolkit.training.late import OverAll, is_late, late_metric
 from nbtoolkit.training.losses import Passed
 
 if TYPE_CHECKING:
@@ -73,6 +73,21 @@ def named_metrics(metrics: Metrics) -> dict[str, Any]:
             )
         named[str(name)] = _resolve(metric)
     return named
+
+
+def names_to_come(metrics: Mapping[str, Any], *, validates: bool) -> tuple[list[str], list[str]]:
+    """The metrics that a fit will report.
+
+    Args:
+        metrics: by name, from :func:`named_metrics`.
+        validates: whether there is a validation set.
+
+    Returns:
+        Names, and those whose metric may turn out to be several: ``<name>_<key>``.
+    """
+    late = [name for name, one in metrics.items() if is_late(one)]
+    names = ["train_loss", *(f"val_{name}" for name in ("loss", *metrics) if validates)]
+    return names, [f"val_{name}" for name in late if validates]
 
 
 class Meter:

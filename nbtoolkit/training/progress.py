@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.direction import resolve
 from nbtoolkit.errors import FitError
+from nbtoolkit.names import meant
 from nbtoolkit.training.pulse import LossSum
 
 if TYPE_CHECKING:
@@ -16,6 +18,30 @@ if TYPE_CHECKING:
 
 # What a resumed fit has to know besides weights and optimizer.
 _KEPT = ("epoch", "taken", "loss", "seen", "values", "best", "best_epoch", "best_step", "stale")
+
+
+def check_monitor(config: Config, names: Sequence[str], stems: Sequence[str]) -> None:
+    """Refuse a ``checkpoint.monitor`` that no epoch will have.
+
+    Args:
+        config: the fit's.
+        names: the metrics that its epochs will have.
+        stems: those of them that may turn out to be ``<stem>_<key>``.
+
+    Raises:
+        FitError: names the metrics.
+    """
+    monitor = config.checkpoint.monitor
+    if monitor is None or monitor in names or monitor.startswith(tuple(f"{s}_" for s in stems)):
+        return
+    near = meant(monitor, names)
+    raise FitError(
+        f"checkpoint.monitor is {monitor!r}, which no epoch will have",
+        allowed=", ".join([*names, *(f"{stem}_<key>" for stem in stems)]),
+        do=f"set checkpoint.monitor: {near}"
+        if near
+        else "set checkpoint.monitor to one of these, or pass a metric of that name to fit",
+    )
 
 
 class Progress:
