@@ -86,10 +86,16 @@ def test_torchrun_ranks_share_one_run(tmp_path: Path) -> None:
         assert value.pop("nested").endswith(str(paths.folder))
         wanted = {"rank": number, "world_size": 2, "device": "cpu", "saved": True, "sum": 3.0}
         assert value == wanted
-    assert types(paths) == ["run", "metrics", "checkpoint", "report", "ended"]
+    # the second report is what it returned
+    assert types(paths) == ["run", "metrics", "checkpoint", "report", "report", "ended"]
     assert ranks[0]["events"] == types(paths)
     assert ranks[1]["events"] == []  # rank 0 keeps the record
-    assert ranks[1]["metrics"] == {"score": 10.0}  # rank 0's values count
+    assert ranks[1]["metrics"] == {
+        "score": 10.0,
+        "rank": 0.0,
+        "world_size": 2.0,
+        "sum": 3.0,
+    }  # rank 0's values count
     assert [rank["left"] for rank in ranks] == [[], []]
     with sqlite3.connect(tmp_path / "mlflow.db") as database:
         assert database.execute("select status from runs").fetchall() == [("FINISHED",)]

@@ -133,7 +133,8 @@ def test_a_resumed_run_tells_of_its_own_attempt_only(tmp_path: Path) -> None:
         train, tmp_path, config=config, resume=first.paths.folder, on_event=events.append
     )
     assert (second.value, second.paths) == ({"epochs": 1}, first.paths)
-    assert [event["type"] for event in events] == ["run", "checkpoint", "ended"]
+    kinds = [event["type"] for event in events]
+    assert kinds == ["run", "checkpoint", "report", "ended"]  # the report: what it returned
     assert events[0]["attempt"] == 2
 
 

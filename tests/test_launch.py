@@ -48,7 +48,7 @@ def test_result_of_two_ranks(config: nb.Config) -> None:
     result = quiet(functions.reports, config, name="my run")
     assert result.value == {"accuracy": 0.75, "seed": 0.0}
     assert result.values == [result.value, result.value]
-    assert result.metrics == {"accuracy": 0.75}
+    assert result.metrics == {"accuracy": 0.75, "seed": 0.0}
     assert result.status == "completed"
     assert (result.plan.processes, result.plan.backend) == (2, "gloo")
     assert result.paths.folder.parent == Path(config.runtime.output_dir)
@@ -108,7 +108,7 @@ def test_every_start_gives_the_same_result(config: nb.Config, tmp_path: Path) ->
         "versions.json",
     ]
     of_one_start = [
-        "completed [{'accuracy': 0.75, 'seed': 0.0}] {'accuracy': 0.75} last.pt",
+        "completed [{'accuracy': 0.75, 'seed': 0.0}] {'accuracy': 0.75, 'seed': 0.0} last.pt",
         f"1 {files}",
         f"completed [{drawn}] {{}} None",
         f"1 {files}",
@@ -141,7 +141,8 @@ def test_on_event_hears_the_whole_story(config: nb.Config) -> None:
     kinds = [event["type"] for event in heard]
     assert (kinds[0], kinds[-1]) == ("run", "ended")
     assert [e["values"]["loss"] for e in heard if e["type"] == "metrics"] == [1.0, 0.5, 1 / 3]
-    assert [e["step"] for e in heard if e["type"] == "report"] == [0, 1, 2]
+    # what it returned comes without a step
+    assert [e["step"] for e in heard if e["type"] == "report"] == [0, 1, 2, None]
     assert kinds.count("checkpoint") == 1
 
 

@@ -20,9 +20,10 @@ from nbtoolkit.training.order import Order
 SETTINGS = {
     "optim": {"name": "sgd", "lr": 0.5, "momentum": 0.0, "weight_decay": 0.0, "warmup": 0.0},
     "train": {"epochs": 2, "batch_size": 12},
-    "checkpoint": {"enabled": False},
+    "checkpoint": {"enabled": False, "weights": "last"},
     "tracking": {"mlflow": False},
 }
+RATES = {"sum": 0.02}
 CONSTANT = {"optim.schedule": "constant"}
 WEIGHTS = torch.tensor([1.0, 8.0, 0.5])
 Batch = dict[str, Tensor]
@@ -113,7 +114,7 @@ def model_of() -> nn.Module:
 def fitted(config: Config, ctx: RunContext) -> dict[str, tuple[dict[str, float], Tensor]]:
     found = {}
     for name, (step, loss, _) in CASES.items():
-        model, rate = model_of(), 0.02 if name == "sum" else 0.5
+        model, rate = model_of(), RATES.get(name, 0.5)
         mine = config.with_overrides({"optim.lr": rate})
         data = Rows(points(37)) if name in ("holes", "inside") else points(37)
         values = nb.fit(ctx, mine, model, data, points(23, seed=1), loss=loss, step=step)
@@ -125,7 +126,7 @@ def in_plain_torch(name: str) -> tuple[float, Tensor]:
     """The validation loss and the weights of a loop over whole batches on one device."""
     step, loss, whole = CASES[name]
     loss, model, data, held_out = whole or loss, model_of(), points(37), points(23, seed=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02 if name == "sum" else 0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATES.get(name, 0.5))
     order = Order(size=37, batch=12, micro=12, seed=0)
     for epoch in (1, 2):
         for batch in order.permutation(epoch).split(12):

@@ -111,7 +111,7 @@ def train_on_a_bad_sample(config: Config, ctx: RunContext) -> tuple[str, list[in
     for step, (rows, share) in enumerate(
         zip(order.indices(1).split(order.micro), order.shares, strict=True)
     ):
-        loss = stepper.take((inputs[rows], targets[rows]), share, watch=False)
+        loss = stepper.take((inputs[rows], targets[rows]), share, watch=False).mean
         told.append(StepLoss(step + 1, 1, step, float(loss)))
     try:
         raise_if_not_finite(ctx, told, lambda epoch, step: batches[step], tolerant=False)

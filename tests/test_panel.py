@@ -590,6 +590,7 @@ READERS = {
     "notebooks.handle",
     "notebooks.task",
     "report.words",
+    "runtime.call",
     "runtime.hardware",
     "runtime.host",
     "runtime.launch",

@@ -38,7 +38,14 @@ def returns_one(config: Config, ctx: RunContext) -> float:
 
 
 def test_numbers_of_every_kind_are_read() -> None:
-    value = {"a": 1, "b": np.float32(0.5), "c": torch.tensor(2.0), "d": "x", "e": torch.ones(1)}
+    value = {
+        "a": 1,
+        "b": np.float32(0.5),
+        "c": torch.tensor(2.0),
+        "d": "x",
+        "e": torch.ones(1),
+        "f": True,
+    }
     assert returned_numbers(value) == {"a": 1.0, "b": 0.5, "c": 2.0}
     assert returned_numbers(np.array(3.0)) == {"value": 3.0}
     assert returned_numbers(0.5) == {"value": 0.5}

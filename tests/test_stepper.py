@@ -691,7 +691,7 @@ def train_and_tell(config: Config, ctx: RunContext, *, tanh: bool = False) -> di
         ctx, nn.Sequential(*layers, *[nn.Tanh()] * tanh), {"train.compile": config.train.compile}
     )
     batch = points(8, seed=ctx.rank)
-    losses = [float(stepper.take(batch, WHOLE, watch=False)) for _ in range(4)]
+    losses = [float(stepper.take(batch, WHOLE, watch=False).mean) for _ in range(4)]
     return {"losses": losses, "keys": list(stepper.state()["model"])}
 
 

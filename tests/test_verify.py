@@ -49,7 +49,8 @@ def test_parity_finds_nothing_in_a_function_that_calls_fit() -> None:
     assert found.passed, found
     assert found.steps == 8  # of 12, 12, 12 and 5 samples, twice
     assert found.largest < 1e-5
-    assert {*found.metrics} == {"train_loss", "val_loss"}
+    returned = {"epoch", "best_epoch", "best_val_loss"}
+    assert {*found.metrics} == {"train_loss", "val_loss", *returned}
     assert found.inexact == {}
     assert "equal: 1 process against 2" in str(found)
     assert "the same in 8 steps" in found._repr_html_()

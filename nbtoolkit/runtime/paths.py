@@ -35,13 +35,15 @@ from nbtoolkit.errors import RunFolderError
 
 # Settings that do not change what a run computes (up to the order of sums): they do not enter its
 # fingerprint. How many ranks share a step is among them, since the step's batch is global.
-_NOT_IDENTITY = ("tracking.", "runtime.", "checkpoint.", "distributed.", "train.workers")
+# The function is in it by its source, whatever its module is called.
+_NOT_IDENTITY = ("task", "tracking.", "runtime.", "checkpoint.", "distributed.", "train.workers")
 _BUT = (
     "distributed.sync_batchnorm",
     "distributed.compression",
     "distributed.powersgd_rank",
     "checkpoint.monitor",  # what is best decides about patience and the plateau
     "checkpoint.mode",
+    "checkpoint.weights",  # of what is predicted at the end
 )
 _OF_THE_STEP = ("distributed.world_size", "train.accumulate")
 

@@ -31,7 +31,8 @@ def returned_numbers(value: Any) -> dict[str, float]:
 
 def _is_number(value: Any) -> bool:
     single = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
-    return isinstance(value.item() if single else value, numbers.Real)
+    number = value.item() if single else value
+    return isinstance(number, numbers.Real) and not isinstance(number, bool)
 
 
 class RunRecord:

@@ -28,7 +28,7 @@ from nbtoolkit.config_values import (
     Seed,
     Text,
 )
-from nbtoolkit.direction import Direction, resolve
+from nbtoolkit.direction import Direction, direction_of, resolve
 from nbtoolkit.errors import SpaceError
 from nbtoolkit.search.folds import FoldKind
 from nbtoolkit.search.space import Space
@@ -168,7 +168,8 @@ class Wishes(Section):
         wished = self.study.direction
         if isinstance(wished, tuple):
             return wished
-        assert wished != "auto", "load_wishes resolves it"
+        if wished == "auto":  # in a file that no sweep wrote; load_wishes resolves or refuses it
+            return tuple(direction_of(name) or "minimize" for name in self.metrics)
         return (wished,) * len(self.metrics)
 
     @property
