@@ -403,11 +403,11 @@ def _folds(config: Config, wish: str, kind: str) -> Folds:
     """Folds from a file, or so many of the task's own data set."""
     from nbtoolkit.search.folds import Folds
     from nbtoolkit.search.make_folds import make_folds
-    from nbtoolkit.tasks.find import find_targets
+    from nbtoolkit.tasks.find import find_data
 
     if not wish.isdecimal():
         return Folds.load(wish)
-    return make_folds(find_targets(config.task), k=int(wish), kind=cast("FoldKind", kind))
+    return make_folds(find_data(config.task)[1], k=int(wish), kind=cast("FoldKind", kind))
 
 
 def _finish(handle: RunHandle, ended: RunResult | SweepResult | CVResult | None) -> None:

@@ -91,7 +91,8 @@ def test_a_fit_that_goes_by_a_name_that_says_nothing_is_refused_before_its_first
         from torch import nn
 
         data = torch.ones(8, 2), torch.zeros(8, 1)
-        nb.fit(ctx, config, nn.Linear(2, 1), data, data, loss=nn.functional.mse_loss)
+        loss = nn.functional.mse_loss
+        nb.fit(ctx, config, nn.Linear(2, 1), data, data, loss=loss, metrics={"width": loss})
 
     mine = config.with_overrides(
         {

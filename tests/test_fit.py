@@ -431,7 +431,7 @@ def test_what_cannot_be_trained_is_refused(run: Run, given: dict[str, Any], what
 
 
 def test_an_unknown_monitored_metric_is_refused(run: Run) -> None:
-    what = r"checkpoint.monitor is 'val_f1', which no epoch has\n.*train_loss, val_loss"
+    what = r"checkpoint.monitor is 'val_f1', which no epoch will have\n.*train_loss, val_loss"
     with pytest.raises(FitError, match=what):
         run.fit(config=configured(overrides={"checkpoint.monitor": "val_f1"}))
     assert not (run.paths.checkpoints / "last.pt").exists()

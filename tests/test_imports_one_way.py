@@ -28,7 +28,7 @@ ROOMS = {
     "tasks": {"errors", "training"},
     "verify": {"errors", "config", "runtime", "training"},
     "doctor": {"errors", "config", "runtime"},
-    "search": {"errors", "config", "runtime", "training"},
+    "search": {"errors", "config", "runtime", "training", "tasks"},
     "notebooks": {"errors", "config", "runtime"},
     "pipeline": {"errors", "config", "runtime", "notebooks"},
     "lint": {"errors", "notebooks"},
@@ -55,7 +55,7 @@ ROOMS = {
 }
 
 # Modules of the configuration room, which has no folder of its own.
-CONFIG = ("config", "direction", "yaml_lines")
+CONFIG = ("config", "direction", "names", "yaml_lines")
 
 # Against the stream, inside a function and for a reason.
 LATE = {

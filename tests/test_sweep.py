@@ -205,19 +205,29 @@ def test_a_trial_that_takes_too_long_has_failed(config: nb.Config) -> None:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        pytest.param(None, "val_loss", id="missing", marks=LONG),
-        pytest.param(math.nan, "val_loss", id="nan"),
-        pytest.param("high", "val_loss", id="text", marks=LONG),
+        pytest.param(None, r"does not have: it has nothing", id="missing", marks=LONG),
+        pytest.param(math.nan, r"no trial .* has a value: 2 failed; .*val_loss is nan", id="nan"),
+        pytest.param("high", r"does not have: it has nothing", id="text", marks=LONG),
     ],
 )
 def test_a_value_that_is_none_is_never_zero(config: nb.Config, value: Any, reason: str) -> None:
     def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, Any]:
         return {} if value is None else {"val_loss": value}
 
-    result = swept(train, config, n_trials=2)
-    assert list(result.trials["state"]) == ["failed", "failed"]
-    assert reason in result.trials["reason"][0]
-    assert result.best_value is None
+    with pytest.raises(errors.SweepError, match=reason):
+        swept(train, config, n_trials=2)
+
+
+def test_a_sweep_that_was_stopped_before_its_first_value_has_no_best(config: nb.Config) -> None:
+    def train(config: nb.Config, ctx: nb.RunContext) -> None:
+        while True:
+            ctx.check()
+            time.sleep(0.01)
+
+    handle = nb.sweep(train, config, RANDOM, n_trials=2, wait=False, display="off")
+    handle.stop()
+    result = handle.result()
+    assert (result.status, result.best_value) == ("stopped", None)
     with pytest.raises(errors.SweepError, match=r"no trial .* is complete\n.*\n.*reasons"):
         _ = result.best_config
 
@@ -338,9 +348,8 @@ def test_a_trial_whose_metric_is_no_number_is_ended_at_once(config: nb.Config) -
             ctx.report({"val_loss": math.nan}, step=1)
             time.sleep(0.01)
 
-    result = swept(train, config, RANDOM, n_trials=1)
-    assert list(result.trials["state"]) == ["failed"]
-    assert "val_loss" in result.trials["reason"][0]
+    with pytest.raises(errors.SweepError, match=r"trial 0, val_loss is nan at step 1"):
+        swept(train, config, RANDOM, n_trials=1)
 
 
 def test_a_sweep_in_one_rank_of_several_is_refused(

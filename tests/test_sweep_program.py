@@ -11,6 +11,7 @@ from searches import LR, SPACE, Fake, Memory, close_all, drive, program
 
 from nbtoolkit.errors import SweepError
 from nbtoolkit.search.program import Ending, Job
+from nbtoolkit.search.sweep_program import SweepProgram
 
 TRIAL = ["trials/0000", "trials/0001", "trials/0002", "trials/0003"]
 
@@ -206,12 +207,19 @@ def test_a_metric_that_is_no_number_fails_the_trial(
     metrics: Any, reason: str, tmp_path: Path
 ) -> None:
     made, diary = program(tmp_path, sweep(1))
-    made.ended(made.next(None), Ending(status="completed", metrics=metrics))
+    told = (
+        "no trial of the sweep has a value: 1 failed" if "val_loss" in metrics else "does not have"
+    )
+    with pytest.raises(SweepError, match=told):
+        _end_and_close(made, Ending(status="completed", metrics=metrics))
     assert ends(diary) == {0: ("failed", reason)}
-    summary = made.close("completed")
-    assert (summary["best"], summary["counts"]) == (None, {"failed": 1})
     (trial,) = stored(tmp_path)
     assert (trial.state.name, trial.value) == ("FAIL", None)
+
+
+def _end_and_close(made: SweepProgram, ending: Ending) -> None:
+    made.ended(made.next(None), ending)
+    made.close("completed")
 
 
 def test_a_report_that_is_nan_ends_its_trial_as_failed(tmp_path: Path) -> None:
@@ -221,7 +229,8 @@ def test_a_report_that_is_nan_ends_its_trial_as_failed(tmp_path: Path) -> None:
     assert made.reported(job, {"val_loss": math.nan}, 1) == "pruned"
     made.ended(job, Ending(status="pruned"))
     assert ends(diary) == {0: ("failed", "val_loss is nan at step 1")}
-    made.close("completed")
+    with pytest.raises(SweepError, match="no trial of the sweep has a value"):
+        made.close("completed")
 
 
 def test_the_best_report_may_be_the_value(tmp_path: Path) -> None:
@@ -412,7 +421,8 @@ def test_a_failed_fold_fails_its_trial_and_lets_the_others_leave(tmp_path: Path)
     made.ended(two, Ending(status="pruned"))
     assert ends(diary) == {0: ("failed", "ValueError: bad fold")}
     assert made.done
-    made.close("completed")
+    with pytest.raises(SweepError, match="ValueError: bad fold"):
+        made.close("completed")
 
 
 def test_finished_folds_of_a_dead_session_are_not_run_again(tmp_path: Path) -> None:

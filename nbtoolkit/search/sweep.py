@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from nbtoolkit.config import Config, ConfigLike, as_config
-from nbtoolkit.errors import MissingExtra, SweepError
+from nbtoolkit.errors import MissingExtra
 from nbtoolkit.runtime.call import check_call, task_name
 from nbtoolkit.runtime.cell import Display, Shown
 from nbtoolkit.runtime.events import Event
@@ -20,6 +20,7 @@ from nbtoolkit.search.live import TableLines
 from nbtoolkit.search.start import Search, Started, start_search
 from nbtoolkit.search.sweep_result import SweepResult, load_yaml
 from nbtoolkit.search.table import SweepTable
+from nbtoolkit.search.wished_folds import wished_folds
 from nbtoolkit.search.wishes import Wishes, load_wishes
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def sweep(
     n_trials: int | None = None,
     timeout: float | str | None = None,
     folds: Folds | None = None,
+    targets: Any = None,
+    groups: Any = None,
     name: str | None = None,
     resume: str | os.PathLike[str] = "auto",
     where: Literal["local"] = "local",
@@ -60,6 +63,8 @@ def sweep(
     n_trials: int | None = None,
     timeout: float | str | None = None,
     folds: Folds | None = None,
+    targets: Any = None,
+    groups: Any = None,
     name: str | None = None,
     resume: str | os.PathLike[str] = "auto",
     where: Literal["local"] = "local",
@@ -78,6 +83,8 @@ def sweep(
     n_trials: int | None = None,
     timeout: float | str | None = None,
     folds: Folds | None = None,
+    targets: Any = None,
+    groups: Any = None,
     name: str | None = None,
     resume: str | os.PathLike[str] = "auto",
     where: Literal["local"] = "local",
@@ -102,7 +109,12 @@ def sweep(
             bare space such as ``{"optim.lr": {"type": "float", "low": 1e-4, "high": 0.1}}``.
         n_trials: trials in all, over all sessions; beats ``budget.n_trials``.
         timeout: seconds, or a text such as ``"2h"``; beats ``budget.timeout``.
-        folds: every trial trains on each of these (``ctx.fold``); its value is the mean.
+        folds: every trial trains on each of these (``ctx.fold``); its value is the mean. None: as
+            ``folds`` of the space's file says.
+        targets: of the data set, of which that makes folds, as :func:`nbtoolkit.make_folds` takes
+            them, or their number where the kind is ``kfold`` or ``time``. None: ``load()`` of the
+            function's module returns (inputs, targets), or (inputs, targets, groups).
+        groups: a group for each sample, for the kinds with groups.
         name: the end of the folder's name; default: the study's name.
         resume: ``"auto"`` goes on with the newest sweep of equal configuration, function, space and
             folds that is unfinished, or complete with fewer trials than ``n_trials``; ``"never"``;
@@ -120,6 +132,7 @@ def sweep(
 
     Raises:
         SpaceError: the space or what is wished is wrong; all mistakes at once.
+        FoldError: folds are wished for, and there is nothing to make them from.
         SweepError: too many trials failed, or the study belongs to another search.
         MissingExtra: Optuna is not installed.
         KeyboardInterrupt: the wait was interrupted; the trials have left and are gone on with.
@@ -140,7 +153,8 @@ def sweep(
     config = as_config(config).with_overrides({"task": task_name(train)})
     count = None if folds is None else len(folds)
     wishes = load_wishes(space, config, n_trials=n_trials, timeout=timeout, folds=count)
-    _check_folds(wishes, folds)
+    if folds is None:
+        folds = wished_folds(wishes.folds, config.task, targets, groups)
     search = _search(wishes, config, folds)
     label = name or wishes.study.name
     started = start_search(train, config, search, name=label, resume=resume, detach=detach)
@@ -225,15 +239,6 @@ def _shown(paths: RunPaths, wishes: Wishes, screen: Screen, deadline: float | No
 
 def _check(train: Train, **options: Any) -> None:
     check_call(train, {"processes": None, "start": "launchpad", **options})
-
-
-def _check_folds(wishes: Wishes, folds: Folds | None) -> None:
-    if folds is None and wishes.folds.k is not None:
-        raise SweepError(
-            f"folds.k is {wishes.folds.k}, and the sweep was given no folds",
-            allowed="folds=nb.make_folds(y, k=...), or folds: null",
-            do="make them from the data set's targets, and pass them: nb.sweep(..., folds=folds)",
-        )
 
 
 def _need_optuna() -> None:

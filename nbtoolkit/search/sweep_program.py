@@ -242,14 +242,14 @@ class SweepProgram:
         told = ", ".join(names) or "nothing"
         self._live.pop(trial.key, None)
         if trial.seed is None:
-            self._books.end(trial, "failed", f"no {metric} among what is reported: {told}")
+            self._books.end(trial, "failed", f"no {metric} among what was reported: {told}")
         self.close("failed")
         raise SweepError(
             f"study.metric is {metric!r}, which the first trial does not have: it has {told}",
             allowed="a metric that every trial reports or returns",
             do=f"set study.metric: {near}"
             if near
-            else f"report or return {metric}, or set study.metric to one of these",
+            else f"report or return {metric}, or name another one under study.metric",
         )
 
     def _judge(self, job: Job, trial: LiveTrial, value: float, step: int | None) -> None:

@@ -31,6 +31,7 @@ from nbtoolkit.config_values import (
 from nbtoolkit.direction import Direction, direction_of, resolve
 from nbtoolkit.errors import SpaceError
 from nbtoolkit.search.folds import FoldKind
+from nbtoolkit.search.foreign_names import in_our_names
 from nbtoolkit.search.space import Space
 from nbtoolkit.search.wishes_checks import clashes
 from nbtoolkit.yaml_lines import Keys, Layer, Mistake, dump, refuse
@@ -114,13 +115,16 @@ class FoldWishes(Section):
     """Cross-validation of every trial: its value is the mean over the folds."""
 
     k: Count | None = None
-    """Folds; null: one training with its own split."""
+    """Folds; null: one training with its own split. The targets come with the call
+    (`nb.sweep(..., targets=y)`), or from `load()` of the function's module."""
     kind: FoldKind = "stratified"
     """How the samples are divided, see :func:`nbtoolkit.make_folds`."""
     repeats: Count = 1
     """`stratified` and `kfold`: how often, each time divided otherwise."""
     seed: Seed = 0
     """Decides the division."""
+    file: Text | None = None
+    """Folds that were made before: a file that `folds.save` wrote; the rest then has no meaning."""
 
 
 class RepeatTop(Section):
@@ -219,7 +223,7 @@ def load_wishes(
         ConfigError: there is no such file, or it cannot be read.
     """
     layer = _plain_layer(source) if isinstance(source, Mapping) else file_layer(source)
-    layer = merge([_with_sections(layer), _call_layer(n_trials, timeout, folds)])
+    layer = merge([_with_sections(in_our_names(layer)), _call_layer(n_trials, timeout, folds)])
     wishes = _checked(layer)
     places = {keys[1:]: place for keys, place in layer.places.items() if keys[0] == "space"}
     space = Space(layer.values.get("space") or {}, places)

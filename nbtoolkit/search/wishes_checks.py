@@ -64,7 +64,7 @@ def _about_pruning(wishes: Wishes) -> Iterator[_Clash]:
     if len(wishes.metrics) > 1 and pruner != "none":
         what = f"{pruner} compares one metric, here are {len(wishes.metrics)}"
         yield "study.pruner", what, "none", "take the pruner out, or all metrics but one"
-    if pruner == "wilcoxon" and wishes.folds.k is None:
+    if pruner == "wilcoxon" and wishes.folds.k is None and wishes.folds.file is None:
         what = "wilcoxon compares trials fold by fold, and there are no folds"
         yield "study.pruner", what, "median, percentile, ...", "set folds, or pruner: median"
     if pruner == "percentile" and "percentile" not in wishes.study.pruner_options:

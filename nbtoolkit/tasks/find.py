@@ -35,25 +35,34 @@ def find_task(name: str) -> Callable[..., Any]:
     return task
 
 
-def find_targets(name: str) -> Any:
-    """The targets of a task's data set, for :func:`nbtoolkit.make_folds`.
+def find_data(name: str) -> Any:
+    """A task's data set, for :func:`nbtoolkit.make_folds`: what ``load()`` of its module returns.
 
     Args:
         name: as for :func:`find_task`. Its module must have a function ``load()`` that returns
-            ``(inputs, targets)``, as those of ``nbtoolkit.tasks`` have.
+            ``(inputs, targets)``, as those of ``nbtoolkit.tasks`` have, perhaps with groups.
 
     Raises:
         ConfigError: it has none.
     """
     path = name.partition(":")[0]
     load = getattr(_import(path, name), "load", None)
-    if not callable(load):
+    if not callable(load) or not _needs_nothing(load):
+        lacks = "has no function load()" if not callable(load) else "has a load() with arguments"
         raise ConfigError(
-            f"folds are to be made for task {name!r}, and {path} has no function load()",
+            f"folds are to be made for task {name!r}, and {path} {lacks}",
             allowed="a module whose load() returns (inputs, targets)",
             do="write the folds in Python, nb.make_folds(y).save('folds.json'), and give that file",
         )
-    return load()[1]
+    return load()
+
+
+def _needs_nothing(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    return True
 
 
 def _import(path: str, name: str) -> ModuleType:
