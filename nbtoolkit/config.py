@@ -105,7 +105,7 @@ class Train(Section):
     clip_norm: Positive | None = None
     """Gradients with a larger norm are scaled down to this one."""
     accumulate: Auto | Count = "auto"
-    """Micro-batches in one optimizer step; `auto`: one, more when memory demands it."""
+    """Micro-batches in one optimizer step; `auto`: one."""
     workers: CountFrom0 = 0
     """DataLoader processes of each rank; data in memory as tensors or arrays needs none."""
     compile: bool = False

@@ -89,7 +89,7 @@ def make_slots(
     )
     if placement == "all_devices_per_trial":
         return together
-    single = _on_gpus(hardware, per_device) if hardware.usable else _on_cpus(hardware)
+    single = _on_gpus(hardware, per_device) if hardware.usable else _on_cpus(hardware, per_device)
     if placement == "device_per_trial":
         return replace(single, why=f"placement says so; {single.why}")
     if jobs is not None and jobs < len(hardware.usable):
@@ -118,11 +118,13 @@ def _on_gpus(hardware: Hardware, per_device: int) -> Slots:
     return Slots(slots=tuple(slots), placement="device_per_trial", why=why)
 
 
-def _on_cpus(hardware: Hardware) -> Slots:
+def _on_cpus(hardware: Hardware, per_device: int) -> Slots:
     room = hardware.memory // _CPU_MEMORY if hardware.memory else hardware.cpu_count
     count = max(1, min(hardware.cpu_count, room))
     threads = max(1, hardware.cpu_count // count)
     one = replace(hardware, devices=(), cpu_count=threads)
     slots = [Slot(name=f"cpu {at}", hardware=one, overrides=_ALONE) for at in range(count)]
     why = f"{hardware.cpu_count} CPUs and {gib(hardware.memory)} of memory"
+    if per_device > 1:
+        why += f" (trials_per_device: {per_device} is for GPUs)"
     return Slots(slots=tuple(slots), placement="device_per_trial", why=why)

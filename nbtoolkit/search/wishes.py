@@ -146,7 +146,7 @@ class Wishes(Section):
     placement: Literal["auto", "device_per_trial", "all_devices_per_trial"] = "auto"
     """Where a trial runs."""
     trials_per_device: Count = 1
-    """`device_per_trial`: how many at once on each device."""
+    """`device_per_trial`: how many at once on each GPU; on the CPU there are as many as CPUs."""
     folds: FoldWishes = FoldWishes()
     """Cross-validation of every trial."""
     constraints: Free = FreeSection()

@@ -88,8 +88,21 @@ def _about_sampling(wishes: Wishes, space: Space) -> Iterator[_Clash]:
         yield "study.sampler", what, "tpe, gp, qmc, random or grid", "set sampler: tpe"
     if sampler == "grid":
         space.grid()  # says what has no end
+    if sampler == "qmc":
+        yield from _about_qmc(wishes.study.sampler_options)
     if sampler in ("random", "grid") and wishes.study.sampler_options:
         yield "study.sampler_options", f"{sampler} has none", "", "take them out"
+
+
+def _about_qmc(options: FreeSection) -> Iterator[_Clash]:
+    allowed = {"qmc_type": ("sobol", "halton"), "scramble": (True, False)}
+    for name, value in options.items():
+        if name not in allowed:
+            what = f"qmc has no option {name!r}"
+            yield "study.sampler_options", what, ", ".join(allowed), "take it out"
+        elif not any(value is one or value == one for one in allowed[name]):
+            values = " or ".join(map(str, allowed[name]))
+            yield "study.sampler_options", f"{name} is {value!r}", values, ""
 
 
 def _about_constraints(wishes: Wishes) -> Iterator[_Clash]:
