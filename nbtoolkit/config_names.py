@@ -265,12 +265,17 @@ class _Renamer:
             self._refuse(keys, f"{dotted}: {value!r} is refused: {reason}", allowed=allowed)
             return
         if target in self.places:
+            if self._taken(target) == value:
+                return  # num_gpus: 2 and gpus_per_node: 2 say the same
             what = f"'{'.'.join(keys)}' sets {dotted}, which {self.places[target]} sets already"
             self._refuse(keys, what, do="keep one of them")
             return
         into = self.values if len(target) == 1 else self.values.setdefault(target[0], {})
         into[target[-1]] = value
         self.places[target] = self._place(keys)
+
+    def _taken(self, target: Keys) -> Any:
+        return self.values[target[0]] if len(target) == 1 else self.values[target[0]][target[-1]]
 
     def _refuse(self, keys: Keys, what: str, *, allowed: str = "", do: str = "") -> None:
         place = self._place(keys)

@@ -33,6 +33,10 @@ def _load(**sections: Any) -> Config:
         ({"distributed": {"master_port": 29500}}, {"distributed.port": 29500}),
         ({"distributed": {"timeout_seconds": 900}}, {"distributed.timeout": 900.0}),
         ({"distributed": {"num_gpus": 2}}, {"distributed.world_size": 2}),
+        (
+            {"distributed": {"num_gpus": 2, "gpus_per_node": 2}},
+            {"distributed.world_size": 2},
+        ),
         ({"distributed": {"num_gpus_per_node": 2, "num_nodes": 1}}, {"distributed.world_size": 2}),
         ({"distributed": {"mode": "DISTRIBUTED"}}, {"distributed.strategy": "ddp"}),
         ({"distributed": {"mode": "NONE"}}, {"distributed.strategy": "single"}),
@@ -87,7 +91,7 @@ def test_other_launchers_names_are_understood(
         ({"max_retries": 3}, r"'max_retries' is not known.*\n.*nb.launch again"),
         ({"k_fold": {"n_splits": 5}}, r"'k_fold' belongs to a sweep\n.*config/hpo"),
         (
-            {"distributed": {"sync_bn": True, "sync_batchnorm": True}},
+            {"distributed": {"sync_bn": True, "sync_batchnorm": False}},
             r"sets distributed.sync_batchnorm, which override 'distributed' sets\b(.|\n)*keep one",
         ),
         ({"train": {"fp16": True, "bf16": True}}, r"'train.bf16' sets train.precision, which"),

@@ -36,6 +36,7 @@ SRUN = {
     "SLURM_LOCALID": "0",
     "SLURM_STEP_NUM_TASKS": "4",
 }
+UNEVEN = {"SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}
 
 
 @pytest.fixture
@@ -158,6 +159,9 @@ def test_a_folder_that_is_not_there_is_not_offered(root: Path) -> None:
         (TORCHRUN, "torchrun (TORCHELASTIC_RUN_ID is set): RANK=3", 3, 4, 1, 2),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "variables: RANK=0, WORLD_SIZE=2", 0, 2, 0, 1),  # Ray
         (SRUN, "srun: SLURM_PROCID=2", 2, 4, 0, 1),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4"}, "srun: SLURM_PROCID=2", 2, 4, 0, 4),
+        ({**SRUN, **UNEVEN, "SLURM_NODEID": "1"}, "srun: SLURM_PROCID=2", 2, 4, 0, 2),
+        ({**SRUN, **UNEVEN, "SLURM_NODEID": "2"}, "srun: SLURM_PROCID=2", 2, 4, 0, 1),
     ],
 )
 def test_started_as_a_rank(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -261,7 +262,18 @@ def _slurm_rank(environ: Mapping[str, str]) -> dict[str, Any]:
         "rank": rank,
         "local_rank": _number(environ, "SLURM_LOCALID") or 0,
         "world_size": tasks,
+        "local_world_size": _tasks_here(environ) or 1,
     }
+
+
+def _tasks_here(environ: Mapping[str, str]) -> int | None:
+    """Tasks of the step on this node: of ``SLURM_STEP_TASKS_PER_NODE=2(x3),1`` node 3 has one."""
+    counts = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        if found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()):
+            counts += [int(found[1])] * int(found[2] or 1)
+    node = _number(environ, "SLURM_NODEID") or 0
+    return counts[node] if node < len(counts) else None
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

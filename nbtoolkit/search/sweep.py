@@ -95,8 +95,8 @@ def sweep(
 ) -> SweepResult | SweepHandle:
     """Search for the settings with which ``train(config, ctx)`` does best.
 
-    Each trial is the function with other settings (in ``config`` and as ``ctx.params``) in fresh
-    processes: one on every device at once, or one on all of them (``placement``). What it reports
+    Each trial is the function with other settings (in ``config`` and as ``ctx.params``): one
+    per device, in processes of its own, or one on all devices (``placement``). What it reports
     with ``ctx.report`` (``nb.fit`` does) decides whether it is ended early. Its value is the
     metric it reported last; what it returns counts as reported at its end: a dict of numbers, or
     one number, which is the metric. A trial that raises, hangs, dies or runs out of
