@@ -39,7 +39,8 @@ def told(result):
         "processes": result.plan.processes,
         "folder": str(result.paths.folder),
         "values": result.values,
-        "reports": [{"step": e["step"], **e["values"]} for e in events if e["type"] == "report"],
+        "reports": [{"step": e["step"], **e["values"]}
+                    for e in events if e["type"] == "report" and e["step"] is not None],
         "logged": [e["values"] for e in events if e["type"] == "metrics"],
         "log_of_rank_1": result.paths.log(1).read_text() if result.plan.processes > 1 else "",
     }
@@ -137,3 +138,43 @@ def test_metrics_are_in_mlflow_once(told: dict[str, Any]) -> None:
     assert runs == 1
     assert sorted(step for key, step in points if key == name) == [8, 16]
     assert sorted(step for key, step in points if key == "loss") == [5, 10, 15]
+
+
+MANUAL = """
+class Line(lightning.LightningModule):
+    def __init__(self, lr):
+        super().__init__()
+        self.layer, self.unused, self.lr = torch.nn.Linear(8, 1), torch.nn.Linear(1, 1), lr
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = torch.nn.functional.mse_loss(self.layer(x), y)
+        self.log("train_mse", loss, on_epoch=True, on_step=False)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), self.lr)
+
+
+settings = {"train": {"epochs": 2, "batch_size": 32}, "tracking.mlflow": False}
+settings |= {"optim.lr": 0.01, "distributed.find_unused_parameters": True}
+result = nb.launch(train, settings, processes=2, display="off")
+reports = [e for e in nb.attach(result.paths.folder).events() if e["type"] == "report"]
+assert [e["step"] for e in reports][:2] == [8, 16], reports
+assert reports[1]["values"]["train_mse"] < reports[0]["values"]["train_mse"]
+assert (result.paths.checkpoints / "lightning.ckpt").is_file()
+"""
+
+
+@pytest.mark.long
+def test_lightning_with_manual_optimization_no_validation_and_an_unused_layer(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "manual.py"
+    script.write_text(code_of("Lightning Trainer").partition("config = nb.load_config")[0] + MANUAL)
+    program = [sys.executable, script]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
