@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from machines import CPU_BUILD, machine
+from torch import nn
+from torch.nn import functional as F
 
+import nbtoolkit as nb
 from nbtoolkit.config import Config
 from nbtoolkit.errors import SpaceError
+from nbtoolkit.runtime.context import RunContext
 from nbtoolkit.search.slots import make_slots
 from nbtoolkit.search.wishes import load_wishes
 
@@ -42,3 +48,42 @@ def test_trials_on_one_device_are_said_to_be_for_gpus() -> None:
     assert "for GPUs" not in make_slots(Config(), hardware, "auto").explain()
     told = make_slots(Config(), hardware, "auto", per_device=2).explain()
     assert "trials_per_device: 2 is for GPUs" in told
+
+
+def fits(config: Config, ctx: RunContext) -> None:
+    """Every trial is worse than the one before, from its first epoch on."""
+    x = torch.ones(8, 2)
+    loss = len(list((ctx.paths.folder.parent).iterdir()))
+
+    def worse(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        return float(loss)
+
+    metrics, model = {"mae": worse}, nn.Linear(2, 1)
+    nb.fit(ctx, config, model, (x, x[:, :1]), (x, x[:, :1]), loss=F.mse_loss, metrics=metrics)
+
+
+def loops(config: Config, ctx: RunContext) -> None:
+    loss = len(list((ctx.paths.folder.parent).iterdir()))
+    for epoch in range(config.train.epochs):
+        ctx.report({"val_mae": float(loss)}, step=epoch)
+
+
+@pytest.mark.parametrize("train", [fits, loops])
+def test_warmup_steps_of_a_pruner_are_epochs(tmp_path: Path, train: Any) -> None:
+    pytest.importorskip("optuna")
+    settings = {"train": {"epochs": 5}, "tracking.mlflow": False, "checkpoint.enabled": False}
+    config = Config().with_overrides({**settings, "runtime.output_dir": str(tmp_path)})
+    options = {"n_warmup_steps": 3, "n_startup_trials": 1}
+    study = {
+        "metric": "val_mae",
+        "sampler": "random",
+        "pruner": "median",
+        "pruner_options": options,
+    }
+    wishes = {"study": study, "space": SPACE, "placement": "all_devices_per_trial"}
+    result = nb.sweep(train, config, wishes, n_trials=2, display="off")
+    first, second = result.study.get_trials()
+    # "Pruning is disabled until the trial exceeds the given number of step", which begin at 0.
+    assert sorted(first.intermediate_values) == [0, 1, 2, 3, 4]
+    assert sorted(second.intermediate_values) == [0, 1, 2, 3]
+    assert second.state.name == "PRUNED"

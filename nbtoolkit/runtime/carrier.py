@@ -62,7 +62,7 @@ class Carrier:
         *,
         forked: list[int] | None = None,
         judge: Judge | None = None,
-        announced: Callable[[Sequence[str], Sequence[str]], None] | None = None,
+        announced: Callable[[Sequence[str], Sequence[str], int], None] | None = None,
         durable: bool = True,
     ) -> None:
         self._content, self._payload_fds, self._forked = content, payload_fds, forked or []
@@ -253,7 +253,7 @@ class Carrier:
             rank.asking = message
             self._answer_if_all_ask(flight)
         elif kind == "announced" and self._announced is not None:
-            self._announced(message["names"], message["stems"])
+            self._announced(message["names"], message["stems"], message["first_step"])
         elif kind == "imports":
             self._import_ahead(message["names"])
         elif kind == "long":

@@ -130,15 +130,19 @@ class RunContext:
         else:
             self._together("report", **values, weights=self.weights())
 
-    def announce(self, names: Sequence[str], stems: Sequence[str] = ()) -> None:
+    def announce(
+        self, names: Sequence[str], stems: Sequence[str] = (), *, first_step: int = 0
+    ) -> None:
         """Say which metrics will be reported, so that a search over a misspelt one ends now.
 
         Args:
             names: of the metrics; others may still come.
             stems: beginnings of names that are not known yet.
+            first_step: the step of the first report; Optuna's pruners count from 0.
         """
         if self.is_main:
-            self._channel.send("announced", names=list(names), stems=list(stems))
+            said = {"names": list(names), "stems": list(stems), "first_step": first_step}
+            self._channel.send("announced", **said)
 
     def check(self, *, reserve: float = 0.0) -> None:
         """Ask whether to go on, inside a long epoch; called by **all** ranks. May not return.

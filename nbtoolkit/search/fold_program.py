@@ -94,7 +94,9 @@ class FoldProgram:
     def reported(self, job: Job, metrics: Mapping[str, float], step: int | None) -> None:
         """Nothing is decided within a fold."""
 
-    def announced(self, job: Job, names: Sequence[str], stems: Sequence[str]) -> None:
+    def announced(
+        self, job: Job, names: Sequence[str], stems: Sequence[str], first_step: int
+    ) -> None:
         """Nothing depends on names."""
 
     def ended(self, job: Job, ending: Ending) -> None:

@@ -46,6 +46,8 @@ class LiveTrial:
         self.reason: str | None = None
         self.best: dict[int | None, float] = {}
         """The best report of each job."""
+        self.first_step = 0
+        """The step of the first report: of ``nb.fit`` 1, of Optuna's pruners 0."""
         self.told = 0
         """How many folds' running means the study knows."""
 

@@ -100,7 +100,9 @@ class Program(Protocol):
     def reported(self, job: Job, metrics: Mapping[str, float], step: int | None) -> str | None:
         """What a job reported: ``"pruned"`` lets its ranks leave, None lets them go on."""
 
-    def announced(self, job: Job, names: Sequence[str], stems: Sequence[str]) -> None:
+    def announced(
+        self, job: Job, names: Sequence[str], stems: Sequence[str], first_step: int
+    ) -> None:
         """The metrics that a job will report; see :meth:`RunContext.announce`."""
 
     def ended(self, job: Job, ending: Ending) -> None:

@@ -217,7 +217,7 @@ class SweepProgram:
             return None  # it has ended: a report that was on its way
         if trial.leaving is None and trial.seed is None:
             if not self._books.counts:
-                self.announced(job, list(metrics), ())
+                self._refuse_slips(trial, list(metrics))
             given = [name for name in self._wishes.metrics if name in metrics]
             if wrong := missing(metrics, given):
                 trial.leave("failed", f"{wrong} at step {step}" if step is not None else wrong)
@@ -225,11 +225,17 @@ class SweepProgram:
                 self._judge(job, trial, metrics[given[0]], step)
         return None if trial.leaving is None else "pruned"
 
-    def announced(self, job: Job, names: Sequence[str], stems: Sequence[str]) -> None:
+    def announced(
+        self, job: Job, names: Sequence[str], stems: Sequence[str], first_step: int
+    ) -> None:
         """Give up where a metric is a slip of one that the job will report."""
-        trial = self._jobs.get(job.key)
-        if trial is None:
-            return
+        if (trial := self._jobs.get(job.key)) is not None:
+            trial.first_step = first_step
+            self._refuse_slips(trial, names, stems)
+
+    def _refuse_slips(
+        self, trial: LiveTrial, names: Sequence[str], stems: Sequence[str] = ()
+    ) -> None:
         for metric in self._wishes.metrics:
             near = meant(metric, names)
             if near is not None and not metric.startswith(tuple(f"{stem}_" for stem in stems)):

@@ -105,7 +105,7 @@ def fit(
     names, stems = names_to_come(by_name, validates=valid_data is not None)
     check_monitor(config, names, stems)
     monitor = config.checkpoint.monitor or ("val_loss" if "val_loss" in names else "train_loss")
-    ctx.announce([*names, f"best_{monitor}", "epoch", "best_epoch"], stems)
+    ctx.announce([*names, f"best_{monitor}", "epoch", "best_epoch"], stems, first_step=1)
     with Saver(ctx, config) as saver:
         fitting = _Fitting(ctx, config, model, train_data, loss, step or pair, collate, saver)
         validator = Validator(ctx, config, valid_data, by_name, collate)
