@@ -526,7 +526,7 @@ def train_forked(config: Config, ctx: RunContext) -> list[float]:
     stepper = stepper_of(ctx, Forked())
     inputs, targets = points()
     batches = [(inputs, targets)] * 2 + [(inputs + 200, targets)] * 2
-    return [float(stepper.take(batch, WHOLE, watch=True)) for batch in batches]
+    return [float(stepper.take(batch, WHOLE, watch=True).mean) for batch in batches]
 
 
 Launch = Callable[..., nb.RunResult]

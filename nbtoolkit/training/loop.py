@@ -90,8 +90,8 @@ def fit(
         collate: makes a batch from a list of samples; default: torch's.
 
     Returns:
-        The last epoch's ``train_loss, val_loss, val_<metric>``, with ``epoch``, ``best_epoch`` and
-        ``best_<monitored metric>``.
+        ``train_loss, val_loss, val_<metric>`` of the epoch whose weights the model has, with
+        ``epoch`` (how many are done), ``best_epoch`` and ``best_<monitored metric>``.
 
     Raises:
         FitError: the data, the model, a metric or a setting cannot be used; the loss does not
@@ -217,8 +217,7 @@ class _Fitting:
         stepper, progress = self._stepper, self._progress
         if stepper.averages is not None and stepper.averages.active:
             stepper.module.load_state_dict(stepper.averages.weights())
-        wanted = self._config.checkpoint.weights == "best" and progress.judged
-        if wanted and progress.best_epoch != progress.epoch:
+        if progress.ends_with_best:
             stepper.put_back(self._saver.best_weights())
         return progress.summary()
 

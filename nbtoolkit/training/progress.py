@@ -17,7 +17,18 @@ if TYPE_CHECKING:
     from nbtoolkit.runtime.context import RunContext
 
 # What a resumed fit has to know besides weights and optimizer.
-_KEPT = ("epoch", "taken", "loss", "seen", "values", "best", "best_epoch", "best_step", "stale")
+_KEPT = (
+    "epoch",
+    "taken",
+    "loss",
+    "seen",
+    "values",
+    "best",
+    "best_epoch",
+    "best_step",
+    "stale",
+    "best_values",
+)
 
 
 def check_monitor(config: Config, names: Sequence[str], stems: Sequence[str]) -> None:
@@ -56,6 +67,7 @@ class Progress:
         best: the best value of the monitored metric; None: no epoch is done.
         best_epoch: when it was reached.
         best_step: optimizer steps done by then.
+        best_values: the metrics of that epoch.
         stale: epochs done since something better by more than ``train.min_delta``.
     """
 
@@ -76,6 +88,7 @@ class Progress:
         self.epoch = self.taken = 0
         self.loss = self.seen = 0.0
         self.values: dict[str, float] = {}
+        self.best_values: dict[str, float] = {}
         self.best: float | None = None
         self.best_epoch = self.best_step = self.stale = 0
 
@@ -103,6 +116,7 @@ class Progress:
         better = self._better(value, self.best, by=0.0)
         if better:
             self.best, self.best_epoch, self.best_step = value, self.epoch, step
+            self.best_values = values
         if self._better(value, self._reference, by=self._train.min_delta):
             self._reference, self.stale = value, 0
         else:
@@ -132,10 +146,17 @@ class Progress:
         """Whether an epoch can be best: the training loss alone does not tell."""
         return self._checkpoint.monitor is not None or "val_loss" in self.values
 
+    @property
+    def ends_with_best(self) -> bool:
+        """Whether the model is left with the weights of another epoch than the last."""
+        wanted = self._checkpoint.weights == "best" and self.judged
+        return wanted and self.best_epoch != self.epoch
+
     def summary(self) -> dict[str, float]:
-        """The last epoch's metrics and the best one's."""
+        """The metrics of the epoch whose weights are left, and which epoch was the best."""
+        values = self.best_values if self.ends_with_best else self.values
         best = {f"best_{self.monitored}": self.best} if self.best is not None else {}
-        return {**self.values, **best, "epoch": self.epoch, "best_epoch": self.best_epoch}
+        return {**values, **best, "epoch": self.epoch, "best_epoch": self.best_epoch}
 
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
