@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 import nbtoolkit as nb
 from nbtoolkit.config import Config
-from nbtoolkit.errors import SpaceError
+from nbtoolkit.errors import FoldError, SpaceError
 from nbtoolkit.runtime.context import RunContext
 from nbtoolkit.search.slots import make_slots
 from nbtoolkit.search.wishes import load_wishes
@@ -87,3 +88,24 @@ def test_warmup_steps_of_a_pruner_are_epochs(tmp_path: Path, train: Any) -> None
     assert sorted(first.intermediate_values) == [0, 1, 2, 3, 4]
     assert sorted(second.intermediate_values) == [0, 1, 2, 3]
     assert second.state.name == "PRUNED"
+
+
+def sleeps(config: Config, ctx: RunContext) -> None:
+    while True:
+        ctx.check()
+        time.sleep(0.01)
+
+
+def test_a_cross_validation_without_a_fold_says_so(tmp_path: Path) -> None:
+    config = Config().with_overrides(
+        {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path), "runtime.time_budget": 1}
+    )
+    folds = nb.make_folds(range(8), k=2, kind="kfold")
+    result = nb.cross_validate(sleeps, config, folds, display="off")
+    assert result.status == "deadline"
+    assert "0 of 2 folds" in repr(result)
+    for look in (lambda: result.mean, lambda: result.std, lambda: result.oof):
+        with pytest.raises(
+            FoldError, match=r"none of 2 folds is done: .*deadline[\s\S]*time_budget"
+        ):
+            look()

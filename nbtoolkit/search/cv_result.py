@@ -63,12 +63,22 @@ class CVResult:
 
     @property
     def mean(self) -> dict[str, float]:
-        """Each metric's mean over the folds that are done."""
+        """Each metric's mean over the folds that are done.
+
+        Raises:
+            FoldError: none is.
+        """
+        self._need_a_fold()
         return {name: float(values[self._done].mean()) for name, values in self.scores.items()}
 
     @property
     def std(self) -> dict[str, float]:
-        """Each metric's sample standard deviation (n - 1) over these folds; NaN for one fold."""
+        """Each metric's sample standard deviation (n - 1) over these folds; NaN for one fold.
+
+        Raises:
+            FoldError: none is done.
+        """
+        self._need_a_fold()
         some = len(self._done) > 1
         return {
             name: float(values[self._done].std(ddof=1)) if some else float("nan")
@@ -116,10 +126,7 @@ class CVResult:
         Raises:
             FoldError: a fold returned nothing of this name, or not one for each sample.
         """
-        if not self._done:
-            raise FoldError(
-                "no fold is done", allowed="folds that are", do="go on with the cross-validation"
-            )
+        self._need_a_fold()
         return assemble(self.folds, {index: self._part(index, name) for index in self._done})
 
     def models(self, model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -143,6 +150,16 @@ class CVResult:
             model: as for :meth:`models`.
         """
         return Ensemble(self.models(model))
+
+    def _need_a_fold(self) -> None:
+        if not self._done:
+            raise FoldError(
+                f"none of {len(self.folds)} folds is done: the cross-validation ended as "
+                f"{self.status} after {self.seconds:.0f} s",
+                allowed="one fold or more that is through",
+                do="cross-validate again: folds that saved a checkpoint go on from it; with a "
+                "larger runtime.time_budget if that ended it",
+            )
 
     # --- one fold ---
 
@@ -183,8 +200,10 @@ class CVResult:
     # --- shown ---
 
     def __repr__(self) -> str:
-        spread = self.std
-        scores = [f"{name}={mean:.4g} ± {spread[name]:.2g}" for name, mean in self.mean.items()]
+        scores = []
+        if self._done:
+            spread = self.std
+            scores = [f"{name}={mean:.4g} ± {spread[name]:.2g}" for name, mean in self.mean.items()]
         done = f"{len(self._done)} of {len(self.folds)} folds"
         return f"CVResult({', '.join([self.status, done, *scores])}, {self.paths.folder})"
 
