@@ -109,3 +109,14 @@ def test_a_cross_validation_without_a_fold_says_so(tmp_path: Path) -> None:
             FoldError, match=r"none of 2 folds is done: .*deadline[\s\S]*time_budget"
         ):
             look()
+
+
+def test_folds_of_a_function_that_fits_are_compared_from_fold_0_on(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    settings = {"train": {"epochs": 1}, "tracking.mlflow": False, "checkpoint.enabled": False}
+    config = Config().with_overrides({**settings, "runtime.output_dir": str(tmp_path)})
+    wishes = {"study": {"metric": "val_mae", "sampler": "random"}, "space": SPACE}
+    folds = nb.make_folds(range(8), k=2, kind="kfold")
+    result = nb.sweep(fits, config, wishes, n_trials=1, folds=folds, display="off")
+    (trial,) = result.study.get_trials()
+    assert sorted(trial.intermediate_values) == [0, 1]

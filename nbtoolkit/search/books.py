@@ -106,13 +106,14 @@ class Books:
         self._diary.note(f"trial {number} was interrupted; it is taken up again")
         return self._running(trial)
 
-    def intermediate(self, trial: LiveTrial, value: float, step: int | None) -> tuple[int, bool]:
+    def intermediate(
+        self, trial: LiveTrial, value: float, step: int | None, *, first: int = 0
+    ) -> tuple[int, bool]:
         """Write a report; the step, and whether the pruner ends the trial.
 
         Optuna's pruners take steps to begin at 0 (``n_warmup_steps`` of MedianPruner's
-        documentation), ``nb.fit`` counts epochs that are done.
+        documentation), ``nb.fit`` counts epochs that are done: ``first`` is 1.
         """
-        first = trial.first_step
         at, pruned = self.study.report(trial.number, value, None if step is None else step - first)
         at += first if step is not None else 0
         self._diary.write("intermediate", number=trial.number, step=at, value=value)

@@ -262,7 +262,8 @@ class SweepProgram:
         direction = self._wishes.directions[0]
         trial.best[job.fold] = better(direction, value, trial.best.get(job.fold))
         if job.fold is None:
-            at, pruned = self._books.intermediate(trial, value, step)
+            first = trial.first_step
+            at, pruned = self._books.intermediate(trial, value, step, first=first)
             if pruned:
                 trial.leave("pruned", f"at step {at}, with {self._wishes.metrics[0]} {value:.6g}")
 
