@@ -285,3 +285,32 @@ def test_the_command_tells_and_ends_with_1_only_where_there_are_hazards(tmp_path
     missing = command(tmp_path, "none.ipynb")
     assert (missing.returncode, missing.stdout) == (2, "")
     assert "none.ipynb cannot be read: No such file" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["if ctx.is_main:", "    nb.predict(ctx, model, [])"],
+        ["if ctx.is_main:", "    ctx.report({})"],
+        ["if ctx.rank != 0:", "    return", "ctx.save({})"],
+        ["if ctx.is_main:", "    ctx.accelerator.gather_for_metrics(1)"],
+        ["import torch.distributed as dist", "if ctx.rank == 0:", "    dist.barrier()"],
+        ["model, x = ctx.prepare(model, [])", "if ctx.is_main:", "    y = model(x)"],
+        [
+            "from torch.nn.parallel import DistributedDataParallel as DDP",
+            "m = torch.nn.parallel.DistributedDataParallel(model)",
+            "if ctx.is_main:",
+            "    m(1)",
+        ],
+    ],
+)
+def test_what_the_main_rank_does_alone_and_others_must_do_too(
+    lines: list[str], tmp_path: Path
+) -> None:
+    assert in_train(tmp_path, *lines) == ["lone-collective"]
+
+
+def test_what_the_main_rank_may_do_alone_is_left_alone(tmp_path: Path) -> None:
+    lines = ["model = ctx.prepare(model)", "ctx.report({})", "model(1)", "if ctx.is_main:"]
+    lines += ["    ctx.log({})", "    ctx.unwrap(model)(1)", "    ctx.print(1)", "    len([])"]
+    assert in_train(tmp_path, *lines) == []

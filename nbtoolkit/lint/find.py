@@ -14,6 +14,7 @@ from nbtoolkit.lint.order import out_of_order, undefined_names
 from nbtoolkit.lint.paths import absolute_paths
 from nbtoolkit.lint.program import Program
 from nbtoolkit.lint.splits import unseeded_splits
+from nbtoolkit.lint.together import lone_collectives
 from nbtoolkit.lint.writes import unguarded_writes
 from nbtoolkit.notebooks.document import read_as_saved
 
@@ -26,6 +27,7 @@ _OF_THE_PROGRAM = (
     fixed_device,
     built_before_launch,
     unguarded_writes,
+    lone_collectives,
     unseeded_splits,
 )
 

@@ -19,6 +19,7 @@ ADVICE: Mapping[str, str] = {
     "built-before-launch": "make it inside the function that is launched",
     "unguarded-write": "put it under `if ctx.is_main:`, or ctx.rank into the file's name; "
     "ctx.save and ctx.log see to that themselves",
+    "lone-collective": "take it out of the `if`: rank 0 alone writes and counts anyway",
     "unseeded-split": "give it a seed; nb.make_folds has one, and keeps the split with the results",
     "absolute-path": "make it a parameter, a path relative to the notebook, or a part of "
     "nb.detect_host().input, .working or .scratch",
