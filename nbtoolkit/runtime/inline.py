@@ -12,9 +12,10 @@ from nbtoolkit.errors import Leave
 from nbtoolkit.runtime.cell import CellOutput
 from nbtoolkit.runtime.choose import ChosenRun
 from nbtoolkit.runtime.context import RunContext
-from nbtoolkit.runtime.crossing import pack_error, pack_value
+from nbtoolkit.runtime.crossing import add_note, pack_error, pack_value
 from nbtoolkit.runtime.events import Event
 from nbtoolkit.runtime.keeper import Keeper
+from nbtoolkit.runtime.pasted import advice
 from nbtoolkit.runtime.paths import folder_error, write_whole
 from nbtoolkit.runtime.plan import LaunchPlan
 from nbtoolkit.runtime.record import RunRecord, returned_numbers
@@ -106,6 +107,8 @@ def call(
             record.complete("stopped", ctx.world_size)
         raise
     except BaseException as error:
+        if (advised := advice(error)) is not None:
+            add_note(error, advised)
         _fail(ctx, record, error)
         raise
     if record is not None:

@@ -102,7 +102,7 @@ def _error(paths: RunPaths, culprit: RankView) -> Failure:
         died = WorkerDied(
             f"rank {culprit.rank} ended itself with {kind}({packed['text']})",
             allowed="the training function returns a value or raises an Exception",
-            do="return instead of calling sys.exit()",
+            do=packed.get("advice") or "return instead of calling sys.exit()",
         )
         packed = {**pack_error(died), "frames": packed["frames"]}
     return Failure(packed, culprit.rank)

@@ -25,8 +25,9 @@ from nbtoolkit.errors import Leave
 from nbtoolkit.runtime.ahead import ImportNotes
 from nbtoolkit.runtime.channel import OwnerChannel
 from nbtoolkit.runtime.context import RunContext
-from nbtoolkit.runtime.crossing import pack_error, pack_value
+from nbtoolkit.runtime.crossing import add_note, pack_error, pack_value
 from nbtoolkit.runtime.forker import die_with_parent
+from nbtoolkit.runtime.pasted import advice
 from nbtoolkit.runtime.paths import RunPaths, folder_error, write_whole
 from nbtoolkit.runtime.pilot import Job, default_signals, write_output_to
 from nbtoolkit.runtime.plan import LaunchPlan
@@ -148,7 +149,10 @@ def _call(
 
 def _tell_error(job: Job, rank: int, channel: OwnerChannel, error: BaseException) -> None:
     """Hand the error to the owner, then wait: an early exit would raise errors in the others."""
-    packed = pack_error(error)
+    advised = advice(error)
+    if advised is not None:
+        add_note(error, advised)
+    packed = pack_error(error) | {"advice": advised}
     with contextlib.suppress(OSError):  # a full disk takes no log; the owner hears of it below
         sys.stderr.write(packed["traceback"])
         _flush()
