@@ -316,7 +316,7 @@ REFUSED: dict[Callable[[RunContext], None], str] = {
     one_sample: r"only batch has 1 samples for 2 ranks[\s\S]*fewer ranks",
     divided_stream: r"ranks read different batches[\s\S]*move its batches to ctx.device",
     endless: r"Endless has no length[\s\S]*__len__",
-    texts: r"type str begins with no tensor[\s\S]*collate_fn",
+    texts: r"type str cannot be shared[\s\S]*collate_fn",
     wrapped: r"wrapped already: it is a DistributedDataParallel[\s\S]*delete the line",
 }
 

@@ -8,11 +8,12 @@ rank 1 of 2                    2 3 |     6 7 8
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbtoolkit.errors import PlanError
+from nbtoolkit.runtime.rows import NotRows, rows
 
 if TYPE_CHECKING:
     from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
@@ -195,8 +196,7 @@ def _batches_of_ranks(
     ctx: RunContext, sampler: DistributedSampler[Any], given: BatchSampler
 ) -> Batches:
     """The same steps as of a script whose ranks have this sampler; no sample comes twice."""
-    import torch
-    from torch.utils.data import BatchSampler
+    from torch.utils.data import BatchSampler, DistributedSampler
 
     ranks = ctx.world_size
     if sampler.num_replicas != ranks:
@@ -214,11 +214,11 @@ def _batches_of_ranks(
         _check_even(samples, size, ranks)
 
     def batches(epoch: int) -> BatchSampler:
-        order = list(range(total))
-        if sampler.shuffle:  # as DistributedSampler.__iter__ does; set_epoch is the script's
-            generator = torch.Generator().manual_seed(sampler.seed + sampler.epoch)
-            order = torch.randperm(total, generator=generator).tolist()
-        return BatchSampler(order[:count], size, given.drop_last)
+        whole: DistributedSampler[Any] = DistributedSampler(
+            sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
+        )
+        whole.set_epoch(sampler.epoch)  # as the script says it to its own
+        return BatchSampler(list(whole)[:count], size, given.drop_last)
 
     length = len(batches(0)) if count else 0
     return Batches(ctx, batches, size=size, length=length, samples=samples)
@@ -359,37 +359,30 @@ def _digest(batch: Any) -> str:
 
 def _size(batch: Any) -> int:
     """Samples in a batch: rows of its first tensor."""
-    import torch
+    from accelerate.utils import find_batch_size
 
-    if isinstance(batch, torch.Tensor) and batch.ndim:
-        return len(batch)
-    items = list(batch.values()) if isinstance(batch, Mapping) else batch
-    if isinstance(items, (list, tuple)):
-        for item in items:
-            if isinstance(item, (torch.Tensor, Mapping, list, tuple)):
-                return _size(item)
-    raise PlanError(
-        f"a batch of the type {type(batch).__name__} begins with no tensor, and cannot be shared "
-        "among the ranks",
-        allowed="tensors with one row a sample, and dicts, lists and tuples of them",
-        do="let collate_fn make tensors",
-    )
+    try:
+        size: int | None = find_batch_size(batch)
+    except TypeError:
+        size = None
+    if size is None:
+        raise _no_rows(batch)
+    return size
 
 
 def _part_of_batch(batch: Any, low: int, high: int) -> Any:
-    import torch
+    try:
+        return rows(batch, low, high, _size(batch))
+    except NotRows:
+        raise _no_rows(batch) from None
 
-    if isinstance(batch, torch.Tensor):
-        return batch[low:high] if batch.ndim else batch
-    if isinstance(batch, Mapping):
-        parts = {name: _part_of_batch(one, low, high) for name, one in batch.items()}
-        return parts if type(batch) is dict else type(batch)(parts)  # type: ignore[call-arg]
-    if isinstance(batch, (list, tuple)):
-        if not any(isinstance(one, (torch.Tensor, Mapping, list, tuple)) for one in batch):
-            return batch[low:high]  # one text, or number, a sample
-        items = [_part_of_batch(one, low, high) for one in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    return batch
+
+def _no_rows(batch: Any) -> PlanError:
+    return PlanError(
+        f"a batch of the type {type(batch).__name__} cannot be shared among the ranks",
+        allowed="tensors with one row a sample, lists of texts, and dicts, lists, tuples of them",
+        do="let collate_fn make tensors",
+    )
 
 
 def _items(batch: list[int], low: int, high: int) -> list[int]:

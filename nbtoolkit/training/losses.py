@@ -8,12 +8,13 @@ a mean over samples are weighed by their samples. A mean over weights (class wei
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbtoolkit.errors import FitError
+from nbtoolkit.runtime.rows import NotRows, rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,7 +134,7 @@ class ReducedLoss:
         try:
             cuts = ((0, first), (first, samples))
             passed = [self._part(outputs, targets, *cut, samples) for cut in cuts]
-        except _NotBySample:
+        except NotRows:
             return Finding(likely)
         except Exception as error:
             why = f"of {samples} samples it has one, of a part it raises "
@@ -157,9 +158,9 @@ class ReducedLoss:
         from nbtoolkit.training.weighing import Weighing
 
         weighing = Weighing()
-        cut = [_cut(one, low, high, samples) for one in (outputs, targets)]
-        with torch.no_grad(), torch.random.fork_rng(_cuda_devices(cut)), weighing:
-            returned = self._loss(*cut)
+        outputs, targets = rows((outputs, targets), low, high, samples)
+        with torch.no_grad(), torch.random.fork_rng(_devices(outputs)), weighing:
+            returned = self._loss(outputs, targets)
         return self.reduce(returned, high - low, weighing.weight)
 
 
@@ -194,38 +195,12 @@ def _adds_up(whole: float, parts: list[float], tolerance: float) -> bool:
     return abs(whole - sum(parts)) <= tolerance * max(map(abs, [whole, *parts]))
 
 
-class _NotBySample(Exception):
-    """What a model returned cannot be cut by samples."""
+def _devices(outputs: Any) -> list[int]:
+    """The GPU whose random stream a loss may move on."""
+    from accelerate.utils import find_device
 
-
-def _cut(value: Any, low: int, high: int, samples: int) -> Any:
-    """The samples [low, high) of what a step returned: tensors, and dicts and lists of them.
-
-    Raises:
-        _NotBySample: something in it does not begin with the samples.
-    """
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        if value.ndim == 0 or value.shape[0] != samples:
-            raise _NotBySample
-        return value.detach()[low:high]
-    if isinstance(value, Mapping):
-        cut = {name: _cut(one, low, high, samples) for name, one in value.items()}
-        return cut if type(value) is dict else type(value)(**cut)
-    if isinstance(value, (list, tuple)):
-        items = [_cut(one, low, high, samples) for one in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    raise _NotBySample
-
-
-def _cuda_devices(values: Any) -> list[int]:
-    """The GPUs whose random streams a loss may move on."""
-    if isinstance(values, Mapping):
-        values = list(values.values())
-    if isinstance(values, (list, tuple)):
-        return sorted({device for one in values for device in _cuda_devices(one)})
-    return [values.device.index] if getattr(values, "is_cuda", False) else []
+    device = find_device(outputs)
+    return [device.index] if device is not None and device.type == "cuda" else []
 
 
 def _no_loss(what: str) -> FitError:
