@@ -72,7 +72,7 @@ def test_a_group_may_be_left(config: Config) -> None:
 def test_arguments_are_those_of_the_kernel(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["ipykernel_launcher", "-f", "/tmp/kernel-1.json"])
     with pytest.raises(WorkerDied, match=r"SystemExit\(2\)[\s\S]*parser.parse_args\(\[\]\)"):
-        nb.launch(reads_arguments, config, start="fork", display="off")
+        nb.launch(reads_arguments, config, display="off")
 
 
 def test_another_exit_is_told_as_before(config: Config) -> None:

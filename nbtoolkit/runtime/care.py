@@ -75,26 +75,36 @@ class Care:
         return min(self._watch.silence(rank) for rank in ranks)
 
     def _look_at_work(self) -> verdict.Failure | None:
-        self._look_for_missing()
+        if (apart := self._look_for_apart()) is not None:
+            return apart
         if (warning := self._watch.warning()) is not None:
             self._record.note(warning, level="warning")
         if (hung := self._watch.hung()) is not None:
             return verdict.hung(*hung, self._hang_timeout, self._record.paths)
         return None
 
-    def _look_for_missing(self) -> None:
-        """Ranks that wait in ctx.report for one that is not coming are told so."""
+    def _look_for_apart(self) -> verdict.Failure | None:
+        """Ranks that wait for each other in different calls: those that can be are told so."""
         ranks = self._flight.ranks
         asking = [rank for rank in ranks if rank.asking is not None]
-        missing = [rank for rank in ranks if rank.asking is None]
-        if not asking or not missing:
-            return
-        over = [rank for rank in missing if rank.over]
-        idle = min(self._watch.silence(rank) for rank in missing)
-        waited = min(time.monotonic() - rank.heard_at for rank in asking)
-        if not over and (waited < MISSING_SECONDS or idle < MISSING_SECONDS / 2):
-            return
-        if not over:
-            over = self._watch.waiting_elsewhere(missing)
-        if over:
-            self._flight.reply({"error": verdict.missing_call(asking, over)})
+        over = [rank for rank in ranks if rank.over]
+        others = [rank for rank in ranks if rank.asking is None and not rank.over]
+        failed = any(rank.phase in ("failed", "dead") for rank in over)
+        if failed or len(ranks) == 1 or len(over) == len(ranks):
+            return None
+        if asking and over:
+            self._flight.reply({"error": verdict.lone_call(asking, over, {})})
+            return None
+        if not others:
+            return None
+        waited = min(time.monotonic() - rank.heard_at for rank in asking or others)
+        idle = min(self._watch.silence(rank) for rank in others)
+        if waited < MISSING_SECONDS or idle < MISSING_SECONDS / (2 if asking else 1):
+            return None
+        places = self._watch.waiting(others)
+        if asking and places:
+            there = [rank for rank in others if rank.rank in places]
+            self._flight.reply({"error": verdict.lone_call(asking, there, places)})
+        elif len(places) == len(others) and (over or len(set(places.values())) > 1):
+            return verdict.apart(places, over)
+        return None

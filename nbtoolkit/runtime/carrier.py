@@ -256,6 +256,8 @@ class Carrier:
             self._announced(message["names"], message["stems"], message["first_step"])
         elif kind == "imports":
             self._import_ahead(message["names"])
+        elif kind == "collectives":
+            rank.collectives = message["started"]
         elif kind == "long":
             rank.long += 1 if message["on"] else -1
         rank.hear(message)

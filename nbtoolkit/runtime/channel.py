@@ -12,7 +12,7 @@ from nbtoolkit.runtime.wire import Line, Message
 
 # What comes many times a second and can wait for the owner's next look, 50 ms away at most: to wake
 # it takes 0.2 ms, more than a small model's step.
-_QUIET = ("metrics", "reported")
+_QUIET = ("metrics", "reported", "collectives")
 
 LOOK_SECONDS = 0.2  # between two looks at the run's folder when asked for news: one takes 10 us
 

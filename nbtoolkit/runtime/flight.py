@@ -37,6 +37,8 @@ class RankView:
     """When it last sent something."""
     long: int = 0
     """How many ``with ctx.long(...)`` it is inside."""
+    collectives: int = 0
+    """How many collectives of the default process group it has started."""
     asking: Message | None = None
     """The question it waits for an answer to, which comes when every rank asks."""
     last_word: Message | None = None
@@ -175,7 +177,7 @@ class Flight:
         """Answer all ranks that ask."""
         for rank in self.ranks:
             if rank.asking is not None:
-                rank.asking = None
+                rank.asking, rank.heard_at = None, time.monotonic()  # from now on it may work
                 rank.line.send({"type": "answer", **answer})
 
     def gone(self) -> list[RankView]:

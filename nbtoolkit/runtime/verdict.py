@@ -38,6 +38,14 @@ _MEANINGS = {
 }
 
 
+_LEFT_ALONE = "Connection closed by peer"  # gloo's, where a rank of the group has ended
+_TOGETHER_CALLS = (
+    "calls in which ranks wait for each other (nb.predict, a model in DDP, collectives, "
+    "ctx.report) are made by all ranks, in the same order"
+)
+_ALONE = "to use a model on one rank alone call ctx.unwrap(model)(...)"
+
+
 @dataclass(frozen=True)
 class Failure:
     """The error the launch raises: packed, with the rank that failed first."""
@@ -89,7 +97,14 @@ def _trouble(
         return (
             PortBusy(flight.port) if busy else GroupFailure(f"rank {culprit.rank}: {word['error']}")
         )
-    return _error(carrier.paths, culprit)
+    failure = _error(carrier.paths, culprit)
+    gone = [str(rank.rank) for rank in flight.ranks if rank.phase == "done"]
+    if gone and _LEFT_ALONE in failure.error["text"]:
+        failure.notes.append(
+            f"rank {', '.join(gone)} had returned before this call: {_TOGETHER_CALLS}; take it out "
+            f"of `if ctx.is_main:`, or {_ALONE}"
+        )
+    return failure
 
 
 def _error(paths: RunPaths, culprit: RankView) -> Failure:
@@ -165,22 +180,53 @@ def hung(ranks: list[RankView], stacks: str, timeout: float, paths: RunPaths) ->
     return Failure(pack_error(error), ranks[0].rank)
 
 
-def missing_call(asking: list[RankView], missing: list[RankView]) -> dict[str, str]:
-    """What ranks that wait in a common call are told when the others are not coming."""
+def lone_call(
+    asking: list[RankView], others: list[RankView], places: dict[int, str]
+) -> dict[str, str]:
+    """What ranks that wait in a common call are told when the others are not coming.
+
+    Args:
+        asking: the ranks in the call.
+        others: ranks that have returned, or wait in a collective.
+        places: the user's line at which those wait.
+    """
     question = asking[0].asking or {}
     verb = {"report": "ctx.report", "check": "ctx.check"}.get(question["type"], "ctx.save")
     here = ", ".join(str(rank.rank) for rank in asking)
-    there = ", ".join(f"{rank.rank} ({_where(rank)})" for rank in missing)
+    there = ", ".join(f"{rank.rank} ({_where(rank, places)})" for rank in others)
+    call = (
+        f"{verb} at {question['where']} was called on rank {here} only; it waits for rank {there}"
+    )
+    if 0 not in places:
+        return {
+            "what": call,
+            "allowed": f"{verb} is called by all ranks, in the same order",
+            "do": "take the call out of `if ctx.is_main:` (rank 0 alone writes and counts anyway)",
+        }
     return {
-        "what": f"{verb} at {question['where']} was called on rank {here} only; "
-        f"it waits for rank {there}",
-        "allowed": f"{verb} is called by all ranks, in the same order",
-        "do": "take the call out of `if ctx.is_main:` (rank 0 alone writes and counts anyway)",
+        "what": f"rank 0 waits at {places[0]} for the other ranks, but {call}",
+        "allowed": _TOGETHER_CALLS,
+        "do": f"take the call at {places[0]} out of `if ctx.is_main:`; {_ALONE}",
     }
 
 
-def _where(rank: RankView) -> str:
-    return "which has returned" if rank.over else "which waits in another collective"
+def apart(places: dict[int, str], over: list[RankView]) -> Failure:
+    """The failure of ranks that wait for each other at different lines, or for one that is over."""
+    where = [f"rank {rank} at {place}" for rank, place in places.items()]
+    gone = [f"rank {rank.rank} has returned" for rank in over]
+    error = WorkerHung(
+        "the ranks wait for each other in different calls: " + "; ".join([*where, *gone]),
+        allowed=_TOGETHER_CALLS,
+        do=f"look there, and before, for a call that only some ranks make, as under "
+        f"`if ctx.is_main:`, and let all ranks make it; {_ALONE}",
+    )
+    return Failure(pack_error(error), min(places))
+
+
+def _where(rank: RankView, places: dict[int, str]) -> str:
+    if rank.over:
+        return "which has returned"
+    return f"which waits in another collective, at {places[rank.rank]}"
 
 
 def different_calls(flight: Flight) -> dict[str, str]:

@@ -1,15 +1,18 @@
-"""Is a rank hung, or only busy? Told from its messages, its CPU time, and the others' stacks.
+"""Detect ranks that make no progress: from their messages, CPU time, collectives and stacks.
 
 A rank is hung when for ``hang_timeout`` it sent no event and used under 1% CPU while another rank
-waits in a collective. That another rank waits is read from its stack: faulthandler writes it even
-while the rank is blocked in C++.
+waits for it. A rank waits when it has started more collectives than another one (heartbeat.py),
+which also holds on a GPU, where a waiting rank stands in ``.item()`` and uses a whole core; or when
+its stack ends in a collective. faulthandler writes a stack even while the rank is blocked in C++.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
+import sysconfig
 import time
 from pathlib import Path
 
@@ -24,12 +27,20 @@ _CALLED_FROM = "/nbtoolkit/runtime/worker.py"
 # What a rank gets to write its stacks: some milliseconds on a quiet machine. One that is late
 # counts as one that does not wait for others, and would be blamed.
 _STACK_SECONDS = 2.0
+_UNSEEN_SECONDS = 10.0
 
 # Innermost Python frames of a rank that waits for others. DDP waits for its buckets inside the
-# backward call.
+# backward call. Its own file counts as the innermost frame only: the model's forward is below it.
 _WAITING = re.compile(
     r'File ".*/torch/distributed/.*", line \d+ in'
     r'|File ".*/torch/autograd/graph\.py", line \d+ in _engine_run_backward'
+)
+_DDP = re.compile(r'File ".*/torch/nn/parallel/distributed\.py", line \d+ in')
+_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in')
+_NOT_THE_USERS = (
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    os.path.dirname(os.__file__) + os.sep,
+    sysconfig.get_path("purelib") + os.sep,
 )
 
 
@@ -44,18 +55,24 @@ class Watch:
         self._sampled_at = time.monotonic()
         self._cpu = {rank.rank: 0.0 for rank in flight.ranks}
         self.idle_since = {rank.rank: time.monotonic() for rank in flight.ranks}
-        self._looked_at = 0.0
+        self._looked_at = -math.inf
+        self._stacks: dict[int, str] = {}
         self._warned = False
 
     def sample(self) -> None:
         """Look at the CPU time; call often, it acts once per window."""
         now = time.monotonic()
-        if now - self._sampled_at < self._window:
+        gap = now - self._sampled_at
+        if gap < self._window:
             return
-        least = max(BUSY_SHARE * (now - self._sampled_at), 2 / _TICKS)
+        least = max(BUSY_SHARE * gap, 2 / _TICKS)
         for rank, used in self._cpu_seconds().items():
-            # a child that ended takes its time with it: any change is a sign of life
-            if abs(used - self._cpu[rank]) >= least or self._flight.ranks[rank].long:
+            view = self._flight.ranks[rank]
+            # A child that ended takes its time with it: any change is a sign of life. A rank that
+            # waits on a GPU turns in a loop.
+            busy = abs(used - self._cpu[rank]) >= least and not self._is_ahead(view)
+            # When nobody looked, as this process got no CPU or the machine slept, nobody knows.
+            if busy or view.long or gap > _UNSEEN_SECONDS:
                 self.idle_since[rank] = now
             self._cpu[rank] = used
         self._sampled_at = now
@@ -81,20 +98,26 @@ class Watch:
             f"`with ctx.long(...)` suspends this)\n{stacks}"
         )
 
-    def waiting_elsewhere(self, ranks: list[RankView]) -> list[RankView]:
-        """Those of ``ranks`` that wait in a collective; none where the last look was just now."""
-        if not self._may_look():
-            return []
+    def waiting(self, ranks: list[RankView]) -> dict[int, str]:
+        """Those of ``ranks`` that wait in a collective, with the user's line they stand at."""
         stacks = self.stacks()
-        return [rank for rank in ranks if is_waiting(stacks[rank.rank])]
+        return {
+            rank.rank: user_line(stacks[rank.rank])
+            for rank in ranks
+            if self._is_ahead(rank) or is_waiting(stacks[rank.rank])
+        }
+
+    def _is_ahead(self, rank: RankView) -> bool:
+        """Whether it has started a collective that another rank has not."""
+        return rank.collectives > min(other.collectives for other in self._flight.ranks)
 
     def _stuck(self, seconds: float) -> tuple[list[RankView], str] | None:
         alive = [rank for rank in self._flight.ranks if not rank.over]
         quiet = [rank for rank in alive if not rank.asking and self.silence(rank) >= seconds]
-        if not quiet or len(self._flight.ranks) == 1 or not self._may_look():
+        if not quiet or len(self._flight.ranks) == 1:
             return None
-        stacks = self.stacks()
-        waiting = [rank for rank in alive if rank.asking or is_waiting(stacks[rank.rank])]
+        stacks, elsewhere = self.stacks(), self.waiting(alive)
+        waiting = [rank for rank in alive if rank.asking or rank.rank in elsewhere]
         blocked = [rank for rank in quiet if rank not in waiting]
         # Those that only wait are in order as long as somebody they wait for works. Where all of
         # them wait, in different collectives, none will ever go on.
@@ -102,16 +125,14 @@ class Watch:
             return None
         return (blocked or quiet), format_stacks(stacks)
 
-    def _may_look(self) -> bool:
-        """Asking for stacks interrupts the ranks: once per window is enough."""
-        now = time.monotonic()
-        if now - self._looked_at < self._window:
-            return False
-        self._looked_at = now
-        return True
-
     def stacks(self) -> dict[int, str]:
-        """Every living rank's stacks, newest only."""
+        """Every living rank's stacks, at most a window old: asking interrupts the ranks."""
+        if time.monotonic() - self._looked_at >= self._window:
+            self._stacks = self._ask_for_stacks()
+            self._looked_at = time.monotonic()
+        return self._stacks
+
+    def _ask_for_stacks(self) -> dict[int, str]:
         marks = {rank.rank: _size(self._paths.stacks(rank.rank)) for rank in self._flight.ranks}
         before = self._cpu_seconds()
         self._flight.signal_ranks(STACKS_SIGNAL)
@@ -136,10 +157,24 @@ class Watch:
 
 def is_waiting(stack: str) -> bool:
     """Whether a faulthandler dump shows its main thread waiting for other ranks."""
-    main = stack.rpartition("Current thread")[2] or stack
-    frames = [line for line in main.splitlines() if line.lstrip().startswith("File ")]
+    frames = _frames(stack)
     inside_torch = itertools.takewhile(lambda frame: "/torch/" in frame, frames)  # innermost first
-    return any(_WAITING.search(frame) for frame in inside_torch)
+    return any(_WAITING.search(frame) for frame in inside_torch) or any(
+        _DDP.search(frame) for frame in frames[:1]
+    )
+
+
+def user_line(stack: str) -> str:
+    """Where in the user's code the main thread stands, as ``file:line``; empty without a stack."""
+    places = [found for frame in _frames(stack) if (found := _FRAME.search(frame))]
+    users = [place for place in places if not place["file"].startswith(_NOT_THE_USERS)]
+    return next((f"{place['file']}:{place['line']}" for place in users or places), "")
+
+
+def _frames(stack: str) -> list[str]:
+    """The main thread's frames, innermost first, down to the user's function."""
+    main = stack.rpartition("Current thread")[2] or stack
+    return [line for line in without_launcher(main).splitlines() if "File " in line]
 
 
 def format_stacks(stacks: dict[int, str]) -> str:

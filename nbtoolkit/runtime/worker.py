@@ -27,6 +27,7 @@ from nbtoolkit.runtime.channel import OwnerChannel
 from nbtoolkit.runtime.context import RunContext
 from nbtoolkit.runtime.crossing import add_note, pack_error, pack_value
 from nbtoolkit.runtime.forker import die_with_parent
+from nbtoolkit.runtime.heartbeat import Heartbeat
 from nbtoolkit.runtime.pasted import advice
 from nbtoolkit.runtime.paths import RunPaths, folder_error, write_whole
 from nbtoolkit.runtime.pilot import Job, default_signals, write_output_to
@@ -132,7 +133,8 @@ def _call(
 ) -> None:
     seed_everything(context.seed)
     try:
-        value = function(context.config, context)
+        with Heartbeat(channel, context.world_size):
+            value = function(context.config, context)
     except Leave as leave:
         channel.send("left", status=leave.status)
         return
