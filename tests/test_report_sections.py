@@ -123,7 +123,7 @@ def test_events_that_lack_what_they_should_have_are_passed_over(tmp_path: Path) 
 
 
 NOTHING = {
-    "curves": "No run has reported or logged a metric twice.",
+    "curves": "No run outside of a sweep has reported or logged a metric twice.",
     "sweeps": "There is no sweep in this folder.",
     "folds": "There is no cross-validation in this folder.",
     "confusion": "a: it returned nothing (it did not end well).",

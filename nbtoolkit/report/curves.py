@@ -24,8 +24,11 @@ _RATIO = 20.0  # largest to smallest loss, from which on the scale is logarithmi
 def curves(stories: Sequence[Story]) -> Section:
     """The learning curves of the newest runs."""
     section = add_curves(Section("Learning curves"), stories)
+    inside = [story.label for story in stories if any(map(_lines, story.folds))]
+    if inside:
+        section.say(f"Those of each fold of {', '.join(inside)} are under Cross-validations.")
     if not section.parts:
-        section.say("No run has reported or logged a metric twice.")
+        section.say("No run outside of a sweep has reported or logged a metric twice.")
     return section
 
 

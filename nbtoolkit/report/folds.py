@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from nbtoolkit.report.curves import add_curves
 from nbtoolkit.report.section import Section
-from nbtoolkit.report.story import Story, read_story
-from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.report.story import Story
 from nbtoolkit.search.fold_table import FoldTable
 
 _SHOWN = 3  # the newest cross-validations
@@ -21,7 +20,7 @@ def folds(stories: Sequence[Story]) -> Section:
         table = FoldTable(name=story.label, folds=_count(story))
         table.read(story.events)
         section.head(story.label).html(table.html())
-        add_curves(section, _runs(story))
+        add_curves(section, story.folds)
     if len(found) > _SHOWN:
         section.say(f"The newest {_SHOWN} of {len(found)} cross-validations are shown.")
     return section if found else section.say("There is no cross-validation in this folder.")
@@ -31,10 +30,3 @@ def _count(story: Story) -> int | None:
     """How many folds there are; None: not known before it has ended."""
     count = (story.result.get("summary") or {}).get("folds")
     return count if isinstance(count, int) else None
-
-
-def _runs(story: Story) -> list[Story]:
-    """The folds' own runs, by number."""
-    folders = [one for one in story.paths.folder.glob("folds/*") if one.name.isdecimal()]
-    ordered = sorted(folders, key=lambda folder: int(folder.name))
-    return [read_story(RunPaths(folder)) for folder in ordered]

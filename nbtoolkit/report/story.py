@@ -60,6 +60,13 @@ class Story:
             return f"fold {self.paths.run_id}"
         return re.sub(r"^\d{8}T\d{6}-(?=.)", "", self.paths.run_id)
 
+    @cached_property
+    def folds(self) -> tuple[Story, ...]:
+        """The runs of a cross-validation's folds, by number; empty for another run."""
+        folders = [one for one in self.paths.folder.glob("folds/*") if one.name.isdecimal()]
+        ordered = sorted(folders, key=lambda folder: int(folder.name))
+        return tuple(read_story(RunPaths(folder)) for folder in ordered)
+
     @property
     def label(self) -> str:
         """The name, short enough for a table's head or a legend."""

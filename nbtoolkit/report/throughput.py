@@ -20,20 +20,26 @@ _RATE, _MEMORY = "samples_per_second", "memory_gb_rank"
 def throughput(stories: Sequence[Story]) -> Section:
     """A table of what was logged and read; the samples a second at each step of the newest runs."""
     section = Section("Throughput and device use")
-    told = [story for story in stories if story.logged or story.readings]
+    named = [
+        (story.label if one is story else f"{story.label}, {one.label}", one)
+        for story in stories
+        for one in (story, *story.folds)
+    ]
+    labels = {id(one): label for label, one in named}
+    told = [one for _, one in named if one.logged or one.readings]
     if not told:
         return section.say("No run has logged anything or run long enough to be looked at (5 s).")
     columns = {name: [of(story) for story in told] for name, of in _COLUMNS.items()}
     kept = {name: values for name, values in columns.items() if any(values)}
-    rows = zip(*([story.label for story in told], *kept.values()), strict=True)
+    rows = zip(*([labels[id(story)] for story in told], *kept.values()), strict=True)
     section.table(["run", *kept], [list(row) for row in rows])
     rated = [story for story in told if len(_rates(story)) > 1][-len(COLOURS) :]
     if rated:
-        section.picture(_draw(rated))
+        section.picture(_draw(rated, [labels[id(story)] for story in rated]))
     return section
 
 
-def _draw(stories: Sequence[Story]) -> Picture:
+def _draw(stories: Sequence[Story], labels: Sequence[str]) -> Picture:
     figure, [panel] = panels(1)
     figure.set_figwidth(2 * figure.get_figwidth())
     handles = []
@@ -42,8 +48,8 @@ def _draw(stories: Sequence[Story]) -> Picture:
         handles += panel.plot(*rates, color=colour, linewidth=1.4)
     panel.set(xlabel="step", ylabel=f"samples a second\n(median of {_NEAR})")
     panel.set_ylim(bottom=0)
-    legend_below(figure, handles, [plain(story.label) for story in stories])
-    return Picture(figure, f"samples a second of {', '.join(story.label for story in stories)}")
+    legend_below(figure, handles, [plain(label) for label in labels])
+    return Picture(figure, f"samples a second of {', '.join(labels)}")
 
 
 def _rates(story: Story) -> Points:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import reprlib
+import time
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
@@ -114,6 +115,7 @@ def cross_validate(
     screen = choose_screen(display, look_around())
     config = as_config(config, processes).with_overrides({"task": task_name(train)})
     _check_resumed(resume, config, folds)
+    now = time.time()
     started = start_search(
         train,
         config,
@@ -123,7 +125,7 @@ def cross_validate(
         detach=detach,
     )
     run = started.run
-    cell = _shown(run.paths, len(folds), screen)
+    cell = _shown(run.paths, len(folds), screen, since=now)
     cell.say(f"cross-validation, {len(folds)} folds -> {run.paths.folder}")
     if run.resumed:
         cell.say(f"going on with it (attempt {run.attempt}; resume='never' starts anew)")
@@ -149,10 +151,10 @@ def handle_on_folds(
     return CVHandle(paths, cell=_shown(paths, count, screen), on_event=on_event)
 
 
-def _shown(paths: RunPaths, folds: int | None, screen: Screen) -> Shown:
+def _shown(paths: RunPaths, folds: int | None, screen: Screen, *, since: float = 0.0) -> Shown:
     from nbtoolkit.views.live import show_search
 
-    lines = TableLines(FoldTable(name=paths.run_id, folds=folds), screen.shape)
+    lines = TableLines(FoldTable(name=paths.run_id, folds=folds), screen.shape, since=since)
     return show_search(lines, paths, screen, folds=folds)
 
 

@@ -31,10 +31,11 @@ class TableLines:
         table: is handed the events here.
         shape: how it is shown. With ``"lines"`` and ``"bar"`` each trial or fold that ends is a
             line, with ``"lines"`` the end one, too; ``"off"``: nothing is; else notes only.
+        since: unix seconds. Events before are those of earlier sessions, whose lines were shown.
     """
 
-    def __init__(self, table: Table, shape: Shape) -> None:
-        self.table, self._on = table, shape != "off"
+    def __init__(self, table: Table, shape: Shape, *, since: float = 0.0) -> None:
+        self.table, self._on, self._since = table, shape != "off", since
         self._each, self._sums_up = shape in ("lines", "bar"), shape == "lines"
         self._written = 0
         self._write: Callable[[str], object] | None = None
@@ -49,6 +50,8 @@ class TableLines:
     def event(self, event: Event) -> None:
         """Show what an event says."""
         self.table.take(event)
+        if event["t"] < self._since:
+            return
         if event["type"] == "note":
             self.say(("warning: " if event["level"] == "warning" else "") + event["text"])
         elif event["type"] == "stop":

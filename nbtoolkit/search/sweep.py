@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -157,9 +158,10 @@ def sweep(
         folds = wished_folds(wishes.folds, config.task, targets, groups)
     search = _search(wishes, config, folds)
     label = name or wishes.study.name
+    now = time.time()
     started = start_search(train, config, search, name=label, resume=resume, detach=detach)
     _keep(started.run.paths, wishes, folds)
-    cell = _shown(started.run.paths, wishes, screen, started.deadline)
+    cell = _shown(started.run.paths, wishes, screen, started.deadline, since=now)
     handle = _handle(started, cell, detach=detach, on_event=on_event)
     cell.open(waits=wait)
     return handle.result() if wait else handle
@@ -224,7 +226,14 @@ def handle_on_sweep(
     return SweepHandle(paths, SweepResult, cell=cell, on_event=on_event)
 
 
-def _shown(paths: RunPaths, wishes: Wishes, screen: Screen, deadline: float | None = None) -> Shown:
+def _shown(
+    paths: RunPaths,
+    wishes: Wishes,
+    screen: Screen,
+    deadline: float | None = None,
+    *,
+    since: float = 0.0,
+) -> Shown:
     from nbtoolkit.views.live import show_search
 
     table = SweepTable(
@@ -234,7 +243,9 @@ def _shown(paths: RunPaths, wishes: Wishes, screen: Screen, deadline: float | No
         n_trials=wishes.budget.n_trials,
         deadline=deadline,
     )
-    return show_search(TableLines(table, screen.shape), paths, screen, deadline=deadline)
+    return show_search(
+        TableLines(table, screen.shape, since=since), paths, screen, deadline=deadline
+    )
 
 
 def _check(train: Train, **options: Any) -> None:

@@ -127,24 +127,28 @@ class TerminalBar:
         self._pace = Pace(_BAR_SECONDS)
 
     def open(self, *, waits: bool) -> None:
-        """Draw an empty bar."""
+        """Draw the bar, from what was done in earlier sessions."""
         self._state, self._bar = self._make_state(), _make_bar()
+        self._draw()
 
     def pump(self) -> None:
         """Draw it anew, about twice a second."""
         if not self._pace.due:
             return
         with self._pace.drawing():
-            self._state.look()
-            share = self._state.share()
-            self._bar.n, self._bar.total = share or 0.0, None if share is None else 1.0
-            self._bar.set_description_str(glance_line(self._state))
+            self._draw()
 
     def close(self) -> None:
         """Take it away, and say how it ended."""
         self._bar.close()
         self._state.look()
         self.write(glance_line(self._state) + "\n")
+
+    def _draw(self) -> None:
+        self._state.look()
+        share = self._state.share()
+        self._bar.n, self._bar.total = share or 0.0, None if share is None else 1.0
+        self._bar.set_description_str(glance_line(self._state))
 
     @staticmethod
     def write(text: str) -> None:

@@ -50,6 +50,7 @@ class WidgetPicture:
                 by version of ipykernel, and an interrupt of the kernel does the same: no button.
         """
         self._state, self._place = self._make_state(), Place()
+        self._state.look()
         self._stoppable = not waits
         self._place.put(bundle_of(self._state))
         # A daemon: a kernel that ends waits for no view.
