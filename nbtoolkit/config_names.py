@@ -170,14 +170,14 @@ _REFUSED_VALUES = {
         "fsdp2": _NOT_YET,
         "deepspeed": _NOT_YET,
         "pipeline": _NOT_YET,
-        "ray": "Ray starts the ranks itself: call nb.launch inside its train loop",
+        "ray": "nbtoolkit starts the ranks itself; on Ray it was never tried",
         "horovod": "Horovod's last release is of 2023; DDP does the same",
         "tensorflow": "nbtoolkit trains with PyTorch",
     },
     "distributed.backend": {
         "mpi": "torch has it only when built from source with MPI",
         "horovod": "Horovod's last release is of 2023; DDP does the same",
-        "ray": "Ray starts the ranks itself: call nb.launch inside its train loop",
+        "ray": "nbtoolkit starts the ranks itself; on Ray it was never tried",
         "tensorflow": "nbtoolkit trains with PyTorch",
     },
 }

@@ -75,7 +75,8 @@ FOLDS = """
 
     folds = nb.make_folds(load()[1], k=3)
     result = nb.cross_validate(train, config, folds, display="text")
-    told = {"status": result.status, "metrics": result.mean if result.status == "completed" else {}, "folder": str(result.paths.folder)}
+    mean = result.mean if result.status == "completed" else {}
+    told = {"status": result.status, "metrics": mean, "folder": str(result.paths.folder)}
 """
 
 # The notebooks: `first` is through before the time is up, `second` is cut off.

@@ -322,7 +322,7 @@ def test_a_line_a_minute_says_how_far_it_is(diary: EventLog, state: State) -> No
     lines.close()
     assert said == [
         "step 2 of 4, about 0.0 s left, val_loss 0.5, rank 0: 0.98 cores of CPU, 1.0 GiB of memory",
-        "step 2 of 4, val_loss 0.5, completed after 3.0 s",
+        "step 2, val_loss 0.5, completed after 3.0 s",
     ]
     lines = Minutes(lambda: state, said.append)
     lines.open(waits=True)

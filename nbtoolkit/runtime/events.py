@@ -11,6 +11,12 @@ Each line is a JSON object with ``t`` (unix seconds) and ``type``; the types and
     checkpoint  path, step, kind: from ctx.save, ctx.note_saved and fit
     device      readings [{index or rank, name: value}]: device use, every few seconds
     stop        reason, grace: somebody asked to end
+    trial       of a sweep: number, state, params {name: value}, value, values [float], seconds,
+                reason, folder, best
+    intermediate  of a sweep: number, step (from 0), value: what a pruner was told
+    fold        number (of the trial; null in a cross-validation), fold, state, metrics, seconds,
+                folder or reason
+    command     of a search: op ("pause" | "resume" | "stop" | "add_trials" | "stop_trial"), n
     ended       the last line: seconds, error, metrics and
                 status ("completed" | "pruned" | "stopped" | "deadline" | "failed")
 """

@@ -5,12 +5,18 @@ config.yaml  plan.json  versions.json     what was decided, before anything star
 owner.lock  owner.json                    who is in charge (flock; pid, boot id)
 events.jsonl                              the run's diary, append-only: the only thing readers read
 stop                                      written by a handle: "please end"
+tracking.json                             how much of it MLflow has (with tracking on)
+ranks/launcher.txt                        output of notebook_launcher's own process
 ranks/<rank>/log.txt  stacks.txt          all output of a rank; its stacks when it hangs
+ranks/<rank>/error.pkl                    what a rank raised (pickled)
 values/<rank>.pkl                         return values (pickled: load only your own runs)
 checkpoints/                              written by ctx.save and fit
 samples/rank-<rank>.jsonl                 what each step was trained on (tracking.samples)
 result.json | error.json, error.pkl       how it ended
 previous/                                 the same of the attempt before, and what was decided then
+
+A search's folder has sweep.yaml, study.db and trials/<number>/, or folds/<number>/, and folds.json,
+too (docs/search.md); each trial and fold is a run's folder.
 """
 
 from __future__ import annotations

@@ -138,9 +138,13 @@ class State:
         return min(done / total, 1.0) if total else None
 
     def total_steps(self) -> int | None:
-        """Up to which step a run reports; None: not known, or its steps are no epochs."""
-        beyond = self.last_report is not None and self.last_report[1] > (self.epochs or 0)
-        return None if beyond else self.epochs
+        """Up to which step a run reports; None: not known, or its steps are no epochs.
+
+        ``train.epochs`` is only what an own loop may count to: a run that ends elsewhere did not.
+        """
+        last = 0.0 if self.last_report is None else self.last_report[1]
+        ended_elsewhere = self.status == "completed" and last != self.epochs
+        return None if last > (self.epochs or 0) or ended_elsewhere else self.epochs
 
     def counts(self) -> tuple[int, int | None]:
         """Trials or folds that have ended, and how many there are to be."""
