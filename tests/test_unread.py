@@ -1,4 +1,4 @@
-"""Settings of nb.fit's that an own loop never reads: one warning, and none where one has an effect."""
+"""Settings of nb.fit that an own loop never reads: one warning, and no false ones."""
 
 from __future__ import annotations
 
