@@ -151,6 +151,7 @@ def test_a_seed_among_the_samplers_options_is_refused(sampler: str) -> None:
         load_wishes({"study": study, "space": SPACE}, Config(), n_trials=2)
 
 
+@pytest.mark.long  # test_sweep_program.py has short ones
 @proves("sweep: study.pruner", "sweep: study.pruner_options")
 def test_the_pruner_and_its_options_end_trials(search: Search) -> None:
     def worse(job: Job, step: int) -> dict[str, float]:
@@ -177,6 +178,7 @@ def failing(*keys: str) -> Fake:
 KEYS = [f"trials/{number:04d}" for number in range(6)]
 
 
+@pytest.mark.long  # test_sweep_program.py has short ones
 @proves("sweep: budget.n_trials", "sweep: budget.max_failures", "sweep: budget.retries")
 def test_trials_failures_and_retries_are_counted_as_set(search: Search) -> None:
     assert len(search(2).trials) == 2
@@ -305,6 +307,7 @@ def test_a_trial_beyond_a_limit_is_not_the_best(search: Search) -> None:
     assert (free.summary["best"], bound.summary["best"]) == (0, 1)
 
 
+@pytest.mark.long  # test_sweep_program.py has short ones
 @proves("sweep: warm_start")
 def test_trials_of_another_sweep_are_taken_over(search: Search, tmp_path: Path) -> None:
     first = search(2)
@@ -313,6 +316,7 @@ def test_trials_of_another_sweep_are_taken_over(search: Search, tmp_path: Path) 
     assert len(warm.trials) == 3
 
 
+@pytest.mark.long  # test_sweep_program.py has short ones
 @proves("sweep: repeat_top.k", "sweep: repeat_top.seeds")
 def test_leaders_are_trained_again_as_set(search: Search) -> None:
     def repeated(**wish: int) -> list[tuple[str, int]]:
