@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
 
 from nbtoolkit.config_checks import fields, mistakes, refuse_clashes
 from nbtoolkit.config_layers import Overrides, file_layer, merge, override_layer, shipped_folder
 from nbtoolkit.config_names import canonical
+from nbtoolkit.config_reads import note_read
 from nbtoolkit.config_values import (
     Above1,
     Below1,
@@ -38,7 +39,7 @@ from nbtoolkit.config_values import (
     Text,
 )
 from nbtoolkit.errors import ConfigError
-from nbtoolkit.yaml_lines import Layer, dump, refuse
+from nbtoolkit.yaml_lines import Keys, Layer, dump, refuse
 
 Auto = Literal["auto"]
 
@@ -53,6 +54,12 @@ class Section(BaseModel):
         allow_inf_nan=False,
         arbitrary_types_allowed=True,
     )
+
+    if not TYPE_CHECKING:  # else every name would be an attribute
+
+        def __getattribute__(self, name):
+            note_read(type(self).__name__, name)
+            return super().__getattribute__(name)
 
 
 class Optim(Section):
@@ -235,6 +242,15 @@ class Runtime(Section):
     """Warn when ranks train different models: at reports and at the end (torchrun: at reports)."""
 
 
+class _Places(dict[Keys, str]):
+    """Where settings were set; equal configurations may come from different places."""
+
+    __hash__ = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Places)
+
+
 class Config(Section):
     """All settings of a run: made by :func:`load_config`, changed by :meth:`with_overrides`."""
 
@@ -259,6 +275,7 @@ class Config(Section):
     """Who else is told about the run."""
     runtime: Runtime = Runtime()
     """Where a run writes, and how long it may take."""
+    _places: _Places = PrivateAttr(default_factory=_Places)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
@@ -274,7 +291,7 @@ class Config(Section):
         Raises:
             ConfigError: a name is unknown or a value is not allowed; all mistakes at once.
         """
-        mine = Layer(values=self.model_dump(exclude_unset=True), places={})
+        mine = Layer(values=self.model_dump(exclude_unset=True), places=self._places)
         return _build([mine, override_layer(overrides)])
 
     def to_dict(self) -> dict[str, Any]:
@@ -296,6 +313,10 @@ class Config(Section):
             for name in dict.fromkeys([*mine, *theirs])
             if mine.get(name) != theirs.get(name)
         }
+
+    def place(self, name: str) -> str:
+        """Where a setting was set: ``train.yaml:4``, or ``override 'optim.lr'``."""
+        return self._places.get(tuple(name.split(".")), "set in Python")
 
     def __repr__(self) -> str:
         changed = self.differences(Config())
@@ -387,6 +408,7 @@ def _build(layers: list[Layer]) -> Config:
         refuse([*layer.mistakes, *mistakes(error, layer, Config)])
         raise  # not reached: there is a mistake for every validation error
     refuse(list(layer.mistakes))
+    config._places.update(layer.places)
     return config
 
 

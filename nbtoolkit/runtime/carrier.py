@@ -45,6 +45,7 @@ class Carrier:
         forked: the lines of a pilot and ranks that the kernel forked itself; empty otherwise.
         judge: hears what is reported, and may answer with the status to leave with.
         announced: hears which metrics will be reported.
+        unread: hears which settings had no effect; None: it is a warning of the run.
         durable: see :class:`RunRecord`.
 
     Attributes:
@@ -63,10 +64,12 @@ class Carrier:
         forked: list[int] | None = None,
         judge: Judge | None = None,
         announced: Callable[[Sequence[str], Sequence[str], int], None] | None = None,
+        unread: Callable[[str], None] | None = None,
         durable: bool = True,
     ) -> None:
         self._content, self._payload_fds, self._forked = content, payload_fds, forked or []
         self._tower, self._judge, self._announced = tower, judge, announced
+        self._unread = unread
         self.paths = RunPaths(Path(content["folder"]))
         self.plan: LaunchPlan = content["plan"]
         self.record = RunRecord(self.paths, deadline=content["deadline"], durable=durable)
@@ -243,7 +246,9 @@ class Carrier:
 
     def _on_message(self, flight: Flight, rank: RankView, message: Message) -> None:
         kind = message["type"]
-        if kind in ("metrics", "reported", "saved", "note"):
+        if kind == "unread" and self._unread is not None:
+            self._unread(message["text"])
+        elif kind in ("metrics", "reported", "saved", "note", "unread"):
             take(self.record, message)
             if kind == "reported":
                 self._hear_judge(message)

@@ -125,6 +125,8 @@ def take(record: RunRecord, message: Message) -> None:
         record.saved(message["path"], message["step"], message["kind"])
     elif message["type"] == "note":
         record.note(message["text"], message["level"])
+    elif message["type"] == "unread":
+        record.note(message["text"], "warning")
 
 
 def answer(record: RunRecord, message: Message) -> Message:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from nbtoolkit.config_reads import note_used, unread
 from nbtoolkit.errors import CheckpointError, Leave, ReportError
 from nbtoolkit.runtime.channel import Channel
 from nbtoolkit.runtime.checkpoint import read_state, write_state
@@ -40,7 +41,6 @@ class RunContext:
         world_size: the number of ranks.
         device: the ``torch.device`` of this rank.
         seed: the run's seed (equal on all ranks).
-        params: a trial's parameters; empty outside sweeps.
         fold: a fold with ``index, train_indices, valid_indices``; None outside cross-validation.
         deadline: unix time at which the run is asked to leave; None: no limit.
     """
@@ -62,7 +62,7 @@ class RunContext:
     ) -> None:
         self.config, self.plan, self.paths = config, plan, paths
         self.rank, self.local_rank, self.world_size = rank, local_rank, world_size
-        self.deadline, self.params, self.fold = deadline, dict(params or {}), fold
+        self.deadline, self._params, self.fold = deadline, dict(params or {}), fold
         self.seed: int = config.seed
         self._channel = channel
         self._accelerator: Accelerator | None = None
@@ -72,6 +72,12 @@ class RunContext:
     def is_main(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """A trial's parameters; empty outside sweeps."""
+        note_used(self._params)
+        return self._params
 
     @property
     def device(self) -> torch.device:
@@ -188,6 +194,11 @@ class RunContext:
         """Show the user a sentence, and keep it in the run's events; the main rank's counts."""
         if self.is_main:
             self._channel.send("note", text=text, level=level)
+
+    def tell_unread(self, reads: set[str]) -> None:
+        """Warn of settings that had no effect on the function, which read ``reads`` of them."""
+        if self.is_main and (text := unread(self.config, reads, self._params)) is not None:
+            self._channel.send("unread", text=text)
 
     def note_saved(self, path: str | os.PathLike[str], step: int | None, kind: str) -> None:
         """Note a checkpoint that is written without :meth:`save`; the main rank's, any thread's."""

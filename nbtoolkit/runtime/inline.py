@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from nbtoolkit.config_reads import reads_noted
 from nbtoolkit.errors import Leave
 from nbtoolkit.runtime.cell import CellOutput
 from nbtoolkit.runtime.choose import ChosenRun
@@ -94,10 +95,12 @@ def call(
     """
     status = "completed"
     try:
-        value = train(ctx.config, ctx)
+        with reads_noted() as reads:
+            value = train(ctx.config, ctx)
         _write_value(ctx, value)
         together()
         if record is not None:
+            ctx.tell_unread(reads)
             record.returned(returned_numbers(value))
     except Leave as leave:  # on all ranks at the same report
         status = leave.status

@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from nbtoolkit.config_reads import reads_noted
 from nbtoolkit.errors import Leave
 from nbtoolkit.runtime.ahead import ImportNotes
 from nbtoolkit.runtime.channel import OwnerChannel
@@ -133,7 +134,7 @@ def _call(
 ) -> None:
     seed_everything(context.seed)
     try:
-        with Heartbeat(channel, context.world_size):
+        with Heartbeat(channel, context.world_size), reads_noted() as reads:
             value = function(context.config, context)
     except Leave as leave:
         channel.send("left", status=leave.status)
@@ -144,6 +145,7 @@ def _call(
     except OSError as error:
         raise folder_error(path, error) from error
     _flush()
+    context.tell_unread(reads)
     notes.tell_submodules()
     weights = context.weights()
     channel.send("phase", phase="done", numbers=returned_numbers(value), weights=weights)

@@ -78,6 +78,7 @@ class Conductor:
         self._leaving: list[Errand] = []  # their jobs are done, their processes not yet gone
         self._kept: Flight | None = None  # ranks on all devices that can take another job
         self._reserve = Reserve(content, payload_fd, desk.tower)
+        self._unread: set[str] = set()  # warnings given
         self._started_at = 0.0  # when the last job did (monotonic)
 
     # --- the story ---
@@ -186,9 +187,16 @@ class Conductor:
             self._program,
             self._kept,
             self._reserve,
+            self._on_unread,
         )
         self._kept = None  # they took the job, or were ended
         return errand
+
+    def _on_unread(self, text: str) -> None:
+        """Warn of settings without effect once, not for every trial."""
+        if text not in self._unread:
+            self._unread.add(text)
+            self._record.note(text, level="warning")
 
     def _left(self) -> float | None:
         deadline = self._content["deadline"]

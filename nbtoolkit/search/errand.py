@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -55,6 +55,7 @@ class Errand:
         program: hears what is reported.
         kept: ranks of a job before, which take this one if they fit its plan; else they are ended.
         reserve: has a rank that was forked ahead, perhaps.
+        unread: hears which settings had no effect.
 
     Raises:
         NbtoolkitError: the job's configuration or plan is refused.
@@ -70,6 +71,7 @@ class Errand:
         program: Program,
         kept: Flight | None = None,
         reserve: Reserve | None = None,
+        unread: Callable[[str], None] | None = None,
     ) -> None:
         self.job, self.slot = job, slot
         self._started = time.monotonic()
@@ -85,6 +87,7 @@ class Errand:
             tower,
             judge=partial(program.reported, job),
             announced=partial(program.announced, job),
+            unread=unread,
             durable=False,  # the study knows of it
         )
         self._carrier.begin(self._boarding(own, kept, tower, reserve))

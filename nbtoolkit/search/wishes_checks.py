@@ -90,8 +90,13 @@ def _about_sampling(wishes: Wishes, space: Space) -> Iterator[_Clash]:
         space.grid()  # says what has no end
     if sampler == "qmc":
         yield from _about_qmc(wishes.study.sampler_options)
-    if sampler in ("random", "grid") and wishes.study.sampler_options:
+    options = wishes.study.sampler_options
+    if sampler in ("random", "grid") and options:
         yield "study.sampler_options", f"{sampler} has none", "", "take them out"
+    if sampler in ("tpe", "gp", "cmaes") and "seed" in options:
+        # Every trial has a sampler of its own, seeded by this setting and the trial's number.
+        what, do = "seed stands where study.seed is meant", f"set study.seed: {options['seed']}"
+        yield "study.sampler_options", what, f"other arguments of the {sampler} sampler", do
 
 
 def _about_qmc(options: FreeSection) -> Iterator[_Clash]:
