@@ -227,13 +227,7 @@ def handle_on_sweep(
 def _shown(paths: RunPaths, wishes: Wishes, screen: Screen, deadline: float | None = None) -> Shown:
     from nbtoolkit.views.live import show_search
 
-    table = SweepTable(
-        name=wishes.study.name,
-        metrics=wishes.metrics,
-        directions=wishes.directions,
-        n_trials=wishes.budget.n_trials,
-        deadline=deadline,
-    )
+    table = SweepTable.of(wishes, deadline=deadline)
     return show_search(TableLines(table, screen.shape), paths, screen, deadline=deadline)
 
 
