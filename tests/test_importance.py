@@ -133,7 +133,7 @@ def test_each_share_has_its_range_and_one_that_leads_alone_is_not_doubted() -> N
         assert float(low.strip("(")) <= float(share) <= float(high.strip(")"))
         assert bar.get_width() == pytest.approx(float(share), abs=0.006)
     told = below(study_of(by_rate, 40))
-    assert "the range over 8 resamples" in told
+    assert "the range over 20 resamples" in told
     assert "optim.lr" not in told
 
 
@@ -197,7 +197,7 @@ def test_the_panel_shows_nothing_below_ten_trials_and_the_same_shares_from_ten_o
     page = importances(state)
     assert "Importance for rmse" in page
     assert "From 12 complete trials; 2 pruned trials are left out." in page
-    assert "the range over 8 resamples" in page
+    assert "the range over 20 resamples" in page
     assert "Cannot tell yet which matters more: " in page
     [panel] = plot_importances(study).axes
     for label in panel.get_yticklabels():  # one rule: the same digits in both

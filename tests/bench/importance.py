@@ -4,7 +4,8 @@ A small network on Friedman's regression, 12 epochs, four parameters (research/p
 weight decay does nothing within its limits. The truth is the same rule on 150 random trials, none
 pruned. Two tasks: in ``wide`` the learning rate has the three decades of B1 and explains nearly
 all, so that the other three are nearly tied; in ``narrow`` three parameters matter. The narrow
-limits were chosen by the truth alone: each of the three explains more than a tenth.
+limits were chosen by the truth alone: each of the three explains more than a tenth (and 150 trials
+cannot tell them apart, so that each counts as a leader).
 Beside it: Optuna's default evaluator (PED-ANOVA) and its fANOVA as it is.
 """
 
@@ -96,8 +97,12 @@ def measure(task: str) -> dict[str, Any]:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore")
     truth = importance(study(task, "random", 1000, TRUTH).trials, most=TRUTH)
-    leader = truth.shares[0].name
-    found: dict[str, Any] = {"truth": {one.name: one.value for one in truth.shares}}
+    # The true leaders: 150 trials too may not tell one from the next.
+    leaders = [one.name for one in truth.groups()[0]]
+    found: dict[str, Any] = {
+        "truth": {one.name: one.value for one in truth.shares},
+        "leaders": len(leaders),
+    }
     for sampler in ("random", "tpe"):
         counts: Counter[str] = Counter()
         for seed in range(SEEDS):
@@ -112,28 +117,31 @@ def measure(task: str) -> dict[str, Any]:
             for whose, names in orders.items():
                 counts[f"{whose}first"] += names[0] == USELESS
                 counts[f"{whose}not last"] += names[-1] != USELESS
-                counts[f"{whose}leader"] += names[0] == leader
+                counts[f"{whose}leader"] += names[0] in leaders
             first, last = ours.groups()[0], ours.groups()[-1]
             counts["no doubt"] += len(first) == 1
-            counts["no doubt and wrong"] += len(first) == 1 and first[0].name != leader
+            counts["no doubt and wrong"] += len(first) == 1 and first[0].name not in leaders
             counts["above the last group"] += USELESS not in [one.name for one in last]
         found[sampler] = dict(counts)
     return found
 
 
 def figures() -> list[Figure]:
-    rows = []
+    rows: list[Figure] = []
     for task in LOWEST_RATE:
         measured = in_fresh_process("tests.bench.importance", task)
         for name, share in measured["truth"].items():
             rows.append(Figure(f"{task}: truth, share of {name}", share, ""))
+        rows.append(
+            Figure(f"{task}: leaders that the truth cannot tell apart", measured["leaders"], "")
+        )
         for sampler in ("random", "tpe"):
             n, of = measured[sampler], f"{task}, {sampler}, of {SEEDS} seeds:"
             rows += [
                 Figure(f"{of} the useless one first", n["first"], "", 0, 0),
                 Figure(f"{of} the useless one not last", n["not last"], "", 1),
                 Figure(f"{of} the useless one above the last group", n["above the last group"], ""),
-                Figure(f"{of} the leader is the true one", n["leader"], ""),
+                Figure(f"{of} the first is a true leader", n["leader"], ""),
                 Figure(f"{of} a leader is named without doubt", n["no doubt"], ""),
                 Figure(f"{of} and is a wrong one", n["no doubt and wrong"], "", 0, 1),
             ]
