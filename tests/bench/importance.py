@@ -1,8 +1,8 @@
 """Does the importance of parameters lead and end with the right ones, at 20 trials, over 10 seeds.
 
-A small network on Friedman's regression, 12 epochs, four parameters (research/panel.md, B1). The
+A small network on Friedman's regression, 12 epochs, four parameters. The
 weight decay does nothing within its limits. The truth is the same rule on 150 random trials, none
-pruned. Two tasks: in ``wide`` the learning rate has the three decades of B1 and explains nearly
+pruned. Two tasks: in ``wide`` the learning rate has three decades and explains nearly
 all, so that the other three are nearly tied; in ``narrow`` three parameters matter. The narrow
 limits were chosen by the truth alone: each of the three explains more than a tenth (and 150 trials
 cannot tell them apart, so that each counts as a leader).
