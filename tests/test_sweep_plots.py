@@ -75,7 +75,7 @@ def test_a_trial_that_breaks_a_constraint_is_never_the_best() -> None:
 def test_importances_are_bars_by_size() -> None:
     trials = [trial(10 ** (-4 + 0.3 * i), 0.1 * i) for i in range(10)]
     [panel] = plot_importances(study_of(*trials)).axes
-    names = [label.get_text() for label in panel.get_yticklabels()]
+    names = [label.get_text().split()[0] for label in panel.get_yticklabels()]
     assert sorted(names) == sorted(SPACE)
     widths = [bar.get_width() for bar in panel.patches]
     assert widths == sorted(widths)
@@ -91,7 +91,7 @@ def test_importances_of_one_of_several_objectives() -> None:
         study.add_trial(create_trial(params=params, distributions=space, values=values))
     for objective, leader in enumerate("ab"):
         [panel] = plot_importances(study, objective=objective).axes
-        assert panel.get_yticklabels()[-1].get_text() == leader
+        assert panel.get_yticklabels()[-1].get_text().split()[0] == leader
 
 
 def test_slices_have_a_panel_for_each_parameter_with_its_own_scale() -> None:
@@ -117,7 +117,7 @@ def test_an_unknown_parameter_is_refused_with_those_that_are_there() -> None:
 @pytest.mark.parametrize("plot", [plot_history, plot_importances, plot_slices])
 def test_a_study_without_values_says_so_instead_of_an_empty_plot(plot: Any) -> None:
     study = study_of(trial(0.01, None, TrialState.FAIL))
-    with pytest.raises(SweepError, match="0 trials of the study 'digits' have ended well"):
+    with pytest.raises(SweepError, match=r"0 trials (of the study 'digits' have|are complete)"):
         plot(study)
 
 
@@ -140,14 +140,14 @@ def test_long_names_are_shortened_and_none_is_a_formula() -> None:
         "model.$a$": optuna.distributions.FloatDistribution(0, 1),
     }
     trials = [
-        create_trial(params={LONG: one, "model.$a$": 0.1 * i}, distributions=space, value=float(i))
-        for i, one in enumerate(CHOICES * 2)
+        create_trial(params={LONG: one, "model.$a$": 0.05 * i}, distributions=space, value=float(i))
+        for i, one in enumerate(CHOICES * 4)
     ]
     study = study_of(*trials)
     [history] = plot_history(study, metric="m" * 60).axes
     assert history.get_ylabel() == f"{'m' * 14}…{'m' * 13}"
     [importances] = plot_importances(study).axes
-    names = {label.get_text() for label in importances.get_yticklabels()}
+    names = {label.get_text().split()[0] for label in importances.get_yticklabels()}
     assert names == {"model.backbone…f_the_setting", r"model.\$a\$"}
     long, short = plot_slices(study).axes
     assert long.get_xlabel() == "model.backbone…f_the_setting"
@@ -170,8 +170,8 @@ def test_the_legend_lies_beside_the_panel_over_no_trial() -> None:
 
 
 def test_equal_values_have_no_importances() -> None:
-    study = study_of(*(trial(10 ** (-4 + 0.3 * i), 0.5) for i in range(6)))
-    with pytest.raises(SweepError, match="all 6 trials have the same value"):
+    study = study_of(*(trial(10 ** (-4 + 0.3 * i), 0.5) for i in range(10)))
+    with pytest.raises(SweepError, match="all 10 trials have the same value"):
         plot_importances(study)
 
 

@@ -16,7 +16,7 @@ from run_folders import NOON, trained, write_run
 from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.views.curves import curves, history
 from nbtoolkit.views.devices import devices, devices_text
-from nbtoolkit.views.importances import Importances, importances
+from nbtoolkit.views.importances import importances
 from nbtoolkit.views.log import log, log_names, log_text
 from nbtoolkit.views.overview import overview, overview_text
 from nbtoolkit.views.state import State, read_state
@@ -252,33 +252,17 @@ def test_the_history_has_the_best_so_far_and_crosses_for_pruned_trials(tmp_path:
     assert page.count("<polyline") == 1
 
 
-def test_importances_are_told_from_four_trials_on_and_anew_when_there_are_more(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def values(count: int) -> list[dict[str, Any]]:
-        return [trial(n, value=0.1 / (n + 1)) for n in range(count)]
-
-    paths = sweep(tmp_path, values(3))
-    state, bars = read_state(paths.folder), Importances()
-    assert bars.html(state) == ""
-    _append(paths, {**trial(3, value=0.1 / 4), "t": NOON})
-    state.look()
-    four = bars.html(state)
-    assert "optim.lr: 1.00" in four
-    assert_harmless(four)
-    state.values[4] = state.values[3]  # a quarter more
-    state.table.trials[4] = state.table.trials[3]
-    assert bars.html(state) is not four
-    five = bars.html(state)
-    assert bars.html(state) is five
-    assert capfd.readouterr() == ("", "")  # Optuna says nothing in the cell
+def test_importances_of_no_trials_or_of_a_damaged_folder_are_not_shown(tmp_path: Path) -> None:
+    paths = sweep(tmp_path, [trial(n, value=0.1 / (n + 1)) for n in range(10)])
+    state = read_state(paths.folder)
+    assert "optim.lr: 1.00 (1.00 to 1.00)" in importances(state)
     (paths.folder / "sweep.yaml").unlink()
     assert importances(state) == ""
     assert importances(read_state(sweep(tmp_path / "b", []).folder)) == ""
 
 
 def test_equal_values_have_no_importances(tmp_path: Path) -> None:
-    state = read_state(sweep(tmp_path, [trial(n, value=0.5) for n in range(5)]).folder)
+    state = read_state(sweep(tmp_path, [trial(n, value=0.5) for n in range(12)]).folder)
     assert importances(state) == ""
 
 

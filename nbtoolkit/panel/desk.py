@@ -26,6 +26,7 @@ from nbtoolkit.runtime.paths import write_whole
 from nbtoolkit.views.markup import boxed, said, wrong
 from nbtoolkit.views.page import page_html, page_text
 from nbtoolkit.views.state import State, read_state
+from nbtoolkit.views.trials import largest_first
 
 if TYPE_CHECKING:
     from nbtoolkit.runtime.result import RunHandle
@@ -137,6 +138,7 @@ class Desk:
         for name, button in board.links.items():
             button.on_click(lambda _, name=name: self.clock.do(partial(self._open, name)))
         board.run.observe(self._chosen, "value")
+        board.sort.observe(self._sorted, "value")
         for widget in (board.sort, board.down, board.part, board.log):
             widget.observe(self._turned, "value")
         board.tabs.observe(self._turned, "selected_index")
@@ -145,6 +147,10 @@ class Desk:
         self._stale = True
         if hasattr(self, "clock") and not self.clock.here:
             self.clock.do(lambda: None)
+
+    def _sorted(self, change: dict[str, Any]) -> None:
+        if not self.clock.here:  # there the list is filled anew
+            self.board.down.value = largest_first(self.state, change["new"])
 
     def _turned(self, _: Any) -> None:
         if not self.clock.here:

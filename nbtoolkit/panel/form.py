@@ -92,13 +92,17 @@ class Form:
     def show(self, checked: Checked) -> None:
         """Show what is wrong, each beside its field."""
         with self._lock:
-            beside = dict(self._errors)
+            beside, shown = dict(self._errors), self.section.value
         for name, html in beside.items():
             _put(html, boxed(wrong(checked.errors[name])) if name in checked.errors else "")
-        unseen = [name for name in checked.errors if name not in beside]
+        # A field of a section that was left has its error beside it, where nobody sees it.
+        unseen = [name for name in checked.errors if self._fields[name].section != shown]
         told = checked.together
         if unseen:
-            told = "\n".join(f"{name}: {checked.errors[name]}" for name in unseen)
+            told = "\n".join(
+                f"{name} (section {self._fields[name].section}): {checked.errors[name]}"
+                for name in unseen
+            )
         _put(self.together, boxed(wrong(told)) if told else "")
         _put(self.space_error, boxed(wrong(checked.space_error)) if checked.space_error else "")
 

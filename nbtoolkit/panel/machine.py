@@ -18,7 +18,9 @@ def plan_text(checked: Checked) -> str:
     host, hardware = detect_host(), detect_hardware()
     lines = [f"host: {host.kind}", f"devices: {hardware.explain()}"]
     if checked.config is None:
-        return "\n".join([*lines, "plan: something in the settings is wrong"])
+        names = ", ".join(checked.errors)
+        which = f": {names}" if names else ""
+        return "\n".join([*lines, f"plan: something in the settings is wrong{which}"])
     try:
         plan = make_plan(checked.config, host, hardware).explain().splitlines()[0]
     except NbtoolkitError as error:

@@ -66,12 +66,7 @@ def _add(section: Section, story: Story) -> None:
 
 
 def _table(story: Story, wishes: Wishes) -> SweepTable:
-    table = SweepTable(
-        name=wishes.study.name,
-        metrics=wishes.metrics,
-        directions=wishes.directions,
-        n_trials=wishes.budget.n_trials,
-    )
+    table = SweepTable.of(wishes)
     table.read(story.events)
     return table
 

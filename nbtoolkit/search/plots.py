@@ -7,12 +7,13 @@ optuna-dashboard, which opens the sweep's ``study.db`` as it is.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from itertools import accumulate
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import MissingExtra, SweepError
+from nbtoolkit.search.importance import importance
 from nbtoolkit.search.labels import plain
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ STYLE: dict[Any, Any] = {
 }
 
 _CHOICE, _CHOICES = 20, 24  # letters of one choice; of all that stand side by side below a panel
+_LINE = 64  # characters of a line below a panel
 _WIDTH, _HEIGHT, _IN_A_ROW = 3.4, 3.0, 4  # inches of a panel; panels side by side
 
 
@@ -69,10 +71,9 @@ def plot_history(study: Study, *, metric: str = "value", objective: int = 0) -> 
 
 
 def plot_importances(study: Study, *, metric: str = "value", objective: int = 0) -> Figure:
-    """How much of the value's variation each parameter explains, as shares that sum to 1.
+    """How much of the value's variance each parameter explains, with ranges and what is doubtful.
 
-    They are Optuna's: PED-ANOVA (https://arxiv.org/abs/2304.10255), before Optuna 5 fANOVA, which
-    leaves conditional parameters out.
+    See :func:`nbtoolkit.search.importance.importance` for how they are computed.
 
     Args:
         study: the study.
@@ -83,19 +84,22 @@ def plot_importances(study: Study, *, metric: str = "value", objective: int = 0)
         A figure that no other plot draws into.
 
     Raises:
-        SweepError: fewer than four trials have ended well, or all have the same value.
-        MissingExtra: Matplotlib is not installed.
+        SweepError: fewer than ten trials are complete, or all have the same value.
+        MissingExtra: Matplotlib or scikit-learn is not installed.
     """
-    trials = _complete(study, 4)  # Optuna calls all parameters equal with fewer, in a warning
-    _need_differences(trials, objective)
-    shares = _importances(study, objective)
-    names = sorted(shares, key=lambda name: shares[name])
+    maximize = study.directions[objective].name == "MAXIMIZE"
+    trials = study.get_trials(deepcopy=False)
+    found = importance(trials, maximize=maximize, objective=objective)
+    shares = found.shares[::-1]  # the largest is on top
     figure, [panel] = _panels(1, width=2)
-    bars = panel.barh(range(len(names)), [shares[name] for name in names])
-    panel.set_yticks(range(len(names)), [plain(name) for name in names])
-    panel.bar_label(bars, fmt="%.2f", padding=3, color="#777")
-    panel.set(xlabel=f"importance for {plain(metric)}")
-    panel.margins(x=0.15)
+    values = [one.value for one in shares]
+    below = [one.value - one.low for one in shares]
+    above = [one.high - one.value for one in shares]
+    panel.barh(range(len(shares)), values, xerr=[below, above], ecolor="#777", capsize=3)
+    panel.set_yticks(range(len(shares)), [f"{plain(one.name)}  {one.text}" for one in shares])
+    # two dollar signs would enclose a formula
+    notes = [fill(note.replace("$", r"\$"), _LINE) for note in found.notes()]
+    panel.set_xlabel("\n".join([f"importance for {plain(metric)}", *notes]))
     return figure
 
 
@@ -137,27 +141,6 @@ def plot_slices(
         _slice(panel, name, [trial for trial in trials if name in trial.params], objective)
     panels[0].set_ylabel(plain(metric))
     return figure
-
-
-def _need_differences(trials: Sequence[FrozenTrial], objective: int) -> None:
-    """Optuna warns of equal values, or (4) raises a RuntimeError of its own."""
-    if len({trial.values[objective] for trial in trials}) == 1:
-        raise SweepError(
-            f"all {len(trials)} trials have the same value",
-            allowed="values that differ, to be explained by parameters",
-            do="wait for more trials, or search a larger space",
-        )
-
-
-def _importances(study: Study, objective: int) -> dict[str, float]:
-    from optuna.importance import get_param_importances
-
-    if len(study.directions) == 1:
-        return get_param_importances(study)
-    sign = -1.0 if study.directions[objective].name == "MAXIMIZE" else 1.0
-    with warnings.catch_warnings():  # that it looks for low values: hence the sign
-        warnings.filterwarnings("ignore", message=".*to achieve low `target` values")
-        return get_param_importances(study, target=lambda trial: sign * trial.values[objective])
 
 
 def _slice(panel: Axes, name: str, trials: Sequence[FrozenTrial], objective: int) -> None:

@@ -236,16 +236,9 @@ def _shown(
 ) -> Shown:
     from nbtoolkit.views.live import show_search
 
-    table = SweepTable(
-        name=wishes.study.name,
-        metrics=wishes.metrics,
-        directions=wishes.directions,
-        n_trials=wishes.budget.n_trials,
-        deadline=deadline,
-    )
-    return show_search(
-        TableLines(table, screen.shape, since=since), paths, screen, deadline=deadline
-    )
+    table = SweepTable.of(wishes, deadline=deadline)
+    lines = TableLines(table, screen.shape, since=since)
+    return show_search(lines, paths, screen, deadline=deadline)
 
 
 def _check(train: Train, **options: Any) -> None:

@@ -148,13 +148,7 @@ class SweepResult:
             )
 
     def _table(self) -> SweepTable:
-        wishes = self.wishes
-        table = SweepTable(
-            name=wishes.study.name,
-            metrics=wishes.metrics,
-            directions=wishes.directions,
-            n_trials=wishes.budget.n_trials,
-        )
+        table = SweepTable.of(self.wishes)
         table.read(EventReader(self.paths.events).read())
         return table
 

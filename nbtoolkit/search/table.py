@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.runtime.events import Event
 from nbtoolkit.runtime.table import html_columns, text_columns
 from nbtoolkit.search.best import Best
 from nbtoolkit.search.trial import ENDED, Trial
 
+if TYPE_CHECKING:
+    from nbtoolkit.search.wishes import Wishes
+
 LAST = 5
 """Trials that ended last, below the best and those that run."""
 
 _BEST, _RUNNING, _PARAMS = 10, 16, 8  # rows and columns beyond these make no one wiser
 _TEXT = 40  # characters of one value
+_WAITING = ("median", "percentile", "patient")
 
 
 class SweepTable:
@@ -31,6 +38,7 @@ class SweepTable:
         directions: ``"minimize"`` or ``"maximize"`` for each of them.
         n_trials: how many trials the sweep is to have; None: as many as the time allows.
         deadline: unix seconds at which it ends at the latest; None: there is no limit.
+        unpruned: complete trials before which the pruner ends none; None: there is no pruner.
     """
 
     def __init__(
@@ -41,9 +49,13 @@ class SweepTable:
         directions: Sequence[str] = ("maximize",),
         n_trials: int | None = None,
         deadline: float | None = None,
+        unpruned: int | None = None,
     ) -> None:
         self.name, self.metrics = name, tuple(metrics)
-        self.n_trials, self.deadline = n_trials, deadline
+        self.directions = tuple(directions)
+        self.n_trials, self.deadline, self._unpruned = n_trials, deadline, unpruned
+        self.paused = False
+        """Whether it starts nothing more until it is resumed."""
         self.trials: dict[int, Trial] = {}
         self.status = "running"
         """How the sweep ended, once it has."""
@@ -51,7 +63,21 @@ class SweepTable:
         self._ended: list[Trial] = []  # in the order in which they ended
         self._running: dict[int, Trial] = {}
         self._counts: Counter[str] = Counter()
-        self._seconds = 0.0  # of all that ended, together
+
+    @classmethod
+    def of(cls, wishes: Wishes, *, deadline: float | None = None) -> SweepTable:
+        """The table of a sweep with these wishes, before its first event."""
+        options = wishes.study.pruner_options.to_dict()
+        # Optuna's median and percentile wait for so many trials, the others for none.
+        waits = options.get("n_startup_trials", 5) if wishes.pruner in _WAITING else 0
+        return cls(
+            name=wishes.study.name,
+            metrics=wishes.metrics,
+            directions=wishes.directions,
+            n_trials=wishes.budget.n_trials,
+            deadline=deadline,
+            unpruned=None if wishes.pruner == "none" else waits,
+        )
 
     def read(self, events: Iterable[Event]) -> None:
         """Take new events."""
@@ -99,18 +125,42 @@ class SweepTable:
     def ends_at(self, now: float) -> float | None:
         """When the sweep is going to end: what is left, at the pace so far, or its deadline.
 
+        A trial that the pruner may end is expected to last as those that it could end so far. To
+        these, one that is pruned at once and one that is not are added: the median rule ends
+        about every second trial, and the first ones, which it spares, do not show it.
+
         Args:
             now: unix seconds.
 
         Returns:
-            Unix seconds; None: nothing ended yet, nothing runs, or there is no end in sight.
+            Unix seconds; None: nothing ended yet, nothing runs, it is paused, or there is no end
+            in sight.
         """
+        if self.paused:
+            return None
         if not self._ended or not self._running or self.n_trials is None:
             return self.deadline
-        each = self._seconds / len(self._ended)
-        under_way = sum(max(each - (now - one.began), 0.0) for one in self._running.values())
+        complete = [one for one in self._ended if one.state == "complete"]
+        whole = _mean_seconds(complete or self._ended)
         to_start = max(self.n_trials - len(self._ended) - len(self._running), 0)
-        end = now + (to_start * each + under_way) / len(self._running)
+        since, first, added = 0.0, 0, []
+        reports = any(one.step is not None for one in self.trials.values())  # else none is pruned
+        if self._unpruned is not None and reports:
+            added = [0.0, whole]
+            first = max(self._unpruned - len(complete) - len(self._running), 0)
+            waited = complete[: self._unpruned]
+            if len(complete) < self._unpruned:
+                since = math.inf
+            elif waited:
+                since = waited[-1].began + (waited[-1].seconds or 0.0)
+        lasted = [one.seconds or 0.0 for one in self._ended if one.began >= since]
+        lasted = sorted([*lasted, *added])
+        ages = sorted(now - one.began for one in self._running.values() if one.began >= since)
+        first = min(first, to_start)
+        left = first * whole + (to_start - first) * _expected(lasted, ages, 0.0)
+        for one in self._running.values():
+            left += _expected(lasted, ages, now - one.began)
+        end = now + left / len(self._running)
         return end if self.deadline is None else min(end, self.deadline)
 
     def summary(self, now: float | None = None) -> str:
@@ -118,8 +168,8 @@ class SweepTable:
         parts = [self._progress(), self._states(), *map(self._told, self.best[:1])]
         if len(self.best) > 1:
             parts[-1] = f"{len(self.best)} trials on the front"
-        if self.status != "running":
-            parts.append(self.status)
+        if self.status != "running" or self.paused:
+            parts.append("paused" if self.status == "running" else self.status)
         elif end := self.ends_at(time.time() if now is None else now):
             parts.append(f"ends about {time.strftime('%H:%M', time.localtime(end))}")
         return f"{self.name}: " + "; ".join(part for part in parts if part)
@@ -150,11 +200,13 @@ class SweepTable:
 
     def _begins(self, event: Event) -> None:
         """A new attempt: what ran in the one before does not run any more."""
-        self.status = "running"
+        self.status, self.paused = "running", False
         for trial in self.running:
             self._now_is(trial, "waiting")
 
     def _command(self, event: Event) -> None:
+        if event["op"] in ("pause", "resume"):
+            self.paused = event["op"] == "pause"
         if event["op"] == "add_trials" and self.n_trials is not None:
             self.n_trials += event["n"]
 
@@ -183,7 +235,6 @@ class SweepTable:
         self._running.pop(trial.number, None)
         if trial.ended:
             self._ended.remove(trial)
-            self._seconds -= trial.seconds or 0.0
 
     def _enter(self, trial: Trial) -> None:
         self._counts[trial.state] += 1
@@ -191,7 +242,6 @@ class SweepTable:
             self._running[trial.number] = trial
         elif trial.ended:
             self._ended.append(trial)
-            self._seconds += trial.seconds or 0.0
 
     def _intermediate(self, event: Event) -> None:
         if trial := self.trials.get(event["number"]):
@@ -242,6 +292,29 @@ def short(value: Any) -> str:
     """A value as a person reads it: four digits of a number, the beginning of a long text."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if len(text) <= _TEXT else text[: _TEXT - 3] + "..."
+
+
+def _mean_seconds(trials: Sequence[Trial]) -> float:
+    return sum(one.seconds or 0.0 for one in trials) / len(trials)
+
+
+def _expected(lasted: list[float], ages: list[float], age: float) -> float:
+    """Seconds that a trial of some age goes on: the area below Kaplan and Meier's curve.
+
+    The mean of those that have ended is too short, as the short ones end first: trials that run
+    count as long as they did (https://doi.org/10.1080/01621459.1958.10501452).
+
+    Args:
+        lasted: of those that have ended, sorted.
+        ages: of those that run, sorted.
+        age: seconds.
+    """
+    left, alive, before = 0.0, 1.0, age
+    for at, ended in groupby(lasted[bisect_left(lasted, age) :]):
+        left, before = left + alive * (at - before), at
+        beyond = len(lasted) - bisect_left(lasted, at) + len(ages) - bisect_left(ages, at)
+        alive *= 1 - len([*ended]) / beyond
+    return left
 
 
 def _under_way(trial: Trial) -> str:

@@ -256,12 +256,7 @@ class State:
         except (OSError, ValueError, YAMLError):  # not written yet, or damaged
             return SweepTable()
         self.metric, self.direction = wishes.metrics[0], wishes.directions[0]
-        return SweepTable(
-            name=wishes.study.name,
-            metrics=wishes.metrics,
-            directions=wishes.directions,
-            n_trials=wishes.budget.n_trials,
-        )
+        return SweepTable.of(wishes)
 
     def _fold(self, event: Event) -> None:
         if event.get("number") is None and event["state"] == "complete":

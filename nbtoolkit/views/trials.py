@@ -44,6 +44,14 @@ def column_names(state: State | None) -> list[str]:
     return [*first, *(name for name in params if name not in first), "reason"]
 
 
+def largest_first(state: State | None, by: str) -> bool:
+    """Whether a table sorted by a column begins with its largest; by a metric with the best."""
+    table = state.table if state is not None else None
+    if not isinstance(table, SweepTable) or by not in table.metrics:
+        return True
+    return table.directions[table.metrics.index(by)] == "maximize"
+
+
 def pages(state: State | None) -> int:
     """How many pages the table has; 1 at least."""
     count = len(state.table.trials) if state and isinstance(state.table, SweepTable) else 0

@@ -13,6 +13,7 @@ MODULES = (
     "memory",
     "training",
     "search",
+    "importance",
     "notebooks",
     "relay",
     "panel",

@@ -28,7 +28,7 @@ SHEET = 1
 DRAWN = {
     "Overview": "4 of 4 trials",
     "Trials": "4 trials, page 1 of 1",
-    "Curves": "Importance for val_accuracy",
+    "Curves": "val_accuracy of each trial",
     "Devices": re.compile("cores of CPU|No device was looked at"),
     "Log": "rank 0 of 2 has trained",
     "Files": "The same in a cell",

@@ -145,8 +145,6 @@ def test_a_whole_session(browser: Browser, jupyter: Server, front: Front) -> Non
         comes_back_after_a_restart(anna, run)
         hold.unlink()
         anna.sees("5 of 5 trials")
-        anna.goes_to("Curves")
-        anna.sees("Importance for val_accuracy")
         anna.goes_to("Overview")
         trains_the_best(anna)
         saves_and_loads(anna)
