@@ -84,11 +84,14 @@ class RunContext:
 
     @property
     def accelerator(self) -> Accelerator:
-        """An ``accelerate.Accelerator`` set up from the plan; built when first asked for."""
+        """An ``accelerate.Accelerator`` set up from the plan; built when first asked for.
+
+        Its ``prepare`` is :meth:`prepare`.
+        """
         if self._accelerator is None:
             from nbtoolkit.runtime.prepare import make_accelerator
 
-            self._accelerator = make_accelerator(self.plan)
+            self._accelerator = make_accelerator(self)
         return self._accelerator
 
     def print(self, *values: Any, **options: Any) -> None:
@@ -242,9 +245,7 @@ class RunContext:
             PlanError: a loader's batches cannot be divided by the ranks, a step of training would
                 not be the mean over its samples, or the model is wrapped already.
         """
-        from nbtoolkit.runtime.prepare import prepare
-
-        return prepare(self, *objects)
+        return self.accelerator.prepare(*objects)
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model as it was before :meth:`prepare`: its ``state_dict()`` has the plain names."""
