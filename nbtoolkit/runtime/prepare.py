@@ -114,4 +114,6 @@ def _module(ctx: RunContext, model: nn.Module) -> nn.Module:
             allowed="the plain model: ctx.prepare wraps it for several ranks",
             do=f"delete the line with {type(model).__name__}(model)",
         )
+    if ctx.world_size > 1 and ctx.config.train.loss_reduction == "auto":
+        ctx.refuse_weighted_losses()
     return with_sync_batchnorm(ctx, ctx.config, model)

@@ -91,6 +91,7 @@ def _work(job: Job, rank: int, channel: OwnerChannel) -> bool:
     except BaseException as error:
         _tell_error(job, rank, channel, error)
     finally:
+        context.close()
         if notes in sys.meta_path:
             sys.meta_path.remove(notes)
         if optimizers is not None:
