@@ -71,7 +71,7 @@ def gap(one: Any, other: Any) -> float:
     if isinstance(one, (list, tuple)):
         assert len(one) == len(other)
         return max(map(gap, one, other), default=0.0)
-    one, other = torch.as_tensor(one).double(), torch.as_tensor(other).double()
+    one, other = (torch.as_tensor(value, dtype=torch.float64) for value in (one, other))
     assert one.shape == other.shape
     return float((one - other).abs().max()) if one.numel() else 0.0
 

@@ -71,6 +71,7 @@ def quickstart_of_61(config: Config, ctx: RunContext) -> Value:
     return quickstart(config, ctx, samples=61)
 
 
+@pytest.mark.long
 def test_quickstart(tmp_path: Path) -> None:
     (first, _), *_, (last, _) = equal_on_two(quickstart, tmp_path, batch=12)["results"]
     assert last < first - 0.01
@@ -236,6 +237,7 @@ def imbalanced_in_fit(config: Config, ctx: RunContext) -> Value:
     return {"start": start, "weights": numbers_of(model), "results": values}
 
 
+@pytest.mark.long
 def test_class_weights_of_an_own_loop(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"class weights[\s\S]*number of ranks[\s\S]*use nb\.fit"):
         launched(imbalanced, tmp_path, 2)
