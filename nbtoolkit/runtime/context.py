@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from nbtoolkit.config import Config
+    from nbtoolkit.runtime.class_losses import ClassLosses
     from nbtoolkit.runtime.plan import LaunchPlan
     from nbtoolkit.runtime.rank_check import SteppedOptimizers, Weights
 
@@ -67,6 +68,7 @@ class RunContext:
         self._channel = channel
         self._accelerator: Accelerator | None = None
         self._optimizers = optimizers
+        self._class_losses: ClassLosses | None = None
 
     @property
     def is_main(self) -> bool:
@@ -90,11 +92,14 @@ class RunContext:
 
     @property
     def accelerator(self) -> Accelerator:
-        """An ``accelerate.Accelerator`` set up from the plan; built when first asked for."""
+        """An ``accelerate.Accelerator`` set up from the plan; built when first asked for.
+
+        Its ``prepare`` is :meth:`prepare`.
+        """
         if self._accelerator is None:
             from nbtoolkit.runtime.prepare import make_accelerator
 
-            self._accelerator = make_accelerator(self.plan)
+            self._accelerator = make_accelerator(self)
         return self._accelerator
 
     def print(self, *values: Any, **options: Any) -> None:
@@ -251,16 +256,28 @@ class RunContext:
 
         Raises:
             PlanError: a loader's batches cannot be divided by the ranks, a step of training would
-                not be the mean over its samples, or the model is wrapped already.
+                not be the mean over its samples, or the model is wrapped already. Later, when the
+                loop trains with class weights or ignored targets, whose mean is over weights.
         """
-        from nbtoolkit.runtime.prepare import prepare
-
-        return prepare(self, *objects)
+        return self.accelerator.prepare(*objects)
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model as it was before :meth:`prepare`: its ``state_dict()`` has the plain names."""
         plain: torch.nn.Module = self.accelerator.unwrap_model(model)
         return plain
+
+    def refuse_weighted_losses(self) -> None:
+        """From here on, and until :meth:`close`, an own loop's loss must be a mean over samples."""
+        if self._class_losses is None:
+            from nbtoolkit.runtime.class_losses import ClassLosses
+
+            self._class_losses = ClassLosses()
+
+    def close(self) -> None:
+        """The training function has ended: what it had changed in this process is as before."""
+        if self._class_losses is not None:
+            self._class_losses.close()
+            self._class_losses = None
 
     def weights(self) -> Weights | None:
         """What the ranks are compared by; None: nothing is (``runtime.compare_ranks``)."""

@@ -120,6 +120,7 @@ def _run_rank(
     record = keeper.record if keeper is not None else None
     variables = {**os.environ, **of_plan(plan, paths.folder)}
     with heeded(channel.heard), lend_variables(variables), ExitStack() as stack:
+        stack.callback(ctx.close)
         if optimizers is not None:
             stack.callback(optimizers.close)
         settle(ctx)

@@ -27,6 +27,12 @@ def advice(error: BaseException) -> str | None:
             f"os.environ[{name!r}] is torchrun's, and there is none on one process: put "
             f"{_SET_BY_TORCHRUN[str(name)]} in its place"
         )
+    if "process group has not been initialized" in str(error):
+        return (
+            "one process has no process group, and needs none: ctx.rank and ctx.world_size are "
+            "always there (DistributedSampler(data, ctx.world_size, ctx.rank)), ctx.prepare wraps "
+            "the model, ctx.accelerator.reduce and .gather work on one process, too"
+        )
     if any(said in str(error) for said in _GROUP):
         return (
             "delete init_process_group(...): several ranks have their process group when the "

@@ -1,4 +1,4 @@
-"""ctx.prepare: an own loop's model, optimizer and loaders on this rank."""
+"""ctx.prepare and ctx.accelerator: an own loop's model, optimizer and loaders on this rank."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
     from nbtoolkit.config import Config
     from nbtoolkit.runtime.context import RunContext
-    from nbtoolkit.runtime.launch_plan import LaunchPlan
 
 
-def prepare(ctx: RunContext, *objects: Any) -> Any:
-    """``Accelerator.prepare`` after checks and slices; see :meth:`RunContext.prepare`."""
+def _ready(ctx: RunContext, objects: tuple[Any, ...]) -> list[Any]:
+    """What accelerate is to prepare: models checked, loaders that have this rank's slices."""
     from torch import nn
     from torch.utils.data import DataLoader
 
-    ready, number = [], 0
+    ready: list[Any] = []
+    number = 0
     for item in objects:
         if isinstance(item, nn.Module):
             item = _module(ctx, item)
@@ -29,7 +29,7 @@ def prepare(ctx: RunContext, *objects: Any) -> Any:
             item = sliced(ctx, item, number)
             number += 1
         ready.append(item)
-    return ctx.accelerator.prepare(*ready)
+    return ready
 
 
 def with_sync_batchnorm(ctx: RunContext, config: Config, model: nn.Module) -> nn.Module:
@@ -45,8 +45,8 @@ def with_sync_batchnorm(ctx: RunContext, config: Config, model: nn.Module) -> nn
     return converted
 
 
-def make_accelerator(plan: LaunchPlan) -> Accelerator:
-    """An ``Accelerator`` set up from the plan."""
+def make_accelerator(ctx: RunContext) -> Accelerator:
+    """An ``Accelerator`` set up from the plan; its ``prepare`` is :meth:`RunContext.prepare`."""
     from datetime import timedelta
 
     from accelerate import Accelerator
@@ -58,8 +58,16 @@ def make_accelerator(plan: LaunchPlan) -> Accelerator:
         recursively_apply,
     )
 
+    plan = ctx.plan
+
     class OfUnevenParts(Accelerator):  # type: ignore[misc]
-        """Accelerate's own takes the last batch for padded; here ranks have what there is."""
+        """Accelerate's own pads the last batch with samples again; here ranks have what there is.
+
+        Code written for accelerate calls its ``prepare``, so that one checks and slices, too.
+        """
+
+        def prepare(self, *args: Any, **options: Any) -> Any:
+            return super().prepare(*_ready(ctx, args), **options)
 
         def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
             if self.num_processes == 1:
@@ -106,4 +114,6 @@ def _module(ctx: RunContext, model: nn.Module) -> nn.Module:
             allowed="the plain model: ctx.prepare wraps it for several ranks",
             do=f"delete the line with {type(model).__name__}(model)",
         )
+    if ctx.world_size > 1 and ctx.config.train.loss_reduction == "auto":
+        ctx.refuse_weighted_losses()
     return with_sync_batchnorm(ctx, ctx.config, model)

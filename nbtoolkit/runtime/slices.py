@@ -78,6 +78,8 @@ def sliced(ctx: RunContext, loader: DataLoader[Any], number: int) -> DataLoader[
             _drop_last=True,
             **{name: getattr(loader, name) for name in _KEPT},
         )
+    # Scripts call loader.sampler.set_epoch, some only where that sampler has it.
+    made.sampler = loader.sampler
     made._is_accelerate_prepared = True
     prepared: DataLoader[Any] = made
     return prepared
@@ -175,9 +177,10 @@ def _on_rank_0(given: Iterable[list[int]]) -> Epoch:
     def batches(epoch: int) -> Iterable[list[int]]:
         import torch.distributed as dist
 
-        if not dist.is_initialized():
-            return given
         length = _length(given)
+        if not dist.is_initialized():
+            # At once, as on several ranks: a sampler then draws the same from torch's stream.
+            return given if length is None else list(islice(given, length))
         if length is None:
             raise PlanError(
                 f"a {type(given).__name__} has no length, so that an epoch has no end",

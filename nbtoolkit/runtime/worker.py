@@ -42,6 +42,11 @@ from nbtoolkit.runtime.wire import Line
 # own for SIGUSR1 and 2.
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 
+# Gloo's end waits for its threads. Code that destroys the group (Accelerator.end_training does)
+# leaves DDP as its last holder, whose end keeps the GIL, for which such a thread may wait: of a
+# few launches one hung. Who holds the group here, never ends it; the process's end does.
+_GROUPS: list[Any] = []
+
 
 def run_rank(job: Job) -> None:
     """What the launcher starts in each rank's process. Errors go to the owner, not up."""
@@ -93,6 +98,7 @@ def _work(job: Job, rank: int, channel: OwnerChannel) -> bool:
     except BaseException as error:
         _tell_error(job, rank, channel, error)
     finally:
+        context.close()
         if notes in sys.meta_path:
             sys.meta_path.remove(notes)
         if optimizers is not None:
@@ -268,6 +274,7 @@ def join_group(plan: LaunchPlan, rank: int) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():  # a script under torchrun may have joined already
         dist.init_process_group(plan.backend, timeout=timedelta(seconds=plan.group_timeout))
+    _GROUPS.append(dist.group.WORLD)
     ones = torch.ones(1, device="cuda" if plan.backend == "nccl" else "cpu")
     dist.all_reduce(ones)
     if plan.backend != "gloo":
