@@ -71,7 +71,9 @@ def warnings(tmp_path: Path, train: Any, **overrides: Any) -> list[str]:
     settings = {**SETTINGS, "runtime.output_dir": str(tmp_path), **overrides}
     result = nb.launch(train, settings, processes=2, display="off")
     events = EventReader(result.paths.events).read()
-    return [one["text"] for one in events if one["type"] == "note" and one["level"] == "warning"]
+    texts = [one["text"] for one in events if one["type"] == "note" and one["level"] == "warning"]
+    # The loops here leave train.epochs alone, which is said, too.
+    return [text for text in texts if not text.startswith("settings without effect: ")]
 
 
 @pytest.mark.parametrize("reports", [True, pytest.param(False, marks=pytest.mark.long)])

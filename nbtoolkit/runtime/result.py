@@ -48,8 +48,7 @@ class RunResult:
     Attributes:
         status: ``"completed"``, or why all ranks left early: ``"stopped"``, ``"deadline"``,
             ``"pruned"``.
-        metrics: the values last reported, and the numbers that the function returned (or those
-            logged, where nothing was reported).
+        metrics: the values last reported or returned (or logged, where nothing was reported).
         plan: what was run: processes, devices, precision, batch split, with reasons.
         paths: the run's folder and files.
         seconds: wall time from the owner's start to the last rank's end.

@@ -38,7 +38,6 @@ _MEANINGS = {
 }
 
 
-_LEFT_ALONE = "Connection closed by peer"  # gloo's, where a rank of the group has ended
 _TOGETHER_CALLS = (
     "calls in which ranks wait for each other (nb.predict, a model in DDP, collectives, "
     "ctx.report) are made by all ranks, in the same order"
@@ -97,14 +96,7 @@ def _trouble(
         return (
             PortBusy(flight.port) if busy else GroupFailure(f"rank {culprit.rank}: {word['error']}")
         )
-    failure = _error(carrier.paths, culprit)
-    gone = [str(rank.rank) for rank in flight.ranks if rank.phase == "done"]
-    if gone and _LEFT_ALONE in failure.error["text"]:
-        failure.notes.append(
-            f"rank {', '.join(gone)} had returned before this call: {_TOGETHER_CALLS}; take it out "
-            f"of `if ctx.is_main:`, or {_ALONE}"
-        )
-    return failure
+    return _error(carrier.paths, culprit)
 
 
 def _error(paths: RunPaths, culprit: RankView) -> Failure:

@@ -78,8 +78,9 @@ class Watch:
         self._sampled_at = now
 
     def silence(self, rank: RankView) -> float:
-        """Seconds since the rank last sent something or computed."""
-        return time.monotonic() - max(rank.heard_at, self.idle_since[rank.rank])
+        """Seconds since the rank last sent something or computed, or another one ended."""
+        ends = [other.ended_at or 0.0 for other in self._flight.ranks]
+        return time.monotonic() - max(rank.heard_at, self.idle_since[rank.rank], *ends)
 
     def hung(self) -> tuple[list[RankView], str] | None:
         """The ranks silent and idle for the timeout while another waits, and every rank's stack."""
