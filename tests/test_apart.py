@@ -139,7 +139,8 @@ def test_a_rank_that_computes_alone_is_waited_for_in_a_report(config: nb.Config)
 
 
 def test_a_rank_that_hangs_while_the_others_report_is_found(config: nb.Config) -> None:
-    mine = config.with_overrides({"runtime.hang_timeout": 2.0})
+    # Longer than a report waits until the other ranks are looked at, which hid the hang.
+    mine = config.with_overrides({"runtime.hang_timeout": 8.0})
     with pytest.raises(WorkerHung, match="rank 0 sent nothing"):
         launch(sleeps_while_others_report, mine)
 
