@@ -44,7 +44,8 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7
 
 # Gloo's end waits for its threads. Code that destroys the group (Accelerator.end_training does)
 # leaves DDP as its last holder, whose end keeps the GIL, for which such a thread may wait: of a
-# few launches one hung. Who holds the group here, never ends it; the process's end does.
+# few launches one hung. Who holds the group here, never ends it; a forked process's end, which is
+# os._exit, does. (An interpreter that is finalized aborts: not for ranks that torchrun started.)
 _GROUPS: list[Any] = []
 
 
@@ -60,6 +61,7 @@ def run_rank(job: Job) -> None:
         join_group(job.plan, rank)
     except Exception as error:  # any failure before the user's code is the owner's to judge
         return channel.send("group_failed", error=f"{type(error).__name__}: {error}")
+    _hold_group()
     channel.send("phase", phase="group")
     work: Job | None = _following(job, rank, channel) if job.content.get("waits") else job
     while work is not None:
@@ -274,7 +276,6 @@ def join_group(plan: LaunchPlan, rank: int) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():  # a script under torchrun may have joined already
         dist.init_process_group(plan.backend, timeout=timedelta(seconds=plan.group_timeout))
-    _GROUPS.append(dist.group.WORLD)
     ones = torch.ones(1, device="cuda" if plan.backend == "nccl" else "cpu")
     dist.all_reduce(ones)
     if plan.backend != "gloo":
@@ -287,6 +288,13 @@ def join_group(plan: LaunchPlan, rank: int) -> None:
         )
     if plan.device_type == "cpu":
         _tell_accelerate()
+
+
+def _hold_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        _GROUPS.append(dist.group.WORLD)
 
 
 def _tell_accelerate() -> None:
