@@ -112,6 +112,19 @@ def test_a_run_whose_process_is_gone_says_so_and_how_to_go_on(tmp_path: Path) ->
     assert "its process is gone" in overview(state)
 
 
+def test_an_owner_that_comes_while_the_diary_is_read_is_no_death(tmp_path: Path) -> None:
+    locked = iter([False, True])
+
+    class TakenMeanwhile(RunPaths):
+        def owned(self) -> bool:
+            return next(locked)
+
+    paths = write_run(tmp_path, "train-0001", events=[{"type": "run"}])
+    state = State(TakenMeanwhile(paths.folder))
+    state.look()
+    assert state.status == "running"
+
+
 def test_trials_of_a_sweep_whose_process_is_gone_run_no_more(tmp_path: Path) -> None:
     paths = sweep(tmp_path, [trial(0, value=0.5), trial(1, "running")])
     state = State(paths)

@@ -95,6 +95,9 @@ class State:
                 # a line that is damaged, or another version's, costs no more than itself
                 with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
                     self._take(event)
+        # Another owner may have come meanwhile, whose first line was read already.
+        if not self._owned and self.ended is None and not self.gone:
+            self._owned = self.paths.owned()
         # Gone on with: how it ended is put aside before the diary says anything of the new attempt.
         self._again = self._owned and self.ended is not None and not self.paths.ended()
         if self.table is not None and self.status == "cut off":  # nobody was left to say so
