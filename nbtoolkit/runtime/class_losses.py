@@ -24,7 +24,7 @@ _MEAN = 1  # torch.nn._reduction.get_enum("mean")
 class ClassLosses:
     """While this is open, a training loss that divides by weights is refused when it is called.
 
-    Not seen: losses in compiled code, and a mean over weights that is computed by hand.
+    Not seen: ignored targets in compiled code, and a mean over weights that is computed by hand.
     """
 
     def __init__(self) -> None:
