@@ -7,6 +7,7 @@ away from everybody else.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.runtime.plan import LaunchPlan
@@ -24,6 +25,10 @@ from nbtoolkit.runtime.signals import ignore_warnings
 from nbtoolkit.runtime.surroundings import enter
 from nbtoolkit.runtime.wire import Line
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+LOOPBACK = "127.0.0.1"
 POLL_SECONDS = (
     0.01  # how often elastic looks at the ranks; its own 0.1 s would be most of a warm launch
 )
@@ -91,6 +96,7 @@ def launch_ranks(job: Job, port: int) -> dict[str, Any]:
     from nbtoolkit.runtime.worker import run_rank
 
     try:
+        store = _loopback_store(port) if job.plan.processes > 1 else None  # until the ranks end
         notebook_launcher(
             run_rank,
             args=(job,),
@@ -105,8 +111,25 @@ def launch_ranks(job: Job, port: int) -> dict[str, Any]:
     except Exception as error:  # whatever kept the ranks from starting is the owner's to judge
         traceback.print_exc()
         text = f"{type(error).__name__}: {error}"
-        return {"type": "not_started", "error": text, "busy": "EADDRINUSE" in text}
+        busy = "EADDRINUSE" in text or getattr(error, "errno", None) == errno.EADDRINUSE
+        return {"type": "not_started", "error": text, "busy": busy}
+    del store
     return {"type": "landed"}
+
+
+def _loopback_store(port: int) -> TCPStore:
+    """The ranks' store, which elastic finds by its port instead of making one on all interfaces."""
+    from torch._C._distributed_c10d import TCPStore
+
+    listener = socket.create_server((LOOPBACK, port), backlog=128)
+    return TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def write_output_to(path: Path) -> None:

@@ -128,6 +128,9 @@ def _planned(environ: Mapping[str, str], plan: LaunchPlan, folder: Path) -> dict
         "OMP_NUM_THREADS": omp_threads(environ, plan),
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting GPUs must not touch CUDA before the fork
         "TOKENIZERS_PARALLELISM": environ.get("TOKENIZERS_PARALLELISM", "false"),
+        # All ranks are on this machine: whatever they listen on is nobody else's to reach.
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
     }
     if "inline" in environ.get("MPLBACKEND", ""):
         set_now["MPLBACKEND"] = "agg"  # the notebook's back end needs the notebook's kernel
