@@ -78,7 +78,8 @@ def test_all_that_is_asked_of_one_name_is_met_by_one_wheel() -> None:
 
 
 def test_extras_of_extras_and_markers_are_those_of_the_host() -> None:
-    own = wheel("nbtoolkit", "1", "nbtoolkit[b]; extra == 'a'", "served[fast]; extra == 'b'")
+    extras = ("nbtoolkit-torch[b]; extra == 'a'", "served[fast]; extra == 'b'")
+    own = wheel("nbtoolkit-torch", "1", *extras)
     served = wheel(
         "served",
         "1",
@@ -143,7 +144,7 @@ def test_a_folder_is_filled_and_an_older_bundle_in_it_goes(own: Wheel, tmp_path:
 
 
 def test_our_wheel_is_made_of_the_checkout(own: Wheel) -> None:
-    assert (own.name, str(own.version)) == ("nbtoolkit", nbtoolkit.__version__)
+    assert (own.name, str(own.version)) == ("nbtoolkit-torch", nbtoolkit.__version__)
     with zipfile.ZipFile(own.path) as archive:
         inside = set(archive.namelist())
     assert {"nbtoolkit/hosts/images/kaggle.txt", "nbtoolkit/_config/train.yaml"} <= inside

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -159,6 +160,19 @@ def test_known_bad_versions() -> None:
     assert "accelerate#3524" in torchao
     (old,) = known_bad({"torch": "2.5.1+cu121"}.get, {})
     assert "older than 2.6" in old
+
+
+def test_a_strangers_package_of_the_same_name_is_noticed() -> None:
+    (stranger,) = known_bad({"nbtoolkit": "0.1.1", "torch": "2.13.0"}.get, {})
+    assert "pip uninstall nbtoolkit, and install this one again" in stranger
+
+
+def test_no_install_line_brings_a_strangers_package() -> None:
+    root = Path(nb.__file__).parent.parent
+    files = [root / "README.md", root / "pyproject.toml", *(root / "docs").glob("*.md")]
+    files += [*(root / "notebooks").glob("*.ipynb"), *(root / "nbtoolkit").rglob("*.py")]
+    strangers = re.compile(r"nbtoolkit\[|pip install (-U )?['\"]?nbtoolkit\b(?!-torch)")
+    assert [file.name for file in files if strangers.search(file.read_text())] == []
 
 
 def test_what_is_installed_here_has_no_known_bad_pair() -> None:

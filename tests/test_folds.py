@@ -187,7 +187,7 @@ def test_classes_too_small_for_every_fold_are_told_at_the_line_of_the_call() -> 
 
 def test_without_scikit_learn_its_install_line_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'nbtoolkit\[training\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install 'nbtoolkit-torch\[training\]'"):
         nb.make_folds(CLASSES)
 
 

@@ -56,7 +56,7 @@ def read_wheel(path: Path) -> Wheel:
     except (OSError, ValueError, InvalidWheelFilename, zipfile.BadZipFile) as error:
         raise WheelsError(
             f"{path} is no wheel: {error}",
-            allowed="a file such as nbtoolkit-0.1.0-py3-none-any.whl",
+            allowed="a file such as nbtoolkit_torch-0.1.0-py3-none-any.whl",
         ) from error
     requires = tuple(Requirement(text) for text in metadata.get_all("Requires-Dist", []))
     return Wheel(path=path, name=name, version=number, requires=requires)
@@ -74,12 +74,12 @@ def own_wheel(folder: Path) -> Wheel:
     if not (_CHECKOUT / "pyproject.toml").exists():
         raise WheelsError(
             "nbtoolkit is installed here from a wheel, and cannot make another one",
-            # Another project has this name on PyPI: it is never asked for there.
-            do="give the wheel: --wheel nbtoolkit-...whl, or run this in a clone",
+            # What is on an index may be somebody else's: it is never asked for there.
+            do="give the wheel: --wheel nbtoolkit_torch-...whl, or run this in a clone",
         )
     isolation = ["--no-build-isolation"] if find_spec("hatchling") else []
     _pip("wheel", "--no-deps", *isolation, "--wheel-dir", str(folder), str(_CHECKOUT))
-    return read_wheel(next(folder.glob("nbtoolkit-*.whl")))
+    return read_wheel(next(folder.glob("nbtoolkit_torch-*.whl")))
 
 
 def fetch_wheels(wanted: Iterable[Requirement], python: str, folder: Path) -> list[Wheel]:

@@ -187,7 +187,7 @@ def require_extras(html: bool) -> None:
         raise MissingExtra(
             f"running a notebook needs {', '.join(missing)}",
             allowed="html=False does without nbconvert" if missing == ["nbconvert"] else "",
-            do="pip install 'nbtoolkit[notebooks]'",
+            do="pip install 'nbtoolkit-torch[notebooks]'",
         )
 
 

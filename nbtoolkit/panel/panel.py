@@ -54,7 +54,7 @@ def panel(
         ConfigError: the configuration, or the file of the space, is wrong.
     """
     if find_spec("ipywidgets") is None:
-        raise MissingExtra("the panel needs ipywidgets", do="pip install 'nbtoolkit[panel]'")
+        raise MissingExtra("the panel needs ipywidgets", do="pip install 'nbtoolkit-torch[panel]'")
     made = Panel(train, Draft(as_config(config, None), _text(space)))
     replace(made)
     return made

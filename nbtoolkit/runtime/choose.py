@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbtoolkit import __version__
 from nbtoolkit.errors import LaunchError, ResumeError
 from nbtoolkit.runtime.checkpoint import has_checkpoint
 from nbtoolkit.runtime.made import tell_made
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from nbtoolkit.runtime.host import Host
     from nbtoolkit.runtime.plan import LaunchPlan
 
-_REPORTED = ("nbtoolkit", "torch", "accelerate", "numpy", "pydantic", "mlflow", "transformers")
+_REPORTED = ("torch", "accelerate", "numpy", "pydantic", "mlflow", "transformers")
 
 _LOCK_TRIES = 3  # whoever asks whether a run is owned holds its lock for a moment
 
@@ -310,6 +311,7 @@ def source_hash(train: Callable[..., Any]) -> str:
 def versions() -> dict[str, str]:
     """Versions of Python and the libraries that matter to a result."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
+    found["nbtoolkit"] = __version__  # not by a distribution: one of that name is a stranger's
     for name in _REPORTED:
         try:
             found[name] = importlib.metadata.version(name)

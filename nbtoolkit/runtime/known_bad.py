@@ -28,7 +28,8 @@ def known_bad(
         folders: where packages lie, by name; looked up when None.
     """
     where = _folder if folders is None else folders.get
-    found = [_numa(where("accelerate"), where("torch")), _torchao(version), _torch_floor(version)]
+    numa = _numa(where("accelerate"), where("torch"))
+    found = [numa, _torchao(version), _torch_floor(version), _stranger(version)]
     return [sentence for sentence in found if sentence]
 
 
@@ -62,6 +63,17 @@ def _torch_floor(version: Versions) -> str:
     torch = version("torch")
     if torch is not None and _numbers(torch) < (2, 6):
         return f"torch {torch} is older than 2.6, the oldest we work with; pip install -U torch"
+    return ""
+
+
+def _stranger(version: Versions) -> str:
+    # https://pypi.org/project/nbtoolkit: it writes into the same folder of site-packages.
+    found = version("nbtoolkit")
+    if found is not None:
+        return (
+            f"the distribution nbtoolkit {found} is installed, another project's: this package is "
+            "called nbtoolkit-torch there; pip uninstall nbtoolkit, and install this one again"
+        )
     return ""
 
 

@@ -66,7 +66,7 @@ def choose_screen(display: Display, around: Surroundings) -> Screen:
         return Screen("minutes", "a notebook that nobody looks at (papermill, nbclient, nbval)")
     if around.widgets:
         return Screen("widgets", "a notebook, and ipywidgets is installed")
-    return Screen("html", "a notebook without ipywidgets (pip install 'nbtoolkit[panel]')")
+    return Screen("html", "a notebook without ipywidgets (pip install 'nbtoolkit-torch[panel]')")
 
 
 def _check_widgets(around: Surroundings) -> None:
@@ -78,7 +78,7 @@ def _check_widgets(around: Surroundings) -> None:
         )
     if not around.widgets:
         raise MissingExtra(
-            'display="widgets" needs ipywidgets', do="pip install 'nbtoolkit[panel]'"
+            'display="widgets" needs ipywidgets', do="pip install 'nbtoolkit-torch[panel]'"
         )
 
 

@@ -229,7 +229,7 @@ def _splitter(wish: _Wish) -> Any:
     except ImportError as error:
         raise MissingExtra(
             "folds are made by scikit-learn, which is not installed",
-            do="pip install 'nbtoolkit[training]'",
+            do="pip install 'nbtoolkit-torch[training]'",
         ) from error
     k, seed, repeated = wish.k, wish.seed, wish.repeats > 1
     again = {"n_splits": k, "n_repeats": wish.repeats, "random_state": seed}

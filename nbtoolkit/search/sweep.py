@@ -249,4 +249,4 @@ def _need_optuna() -> None:
     from importlib.util import find_spec
 
     if find_spec("optuna") is None:
-        raise MissingExtra("a sweep needs Optuna", do="pip install 'nbtoolkit[search]'")
+        raise MissingExtra("a sweep needs Optuna", do="pip install 'nbtoolkit-torch[search]'")

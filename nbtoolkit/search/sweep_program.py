@@ -49,7 +49,7 @@ def make_program(content: Mapping[str, Any], record: Diary, folder: Path) -> Swe
         from nbtoolkit.search.books import Books
     except ImportError as error:
         what = f"a sweep needs Optuna: {error}"
-        raise MissingExtra(what, do="pip install 'nbtoolkit[search]'") from error
+        raise MissingExtra(what, do="pip install 'nbtoolkit-torch[search]'") from error
     wishes = Wishes.model_validate(dict(content["wishes"]))
     books = Books(wishes, content, folder, record)
     seed, imposed = int(content["config"]["seed"]), bool(content.get("imposed"))

@@ -11,8 +11,7 @@ INSTALL = {
     "mlflow": "pip install mlflow",
     "tensorboard": "pip install tensorboard",
 }
-"""The install line of each tracker. By package: `pip install 'nbtoolkit[...]'` from an index would
-fetch whatever has that name there, where this one was not installed from a wheel or a clone."""
+"""The install line of each tracker, by package."""
 
 # mlflow-skinny comes without these two, and then fails with a message that names neither.
 _FOR_SQLITE = ("sqlalchemy", "alembic")

@@ -68,7 +68,7 @@ def room(host: str, image: Path, wheels: Path, tmp_path: Path) -> Room:
 
 def install(room: Room) -> str:
     """The shell's words that install from the bundle alone."""
-    own = next(room.wheels.glob("nbtoolkit-*.whl"))
+    own = next(room.wheels.glob("nbtoolkit_torch-*.whl"))
     return f"$PYTHON -m pip install -q --no-index --find-links {room.wheels} {own}"
 
 
