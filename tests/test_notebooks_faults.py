@@ -273,3 +273,21 @@ nb.run_notebook({str(path)!r}, {str(tmp_path / "done.ipynb")!r}, html=False, dis
         f"NotebookFailed: the executed copy {tmp_path}/done.ipynb cannot be written" in done.stderr
     )
     assert "free some space" in done.stderr
+
+
+# --- the page ---
+
+
+def test_a_page_that_cannot_be_made_does_not_hide_a_run_that_succeeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = tmp_path / "jupyter" / "nbconvert" / "templates" / "lab" / "index.html.j2"
+    template.parent.mkdir(parents=True)
+    template.write_text("{% no such tag %}")
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    result = run_program(tmp_path, "import nbtoolkit as nb\nnb.publish({'x': 1})", html=True)
+    assert result.values == {"x": 1}
+    assert record(tmp_path)["status"] == "completed"
+    assert not record(tmp_path)["html"]
+    log = next(tmp_path.rglob("*.log")).read_text()
+    assert re.search(r"the page \S+ was not made: TemplateSyntaxError", log)

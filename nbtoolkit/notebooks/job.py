@@ -145,12 +145,23 @@ class Job:
         copy = executed_copy(execution.notebook or ready, told)
         try:
             write_whole(self.files.copy, copy)
-            if self.html:
-                self.files.write_html(copy)
+            if self.html and (why := self._no_page(copy)):
+                record["html"] = False
+                execution.log.write(f"nbtoolkit: the page {self.files.html} was not made: {why}\n")
             write_json(self.files.record, record)
         except OSError as error:
             raise not_written(self.files.copy, error, NotebookFailed) from error
         return record
+
+    def _no_page(self, copy: str) -> str | None:
+        """Write the page; why that failed, which does not undo a run that succeeded."""
+        try:
+            self.files.write_html(copy)
+        except OSError:
+            raise
+        except Exception as error:  # of nbconvert, of its templates, of what a cell has shown
+            return f"{type(error).__name__}: {error}"
+        return None
 
     def _what(self, failure: Failure) -> str:
         where = f"code cell {failure.cell} of {self.source.name}" if failure.cell else ""
