@@ -29,7 +29,6 @@ from nbtoolkit.relay.copying import copy_range
 from nbtoolkit.relay.deadline import pack_for_next_session
 from nbtoolkit.relay.find import find_source
 from nbtoolkit.relay.hashing import SEGMENT
-from nbtoolkit.relay.reading import Bundle
 from nbtoolkit.relay.result import PackResult
 from nbtoolkit.runtime.choose import lock_run
 from nbtoolkit.runtime.disk import free_space, read_size, size_text
@@ -76,8 +75,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     nb.sweep(train, config, space, n_trials=2, name="search", **quiet)
     folds = nb.make_folds([0, 1] * 898 + [0], k=2)
     nb.cross_validate(train, config, folds, name="folded", **quiet)
-    (folder / "plots").mkdir()
-    (folder / "plots/curve.png").write_bytes(os.urandom(20_000))
+    plots = folder / "pipeline/plots"  # a pipeline's notebooks write to its folder
+    plots.mkdir(parents=True)
+    (folder / "pipeline/pipeline.lock").touch()
+    (folder / "pipeline/steps").mkdir()
+    (folder / "pipeline/steps/first.run.json").write_text("{}")
+    (plots / "curve.png").write_bytes(os.urandom(20_000))
     return folder
 
 
@@ -163,10 +166,10 @@ def test_a_file_larger_than_a_segment_comes_out_as_it_went_in(
 ) -> None:
     large = os.urandom(2**20) * 33 + b"end"
     assert len(large) > SEGMENT
-    (outputs / "large.bin").write_bytes(large)
+    (outputs / "pipeline/large.bin").write_bytes(large)
     packed = nb.pack(tmp_path, source=outputs)
     nb.unpack(packed.path, into=tmp_path / "second")
-    assert (tmp_path / "second/large.bin").read_bytes() == large
+    assert (tmp_path / "second/pipeline/large.bin").read_bytes() == large
 
 
 @pytest.mark.parametrize("source", ["/proc/self/mounts", __file__])
@@ -219,9 +222,9 @@ def test_a_run_that_goes_on_is_packed_as_it_is_and_told(outputs: Path, tmp_path:
 def test_what_is_left_out_first_is_what_matters_least(outputs: Path, tmp_path: Path) -> None:
     whole = nb.pack(tmp_path, source=outputs)
     assert whole.left_out == ()
-    loser = nb.pack(tmp_path, source=outputs, size_limit=whole.size - 3_000)
+    loser = nb.pack(tmp_path, source=outputs, size_limit=whole.size - 1_000)
     assert [text.split(",")[0] for text in loser.left_out] == ["weights of trials that did not win"]
-    assert f"size_limit is {size_text(whole.size - 3_000)}" in loser.left_out[0]
+    assert f"size_limit is {size_text(whole.size - 1_000)}" in loser.left_out[0]
     assert loser.size < whole.size
     less = nb.pack(tmp_path, source=outputs, size_limit=whole.size - 40_000)
     assert [text.split(",")[0] for text in less.left_out][:2] == [
@@ -233,7 +236,7 @@ def test_what_is_left_out_first_is_what_matters_least(outputs: Path, tmp_path: P
     # the smaller one first, then the whole one: what was left out is filled in
     nb.pack(tmp_path, source=outputs)
     nb.unpack(less.path, into=tmp_path / "second")
-    assert (tmp_path / "second/plots/curve.png").exists()
+    assert (tmp_path / "second/pipeline/plots/curve.png").exists()
 
 
 def test_what_unfinished_runs_go_on_from_must_fit(outputs: Path, tmp_path: Path) -> None:
@@ -541,16 +544,17 @@ def test_a_run_that_goes_on_here_is_left_alone(bundle: Path, outputs: Path) -> N
 
 
 def test_a_newer_file_here_stays(bundle: Path, outputs: Path) -> None:
-    picture = outputs / "plots/curve.png"
+    picture = outputs / "pipeline/plots/curve.png"
     picture.write_bytes(b"drawn anew")
     nb.unpack(bundle, into=outputs)
     assert picture.read_bytes() == b"drawn anew"
 
 
 def test_paths_in_files_of_no_run_follow_the_folder(outputs: Path, tmp_path: Path) -> None:
-    (outputs / "steps.json").write_text(json.dumps({"folder": f"{outputs}/plots", "x": "/other"}))
+    about = {"folder": f"{outputs}/plots", "x": "/other"}
+    (outputs / "pipeline/steps.json").write_text(json.dumps(about))
     nb.unpack(nb.pack(tmp_path, source=outputs).path, into=tmp_path / "second")
-    moved = json.loads((tmp_path / "second/steps.json").read_text())
+    moved = json.loads((tmp_path / "second/pipeline/steps.json").read_text())
     assert moved == {"folder": f"{tmp_path}/second/plots", "x": "/other"}
 
 
@@ -588,20 +592,6 @@ def test_mlflows_paths_follow_its_database(outputs: Path, tmp_path: Path) -> Non
     assert uri == f"{second.as_uri()}/mlartifacts/a/artifacts"
     assert tags["nbtoolkit.folder"] == f"{second}/a"
     assert tags["nbtoolkit.note"] == f"not a path: {outputs}/x"
-
-
-def test_an_mlflow_database_that_is_there_stays_and_what_it_lacks_is_told(
-    outputs: Path, tmp_path: Path
-) -> None:
-    finished, search = (folder_of(outputs, name).name for name in ("finished", "search"))
-    write_mlflow(outputs, finished, search)
-    (tmp_path / "second").mkdir()
-    ours = write_mlflow(tmp_path / "second", search).read_bytes()
-    done = nb.unpack(nb.pack(tmp_path, source=outputs).path, into=tmp_path / "second")
-    assert (tmp_path / "second/mlflow.db").read_bytes() == ours
-    (note,) = done.notes
-    assert f"lacks {finished}" in note.replace(f"{folder_of(outputs, 'folded').name}, ", "")
-    assert search not in note
 
 
 # --- where it is found ----------------------------------------------------------------------------
@@ -698,29 +688,39 @@ def test_nothing_to_unpack_is_no_error_unless_a_place_is_named(tmp_path: Path) -
         nb.unpack(tmp_path, into=tmp_path / "outputs")
 
 
-def test_a_bundle_goes_to_where_its_folder_lay_below_the_working_directory(
+def test_a_bundle_goes_to_the_users_output_folder_and_where_it_lay_is_told(
     outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path / "first")
-    packed = nb.pack(tmp_path, source="outputs")
-    assert Bundle.open(packed.path).place() == "outputs"
-    (tmp_path / "second").mkdir()
-    monkeypatch.chdir(tmp_path / "second")
-    assert nb.unpack(packed.path).folder == tmp_path / "second/outputs"
-    assert nb.unpack(packed.path).folder == tmp_path / "second/outputs"
-
-
-def test_a_folder_of_something_else_is_not_written_to_unless_it_is_named(
-    outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    same = nb.pack(tmp_path / "same.bundle", source="outputs")
     outputs.rename(tmp_path / "first/code")
-    monkeypatch.chdir(tmp_path / "first")
-    packed = nb.pack(tmp_path, source="code")
+    other = nb.pack(tmp_path / "other.bundle", source="code")
     (tmp_path / "second/code").mkdir(parents=True)
     (tmp_path / "second/code/module.py").touch()
     monkeypatch.chdir(tmp_path / "second")
-    assert nb.unpack(packed.path).folder == tmp_path / "second/outputs"
+    done = nb.unpack(same.path)
+    assert (done.folder, len(done.new), done.notes) == (tmp_path / "second/outputs", 4, ())
+    done = nb.unpack(other.path)
+    assert (done.folder, len(done.unchanged)) == (tmp_path / "second/outputs", 4)
+    assert done.notes[-1].endswith("to have them there, nb.unpack(into='code')")
     assert [path.name for path in Path("code").iterdir()] == ["module.py"]
+    mine = nb.load_config(env=None, overrides={"runtime.output_dir": "mine"})
+    assert nb.unpack(other.path, config=mine).folder == tmp_path / "second/mine"
+
+
+def test_runs_below_the_output_folder_go_to_where_they_were_below_it(
+    outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs.rename(tmp_path / "first/deeper")
+    outputs.mkdir()
+    shutil.move(tmp_path / "first/deeper", outputs)
+    monkeypatch.chdir(tmp_path / "first")
+    packed = nb.pack(tmp_path, source="outputs/deeper")
+    (tmp_path / "second").mkdir()
+    monkeypatch.chdir(tmp_path / "second")
+    done = nb.unpack(packed.path)
+    assert done.folder == tmp_path / "second/outputs"
+    assert len(runs_in("outputs/deeper")) == len(done.new) == 4
 
 
 # --- by itself ------------------------------------------------------------------------------------
@@ -755,7 +755,7 @@ def test_a_run_is_packed_at_its_deadline_where_sessions_end(
     if packs:
         assert packed is not None
         assert packed.path == tmp_path / DEFAULT_NAME
-        assert "nb.unpack() and the same call go on" in said[0]
+        assert "and the same call go on" in said[0]
 
 
 def test_colab_without_drive_keeps_nothing_and_says_so(outputs: Path, tmp_path: Path) -> None:
@@ -805,7 +805,7 @@ def test_results_show_what_was_done_and_names_are_escaped(outputs: Path, tmp_pat
     packed = nb.pack(odd, source=outputs)
     unpacked = nb.unpack(odd, into=tmp_path / "second")
     assert repr(packed).startswith("PackResult(4 runs, ")
-    assert "4 new; other files: 1" in repr(unpacked)
+    assert "4 new; other files: 2" in repr(unpacked)
     for shown in (packed._repr_html_(), unpacked._repr_html_()):
         assert "&lt;b&gt;odd" in shown
         assert "<b>odd" not in shown

@@ -13,17 +13,21 @@ pickled return values, as any run folder does. Unpacking loads none of them.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tarfile
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from nbtoolkit.relay.copying import copy_range
 from nbtoolkit.relay.hashing import SEGMENT, Hasher, Pending, digest
 
 FORMAT = "nbtoolkit bundle 1"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 HEADER, MANIFEST, FILES = "nbtoolkit-bundle.json", "nbtoolkit-manifest.json", "files/"
 
 # Not .tar: Kaggle takes archives apart when they are uploaded as a data set.
@@ -32,6 +36,36 @@ DEFAULT_NAME = f"nbtoolkit-relay{SUFFIX}"
 
 _PER_FILE = 115  # a file's entry in the manifest, without its name
 _LONG_NAME = 100  # longer names take an entry of their own in a tar file
+
+
+class Run(BaseModel):
+    """What the header says of a run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    folder: str
+    """Below the output folder."""
+    status: str
+    alive: bool
+    """Whether it was going on."""
+
+
+class Header(BaseModel):
+    """What a bundle says of itself."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    format: Literal["nbtoolkit bundle 1"]
+    created: float = Field(gt=0, allow_inf_nan=False)
+    """When it was packed, in unix seconds."""
+    source: str
+    """The output folder that was packed."""
+    place: str | None
+    """The same, below the working directory of then; None: it was not below it."""
+    host: str
+    nbtoolkit: str
+    runs: tuple[Run, ...]
+    left_out: tuple[str, ...]
 
 
 class Entry(NamedTuple):
@@ -66,10 +100,11 @@ class BundleWriter:
             mtime_ns: when it was last changed.
 
         Returns:
-            Whether it is in the bundle: one that has become shorter meanwhile is left out.
+            Whether it is in the bundle: left out is one that has become shorter meanwhile, or
+            cannot be read.
 
         Raises:
-            OSError: the bundle cannot be written (the disk is full), or the source not read.
+            OSError: the disk is full.
         """
         before = os.lseek(self._fd, 0, os.SEEK_CUR)
         self._begin(FILES + name, size, mtime_ns // 10**9)
@@ -77,7 +112,7 @@ class BundleWriter:
         for begin in range(0, size, SEGMENT) or (0,):
             length = min(SEGMENT, size - begin)
             place = os.lseek(self._fd, 0, os.SEEK_CUR)
-            if copy_range(source, begin, self._fd, length) < length:
+            if not _copied(source, begin, self._fd, length):
                 os.ftruncate(self._fd, before)
                 os.lseek(self._fd, before, os.SEEK_SET)
                 return False
@@ -113,6 +148,16 @@ class BundleWriter:
 
     def _pad(self, size: int) -> None:
         _write(self._fd, bytes(-size % tarfile.BLOCKSIZE))
+
+
+def _copied(source: int, begin: int, target: int, size: int) -> bool:
+    """Copy a part; where the target cannot be written for other reasons, the manifest says so."""
+    try:
+        return copy_range(source, begin, target, size) == size
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise
+        return False
 
 
 def _write(fd: int, data: bytes) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import sqlite3
 import tempfile
+import time
 from contextlib import closing
 from pathlib import Path
 from urllib.request import url2pathname
@@ -15,6 +16,9 @@ BESIDE = ("-wal", "-shm", "-journal")
 """Ends of the names of files that belong to an open database beside them."""
 
 MLFLOW = "mlflow.db"
+
+_LOCKED_SECONDS = 20.0  # writers hold a lock for milliseconds
+_BUSY = (5, 6)  # SQLITE_BUSY, SQLITE_LOCKED (the module names them from Python 3.11 on)
 
 # Where MLflow keeps absolute paths; those of tags are ours (see tracking/mlflow.py).
 _PATHS = (
@@ -45,7 +49,7 @@ def copy_database(source: Path, target: Path) -> None:
     (https://www.sqlite.org/backup.html). The copy has no log beside it.
 
     Raises:
-        sqlite3.Error: the source is damaged, or was locked for 60 s.
+        sqlite3.Error: the source is damaged, or was locked for 20 s.
         OSError: the copy cannot be written.
     """
     writable = os.access(source.parent, os.W_OK)
@@ -53,9 +57,15 @@ def copy_database(source: Path, target: Path) -> None:
         _copy_read_only(source, target)  # reading a log needs a file beside the database
         return
     uri = f"{source.absolute().as_uri()}?{'mode=rw' if writable else 'immutable=1'}"
-    one = closing(sqlite3.connect(uri, uri=True, timeout=60))
+    end = time.monotonic() + _LOCKED_SECONDS
+
+    def progress(status: int, remaining: int, total: int) -> None:
+        if status in _BUSY and time.monotonic() > end:  # backup() alone tries for ever
+            raise sqlite3.OperationalError(f"{source} is locked")
+
+    one = closing(sqlite3.connect(uri, uri=True, timeout=1))
     with one as reading, closing(sqlite3.connect(target)) as writing:
-        reading.backup(writing)
+        reading.backup(writing, progress=progress)
         writing.execute("pragma journal_mode = delete")
 
 
@@ -67,7 +77,7 @@ def _copy_read_only(source: Path, target: Path) -> None:
         copy_database(Path(folder) / source.name, target)
 
 
-def move_paths(database: Path, new: Path) -> None:
+def move_paths(database: Path, new: Path) -> bool:
     """Let the paths in an MLflow database follow it.
 
     Where it was written is read from its experiments: their files lie in ``mlartifacts`` beside it.
@@ -76,18 +86,30 @@ def move_paths(database: Path, new: Path) -> None:
         database: the file; changed in place.
         new: the folder it will be in.
 
-    Raises:
-        sqlite3.Error: it is damaged, or no database of MLflow's.
+    Returns:
+        Whether it may be used there: it is whole, and no local path in it leads elsewhere (MLflow
+        shows and deletes the files that its database names).
     """
-    with closing(sqlite3.connect(database)) as opened, opened:
-        query = "select distinct artifact_location from experiments"
-        for (location,) in opened.execute(query).fetchall():
-            folder, found, _ = str(location).rpartition("/mlartifacts")
-            if not found or not folder.startswith("file://"):
-                continue  # a server's, or a place of the user's own
-            old = url2pathname(folder.removeprefix("file://"))
-            for was, now in ((folder, new.as_uri()), (old, str(new))):
-                _replace_beginning(opened, was, now)
+    try:
+        with closing(sqlite3.connect(database)) as opened, opened:
+            query = "select distinct artifact_location from experiments"
+            for (location,) in opened.execute(query).fetchall():
+                folder, found, _ = str(location).rpartition("/mlartifacts")
+                if not found or not folder.startswith("file://"):
+                    continue  # a server's, or a place of the user's own
+                old = url2pathname(folder.removeprefix("file://"))
+                for was, now in ((folder, new.as_uri()), (old, str(new))):
+                    _replace_beginning(opened, was, now)
+            places = [
+                str(place)
+                for table, column in _PATHS[:2]
+                for (place,) in opened.execute(f"select {column} from {table}")
+            ]
+    except sqlite3.Error:
+        return False
+    inside = f"{new.as_uri()}/"
+    local = [place for place in places if place.startswith("file:") or "://" not in place]
+    return all(place.startswith(inside) and ".." not in place for place in local)
 
 
 def _replace_beginning(database: sqlite3.Connection, was: str, now: str) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nbtoolkit.config import load_config
-from nbtoolkit.errors import BundleError
-from nbtoolkit.relay.pack import pack
+from nbtoolkit.relay.pack import default_output_of, pack
 from nbtoolkit.relay.result import PackResult
 from nbtoolkit.runtime.host import Host, detect_host
 from nbtoolkit.runtime.paths import RunPaths
@@ -29,16 +28,19 @@ def pack_for_next_session(
     Returns:
         The bundle; None: none was wanted, or none could be written.
     """
-    host = host or detect_host()
-    wish = load_config(paths.config, env=None).runtime.pack
-    if not (host.kind in _ENDING_HOSTS if wish == "auto" else wish):
-        return None
+    folder = paths.folder.parent
     try:
-        packed = pack(host.kept or host.working, source=paths.folder.parent)
-    except BundleError as error:
+        host = host or detect_host()
+        wish = load_config(paths.config, env=None).runtime.pack
+        if not (host.kind in _ENDING_HOSTS if wish == "auto" else wish):
+            return None
+        packed = pack(host.kept or host.working, source=folder)
+        default = default_output_of(folder)
+    except Exception as error:  # whatever it is, the run's own result is to come back
         say(f"warning: nothing was packed for the next session: {error}")
         return None
-    say(f"packed for the next session: {packed}; there, nb.unpack() and the same call go on")
+    call = "nb.unpack()" if default else "nb.unpack(config=...) with this configuration"
+    say(f"packed for the next session: {packed}; there, {call} and the same call go on")
     if host.kept is None:
         say(
             f"warning: {packed.path} ends with this session: download it, or mount Google Drive "

@@ -15,12 +15,24 @@ from pathlib import Path
 from typing import Literal
 
 from nbtoolkit.relay.databases import MLFLOW, move_paths, runs_known
+from nbtoolkit.relay.kept import (
+    ARTIFACTS,
+    ELSEWHERE,
+    LOCK,
+    OCCUPIED,
+    home_of,
+    is_pipeline,
+    may_hold,
+    named,
+    refusal,
+    runs_below,
+)
 from nbtoolkit.runtime.choose import lock_run
 from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.tracking.service import replay_all
 
 Relation = Literal["same", "newer", "older", "apart"]
 
-_ARTIFACTS = "mlartifacts"
 _BLOCK = 2**20
 _REWRITTEN = (".json", ".yaml", ".yml")  # of files of no run: those of pipelines hold paths
 
@@ -33,29 +45,59 @@ class Merged:
     advanced: list[str] = field(default_factory=list)
     unchanged: list[str] = field(default_factory=list)
     files: int = 0
+    tracked: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
-def merge(staged: Path, into: Path, runs: list[str], source: Path) -> Merged:
-    """Move what was unpacked into an output folder.
+def merge(staged: Path, into: Path, source: Path) -> Merged:
+    """Move what was unpacked into an output folder: run folders, and nothing else.
 
     Args:
         staged: what was unpacked, on the same disk; empty of all that is taken when this returns.
         into: the output folder; it exists.
-        runs: the folders of runs below both.
         source: the output folder that was packed: paths that begin with it are changed.
 
     Raises:
         OSError: the folder cannot be written.
     """
     merged = Merged()
+    pipelines = _sift(staged, into, merged)
+    runs = list(runs_below(staged))
     for run in runs:
-        if (staged / run).is_dir():
-            _run(staged, into, run, merged)
+        _run(staged, into, run, merged)
     for database in sorted(staged.rglob(MLFLOW)):
         _mlflow(database, into, staged, merged)
     _others(staged, into, runs, source, merged)
+    for folder in pipelines:
+        lock = into / folder / LOCK
+        if not lock.exists():  # from now on it is a pipeline's, whatever comes with other bundles
+            lock.touch()
+    _track(into, runs, merged)
     return merged
+
+
+def _sift(staged: Path, into: Path, merged: Merged) -> list[Path]:
+    """Remove what is not taken; returns the pipelines' folders, below the output folder."""
+    left: dict[str, list[str]] = {}
+    refused: list[Path] = []
+    homes: set[Path] = set()
+    for file in _files(staged):
+        name = file.relative_to(staged)
+        why = refusal(name.as_posix())
+        if why is None:
+            home = home_of(file, staged)
+            why = ELSEWHERE if home is None else None
+            if home and not may_hold(into / name, home, staged, into):
+                why = OCCUPIED
+            elif home and is_pipeline(home):
+                homes.add(home.relative_to(staged))
+        if why is not None:
+            left.setdefault(why, []).append(name.as_posix())
+            refused.append(file)
+    for file in refused:  # only now: what a folder is, its files say
+        file.unlink()
+    merged.notes += [f"not taken: {text}" for text in named(left)]
+    return sorted(homes)
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -137,24 +179,44 @@ def _fill(theirs: Path, ours: Path) -> None:
 
 
 def _mlflow(database: Path, into: Path, staged: Path, merged: Merged) -> None:
-    """Take MLflow's database and files, unless there is one already: two cannot be made one."""
+    """Take MLflow's database and files where there is none; else its runs are written anew."""
     below = database.parent.relative_to(staged)
     place = into / below / MLFLOW
-    if not place.exists():
-        move_paths(database, into / below)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(database, place)
+    taken = not place.exists() and move_paths(database, into / below)
+    if not taken:
+        if not place.exists():
+            merged.notes.append(
+                f"not taken: {below / MLFLOW} (damaged, or with paths that lead elsewhere; "
+                "nbtoolkit.tracking.replay(folder) writes its runs)"
+            )
+        shutil.rmtree(database.parent / ARTIFACTS, ignore_errors=True)
+        database.unlink()
         return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    os.rename(database, place)
     known = runs_known(place)
-    taken = [run for run in [*merged.new, *merged.advanced] if Path(run).parent == below]
-    lacking = [run for run in taken if Path(run).name not in known]
-    if lacking:
-        merged.notes.append(
-            f"{place} was there before, and lacks {', '.join(lacking)}: what goes on is written to "
-            "it then, and nbtoolkit.tracking.replay(folder) writes the others"
-        )
-    shutil.rmtree(database.parent / _ARTIFACTS, ignore_errors=True)
-    database.unlink()
+    here = [*merged.new, *merged.advanced]
+    merged.tracked += [run for run in here if Path(run).parent == below and Path(run).name in known]
+
+
+def _track(into: Path, runs: list[str], merged: Merged) -> None:
+    """Write what the MLflow databases of an output folder lack: each run by its own record."""
+    lacking = []
+    for run in runs:
+        paths = RunPaths(into / run)
+        database = paths.folder.parent / MLFLOW
+        behind = run in merged.advanced and run not in merged.tracked
+        if not database.is_file() or not paths.events.is_file() or paths.owned():
+            continue
+        if behind or paths.run_id not in runs_known(database):
+            if behind:  # it says how far another database is
+                paths.tracking.unlink(missing_ok=True)
+            lacking.append(run)
+    for run, why in replay_all(into, lacking).items():
+        if why is None:
+            merged.tracked.append(run)
+        else:
+            merged.notes.append(f"{run} is not in MLflow's database: {why}")
 
 
 # --- other files ----------------------------------------------------------------------------------

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import sqlite3
+import stat
 import tempfile
 import time
 from collections import Counter
@@ -14,11 +14,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from nbtoolkit.config import load_config
-from nbtoolkit.errors import BundleError
-from nbtoolkit.relay.bundle import DEFAULT_NAME, SUFFIX, BundleWriter, size_of_frame
+from nbtoolkit.config import ConfigLike, as_config
+from nbtoolkit.errors import BundleError, NbtoolkitError
+from nbtoolkit.relay.bundle import (
+    DEFAULT_NAME,
+    NO_ROOM,
+    SUFFIX,
+    BundleWriter,
+    size_of_frame,
+)
 from nbtoolkit.relay.databases import copy_database, is_database
 from nbtoolkit.relay.hashing import Hasher
+from nbtoolkit.relay.kept import UNREADABLE, named, plain
 from nbtoolkit.relay.piece import ORDER, SAID, Piece, choose
 from nbtoolkit.relay.result import PackResult
 from nbtoolkit.relay.seen import note_bundle
@@ -27,7 +34,6 @@ from nbtoolkit.runtime.disk import free_space, read_size, size_text
 from nbtoolkit.runtime.host import Host, detect_host
 
 _MARGIN = 16 * 2**20  # bytes of a disk that are left free: a bundle must not fill it
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def pack(
@@ -41,13 +47,16 @@ def pack(
     In it are the records of all runs, the studies of sweeps, MLflow's database, what unfinished
     runs go on from (their newest checkpoint and their best one) and the best checkpoint of
     finished ones. Runs may go on meanwhile: they are packed as they are then. What is left out
-    first where room is short stands in :mod:`nbtoolkit.relay.worth`, and is told.
+    first where room is short stands in :mod:`nbtoolkit.relay.worth`, and is told. Files of no run
+    folder, code and what may hold credentials are left out, and named (see
+    :mod:`nbtoolkit.relay.kept`); so is what cannot be read: it does not stop the rest.
 
     Args:
         output: the file, or the folder for ``nbtoolkit-relay.bundle``; None: that name in the
             host's kept folder (``/kaggle/working``, a mounted Drive, else the working directory).
             A file of that name is replaced once the new one is whole.
-        source: the output folder; None: ``runtime.output_dir`` of the default configuration.
+        source: the output folder; None: ``runtime.output_dir`` of the default configuration. Of a
+            folder below that one, where it lies there is kept.
         size_limit: the file's largest size in bytes, or a text such as ``"15GB"``; None: what the
             disk has room for.
 
@@ -59,22 +68,25 @@ def pack(
     begun = time.monotonic()
     host = detect_host()
     folder, target = _folder(source), _target(output, host)
-    contents = look_into(folder)
-    about = _about(contents, host)
+    contents = look_into(folder, default_output_of(folder))
+    named_out = named(contents.left_out)
+    about = {**_about(contents, host), "left_out": named_out}
     room, bound = _room(target, size_limit, about)
     kept, left_out = choose(contents.pieces, room)
     told = _told(left_out)
     needed = sum(piece.size for piece in kept if piece.worth == "needed")
     if needed > room:
         raise _does_not_fit(target, needed, room, bound)
-    names = _write(target, folder, {**about, "left_out": told}, _files(kept))
+    about["left_out"] = [*told, *named_out]
+    names, unreadable = _write(target, contents.folder, about, _files(kept))
+    more = named({UNREADABLE: unreadable}) if unreadable else []
     note_bundle(folder, about["created"])
     return PackResult(
         path=target,
         size=target.stat().st_size,
         files=names,
         runs=tuple(run["folder"] for run in contents.runs),
-        left_out=tuple(f"{what} ({bound})" for what in told),
+        left_out=(*(f"{what} ({bound})" for what in told), *named_out, *more),
         notes=tuple(_notes(contents)),
         seconds=time.monotonic() - begun,
     )
@@ -84,8 +96,7 @@ def pack(
 
 
 def _folder(source: str | os.PathLike[str] | None) -> Path:
-    named = load_config().runtime.output_dir if source is None else source
-    folder = Path(named).expanduser().absolute()
+    folder = output_folder() if source is None else Path(source).expanduser().absolute()
     if not folder.is_dir():
         raise BundleError(
             f"there is no output folder {folder}",
@@ -93,6 +104,22 @@ def _folder(source: str | os.PathLike[str] | None) -> Path:
             do='nb.pack(source="..."), or --source in a shell',
         )
     return folder
+
+
+def output_folder(config: ConfigLike = None) -> Path:
+    """``runtime.output_dir`` of a configuration."""
+    return Path(as_config(config).runtime.output_dir).expanduser().absolute()
+
+
+def default_output_of(folder: Path) -> Path | None:
+    """``runtime.output_dir`` of the default configuration; None: a folder is not below it.
+
+    A pipeline's folder, say, is below it: unpacked, it is to be where that looks for it.
+    """
+    with contextlib.suppress(NbtoolkitError):
+        if folder.is_relative_to(output := output_folder()):
+            return output
+    return None
 
 
 def _target(output: str | os.PathLike[str] | None, host: Host) -> Path:
@@ -119,27 +146,28 @@ def _about(contents: Contents, host: Host) -> dict[str, Any]:
             allowed="an output folder in which something was launched",
             do='nb.pack(source="..."), or --source in a shell',
         )
+    runs = [{**run, "folder": plain(run["folder"])} for run in contents.runs]
     return {
         "created": time.time(),
-        "source": str(contents.folder),
+        "source": plain(str(contents.folder)),
         "place": _place(contents.folder),
         "host": host.kind,
         "nbtoolkit": __version__,
-        "runs": contents.runs,
+        "runs": runs,
     }
 
 
 def _place(folder: Path) -> str | None:
-    """The folder below the working directory, where it is below it: it goes to the same again."""
+    """The folder below the working directory, where it is below it."""
     here = Path.cwd()
     below = folder != here and folder.is_relative_to(here)
-    return folder.relative_to(here).as_posix() if below else None
+    return plain(folder.relative_to(here).as_posix()) if below else None
 
 
 def _room(target: Path, limit: int | str | None, about: dict[str, Any]) -> tuple[int, str]:
     """Bytes there are for files, and what sets that bound."""
     free = max(0, free_space(target.parent) - _MARGIN)
-    frame = size_of_frame({**about, "left_out": list(SAID.values())})
+    frame = size_of_frame({**about, "left_out": [*SAID.values(), *about["left_out"]]})
     wished = None if limit is None else read_size(limit)
     if wished is not None and wished <= free:
         return wished - frame, f"size_limit is {size_text(wished)}"
@@ -173,9 +201,11 @@ def _files(kept: Iterable[Piece]) -> list[Path]:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def _write(target: Path, folder: Path, about: dict[str, Any], files: Iterable[Path]) -> int:
-    """Write the bundle whole; returns how many files are in it."""
-    temporary = None
+def _write(
+    target: Path, folder: Path, about: dict[str, Any], files: Iterable[Path]
+) -> tuple[int, list[str]]:
+    """Write the bundle whole; returns how many files are in it, and those that cannot be read."""
+    temporary, unreadable = None, []
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_left_over(target)
@@ -186,7 +216,9 @@ def _write(target: Path, folder: Path, about: dict[str, Any], files: Iterable[Pa
         with open(fd, "wb", buffering=0), Hasher(fd) as hasher:
             writer = BundleWriter(fd, about, hasher)
             for path in files:
-                _add(writer, path, path.relative_to(folder).as_posix())
+                name = path.relative_to(folder).as_posix()
+                if not _add(writer, path, name):
+                    unreadable.append(name)
             count = writer.close()
         os.replace(temporary, target)
         temporary = None
@@ -195,45 +227,54 @@ def _write(target: Path, folder: Path, about: dict[str, Any], files: Iterable[Pa
     finally:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
-    return count
+    return count, unreadable
 
 
 def _remove_left_over(target: Path) -> None:
     """Remove what a process wrote that was killed while it packed; it may be large."""
-    for file in target.parent.glob(f".{target.name}.*"):
+    for file in filter(Path.is_file, target.parent.glob(f".{target.name}.*")):
         with file.open("rb") as opened, contextlib.suppress(BlockingIOError):
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.unlink()
 
 
-def _add(writer: BundleWriter, path: Path, name: str) -> None:
-    """Copy one file; one that is gone meanwhile (a checkpoint was replaced) is left out."""
+def _add(writer: BundleWriter, path: Path, name: str) -> bool:
+    """Copy one file; False: it cannot be read. One that is gone (a checkpoint) is no matter."""
     try:
-        file = path.open("rb", buffering=0)
+        # Not waiting: since it was looked at, a FIFO may have come in its place, or a link.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
-        return
-    with file:
-        if is_database(path):
-            _add_database(writer, path, name)
-            return
-        about = os.fstat(file.fileno())
-        size = about.st_size if path.suffix != ".jsonl" else _whole_lines(file, about.st_size)
-        writer.add(name, file.fileno(), size, about.st_mtime_ns)
+        return True
+    except OSError:
+        return False
+    with open(fd, "rb", buffering=0) as file:
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode):
+            return False
+        try:
+            if is_database(path):
+                return _add_database(writer, path, name)
+            size = about.st_size if path.suffix != ".jsonl" else _whole_lines(file, about.st_size)
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                raise
+            return False
+        return writer.add(name, fd, size, about.st_mtime_ns)
 
 
-def _add_database(writer: BundleWriter, path: Path, name: str) -> None:
+def _add_database(writer: BundleWriter, path: Path, name: str) -> bool:
+    """Copy a database; False: it is damaged, or somebody does not let go of it."""
     with tempfile.TemporaryDirectory(prefix="nbtoolkit-relay-") as folder:
         copy = Path(folder) / path.name
         try:
             copy_database(path, copy)
-        except sqlite3.Error as error:
-            raise BundleError(
-                f"the database {path} cannot be copied: {error}",
-                allowed="SQLite databases that are whole",
-                do="move it away (MLflow's is written anew by nbtoolkit.tracking.replay)",
-            ) from error
+        except sqlite3.Error:
+            return False
         with copy.open("rb", buffering=0) as file:
-            writer.add(name, file.fileno(), copy.stat().st_size, path.stat().st_mtime_ns)
+            mtime = path.stat().st_mtime_ns
+            return writer.add(name, file.fileno(), copy.stat().st_size, mtime)
 
 
 def _whole_lines(file: IO[bytes], size: int) -> int:
@@ -244,7 +285,7 @@ def _whole_lines(file: IO[bytes], size: int) -> int:
 
 
 def _not_written(target: Path, error: OSError) -> BundleError:
-    full = error.errno in _NO_ROOM
+    full = error.errno in NO_ROOM
     return BundleError(
         f"the bundle {target} cannot be written: {error.strerror or error}",
         allowed="a folder on a disk with free space that you may write to",

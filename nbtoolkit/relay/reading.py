@@ -6,21 +6,24 @@ modes to filter, since only plain files whose names lie below the folder are tak
 
 from __future__ import annotations
 
-import json
 import os
 import tarfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO
+
+from pydantic import TypeAdapter, ValidationError
 
 from nbtoolkit.errors import BundleError
-from nbtoolkit.relay.bundle import FILES, FORMAT, HEADER, MANIFEST, Entry
+from nbtoolkit.relay.bundle import FILES, FORMAT, HEADER, MANIFEST, Entry, Header
 from nbtoolkit.relay.copying import copy_range
 from nbtoolkit.relay.hashing import SEGMENT, Hasher, Pending, digest
 
-_TOLD = {"created", "source", "place", "runs", "left_out"}
+_ENTRIES = TypeAdapter(dict[str, Entry])
+_SKEW = 3600.0  # seconds that the clocks of two hosts may differ by
 _LARGEST_TEXT = 2**28  # bytes of header or manifest: a million files
 
 
@@ -29,29 +32,32 @@ class Bundle:
     """A bundle whose header was read."""
 
     path: Path
-    about: dict[str, Any]
-    """Its header: ``format, created, source, place, host, runs, left_out``."""
+    header: Header
 
     @classmethod
     def open(cls, path: Path) -> Bundle:
         """Read the header of a bundle.
 
         Raises:
-            BundleError: the file is no bundle, or cannot be read.
+            BundleError: the file is no bundle, cannot be read, or is dated in the future.
         """
         with _opened(path) as (tar, _):
             first = tar.next()
             if first is None or first.name != HEADER:
                 raise _foreign(path, "its first member is not a bundle's")
-            about = _json(_text(tar, first, path), path)
-        if about.get("format") != FORMAT or not about.keys() >= _TOLD:
-            raise _foreign(path, f"its format is {about.get('format')!r}")
-        return cls(path, about)
+            raw = _text(tar, first, path)
+        try:
+            header = Header.model_validate_json(raw)
+        except ValidationError as error:
+            raise _foreign(path, _wrong(error)) from error
+        if header.created > time.time() + _SKEW:
+            raise _future(path, header.created)
+        return cls(path, header)
 
     @property
     def created(self) -> float:
         """When it was packed, in unix seconds."""
-        return float(self.about["created"])
+        return self.header.created
 
     def runs(self) -> list[str]:
         """The folders of its runs, below the output folder.
@@ -59,22 +65,10 @@ class Bundle:
         Raises:
             BundleError: one of them lies outside.
         """
-        folders = [str(run["folder"]) for run in self.about["runs"]]
+        folders = [run.folder for run in self.header.runs]
         for folder in folders:
             _check_name(folder, self.path)
         return folders
-
-    def place(self) -> str | None:
-        """Where its output folder lay below the working directory; None: elsewhere.
-
-        Raises:
-            BundleError: it would lie outside.
-        """
-        if self.about["place"] is None:
-            return None
-        place = str(self.about["place"])
-        _check_name(place, self.path)
-        return place
 
     def extract(self, folder: Path) -> dict[str, Entry]:
         """Write all files below ``folder``, and check each against the manifest.
@@ -107,8 +101,9 @@ class Bundle:
         if manifest is None:
             raise _damaged(self.path, "it has no manifest: it was cut off")
         _compare(sizes, manifest, self.path)
-        for name, entry in manifest.items():
-            os.utime(folder / name, ns=(entry.mtime_ns, entry.mtime_ns))
+        for name, entry in manifest.items():  # no later than the bundle: the newer file stays
+            changed = max(0, min(entry.mtime_ns, int(self.created * 1e9)))
+            os.utime(folder / name, ns=(changed, changed))
         return manifest
 
 
@@ -187,17 +182,25 @@ def _manifest(raw: bytes, path: Path) -> dict[str, Entry]:
     told, _, listed = raw.partition(b"\n")
     if digest(listed).encode() != told:
         raise _damaged(path, "the digest of its manifest differs")
-    return {name: Entry(*entry) for name, entry in _json(listed, path).items()}
-
-
-def _json(raw: bytes, path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(raw)
-    except ValueError as error:
-        raise _damaged(path, f"its header or manifest is no JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise _foreign(path, "its header is not a bundle's")
-    return value
+        return _ENTRIES.validate_json(listed)
+    except ValidationError as error:
+        raise _damaged(path, f"its manifest: {_wrong(error)}") from error
+
+
+def _wrong(error: ValidationError) -> str:
+    """The first thing that a schema does not allow."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+
+
+def _future(path: Path, created: float) -> BundleError:
+    days = (created - time.time()) / 86400
+    return BundleError(
+        f"the bundle {path} is dated in the future, by {days:.3g} days",
+        allowed="a time of packing that has been (up to an hour: clocks differ)",
+        do="set this machine's clock; if that is right, pack it again where its runs are",
+    )
 
 
 def _foreign(path: Path, why: str) -> BundleError:

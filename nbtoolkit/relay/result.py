@@ -22,7 +22,7 @@ class PackResult:
     runs: tuple[str, ...]
     """The runs, sweeps and cross-validations in it, by their folders."""
     left_out: tuple[str, ...]
-    """What was left out for lack of room, in words."""
+    """What was left out, in words: for lack of room, or for what it is."""
     notes: tuple[str, ...]
     """What else is to be known: runs that were going on."""
     seconds: float
@@ -56,6 +56,8 @@ class UnpackResult:
     """Runs that were left as they were: equally far, further, or going on."""
     files: int = 0
     """Files beside the runs that were written."""
+    tracked: tuple[str, ...] = ()
+    """Runs that MLflow's database has by this call, by their folders."""
     notes: tuple[str, ...] = ()
     """What else is to be known: what the bundle lacks, what was not taken and why."""
 
@@ -73,7 +75,8 @@ class UnpackResult:
     def _taken(self) -> str:
         parts = [("new", self.new), ("advanced", self.advanced), ("unchanged", self.unchanged)]
         told = [f"{len(runs)} {what}" for what, runs in parts if runs]
-        return f"runs: {', '.join(told) or 'none'}; other files: {self.files}"
+        mlflow = f"; MLflow: {_runs(self.tracked)}" if self.tracked else ""
+        return f"runs: {', '.join(told) or 'none'}; other files: {self.files}{mlflow}"
 
 
 def _runs(runs: tuple[str, ...]) -> str:

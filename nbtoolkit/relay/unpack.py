@@ -5,20 +5,20 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import sqlite3
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from nbtoolkit.config import load_config
+from nbtoolkit.config import ConfigLike
 from nbtoolkit.errors import BundleError
 from nbtoolkit.relay.find import find_source
 from nbtoolkit.relay.merge import merge
-from nbtoolkit.relay.pack import pack
+from nbtoolkit.relay.pack import default_output_of, output_folder, pack
 from nbtoolkit.relay.reading import Bundle
 from nbtoolkit.relay.result import UnpackResult
-from nbtoolkit.relay.seen import SEEN_FILE, changed_last, note_bundle, was_seen
+from nbtoolkit.relay.seen import changed_last, note_bundle, was_seen
 from nbtoolkit.relay.worth import look_into
 from nbtoolkit.runtime.disk import free_space, size_text
 from nbtoolkit.runtime.host import Host, detect_host
@@ -30,57 +30,53 @@ def unpack(
     where: str | os.PathLike[str] = "auto",
     *,
     into: str | os.PathLike[str] | None = None,
+    config: ConfigLike = None,
     host: Host | None = None,
 ) -> UnpackResult:
     """Bring the runs of an earlier session into the output folder; launches then go on with them.
 
     The bundle is checked whole before anything is taken from it. A run that is here and further, or
-    going on, stays as it is; unpacking twice changes nothing. Nothing is loaded or run.
+    going on, stays as it is; unpacking twice changes nothing. Nothing is loaded or run. Written are
+    run folders alone (see :mod:`nbtoolkit.relay.kept`); what else is in it is named.
 
     Args:
         where: ``"auto"`` (the newest bundle in ``/kaggle/input``, in a mounted Drive, or in the
             working directory; nothing is done where there is none), a bundle, or a folder: with a
             bundle in it, or with runs, such as the output of a session that ended before it could
             pack.
-        into: the output folder; None: where the packed one lay, if that was below the working
-            directory, else ``runtime.output_dir`` of the default configuration.
+        into: the output folder; None: ``runtime.output_dir`` of ``config``.
+        config: what will be launched with; None: the default configuration.
         host: where this is; None: detected.
 
     Raises:
-        BundleError: there is no such bundle, or it is damaged, foreign or unsafe, or the folder
-            cannot be written.
+        BundleError: there is no such bundle, or it is damaged, foreign, unsafe or dated in the
+            future, or the folder cannot be written.
+        ConfigError: ``config`` is none.
     """
+    folder = output_folder(config) if into is None else Path(into).expanduser().absolute()
     source = find_source(where, host or detect_host())
     if source is None:
-        return UnpackResult(bundle=None, folder=_folder(into))
+        return UnpackResult(bundle=None, folder=folder)
     if source.is_dir():
-        return _unpack_runs(source, _folder(into), again=where != "auto")
+        return _unpack_runs(source, folder, again=where != "auto")
     bundle = Bundle.open(source)
-    folder, runs = _folder(into or _place(bundle)), bundle.runs()
+    runs = bundle.runs()
     if where == "auto" and was_seen(folder, runs, bundle.created):
         return UnpackResult(bundle=source, folder=folder, unchanged=tuple(runs))
-    return _unpack(bundle, folder, told=source)
-
-
-def _place(bundle: Bundle) -> str | None:
-    """Where the packed folder lay, unless something else is there now: that is not written to."""
-    place = bundle.place()
-    if place is None or not Path(place).is_dir():
-        return place
-    here = Path(place).absolute()
-    ours = not any(here.iterdir()) or look_into(here).runs or (here / SEEN_FILE).exists()
-    return place if ours else None
-
-
-def _folder(named: str | os.PathLike[str] | None) -> Path:
-    return Path(named or load_config().runtime.output_dir).expanduser().absolute()
+    done = _unpack(bundle, folder, told=source)
+    place = bundle.header.place
+    if into is None and place and Path(place).absolute() != folder:
+        note = f"its runs lay in {place!r}: to have them there, nb.unpack(into={place!r})"
+        done = replace(done, notes=(*done.notes, note))
+    return done
 
 
 def _unpack_runs(source: Path, folder: Path, *, again: bool) -> UnpackResult:
     """Take a folder of runs: by way of a bundle, which copies open databases as they should be."""
-    runs = [str(run["folder"]) for run in look_into(source).runs]
-    created = changed_last(source, runs)
-    if source == folder or (not again and was_seen(folder, runs, created)):
+    base = default_output_of(source) or source
+    runs = [str(run["folder"]) for run in look_into(source, base).runs]
+    created = changed_last(base, runs)
+    if base == folder or (not again and was_seen(folder, runs, created)):
         return UnpackResult(bundle=source, folder=folder, unchanged=tuple(runs))
     with tempfile.TemporaryDirectory(prefix="nbtoolkit-relay-") as passing:
         packed = pack(passing, source=source)
@@ -95,7 +91,7 @@ def _unpack(bundle: Bundle, folder: Path, *, told: Path) -> UnpackResult:
         folder.mkdir(parents=True, exist_ok=True)
         with _staging(folder) as staged:
             bundle.extract(staged)
-            merged = merge(staged, folder, bundle.runs(), Path(bundle.about["source"]))
+            merged = merge(staged, folder, Path(bundle.header.source))
             note_bundle(folder, bundle.created)
     except OSError as error:
         raise BundleError(
@@ -103,13 +99,7 @@ def _unpack(bundle: Bundle, folder: Path, *, told: Path) -> UnpackResult:
             allowed="a folder on a disk with free space that you may write to",
             do='free some space, or choose another folder: nb.unpack(into="...")',
         ) from error
-    except sqlite3.Error as error:
-        raise BundleError(
-            f"the bundle {told} has an MLflow database that cannot be used: {error}",
-            allowed="a database written by MLflow",
-            do="move mlflow.db out of the folder that was packed, and pack it again",
-        ) from error
-    left_out = [f"the bundle was packed without {what}" for what in bundle.about["left_out"]]
+    left_out = [f"the bundle was packed without {what}" for what in bundle.header.left_out]
     return UnpackResult(
         bundle=told,
         folder=folder,
@@ -117,6 +107,7 @@ def _unpack(bundle: Bundle, folder: Path, *, told: Path) -> UnpackResult:
         advanced=tuple(merged.advanced),
         unchanged=tuple(merged.unchanged),
         files=merged.files,
+        tracked=tuple(merged.tracked),
         notes=(*left_out, *merged.notes),
     )
 

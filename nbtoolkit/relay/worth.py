@@ -8,19 +8,32 @@
     then             return values, MLflow's database and files, other files
     left out first   output of ranks, samples; the weights of trials that did not win
 
-Never carried: older checkpoints, weights of trials that were pruned or failed, locks, caches.
+Never carried: older checkpoints, weights of trials that were pruned or failed, locks, caches. Left
+out and named: what kept.py refuses, links, what is no plain file, what cannot be read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nbtoolkit.relay.bundle import SUFFIX, size_in_bundle
 from nbtoolkit.relay.databases import BESIDE, MLFLOW, is_database, size_of
+from nbtoolkit.relay.kept import (
+    ARTIFACTS,
+    ELSEWHERE,
+    NOT_PLAIN,
+    UNREADABLE,
+    home_of,
+    is_run,
+    is_secret,
+    refusal,
+)
 from nbtoolkit.relay.piece import Piece, Worth
 from nbtoolkit.runtime.events import EventReader
 from nbtoolkit.runtime.paths import RunPaths, read_json
@@ -46,71 +59,139 @@ class Contents:
         runs: of each run (also a sweep, a cross-validation) its ``folder`` below this one, its
             ``status``, and whether it is ``alive``.
         pieces: what is worth carrying.
+        left_out: why -> the files that are not carried, by their paths below the folder.
     """
 
     folder: Path
     runs: list[dict[str, Any]]
     pieces: list[Piece]
+    left_out: dict[str, list[str]]
 
 
-def look_into(folder: Path) -> Contents:
-    """Find what is worth carrying of an output folder; files that come and go are no error."""
+@dataclass(frozen=True)
+class _Base:
+    """The output folder that names begin at, and what is left out of it."""
+
+    folder: Path
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+
+    def name(self, file: Path) -> str:
+        return file.relative_to(self.folder).as_posix()
+
+    def leave(self, file: Path, why: str) -> None:
+        names = self.left_out.setdefault(why, [])
+        if self.name(file) not in names:
+            names.append(self.name(file))
+
+    def walk(self, place: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+        """Like os.walk; links to folders are not followed, they and the unreadable are named."""
+        for folder, folders, names in os.walk(place, onerror=self._unreadable):
+            for name in folders:
+                if os.path.islink(os.path.join(folder, name)):
+                    self.leave(Path(folder, name), NOT_PLAIN)
+            yield Path(folder), folders, names
+
+    def _unreadable(self, error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            self.leave(Path(error.filename), UNREADABLE)
+
+    def piece(self, worth: Worth, run: str, files: Iterable[Path]) -> Piece:
+        """Those of the files that may be carried."""
+        there = []
+        size = 0
+        for file in files:
+            why, found = refusal(self.name(file)), 0
+            try:
+                about = file.lstat()
+                if why is None and not stat.S_ISREG(about.st_mode):  # to open a FIFO would wait
+                    why = NOT_PLAIN
+                if why is None:
+                    found = size_of(file) if is_database(file) else about.st_size
+            except FileNotFoundError:  # a checkpoint that was replaced, a temporary file
+                if worth != "needed":
+                    continue
+            except OSError:
+                why = why or UNREADABLE
+            if why is not None:
+                self.leave(file, why)
+                continue
+            there.append(file)
+            size += size_in_bundle(self.name(file), found)
+        return Piece(worth, run, tuple(there), size)
+
+
+def look_into(folder: Path, base: Path | None = None) -> Contents:
+    """Find what is worth carrying of an output folder; files that come and go are no error.
+
+    Args:
+        folder: the folder.
+        base: the folder above it that names begin at; None: itself.
+    """
     runs: list[dict[str, Any]] = []
     pieces: list[Piece] = []
-    for place, names in _walk(folder):
+    root = _Base(base or folder)
+    for place, names in _walk(root, folder):
         paths = RunPaths(place)
-        if not _is_run(place):
-            pieces += _loose(folder, place, names)
-        elif not any(place.is_relative_to(folder / run["folder"]) for run in runs):
-            name = place.relative_to(folder).as_posix()
-            runs.append({"folder": name, "status": _status(paths), "alive": paths.owned()})
-            pieces += _of_run(folder, place, name)
-    return Contents(folder, runs, [piece for piece in pieces if piece.files])
+        if not is_run(place):
+            pieces += _loose(root, place, names)
+        elif not any(place.is_relative_to(root.folder / run["folder"]) for run in runs):
+            name = root.name(place)
+            runs.append({"folder": name, "status": _status(paths), "alive": _alive(paths)})
+            pieces += _of_run(root, place, name)
+    return Contents(root.folder, runs, [piece for piece in pieces if piece.files], root.left_out)
 
 
 # --- what is there --------------------------------------------------------------------------------
 
 
-def _walk(folder: Path) -> Iterator[tuple[Path, list[str]]]:
+def _walk(base: _Base, folder: Path) -> Iterator[tuple[Path, list[str]]]:
     """All folders, a run's before what is below it; nothing hidden."""
-    for place, folders, names in os.walk(folder):
+    for place, folders, names in base.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield Path(place), sorted(name for name in names if not _is_passing(name))
-        if _is_run(Path(place)):
+        yield place, sorted(name for name in names if not _is_passing(name))
+        if is_run(place):
             folders.clear()
-
-
-def _is_run(place: Path) -> bool:
-    """Whether a folder is a run's; MLflow's copies of a run's files are not."""
-    return (place / "versions.json").is_file() and (place / "events.jsonl").is_file()
 
 
 def _status(paths: RunPaths) -> str:
     """How a run ended, or ``"unfinished"``."""
-    if paths.error.exists():
-        return "failed"
-    return str((_read(paths.result) or {}).get("status", "unfinished"))
+    return "failed" if paths.error.exists() else _ended(paths)
 
 
-def _read(path: Path) -> Any:
-    """A JSON file; None where a crash of the machine cut it short."""
-    try:
-        return read_json(path)
-    except (OSError, ValueError):
-        return None
+def _ended(paths: RunPaths) -> str:
+    """What its result says."""
+    return str(_read(paths.result).get("status", "unfinished"))
+
+
+def _finished(paths: RunPaths) -> bool:
+    return _ended(paths) in ("completed", "pruned")
+
+
+def _alive(paths: RunPaths) -> bool:
+    with contextlib.suppress(OSError):
+        return paths.lock.is_file() and paths.owned()
+    return False
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON file of a run; empty where there is none, or where it is damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        value = read_json(path) if path.is_file() else None
+        return value if isinstance(value, dict) else {}
+    return {}
 
 
 # --- a run ----------------------------------------------------------------------------------------
 
 
-def _of_run(base: Path, place: Path, run: str) -> Iterator[Piece]:
+def _of_run(base: _Base, place: Path, run: str) -> Iterator[Piece]:
     """The pieces of a run, a sweep or a cross-validation, with its trials and folds."""
-    about = _read(place / "versions.json") or {}
+    about = _read(place / "versions.json")
     paths = RunPaths(place)
-    yield from _own(base, place, run, finished=paths.completed(), values="values")
+    yield from _own(base, place, run, finished=_finished(paths), values="values")
     if about.get("kind") == "cv":
         for job in _jobs(place):
-            over = RunPaths(job).completed()
+            over = _finished(RunPaths(job))
             yield from _own(base, job, run, finished=over, values="needed")
     elif about.get("kind") == "sweep":
         winners = _winners(paths)
@@ -118,7 +199,7 @@ def _of_run(base: Path, place: Path, run: str) -> Iterator[Piece]:
             yield from _of_trial(base, place, job, run, winners)
 
 
-def _of_trial(base: Path, place: Path, job: Path, run: str, winners: set[str]) -> Iterator[Piece]:
+def _of_trial(base: _Base, place: Path, job: Path, run: str, winners: set[str]) -> Iterator[Piece]:
     """The pieces of a trial, or of a fold of one."""
     paths, key = RunPaths(job), job.relative_to(place).as_posix()
     status = _status(paths)
@@ -129,22 +210,28 @@ def _of_trial(base: Path, place: Path, job: Path, run: str, winners: set[str]) -
 
 
 def _own(
-    base: Path, place: Path, run: str, *, finished: bool, values: Worth, best: Worth | None = "best"
+    base: _Base,
+    place: Path,
+    run: str,
+    *,
+    finished: bool,
+    values: Worth,
+    best: Worth | None = "best",
 ) -> Iterator[Piece]:
     """The pieces of one folder of a run, without the jobs below it."""
     by_worth: dict[Worth, list[Path]] = {}
-    for file in _files(place):
+    for file in _files(base, place):
         first = file.relative_to(place).parts[0]
         if first == "checkpoints" or first in _OF_THE_PROCESS:
             continue
         worth: Worth = values if first == "values" else _worth(first)
         by_worth.setdefault(worth, []).append(file)
     for worth, files in by_worth.items():
-        yield _piece(base, worth, run, files)
+        yield base.piece(worth, run, files)
     kept: Worth | None = best if finished else "needed"
     if kept is not None:
         for found in _checkpoints(place / "checkpoints", finished=finished):
-            yield _piece(base, kept, run, found)
+            yield base.piece(kept, run, found)
 
 
 def _worth(first: str) -> Worth:
@@ -157,36 +244,40 @@ def _jobs(place: Path) -> Iterator[Path]:
     """The folders of trials and folds below a run, at any depth."""
     for folder, folders, _ in os.walk(place):
         folders[:] = sorted(name for name in folders if name not in _WITHOUT_JOBS)
-        if folder != str(place) and _is_run(Path(folder)):
+        if folder != str(place) and is_run(Path(folder)):
             yield Path(folder)
 
 
-def _files(place: Path) -> Iterator[Path]:
+def _files(base: _Base, place: Path) -> Iterator[Path]:
     """The files of a run, without those of the jobs below it and without temporary ones."""
-    for folder, folders, names in os.walk(place):
-        where = Path(folder)
+    for where, folders, names in base.walk(place):
         folders[:] = [
             name
             for name in sorted(folders)
-            if not name.startswith(".") and name != "elastic" and not _is_run(where / name)
+            if not name.startswith(".") and name != "elastic" and not is_run(where / name)
         ]
         yield from (where / name for name in sorted(names) if not _is_passing(name))
 
 
 def _is_passing(name: str) -> bool:
     """Whether a file is of no use later: half written, beside an open database, for one process."""
-    return name.startswith(".") or name.endswith(BESIDE) or name == "job.pkl"
+    hidden = name.startswith(".") and not is_secret(name)  # those are named
+    return hidden or name.endswith(BESIDE) or name == "job.pkl"
 
 
 def _winners(paths: RunPaths) -> set[str]:
     """The trials whose weights somebody may want: those that were the best, or on the front."""
-    summary = (_read(paths.result) or {}).get("summary") or {}
-    if summary.get("best_folder"):
+    summary = _read(paths.result).get("summary")
+    summary = summary if isinstance(summary, dict) else {}
+    if isinstance(summary.get("best_folder"), str):
         return {summary["best_folder"]}
-    events = [event for event in EventReader(paths.events).read() if event["type"] == "trial"]
-    best = [event["folder"] for event in events if event.get("best")]
-    front = set(summary.get("front") or ())
-    return {event["folder"] for event in events if event["number"] in front} | set(best[-1:])
+    try:
+        events = [event for event in EventReader(paths.events).read() if event["type"] == "trial"]
+        best = [event["folder"] for event in events if event.get("best")]
+        front = set(summary.get("front") or ())
+        return {event["folder"] for event in events if event["number"] in front} | set(best[-1:])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # damaged
+        return set()
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -217,46 +308,34 @@ def _whole(entry: Entry) -> bool:
     """Whether its files have the sizes that its manifest says (their digests are not looked at)."""
     try:
         return all(
-            (entry.folder / name).stat().st_size == file["bytes"]
+            "/" not in name and (entry.folder / name).stat().st_size == file["bytes"]
             for name, file in entry.about["files"].items()
         )
-    except OSError:
+    except (OSError, LookupError, TypeError, AttributeError):  # gone, or damaged
         return False
 
 
 # --- what belongs to no run -----------------------------------------------------------------------
 
 
-def _loose(base: Path, place: Path, names: list[str]) -> Iterator[Piece]:
-    inside = any(part == "mlartifacts" for part in place.relative_to(base).parts)
+def _loose(base: _Base, place: Path, names: list[str]) -> Iterator[Piece]:
     by_worth: dict[Worth, list[Path]] = {}
     for name in names:
         file = place / name
-        if name.endswith((SUFFIX, ".lock")) or file.is_symlink() or not file.is_file():
+        if name.endswith((SUFFIX, ".lock")):
             continue
-        by_worth.setdefault(_worth_of_loose(file, inside), []).append(file)
+        if home_of(file, base.folder) is None and refusal(name) is None:
+            base.leave(file, ELSEWHERE if os.path.isfile(file) else NOT_PLAIN)
+            continue
+        by_worth.setdefault(_worth_of_loose(file, ARTIFACTS in file.parts), []).append(file)
     for worth, files in by_worth.items():
-        yield _piece(base, worth, "", files)
+        yield base.piece(worth, "", files)
 
 
 def _worth_of_loose(file: Path, inside_mlflow: bool) -> Worth:
     if inside_mlflow or file.name == MLFLOW:
         return "tracking"
-    record = file.suffix in (".json", ".jsonl", ".yaml", ".yml") and file.stat().st_size <= _SMALL
+    small = os.path.isfile(file) and file.stat().st_size <= _SMALL
+    record = file.suffix in (".json", ".jsonl", ".yaml", ".yml") and small
     step = file.suffix == ".ipynb" and file.with_suffix(".done.json").exists()
     return "needed" if record or step else "other"  # a pipeline's step is done if its copy is there
-
-
-def _piece(base: Path, worth: Worth, run: str, files: Iterable[Path]) -> Piece:
-    there = []
-    size = 0
-    for file in files:
-        try:
-            found = size_of(file) if is_database(file) else file.stat().st_size
-        except OSError:  # gone meanwhile: a checkpoint that was replaced, a temporary file
-            if worth != "needed":
-                continue
-            found = 0
-        there.append(file)
-        size += size_in_bundle(file.relative_to(base).as_posix(), found)
-    return Piece(worth, run, tuple(there), size)

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -267,6 +267,41 @@ def replay(folder: str | Path, *, output_dir: str | Path | None = None) -> str |
     with TrackingProcess() as service:
         service.track(paths.folder, Path(output_dir).absolute() if output_dir else None)
         return service.wait()
+
+
+def replay_all(folder: Path, runs: Iterable[str]) -> dict[str, str | None]:
+    """Write several runs like :func:`replay`, each to the database beside it, by one process.
+
+    Runs whose configuration names another store are passed over: it may be anybody's.
+
+    Args:
+        folder: the output folder.
+        runs: their folders below it.
+
+    Returns:
+        Run -> why it could not be written, None: it was. Runs without MLflow are not in it.
+    """
+    done: dict[str, str | None] = {}
+    with contextlib.ExitStack() as open_service:
+        service: TrackingProcess | None = None
+        for run in runs:
+            first = next(EventReader(RunPaths(folder / run).events).read(), None) or {}
+            config = first.get("config")
+            settings = config.get("tracking", {}) if isinstance(config, dict) else {"mlflow": False}
+            if not settings.get("mlflow", True) or settings.get("uri"):
+                continue
+            choice = choose_tracking(settings)
+            if choice.notes:
+                done[run] = "\n".join(choice.notes)
+                continue
+            service = service or open_service.enter_context(TrackingProcess())
+            try:
+                service.track((folder / run).absolute())
+                service.wait()
+                done[run] = None
+            except (NbtoolkitError, OSError) as error:  # TimeoutError is an OSError
+                done[run] = str(error)
+    return done
 
 
 _START = """

@@ -144,7 +144,9 @@ def trial_values(event: Event) -> dict[str, Any]:
 def job_folder(event: Event) -> str | None:
     """The folder of the trial or fold that an event is about, relative to the sweep's; or None."""
     folder: str | None = event.get("folder") if event["type"] in ("trial", "fold") else None
-    return folder
+    # A run may have come in a bundle of others: its jobs are followed below its folder alone.
+    outside = folder is not None and (folder.startswith("/") or ".." in folder.split("/"))
+    return None if outside else folder
 
 
 def _device_prefix(reading: dict[str, object]) -> str:

@@ -233,6 +233,8 @@ def _sync_folder(folder: Path) -> None:
 
 def _manifest(folder: Path) -> dict[str, Any] | None:
     try:
+        if not (folder / _MANIFEST).is_file():  # a FIFO would be waited for
+            return None
         about = json.loads((folder / _MANIFEST).read_text())
     except (OSError, ValueError):
         return None
