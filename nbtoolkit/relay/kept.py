@@ -36,7 +36,7 @@ _SECRET = (
     *("token", "token.*", "*.token", "*[-_]token", "*[-_]token.*", "stored_tokens"),
 )
 _NOTEBOOK = (".run.json", ".run.log", ".runs.txt", ".done.json", ".ipynb", ".html")
-_SHOWN = 20  # names of one reason
+_SHOWN = 50  # names of one reason
 
 
 def is_secret(name: str) -> bool:

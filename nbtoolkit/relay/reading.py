@@ -6,6 +6,7 @@ modes to filter, since only plain files whose names lie below the folder are tak
 
 from __future__ import annotations
 
+import json
 import os
 import tarfile
 import time
@@ -22,7 +23,7 @@ from nbtoolkit.relay.bundle import FILES, FORMAT, HEADER, MANIFEST, Entry, Heade
 from nbtoolkit.relay.copying import copy_range
 from nbtoolkit.relay.hashing import SEGMENT, Hasher, Pending, digest
 
-_ENTRIES = TypeAdapter(dict[str, Entry])
+_ENTRIES = TypeAdapter(list[Entry])  # names may have bytes that are no text to pydantic
 _SKEW = 3600.0  # seconds that the clocks of two hosts may differ by
 _LARGEST_TEXT = 2**28  # bytes of header or manifest: a million files
 
@@ -183,9 +184,12 @@ def _manifest(raw: bytes, path: Path) -> dict[str, Entry]:
     if digest(listed).encode() != told:
         raise _damaged(path, "the digest of its manifest differs")
     try:
-        return _ENTRIES.validate_json(listed)
+        entries = json.loads(listed)
+        return dict(zip(entries, _ENTRIES.validate_python([*entries.values()]), strict=True))
     except ValidationError as error:
         raise _damaged(path, f"its manifest: {_wrong(error)}") from error
+    except (ValueError, AttributeError) as error:
+        raise _damaged(path, f"its manifest is no JSON of files ({error})") from error
 
 
 def _wrong(error: ValidationError) -> str:
