@@ -135,7 +135,7 @@ BundlePlace = Annotated[
     str, typer.Argument(metavar="WHERE", help="auto, a bundle, or a folder with one or with runs.")
 ]
 IntoFolder = Annotated[
-    Path | None, typer.Option("--into", help="The output folder; none: as it was packed.")
+    Path | None, typer.Option("--into", help="The output folder; none: `runtime.output_dir`.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show errors with their traceback.")]
 
