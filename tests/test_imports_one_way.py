@@ -33,7 +33,7 @@ ROOMS = {
     "pipeline": {"errors", "config", "runtime", "notebooks"},
     "lint": {"errors", "notebooks"},
     "hosts": {"errors", "config", "runtime", "notebooks"},
-    "relay": {"errors", "config", "runtime", "training"},
+    "relay": {"errors", "config", "runtime", "training", "tracking"},
     "report": {"errors", "runtime", "search"},
     "views": {"errors", "runtime", "search", "report"},
     "dashboards": {"errors", "runtime", "tracking", "search", "views"},
