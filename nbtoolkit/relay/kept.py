@@ -79,9 +79,10 @@ def runs_below(folder: Path) -> Iterator[str]:
 def home_of(file: Path, base: Path) -> Path | None:
     """The run folder that a file below an output folder is in; None: it is in none."""
     upper = [base / folder for folder in reversed(file.relative_to(base).parents)]
+    if runs := [folder for folder in upper if is_run(folder)]:
+        return runs[0]
     pipelines = [folder for folder in upper if is_pipeline(folder)]
-    homes = [folder for folder in upper if is_run(folder)]
-    homes += [folder for folder in pipelines if folder != base]
+    homes = [folder for folder in pipelines if folder != base]
     homes += [folder / ARTIFACTS for folder in upper if _in_artifacts(file, folder)]
     homes += [file] if file.name == MLFLOW or _is_executed(file) else []
     return next(iter([*homes, *pipelines]), None)
