@@ -13,6 +13,7 @@ NbtoolkitError
 │   ├── NestedLaunch       nb.launch called inside a rank
 │   ├── GroupStartFailed   the ranks could not form a process group (and fallback is off)
 │   └── RunFolderError     the run's folder cannot be written (disk full, read-only)
+│       └── RunFileError   a file of a run cannot be read (damaged, or another user's)
 ├── WorkerError            a rank failed with an exception that cannot be rebuilt here
 │   ├── WorkerDied         a rank ended without an exception (signal, os._exit)
 │   └── WorkerHung         a rank is silent and idle while another waits for it
@@ -124,6 +125,10 @@ class GroupStartFailed(LaunchError):
 
 class RunFolderError(LaunchError):
     """The run's folder cannot be written."""
+
+
+class RunFileError(RunFolderError, ValueError):
+    """A file of a run cannot be read: it is damaged, or another user's."""
 
 
 class WorkerError(NbtoolkitError):

@@ -17,6 +17,9 @@ import yaml
 
 from nbtoolkit.errors import ConfigError
 
+MOST_VALUES = 100_000
+"""Values that a file may have; ten aliases of ten aliases, ten times, are 10 billion."""
+
 Keys = tuple[str, ...]
 """Where a value stands: ``("optim", "lr")``."""
 
@@ -93,8 +96,7 @@ def parse_value(text: str) -> Any:
     """
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader: it builds plain values only
-    except (ValueError, AttributeError, RecursionError) as error:
-        # what PyYAML itself trips over: `!!int x`, 5,000 digits, 5,000 brackets
+    except _OF_PYYAML as error:
         raise yaml.YAMLError(str(error)) from error
 
 
@@ -117,6 +119,8 @@ def _read_json(text: str, name: str) -> Layer:
         values = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{name}:{error.lineno}: not valid JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # 5,000 digits, 5,000 brackets
+        raise ConfigError(f"{name}: not valid JSON: {error}") from error
     # JSON is YAML but for tabs between the tokens (inside texts JSON writes them \t).
     layer = _walk(text.replace("\t", " "), name)
     return Layer(values=values, places=layer.places, mistakes=layer.mistakes)
@@ -127,8 +131,20 @@ def _walk(text: str, name: str) -> Layer:
     try:
         walker = _Walker(text, name)
         values = walker.values()
+    except _TooLarge as error:
+        raise ConfigError(
+            f"{name}: its anchors and aliases stand for more than {MOST_VALUES:,} values",
+            allowed=f"a file of at most {MOST_VALUES:,} values, each alias counted with all below",
+            do="write fewer aliases of aliases",
+        ) from error
     except yaml.YAMLError as error:
         raise _not_yaml(error, text, name) from error
+    except _OF_PYYAML as error:
+        raise ConfigError(
+            f"{name}: not valid YAML: {error}",
+            allowed="plain numbers, texts, lists and names with values",
+            do="take out what is nested too deeply, and tags such as !!int",
+        ) from error
     return Layer(values=values, places=walker.places, mistakes=tuple(walker.mistakes))
 
 
@@ -148,8 +164,40 @@ def _not_yaml(error: yaml.YAMLError, text: str, name: str) -> ConfigError:
     return ConfigError(f"{name}:{mark.line + 1}: not valid YAML: {problem}: {line.strip()!r}")
 
 
+class _TooLarge(yaml.YAMLError):
+    """A document has too many values, its aliases written out."""
+
+    def __init__(self) -> None:
+        super().__init__(f"more than {MOST_VALUES:,} values, each alias counted with all below it")
+
+
+_OF_PYYAML = (ValueError, AttributeError, RecursionError)
+"""What PyYAML itself trips over: ``!!int x``, 5,000 digits, 5,000 brackets."""
+
+
 class _Loader(yaml.SafeLoader):
-    """A safe loader with the scalars of YAML 1.2."""
+    """A safe loader with the scalars of YAML 1.2, and a limit to what aliases stand for."""
+
+    def get_single_node(self) -> Any:
+        """The document's root.
+
+        Raises:
+            _TooLarge: its aliases, written out, are too many values.
+        """
+        root = super().get_single_node()
+        if root is not None and _size(root, {}) > MOST_VALUES:
+            raise _TooLarge
+        return root
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node stands for; each node is looked at once, as aliases share them."""
+    if id(node) not in known:
+        known[id(node)] = 1  # of one that contains itself, which is refused later
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = [one for pair in inner for one in (pair if isinstance(pair, tuple) else (pair,))]
+        known[id(node)] = 1 + sum(_size(one, known) for one in parts)
+    return known[id(node)]
 
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,21 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from nbtoolkit.errors import RunFileError
 from nbtoolkit.runtime.events import Event, EventReader
-from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.runtime.paths import RunPaths, read_record
 from nbtoolkit.search.labels import shortened
 
 Kind = Literal["run", "sweep", "cv"]
 Points: TypeAlias = list[tuple[float, float]]
-
-# Keys without which an event of this type cannot be shown.
-_NEEDED = {
-    "trial": ("number", "state"),
-    "intermediate": ("number", "step", "value"),
-    "fold": ("fold", "state"),
-    "command": ("op",),
-    "ended": ("status",),
-}
 
 _OWN = ("samples_per_second", "memory_gb_rank", "lr", "grad_norm")  # what fit logs beside the loss
 
@@ -209,7 +200,10 @@ def read_story(paths: RunPaths) -> Story:
     damaged = tuple(file.name for name, file in files.items() if read[name] is None)
     told = {name: value or {} for name, value in read.items()}
     kind = told["about"].get("kind")
-    events = tuple(event for event in EventReader(paths.events).read() if _is_event(event))
+    try:
+        events = tuple(EventReader(paths.events).read())
+    except RunFileError:
+        events, damaged = (), (*damaged, paths.events.name)
     return Story(
         paths,
         kind if kind in ("sweep", "cv") else "run",
@@ -222,17 +216,6 @@ def read_story(paths: RunPaths) -> Story:
 def _read(file: Path) -> dict[str, Any] | None:
     """A JSON file of names and values; empty where there is none, None where it is damaged."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError):
+        return read_record(file) or {}
+    except RunFileError:
         return None
-    return value if isinstance(value, dict) else None
-
-
-def _is_event(event: object) -> bool:
-    """Whether a line of the diary is one that the tables can take."""
-    if not isinstance(event, dict) or not isinstance(event.get("t"), (int, float)):
-        return False
-    needed = _NEEDED.get(str(event.get("type")), ())
-    return "type" in event and all(key in event for key in needed)

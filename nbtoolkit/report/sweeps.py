@@ -11,13 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbtoolkit.errors import SweepError
+from nbtoolkit.errors import RunFileError, SweepError
 from nbtoolkit.report.picture import Picture
 from nbtoolkit.report.section import Section
 from nbtoolkit.report.story import Story
 from nbtoolkit.search.labels import shortened
 from nbtoolkit.search.plots import plot_history, plot_importances, plot_slices
-from nbtoolkit.search.sweep_result import STUDY_FILE, load_yaml
+from nbtoolkit.search.sweep_result import STUDY_FILE, read_wishes
 from nbtoolkit.search.table import SweepTable
 from nbtoolkit.search.wishes import Wishes
 
@@ -47,11 +47,9 @@ def sweeps(stories: Sequence[Story]) -> Section:
 
 
 def _add(section: Section, story: Story) -> None:
-    from yaml import YAMLError
-
     try:
-        wishes = Wishes.model_validate(load_yaml(story.paths.folder / "sweep.yaml"))
-    except (OSError, ValueError, YAMLError) as error:
+        wishes = read_wishes(story.paths.folder)
+    except RunFileError as error:
         section.say(f"Its sweep.yaml cannot be read: {shortened(str(error), 200)}")
         return
     section.html(_table(story, wishes).html())

@@ -25,7 +25,7 @@ from nbtoolkit.runtime.paths import (
     fingerprint,
     folder_error,
     function_source,
-    read_json,
+    read_or_empty,
     runs_in,
     write_json,
     write_whole,
@@ -92,8 +92,8 @@ class ChosenRun:
     @property
     def processes_before(self) -> int | None:
         """How many ranks the attempt before had; None for a new run."""
-        plan = read_json(self.paths.previous / "plan.json") if self.resumed else None
-        return int(plan["processes"]) if plan else None
+        plan = read_or_empty(self.paths.previous / "plan.json") if self.resumed else {}
+        return int(plan["processes"]) if "processes" in plan else None
 
 
 def choose_run(
@@ -134,21 +134,24 @@ def choose_run(
 
 def put_aside(paths: RunPaths) -> None:
     """Keep how the last attempt was decided and ended, until the next one has started."""
-    paths.owner.unlink(missing_ok=True)  # the one before: this launch's comes in a moment
-    paths.previous.mkdir(exist_ok=True)
-    for name in _DECIDED:
-        with contextlib.suppress(FileNotFoundError):  # it was cut off while it began
-            shutil.copy2(paths.folder / name, paths.previous / name)
-    for name in _ENDED:
-        (paths.previous / name).unlink(missing_ok=True)
-        if (paths.folder / name).exists():
-            os.replace(paths.folder / name, paths.previous / name)
-    paths.stop.unlink(missing_ok=True)
+    try:
+        paths.owner.unlink(missing_ok=True)  # the one before: this launch's comes in a moment
+        paths.previous.mkdir(exist_ok=True)
+        for name in _DECIDED:
+            with contextlib.suppress(FileNotFoundError):  # it was cut off while it began
+                shutil.copy2(paths.folder / name, paths.previous / name)
+        for name in _ENDED:
+            (paths.previous / name).unlink(missing_ok=True)
+            if (paths.folder / name).exists():
+                os.replace(paths.folder / name, paths.previous / name)
+        paths.stop.unlink(missing_ok=True)
+    except OSError as error:  # damaged: a folder in a file's place, a file that cannot be read
+        raise folder_error(paths.folder, error) from error
 
 
 def _unfinished(output_dir: Path, wanted: str) -> ChosenRun | None:
     for paths in runs_in(output_dir):
-        about = _about(paths)
+        about = read_or_empty(paths.versions)
         fits = about.get("fingerprint") == wanted and has_checkpoint(paths.checkpoints)
         if not fits or paths.completed():
             continue
@@ -156,7 +159,7 @@ def _unfinished(output_dir: Path, wanted: str) -> ChosenRun | None:
         if lock is None:  # its owner lives, here or in another kernel
             continue
         if not paths.completed():  # else it ended between the look and the lock
-            return ChosenRun(paths, lock, _about(paths)["attempt"] + 1)
+            return ChosenRun(paths, lock, read_or_empty(paths.versions)["attempt"] + 1)
         lock.release()
     return None
 
@@ -173,7 +176,7 @@ def _named(
         raise ResumeError(
             error.what, allowed='"auto", "never", ' + error.allowed, do=error.do
         ) from None
-    about = _about(paths)
+    about = read_or_empty(paths.versions)
     if not about:
         raise ResumeError(
             f"the run {paths.run_id} cannot be gone on with: {paths.versions} is damaged",
@@ -208,13 +211,13 @@ def _named(
         )
     lock = lock_run(paths)
     if lock is None:
-        owner = read_json(paths.owner)
-        who = f"owned by process {owner['pid']}" if owner else "another launch is starting it"
+        pid = read_or_empty(paths.owner).get("pid")
+        who = f"owned by process {pid}" if pid else "another launch is starting it"
         raise ResumeError(
             f"the run {paths.run_id} is going on, {who}",
             do="attach to it with nb.attach(folder)",
         )
-    return ChosenRun(paths, lock, _about(paths)["attempt"] + 1)
+    return ChosenRun(paths, lock, read_or_empty(paths.versions)["attempt"] + 1)
 
 
 def _differences(before: Config, config: Config) -> dict[str, tuple[Any, Any]]:
@@ -225,15 +228,6 @@ def _differences(before: Config, config: Config) -> dict[str, tuple[Any, Any]]:
         for key, (old, new) in before.differences(config).items()
         if decides_result(key, settings) and not (key == "train.epochs" and new > old)
     }
-
-
-def _about(paths: RunPaths) -> dict[str, Any]:
-    """What ``versions.json`` of a run says; nothing where a crash of the machine cut it short."""
-    try:
-        about = read_json(paths.versions)
-    except (OSError, ValueError):
-        return {}
-    return about if isinstance(about, dict) else {}
 
 
 def lock_run(paths: RunPaths) -> RunLock | None:

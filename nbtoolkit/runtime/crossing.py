@@ -17,6 +17,7 @@ import cloudpickle
 
 from nbtoolkit.errors import CannotPickle, WorkerError
 from nbtoolkit.runtime.ahead import installed_roots
+from nbtoolkit.runtime.paths import reading
 from nbtoolkit.runtime.payload import came_from_payload, in_main
 
 _OUR_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
@@ -89,8 +90,13 @@ def _part(value: Any) -> str:
 
 
 def unpack_value(path: Path) -> Any:
-    """Read a return value written by a rank (pickle: only from runs of your own)."""
-    return pickle.loads(path.read_bytes())
+    """Read a return value written by a rank (pickle: only from runs of your own).
+
+    Raises:
+        RunFileError: it is damaged, or what it is made of cannot be imported here.
+    """
+    with reading(path):
+        return pickle.loads(path.read_bytes())
 
 
 # --- exceptions ---
@@ -179,7 +185,7 @@ def _can_dump(value: Any) -> bool:
 
 def unpack_error(packed: dict[str, Any]) -> BaseException:
     """Rebuild an exception with its own type and traceback; else a :class:`WorkerError`."""
-    error = _rebuild(packed.get("pickle")) or _stand_in(packed)
+    error = _rebuild(packed.get("pickle")) or stand_in(packed)
     if packed.get("frames"):
         import tblib
 
@@ -208,7 +214,8 @@ def _rebuild(data: bytes | None) -> BaseException | None:
         return None
 
 
-def _stand_in(packed: dict[str, Any]) -> WorkerError:
+def stand_in(packed: dict[str, Any]) -> WorkerError:
+    """An error that shows another one's type, text and traceback."""
     return WorkerError(
         f"{packed['type']}: {packed['text']}\n\n{packed['traceback']}".rstrip(),
         do="read the traceback above; the exception itself could not be brought to this process",

@@ -31,7 +31,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from nbtoolkit.runtime.paths import reading
+
 Event = dict[str, Any]
+
+# Keys without which an event of this type cannot be taken by its readers.
+_NEEDED = {
+    "trial": ("number", "state"),
+    "intermediate": ("number", "step", "value"),
+    "fold": ("fold", "state"),
+    "command": ("op",),
+    "ended": ("status",),
+}
 
 
 class EventLog:
@@ -73,17 +84,36 @@ class EventReader:
         """Bytes read so far: whole lines only, so that it can be kept and gone on from."""
 
     def read(self) -> Iterator[Event]:
-        """The events appended since the last call (a line half written waits for the next)."""
-        try:
-            with self._path.open("rb") as file:
+        """The events appended since the last call (a line half written waits for the next).
+
+        Lines that hold no event are left out: one cut by a crash is followed by those of the next
+        attempt.
+
+        Raises:
+            RunFileError: the file cannot be read.
+        """
+        with reading(self._path):
+            try:
+                file = self._path.open("rb")
+            except FileNotFoundError:
+                return
+            with file:
                 file.seek(self.offset)
                 for line in file:
                     if not line.endswith(b"\n"):
                         return
                     self.offset += len(line)
-                    try:
-                        yield json.loads(line)
-                    except ValueError:  # a line cut by a crash, followed by a new attempt's lines
-                        continue
-        except FileNotFoundError:
-            return
+                    if (event := _event(line)) is not None:
+                        yield event
+
+
+def _event(line: bytes) -> Event | None:
+    """The event in a line; None: there is none."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("t"), (int, float)):
+        return None
+    known = all(key in event for key in ("type", *_NEEDED.get(str(event.get("type")), ())))
+    return event if known else None

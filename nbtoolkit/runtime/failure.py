@@ -6,22 +6,38 @@ import pickle
 import sys
 from typing import NoReturn
 
-from nbtoolkit.runtime.crossing import add_note, unpack_error, user_line
-from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.errors import RunFileError
+from nbtoolkit.runtime.crossing import add_note, stand_in, unpack_error, user_line
+from nbtoolkit.runtime.paths import RunPaths, read_record, reading
 
 
 def raise_failure(paths: RunPaths) -> NoReturn:
-    """Raise what ended the run."""
+    """Raise what ended the run; where the exception cannot be read, one with its text.
+
+    Raises:
+        RunFileError: neither can be read.
+    """
     __tracebackhide__ = True
-    packed = pickle.loads(paths.error_pickle.read_bytes())
-    error = unpack_error(packed)
-    if packed["rank"] is not None:
-        place = user_line(packed)
-        where = f"rank {packed['rank']}" + (f", {cell_name(*place)}" if place else "")
-        add_note(error, f"[nbtoolkit] {where}; log: {paths.log(packed['rank'])}")
-    for note in packed["notes"]:
-        add_note(error, f"[nbtoolkit] {note}")
+    try:
+        error = _failure(paths)
+    except RunFileError:
+        told = read_record(paths.error)
+        with reading(paths.error):
+            error = stand_in(told or {})
     raise error
+
+
+def _failure(paths: RunPaths) -> BaseException:
+    with reading(paths.error_pickle):
+        packed = pickle.loads(paths.error_pickle.read_bytes())
+        error = unpack_error(packed)
+        if packed["rank"] is not None:
+            place = user_line(packed)
+            where = f"rank {packed['rank']}" + (f", {cell_name(*place)}" if place else "")
+            add_note(error, f"[nbtoolkit] {where}; log: {paths.log(packed['rank'])}")
+        for note in packed["notes"]:
+            add_note(error, f"[nbtoolkit] {note}")
+    return error
 
 
 def cell_name(filename: str, line: int) -> str:

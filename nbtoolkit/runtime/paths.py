@@ -31,13 +31,13 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from nbtoolkit.errors import RunFolderError
+from nbtoolkit.errors import RunFileError, RunFolderError
 
 # Settings that do not change what a run computes (up to the order of sums): they do not enter its
 # fingerprint. How many ranks share a step is among them, since the step's batch is global.
@@ -202,16 +202,12 @@ class RunPaths:
 
     def completed(self) -> bool:
         """Whether the run is through; one that was stopped, ran out of time or failed is not."""
-        return _status(self.result) in ("completed", "pruned")
+        # a result that a crash of the machine cut short is none
+        return read_or_empty(self.result).get("status") in ("completed", "pruned")
 
     def ended(self) -> bool:
         """Whether the run ended (a result or an error was written)."""
         return self.result.exists() or self.error.exists()
-
-
-def _status(path: Path) -> str | None:
-    """The status in a result file; None without one."""
-    return (read_json(path) or {}).get("status")
 
 
 def folder_error(folder: Path, error: OSError) -> RunFolderError:
@@ -254,12 +250,59 @@ def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     write_whole(path, json.dumps(value, indent=1, default=str), durable=durable)
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file; None when it does not exist."""
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn any error of reading a file of a run into one that names the file and says what to do.
+
+    Raises:
+        RunFileError: what is inside the ``with`` block raised an exception.
+    """
     try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
+        yield
+    except RunFileError:
+        raise
+    except Exception as error:  # damaged pickles, databases and YAML raise any type
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise RunFileError(
+            f"{path} cannot be read: {why[:300]}",
+            allowed="a file as nbtoolkit wrote it, which this user may read",
+            do="read it as the user whose run it is, or put it back from a copy (nb.unpack); "
+            "a run without a result resumes when it is launched again",
+        ) from error
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; None when it does not exist.
+
+    Raises:
+        RunFileError: it is damaged, or another user's.
+    """
+    with reading(path):
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """Read a JSON file of names and values; None when it does not exist.
+
+    Raises:
+        RunFileError: it is damaged, holds something else, or is another user's.
+    """
+    value = read_json(path)
+    with reading(path):
+        if not isinstance(value, (dict, type(None))):
+            raise TypeError(f"it holds a {type(value).__name__}, not names and values")
+    return value
+
+
+def read_or_empty(path: Path) -> dict[str, Any]:
+    """The names and values in a JSON file; empty where it is missing or cannot be read."""
+    try:
+        return read_record(path) or {}
+    except RunFileError:
+        return {}
 
 
 def function_source(function: Callable[..., Any]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import html
-import json
 import os
 import select
 import threading
@@ -23,7 +22,13 @@ from nbtoolkit.runtime.crossing import unpack_value
 from nbtoolkit.runtime.events import Event, EventReader
 from nbtoolkit.runtime.failure import raise_failure
 from nbtoolkit.runtime.forked import ForkedPilot
-from nbtoolkit.runtime.paths import RunPaths, read_json, write_json
+from nbtoolkit.runtime.paths import (
+    RunPaths,
+    read_or_empty,
+    read_record,
+    reading,
+    write_json,
+)
 from nbtoolkit.runtime.plan import LaunchPlan
 from nbtoolkit.runtime.screen import choose_screen, look_around
 from nbtoolkit.runtime.signals import Heard, announcement, heeded
@@ -56,18 +61,20 @@ class RunResult:
     """
 
     def __init__(self, paths: RunPaths) -> None:
-        ended = read_json(paths.result)
+        ended = read_record(paths.result)
         if ended is None:
             raise LaunchError(
                 f"the run {paths.folder} has no result", do="attach to it with nb.attach(folder)"
             )
         self.paths = paths
-        self.status: Status = ended["status"]
-        self.metrics: dict[str, float] = ended["metrics"]
-        self.seconds: float = ended["seconds"]
-        self.checkpoint = _here(paths, ended["checkpoint"])
-        self.plan = LaunchPlan.from_dict(read_json(paths.plan))
-        self._processes: int = ended["processes"]
+        with reading(paths.result):
+            self.status: Status = ended["status"]
+            self.metrics: dict[str, float] = ended["metrics"]
+            self.seconds: float = ended["seconds"]
+            self.checkpoint = _here(paths, ended["checkpoint"])
+            self._processes: int = ended["processes"]
+        with reading(paths.plan):
+            self.plan = LaunchPlan.from_dict(read_record(paths.plan) or {})
 
     @cached_property
     def value(self) -> Any:
@@ -443,12 +450,12 @@ def wait_for_tracking(
 def _tracking_state(paths: RunPaths) -> tuple[bool, str]:
     """Whether tracking has written the whole run, and why it gave up."""
     try:
-        state, written = json.loads(paths.tracking.read_text()), paths.tracking.stat().st_mtime
-    except (FileNotFoundError, ValueError):
+        state, written = read_or_empty(paths.tracking), paths.tracking.stat().st_mtime
+    except FileNotFoundError:
         return False, ""
     # What an earlier attempt left has read less, and failed before this one began.
     done = state.get("done") and state.get("read", 0) >= paths.events.stat().st_size
-    begun = (read_json(paths.owner) or {}).get("since", 0.0)
+    begun = read_or_empty(paths.owner).get("since", 0.0)
     return bool(done), state.get("error", "") if written >= begun else ""
 
 
@@ -485,12 +492,13 @@ def attach(
 
     Raises:
         LaunchError: there is no such run, or no such display.
+        RunFileError: the folder's ``versions.json`` or ``sweep.yaml`` cannot be read.
         MissingExtra: widgets are asked for, and ipywidgets is not installed.
     """
     check_choice("display", display)
     screen = choose_screen(display, look_around())
     paths = find_run(folder)
-    if (read_json(paths.versions) or {}).get("kind") is not None:
+    if (read_record(paths.versions) or {}).get("kind") is not None:
         from nbtoolkit.search.attach import attach_search
 
         return attach_search(paths, screen=screen, on_event=on_event)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nbtoolkit.runtime.events import Event
-from nbtoolkit.runtime.paths import RunPaths, read_json
+from nbtoolkit.runtime.paths import RunPaths, read_record
 from nbtoolkit.runtime.screen import Screen
 from nbtoolkit.search.handle import SearchHandle
 
@@ -20,7 +20,7 @@ def attach_search(
         screen: what ``result()`` is shown on.
         on_event: called with each event while ``result()`` waits.
     """
-    kind = (read_json(paths.versions) or {}).get("kind")
+    kind = (read_record(paths.versions) or {}).get("kind")
     if kind == "sweep":
         from nbtoolkit.search.sweep import handle_on_sweep
 

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import optuna
 from optuna.trial import FrozenTrial, TrialState
 
+from nbtoolkit.runtime.events import Event
 from nbtoolkit.search.costs import Costs
 from nbtoolkit.search.limits import OUT_OF_MEMORY, broken, limits_of
 from nbtoolkit.search.live_trial import LiveTrial, folder_of
@@ -20,7 +22,7 @@ from nbtoolkit.search.mounts import local_folder
 from nbtoolkit.search.program import Diary
 from nbtoolkit.search.samplers import learns_from
 from nbtoolkit.search.standings import Standings
-from nbtoolkit.search.study import FILE, copy_study, open_study
+from nbtoolkit.search.study import FILE, IMPORTED, copy_study, open_study
 from nbtoolkit.search.wishes import Wishes
 
 _STATES = {
@@ -284,11 +286,7 @@ class Books:
         params = self.wishes.make_space().meant(trial.params)
         self._params[trial.number] = params
         reason = trial.user_attrs.get("reason")
-        infeasible = any(one > 0 for one in trial.user_attrs.get("constraints", {}).values())
-        state = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned"}.get(
-            trial.state, "failed"
-        )
-        self.counts["infeasible" if infeasible else state] += 1
+        self.counts[_state(trial)] += 1
         if trial.state == TrialState.COMPLETE:
             seconds = float(trial.user_attrs.get("seconds", 0.0))
             self.costs.note(params, seconds / (self.folds or 1))
@@ -300,6 +298,42 @@ class Books:
             if key.startswith("repeat:"):
                 _, number, seed = key.split(":")
                 self.standings.repeats.setdefault(int(number), {})[int(seed)] = value
+
+
+def _state(trial: FrozenTrial) -> str:
+    """How a trial ended."""
+    if any(one > 0 for one in trial.user_attrs.get("constraints", {}).values()):
+        return "infeasible"
+    states = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned"}
+    return states.get(trial.state, "failed")
+
+
+def trials_in(study: optuna.Study, wishes: Wishes) -> list[Event]:
+    """The trials that have ended, as the events that told of them.
+
+    Args:
+        study: of the sweep.
+        wishes: of the sweep.
+    """
+    space, imported = wishes.make_space(), int(study.user_attrs.get(IMPORTED, 0))
+    found: list[Event] = []
+    for trial in study.get_trials(deepcopy=False)[imported:]:
+        if trial.state.is_finished():
+            complete = trial.state == TrialState.COMPLETE
+            event = {
+                "t": trial.datetime_complete.timestamp() if trial.datetime_complete else 0.0,
+                "type": "trial",
+                "number": trial.number,
+                "state": _state(trial),
+                "params": space.meant(trial.params),
+                "value": trial.value if complete and len(wishes.metrics) == 1 else None,
+                "values": trial.values if complete else [],
+                "seconds": trial.user_attrs.get("seconds"),
+                "reason": trial.user_attrs.get("reason"),
+                "folder": folder_of(trial.number),
+            }
+            found.append(event)
+    return found
 
 
 def _identity(wishes: Wishes, folds: Mapping[str, Any] | None) -> dict[str, Any]:

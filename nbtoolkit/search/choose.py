@@ -16,7 +16,8 @@ from nbtoolkit.runtime.paths import (
     decides_result,
     fingerprint,
     folder_error,
-    read_json,
+    read_or_empty,
+    read_record,
     runs_in,
 )
 from nbtoolkit.runtime.result import find_run
@@ -80,7 +81,7 @@ def identity_of(
 
 def _to_go_on_with(output_dir: Path, identity: Mapping[str, Any]) -> ChosenRun | None:
     for paths in runs_in(output_dir):
-        about = read_json(paths.versions) or {}
+        about = read_or_empty(paths.versions)
         fits = all(about.get(key) == identity[key] for key in ("kind", "fingerprint"))
         more = (identity["total"] or 0) > (about.get("total") or sys.maxsize)
         if fits and (more or not paths.completed()) and (lock := lock_run(paths)) is not None:
@@ -102,7 +103,7 @@ def _named(run: str | os.PathLike[str], config: Config, identity: Mapping[str, A
     except LaunchError as error:
         allowed = f'"auto", "never", {error.allowed}'
         raise ResumeError(error.what, allowed=allowed, do=error.do) from None
-    about = read_json(paths.versions) or {}
+    about = read_record(paths.versions) or {}
     if about.get("kind") != kind:
         raise ResumeError(
             f"{paths.folder} is no {kind}, but a {about.get('kind', 'run')}",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nbtoolkit.errors import CheckpointError, FoldError, LaunchError, MissingExtra
 from nbtoolkit.runtime.crossing import unpack_value
 from nbtoolkit.runtime.events import EventReader
-from nbtoolkit.runtime.paths import RunPaths, read_json
+from nbtoolkit.runtime.paths import RunPaths, read_record, reading
 from nbtoolkit.search.ensemble import Ensemble
 from nbtoolkit.search.fold_program import FOLDS_FILE, finished_folds, fold_key
 from nbtoolkit.search.fold_table import FoldTable
@@ -37,15 +37,16 @@ class CVResult:
     """
 
     def __init__(self, paths: RunPaths) -> None:
-        ended = read_json(paths.result)
+        ended = read_record(paths.result)
         if ended is None:
             raise LaunchError(
                 f"the cross-validation {paths.folder} has no result",
                 do="attach to it with nb.attach(folder)",
             )
         self.paths = paths
-        self.status: Status = ended["status"]
-        self.seconds: float = ended["seconds"]
+        with reading(paths.result):
+            self.status: Status = ended["status"]
+            self.seconds: float = ended["seconds"]
         self.folds = Folds.load(paths.folder / FOLDS_FILE)
         self._ended = finished_folds(paths.folder, len(self.folds))
 

@@ -17,7 +17,7 @@ from nbtoolkit.runtime.crossing import one_line
 from nbtoolkit.runtime.desk import Tower
 from nbtoolkit.runtime.flight import Flight
 from nbtoolkit.runtime.launch_plan import LaunchPlan, same_ranks
-from nbtoolkit.runtime.paths import RunPaths, read_json, write_json, write_whole
+from nbtoolkit.runtime.paths import RunPaths, read_or_empty, write_json, write_whole
 from nbtoolkit.runtime.payload import pack_content
 from nbtoolkit.runtime.plan import make_plan
 from nbtoolkit.runtime.verdict import Failure
@@ -170,10 +170,9 @@ class Errand:
         job, paths, slot = self.job, self.paths, self.slot
         plan = make_plan(self._config, base["host"], slot.hardware)
         paths.folder.mkdir(parents=True, exist_ok=True)
-        about = read_json(paths.versions)
-        if about is not None:
+        if paths.versions.exists():
             put_aside(paths)
-        attempt = 1 + int((about or {"attempt": 0})["attempt"])
+        attempt = 1 + int(read_or_empty(paths.versions).get("attempt", 0))
         header = {**base["job_header"], "run_id": paths.run_id, "attempt": attempt}
         write_json(paths.versions, {**header, "created": time.time()}, durable=False)
         write_json(paths.plan, plan.to_dict(), durable=False)
@@ -213,7 +212,7 @@ class Errand:
 
 def _fault(outcome: Any, paths: RunPaths) -> tuple[Fault, str]:
     """What went wrong, and in one line."""
-    error = outcome.error if isinstance(outcome, Failure) else read_json(paths.error) or {}
+    error = outcome.error if isinstance(outcome, Failure) else read_or_empty(paths.error)
     kind, text = str(error.get("type", "")), str(error.get("text", outcome))
     fault = _FAULTS.get(kind, "raised")
     if fault == "raised" and "out of memory" in text:  # torch 2.6's RuntimeErrors of cuBLAS

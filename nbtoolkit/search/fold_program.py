@@ -10,7 +10,7 @@ from typing import Any
 
 from nbtoolkit.errors import FoldError
 from nbtoolkit.runtime.events import Event, EventReader
-from nbtoolkit.runtime.paths import RunPaths, read_json
+from nbtoolkit.runtime.paths import RunPaths, read_or_empty
 from nbtoolkit.search.folds import Folds
 from nbtoolkit.search.program import Diary, Ending, Job
 
@@ -222,7 +222,7 @@ def finished_folds(folder: Path, count: int) -> dict[int, Ending]:
 
 def _result(paths: RunPaths) -> dict[str, Any] | None:
     """A completed run's result, if it has scores; returned ones stand in events alone."""
-    result: dict[str, Any] = read_json(paths.result) or {}
+    result = read_or_empty(paths.result)
     return result if result.get("status") == "completed" and result["metrics"] else None
 
 

@@ -213,7 +213,7 @@ def _load(path: Path) -> Folds:
         folds = _rebuilt(about, path)
         if folds.hash != about["hash"]:
             raise ValueError(f"its samples have the hash {folds.hash}, not {about['hash']}")
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except Exception as error:  # a damaged .npz raises BadZipFile, zlib.error and others
         raise FoldError(
             f"the folds cannot be read from {path}: {error}",
             allowed="a file that folds.save(path) wrote, with the .npz beside it if there was one",

@@ -21,7 +21,7 @@ from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from nbtoolkit.errors import RunFolderError, SweepError
-from nbtoolkit.runtime.paths import write_whole
+from nbtoolkit.runtime.paths import reading, write_whole
 from nbtoolkit.search.pruners import make_pruner
 from nbtoolkit.search.samplers import Seeded, make_sampler
 from nbtoolkit.search.sole_writer import SoleWriter
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from nbtoolkit.search.wishes import Wishes
 
 FILE = "study.db"
-_IDENTITY, _PREPARED, _IMPORTED = "identity", "prepared", "imported"
+_IDENTITY, _PREPARED, IMPORTED = "identity", "prepared", "imported"
 
 
 _P = ParamSpec("_P")
@@ -67,7 +67,7 @@ class SearchStudy:
     @property
     def imported(self) -> int:
         """How many trials came from a warm start; they are the first, and do not count."""
-        return int(self.optuna.user_attrs.get(_IMPORTED, 0))
+        return int(self.optuna.user_attrs.get(IMPORTED, 0))
 
     def trials(self) -> list[FrozenTrial]:
         """This sweep's own trials by number, those that wait too. They must not be changed."""
@@ -183,11 +183,13 @@ def open_study(
 
     Raises:
         SweepError: the study in the file was made with another space, objective or folds.
+        RunFileError: the file is damaged.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = open_storage(file)
     name = wishes.study.name
-    known = {one.study_name: one for one in optuna.get_all_study_summaries(storage=storage)}
+    with reading(file):
+        storage = open_storage(file)
+        known = {one.study_name: one for one in optuna.get_all_study_summaries(storage=storage)}
     if name in known and not known[name].user_attrs.get(_PREPARED):
         optuna.delete_study(study_name=name, storage=storage)  # cut off before its first trial
         known.pop(name)
@@ -201,7 +203,7 @@ def open_study(
         _refuse_another(study, identity, file)
     else:
         _prepare(study, wishes, space, identity)
-    drawn_from = int(study.user_attrs[_IMPORTED]) + len(wishes.first_trials)
+    drawn_from = int(study.user_attrs[IMPORTED]) + len(wishes.first_trials)
     sampler = Seeded(lambda number: make_sampler(wishes, space, number, drawn_from))
     own = SoleWriter(storage, name)
     study = optuna.load_study(
@@ -277,7 +279,7 @@ def _prepare(
 ) -> None:
     """Write what comes before the first trial; the last line says that all of it is there."""
     imported = import_trials(study, wishes, space) if wishes.warm_start else 0
-    study.set_user_attr(_IMPORTED, imported)
+    study.set_user_attr(IMPORTED, imported)
     for point in wishes.first_trials:
         study.enqueue_trial(space.stored(point))
     study.set_user_attr(_IDENTITY, dict(identity))

@@ -19,7 +19,7 @@ from nbtoolkit.search.folds import Folds
 from nbtoolkit.search.handle import SweepHandle
 from nbtoolkit.search.live import TableLines
 from nbtoolkit.search.start import Search, Started, start_search
-from nbtoolkit.search.sweep_result import SweepResult, load_yaml
+from nbtoolkit.search.sweep_result import SweepResult, read_wishes
 from nbtoolkit.search.table import SweepTable
 from nbtoolkit.search.wished_folds import wished_folds
 from nbtoolkit.search.wishes import Wishes, load_wishes
@@ -221,7 +221,7 @@ def handle_on_sweep(
     paths: RunPaths, screen: Screen, *, on_event: Callable[[Event], None] | None = None
 ) -> SweepHandle:
     """A handle on a sweep's folder, for :func:`nbtoolkit.attach`."""
-    wishes = Wishes.model_validate(load_yaml(paths.folder / WISHES_FILE))
+    wishes = read_wishes(paths.folder)
     cell = _shown(paths, wishes, screen)
     return SweepHandle(paths, SweepResult, cell=cell, on_event=on_event)
 

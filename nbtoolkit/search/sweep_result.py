@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.config import Config, load_config
-from nbtoolkit.errors import LaunchError, SweepError
-from nbtoolkit.runtime.events import EventReader
-from nbtoolkit.runtime.paths import RunPaths, read_json, write_whole
+from nbtoolkit.errors import LaunchError, RunFileError, SweepError
+from nbtoolkit.runtime.events import Event, EventReader
+from nbtoolkit.runtime.paths import RunPaths, read_record, reading, write_whole
 from nbtoolkit.search.table import SweepTable
+from nbtoolkit.search.trial import ENDED
 from nbtoolkit.search.wishes import Wishes
+from nbtoolkit.yaml_lines import read_layer
 
 if TYPE_CHECKING:
     import optuna
@@ -40,19 +42,20 @@ class SweepResult:
     """
 
     def __init__(self, paths: RunPaths) -> None:
-        ended = read_json(paths.result)
+        ended = read_record(paths.result)
         if ended is None:
             raise LaunchError(
                 f"the sweep {paths.folder} has no result",
                 do="attach to it with nb.attach(folder)",
             )
         self.paths = paths
-        self.status: Status = ended["status"]
-        self.seconds: float = ended["seconds"]
-        self.summary: dict[str, Any] = ended["summary"]
-        self.best_value: float | None = self.summary["best_value"]
-        self.best_params: dict[str, Any] = self.summary["best_params"] or {}
-        self.best_trial: int | None = self.summary["best"]
+        with reading(paths.result):
+            self.status: Status = ended["status"]
+            self.seconds: float = ended["seconds"]
+            self.summary: dict[str, Any] = ended["summary"]
+            self.best_value: float | None = self.summary["best_value"]
+            self.best_params: dict[str, Any] = self.summary["best_params"] or {}
+            self.best_trial: int | None = self.summary["best"]
 
     @property
     def best_config(self) -> Config:
@@ -72,17 +75,18 @@ class SweepResult:
     @cached_property
     def wishes(self) -> Wishes:
         """What was wished of the sweep: its ``sweep.yaml``."""
-        values = load_yaml(self.paths.folder / "sweep.yaml")
-        return Wishes.model_validate(values)
+        return read_wishes(self.paths.folder)
 
     @cached_property
     def study(self) -> optuna.Study:
         """The Optuna study; ``study.db`` in the folder, which optuna-dashboard opens as it is."""
         import optuna
 
-        storage = f"sqlite:///{self.paths.folder / STUDY_FILE}"
-        (name,) = optuna.get_all_study_names(storage)
-        return optuna.load_study(study_name=name, storage=storage)
+        file = self.paths.folder / STUDY_FILE
+        with reading(file):
+            file.stat()  # SQLite makes a file that is missing
+            (name,) = optuna.get_all_study_names(f"sqlite:///{file}")
+            return optuna.load_study(study_name=name, storage=f"sqlite:///{file}")
 
     @property
     def trials(self) -> pd.DataFrame:
@@ -94,12 +98,28 @@ class SweepResult:
         import pandas as pd
 
         rows = {}
-        for event in EventReader(self.paths.events).read():
+        for event in self._events():
             if event["type"] == "trial":
                 rows[event["number"]] = self._row(event)
         if not rows:
             return pd.DataFrame(columns=["state", "value", "seconds", "reason", "folder"])
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis("trial").sort_index()
+
+    def _events(self) -> list[Event]:
+        """The sweep's events; trials that its diary has lost come from the study."""
+        try:
+            events = list(EventReader(self.paths.events).read())
+        except RunFileError:
+            events = []
+        with reading(self.paths.result):
+            count = sum(self.summary["counts"].values())
+        told = {one["number"] for one in events if one["type"] == "trial" and one["state"] in ENDED}
+        if len(told) >= count:
+            return events
+        from nbtoolkit.search.books import trials_in
+
+        lost = [one for one in trials_in(self.study, self.wishes) if one["number"] not in told]
+        return [*events, *({**one, "best": one["number"] == self.best_trial} for one in lost)]
 
     def _row(self, event: dict[str, Any]) -> dict[str, Any]:
         metrics, values = self.wishes.metrics, event.get("values") or []
@@ -149,7 +169,7 @@ class SweepResult:
 
     def _table(self) -> SweepTable:
         table = SweepTable.of(self.wishes)
-        table.read(EventReader(self.paths.events).read())
+        table.read(self._events())
         return table
 
     def __repr__(self) -> str:
@@ -161,8 +181,12 @@ class SweepResult:
         return f"{self._table().html()}<p>{folder}</p>"
 
 
-def load_yaml(path: Path) -> Any:
-    """What a YAML file of our own holds."""
-    import yaml
+def read_wishes(folder: Path) -> Wishes:
+    """What was wished of a sweep: the ``sweep.yaml`` in its folder.
 
-    return yaml.safe_load(path.read_text())
+    Raises:
+        RunFileError: it cannot be read.
+    """
+    file = folder / "sweep.yaml"
+    with reading(file):
+        return Wishes.model_validate(read_layer(file).values)

@@ -13,7 +13,7 @@ from typing import Any
 
 from nbtoolkit.errors import TrackingError
 from nbtoolkit.runtime.events import Event, EventReader
-from nbtoolkit.runtime.paths import RunPaths, read_json, write_json
+from nbtoolkit.runtime.paths import RunPaths, read_or_empty, write_json
 from nbtoolkit.tracking.choice import choose_tracking
 from nbtoolkit.tracking.jobs import Jobs
 from nbtoolkit.tracking.tracker import NullTracker, Point, Tracker, Trackers, points
@@ -50,7 +50,7 @@ class Follower:
         self._paths, self._owner = paths, owner or paths
         self._make = make or _make_by_config(paths, output_dir or paths.folder.absolute().parent)
         self._lock = _lock_folder(paths.folder)
-        saved = read_json(paths.tracking) or {}
+        saved = read_or_empty(paths.tracking)
         self.state: dict[str, Any] = saved.get("state", {})
         """What the trackers keep: ``mlflow_run_id``."""
         self._last_steps: dict[str, int] = saved.get("last_steps", {})
@@ -82,7 +82,7 @@ class Follower:
     def failed(self, error: str) -> None:
         """Keep with the run why it is not written."""
         with contextlib.suppress(OSError):  # the disk may be what failed
-            kept = read_json(self._paths.tracking) or {}
+            kept = read_or_empty(self._paths.tracking)
             write_json(self._paths.tracking, {**kept, "done": False, "error": error})
 
     def close(self) -> None:

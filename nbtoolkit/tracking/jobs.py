@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbtoolkit.runtime.events import Event, EventReader
-from nbtoolkit.runtime.paths import RunPaths, read_json
+from nbtoolkit.runtime.paths import RunPaths, read_or_empty
 from nbtoolkit.tracking.tracker import job_folder
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Jobs:
         """Follow the jobs that an earlier follower of the sweep did not write through."""
         past = EventReader(RunPaths(self._sweep).events).read()
         for job in dict.fromkeys(job for event in past if (job := job_folder(event)) is not None):
-            state = read_json(RunPaths(self._sweep / job).tracking) or {}
+            state = read_or_empty(RunPaths(self._sweep / job).tracking)
             if not state.get("done"):
                 self._waiting[job] = None
 

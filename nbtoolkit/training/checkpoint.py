@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import yaml
-
 from nbtoolkit.errors import CheckpointError
 from nbtoolkit.runtime.checkpoint import read_state
-from nbtoolkit.training.shelf import Entry, Shelf
+from nbtoolkit.runtime.paths import reading
+from nbtoolkit.training.shelf import Entry, Kind, Shelf
+from nbtoolkit.yaml_lines import read_layer
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +80,8 @@ def find_weights(path: Path, kind: Literal["best", "last"] | None = None) -> Pat
             one, the last is taken.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: it is damaged, and there is no older one.
+        RunFileError: the run's configuration, which says which weights, cannot be read.
     """
     if not path.is_dir():
         return path
@@ -87,10 +89,13 @@ def find_weights(path: Path, kind: Literal["best", "last"] | None = None) -> Pat
         return _in_checkpoint(path)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     shelf, wished = Shelf(folder), kind or _wished(path)
-    best, steps = shelf.entries("best"), shelf.entries("step")
-    for entries, saved in ((best, "best.pt"), (steps, "last.pt"))[wished == "last" :]:
-        if entries:
-            return _in_checkpoint(entries[0].folder)
+    order: tuple[tuple[Kind, str], ...] = (("best", "best.pt"), ("step", "last.pt"))
+    for one, saved in order[wished == "last" :]:
+        entry, wrong = shelf.good(one)
+        for damage in wrong if entry else ():
+            warnings.warn(f"passed over a damaged checkpoint, {damage}", stacklevel=2)
+        if entry:
+            return _weights_in(entry)
         if (folder / saved).exists():
             return folder / saved
     return None
@@ -99,8 +104,9 @@ def find_weights(path: Path, kind: Literal["best", "last"] | None = None) -> Pat
 def _wished(folder: Path) -> str:
     """What ``checkpoint.weights`` was in a run's configuration."""
     config = folder / "config.yaml"
-    settings = yaml.safe_load(config.read_text()) if config.is_file() else {}
-    wished: str = settings.get("checkpoint", {}).get("weights", "best")
+    with reading(config):
+        settings = read_layer(config).values if config.exists() else {}
+        wished: str = settings.get("checkpoint", {}).get("weights", "best")
     return wished
 
 
@@ -113,8 +119,12 @@ def _in_checkpoint(folder: Path) -> Path:
             allowed="one that is whole",
             do=f"use another one of {folder.parent}, or put it back from a copy",
         )
+    return _weights_in(entry)
+
+
+def _weights_in(entry: Entry) -> Path:
     parts = [name for name in ("averaged.pt", "model.pt") if name in entry.about["files"]]
-    return folder / parts[0]
+    return entry.folder / parts[0]
 
 
 def _weights(state: Mapping[str, Any], expected: Mapping[str, Any], source: str) -> dict[str, Any]:

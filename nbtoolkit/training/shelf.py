@@ -11,6 +11,7 @@ the files) last, and then renamed: a kill at any moment leaves the earlier ones 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -80,7 +81,11 @@ class Entry:
                 return f"{name} is missing"
             if path.stat().st_size != file["bytes"]:
                 return f"{name} has {path.stat().st_size} bytes of {file['bytes']}"
-            if _hash(path) != file["sha256"]:
+            try:
+                digest = _hash(path)
+            except OSError as error:
+                return f"{name} cannot be read: {error.strerror}"
+            if digest != file["sha256"]:
                 return f"{name} is damaged: its SHA-256 differs"
         return ""
 
@@ -172,7 +177,8 @@ class Shelf:
         place = folders.index(newest)
         keep = folders[place : place + (self._keep if kind == "step" else 1)]
         for folder in set(folders) - set(keep):
-            (folder / _MANIFEST).unlink(missing_ok=True)  # no longer one, whatever comes
+            with contextlib.suppress(OSError):  # damaged: a folder in its place, or a file
+                (folder / _MANIFEST).unlink()  # no longer one, whatever comes
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -236,9 +242,10 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
         if not (folder / _MANIFEST).is_file():  # a FIFO would be waited for
             return None
         about = json.loads((folder / _MANIFEST).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     known = isinstance(about, dict) and about.get("format") == FORMAT
+    known = known and isinstance(about.get("files"), dict)
     return about if known else None
 
 

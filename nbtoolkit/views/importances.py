@@ -6,12 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from yaml import YAMLError
-
-from nbtoolkit.errors import MissingExtra, SpaceError, SweepError
+from nbtoolkit.errors import MissingExtra, RunFileError, SweepError
 from nbtoolkit.search.importance import LEAST, importance
-from nbtoolkit.search.space import Space
-from nbtoolkit.search.sweep_result import load_yaml
+from nbtoolkit.search.sweep_result import read_wishes
 from nbtoolkit.search.table import SweepTable
 from nbtoolkit.views.markup import bar, boxed, said, wrong
 from nbtoolkit.views.state import State
@@ -60,8 +57,8 @@ def _trials(state: State) -> list[FrozenTrial]:
 
     assert isinstance(state.table, SweepTable)
     try:
-        space = Space(load_yaml(state.paths.folder / "sweep.yaml")["space"])
-    except (OSError, YAMLError, SpaceError, KeyError, TypeError):  # gone, or damaged
+        space = read_wishes(state.paths.folder).make_space()
+    except RunFileError:  # gone, or damaged
         return []
     known = space.distributions()
     found = [create_trial(state=TrialState.PRUNED)] * state.table.count("pruned")

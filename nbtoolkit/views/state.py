@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections import deque
 from pathlib import Path
 from typing import Any, Literal
 
-from yaml import YAMLError
-
+from nbtoolkit.errors import RunFileError
 from nbtoolkit.report.story import Points, numbers
 from nbtoolkit.runtime.events import Event, EventReader
-from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.runtime.paths import RunPaths, read_or_empty
 from nbtoolkit.search.fold_table import FoldTable
-from nbtoolkit.search.sweep_result import load_yaml
+from nbtoolkit.search.sweep_result import read_wishes
 from nbtoolkit.search.table import SweepTable
-from nbtoolkit.search.wishes import Wishes
 from nbtoolkit.views.readings import last_readings
 
 Kind = Literal["run", "sweep", "cv"]
@@ -82,7 +79,7 @@ class State:
         try:
             self._read()
             self.unreadable = ""
-        except OSError as error:
+        except (OSError, RunFileError) as error:
             self.unreadable, self._owned = str(error), False
         return (self._reader.offset, self._owned, self.gone, self.unreadable) != before
 
@@ -91,10 +88,9 @@ class State:
         # The lock first: what an owner writes before it goes must not look like its death.
         self._owned = not self.gone and self.paths.owned()
         for event in self._reader.read():
-            if isinstance(event, dict) and isinstance(event.get("t"), (int, float)):
-                # a line that is damaged, or another version's, costs no more than itself
-                with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
-                    self._take(event)
+            # a line that is damaged, or another version's, costs no more than itself
+            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+                self._take(event)
         # Another owner may have come meanwhile, whose first line was read already.
         if not self._owned and self.ended is None and not self.gone:
             self._owned = self.paths.owned()
@@ -255,8 +251,8 @@ class State:
         if self.kind == "cv":
             return FoldTable()
         try:
-            wishes = Wishes.model_validate(load_yaml(self.paths.folder / "sweep.yaml"))
-        except (OSError, ValueError, YAMLError):  # not written yet, or damaged
+            wishes = read_wishes(self.paths.folder)
+        except RunFileError:  # not written yet, or damaged
             return SweepTable()
         self.metric, self.direction = wishes.metrics[0], wishes.directions[0]
         return SweepTable.of(wishes)
@@ -300,16 +296,8 @@ def _put(points: Points, step: float, value: float) -> None:
 
 
 def _kind(paths: RunPaths) -> Kind:
-    kind = _read(paths.versions).get("kind")
+    kind = read_or_empty(paths.versions).get("kind")
     return kind if kind in ("sweep", "cv") else "run"
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """A JSON file of names and values; empty where there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        value = json.loads(file.read_text(encoding="utf-8"))
-        return value if isinstance(value, dict) else {}
-    return {}
 
 
 def seconds_left(state: State, now: float | None = None) -> float | None:
