@@ -122,10 +122,7 @@ def choose_run(
         chosen = _named(resume, output_dir, config, train)
     if chosen is None:
         paths = RunPaths.create(output_dir, name or str(getattr(train, "__name__", "run")))
-        try:
-            lock = lock_run(paths)
-        except OSError as error:
-            raise folder_error(paths.folder, error) from error
+        lock = lock_run(paths)
         assert lock is not None
         return ChosenRun(paths, lock, 1)
     put_aside(chosen.paths)
@@ -145,6 +142,9 @@ def put_aside(paths: RunPaths) -> None:
             if (paths.folder / name).exists():
                 os.replace(paths.folder / name, paths.previous / name)
         paths.stop.unlink(missing_ok=True)
+        with paths.events.open("ab+") as events:  # read and written by all that follows
+            events.seek(0)
+            events.read(1)
     except OSError as error:  # damaged: a folder in a file's place, a file that cannot be read
         raise folder_error(paths.folder, error) from error
 
@@ -231,8 +231,16 @@ def _differences(before: Config, config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def lock_run(paths: RunPaths) -> RunLock | None:
-    """Lock a run; None: somebody holds it."""
-    lock = RunLock(os.open(paths.lock, os.O_RDWR | os.O_CREAT, 0o644))
+    """Lock a run; None: somebody holds it.
+
+    Raises:
+        RunFolderError: the folder cannot be written.
+    """
+    try:
+        # 0600: who could open it could hold it
+        lock = RunLock(os.open(paths.lock, os.O_RDWR | os.O_CREAT, 0o600))
+    except OSError as error:
+        raise folder_error(paths.folder, error) from error
     for _ in range(_LOCK_TRIES):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

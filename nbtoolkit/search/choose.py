@@ -15,7 +15,6 @@ from nbtoolkit.runtime.paths import (
     RunPaths,
     decides_result,
     fingerprint,
-    folder_error,
     read_or_empty,
     read_record,
     runs_in,
@@ -51,10 +50,7 @@ def choose_search(
         put_aside(chosen.paths)
         return chosen
     paths = RunPaths.create(config.runtime.output_dir, name)
-    try:
-        lock = lock_run(paths)
-    except OSError as error:
-        raise folder_error(paths.folder, error) from error
+    lock = lock_run(paths)
     assert lock is not None
     return ChosenRun(paths, lock, 1)
 
