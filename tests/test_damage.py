@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import shutil
 import traceback
 import warnings
@@ -14,7 +16,6 @@ import torch
 
 import nbtoolkit as nb
 from nbtoolkit.errors import NbtoolkitError
-from nbtoolkit.report.contents import read_report
 
 KINDS = ("run", "failed", "sweep", "cv")
 SPACE = {"optim.lr": {"type": "float", "low": 1e-3, "high": 1e-1, "log": True}}
@@ -70,10 +71,8 @@ def whole(config: nb.Config) -> dict[str, Path]:
     folders: dict[str, Path] = {}
     parent = Path(config.runtime.output_dir)
     for kind in KINDS:
-        try:
+        with contextlib.suppress(Failed):
             begin(kind, config, "never")
-        except Failed:
-            pass
         [folders[kind]] = set(parent.iterdir()) - {*folders.values(), parent / ".cache"}
     return folders
 
@@ -157,12 +156,6 @@ def _files(folder: Path) -> list[Path]:
     return [file for file in found if not any(one in file.as_posix() for one in others)]
 
 
-def _copied(folder: Path, to: Path) -> Path:
-    shutil.rmtree(to, ignore_errors=True)
-    shutil.copytree(folder, to / folder.name)
-    return to / folder.name
-
-
 def _raw(call: Callable[[], object]) -> str:
     """The error of a call that is none of ours; empty: it works, or raises one of ours."""
     with warnings.catch_warnings():
@@ -182,9 +175,12 @@ def injected(
     whole: dict[str, Path], place: Path, kinds: tuple[str, ...] = tuple(DAMAGE)
 ) -> Iterator[tuple[str, str, Path]]:
     """A damaged copy after the other: the kind of run, what was done, the folder."""
+    number = itertools.count()
     for kind, folder in whole.items():
         for file in _files(folder):
             for damage in kinds:
-                copy = _copied(folder, place)
+                copy = place / str(next(number)) / folder.name
+                shutil.copytree(folder, copy)
                 DAMAGE[damage](copy / file)
                 yield kind, f"{kind} {file} {damage}", copy
+                shutil.rmtree(copy.parent, ignore_errors=True)

@@ -85,7 +85,7 @@ def read_report(folder: str | os.PathLike[str]) -> Report:
         folder: a run's folder, or one that holds runs, at most four folders below it.
 
     Raises:
-        ReportFolderError: there is no such folder.
+        ReportFolderError: there is no such folder, or it is another user's.
     """
     path = Path(folder).expanduser().absolute()
     if not path.is_dir():
@@ -94,6 +94,14 @@ def read_report(folder: str | os.PathLike[str]) -> Report:
             allowed="a run's folder, or one that holds runs: runtime.output_dir",
             do='name it: nb.report("outputs"), or nbtoolkit report outputs',
         )
+    try:
+        os.listdir(path)
+    except OSError as error:
+        raise ReportFolderError(
+            f"the folder {path} cannot be read: {error.strerror}",
+            allowed="a folder that this user may read; a run's is its owner's alone",
+            do=f"let its owner share it: chmod go+rX {path}",
+        ) from error
     return Report(path, [read_story(paths) for paths in runs_below(path)])
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nbtoolkit.errors import CheckpointError
+from nbtoolkit.runtime.paths import unused_beside
 
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -21,9 +21,9 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
             or the disk is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    temporary = unused_beside(path)
     try:
-        with os.fdopen(fd, "wb") as file:
+        with temporary.open("xb") as file:
             dump_state(state, file)
             file.flush()
             os.fsync(file.fileno())
@@ -35,7 +35,7 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
             do="free some space, save fewer checkpoints, or set runtime.output_dir to another disk",
         ) from error
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def dump_state(state: Mapping[str, Any], file: Any) -> None:

@@ -53,7 +53,7 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         self._writing = threading.Lock()
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     def write(self, type: str, **fields: Any) -> Event:
         """Append one event and return it.

@@ -1,8 +1,8 @@
 """RunPaths: every file of a run; whole-file writes; run ids and fingerprints.
 
-<output_dir>/<run id>/
+<output_dir>/<run id>/                    0700: its owner's alone; what is inside follows the umask
 config.yaml  plan.json  versions.json     what was decided, before anything starts
-owner.lock  owner.json                    who is in charge (flock; pid, boot id)
+owner.lock  owner.json                    who is in charge (flock, mode 0600; pid, boot id)
 events.jsonl                              the run's diary, append-only: the only thing readers read
 stop                                      written by a handle: "please end"
 tracking.json                             how much of it MLflow has (with tracking on)
@@ -30,7 +30,6 @@ import json
 import os
 import re
 import secrets
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -179,7 +178,7 @@ class RunPaths:
                 stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
                 folder = parent / f"{stamp}-{slug}-{secrets.token_hex(2)}"
                 try:
-                    folder.mkdir()
+                    folder.mkdir(mode=0o700)  # pickles, outputs: chmod it to share it
                     return cls(folder)
                 except FileExistsError:
                     continue
@@ -192,6 +191,8 @@ class RunPaths:
             fd = os.open(self.lock, os.O_RDONLY)
         except FileNotFoundError:
             return False
+        except PermissionError:  # another user's, whose lock is in the kernel's list
+            return f":{self.lock.stat().st_ino} " in Path("/proc/locks").read_text()
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
@@ -232,17 +233,22 @@ def write_whole(path: Path, data: bytes | str, *, durable: bool = True) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     raw = data.encode() if isinstance(data, str) else data
-    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    temporary = unused_beside(path)
     try:
-        with os.fdopen(fd, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(raw)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def unused_beside(path: Path) -> Path:
+    """A hidden name beside ``path``; what is made there has the umask's mode, mkstemp's has not."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
@@ -266,7 +272,7 @@ def reading(path: Path) -> Iterator[None]:
         raise RunFileError(
             f"{path} cannot be read: {why[:300]}",
             allowed="a file as nbtoolkit wrote it, which this user may read",
-            do="read it as the user whose run it is, or put it back from a copy (nb.unpack); "
+            do="let its owner share the folder (chmod go+rX); put a damaged file back from a copy; "
             "a run without a result resumes when it is launched again",
         ) from error
 

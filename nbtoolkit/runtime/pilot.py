@@ -135,7 +135,7 @@ def _loopback_store(port: int) -> TCPStore:
 def write_output_to(path: Path) -> None:
     """Append this process's stdout and stderr, C libraries included, to a file; whole lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)

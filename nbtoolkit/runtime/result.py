@@ -464,10 +464,12 @@ def find_run(run: str | os.PathLike[str], output_dir: str | Path = "outputs") ->
 
     Raises:
         LaunchError: there is none.
+        RunFileError: it is another user's.
     """
     for folder in (Path(run).expanduser(), Path(output_dir).expanduser() / run):
-        if (folder / "versions.json").is_file():
-            return RunPaths(folder.absolute())
+        with reading(folder):  # another user's
+            if (folder / "versions.json").is_file():
+                return RunPaths(folder.absolute())
     raise LaunchError(
         f"there is no run {run}",
         allowed=f"a run's folder, or the id of a run under {Path(output_dir).absolute()}",

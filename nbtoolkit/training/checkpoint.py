@@ -85,8 +85,9 @@ def find_weights(path: Path, kind: Literal["best", "last"] | None = None) -> Pat
     """
     if not path.is_dir():
         return path
-    if (path / "manifest.json").exists():
-        return _in_checkpoint(path)
+    with reading(path):  # another user's
+        if (path / "manifest.json").exists():
+            return _in_checkpoint(path)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     shelf, wished = Shelf(folder), kind or _wished(path)
     order: tuple[tuple[Kind, str], ...] = (("best", "best.pt"), ("step", "last.pt"))

@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import IO, Any, Literal
 
 from nbtoolkit.errors import CheckpointError
 from nbtoolkit.runtime.checkpoint import dump_state, read_state
+from nbtoolkit.runtime.paths import unused_beside
 
 Kind = Literal["step", "best"]
 
@@ -117,8 +117,9 @@ class Shelf:
                 before is untouched.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(prefix=".new-", dir=self.folder))
+        building = unused_beside(self.folder / "new-")
         try:
+            building.mkdir()
             files = {f"{name}.pt": _write(building, name, state) for name, state in parts.items()}
             manifest = {"format": FORMAT, "kind": kind, "step": step, **about, "files": files}
             _write_synced(building / _MANIFEST, json.dumps(manifest, indent=1).encode())
