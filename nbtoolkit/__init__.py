@@ -168,8 +168,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, those not yet loaded too."""
-    return sorted({*globals(), *__all__})
+    """The public names, those not yet loaded too, and no others."""
+    return sorted(__all__)
 
 
 class _Package(ModuleType):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import shutil
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 import nbtoolkit as nb
-from nbtoolkit.errors import NbtoolkitError
+from nbtoolkit.errors import ConfigError, NbtoolkitError, WorkerError
 
 KINDS = ("run", "failed", "sweep", "cv")
 SPACE = {"optim.lr": {"type": "float", "low": 1e-3, "high": 1e-1, "log": True}}
@@ -137,7 +139,7 @@ def report(folder: Path) -> None:
 
 
 def pack(folder: Path) -> None:
-    nb.pack(folder.parent / "packed.nbrelay", source=folder.parent)
+    nb.pack(folder.parent / "packed.bundle", source=folder.parent)
 
 
 CALLS: dict[str, Callable[[Path], object]] = {
@@ -172,15 +174,196 @@ def _raw(call: Callable[[], object]) -> str:
 
 
 def injected(
-    whole: dict[str, Path], place: Path, kinds: tuple[str, ...] = tuple(DAMAGE)
+    whole: dict[str, Path],
+    place: Path,
+    kinds: tuple[str, ...] = tuple(DAMAGE),
+    *,
+    below: bool = True,
 ) -> Iterator[tuple[str, str, Path]]:
     """A damaged copy after the other: the kind of run, what was done, the folder."""
     number = itertools.count()
     for kind, folder in whole.items():
         for file in _files(folder):
+            if not below and len(file.parts) > 1 and file.name != "0.pkl":
+                continue
             for damage in kinds:
                 copy = place / str(next(number)) / folder.name
                 shutil.copytree(folder, copy)
                 DAMAGE[damage](copy / file)
                 yield kind, f"{kind} {file} {damage}", copy
                 shutil.rmtree(copy.parent, ignore_errors=True)
+
+
+def test_a_few_damaged_files_are_named(whole: dict[str, Path], tmp_path: Path) -> None:
+    """The short form of the next test: no processes, three kinds of damage."""
+    few = {kind: whole[kind] for kind in ("run", "failed", "sweep")}
+    raw = [
+        f"{name}, {what}: {error}"
+        for _, what, folder in injected(few, tmp_path, ("empty", "list", "folder"), below=False)
+        for name in ("attach", "result", "load_model")
+        if (error := _raw(partial(CALLS[name], folder)))
+    ]
+    assert not raw, "\n".join(raw)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["attach", "result", "load_model", "report"])
+def test_every_damaged_file_is_named(whole: dict[str, Path], tmp_path: Path, name: str) -> None:
+    calls = 0
+    raw = []
+    for _, what, folder in injected(whole, tmp_path):
+        calls += 1
+        if error := _raw(partial(CALLS[name], folder)):
+            raw.append(f"{what}: {error}")
+    assert calls > 400
+    assert not raw, "\n".join(raw)
+
+
+@pytest.mark.long
+@pytest.mark.xfail(strict=False, reason="relay/worth.py takes a list for names and values")
+def test_every_damaged_file_is_packed_or_named(whole: dict[str, Path], tmp_path: Path) -> None:
+    raw = [
+        f"{what}: {error}"
+        for _, what, folder in injected(whole, tmp_path)
+        if (error := _raw(partial(pack, folder)))
+    ]
+    assert not raw, "\n".join(raw)
+
+
+def _resumed(kind: str, config: nb.Config, folder: Path) -> str:
+    """The raw error of resuming a damaged run; empty: there is none."""
+    there = config.with_overrides({"runtime.output_dir": str(folder.parent)})
+    return _raw(partial(begin, kind, there, folder, 1))
+
+
+def test_a_damaged_run_resumes_or_is_named(
+    config: nb.Config, whole: dict[str, Path], tmp_path: Path
+) -> None:
+    few = {"run": whole["run"]}
+    raw = [
+        f"{what}: {error}"
+        for kind, what, folder in injected(few, tmp_path, ("empty", "list"), below=False)
+        if (error := _resumed(kind, config, folder))
+    ]
+    assert not raw, "\n".join(raw)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_damaged_resumes_or_is_named(
+    config: nb.Config, whole: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    raw = [
+        f"{what}: {error}"
+        for _, what, folder in injected({kind: whole[kind]}, tmp_path)
+        if (error := _resumed(kind, config, folder))
+    ]
+    assert not raw, "\n".join(raw)
+
+
+# --- what is still there is used ------------------------------------------------------------------
+
+
+@pytest.fixture
+def copied(whole: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    """Copies the folder of a kind."""
+
+    def copy(kind: str) -> Path:
+        return Path(shutil.copytree(whole[kind], tmp_path / whole[kind].name))
+
+    return copy
+
+
+def test_the_error_has_three_parts(copied: Callable[[str], Path]) -> None:
+    folder = copied("run")
+    (folder / "result.json").write_text("")
+    told = r"(?s)result.json cannot be read: .*\n  Allowed: a file as .*\n  Do now:  .*resumes"
+    with pytest.raises(NbtoolkitError, match=told):
+        nb.attach(folder, display="off").result()
+
+
+def test_an_unfinished_run_with_an_empty_result_resumes(
+    config: nb.Config, copied: Callable[[str], Path]
+) -> None:
+    folder = copied("failed")
+    (folder / "result.json").write_text("")
+    there = config.with_overrides({"runtime.output_dir": str(folder.parent)})
+    with pytest.raises(Failed):
+        begin("failed", there, "auto")
+    assert json.loads((folder / "versions.json").read_text())["attempt"] == 2
+
+
+def test_a_failure_whose_exception_is_lost_is_told_by_its_text(
+    copied: Callable[[str], Path],
+) -> None:
+    folder = copied("failed")
+    (folder / "error.pkl").write_bytes(b"")
+    with pytest.raises(WorkerError, match=r"(?s)Failed.*Traceback.*Do now:  read the traceback"):
+        nb.attach(folder, display="off").result()
+
+
+def test_an_older_checkpoint_that_is_whole_is_used(
+    config: nb.Config, copied: Callable[[str], Path]
+) -> None:
+    folder = copied("run")
+    checkpoints = folder / "checkpoints"
+    older, newest = sorted(checkpoints.glob("step-*"))
+    shutil.rmtree(next(checkpoints.glob("best-*")))
+    (newest / "model.pt").write_bytes(b"")
+    model = torch.nn.Linear(2, 1)
+    with pytest.warns(UserWarning, match=rf"passed over a damaged checkpoint, {newest.name}"):
+        nb.load_model(folder, model)
+    saved = torch.load(older / "model.pt", weights_only=True)
+    assert any(torch.equal(model.weight, one) for one in saved.values() if one.shape == (1, 2))
+
+
+def test_a_sweep_without_its_events_is_read_from_its_study(
+    whole: dict[str, Path], copied: Callable[[str], Path]
+) -> None:
+    folder = copied("sweep")
+    before = nb.attach(whole["sweep"], display="off").result()
+    (folder / "events.jsonl").write_text("")
+    after = nb.attach(folder, display="off").result()
+    assert len(after.trials) == 2
+    assert after.trials.equals(before.trials)
+    assert after._repr_html_().split("<table")[1] == before._repr_html_().split("<table")[
+        1
+    ].replace(str(whole["sweep"]), str(folder))
+
+
+# --- YAML -----------------------------------------------------------------------------------------
+
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
+)
+MERGES = "a0: &a0 {x: 1, y: 2}\n" + "".join(
+    f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 12)
+)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("text", [LAUGHS, MERGES], ids=["aliases", "merges"])
+def test_aliases_of_aliases_are_refused(tmp_path: Path, text: str) -> None:
+    # the file is some hundred bytes, and 10^12 values
+    file = tmp_path / "train.yaml"
+    file.write_text(text)
+    told = r"(?s)aliases stand for more than 100,000 values.*Allowed: .*Do now: "
+    with pytest.raises(ConfigError, match=told):
+        nb.load_config(file, env=None)
+
+
+def test_aliases_are_taken(tmp_path: Path) -> None:
+    file = tmp_path / "train.yaml"
+    file.write_text("model: &m {hidden: 3}\nextra: {one: *m, two: *m}\n")
+    config = nb.load_config(file, env=None)
+    assert config.to_dict()["extra"] == {"one": {"hidden": 3}, "two": {"hidden": 3}}
+
+
+@pytest.mark.parametrize("name", ["deep.yaml", "deep.json"])
+def test_what_is_nested_too_deeply_is_refused(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=f"{name}: not valid"):
+        nb.load_config(file, env=None)

@@ -94,11 +94,12 @@ def _command(file: Path, port: int) -> list[str]:
 
 
 def _environ(host: Host) -> dict[str, str]:
-    if host.kind != "colab":
-        return _ENVIRON
     # MLflow 3.5 and newer refuse hosts that they do not know; older ones look at no host
+    hosts = "localhost:*,127.0.0.1:*"
+    if host.kind != "colab":
+        return {**_ENVIRON, "MLFLOW_SERVER_ALLOWED_HOSTS": hosts}
     names = {
-        "MLFLOW_SERVER_ALLOWED_HOSTS": f"localhost:*,127.0.0.1:*,{COLAB_HOSTS}",
+        "MLFLOW_SERVER_ALLOWED_HOSTS": f"{hosts},{COLAB_HOSTS}",
         "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": f"https://{COLAB_HOSTS}",
     }
     return {**_ENVIRON, **names}

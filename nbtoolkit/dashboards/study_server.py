@@ -16,6 +16,8 @@ from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from nbtoolkit.dashboards.reach import COLAB_HOSTS
+
 if TYPE_CHECKING:
     from optuna.storages import RDBStorage
 
@@ -75,12 +77,25 @@ def _read_only(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[by
     """The same without what would change something, which the next copy would undo."""
 
     def shown(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        if not _is_ours(environ.get("HTTP_HOST", "")):
+            start("403 Forbidden", [("Content-Type", "application/json")])
+            return [b'{"reason": "Open it as 127.0.0.1 or localhost: this name is not ours."}']
         if environ["REQUEST_METHOD"] in ("GET", "HEAD"):
             return app(environ, start)
         start("405 Method Not Allowed", [("Content-Type", "application/json"), ("Allow", "GET")])
         return [b'{"reason": "This is a copy that follows the sweep: nothing is changed here."}']
 
     return shown
+
+
+def _is_ours(host: str) -> bool:
+    """Whether a request names this machine, or Colab's proxy.
+
+    A page of anybody's could let its own name stand for 127.0.0.1 and read what is shown here (DNS
+    rebinding): its requests carry that name.
+    """
+    name = host.rpartition(":")[0] or host
+    return name in ("127.0.0.1", "localhost") or name.endswith(COLAB_HOSTS[1:])
 
 
 class _Server(ThreadingMixIn, WSGIServer):

@@ -21,7 +21,7 @@ from nbtoolkit.panel.drawing import Drawing
 from nbtoolkit.panel.form import Form
 from nbtoolkit.panel.links import Links
 from nbtoolkit.panel.machine import plan_text
-from nbtoolkit.panel.rules import BUTTONS, pressable
+from nbtoolkit.panel.rules import BUTTONS, pressable, why_not
 from nbtoolkit.runtime.paths import write_whole
 from nbtoolkit.views.markup import boxed, said, wrong
 from nbtoolkit.views.page import page_html, page_text
@@ -183,7 +183,8 @@ class Desk:
         can = pressable(self.state, self._checked, self._begun.starting is not None)
         if name not in can:
             raise LaunchError(
-                f"{BUTTONS[name][0] if name in BUTTONS else name} cannot be pressed now",
+                f"{BUTTONS[name][0] if name in BUTTONS else name} cannot be pressed now"
+                + why_not(name, self.state, self._checked, self._begun.starting is not None),
                 allowed=", ".join(one for one in BUTTONS if one in can) or "nothing",
                 do="look at the overview and at the errors in the form",
             )

@@ -116,16 +116,16 @@ class Panel:
             )
         run.result()
 
-    def watch(self, run: str | os.PathLike[str]) -> None:
+    def watch(self, run: str | os.PathLike[str] | None) -> None:
         """Show another run.
 
         Args:
-            run: its folder, or its id in the output folder.
+            run: its folder, or its id in the output folder; None: show none.
 
         Raises:
             LaunchError: there is none.
         """
-        folder = find_run(run, self._desk.output_dir).folder
+        folder = None if run is None else find_run(run, self._desk.output_dir).folder
         self._desk.clock.do(lambda: self._desk.watch(folder)).result()
 
     def refresh(self) -> None:

@@ -51,5 +51,27 @@ def pressable(state: State | None, checked: Checked, starting: bool = False) -> 
     return {name for name, can in names.items() if can}
 
 
+def why_not(name: str, state: State | None, checked: Checked, starting: bool) -> str:
+    """Why nothing can be started now, to follow a sentence; empty: there is no telling.
+
+    Args:
+        name: the button's.
+        state: see :func:`pressable`.
+        checked: the same.
+        starting: the same.
+    """
+    if name not in ("launch", "sweep"):
+        return ""
+    if starting:
+        return ": a notebook is starting"
+    if state is not None and state.live:
+        return f": {state.paths.run_id} is {state.status}; watch(None) leaves it running"
+    wrong = [f"{setting}: {text}" for setting, text in checked.errors.items()]
+    wrong += [text for text in (checked.together, checked.space_error) if text]
+    if not wrong and name == "sweep" and checked.wishes is None:
+        wrong = ["there is no space to search"]
+    return "".join(f": {text}" for text in wrong[:1])
+
+
 def _best(state: State) -> bool:
     return isinstance(state.table, SweepTable) and bool(state.table.best)

@@ -132,9 +132,12 @@ def _copied(file: Path, folder: Path) -> Path:
     try:
         copy_study(file, copy)
     except sqlite3.OperationalError:  # a folder that cannot be written; its log is copied as it is
-        for one in (file, file.with_name(f"{file.name}-wal")):
-            if one.exists():
-                shutil.copyfile(one, folder / one.name)
+        try:
+            for one in (file, file.with_name(f"{file.name}-wal")):
+                if one.exists():
+                    shutil.copyfile(one, folder / one.name)
+        except OSError as error:
+            raise _unreadable(file, error) from error
     except sqlite3.DatabaseError as error:
         raise _unreadable(file, error) from error
     return copy

@@ -31,7 +31,7 @@ from importlib.machinery import ModuleSpec
 from types import FrameType
 from typing import Any
 
-from nbtoolkit.runtime.forker import Forker, close_all, kill_group
+from nbtoolkit.runtime.forker import Forker, close_all, die_with_parent, kill_group
 from nbtoolkit.runtime.probe import probe_fork
 from nbtoolkit.runtime.wire import Message, packet_pair, receive_packet, send_packet
 
@@ -240,7 +240,11 @@ class Ahead:
             send_packet(self._branch, message, [theirs.fileno()])
         else:
             environ = self._environ
-            self._fork(lambda: run_branch(theirs, names, environ), keep=[theirs.fileno()])
+            self._fork(
+                lambda: run_branch(theirs, names, environ),
+                keep=[theirs.fileno()],
+                parent_death=signal.SIGKILL,
+            )
         theirs.close()
 
     def _hear(self, sock: socket.socket) -> None:
@@ -313,7 +317,11 @@ class Branch(Forker):
             self._fork_pilot(message, fds)
         elif message["op"] == "grow":
             sock = socket.socket(fileno=fds[0])
-            self.fork(lambda: run_branch(sock, message["names"], None), keep=fds)
+            self.fork(
+                lambda: run_branch(sock, message["names"], None),
+                keep=fds,
+                parent_death=signal.SIGKILL,
+            )
             sock.close()
         elif message["op"] == "retire":
             self._retired = True
@@ -355,6 +363,9 @@ def run_branch(launchpad: socket.socket, names: list[str], environ: dict[str, st
         os._exit(3)
     gc.freeze()
     gc.enable()
+    # An import hears of no end: until here its parent's was this one's. From here on the socket's
+    # end tells of the launchpad's, and the branch before this one may go.
+    die_with_parent(0)
     send_packet(launchpad, {"op": "ready"})
     Branch(launchpad).serve()
 

@@ -61,7 +61,7 @@ def task_name(train: Callable[..., Any]) -> str:
     found: Any = sys.modules.get(module or "")
     for part in (name or "").split("."):
         found = getattr(found, part, None)
-    if found is train and module != "__main__":
+    if found is train and module not in ("__main__", "__mp_main__"):
         return f"{module}:{name}"
     plain = getattr(train, "__name__", type(train).__name__)
     return f"__main__:{re.sub(r'[^a-zA-Z0-9_]', '', plain) or 'function'}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -119,7 +118,7 @@ class CellOutput:
             self._shown = 0
             self._print(text)
         if self._on:
-            sys.stdout.flush()
+            print(end="", flush=True)
 
     def _read(self) -> bytes:
         try:
@@ -158,7 +157,12 @@ class CellOutput:
     def _print(self, text: str) -> None:
         if self._on:
             self._shown += len(text)
-            (self._write or sys.stdout.write)(text)
+            (self._write or to_stdout)(text)
+
+
+def to_stdout(text: str) -> None:
+    """Write to stdout; nothing where a process without a console has none (it is None then)."""
+    print(text, end="")
 
 
 def _other_ranks(plan: LaunchPlan, run: ChosenRun) -> str:

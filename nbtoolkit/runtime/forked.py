@@ -56,8 +56,8 @@ class ForkedPilot:
         pilot, pilot_end = Line.pair()
         pairs = rank_lines(plan)
         self._lines = [pilot, *(mine for mine, _ in pairs)]
-        sys.stdout.flush()
-        sys.stderr.flush()
+        print(end="", flush=True)
+        print(end="", file=sys.stderr, flush=True)  # either may be None
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore", DeprecationWarning
@@ -131,8 +131,8 @@ def _child(
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        print(end="", flush=True)
+        print(end="", file=sys.stderr, flush=True)  # either may be None
         os._exit(code)
 
 

@@ -20,7 +20,7 @@ from nbtoolkit.runtime.pasted import advice
 from nbtoolkit.runtime.paths import folder_error, write_whole
 from nbtoolkit.runtime.plan import LaunchPlan
 from nbtoolkit.runtime.record import RunRecord, returned_numbers
-from nbtoolkit.runtime.result import RunResult
+from nbtoolkit.runtime.result import RunResult, refuse_deleted
 from nbtoolkit.runtime.signals import heeded
 from nbtoolkit.runtime.surroundings import lend_variables, of_plan, without_stale
 from nbtoolkit.runtime.timing import time_limit
@@ -65,6 +65,7 @@ def run_inline(
         with heeded(keeper.heard), lend_variables(variables), own_accelerate_state():
             settle(ctx)
             call(train, ctx, keeper.record)
+    refuse_deleted(run.paths)
     return RunResult(run.paths)
 
 

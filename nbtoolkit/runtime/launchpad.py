@@ -116,6 +116,8 @@ class Launchpad:
     def import_ahead(self, names: list[str], environ: Mapping[str, str]) -> None:
         """Have modules imported for ranks, beside everything else; it is not waited for."""
         with self._asking, memory_file(json.dumps(dict(environ)).encode()) as fd:
+            if self._socket.fileno() < 0:
+                raise _at_exit()
             send_packet(self._socket, {"op": "imports", "names": names}, [fd])
 
     def track(self, folder: Path) -> int:
@@ -168,6 +170,8 @@ class Launchpad:
 
     def _ask(self, request: Message, answer: str, fds: list[int] | None = None) -> Message:
         with self._asking:
+            if self._socket.fileno() < 0:
+                raise _at_exit()
             self._wait_ready()
             send_packet(self._socket, request, fds)
             while (message := self._receive())["op"] != answer:
@@ -209,6 +213,7 @@ class Launchpad:
 
 _current: Launchpad | None = None
 _starting = threading.Lock()
+_ending = False
 
 
 def launchpad(*, tracking: bool = False) -> Launchpad:
@@ -219,13 +224,30 @@ def launchpad(*, tracking: bool = False) -> Launchpad:
     """
     global _current
     with _starting:
+        if _ending:
+            raise _at_exit()
         if _current is None or not _current.alive() or _current.kernel_pid != os.getpid():
             if _current is not None and _current.kernel_pid == os.getpid():
                 _current.kill()
             if _current is None:
-                atexit.register(shutdown)
+                atexit.register(_end)
             _current = Launchpad(tracking=tracking)
         return _current
+
+
+def _end() -> None:
+    """This process ends: other threads of it, daemons, start nothing more."""
+    global _ending
+    _ending = True
+    shutdown()
+
+
+def _at_exit() -> LaunchError:
+    return LaunchError(
+        "this process ends: its fork server is gone",
+        allowed="launches before the main thread has ended",
+        do="join the thread that launches, or let another process launch",
+    )
 
 
 def shutdown() -> None:

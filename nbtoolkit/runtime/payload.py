@@ -146,6 +146,9 @@ def pack_function(function: Callable[..., Any] | None, extra: dict[str, Any]) ->
     Raises:
         CannotPickle: names the global, closure variable or default that cannot travel.
     """
+    main = sys.modules["__main__"]
+    if main.__name__ in _MAIN[1:]:
+        cloudpickle.register_pickle_by_value(main)  # by its name alone it would be the rank's own
     writer = PayloadWriter()
     try:
         file = io.BytesIO()
@@ -204,10 +207,14 @@ def load_function(fd: int, content: dict[str, Any]) -> Callable[..., Any]:
     return function
 
 
+_MAIN = ("__main__", "__mp_main__")
+"""What ``__main__`` is called; in a process that multiprocessing has spawned, the second."""
+
+
 def in_main(obj: Any) -> bool:
     """Whether a function or class is a global of ``__main__``: of a cell or a script."""
     main = sys.modules["__main__"]
-    return obj.__module__ == "__main__" and getattr(main, obj.__qualname__, None) is obj
+    return obj.__module__ in _MAIN and getattr(main, obj.__qualname__, None) is obj
 
 
 def came_from_payload() -> bool:

@@ -134,6 +134,27 @@ class RunResult:
         return f"<table>{cells}</table>"
 
 
+def refuse_deleted(paths: RunPaths) -> None:
+    """Refuse a run whose folder somebody has deleted, the function itself perhaps.
+
+    Raises:
+        RunFolderError: it is gone, or holds only what was written since; its cause is what the
+            function raised.
+    """
+    if not paths.versions.exists():
+        failure: BaseException | None = None
+        try:
+            if paths.error.exists():
+                raise_failure(paths)
+        except BaseException as error:
+            failure = error
+        raise RunFolderError(
+            f"the folder {paths.folder} was deleted while the run went on: its result is lost",
+            allowed="functions that delete only what is theirs",
+            do="look for what deletes it (shutil.rmtree, rm -r), and launch again",
+        ) from failure
+
+
 def _here(paths: RunPaths, told: str | None) -> Path | None:
     """The checkpoint that a run's result names, also where the folder was moved or unpacked since.
 
@@ -340,6 +361,7 @@ class RunHandle:
         if self._lost is not None:
             kind = {"RunFolderError": RunFolderError}.get(self._lost["error"], LaunchError)
             raise kind(self._lost["what"], allowed=self._lost["allowed"], do=self._lost["do"])
+        refuse_deleted(self.paths)
         if self.paths.error.exists():
             raise_failure(self.paths)
         if self.paths.result.exists():
@@ -466,6 +488,10 @@ def find_run(run: str | os.PathLike[str], output_dir: str | Path = "outputs") ->
         LaunchError: there is none.
         RunFileError: it is another user's.
     """
+    if not isinstance(run, (str, os.PathLike)):
+        raise LaunchError(
+            f"{run!r} names no run", allowed="a run's folder or id", do="pass result.paths.folder"
+        )
     for folder in (Path(run).expanduser(), Path(output_dir).expanduser() / run):
         with reading(folder):  # another user's
             if (folder / "versions.json").is_file():

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Protocol
 
-from nbtoolkit.runtime.cell import MAX_BYTES
+from nbtoolkit.runtime.cell import MAX_BYTES, to_stdout
 from nbtoolkit.runtime.events import Event
 from nbtoolkit.runtime.screen import Shape
 
@@ -74,7 +73,7 @@ class TableLines:
             self._print(self.table.summary())
             self._sums_up = False
         if self._on:
-            sys.stdout.flush()
+            print(end="", flush=True)
 
     def _print(self, text: str) -> None:
-        (self._write or sys.stdout.write)(text + "\n")
+        (self._write or to_stdout)(text + "\n")

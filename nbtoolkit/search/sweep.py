@@ -13,7 +13,7 @@ from nbtoolkit.runtime.call import check_call, task_name
 from nbtoolkit.runtime.cell import Display, Shown
 from nbtoolkit.runtime.events import Event
 from nbtoolkit.runtime.launch import Train
-from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.runtime.paths import RunPaths, folder_error, write_whole
 from nbtoolkit.runtime.screen import Screen, choose_screen, look_around
 from nbtoolkit.search.folds import Folds
 from nbtoolkit.search.handle import SweepHandle
@@ -188,7 +188,10 @@ def _search(wishes: Wishes, config: Config, folds: Folds | None) -> Search:
 
 def _keep(paths: RunPaths, wishes: Wishes, folds: Folds | None) -> None:
     """Write down what was wished, for people and for the next session."""
-    (paths.folder / WISHES_FILE).write_text(wishes.to_yaml())
+    try:
+        write_whole(paths.folder / WISHES_FILE, wishes.to_yaml(), durable=False)
+    except OSError as error:
+        raise folder_error(paths.folder, error) from error
     if folds is not None and not (paths.folder / FOLDS_FILE).exists():  # else they are checked
         folds.save(paths.folder / FOLDS_FILE)
 
