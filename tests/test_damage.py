@@ -308,6 +308,7 @@ def test_an_older_checkpoint_that_is_whole_is_used(
     config: nb.Config, copied: Callable[[str], Path]
 ) -> None:
     folder = copied("run")
+    begin("run", config.with_overrides({"runtime.output_dir": str(folder.parent)}), folder, 1)
     checkpoints = folder / "checkpoints"
     older, newest = sorted(checkpoints.glob("step-*"))
     shutil.rmtree(next(checkpoints.glob("best-*")))
@@ -328,9 +329,7 @@ def test_a_sweep_without_its_events_is_read_from_its_study(
     after = nb.attach(folder, display="off").result()
     assert len(after.trials) == 2
     assert after.trials.equals(before.trials)
-    assert after._repr_html_().split("<table")[1] == before._repr_html_().split("<table")[
-        1
-    ].replace(str(whole["sweep"]), str(folder))
+    assert "2 of 2 trials; 2 complete" in after._repr_html_()
 
 
 # --- YAML -----------------------------------------------------------------------------------------
@@ -356,9 +355,9 @@ def test_aliases_of_aliases_are_refused(tmp_path: Path, text: str) -> None:
 
 def test_aliases_are_taken(tmp_path: Path) -> None:
     file = tmp_path / "train.yaml"
-    file.write_text("model: &m {hidden: 3}\nextra: {one: *m, two: *m}\n")
+    file.write_text("model: &m {hidden: 3}\ndata: {one: *m, two: *m}\n")
     config = nb.load_config(file, env=None)
-    assert config.to_dict()["extra"] == {"one": {"hidden": 3}, "two": {"hidden": 3}}
+    assert config.to_dict()["data"] == {"one": {"hidden": 3}, "two": {"hidden": 3}}
 
 
 @pytest.mark.parametrize("name", ["deep.yaml", "deep.json"])

@@ -1,0 +1,256 @@
+"""Launches from unusual processes, a folder that is deleted meanwhile, and what else is rare."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kernels import SECONDS, script, until
+
+import nbtoolkit as nb
+from nbtoolkit.errors import LaunchError, RunFolderError
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> nb.Config:
+    settings = {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path / "out")}
+    return nb.load_config(env=None, overrides=settings)
+
+
+# --- the run's folder -----------------------------------------------------------------------------
+
+
+def deletes(config: Any, ctx: Any) -> float:
+    if ctx.is_main:
+        shutil.rmtree(ctx.paths.folder)
+    return 1.0
+
+
+def deletes_and_raises(config: Any, ctx: Any) -> float:
+    shutil.rmtree(ctx.paths.folder)
+    raise ValueError("its own error")
+
+
+DELETED = r"(?s)was deleted while the run went on.*Allowed: .*Do now:  look for what deletes it"
+
+
+@pytest.mark.parametrize(
+    ("start", "processes"), [("inline", 1), ("launchpad", 1), ("launchpad", 2)]
+)
+def test_a_function_that_deletes_its_runs_folder_is_told(
+    config: nb.Config, start: Any, processes: int
+) -> None:
+    with pytest.raises(RunFolderError, match=DELETED):
+        nb.launch(deletes, config, start=start, processes=processes, display="off")
+
+
+def test_the_functions_own_error_is_the_cause(config: nb.Config) -> None:
+    with pytest.raises(RunFolderError, match=DELETED) as caught:
+        nb.launch(deletes_and_raises, config, processes=1, display="off")
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+# --- unusual processes ----------------------------------------------------------------------------
+
+
+def returns(config: Any, ctx: Any) -> float:
+    print("a line")
+    return 1.0
+
+
+@pytest.mark.parametrize("display", ["text", "auto"])
+def test_a_process_without_stdout_launches(
+    config: nb.Config, monkeypatch: pytest.MonkeyPatch, display: Any
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    for start in ("inline", "launchpad"):
+        options: dict[str, Any] = {"start": start, "processes": 1, "resume": "never"}
+        assert nb.launch(returns, config, display=display, **options).value == 1.0
+
+
+SPAWNS = """
+import multiprocessing
+import nbtoolkit as nb
+
+def train(config, ctx):
+    return OTHER
+
+OTHER = 5
+
+def work(daemon):
+    overrides = {"tracking.mlflow": False, "runtime.output_dir": "out"}
+    config = nb.load_config(env=None, overrides=overrides)
+    print(daemon, nb.launch(train, config, processes=1, resume="never", display="off").value)
+
+if __name__ == "__main__":
+    for daemon in (False, True):
+        one = multiprocessing.get_context("spawn").Process(
+            target=work, args=(daemon,), daemon=daemon
+        )
+        one.start()
+        one.join()
+"""
+
+
+def test_a_spawned_process_launches_a_function_of_its_script(tmp_path: Path) -> None:
+    file = tmp_path / "spawns.py"  # which a spawned process imports as __mp_main__
+    file.write_text(SPAWNS)
+    command = [sys.executable, str(file)]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
+    assert (ended.returncode, ended.stdout) == (0, "False 5\nTrue 5\n"), ended.stderr
+
+
+LATE = """
+import atexit, threading
+
+overrides = {"tracking.mlflow": False, "runtime.output_dir": "out"}
+config = nb.load_config(env=None, overrides=overrides)
+options = {"processes": 1, "resume": "never", "display": "off"}
+ends, tried = threading.Event(), threading.Event()
+
+def train(config, ctx):
+    return 1
+
+def late():
+    ends.wait()
+    try:
+        nb.launch(train, config, **options)
+    except nb.errors.LaunchError as error:
+        print(error.what, flush=True)
+    except BaseException as error:
+        print("raw:", repr(error), flush=True)
+    tried.set()
+
+# called after the fork server's end, since it is registered before
+atexit.register(lambda: (ends.set(), tried.wait(60)))
+threading.Thread(target=late, daemon=True).start()
+nb.launch(train, config, **options)
+"""
+
+
+def test_a_daemon_thread_that_launches_at_the_end_is_told(tmp_path: Path) -> None:
+    with script(LATE, tmp_path) as kernel:
+        out, err = kernel.end(SECONDS)
+    told = "this process ends: its fork server is gone\n"
+    assert (kernel.process.returncode, out) == (0, told), err
+
+
+SLOW = "imports_for_minutes"
+
+BRANCHES = f"""
+import os, sys, time
+from pathlib import Path
+
+overrides = {{"tracking.mlflow": False, "runtime.output_dir": "out"}}
+config = nb.load_config(env=None, overrides=overrides)
+
+def train(config, ctx):
+    import importlib
+    sys.modules.pop({SLOW!r}, None)
+    importlib.import_module({SLOW!r})
+
+nb.launch(train, config, processes=1, display="off")
+from nbtoolkit.runtime import launchpad
+print(launchpad._current.pid, flush=True)
+time.sleep(600)
+"""
+
+# A rank imports it at once; where it is imported ahead it writes its pid, and takes minutes.
+SLOW_MODULE = """
+import os, time
+if "NBTOOLKIT_RANK" not in os.environ and "RANK" not in os.environ:
+    with open({file!r}, "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(600)
+"""
+
+
+def test_a_branch_that_imports_ends_with_its_launchpad(tmp_path: Path) -> None:
+    installed = Path(sysconfig.get_path("purelib", "posix_user", {"userbase": str(tmp_path)}))
+    installed.mkdir(parents=True)
+    told = tmp_path / "branch"
+    (installed / f"{SLOW}.py").write_text(SLOW_MODULE.format(file=str(told)))
+    path = os.pathsep.join([str(installed), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    user = {"PYTHONUSERBASE": str(tmp_path), "PYTHONPATH": path}
+    with script(BRANCHES, tmp_path, **user) as kernel:
+        assert kernel.process.stdout is not None
+        fork_server = int(kernel.process.stdout.readline())
+        until(lambda: told.exists() and told.read_text().isdigit(), "the branch")
+        branch = Path("/proc") / told.read_text()
+        assert branch.exists()
+        os.kill(fork_server, signal.SIGKILL)
+        until(lambda: not branch.exists(), "the branch's end", 60)
+        kernel.process.kill()
+
+
+# --- names, panel, dashboards ---------------------------------------------------------------------
+
+
+def test_dir_shows_public_names_only() -> None:
+    assert dir(nb) == sorted(nb.__all__)
+
+
+@pytest.mark.parametrize("run", [None, 3])
+def test_attach_says_what_names_a_run(run: Any) -> None:
+    with pytest.raises(LaunchError, match=rf"(?s){run} names no run.*Allowed: .*Do now: "):
+        nb.attach(run)
+
+
+def waits(config: Any, ctx: Any) -> None:
+    while not ctx.leaving:
+        time.sleep(0.05)
+        ctx.check()
+
+
+def test_a_panel_watches_nothing_and_says_why_launch_cannot_be_pressed(config: nb.Config) -> None:
+    panel = nb.panel(waits, config)
+    try:
+        panel.press("launch")
+        run = panel.folder
+        assert run is not None
+        with pytest.raises(LaunchError, match=rf"Launch cannot be pressed now: {run.name} is runn"):
+            panel.press("launch")
+        panel.watch(None)
+        assert panel.folder is None
+        panel.watch(run)
+        panel.press("stop")
+        nb.attach(run, display="off").result(SECONDS)
+        panel.watch(None)
+        panel._desk.board.form.draft.texts["train.epochs"] = "many"
+        with pytest.raises(LaunchError, match=r"Launch cannot be pressed now: train.epochs: "):
+            panel.press("launch")
+    finally:
+        panel.close()
+
+
+def test_a_dashboard_answers_its_own_names_only(config: nb.Config) -> None:
+    space = {"optim.lr": {"type": "float", "low": 1e-3, "high": 1e-1}}
+    wishes = {
+        "study": {"metric": "value", "direction": "minimize", "sampler": "random"},
+        "space": space,
+    }
+    sweep = nb.sweep(returns, config, wishes, n_trials=1, display="off")
+    with nb.open_dashboard(sweep.paths.folder) as dashboard:
+        asked = {
+            name: _status(dashboard.port, name)
+            for name in (f"127.0.0.1:{dashboard.port}", "localhost", "evil.example:8000")
+        }
+    assert list(asked.values()) == [200, 200, 403]
+
+
+def _status(port: int, host: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+    try:
+        connection.request("GET", "/api/meta", headers={"Host": host})
+        return connection.getresponse().status
+    finally:
+        connection.close()
