@@ -50,7 +50,7 @@ def _add(section: Section, story: Story) -> None:
     try:
         wishes = read_wishes(story.paths.folder)
     except RunFileError as error:
-        section.say(f"Its sweep.yaml cannot be read: {shortened(str(error), 200)}")
+        section.say(f"Its sweep.yaml cannot be read: {shortened(str(error.__cause__), 200)}")
         return
     section.html(_table(story, wishes).html())
     if find_spec("optuna") is None:
