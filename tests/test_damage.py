@@ -221,7 +221,6 @@ def test_every_damaged_file_is_named(whole: dict[str, Path], tmp_path: Path, nam
 
 
 @pytest.mark.long
-@pytest.mark.xfail(strict=False, reason="relay/worth.py takes a list for names and values")
 def test_every_damaged_file_is_packed_or_named(whole: dict[str, Path], tmp_path: Path) -> None:
     raw = [
         f"{what}: {error}"

@@ -105,6 +105,7 @@ def _sift(staged: Path, into: Path, merged: Merged) -> list[Path]:
 
 def _run(staged: Path, into: Path, run: str, merged: Merged) -> None:
     theirs, ours = staged / run, into / run
+    theirs.chmod(0o700)  # as RunPaths.create makes it
     if not ours.exists():
         ours.parent.mkdir(parents=True, exist_ok=True)
         os.rename(theirs, ours)

@@ -36,7 +36,7 @@ from nbtoolkit.relay.kept import (
 )
 from nbtoolkit.relay.piece import Piece, Worth
 from nbtoolkit.runtime.events import EventReader
-from nbtoolkit.runtime.paths import RunPaths, read_json
+from nbtoolkit.runtime.paths import RunPaths, read_or_empty
 from nbtoolkit.training.shelf import Entry, Shelf
 
 # What in a run's folder is of this attempt's process only.
@@ -160,7 +160,7 @@ def _status(paths: RunPaths) -> str:
 
 def _ended(paths: RunPaths) -> str:
     """What its result says."""
-    return str(_read(paths.result).get("status", "unfinished"))
+    return str(read_or_empty(paths.result).get("status", "unfinished"))
 
 
 def _finished(paths: RunPaths) -> bool:
@@ -173,20 +173,12 @@ def _alive(paths: RunPaths) -> bool:
     return False
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """A JSON file of a run; empty where there is none, or where it is damaged."""
-    with contextlib.suppress(OSError, ValueError):
-        value = read_json(path) if path.is_file() else None
-        return value if isinstance(value, dict) else {}
-    return {}
-
-
 # --- a run ----------------------------------------------------------------------------------------
 
 
 def _of_run(base: _Base, place: Path, run: str) -> Iterator[Piece]:
     """The pieces of a run, a sweep or a cross-validation, with its trials and folds."""
-    about = _read(place / "versions.json")
+    about = read_or_empty(place / "versions.json")
     paths = RunPaths(place)
     yield from _own(base, place, run, finished=_finished(paths), values="values")
     if about.get("kind") == "cv":
@@ -267,7 +259,7 @@ def _is_passing(name: str) -> bool:
 
 def _winners(paths: RunPaths) -> set[str]:
     """The trials whose weights somebody may want: those that were the best, or on the front."""
-    summary = _read(paths.result).get("summary")
+    summary = read_or_empty(paths.result).get("summary")
     summary = summary if isinstance(summary, dict) else {}
     if isinstance(summary.get("best_folder"), str):
         return {summary["best_folder"]}

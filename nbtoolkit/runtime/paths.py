@@ -30,6 +30,7 @@ import json
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -285,6 +286,9 @@ def read_json(path: Path) -> Any:
     """
     with reading(path):
         try:
+            # a FIFO would be waited for, without end
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise OSError("it is not a file")
             return json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
