@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any, Protocol
 
+from nbtoolkit.runtime.gloo import new_gloo_group
 from nbtoolkit.runtime.record import RunRecord
 from nbtoolkit.runtime.signals import Heard, announcement
 from nbtoolkit.runtime.wire import Line, Message
@@ -146,11 +147,9 @@ class GroupChannel:
     alone = False
 
     def __init__(self, own: RecordChannel | None) -> None:
-        import torch.distributed as dist
-
         self._own = own
         self.heard = own.heard if own is not None else Heard()
-        self._group = dist.new_group(backend="gloo")
+        self._group = new_gloo_group()
 
     def send(self, type: str, **fields: Any) -> None:
         """See :class:`Channel`; only rank 0 keeps a record."""

@@ -28,6 +28,7 @@ from nbtoolkit.runtime.channel import OwnerChannel
 from nbtoolkit.runtime.context import RunContext
 from nbtoolkit.runtime.crossing import add_note, pack_error, pack_value
 from nbtoolkit.runtime.forker import die_with_parent
+from nbtoolkit.runtime.gloo import new_gloo_group, without_gloo_lines
 from nbtoolkit.runtime.heartbeat import Heartbeat
 from nbtoolkit.runtime.pasted import advice
 from nbtoolkit.runtime.paths import RunPaths, folder_error, write_whole
@@ -275,11 +276,14 @@ def join_group(plan: LaunchPlan, rank: int) -> None:
     if plan.device_type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():  # a script under torchrun may have joined already
-        dist.init_process_group(plan.backend, timeout=timedelta(seconds=plan.group_timeout))
+        limit = timedelta(seconds=plan.group_timeout)
+        # NCCL says on stdout what hinders it (NCCL_DEBUG): that is written at once
+        with without_gloo_lines() if plan.backend == "gloo" else contextlib.nullcontext():
+            dist.init_process_group(plan.backend, timeout=limit)
     ones = torch.ones(1, device="cuda" if plan.backend == "nccl" else "cpu")
     dist.all_reduce(ones)
     if plan.backend != "gloo":
-        group = dist.new_group(backend="gloo")
+        group = new_gloo_group()
         dist.all_reduce(torch.ones(1), group=group)
         dist.destroy_process_group(group)
     if int(ones.item()) != plan.processes:

@@ -10,6 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbtoolkit.errors import FitError
+from nbtoolkit.runtime.gloo import new_gloo_group
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,4 +138,4 @@ def _cpu_group(world: ProcessGroup) -> ProcessGroup:
     """The group whose collectives stay on the CPU; made once, by all ranks, for each ``world``."""
     import torch.distributed as dist
 
-    return world if dist.get_backend(world) == "gloo" else dist.new_group(backend="gloo")
+    return world if dist.get_backend(world) == "gloo" else new_gloo_group()

@@ -1,0 +1,50 @@
+"""What gloo prints of its own (torch 2.10 does) is neither in a rank's log nor in the cell."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import nbtoolkit as nb
+from nbtoolkit.runtime.gloo import new_gloo_group, without_gloo_lines
+
+LINE = (
+    b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> nb.Config:
+    settings = {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path)}
+    return nb.load_config(env=None, overrides=settings)
+
+
+def silent(config: nb.Config, ctx: nb.RunContext) -> None:
+    new_gloo_group()  # as nb.fit does where the ranks' own group is NCCL's
+
+
+def test_a_rank_that_prints_nothing_has_an_empty_log(
+    config: nb.Config, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = nb.launch(silent, config, processes=2, display="text")
+    assert [result.paths.log(rank).read_text() for rank in (0, 1)] == ["", ""]
+    assert "Gloo" not in capfd.readouterr().out
+
+
+def test_only_its_lines_are_left_out(capfd: pytest.CaptureFixture[str]) -> None:
+    with without_gloo_lines():
+        os.write(1, b"before\n" + LINE + b"after\n" + LINE + b"[Gloo] an error")
+    os.write(1, b" of it\n")
+    assert capfd.readouterr().out == "before\nafter\n[Gloo] an error of it\n"
+
+
+def test_what_was_written_before_an_error_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    def join() -> None:
+        os.write(1, LINE + b"cannot reach rank 1\n")
+        raise RuntimeError("no peer")
+
+    with pytest.raises(RuntimeError, match="no peer"), without_gloo_lines():
+        join()
+    assert capfd.readouterr().out == "cannot reach rank 1\n"
