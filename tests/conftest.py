@@ -38,6 +38,9 @@ OUR_FOLDERS = ("nbtoolkit-", "torchelastic_")
 FAMILY = "NBTOOLKIT_TEST_FAMILY"
 """Variable that marks every process started by this session, detached ones too."""
 
+GPU = Path("/dev/nvidiactl")
+"""There where the machine has an NVIDIA GPU and its driver."""
+
 FOREIGN: set[int] = set()
 """Processes that were there before the session: most of the machine's, and none of ours."""
 
@@ -61,9 +64,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    gpu = Path("/dev/nvidiactl").exists()
     for item in items:
-        if item.get_closest_marker("gpu") and not gpu:
+        if item.get_closest_marker("gpu") and not GPU.exists():
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here"))
     # What takes a minute starts first, so that no worker is left alone with it at the end.
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
@@ -104,6 +106,9 @@ def session_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     place = "/tmp" if len(tempfile.gettempdir()) > LONGEST_TMPDIR else None
     folder = tempfile.mkdtemp(prefix="nbt-", dir=place)
     os.environ.update({"TMPDIR": folder, FAMILY: uuid.uuid4().hex})
+    # A test is the same with a GPU and without; those marked so, and their kernels, see the first.
+    if GPU.exists():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     tempfile.tempdir = None
     FOREIGN.update(_all_processes())
     yield

@@ -34,7 +34,7 @@ def tell(**answers):
 
 @pytest.fixture(scope="module")
 def hardware() -> Hardware:
-    found = detect_hardware()
+    found = detect_hardware(environ={})
     if not found.usable:
         pytest.skip(f"there is a GPU, but none that this torch can use: {found.reason}")
     return found

@@ -46,7 +46,7 @@ def digits() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     return (images[360:], labels[360:]), (images[:360], labels[:360])
 
 
-def by_hand(train: Any, valid: Any, model: Any, rows: Callable[[int], Any]) -> float:
+def by_hand(train: Any, valid: Any, model: Any, rows: Callable[[int], Any], device: Any) -> float:
     """Seconds a step of the loop one would write; `rows(step)` are a step's samples.
 
     It keeps and logs nothing; with `valid` it looks at loss and accuracy after each epoch.
@@ -54,17 +54,20 @@ def by_hand(train: Any, valid: Any, model: Any, rows: Callable[[int], Any]) -> f
     import torch
 
     (images, labels), epoch = train, len(train[0]) // BATCH + 1
+    valid = valid and [part.to(device) for part in valid]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model.train()
     start = time.perf_counter()
     for step in range(STEPS):
         chosen = rows(step)
-        loss = torch.nn.functional.cross_entropy(model(images[chosen]), labels[chosen])
+        inputs, targets = images[chosen].to(device), labels[chosen].to(device)
+        loss = torch.nn.functional.cross_entropy(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if valid is not None and (step + 1) % epoch == 0:
             validate(model, *valid)
+    float(loss)  # a GPU may be behind
     return (time.perf_counter() - start) / STEPS
 
 
@@ -109,13 +112,14 @@ def compare(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
         return order[start : start + mine]
 
     def plain() -> Any:
-        return mlp() if ctx.world_size == 1 else DistributedDataParallel(mlp())
+        model = mlp().to(ctx.device)
+        return model if ctx.world_size == 1 else DistributedDataParallel(model)
 
     seen: dict[str, list[float]] = {"hand": [], "fit": [], "hand_valid": [], "fit_valid": []}
     for _ in range(ROUNDS):
-        seen["hand"].append(by_hand(train, None, plain(), rows))
+        seen["hand"].append(by_hand(train, None, plain(), rows, ctx.device))
         seen["fit"].append(by_fit(config, ctx, train, None))
-        seen["hand_valid"].append(by_hand(train, valid, plain(), rows))
+        seen["hand_valid"].append(by_hand(train, valid, plain(), rows, ctx.device))
         seen["fit_valid"].append(by_fit(config, ctx, train, valid))
     return {name: median(seconds) for name, seconds in seen.items()}
 
