@@ -46,7 +46,8 @@ class Comparison:
         loss: the largest difference of a logged loss; None: none was logged.
         metrics: the largest difference of each reported metric.
         weights: the largest difference of a weight in the last checkpoints; None: there are none.
-        inexact: layers whose result depends on the ranks or on random numbers, with the reason.
+        inexact: what depends on the ranks, on random numbers or on the GPU's order of sums: layers,
+            kernels, with the reason.
     """
 
     what: str
@@ -234,7 +235,7 @@ def _compare(
         loss=_largest(_losses(one), _losses(other)),
         metrics=_metric_differences(one, other),
         weights=_weight_difference(one, other),
-        inexact=_inexact_layers(one),
+        inexact={**_inexact_layers(one), **_inexact_kernels(one)},
     )
 
 
@@ -326,6 +327,16 @@ def _inexact_layers(run: RunResult) -> dict[str, str]:
     """What nb.fit noted of the model's layers."""
     layers: dict[str, str] = read_json(run.paths.layers) or {}
     return layers
+
+
+def _inexact_kernels(run: RunResult) -> dict[str, str]:
+    """On a GPU two equal runs differ: an H100's convolutions in fp32 by 6e-8 after 40 steps."""
+    if run.plan.device_type != "cuda":
+        return {}
+    why = (
+        "some add in any order; torch.backends.cudnn.deterministic = True makes convolutions exact"
+    )
+    return {"the GPU's kernels": f"{why} (torch.use_deterministic_algorithms for all)"}
 
 
 def _difference(value: float | None, absent: str) -> str:

@@ -20,7 +20,8 @@ def new_gloo_group() -> ProcessGroup:
     import torch.distributed as dist
 
     with without_gloo_lines():
-        return dist.new_group(backend="gloo")
+        group: ProcessGroup = dist.new_group(backend="gloo")
+        return group
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from nbtoolkit.training.data import Collate
 from nbtoolkit.training.feed import Feed, make_feed
 from nbtoolkit.training.inexact import WHOLE_BATCHES, inexact_layers
 from nbtoolkit.training.journal import Journal
+from nbtoolkit.training.losses import on_device
 from nbtoolkit.training.metrics import Metrics, named_metrics, names_to_come
 from nbtoolkit.training.nonfinite import StepLoss, raise_if_not_finite
 from nbtoolkit.training.order import Share
@@ -133,7 +134,7 @@ class _Fitting:
         saver: Saver,
     ) -> None:
         self._ctx, self._config, self._saver = ctx, config, saver
-        self._forward = forward
+        self._forward, loss = forward, on_device(loss, ctx.device)
         self._feed = make_feed(ctx, config, data, collate=collate, fit=saver.number)
         self._total = _total_steps(config, self._feed)
         schedule = make_schedule(config, steps=self._total, factor=ctx.plan.lr_factor)

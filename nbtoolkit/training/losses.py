@@ -7,6 +7,7 @@ a mean over samples are weighed by their samples. A mean over weights (class wei
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from nbtoolkit.errors import FitError
 from nbtoolkit.runtime.rows import NotRows, rows
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 # Of a whole against its parts: float32 sums in another order differ by 1e-6, half ones by 1e-2.
@@ -193,6 +195,26 @@ def _tolerance(loss: Tensor) -> float:
 
 def _adds_up(whole: float, parts: list[float], tolerance: float) -> bool:
     return abs(whole - sum(parts)) <= tolerance * max(map(abs, [whole, *parts]))
+
+
+def on_device(loss: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """A loss with its tensors (``weight``, ``pos_weight``) where the model's are.
+
+    Args:
+        loss: moved itself where it is a module; of a ``partial`` a new one is made.
+        device: of this rank.
+    """
+    import torch
+
+    if isinstance(loss, torch.nn.Module):
+        return loss.to(device)
+    if isinstance(loss, functools.partial):
+        moved = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in loss.keywords.items()
+        }
+        return functools.partial(loss.func, *loss.args, **moved)
+    return loss
 
 
 def _devices(outputs: Any) -> list[int]:

@@ -276,7 +276,8 @@ class Stepper:
         device = self._parameters[0].device
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         if self._weights:
-            sums += torch.stack([torch.stack(self._weights).sum(), torch.tensor(self._samples)])
+            sums[0] += torch.stack(self._weights).sum()
+            sums[1] += self._samples
         if self._ranks > 1:
             dist.all_reduce(sums)
         weight, samples = sums

@@ -77,6 +77,6 @@ def _sum_of_weights(call: dict[str, Any]) -> Tensor:
     if weight is None:
         number: Tensor = counts.sum().float()
         return number
-    weights = weight.detach()[torch.where(counts, target, 0)]
+    weights = weight.detach().to(target.device)[torch.where(counts, target, 0)]
     total: Tensor = torch.where(counts, weights, 0).sum()
     return total

@@ -12,7 +12,7 @@ from tests.bench.figures import Figure, in_fresh_process, median, quiet_config
 from tests.bench.training import SMALL, compare, stall
 
 ROUNDS = 5
-STEPS = 300
+STEPS = 150
 BATCH = 256
 BUSY = {
     **SMALL,
@@ -21,6 +21,17 @@ BUSY = {
     "train.precision": "bf16",
     "checkpoint.enabled": False,
 }
+
+
+# A step takes less than a millisecond here, and writing 100 MB a few tenths of a second.
+STALL = {
+    **SMALL,
+    "train.batch_size": 1,
+    "train.max_steps": 7_000,
+    "checkpoint.every_steps": 1_000,
+    "tracking.log_every_n_steps": 1_000,
+}
+FEW = {**SMALL, "train.max_steps": 1_000}
 
 
 def network() -> Any:
@@ -99,21 +110,12 @@ def nothing(config: nb.Config, ctx: nb.RunContext) -> str:
 
 def run(which: str) -> dict[str, float]:
     """One of the comparisons, in a rank on the GPU."""
-    functions = {"small": (compare, SMALL), "busy": (busy, BUSY), "stall": (stall, STALL)}
+    functions = {"small": (compare, FEW), "busy": (busy, BUSY), "stall": (stall, STALL)}
     function, wishes = functions[which]
     with quiet_config(**wishes) as config:
         result = nb.launch(function, config, processes=1, resume="never", display="off")
         assert result.plan.device_type == "cuda", result.plan.explain()
         return dict(result.value)
-
-
-STALL = {
-    **SMALL,
-    "train.batch_size": 1,
-    "train.max_steps": 350,
-    "checkpoint.every_steps": 50,
-    "tracking.log_every_n_steps": 50,
-}
 
 
 def launches() -> dict[str, float]:

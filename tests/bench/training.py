@@ -46,7 +46,9 @@ def digits() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     return (images[360:], labels[360:]), (images[:360], labels[:360])
 
 
-def by_hand(train: Any, valid: Any, model: Any, rows: Callable[[int], Any], device: Any) -> float:
+def by_hand(
+    train: Any, valid: Any, model: Any, rows: Callable[[int], Any], device: Any, steps: int
+) -> float:
     """Seconds a step of the loop one would write; `rows(step)` are a step's samples.
 
     It keeps and logs nothing; with `valid` it looks at loss and accuracy after each epoch.
@@ -58,7 +60,7 @@ def by_hand(train: Any, valid: Any, model: Any, rows: Callable[[int], Any], devi
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model.train()
     start = time.perf_counter()
-    for step in range(STEPS):
+    for step in range(steps):
         chosen = rows(step)
         inputs, targets = images[chosen].to(device), labels[chosen].to(device)
         loss = torch.nn.functional.cross_entropy(model(inputs), targets)
@@ -68,7 +70,7 @@ def by_hand(train: Any, valid: Any, model: Any, rows: Callable[[int], Any], devi
         if valid is not None and (step + 1) % epoch == 0:
             validate(model, *valid)
     float(loss)  # a GPU may be behind
-    return (time.perf_counter() - start) / STEPS
+    return (time.perf_counter() - start) / steps
 
 
 def validate(model: Any, images: Any, labels: Any) -> tuple[float, float]:
@@ -94,7 +96,7 @@ def by_fit(config: nb.Config, ctx: nb.RunContext, train: Any, valid: Any) -> flo
         ctx, config, model, train, valid,
         loss=torch.nn.functional.cross_entropy, metrics=["accuracy"] if valid else None,
     )  # fmt: skip
-    return (time.perf_counter() - start) / STEPS
+    return (time.perf_counter() - start) / config.train.max_steps
 
 
 def compare(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
@@ -103,7 +105,7 @@ def compare(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
     from torch.nn.parallel import DistributedDataParallel
 
     torch.set_num_threads(1)
-    train, valid = digits()
+    (train, valid), steps = digits(), config.train.max_steps
     mine = BATCH // ctx.world_size
     order = torch.cat([torch.randperm(1437)[:1408] for _ in range(140)])
 
@@ -117,9 +119,9 @@ def compare(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
 
     seen: dict[str, list[float]] = {"hand": [], "fit": [], "hand_valid": [], "fit_valid": []}
     for _ in range(ROUNDS):
-        seen["hand"].append(by_hand(train, None, plain(), rows, ctx.device))
+        seen["hand"].append(by_hand(train, None, plain(), rows, ctx.device, steps))
         seen["fit"].append(by_fit(config, ctx, train, None))
-        seen["hand_valid"].append(by_hand(train, valid, plain(), rows, ctx.device))
+        seen["hand_valid"].append(by_hand(train, valid, plain(), rows, ctx.device, steps))
         seen["fit_valid"].append(by_fit(config, ctx, train, valid))
     return {name: median(seconds) for name, seconds in seen.items()}
 
