@@ -129,6 +129,7 @@ def _loopback_store(port: int) -> TCPStore:
         wait_for_workers=False,
         multi_tenant=True,
         master_listen_fd=listener.detach(),
+        use_libuv=False,  # torch 2.6's other back end takes no listener
     )
 
 
