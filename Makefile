@@ -4,6 +4,8 @@
 #   make test-all  every test but those of other hosts and of GPUs (half an hour on two cores)
 #   make test-gpu  the tests that need an NVIDIA GPU, one after the other
 #   make test-hosts  every notebook in environments like Kaggle's and Colab's, without internet (minutes)
+#   make test-pythons  every notebook and the quick suite on Python 3.10 to 3.13, with old, new and the
+#                 hosts' versions of all libraries (an hour and 25 GB)
 #   make test-browser  a person's sessions with the panel, in JupyterLab and Notebook 7 (minutes)
 #   make screenshots   the pictures of docs/panel.md
 #   make check    lint, format, types, version
@@ -19,7 +21,7 @@ STAMP  := $(VENV)/.installed
 WORKERS ?= $(shell echo $$(( $$(nproc) + 1 )))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope
 
-.PHONY: demo test test-all test-rest test-gpu test-hosts test-browser screenshots check notebooks bench clean install
+.PHONY: demo test test-all test-rest test-gpu test-hosts test-pythons test-browser screenshots check notebooks bench clean install
 
 demo: $(STAMP)
 	@$(BIN)/python tests/demo.py
@@ -37,6 +39,9 @@ test-gpu: $(STAMP)
 
 test-hosts: $(STAMP)
 	@$(BIN)/python -m pytest -m hosts tests/hosts
+
+test-pythons: $(STAMP)
+	@$(BIN)/python -m tests.pythons $(ONLY)
 
 test-browser: $(STAMP)
 	@tests/browser/install.sh

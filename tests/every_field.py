@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 from pydantic import BaseModel
 
@@ -18,7 +18,8 @@ def leaves(model: type[BaseModel], prefix: str = "") -> list[str]:
     found: list[str] = []
     for name, field in model.model_fields.items():
         kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
+        # Python 3.10 calls list[int] a type
+        if get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel):
             found += leaves(kind, f"{prefix}{name}.")
         else:
             found.append(f"{prefix}{name}")

@@ -276,7 +276,8 @@ def test_the_installed_torch_is_read_as_it_sees_itself() -> None:
     build = read_torch_build()
     assert build is not None
     assert _python(code).stdout.strip() == repr((build.version, build.cuda, build.arch))
-    assert build.version == version("torch")
+    # the build is in torch's own version, and with some wheels in the metadata's
+    assert build.version.partition("+")[0] == version("torch").partition("+")[0]
 
 
 def test_a_torch_folder_is_read_without_running_it(tmp_path: Path) -> None:

@@ -35,15 +35,13 @@ COMMON = [
     "SQLAlchemy",
     "tblib",
     "tenacity",
+    "torch",
     "tornado",
     "traitlets",
     "typer",
 ]
 
 MORE: dict[str, list[str]] = {"kaggle": ["optuna", "papermill", "torchmetrics"], "colab": []}
-
-# Other than in the image: Kaggle's had this one with torch 2.6, and older is harder.
-PINNED: dict[str, dict[str, str]] = {"kaggle": {"accelerate": "1.6.0"}, "colab": {}}
 
 VARIABLES: dict[str, dict[str, str]] = {
     "kaggle": {

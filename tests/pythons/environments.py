@@ -23,7 +23,7 @@ FOLDER = ROOT / "build/pythons"
 EXTRAS = "tracking,tensorboard,training,search,notebooks,panel,dashboard,cli"
 
 # Of the tests, not of what users have.
-TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "nbval", "psutil", "hatchling")
+TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "nbval", "psutil", "hatchling", "kaggle")
 
 
 # Libraries of CUDA are those of the build of torch: an image's own build may have others.
@@ -80,12 +80,12 @@ def build(environment: Environment) -> None:
         return
     shutil.rmtree(environment.folder, ignore_errors=True)
     environment.folder.mkdir(parents=True)
-    _uv("venv", "--python", find_python(environment.python), environment.folder / "venv")
+    _uv("venv", "--seed", "--python", find_python(environment.python), environment.folder / "venv")
     into = ["pip", "install", "--python", environment.interpreter]
     if held := _held(environment):
         _uv(*into, "--no-deps", *held)
     _uv(*into, "--resolution", environment.resolution, "-e", f"{ROOT}[{EXTRAS}]")
-    _uv(*into, *_tools())
+    _uv(*into, *_tools(environment.python))
     _uv("pip", "check", "--python", environment.interpreter)
     stamp.write_text(made_from)
 
@@ -106,10 +106,11 @@ def _held(environment: Environment) -> list[str]:
     ]
 
 
-def _tools() -> list[str]:
+def _tools(python: str) -> list[str]:
     """The tools of the tests in the versions that the tests run with everywhere."""
     lines = (ROOT / "tests/constraints.txt").read_text().splitlines()
-    return [line for line in lines if line.partition("==")[0] in TOOLS]
+    tools = [name for name in TOOLS if name != "kaggle" or python != "3.10"]  # it needs 3.11
+    return [line for line in lines if line.partition("==")[0] in tools]
 
 
 def _uv(*words: str | Path) -> str:
@@ -142,7 +143,7 @@ def find_python(version: str) -> str:
 
 def _made_from(environment: Environment) -> str:
     """What an environment depends on; another text, and it is built anew."""
-    texts = [str(environment), *_tools(), (ROOT / "pyproject.toml").read_text()]
+    texts = [str(environment), *_tools(environment.python), (ROOT / "pyproject.toml").read_text()]
     if environment.image:
         texts += sorted(map(str, host_image(environment.image).packages.items()))
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
