@@ -49,6 +49,7 @@ SET_BY_LIBRARIES = {
     "PYTEST_CURRENT_TEST",  # pytest itself, at every phase
     "KMP_DUPLICATE_LIB_OK",  # scikit-learn, at import
     "KMP_INIT_AT_FORK",  # scikit-learn, at import
+    "_MLFLOW_TELEMETRY_SESSION_ID",  # mlflow 3, when it is first used
     "TORCHINDUCTOR_CACHE_DIR",  # torch, when the first optimizer is made
 }
 

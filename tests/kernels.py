@@ -235,7 +235,8 @@ class Notebook:
     def warm(self) -> set[int]:
         """The processes that it keeps between launches."""
         cell = self.run("from nbtoolkit.runtime import launchpad; print(*launchpad.pids())").ok()
-        return {int(pid) for pid in cell.text.split()}
+        # on a busy machine lines of its start come first
+        return {int(pid) for pid in cell.text.splitlines()[-1].split()} if cell.text else set()
 
     def interrupt(self) -> None:
         """What the stop button does."""

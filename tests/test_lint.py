@@ -9,6 +9,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 from kernels import SECONDS
 from programs import write_program
 
@@ -106,6 +107,8 @@ CLEAN = [
 
 @pytest.mark.parametrize("cell", CLEAN)
 def test_what_is_right_is_left_alone(cell: str, tmp_path: Path) -> None:
+    if "= !ls" in TransformerManager().transform_cell(cell):
+        pytest.skip("IPython 7 on Python 3.12, as on Kaggle, does not know `files = !ls` itself")
     assert hazards(tmp_path, cell) == []
 
 

@@ -65,7 +65,8 @@ def start(
         stderr=log,
         start_new_session=True,  # neither Jupyter's interrupt nor a terminal's end reaches it
         cwd="/",
-        env=dict(environ),
+        # ipykernel 6.17 (Kaggle's) writes of its debugger into the log from Python 3.11 on
+        env={"PYDEVD_DISABLE_FILE_VALIDATION": "1", **environ},
     )
     _started.append(process)
     assert process.stdin is not None

@@ -40,7 +40,9 @@ class Client(PapermillNotebookClient):
         run = self._execution
         # What native code and ipykernel itself write past the notebook goes to the log as well.
         pipes = {"stdout": run.log.fileno(), "stderr": run.log.fileno()}
-        return super().execute(env=run.environ, cwd=str(run.cwd), **pipes, **kwargs)
+        # Older kernels (6.17 on Kaggle) print three lines about their debugger from Python 3.11 on.
+        environ = {"PYDEVD_DISABLE_FILE_VALIDATION": "1", **run.environ}
+        return super().execute(env=environ, cwd=str(run.cwd), **pipes, **kwargs)
 
     def papermill_execute_cells(self) -> None:
         """Run one cell after another, to the first that fails."""

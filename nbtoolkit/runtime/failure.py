@@ -24,7 +24,15 @@ def raise_failure(paths: RunPaths) -> NoReturn:
         told = read_record(paths.error)
         with reading(paths.error):
             error = stand_in(told or {})
+    _show_notes(error)
     raise error
+
+
+def _show_notes(error: BaseException) -> None:
+    """IPython 7, which Kaggle and Colab have, leaves an exception's notes out of its traceback."""
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and ipython.version_info[0] < 8 and ipython.get_ipython() is not None:
+        print(*getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
 
 
 def _failure(paths: RunPaths) -> BaseException:
@@ -49,4 +57,12 @@ def cell_name(filename: str, line: int) -> str:
         name = compiler.format_code_name(filename)
         if name is not None:
             return f"{name[0]} {name[1]}, line {line}"
+    elif (
+        shell is not None and compiler is not None
+    ):  # IPython 7, as on Kaggle: a cell's file is named after its text
+        cells = list(enumerate(shell.history_manager.input_hist_raw))  # without their last newline
+        for number, text in reversed(cells):
+            names = (compiler.get_code_name(f"{text}{end}", text, number) for end in ("", "\n"))
+            if filename in names:
+                return f"Cell In[{number}], line {line}"
     return f"{filename}:{line}"

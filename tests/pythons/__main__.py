@@ -9,16 +9,20 @@ in ``build/pythons/NAME``.
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import nbformat
+
+from nbtoolkit.notebooks.document import read_as_saved, with_parameters
+from tests.notebook_sizes import NOTEBOOKS
+from tests.notebook_sizes import QUICK as QUICK_SIZES
 from tests.pythons.environments import ENVIRONMENTS, ROOT, Environment, build
 
 QUICK = "not long and not hosts and not gpu"
-NOTEBOOKS = ["tests/test_nbval.py", "-k", "in_full"]
-
 # Warnings of an environment's own packages, which its user sees without us too.
 EXCUSED = {
     # jupyter_client 7.4 on Python 3.13, in Colab's image
@@ -63,7 +67,7 @@ def run(environment: Environment) -> tuple[list[str], bool]:
     versions = _python(environment, "-c", VERSIONS, log="versions.log")[1].strip()
     imports = _imports(environment)
     print(f"{environment.name}: notebooks", flush=True)
-    notebooks = _pytest(environment, "notebooks.log", *NOTEBOOKS)
+    notebooks = _notebooks(environment)
     print(f"{environment.name}: quick suite", flush=True)
     suite = _pytest(environment, "suite.log", "-m", QUICK)
     minutes = f"{(time.monotonic() - began) / 60:.0f} min"
@@ -82,6 +86,22 @@ def _imports(environment: Environment) -> tuple[bool, str]:
     return code == 0, "no warning" if code == 0 else "a warning or an error: imports.log"
 
 
+def _notebooks(environment: Environment) -> tuple[bool, str]:
+    """Run each in its quick size, as ``nbtoolkit run`` does it for a user."""
+    folder = environment.folder / "notebooks"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    failed = []
+    for path in NOTEBOOKS:
+        copy = folder / path.name
+        nbformat.write(with_parameters(read_as_saved(path), QUICK_SIZES.get(path.stem, {})), copy)
+        words = ["-m", "nbtoolkit", "run", path.name, "--output", f"{path.stem}-done.ipynb"]
+        if _python(environment, *words, log=f"notebooks/{path.stem}.log", cwd=folder)[0]:
+            failed.append(path.stem)
+    done = f"{len(NOTEBOOKS) - len(failed)} of {len(NOTEBOOKS)}"
+    return not failed, f"{done}; failed: {', '.join(failed)}" if failed else done
+
+
 def _pytest(environment: Environment, log: str, *words: str) -> tuple[bool, str]:
     """Run tests. Warnings of packages in versions that are not ours are none of these tests."""
     fixed = ["-q", "-n", "3", "--dist", "loadscope", "-o", "filterwarnings=default"]
@@ -92,10 +112,10 @@ def _pytest(environment: Environment, log: str, *words: str) -> tuple[bool, str]
     return code == 0, re.sub(r", \d+ warnings?", "", ends[-1]) if ends else f"no end: {log}"
 
 
-def _python(environment: Environment, *words: str, log: str) -> tuple[int, str]:
+def _python(environment: Environment, *words: str, log: str, cwd: Path = ROOT) -> tuple[int, str]:
     done = subprocess.run(
         [environment.interpreter, *words],
-        cwd=ROOT,
+        cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
