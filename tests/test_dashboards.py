@@ -230,7 +230,7 @@ def test_one_that_is_left_open_ends_with_a_program_without_a_word(tmp_path: Path
 
 def test_what_is_not_installed_is_named_by_its_package() -> None:
     assert missing("optuna_dashboard", lambda name: None) == "optuna-dashboard"
-    assert missing("mlflow", lambda name: None if name == "uvicorn" else name) == "mlflow"
+    assert missing("mlflow", lambda name: None if name == "flask" else name) == "mlflow"
     assert missing("mlflow") == ""
 
 

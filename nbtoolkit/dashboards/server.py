@@ -234,5 +234,5 @@ def missing(module: str, spec: Callable[[str], object] = find_spec) -> str:
     return "" if there else module.replace("_", "-")
 
 
-_NEEDS = {"optuna_dashboard": ("optuna",), "mlflow": ("sqlalchemy", "alembic", "uvicorn")}
+_NEEDS = {"optuna_dashboard": ("optuna",), "mlflow": ("sqlalchemy", "alembic", "flask")}
 """mlflow-skinny comes without these, and then fails with a message that names none of them."""
