@@ -8,6 +8,7 @@ in ``build/pythons/NAME``.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -116,6 +117,8 @@ def _python(environment: Environment, *words: str, log: str, cwd: Path = ROOT) -
     done = subprocess.run(
         [environment.interpreter, *words],
         cwd=cwd,
+        # a list of fonts that one environment has made is read by all of its version of matplotlib
+        env={**os.environ, "MPLCONFIGDIR": str(environment.folder / "matplotlib")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
