@@ -24,7 +24,7 @@ def process_fields(pid: int) -> list[str] | None:
     """
     try:
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second while it is being reaped
         return None
     try:
         text = os.read(fd, 4096).decode(errors="replace")
