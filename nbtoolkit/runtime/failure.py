@@ -57,10 +57,10 @@ def cell_name(filename: str, line: int) -> str:
         name = compiler.format_code_name(filename)
         if name is not None:
             return f"{name[0]} {name[1]}, line {line}"
-    elif (
-        shell is not None and compiler is not None
-    ):  # IPython 7, as on Kaggle: a cell's file is named after its text
-        cells = list(enumerate(shell.history_manager.input_hist_raw))  # without their last newline
+    elif shell is not None and compiler is not None:
+        # IPython 7 (Kaggle, Colab) names a cell's file after its text; the history has lost the
+        # text's last newline.
+        cells = list(enumerate(shell.history_manager.input_hist_raw))
         for number, text in reversed(cells):
             names = (compiler.get_code_name(f"{text}{end}", text, number) for end in ("", "\n"))
             if filename in names:
