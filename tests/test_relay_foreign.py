@@ -17,8 +17,7 @@ from kernels import SECONDS
 
 import nbtoolkit as nb
 from nbtoolkit.errors import BundleError
-from nbtoolkit.relay.bundle import FILES, HEADER, MANIFEST
-from nbtoolkit.relay.hashing import digest
+from nbtoolkit.relay.bundle import FILES, HEADER, MANIFEST, digest
 
 QUIET = {"tracking.mlflow": False, "runtime.pack": False}
 
@@ -175,7 +174,7 @@ def test_a_bundle_dated_in_the_future_is_refused_and_not_preferred(
         ({"runs": {"folder": "a"}}, "runs: Input should be a valid"),
         ({"left_out": [3]}, r"left_out\.0: Input should be a valid string"),
         ({"source": None}, "source: Input should be a valid string"),
-        ({"format": "nbtoolkit bundle 9"}, "format: Input should be 'nbtoolkit bundle 1'"),
+        ({"format": "nbtoolkit bundle 9"}, "format: Input should be 'nbtoolkit bundle 2'"),
     ],
 )
 def test_a_header_of_another_form_is_refused(

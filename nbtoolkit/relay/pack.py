@@ -11,20 +11,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
 from nbtoolkit.config import ConfigLike, as_config
 from nbtoolkit.errors import BundleError, NbtoolkitError
-from nbtoolkit.relay.bundle import (
-    DEFAULT_NAME,
-    NO_ROOM,
-    SUFFIX,
-    BundleWriter,
-    size_of_frame,
-)
+from nbtoolkit.relay.bundle import DEFAULT_NAME, NO_ROOM, SUFFIX, BundleWriter, size_of_frame
 from nbtoolkit.relay.databases import copy_database, is_database
-from nbtoolkit.relay.hashing import Hasher
 from nbtoolkit.relay.kept import UNREADABLE, named, plain
 from nbtoolkit.relay.piece import ORDER, SAID, Piece, choose
 from nbtoolkit.relay.result import PackResult
@@ -213,8 +207,8 @@ def _write(
         fcntl.flock(fd, fcntl.LOCK_EX)  # it is not left over as long as this process lives
         # Not flushed to the disk: a session's end ends processes, and the files stay; a crash of
         # the machine is told by the digests. A flush of 1 GB takes seconds.
-        with open(fd, "wb", buffering=0), Hasher(fd) as hasher:
-            writer = BundleWriter(fd, about, hasher)
+        with open(fd, "wb") as out, ThreadPoolExecutor(1) as thread:
+            writer = BundleWriter(out, about, thread)
             for path in files:
                 name = path.relative_to(folder).as_posix()
                 if not _add(writer, path, name):
@@ -247,7 +241,7 @@ def _add(writer: BundleWriter, path: Path, name: str) -> bool:
         return True
     except OSError:
         return False
-    with open(fd, "rb", buffering=0) as file:
+    with open(fd, "rb") as file:
         about = os.fstat(fd)
         if not stat.S_ISREG(about.st_mode):
             return False
@@ -261,7 +255,7 @@ def _add(writer: BundleWriter, path: Path, name: str) -> bool:
             if error.errno in NO_ROOM:
                 raise
             return False
-        return writer.add(name, fd, size, about.st_mtime_ns)
+        return writer.add(name, file, size, about.st_mtime_ns)
 
 
 def _add_database(writer: BundleWriter, path: Path, name: str) -> bool:
@@ -272,9 +266,8 @@ def _add_database(writer: BundleWriter, path: Path, name: str) -> bool:
             copy_database(path, copy)
         except sqlite3.Error:
             return False
-        with copy.open("rb", buffering=0) as file:
-            mtime = path.stat().st_mtime_ns
-            return writer.add(name, file.fileno(), copy.stat().st_size, mtime)
+        with copy.open("rb") as file:
+            return writer.add(name, file, copy.stat().st_size, path.stat().st_mtime_ns)
 
 
 def _whole_lines(file: IO[bytes], size: int) -> int:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tarfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -19,9 +21,17 @@ from typing import IO
 from pydantic import TypeAdapter, ValidationError
 
 from nbtoolkit.errors import BundleError
-from nbtoolkit.relay.bundle import FILES, FORMAT, HEADER, MANIFEST, Entry, Header
-from nbtoolkit.relay.copying import copy_range
-from nbtoolkit.relay.hashing import SEGMENT, Hasher, Pending, digest
+from nbtoolkit.relay.bundle import (
+    BLOCK,
+    FILES,
+    FORMAT,
+    HEADER,
+    MANIFEST,
+    Entry,
+    Hashed,
+    Header,
+    digest,
+)
 
 _ENTRIES = TypeAdapter(list[Entry])  # names may have bytes that are no text to pydantic
 _SKEW = 3600.0  # seconds that the clocks of two hosts may differ by
@@ -42,7 +52,7 @@ class Bundle:
         Raises:
             BundleError: the file is no bundle, cannot be read, or is dated in the future.
         """
-        with _opened(path) as (tar, _):
+        with _opened(path) as tar:
             first = tar.next()
             if first is None or first.name != HEADER:
                 raise _foreign(path, "its first member is not a bundle's")
@@ -84,8 +94,8 @@ class Bundle:
             BundleError: the bundle is cut off, damaged, or holds what no bundle holds.
             OSError: the folder cannot be written.
         """
-        with _opened(self.path) as (tar, fd), Hasher(fd) as hasher:
-            found: dict[str, tuple[int, Pending]] = {}
+        with _opened(self.path) as tar, ThreadPoolExecutor(1) as thread:
+            found: dict[str, tuple[int, str]] = {}
             manifest: dict[str, Entry] | None = None
             tar.next()  # the header
             for member in iter(tar.next, None):
@@ -97,11 +107,10 @@ class Bundle:
                 name = safe_name(member, self.path)
                 if name in found:
                     raise _damaged(self.path, f"{name} is in it twice")
-                found[name] = member.size, _extract(fd, member, folder / name, hasher)
-            sizes = {name: (size, pending.result()) for name, (size, pending) in found.items()}
+                found[name] = member.size, _extract(tar, member, folder / name, thread)
         if manifest is None:
             raise _damaged(self.path, "it has no manifest: it was cut off")
-        _compare(sizes, manifest, self.path)
+        _compare(found, manifest, self.path)
         for name, entry in manifest.items():  # no later than the bundle: the newer file stays
             changed = max(0, min(entry.mtime_ns, int(self.created * 1e9)))
             os.utime(folder / name, ns=(changed, changed))
@@ -130,17 +139,15 @@ def _check_name(name: str, path: Path) -> None:
         raise _unsafe(path, name, "its name leads out of the folder")
 
 
-def _extract(fd: int, member: tarfile.TarInfo, to: Path, hasher: Hasher) -> Pending:
-    """Copy one file out of the bundle; what is hashed is the bundle's part."""
+def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, to: Path, thread: Executor) -> str:
+    """Copy one file out of the bundle; returns its digest."""
+    source = tar.extractfile(member)
+    assert source is not None  # a plain file
     to.parent.mkdir(parents=True, exist_ok=True)
-    segments = []
-    with to.open("xb", buffering=0) as target:
-        for begin in range(0, member.size, SEGMENT) or (0,):
-            length = min(SEGMENT, member.size - begin)
-            place = member.offset_data + begin
-            copy_range(fd, place, target.fileno(), length)
-            segments.append(hasher.hash(place, length))
-    return Pending(segments)
+    hashed = Hashed(source, thread)
+    with to.open("xb") as target:
+        shutil.copyfileobj(hashed, target, BLOCK)
+    return hashed.digest()
 
 
 def _compare(found: dict[str, tuple[int, str]], manifest: dict[str, Entry], path: Path) -> None:
@@ -152,7 +159,7 @@ def _compare(found: dict[str, tuple[int, str]], manifest: dict[str, Entry], path
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[tarfile.TarFile, int]]:
+def _opened(path: Path) -> Iterator[tarfile.TarFile]:
     try:
         file: IO[bytes] = path.open("rb")
     except OSError as error:
@@ -167,7 +174,7 @@ def _opened(path: Path) -> Iterator[tuple[tarfile.TarFile, int]]:
         except tarfile.TarError as error:
             raise _foreign(path, "it is no tar file") from error
         try:
-            yield tar, file.fileno()
+            yield tar
         except tarfile.TarError as error:
             raise _damaged(path, str(error)) from error
 
