@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
 Display = Literal["auto", "widgets", "text", "off"]
 
-MAX_BYTES = (
-    200_000  # shown of one run; a browser still scrolls through that, and papermill still saves it
-)
+# Shown of one run; a browser still scrolls through that, and papermill still saves it.
+MAX_BYTES = 200_000
 MAX_REST = 1 << 20  # characters kept of a line that does not end
 MAX_LINE = 2_000  # characters shown of one line
 _BAR_SECONDS = 1.0  # between two states of a progress bar that overwrites its line

@@ -1,8 +1,8 @@
 """The function's way to the ranks: pickled once, with its arrays, into one memfd all map.
 
 NumPy arrays and CPU tensors captured by the function lie raw in the memfd; a rank maps the file
-privately, so a write works, stays in that rank, and only then costs memory. Plain pickle protocol 5
-does not do: it keeps torch tensors in-band and hands arrays over read-only.
+privately, so a write works, stays in that rank, and only then costs memory. The buffers of pickle
+protocol 5 would not do: torch tensors, arrays with gaps and arrays of dates stay in the pickle.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ import cloudpickle
 from nbtoolkit.errors import CannotPickle
 
 _ALIGN = 64  # bytes; keeps every array on its own cache line, which vectorised kernels like
-_SMALL = (
-    16 * 1024
-)  # bytes; below this an array travels inside the pickle, a map entry would cost more
+# Bytes; below this an array travels inside the pickle, a map entry would cost more.
+_SMALL = 16 * 1024
 _FOOTER = struct.Struct("<QQ")  # offset and size of the pickle, at the very end of the file
 
 
@@ -65,9 +64,8 @@ class _Pickler(cloudpickle.Pickler):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._writer = writer
         self._stored: dict[tuple[int, int], int] = {}
-        self.keep: list[
-            Any
-        ] = []  # what was put aside must not be freed (and its address reused) while pickling
+        # What was put aside must not be freed (and its address reused) while pickling.
+        self.keep: list[Any] = []
         self.files: set[str] = set()
         self.of_main: dict[str, Any] = {}
         """Functions and classes of cells, by the name under which plain pickle looks for them."""

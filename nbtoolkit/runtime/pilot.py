@@ -8,6 +8,7 @@ away from everybody else.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import socket
@@ -29,9 +30,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 LOOPBACK = "127.0.0.1"
-POLL_SECONDS = (
-    0.01  # how often elastic looks at the ranks; its own 0.1 s would be most of a warm launch
-)
+# How often elastic looks at the ranks; its own 0.1 s would be most of a warm launch.
+POLL_SECONDS = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +95,7 @@ def launch_ranks(job: Job, port: int) -> dict[str, Any]:
 
     from nbtoolkit.runtime.worker import run_rank
 
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(plain_record)
     try:
         store = _loopback_store(port) if job.plan.processes > 1 else None  # until the ranks end
         notebook_launcher(
@@ -115,6 +116,15 @@ def launch_ranks(job: Job, port: int) -> dict[str, Any]:
         return {"type": "not_started", "error": text, "busy": busy}
     del store
     return {"type": "landed"}
+
+
+def plain_record(record: logging.LogRecord) -> bool:
+    """Leave the traceback out of a line that tells of a rank's end.
+
+    To format one, torch imports torch._dynamo: 6 s of CPU with torch 2.15 before elastic goes on.
+    """
+    record.exc_info = None
+    return True
 
 
 def _loopback_store(port: int) -> TCPStore:
