@@ -377,6 +377,20 @@ def test_killed_owner(config: nb.Config) -> None:
     assert works(config)
 
 
+def test_an_owner_that_fails_does_not_blame_the_folder(config: nb.Config) -> None:
+    handle = begin(functions.sleeps_with_helpers, config)
+    ranks = ranks_up(handle.paths.folder)
+    owner = json.loads(handle.paths.owner.read_text())["pid"]
+    psutil.Process(owner).rlimit(psutil.RLIMIT_NOFILE, (3, 3))
+    with pytest.raises(
+        errors.LaunchError, match=r"that owned the run .* failed .*Too many"
+    ) as told:
+        handle.result(timeout=SOON)
+    assert not isinstance(told.value, errors.RunFolderError)
+    all_gone(ranks)
+    assert works(config)
+
+
 def test_an_owner_that_is_asked_to_end_lets_the_ranks_leave(config: nb.Config) -> None:
     """What a pre-emption or a shutdown of the machine looks like."""
     handle = begin(functions.reports_until_stopped, config)

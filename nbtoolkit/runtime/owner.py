@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,12 @@ from nbtoolkit.runtime.desk import Desk, KernelGone, LaunchpadGone
 from nbtoolkit.runtime.paths import RunPaths, boot_id, folder_error, write_json
 from nbtoolkit.runtime.payload import unpack
 from nbtoolkit.runtime.wire import Line, Message
+
+# What no folder causes: processes, sockets, memory, too many open files.
+_OF_THE_MACHINE = (
+    *(errno.ESRCH, errno.ECHILD, errno.EPIPE, errno.ECONNRESET),
+    *(errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
+)
 
 
 def own(
@@ -41,8 +49,8 @@ def own(
         _carry(Carrier(content, [payload_fd], desk.tower, forked=forked), desk)
     except LaunchpadGone:
         tell_lost(line, launchpad_lost())
-    except OSError as error:  # the run's folder cannot be written any more
-        tell_lost(line, folder_error(Path(content["folder"]), error))
+    except OSError as error:
+        tell_lost(line, lost_to(error, Path(content["folder"])))
     finally:
         os.close(lock_fd)
         line.close()
@@ -94,6 +102,17 @@ def launchpad_lost() -> LaunchError:
     return LaunchError(
         "the launchpad process died, and the ranks with it (its usual end: out of memory)",
         do="launch again: a new launchpad is started, a run with a checkpoint goes on",
+    )
+
+
+def lost_to(error: OSError, folder: Path) -> LaunchError:
+    """The error of a run whose owner met an OSError: its folder cannot be written, or another."""
+    if error.errno not in _OF_THE_MACHINE:
+        return folder_error(folder, error)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return LaunchError(
+        f"the process that owned the run {folder} failed in {place.name}(): {error}",
+        do="launch again: a run with a checkpoint goes on; report it if it comes back",
     )
 
 

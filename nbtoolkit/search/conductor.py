@@ -19,8 +19,8 @@ from nbtoolkit.runtime.carrier import TICK
 from nbtoolkit.runtime.crossing import pack_error
 from nbtoolkit.runtime.desk import Desk, KernelGone, LaunchpadGone
 from nbtoolkit.runtime.flight import Flight
-from nbtoolkit.runtime.owner import launchpad_lost, sign, tell_lost
-from nbtoolkit.runtime.paths import RunPaths, folder_error
+from nbtoolkit.runtime.owner import launchpad_lost, lost_to, sign, tell_lost
+from nbtoolkit.runtime.paths import RunPaths
 from nbtoolkit.runtime.payload import unpack_all
 from nbtoolkit.runtime.record import RunRecord
 from nbtoolkit.runtime.wire import Line, Message, wake
@@ -59,8 +59,8 @@ def conduct(
         Conductor(content, payload_fd, desk).carry()
     except LaunchpadGone:
         tell_lost(line, launchpad_lost())
-    except OSError as error:  # the folder cannot be written any more
-        tell_lost(line, folder_error(paths.folder, error))
+    except OSError as error:
+        tell_lost(line, lost_to(error, paths.folder))
     finally:
         os.close(lock_fd)
         line.close()
