@@ -107,53 +107,7 @@ _HOME = {
 # Modules that are public as they are.
 _MODULES = ("errors", "verify")
 
-__all__ = [
-    "CVResult",
-    "Config",
-    "Dashboard",
-    "Folds",
-    "Hardware",
-    "Host",
-    "LaunchPlan",
-    "Leave",
-    "NotebookHandle",
-    "NotebookResult",
-    "PackResult",
-    "Panel",
-    "PipelineResult",
-    "RunContext",
-    "RunHandle",
-    "RunResult",
-    "SweepHandle",
-    "SweepResult",
-    "UnpackResult",
-    "__version__",
-    "attach",
-    "cross_validate",
-    "detect_hardware",
-    "detect_host",
-    "doctor",
-    "errors",
-    "fit",
-    "launch",
-    "load_config",
-    "load_model",
-    "make_folds",
-    "make_plan",
-    "open_dashboard",
-    "open_mlflow",
-    "over_all",
-    "pack",
-    "panel",
-    "predict",
-    "publish",
-    "report",
-    "run_notebook",
-    "run_pipeline",
-    "sweep",
-    "unpack",
-    "verify",
-]
+__all__ = sorted([*_HOME, *_MODULES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
@@ -169,7 +123,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """The public names, those not yet loaded too, and no others."""
-    return sorted(__all__)
+    return list(__all__)
 
 
 class _Package(ModuleType):

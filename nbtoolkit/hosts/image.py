@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from nbtoolkit.errors import WheelsError
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
-
-ImageName = Literal["kaggle", "colab"]
 
 _PYTHON = re.compile(r"#\s*python\s+(3\.\d+)", re.IGNORECASE)
 _PACKAGE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:==(\S+)|\s*@.*)?$")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nbtoolkit.runtime.events import Event, EventLog
-from nbtoolkit.runtime.paths import RunPaths, read_json, write_json, write_whole
+from nbtoolkit.runtime.paths import RunPaths, write_json, write_whole
 from nbtoolkit.runtime.rank_check import apart
 
 RETURNED = "value"
@@ -156,9 +156,3 @@ class RunRecord:
     def _end(self, status: str, seconds: float, error: str | None) -> None:
         self._log.write("ended", status=status, seconds=seconds, error=error, metrics=self.metrics)
         self._log.close(durable=self._durable)
-
-
-def run_versions(paths: RunPaths) -> dict[str, Any]:
-    """What ``versions.json`` of a run says."""
-    versions: dict[str, Any] = read_json(paths.versions) or {}
-    return versions

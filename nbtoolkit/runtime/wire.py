@@ -129,9 +129,8 @@ def packet_pair() -> tuple[socket.socket, socket.socket]:
 def send_packet(sock: socket.socket, message: Message, fds: list[int] | None = None) -> bool:
     """Send one message with open descriptors (they stay open); False: the other end is gone."""
     assert len(fds or ()) <= _MAX_FDS
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     try:
-        sock.sendmsg([json.dumps(message).encode()], ancillary)
+        socket.send_fds(sock, [json.dumps(message).encode()], fds or [])
     except (BrokenPipeError, ConnectionResetError):
         return False
     return True
@@ -141,6 +140,7 @@ def receive_packet(sock: socket.socket) -> tuple[Message, list[int]] | None:
     """Wait for one message and its descriptors; None when the other end is gone."""
     fds = array.array("i")
     try:
+        # Not socket.recv_fds: it drops its flags (3.10 to 3.13), and programs would inherit these.
         data, ancillary, _, _ = sock.recvmsg(
             _MAX_PACKET, socket.CMSG_SPACE(_MAX_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC
         )
@@ -149,9 +149,7 @@ def receive_packet(sock: socket.socket) -> tuple[Message, list[int]] | None:
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    if not data:
-        return None
-    return json.loads(data), list(fds)
+    return (json.loads(data), list(fds)) if data else None
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ class Reserve:
     """
 
     def __init__(self, base: Mapping[str, Any], payload_fd: int, tower: Tower) -> None:
-        self._base, self._payload_fd, self._tower = base, payload_fd, tower
+        self._payload_fd, self._tower = payload_fd, tower
         self._environment = environment_key(base["around"]["environ"])
         self._folder = Path(base["folder"]) / FOLDER
         self._waiting: list[tuple[Flight, int]] = []  # with the branch they came from
