@@ -222,6 +222,26 @@ def test_srun_tasks_find_each_other_and_a_signal_to_one_lets_all_leave(tmp_path:
     assert types(paths)[-3:] == ["stop", "report", "ended"]
 
 
+LEAVES = """
+import os, sys
+import torch.distributed as dist
+from nbtoolkit.runtime.in_place import _leave_group
+for turn in range(10):
+    meet = f"file://{sys.argv[2]}/{turn}"
+    dist.init_process_group("gloo", init_method=meet, rank=int(sys.argv[1]), world_size=2)
+    dist.broadcast_object_list([list(range(50))], src=0)
+    _leave_group()
+print("left")
+"""
+
+
+def test_ranks_leave_their_group_right_after_a_collective(tmp_path: Path) -> None:
+    """With torch 2.6 nearly every such end waited for a thread that waited for it."""
+    command = [sys.executable, "-c", LEAVES]
+    ranks = [start([*command, str(rank), str(tmp_path)]) for rank in (0, 1)]
+    assert [rank.communicate(timeout=240)[0].strip() for rank in ranks] == ["left"] * 2
+
+
 @pytest.mark.long
 def test_a_function_may_end_the_group(tmp_path: Path) -> None:
     program = [sys.executable, *arguments("ends_the_group", tmp_path)]

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_LET_GO_SECONDS = 0.1
+
 
 def run_in_place(
     train: Callable[..., Any],
@@ -154,6 +156,9 @@ def _leave_group() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
+        # A thread of gloo's may still hold the last collective's tensor, and frees it under the
+        # interpreter's lock; the group's end waits for that thread with the lock held (torch 2.6).
+        time.sleep(_LET_GO_SECONDS)
         dist.destroy_process_group()
 
 
