@@ -117,8 +117,13 @@ def _python(environment: Environment, *words: str, log: str, cwd: Path = ROOT) -
     done = subprocess.run(
         [environment.interpreter, *words],
         cwd=cwd,
-        # a list of fonts that one environment has made is read by all of its version of matplotlib
-        env={**os.environ, "MPLCONFIGDIR": str(environment.folder / "matplotlib")},
+        env={
+            **os.environ,
+            # a list of fonts that one environment has made is read by all of its version
+            "MPLCONFIGDIR": str(environment.folder / "matplotlib"),
+            # torch 2.6 starts processes wherever its compiler is imported, which end a moment later
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
