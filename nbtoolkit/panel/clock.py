@@ -36,8 +36,8 @@ class Clock:
         seconds: float = SECONDS,
     ) -> None:
         self._look, self._failed, self._seconds = look, failed, seconds
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
-        self._tasks = queue.SimpleQueue()
+        self._tasks: queue.Queue[tuple[Callable[[], Any], Future[Any]] | None]
+        self._tasks = queue.Queue()
         self._closed, self._lock = False, threading.Lock()
         # A daemon: a kernel that ends waits for no panel.
         self._thread = threading.Thread(target=self._run, name="nbtoolkit-panel", daemon=True)
