@@ -13,95 +13,95 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # what type checkers and editors see; at run time `__getattr__` does the same
     from nbtoolkit import errors as errors
     from nbtoolkit import verify as verify
-    from nbtoolkit.config import Config as Config
-    from nbtoolkit.config import load_config as load_config
-    from nbtoolkit.dashboards.mlflow import open_mlflow as open_mlflow
+    from nbtoolkit.archive.pack import PackResult as PackResult
+    from nbtoolkit.archive.pack import UnpackResult as UnpackResult
+    from nbtoolkit.archive.pack import pack as pack
+    from nbtoolkit.archive.unpack import unpack as unpack
+    from nbtoolkit.attach import attach as attach
+    from nbtoolkit.config.schema import Config as Config
+    from nbtoolkit.config.schema import load_config as load_config
+    from nbtoolkit.crossval.cross_validation import cross_validate as cross_validate
+    from nbtoolkit.crossval.cv_result import CVResult as CVResult
+    from nbtoolkit.dashboards.mlflow_server import open_mlflow as open_mlflow
     from nbtoolkit.dashboards.server import Dashboard as Dashboard
-    from nbtoolkit.dashboards.study import open_dashboard as open_dashboard
+    from nbtoolkit.dashboards.study_dashboard import open_dashboard as open_dashboard
     from nbtoolkit.doctor import doctor as doctor
-    from nbtoolkit.errors import Leave as Leave
+    from nbtoolkit.environment.hardware import Hardware as Hardware
+    from nbtoolkit.environment.hardware import detect_hardware as detect_hardware
+    from nbtoolkit.environment.plan import LaunchPlan as LaunchPlan
+    from nbtoolkit.environment.plan import make_plan as make_plan
+    from nbtoolkit.errors import RunStopped as RunStopped
+    from nbtoolkit.folds.folds import Folds as Folds
+    from nbtoolkit.folds.make_folds import make_folds as make_folds
+    from nbtoolkit.host import Host as Host
+    from nbtoolkit.host import detect_host as detect_host
+    from nbtoolkit.launcher.handle import RunHandle as RunHandle
+    from nbtoolkit.launcher.handle import RunResult as RunResult
+    from nbtoolkit.launcher.launch import launch as launch
     from nbtoolkit.notebooks.handle import NotebookHandle as NotebookHandle
+    from nbtoolkit.notebooks.handle import NotebookResult as NotebookResult
     from nbtoolkit.notebooks.publish import publish as publish
-    from nbtoolkit.notebooks.result import NotebookResult as NotebookResult
     from nbtoolkit.notebooks.run import run_notebook as run_notebook
     from nbtoolkit.panel.panel import Panel as Panel
     from nbtoolkit.panel.panel import panel as panel
     from nbtoolkit.pipeline.result import PipelineResult as PipelineResult
     from nbtoolkit.pipeline.run import run_pipeline as run_pipeline
-    from nbtoolkit.relay.pack import pack as pack
-    from nbtoolkit.relay.result import PackResult as PackResult
-    from nbtoolkit.relay.result import UnpackResult as UnpackResult
-    from nbtoolkit.relay.unpack import unpack as unpack
     from nbtoolkit.report.report import report as report
-    from nbtoolkit.runtime.context import RunContext as RunContext
-    from nbtoolkit.runtime.hardware import Hardware as Hardware
-    from nbtoolkit.runtime.hardware import detect_hardware as detect_hardware
-    from nbtoolkit.runtime.host import Host as Host
-    from nbtoolkit.runtime.host import detect_host as detect_host
-    from nbtoolkit.runtime.launch import launch as launch
-    from nbtoolkit.runtime.plan import LaunchPlan as LaunchPlan
-    from nbtoolkit.runtime.plan import make_plan as make_plan
-    from nbtoolkit.runtime.result import RunHandle as RunHandle
-    from nbtoolkit.runtime.result import RunResult as RunResult
-    from nbtoolkit.runtime.result import attach as attach
-    from nbtoolkit.search.cross_validation import cross_validate as cross_validate
-    from nbtoolkit.search.cv_result import CVResult as CVResult
-    from nbtoolkit.search.folds import Folds as Folds
+    from nbtoolkit.run.weights import load_model as load_model
     from nbtoolkit.search.handle import SweepHandle as SweepHandle
-    from nbtoolkit.search.make_folds import make_folds as make_folds
     from nbtoolkit.search.sweep import sweep as sweep
     from nbtoolkit.search.sweep_result import SweepResult as SweepResult
-    from nbtoolkit.training.checkpoint import load_model as load_model
+    from nbtoolkit.training.evaluation import predict as predict
     from nbtoolkit.training.loop import fit as fit
-    from nbtoolkit.training.metrics import over_all as over_all
-    from nbtoolkit.training.prediction import predict as predict
+    from nbtoolkit.training.metrics import epoch_metric as epoch_metric
+    from nbtoolkit.worker.context import RunContext as RunContext
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Public name -> the module that has it.
 _HOME = {
-    "CVResult": "nbtoolkit.search.cv_result",
-    "Config": "nbtoolkit.config",
+    "CVResult": "nbtoolkit.crossval.cv_result",
+    "Config": "nbtoolkit.config.schema",
     "Dashboard": "nbtoolkit.dashboards.server",
-    "Folds": "nbtoolkit.search.folds",
-    "Hardware": "nbtoolkit.runtime.hardware",
-    "Host": "nbtoolkit.runtime.host",
-    "LaunchPlan": "nbtoolkit.runtime.plan",
-    "Leave": "nbtoolkit.errors",
+    "Folds": "nbtoolkit.folds.folds",
+    "Hardware": "nbtoolkit.environment.hardware",
+    "Host": "nbtoolkit.host",
+    "LaunchPlan": "nbtoolkit.environment.plan",
+    "RunStopped": "nbtoolkit.errors",
     "NotebookHandle": "nbtoolkit.notebooks.handle",
-    "NotebookResult": "nbtoolkit.notebooks.result",
-    "PackResult": "nbtoolkit.relay.result",
+    "NotebookResult": "nbtoolkit.notebooks.handle",
+    "PackResult": "nbtoolkit.archive.pack",
     "Panel": "nbtoolkit.panel.panel",
     "PipelineResult": "nbtoolkit.pipeline.result",
-    "RunContext": "nbtoolkit.runtime.context",
-    "RunHandle": "nbtoolkit.runtime.result",
-    "RunResult": "nbtoolkit.runtime.result",
+    "RunContext": "nbtoolkit.worker.context",
+    "RunHandle": "nbtoolkit.launcher.handle",
+    "RunResult": "nbtoolkit.launcher.handle",
     "SweepHandle": "nbtoolkit.search.handle",
     "SweepResult": "nbtoolkit.search.sweep_result",
-    "UnpackResult": "nbtoolkit.relay.result",
-    "attach": "nbtoolkit.runtime.result",
-    "cross_validate": "nbtoolkit.search.cross_validation",
-    "detect_hardware": "nbtoolkit.runtime.hardware",
-    "detect_host": "nbtoolkit.runtime.host",
+    "UnpackResult": "nbtoolkit.archive.pack",
+    "attach": "nbtoolkit.attach",
+    "cross_validate": "nbtoolkit.crossval.cross_validation",
+    "detect_hardware": "nbtoolkit.environment.hardware",
+    "detect_host": "nbtoolkit.host",
     "doctor": "nbtoolkit.doctor",
     "fit": "nbtoolkit.training.loop",
-    "launch": "nbtoolkit.runtime.launch",
-    "load_config": "nbtoolkit.config",
-    "load_model": "nbtoolkit.training.checkpoint",
-    "make_folds": "nbtoolkit.search.make_folds",
-    "make_plan": "nbtoolkit.runtime.plan",
-    "open_dashboard": "nbtoolkit.dashboards.study",
-    "open_mlflow": "nbtoolkit.dashboards.mlflow",
-    "over_all": "nbtoolkit.training.metrics",
-    "pack": "nbtoolkit.relay.pack",
+    "launch": "nbtoolkit.launcher.launch",
+    "load_config": "nbtoolkit.config.schema",
+    "load_model": "nbtoolkit.run.weights",
+    "make_folds": "nbtoolkit.folds.make_folds",
+    "make_plan": "nbtoolkit.environment.plan",
+    "open_dashboard": "nbtoolkit.dashboards.study_dashboard",
+    "open_mlflow": "nbtoolkit.dashboards.mlflow_server",
+    "epoch_metric": "nbtoolkit.training.metrics",
+    "pack": "nbtoolkit.archive.pack",
     "panel": "nbtoolkit.panel.panel",
-    "predict": "nbtoolkit.training.prediction",
+    "predict": "nbtoolkit.training.evaluation",
     "publish": "nbtoolkit.notebooks.publish",
     "report": "nbtoolkit.report.report",
     "run_notebook": "nbtoolkit.notebooks.run",
     "run_pipeline": "nbtoolkit.pipeline.run",
     "sweep": "nbtoolkit.search.sweep",
-    "unpack": "nbtoolkit.relay.unpack",
+    "unpack": "nbtoolkit.archive.unpack",
 }
 
 # Modules that are public as they are.
@@ -115,6 +115,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"nbtoolkit.{name}")
     if name not in _HOME:
+        import_module("nbtoolkit.config.suggestions").refuse_old_name(f"nb.{name}")
         raise AttributeError(f"module 'nbtoolkit' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value

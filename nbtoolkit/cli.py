@@ -1,4 +1,4 @@
-"""The command line: the verbs of the notebook, thin over the same functions.
+"""Define the command line, a thin layer over the functions that notebooks call.
 
 Exit codes:
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
-from nbtoolkit.config import Config, load_config
+from nbtoolkit.config.schema import Config, load_config
 from nbtoolkit.errors import (
     BundleError,
     ConfigError,
@@ -30,11 +30,11 @@ from nbtoolkit.errors import (
     ReportFolderError,
     ResumeError,
 )
-from nbtoolkit.runtime.result import RunHandle, RunResult
+from nbtoolkit.launcher.handle import RunHandle, RunResult
 
 if TYPE_CHECKING:
-    from nbtoolkit.search.cv_result import CVResult
-    from nbtoolkit.search.folds import FoldKind, Folds
+    from nbtoolkit.crossval.cv_result import CVResult
+    from nbtoolkit.folds.folds import FoldKind, Folds
     from nbtoolkit.search.sweep_result import SweepResult
 
 try:
@@ -156,7 +156,7 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train once, on every usable device: the function that the setting "task" names."""
-    from nbtoolkit.runtime.launch import launch
+    from nbtoolkit.launcher.launch import launch
     from nbtoolkit.tasks.find import find_task
 
     with sentences(debug):
@@ -188,7 +188,7 @@ def cv(
     debug: Debug = False,
 ) -> None:
     """Train once on every fold, side by side; scores, their mean and their spread."""
-    from nbtoolkit.search.cross_validation import cross_validate
+    from nbtoolkit.crossval.cross_validation import cross_validate
     from nbtoolkit.tasks.find import find_task
 
     with sentences(debug):
@@ -263,8 +263,8 @@ def run(
     """Run a notebook as a program; prints what it published with nb.publish, as YAML."""
     from nbtoolkit.notebooks.handle import NotebookHandle
     from nbtoolkit.notebooks.parameters import parameters_from_shell
+    from nbtoolkit.notebooks.progress import skip_slow_imports
     from nbtoolkit.notebooks.run import run_notebook
-    from nbtoolkit.notebooks.slow_import import skip_slow_imports
 
     skip_slow_imports()
     with sentences(debug):
@@ -296,7 +296,7 @@ def pipeline(
     debug: Debug = False,
 ) -> None:
     """Run notebooks one after the other; what is done is skipped. Prints what they published."""
-    from nbtoolkit.notebooks.slow_import import skip_slow_imports
+    from nbtoolkit.notebooks.progress import skip_slow_imports
     from nbtoolkit.pipeline.run import run_pipeline
 
     skip_slow_imports()
@@ -335,7 +335,7 @@ def pack(
     debug: Debug = False,
 ) -> None:
     """Put the runs of an output folder into one file, for another session to go on with."""
-    from nbtoolkit.relay.pack import pack as write_bundle
+    from nbtoolkit.archive.pack import pack as write_bundle
 
     with sentences(debug):
         packed = write_bundle(output, source=source, size_limit=size_limit)
@@ -346,7 +346,7 @@ def pack(
 @app.command()
 def unpack(where: BundlePlace = "auto", into: IntoFolder = None, debug: Debug = False) -> None:
     """Bring in the runs that another session packed; the next launch or sweep goes on."""
-    from nbtoolkit.relay.unpack import unpack as read_bundle
+    from nbtoolkit.archive.unpack import unpack as read_bundle
 
     with sentences(debug):
         unpacked = read_bundle(where, into=into)
@@ -401,8 +401,8 @@ def _settings(path: Path | None, overrides: list[str] | None) -> Config:
 
 def _folds(config: Config, wish: str, kind: str) -> Folds:
     """Folds from a file, or so many of the task's own data set."""
-    from nbtoolkit.search.folds import Folds
-    from nbtoolkit.search.make_folds import make_folds
+    from nbtoolkit.folds.folds import Folds
+    from nbtoolkit.folds.make_folds import make_folds
     from nbtoolkit.tasks.find import find_data
 
     if not wish.isdecimal():

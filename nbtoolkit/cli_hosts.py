@@ -22,7 +22,7 @@ def lint(
     debug: Debug = False,
 ) -> None:
     """Say what will go wrong in notebooks on other machines, or in several ranks; runs nothing."""
-    from nbtoolkit.lint.report import find_all, report
+    from nbtoolkit.lint.find import find_all, report
 
     with sentences(debug):
         found = find_all(notebooks)
@@ -61,7 +61,7 @@ def kaggle_kernel(
     debug: Debug = False,
 ) -> None:
     """Write a folder with a notebook, ready for Kaggle's client; prints how it is sent."""
-    from nbtoolkit.hosts.kaggle_kernel import write_kernel
+    from nbtoolkit.kaggle.kernel import write_kernel
     from nbtoolkit.notebooks.parameters import parameters_from_shell
 
     with sentences(debug):
@@ -96,7 +96,7 @@ def bundle(
     debug: Debug = False,
 ) -> None:
     """Fill a folder with wheels, so that nbtoolkit installs on a host without internet."""
-    from nbtoolkit.hosts.bundle import make_bundle
+    from nbtoolkit.kaggle.bundle import make_bundle
 
     with sentences(debug):
         made = make_bundle(host, output, image=image, wheel=wheel, user=user)

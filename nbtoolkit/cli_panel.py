@@ -15,7 +15,7 @@ from nbtoolkit.cli import app as app
 from nbtoolkit.errors import LaunchError
 
 if TYPE_CHECKING:
-    from nbtoolkit.runtime.paths import RunPaths
+    from nbtoolkit.run.paths import RunPaths
     from nbtoolkit.views.state import State
 
 _SECONDS = 1.0  # between two looks
@@ -56,8 +56,7 @@ def panel(
 
 
 def _paths(run: str | None, source: Path) -> RunPaths:
-    from nbtoolkit.runtime.paths import runs_in
-    from nbtoolkit.runtime.result import find_run
+    from nbtoolkit.run.paths import find_run, runs_in
 
     if run is not None:
         return find_run(run, source)
@@ -72,7 +71,7 @@ def _paths(run: str | None, source: Path) -> RunPaths:
 
 def _press(wish: str, state: State) -> State:
     """Press a button of the panel; what is watched then."""
-    from nbtoolkit.panel.press import press
+    from nbtoolkit.panel.actions import press
     from nbtoolkit.views.state import read_state
 
     if "" not in sys.path:
@@ -94,7 +93,7 @@ def _follow(state: State) -> None:
 
 
 def _page(state: State) -> str:
-    from nbtoolkit.views.page import page_text
+    from nbtoolkit.views.trials import page_text
 
     return page_text(state)
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nbtoolkit.environment.compatibility import known_bad
+from nbtoolkit.environment.deadline import session_age, span, time_limit
+from nbtoolkit.environment.fork_diagnosis import ProbeResult, find_cause, probe_fork
+from nbtoolkit.environment.hardware import Hardware, detect_hardware
+from nbtoolkit.environment.plan import LaunchPlan, make_plan
+from nbtoolkit.environment.resources import free_space, size_text
 from nbtoolkit.errors import NbtoolkitError
-from nbtoolkit.runtime.choose import versions
-from nbtoolkit.runtime.culprit import find_culprit
-from nbtoolkit.runtime.disk import free_space, size_text
-from nbtoolkit.runtime.hardware import Hardware, detect_hardware
-from nbtoolkit.runtime.host import Host, detect_host
-from nbtoolkit.runtime.known_bad import known_bad
-from nbtoolkit.runtime.plan import LaunchPlan, make_plan
-from nbtoolkit.runtime.probe import ProbeResult, probe_fork
-from nbtoolkit.runtime.table import html_table
-from nbtoolkit.runtime.timing import session_age, span, time_limit
+from nbtoolkit.host import Host, detect_host
+from nbtoolkit.run.resume import versions
+from nbtoolkit.text_table import html_table
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class DoctorReport:
     """What :func:`doctor` found; shown as a table in a cell, as text by ``print``."""
 
     host: Host
@@ -36,7 +35,7 @@ class Report:
     """Known-bad pairs of libraries found here, in words."""
     fork: ProbeResult
     """Whether ``start="fork"`` would work in this process."""
-    culprit: str
+    cause: str
     """Which import or cell made this process not fork-safe; empty when it is."""
 
     @property
@@ -62,11 +61,11 @@ class Report:
 
     def _fork(self) -> str:
         verdict = "yes" if self.fork.ok else "no"
-        culprit = f"; {self.culprit}" if self.culprit else ""
+        cause = f"; {self.cause}" if self.cause else ""
         harmless = (
             "" if self.fork.ok else ' (nb.launch works all the same; only start="fork" does not)'
         )
-        return f"{verdict}: {self.fork.reason}{culprit}{harmless}"
+        return f"{verdict}: {self.fork.reason}{cause}{harmless}"
 
     def __str__(self) -> str:
         return self.explain()
@@ -84,7 +83,7 @@ class Report:
         return html_table("nbtoolkit doctor", rows, self.problems)
 
 
-def doctor() -> Report:
+def doctor() -> DoctorReport:
     """Look at host, hardware, libraries and this process; nothing is changed or touched.
 
     The probe forks a child that computes in parallel (and allocates on a GPU if there is one);
@@ -94,7 +93,7 @@ def doctor() -> Report:
     Returns:
         The report; ``print`` it, or let a cell show it.
     """
-    from nbtoolkit.config import load_config
+    from nbtoolkit.config.schema import load_config
 
     host, hardware = detect_host(), detect_hardware()
     plan: LaunchPlan | None = None
@@ -105,7 +104,7 @@ def doctor() -> Report:
         refusal = str(error)
     device = bool(hardware.usable)
     fork = probe_fork(device=device)
-    return Report(
+    return DoctorReport(
         host=host,
         hardware=hardware,
         session=_session(),
@@ -115,12 +114,12 @@ def doctor() -> Report:
         versions=versions(),
         problems=tuple(known_bad()),
         fork=fork,
-        culprit="" if fork.ok else find_culprit(device=device),
+        cause="" if fork.ok else find_cause(device=device),
     )
 
 
 def _session() -> str:
-    from nbtoolkit.config import load_config
+    from nbtoolkit.config.schema import load_config
 
     notes = time_limit(load_config()).notes
     age = session_age()

@@ -17,7 +17,7 @@ NbtoolkitError
 ├── WorkerError            a rank failed with an exception that cannot be rebuilt here
 │   ├── WorkerDied         a rank ended without an exception (signal, os._exit)
 │   └── WorkerHung         a rank is silent and idle while another waits for it
-├── ReportError            ctx.report, ctx.check or ctx.save was not called by every rank
+├── ReportError            ctx.report, ctx.raise_if_stopped or ctx.save was not called by every rank
 ├── ResumeError            resume= names a run that does not fit
 ├── SweepError             a sweep cannot begin, or cannot go on with its study
 ├── FitError               nb.fit was given something it cannot train with
@@ -36,7 +36,7 @@ NbtoolkitError
 ├── DashboardError         a dashboard cannot be opened here, or has ended
 └── MissingExtra           an optional package is not installed (gives the install line)
 
-Leave (BaseException)      all ranks leave the user's function at the same report
+RunStopped (BaseException)      all ranks leave the user's function at the same report
 FoldWarning (UserWarning)  folds may make a score too good, or lack a class
 """
 
@@ -234,8 +234,8 @@ class MissingExtra(NbtoolkitError, ImportError):
     """An optional package is not installed; the message carries the install line."""
 
 
-class Leave(BaseException):
-    """Raised on every rank at the same ``ctx.report`` or ``ctx.check`` when a run ends early.
+class RunStopped(BaseException):
+    """Raised on all ranks at one ``ctx.report`` or ``ctx.raise_if_stopped`` when a run ends early.
 
     A ``BaseException``, so that ``except Exception`` in user code does not swallow it.
     ``status`` is the status the launch returns: ``"stopped"``, ``"pruned"`` or ``"deadline"``.

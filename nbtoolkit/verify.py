@@ -18,17 +18,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.config import Config, ConfigLike, as_config
+from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.errors import NbtoolkitError, WorkerDied
-from nbtoolkit.runtime.checkpoint import has_checkpoint, read_state
-from nbtoolkit.runtime.events import EventReader
-from nbtoolkit.runtime.paths import read_json
-from nbtoolkit.training.checkpoint import find_weights
-from nbtoolkit.training.samples import read_samples
+from nbtoolkit.run.checkpoint_store import has_checkpoint, read_state
+from nbtoolkit.run.events import EventReader, MetricsLogged, MetricsReported
+from nbtoolkit.run.paths import read_json
+from nbtoolkit.run.weights import find_weights
+from nbtoolkit.training.sampler import read_samples
 
 if TYPE_CHECKING:
-    from nbtoolkit.runtime.context import RunContext
-    from nbtoolkit.runtime.result import RunResult
+    from nbtoolkit.launcher.handle import RunResult
+    from nbtoolkit.worker.context import RunContext
 
 Train = Callable[..., Any]
 _KILLED = "killed"  # a file in the folder of a run that has been killed once
@@ -199,7 +199,7 @@ def _scratch(config: ConfigLike) -> Iterator[Config]:
                 "runtime.output_dir": folder,
                 "tracking.mlflow": False,
                 "tracking.tensorboard": False,
-                "tracking.samples": True,
+                "tracking.record_samples": True,
                 "tracking.log_every_n_steps": 1,
                 "checkpoint.enabled": True,
             }
@@ -214,7 +214,7 @@ def _launch(
     name: str | None = None,
     resume: str = "never",
 ) -> RunResult:
-    from nbtoolkit.runtime.launch import launch
+    from nbtoolkit.launcher.launch import launch
 
     return launch(train, config, processes=processes, name=name, resume=resume, display="off")
 
@@ -255,21 +255,22 @@ def _compare_samples(
 
 def _losses(run: RunResult) -> dict[int, float]:
     """The logged training loss of each step; of a step that was taken twice, the last."""
-    logged = (event for event in EventReader(run.paths.events).read() if event["type"] == "metrics")
+    events = EventReader(run.paths.events).read()
+    logged = (event for event in events if isinstance(event, MetricsLogged))
     return {
-        int(event["step"]): event["values"]["loss"]
+        event.step: event.values["loss"]
         for event in logged
-        if "loss" in event["values"] and event["step"] is not None
+        if "loss" in event.values and event.step is not None
     }
 
 
-def _reports(run: RunResult) -> dict[str, dict[Any, float]]:
+def _reports(run: RunResult) -> dict[str, dict[int | None, float]]:
     """The reported values by name and step."""
-    found: dict[str, dict[Any, float]] = {}
+    found: dict[str, dict[int | None, float]] = {}
     for event in EventReader(run.paths.events).read():
-        if event["type"] == "report":
-            for name, value in event["values"].items():
-                found.setdefault(name, {})[event["step"]] = value
+        if isinstance(event, MetricsReported):
+            for name, value in event.values.items():
+                found.setdefault(name, {})[event.step] = value
     return found
 
 

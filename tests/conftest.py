@@ -62,6 +62,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # test starts would inherit that: its interrupts would be lost.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A sweep has as many slots as CPUs: with two CPUs a test means the same on every machine.
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker or not config.getoption("numprocesses", None):
+        cpus = sorted(os.sched_getaffinity(0))
+        first = 2 * int((worker or "gw0")[2:])
+        os.sched_setaffinity(0, {cpus[at % len(cpus)] for at in (first, first + 1)})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -91,7 +97,7 @@ def _group(file: str) -> str | None:
     # Two browsers with their servers and kernels are too much for two cores.
     if "/tests/browser/" in file:
         return "browser"
-    # Ranks that import torchmetrics cold take 3 s of CPU each, and the launchpad once more.
+    # Ranks that import torchmetrics cold take 3 s of CPU each, and the fork server once more.
     if file.endswith(("/test_metrics.py", "/test_validation.py")):
         return "torchmetrics"
     # Each worker would make a module's fixture anew.
@@ -113,7 +119,7 @@ def session_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     tempfile.tempdir = None
     FOREIGN.update(_all_processes())
     yield
-    _shut_launchpad()
+    _shut_forkserver()
     left = _end_processes(set()) + _temporary_folders()
     os.environ.clear()
     os.environ.update(before[0])
@@ -142,17 +148,17 @@ def test_leaves_nothing(session_leaves_nothing: None) -> Iterator[None]:
     assert not left, f"the test left behind: {left}"
 
 
-def _shut_launchpad() -> None:
-    """End the launchpad that the first nb.launch of this process keeps warm, if there was one."""
-    launchpad = sys.modules.get("nbtoolkit.runtime.launchpad")
-    if launchpad is not None:
-        launchpad.shutdown()
+def _shut_forkserver() -> None:
+    """End the fork server that the first nb.launch of this process keeps warm, if there was one."""
+    forkserver = sys.modules.get("nbtoolkit.launcher.forkserver_client")
+    if forkserver is not None:
+        forkserver.shutdown()
 
 
 def _kept_warm() -> set[int]:
-    """The launchpads' own processes: this process's, and those of kernels that tests share."""
-    launchpad, kernels = map(sys.modules.get, ("nbtoolkit.runtime.launchpad", "kernels"))
-    warm = launchpad.pids() if launchpad is not None else set()
+    """The fork servers' own processes: this process's, and those of kernels that tests share."""
+    forkserver, kernels = map(sys.modules.get, ("nbtoolkit.launcher.forkserver_client", "kernels"))
+    warm = forkserver.pids() if forkserver is not None else set()
     return warm.union(*(kernel.warm() for kernel in kernels.SHARED)) if kernels else warm
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import papermill
 from traitlets.config import Config
 
-from nbtoolkit.runtime.hardware import detect_hardware
+from nbtoolkit.environment.hardware import detect_hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "notebooks/01_train.ipynb"

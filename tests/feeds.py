@@ -12,19 +12,20 @@ import torch
 from machines import CPU_BUILD, machine
 from torch.utils.data import Dataset, IterableDataset
 
-from nbtoolkit.config import Config
-from nbtoolkit.runtime.channel import RecordChannel
-from nbtoolkit.runtime.context import RunContext
-from nbtoolkit.runtime.host import detect_host
-from nbtoolkit.runtime.paths import RunPaths
-from nbtoolkit.runtime.plan import make_plan
-from nbtoolkit.runtime.record import RunRecord
+from nbtoolkit.config.schema import Config
+from nbtoolkit.environment.plan import make_plan
+from nbtoolkit.host import detect_host
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.recorder import RunRecord
+from nbtoolkit.run.request import JobSpec
+from nbtoolkit.worker.channel import RecordChannel
+from nbtoolkit.worker.context import RunContext
 
 Draws = tuple[float, float, float]
 
 
 def contexts(folder: Path, *, ranks: int = 1, **overrides: Any) -> list[RunContext]:
-    """What each of some ranks would see; ``train__workers=2`` overrides ``train.workers``.
+    """What each of some ranks would see; ``train__num_workers=2`` overrides ``train.num_workers``.
 
     A walk through a training set needs no word from the other ranks, so they need not live.
     """
@@ -36,8 +37,8 @@ def contexts(folder: Path, *, ranks: int = 1, **overrides: Any) -> list[RunConte
     paths = RunPaths(folder)
     folder.mkdir(exist_ok=True)
     channel = RecordChannel(RunRecord(paths, deadline=None))
-    more = {"config": config, "plan": plan, "paths": paths, "channel": channel}
-    return [RunContext(**more, rank=rank, world_size=ranks) for rank in range(ranks)]
+    job = JobSpec(paths=paths, plan=plan, config=config)
+    return [RunContext(job, channel, rank=rank, world_size=ranks) for rank in range(ranks)]
 
 
 def draws() -> Draws:

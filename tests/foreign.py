@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
 
 CLOSE = 1e-5
 FIT = {"train__epochs": 2, "train__batch_size": 12, "optim__lr": 0.05}

@@ -355,7 +355,7 @@ def sleeps_long_while_other_waits(config: Any, ctx: Any) -> str:
     import torch.distributed as dist
 
     if ctx.rank == 1:
-        with ctx.long("a download"):
+        with ctx.pause_hang_detection("a download"):
             time.sleep(config.model.seconds)
     dist.barrier()
     return "waited"

@@ -59,12 +59,12 @@ def hears_inside_an_epoch(config: Any, ctx: Any) -> None:
 
     ctx.report({"epoch": 0})
     while True:
-        news = torch.tensor([ctx.news()], dtype=torch.int)
+        news = torch.tensor([ctx.stop_requested()], dtype=torch.int)
         dist.all_reduce(news)
         if news.item():
-            status = ctx.leaving()
+            status = ctx.should_stop()
             ctx.note_saved("last.pt", 7, "last")
-            raise nb.Leave(status)
+            raise nb.RunStopped(status)
         time.sleep(0.01)
 
 
@@ -94,7 +94,7 @@ def main(function: str, settings: str) -> None:
         "values": result.values,
         "metrics": result.metrics,
         "folder": str(result.paths.folder),
-        "events": [event["type"] for event in events],
+        "events": [event.type for event in events],
         "left": sorted(name for name in names if before.get(name) != os.environ.get(name)),
     }
     line = f"TOLD {json.dumps(told)}\n"

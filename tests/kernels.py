@@ -17,8 +17,8 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
-from nbtoolkit.runtime.watch import without_launcher
-from nbtoolkit.runtime.worker import STACKS_SIGNAL
+from nbtoolkit.launcher.hang_detection import without_launcher
+from nbtoolkit.worker.main import STACKS_SIGNAL
 
 HERE = Path(__file__).parent
 SECONDS = 240.0
@@ -107,8 +107,8 @@ def finish(handle: Any, seconds: float = SECONDS) -> Any:
 
 
 def _all_that_is_known(handle: Any) -> str:
-    events = [event for event in handle.events() if event["type"] != "run"]
-    ranks = {event["pid"] for event in events if event.get("pid")}
+    events = [event for event in handle.events() if event.type != "run"]
+    ranks = {event.pid for event in events if event.type == "rank" and event.pid}
     for pid in filter(alive, ranks):
         os.kill(pid, STACKS_SIGNAL)
     time.sleep(0.5)
@@ -234,7 +234,9 @@ class Notebook:
 
     def warm(self) -> set[int]:
         """The processes that it keeps between launches."""
-        cell = self.run("from nbtoolkit.runtime import launchpad; print(*launchpad.pids())").ok()
+        cell = self.run(
+            "from nbtoolkit.launcher.forkserver_client import pids; print(*pids())"
+        ).ok()
         # on a busy machine lines of its start come first
         return {int(pid) for pid in cell.text.splitlines()[-1].split()} if cell.text else set()
 
@@ -306,9 +308,11 @@ SHARED: list[Notebook] = []
 
 @contextmanager
 def shared_notebook(cwd: Path) -> Iterator[Notebook]:
-    """A Notebook for several tests, with a warm launchpad; shut down at the end."""
+    """A Notebook for several tests, with a warm fork server; shut down at the end."""
     with notebook(cwd) as running:
-        running.run("from nbtoolkit.runtime import launchpad; launchpad.launchpad()").ok()
+        running.run(
+            "from nbtoolkit.launcher.forkserver_client import fork_server; fork_server()"
+        ).ok()
         SHARED.append(running)
         try:
             yield running

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from nbtoolkit.runtime.hardware import Hardware, detect_hardware
-from nbtoolkit.runtime.torch_build import TorchBuild
+from nbtoolkit.environment.hardware import Hardware, TorchBuild, detect_hardware
 
 # The lists of the wheels on PyPI: what `torch.cuda.get_arch_list()` says there.
 CU124 = TorchBuild(

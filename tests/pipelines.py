@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from programs import write_program
 
+from nbtoolkit.config.yaml_source import dump
 from nbtoolkit.pipeline.result import PipelineResult
 from nbtoolkit.pipeline.run import run_pipeline
-from nbtoolkit.yaml_lines import dump
 
 FIND = "import nbtoolkit as nb\nnb.publish({'best': {'lr': 0.1 * n}, 'score': n, 'tag': tag})"
 USE = "import nbtoolkit as nb\nnb.publish({'used': settings, 'said': said})"

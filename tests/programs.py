@@ -8,7 +8,7 @@ from typing import Any
 import nbformat
 from nbformat.v4 import new_code_cell, new_notebook
 
-from nbtoolkit.notebooks.result import NotebookResult
+from nbtoolkit.notebooks.handle import NotebookResult
 from nbtoolkit.notebooks.run import run_notebook
 
 PYTHON = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}

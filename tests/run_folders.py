@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nbtoolkit.runtime.crossing import pack_value
-from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.serialization import pack_value
 
 NOON = 1767225600.0  # 2026-01-01 00:00 UTC, when every story here begins
 

@@ -1,4 +1,4 @@
-"""A conductor without processes, for tests of programs: a plain loop over jobs."""
+"""A scheduler without processes, for tests of programs: a plain loop over jobs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nbtoolkit import load_config
-from nbtoolkit.search.program import Ending, Job
-from nbtoolkit.search.sweep_program import SweepProgram, make_program
-from nbtoolkit.search.wishes import load_wishes
+from machines import CPU_BUILD, machine
+
+from nbtoolkit import load_config, make_folds
+from nbtoolkit.host import detect_host
+from nbtoolkit.run.events import Event, NoteAdded, RunStarted, TrialChanged
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.search.algorithm import JobResult, SearchJob, SearchRequest
+from nbtoolkit.search.slots import make_slots
+from nbtoolkit.search.sweep_algorithm import SweepAlgorithm, make_algorithm
+from nbtoolkit.study.sweep_config import load_sweep_config
 
 LR = {"type": "float", "low": 1e-4, "high": 1.0, "log": True}
 SPACE = {
@@ -25,70 +31,75 @@ class Memory:
     """A diary in memory; what cannot be written as JSON is an error here too."""
 
     def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
+        self.events: list[Event] = []
 
-    def write(self, type: str, **fields: Any) -> None:
-        json.dumps(fields, allow_nan=False)
-        self.events.append({"type": type, **fields})
+    def write(self, event: Event) -> None:
+        json.dumps(vars(event), allow_nan=False)
+        self.events.append(event)
 
     def note(self, text: str, level: str = "info") -> None:
-        self.write("note", text=text, level=level)
+        self.write(NoteAdded(text=text, level=level))
 
-    def of(self, type: str) -> list[dict[str, Any]]:
-        return [event for event in self.events if event["type"] == type]
+    def of(self, type: str) -> list[Any]:
+        return [event for event in self.events if event.type == type]
 
     def notes(self) -> str:
-        return "\n".join(event["text"] for event in self.of("note"))
+        return "\n".join(event.text for event in self.of("note"))
 
-    def ends(self) -> dict[int, dict[str, Any]]:
+    def ends(self) -> dict[int, TrialChanged]:
         """Trial -> its last event."""
-        return {event["number"]: event for event in self.of("trial")}
+        return {event.number: event for event in self.of("trial")}
+
+
+def request(folder: Path, **known: Any) -> SearchRequest:
+    """What a scheduler is told of a search in a folder."""
+    config, host, hardware = load_config(env=None), detect_host({}), machine(build=CPU_BUILD)
+    usual = {
+        "paths": RunPaths(folder),
+        "config": config,
+        "slots": make_slots(config, hardware),
+        "host": host,
+        "header": RunStarted(run_id=folder.name),
+        "notes": (),
+        "deadline": None,
+        "imposed": False,
+        "program": "",
+        "folds": None,
+        "sweep_config": None,
+    }
+    return SearchRequest(**{**usual, **known})
 
 
 def program(
-    folder: Path, source: Any, *, folds: int | None = None, **content: Any
-) -> tuple[SweepProgram, Memory]:
-    """A sweep's program in a folder, as a conductor makes it."""
-    config, diary = load_config(env=None), Memory()
-    wishes = load_wishes(source, config)
-    about = {
-        "wishes": wishes.to_dict(),
-        "config": config.to_dict(),
-        "folds": {"count": folds, "hash": "abc"} if folds else None,
-    }
-    made = make_program({**about, **content}, diary, folder)
-    _open.append(made)
-    return made, diary
-
-
-_open: list[SweepProgram] = []
-
-
-def close_all() -> None:
-    """Close the files of all programs, and write nothing: their sessions may have died."""
-    while _open:
-        _open.pop()._books.study.close()
+    folder: Path, source: Any, *, folds: int | None = None, **known: Any
+) -> tuple[SweepAlgorithm, Memory]:
+    """A sweep's program in a folder, as a scheduler makes it."""
+    sweep_config, diary = load_sweep_config(source, load_config(env=None)), Memory()
+    split = make_folds([0, 1] * 10, k=folds) if folds else None
+    return make_algorithm(
+        request(folder, sweep_config=sweep_config, folds=split, **known), diary
+    ), diary
 
 
 @dataclass
 class Fake:
     """What a job does: its metrics at each step; every job takes a second."""
 
-    metrics: Callable[[Job, int], Mapping[str, Any]]
+    metrics: Callable[[SearchJob, int], Mapping[str, Any]]
     steps: int = 3
-    endings: dict[str, Ending] = field(default_factory=dict)
+    endings: dict[str, JobResult] = field(default_factory=dict)
     """Jobs that end otherwise, once."""
     seconds: float = 1.0
 
 
 def drive(
-    made: SweepProgram,
+    made: SweepAlgorithm,
     job: Fake,
     *,
     slots: int = 1,
     left: float | None = None,
     jobs: int | None = None,
-) -> list[Job]:
+) -> list[SearchJob]:
     """Run what the program wants, ``slots`` at once, oldest first; the jobs in order of start.
 
     Args:
@@ -98,8 +109,8 @@ def drive(
         left: seconds to the deadline; every job uses up its own.
         jobs: leave off after so many, as a session that dies does: with jobs that run.
     """
-    running: list[Job] = []
-    begun: list[Job] = []
+    running: list[SearchJob] = []
+    begun: list[SearchJob] = []
     while True:
         while len(running) < slots and (new := made.next(left)) is not None:
             running.append(new)
@@ -113,7 +124,7 @@ def drive(
         left = None if left is None else left - job.seconds / slots
 
 
-def run(made: SweepProgram, one: Job, job: Fake) -> Ending:
+def run(made: SweepAlgorithm, one: SearchJob, job: Fake) -> JobResult:
     """One job, from its first report to its end."""
     if one.key in job.endings:
         return job.endings.pop(one.key)
@@ -121,5 +132,5 @@ def run(made: SweepProgram, one: Job, job: Fake) -> Ending:
     for step in range(job.steps):
         metrics = job.metrics(one, step)
         if made.reported(one, metrics, step) == "pruned" and one.judged:
-            return Ending(status="pruned", metrics=metrics, seconds=job.seconds)
-    return Ending(status="completed", metrics=metrics, seconds=job.seconds)
+            return JobResult(status="pruned", metrics=metrics, seconds=job.seconds)
+    return JobResult(status="completed", metrics=metrics, seconds=job.seconds)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import sqlite3
 from pathlib import Path
 
-from kernels import SECONDS, until
+from kernels import until
 
-_COMPLETE = """
-select number, value from trials join trial_values using (trial_id) where state = 'COMPLETE'
-"""
+from nbtoolkit.errors import SweepError
+from nbtoolkit.study.storage import FILE, read_study
 
 
 def finished(folder: Path) -> dict[int, float]:
     """Number and value of the trials that the study holds as complete."""
-    if not (folder / "study.db").exists():
+    if not (folder / FILE).exists():
         return {}
-    file = f"file:{folder / 'study.db'}?mode=ro"
-    with contextlib.closing(sqlite3.connect(file, uri=True, timeout=SECONDS)) as db:
-        if not db.execute("select 1 from sqlite_master where name = 'trial_values'").fetchall():
-            return {}  # it is being made
-        return dict(db.execute(_COMPLETE).fetchall())
+    try:
+        study = read_study(folder / FILE)
+    except SweepError:
+        return {}  # it is being made
+    return {one.number: one.values[0] for one in study.trials if one.state.name == "COMPLETE"}
 
 
 def sweep_folder(home: Path) -> Path:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from nbtoolkit.environment.activity import Activity, wait_while_active
 from nbtoolkit.errors import LaunchError
-from nbtoolkit.runtime.activity import Activity, wait_while_active
-from nbtoolkit.runtime.launchpad import Launchpad
+from nbtoolkit.launcher.forkserver_client import ForkServerClient
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(3600)"
 BURNS = "print('up', flush=True)\nwhile True: pass"
@@ -107,7 +107,7 @@ def at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
 def test_a_fork_server_that_starts_slowly_is_waited_for(at_start: Callable[[str], None]) -> None:
     at_start("import time\nwhile time.process_time() < 1.5: pass")
-    pad = Launchpad(stalled=1.0)
+    pad = ForkServerClient(stalled=1.0)
     try:
         assert pad.warm_pids() == {pad.pid}
     finally:
@@ -119,7 +119,7 @@ def test_a_fork_server_that_does_nothing_is_given_up_with_its_last_words(
     at_start: Callable[[str], None],
 ) -> None:
     at_start("import sys, time\nsys.stderr.write('a cold disk\\n')\ntime.sleep(3600)")
-    pad = Launchpad(stalled=1.0)
+    pad = ForkServerClient(stalled=1.0)
     said = r"does not answer: no progress for 1 s; its last words:\n.*a cold disk"
     with pytest.raises(LaunchError, match=rf"(?s){said}.*Allowed: .*Do now:  launch again"):
         pad.warm_pids()
@@ -137,7 +137,7 @@ def test_a_request_that_takes_long_is_waited_for_and_one_that_hangs_is_not(
         "begun = time.process_time()\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    pad = Launchpad(stalled=1.0)
+    pad = ForkServerClient(stalled=1.0)
     pad.preload(["prepares:slowly"])
     with pytest.raises(LaunchError, match=r"(?s)no progress for 1 s; .*waits for a licence"):
         pad.preload(["prepares:never"])

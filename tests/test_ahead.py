@@ -1,4 +1,4 @@
-"""Imports ahead of need: in a branch of the launchpad, never where it could break the ranks."""
+"""Imports ahead of need: in a branch of the fork server, never where it could break the ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from kernels import script
 
 import nbtoolkit as nb
-from nbtoolkit.runtime.ahead import ImportNotes, environment_key
+from nbtoolkit.environment.installed import ImportNotes, environment_key
 
-# Installed with matplotlib; nothing that the launchpad imports needs it.
+# Installed with matplotlib; nothing that the fork server imports needs it.
 SMALL = "pyparsing"
 # Installed with scikit-learn: one file, that imports nothing which is installed.
 ALONE = "threadpoolctl"

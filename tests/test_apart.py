@@ -19,14 +19,14 @@ import torch
 from kernels import finish
 
 import nbtoolkit as nb
+from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import ReportError, WorkerHung
-from nbtoolkit.runtime.context import RunContext
-from nbtoolkit.runtime.flight import Flight
-from nbtoolkit.runtime.paths import RunPaths
-from nbtoolkit.runtime.plan import make_plan
-from nbtoolkit.runtime.watch import Watch, is_waiting, user_line
-from nbtoolkit.runtime.wire import Line
-from nbtoolkit.runtime.worker import STACKS_SIGNAL
+from nbtoolkit.launcher.hang_detection import HangDetector, is_waiting, user_line
+from nbtoolkit.launcher.worker_group import WorkerGroup
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.transport import GroupConnections
+from nbtoolkit.worker.context import RunContext
+from nbtoolkit.worker.main import STACKS_SIGNAL
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ ON_CUDA = """Thread 0x00007f1 (most recent call first):
 
 Current thread 0x00007f2 (most recent call first):
   File "/home/me/train.py", line 41 in train
-  File "/site-packages/nbtoolkit/runtime/worker.py", line 150 in _call
+  File "/site-packages/nbtoolkit/worker/main.py", line 150 in _call
 """
 IN_BACKWARD = """Current thread 0x00007f2 (most recent call first):
   File "SITE/torch/autograd/graph.py", line 825 in _engine_run_backward
@@ -200,15 +200,14 @@ print("up", flush=True)
 
 
 @pytest.fixture
-def two_ranks(tmp_path: Path) -> Iterator[tuple[Flight, RunPaths]]:
+def two_ranks(tmp_path: Path) -> Iterator[tuple[WorkerGroup, RunPaths]]:
     """Rank 0 turns in a loop as in ``.item()``, rank 1 sleeps; neither shows a frame of torch's."""
     config = nb.load_config(env=None, overrides={"distributed.world_size": 2})
     plan = make_plan(config, nb.detect_host(), nb.detect_hardware())
     paths = RunPaths.create(tmp_path, "apart")
     paths.stacks(0).parent.mkdir(parents=True)
-    pairs = [Line.pair() for _ in range(1 + 2 * plan.processes)]
-    pilot, *ends = [mine for mine, _ in pairs]
-    flight = Flight(plan, 0, pilot, ends)
+    mine, theirs = GroupConnections.pair(plan.processes)
+    worker_group = WorkerGroup(plan, 0, mine)
     with ExitStack() as stack:
         for rank, does in enumerate((TURNS, SLEEPS)):
             command = [sys.executable, "-c", RANK + does, str(paths.stacks(rank))]
@@ -220,20 +219,19 @@ def two_ranks(tmp_path: Path) -> Iterator[tuple[Flight, RunPaths]]:
             stack.callback(process.send_signal, signal.SIGKILL)
             assert process.stdout is not None
             process.stdout.readline()
-            flight.ranks[rank].pid = process.pid
-        yield flight, paths
-    flight.close()
-    for _, theirs in pairs:
-        theirs.close()
+            worker_group.ranks[rank].pid = process.pid
+        yield worker_group, paths
+    worker_group.close()
+    theirs.close()
 
 
 @pytest.mark.parametrize(("collectives", "hung"), [((5, 4), [1]), ((4, 4), None)])
 def test_a_rank_that_turns_in_a_loop_waits_if_it_is_ahead(
-    two_ranks: tuple[Flight, RunPaths], collectives: tuple[int, int], hung: list[int] | None
+    two_ranks: tuple[WorkerGroup, RunPaths], collectives: tuple[int, int], hung: list[int] | None
 ) -> None:
-    flight, paths = two_ranks
-    watch = Watch(flight, paths, 1.0)
-    for rank, number in zip(flight.ranks, collectives, strict=True):
+    worker_group, paths = two_ranks
+    watch = HangDetector(worker_group, paths, 1.0)
+    for rank, number in zip(worker_group.ranks, collectives, strict=True):
         rank.collectives = number
     found = None
     end = time.monotonic() + 6.0

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import CheckpointError, FitError
-from nbtoolkit.runtime.context import RunContext
 from nbtoolkit.training.averaging import Averages, make_averages
+from nbtoolkit.worker.context import RunContext
 
 
 def averages_of(
     module: nn.Module, average: str, *, steps: int = 100, factor: float = 1.0, **train: Any
 ) -> Averages:
-    config = Config().with_overrides({"train": {"average": average, **train}})
+    config = Config().with_overrides({"train": {"weight_averaging": average, **train}})
     averages = make_averages(config, module, steps=steps, factor=factor)
     assert averages is not None
     return averages
@@ -337,7 +337,10 @@ def averaged(config: Config, ctx: RunContext) -> dict[str, Any]:
     """A fit with each kind of average: what it gives, and the model's weights at the end."""
     rows = inputs(size=36)
     values, weights = list[Any](), list[float]()
-    for more in ({"train.average": "ema"}, {"train.average": "swa", "train.swa_lr": 0.01}):
+    for more in (
+        {"train.weight_averaging": "ema"},
+        {"train.weight_averaging": "swa", "train.swa_lr": 0.01},
+    ):
         one, model = config.with_overrides(more), mlp()
         data = rows, rows[:, :3].argmax(dim=1)
         values.append(nb.fit(ctx, one, model, data, data, loss=nn.functional.cross_entropy))
@@ -350,7 +353,7 @@ def averaged(config: Config, ctx: RunContext) -> dict[str, Any]:
 def launch(tmp_path: Path) -> Callable[..., nb.RunResult]:
     def on(train: Any, processes: int, average: str = "swa") -> nb.RunResult:
         settings = {
-            "train": {"average": average, "swa_start": 0.5, "epochs": 4, "batch_size": 12},
+            "train": {"weight_averaging": average, "swa_start": 0.5, "epochs": 4, "batch_size": 12},
             "optim": {"name": "sgd", "lr": 0.1},
             "tracking.mlflow": False,
             "runtime.output_dir": str(tmp_path),

@@ -15,10 +15,17 @@ from packaging.version import Version
 
 import nbtoolkit
 from nbtoolkit.errors import WheelsError
-from nbtoolkit.hosts.bundle import EXTRAS, make_bundle
-from nbtoolkit.hosts.image import Image, host_image, read_image
-from nbtoolkit.hosts.missing import NEVER, missing_wheels
-from nbtoolkit.hosts.wheels import Wheel, own_wheel, read_wheel
+from nbtoolkit.kaggle.bundle import EXTRAS, make_bundle
+from nbtoolkit.kaggle.image import (
+    NEVER,
+    Image,
+    Wheel,
+    host_image,
+    missing_wheels,
+    own_wheel,
+    read_image,
+    read_wheel,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -147,7 +154,7 @@ def test_our_wheel_is_made_of_the_checkout(own: Wheel) -> None:
     assert (own.name, str(own.version)) == ("nbtoolkit-torch", nbtoolkit.__version__)
     with zipfile.ZipFile(own.path) as archive:
         inside = set(archive.namelist())
-    assert {"nbtoolkit/hosts/images/kaggle.txt", "nbtoolkit/_config/train.yaml"} <= inside
+    assert {"nbtoolkit/kaggle/images/kaggle.txt", "nbtoolkit/_config/train.yaml"} <= inside
 
 
 @pytest.mark.parametrize(

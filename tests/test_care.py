@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 
 import nbtoolkit as nb
-from nbtoolkit.runtime.care import Care, Late
-from nbtoolkit.runtime.flight import Flight
-from nbtoolkit.runtime.paths import RunPaths
-from nbtoolkit.runtime.plan import make_plan
-from nbtoolkit.runtime.record import RunRecord
-from nbtoolkit.runtime.watch import Watch
-from nbtoolkit.runtime.wire import Line
-from nbtoolkit.runtime.worker import STACKS_SIGNAL
+from nbtoolkit.environment.plan import make_plan
+from nbtoolkit.launcher.hang_detection import HangDetector
+from nbtoolkit.launcher.health import HealthMonitor, LateGroup
+from nbtoolkit.launcher.worker_group import WorkerGroup
+from nbtoolkit.run.messages import FunctionLeft, StopPending
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.recorder import RunRecord
+from nbtoolkit.run.transport import Connection, GroupConnections
+from nbtoolkit.worker.main import STACKS_SIGNAL
 
 RANK = """
 import faulthandler, sys
@@ -55,49 +56,47 @@ def rank(paths: RunPaths) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture
-def flight(config: nb.Config, rank: subprocess.Popen[str]) -> Iterator[Flight]:
+def worker_group(config: nb.Config, rank: subprocess.Popen[str]) -> Iterator[WorkerGroup]:
     plan = make_plan(config, nb.detect_host(), nb.detect_hardware())
-    pairs = [Line.pair() for _ in range(1 + 2 * plan.processes)]
-    pilot, *ends = [mine for mine, _ in pairs]
-    flight = Flight(plan, 0, pilot, ends)
-    flight.ranks[0].pid = rank.pid
-    yield flight
-    flight.close()
-    for _, theirs in pairs:
-        theirs.close()
+    mine, theirs = GroupConnections.pair(plan.processes)
+    worker_group = WorkerGroup(plan, 0, mine)
+    worker_group.ranks[0].pid = rank.pid
+    yield worker_group
+    worker_group.close()
+    theirs.close()
 
 
 def test_ranks_that_work_may_take_their_time_to_form_a_group(
-    config: nb.Config, paths: RunPaths, flight: Flight, rank: subprocess.Popen[str]
+    config: nb.Config, paths: RunPaths, worker_group: WorkerGroup, rank: subprocess.Popen[str]
 ) -> None:
-    care = Care(flight, RunRecord(paths, deadline=None), config, start_seconds=1.0)
-    while time.monotonic() < flight.started_at + 2.0:
+    care = HealthMonitor(worker_group, RunRecord(paths, deadline=None), config, start_seconds=1.0)
+    while time.monotonic() < worker_group.started_at + 2.0:
         assert care.look() is None
         time.sleep(0.05)
     rank.send_signal(signal.SIGSTOP)
     while (late := care.look()) is None:
         time.sleep(0.05)
-    assert isinstance(late, Late)
+    assert isinstance(late, LateGroup)
     assert "the ranks did not form a group" in late.reason
 
 
 def test_a_rank_that_writes_its_stacks_late_is_waited_for(
-    paths: RunPaths, flight: Flight, rank: subprocess.Popen[str]
+    paths: RunPaths, worker_group: WorkerGroup, rank: subprocess.Popen[str]
 ) -> None:
     rank.send_signal(signal.SIGSTOP)
     timer = threading.Timer(0.6, lambda: rank.send_signal(signal.SIGCONT))
     timer.start()
-    stacks = Watch(flight, paths, 2.0).stacks()
+    stacks = HangDetector(worker_group, paths, 2.0).stacks()
     timer.join()
     assert "Current thread" in stacks[0]
 
 
 def test_what_a_rank_said_last_is_heard_when_a_message_to_it_comes_too_late() -> None:
-    owner, rank = Line.pair()
-    rank.send({"type": "left", "status": "deadline"})
+    owner, rank = Connection.pair()
+    rank.send(FunctionLeft(status="deadline"))
     rank.close()
-    assert not owner.send({"type": "come"})
+    assert not owner.send(StopPending())
     assert owner.closed
-    assert owner.drain() == [{"type": "left", "status": "deadline"}]
+    assert owner.drain() == [FunctionLeft(status="deadline")]
     assert owner.drain() == []
     owner.close()

@@ -23,7 +23,8 @@ from kernels import until
 
 import nbtoolkit as nb
 from nbtoolkit.errors import WorkerDied
-from nbtoolkit.training.samples import read_samples
+from nbtoolkit.run.events import Event, MetricsLogged, MetricsReported
+from nbtoolkit.training.sampler import read_samples
 
 OFTEN, SELDOM = 20, 2
 
@@ -56,10 +57,10 @@ def configured(folder: Path, *, epochs: int, dropout: bool) -> nb.Config:
             "optim.name": "adamw",
             "train.epochs": epochs,
             "train.batch_size": 12,
-            "train.average": "ema",
+            "train.weight_averaging": "ema",
             "checkpoint.every_steps": 30,
             "tracking.mlflow": False,
-            "tracking.samples": True,
+            "tracking.record_samples": True,
         },
     )
 
@@ -68,23 +69,23 @@ def kill_at_random(handle: nb.RunHandle, ranks: int, chance: random.Random) -> N
     """Kill a rank after some words of its training, or after none; at its end at the latest."""
     attempt = json.loads(handle.paths.versions.read_text())["attempt"]
 
-    def now() -> list[dict[str, Any]]:
+    def now() -> list[Event]:
         """The events of this attempt."""
         events = list(handle.events())
-        begun = [n for n, event in enumerate(events) if event["type"] == "run"]
+        begun = [n for n, event in enumerate(events) if event.type == "run"]
         return events[begun[attempt - 1] :] if len(begun) == attempt else []
 
     def ready() -> dict[int, int]:
         return {
-            event["rank"]: event["pid"]
+            event.rank: event.pid
             for event in now()
-            if event["type"] == "rank" and event["phase"] == "ready"
+            if event.type == "rank" and event.phase == "ready"
         }
 
     def has_said(words: int) -> Callable[[], bool]:
         def look() -> bool:
-            said = [event for event in now() if event["type"] in ("metrics", "report")]
-            return len(said) >= words or any("fitted" in event["values"] for event in said)
+            said = [event for event in now() if isinstance(event, MetricsLogged | MetricsReported)]
+            return len(said) >= words or any("fitted" in event.values for event in said)
 
         return look
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import PlanError
-from nbtoolkit.runtime.class_losses import ClassLosses
-from nbtoolkit.runtime.context import RunContext
+from nbtoolkit.worker.context import RunContext
+from nbtoolkit.worker.loss_checks import ClassLosses
 
 Y, HOLES = torch.tensor([0, 1, 2, 2]), torch.tensor([0, 1, -100, 2])
 WEIGHT = torch.tensor([1.0, 2.0, 3.0])

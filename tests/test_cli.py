@@ -14,10 +14,10 @@ import pytest
 from kernels import until
 
 from nbtoolkit.__main__ import main
+from nbtoolkit.attach import attach
 from nbtoolkit.errors import ConfigError
-from nbtoolkit.runtime.paths import read_json
-from nbtoolkit.runtime.result import attach
-from nbtoolkit.search.make_folds import make_folds
+from nbtoolkit.folds.make_folds import make_folds
+from nbtoolkit.run.paths import read_json
 from nbtoolkit.tasks.find import find_task
 
 MINE = """
@@ -70,7 +70,7 @@ Call = Callable[..., "subprocess.CompletedProcess[str]"]
 def call(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Call]:
-    """The same command in this process, whose launchpad has torch; a new one imports it for 2 s."""
+    """The same command in this process, whose fork server has torch already (2 s of import)."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
 
@@ -140,16 +140,16 @@ def test_debug_shows_the_traceback(folder: Path) -> None:
 
 
 def test_a_run_out_of_time_exits_with_3(call: Call) -> None:
-    wishes = ["-o", "task=mine:goes_on", "-o", "runtime.time_budget=0.2"]
-    done = call("train", "mine.json", *wishes)
+    sweep_config = ["-o", "task=mine:goes_on", "-o", "runtime.time_budget=0.2"]
+    done = call("train", "mine.json", *sweep_config)
     assert (done.returncode, done.stderr) == (3, "")
     assert "RunResult(deadline, alive=1" in done.stdout
 
 
 @pytest.mark.long
 def test_a_detached_run_outlives_the_command_that_prints_its_folder(folder: Path) -> None:
-    wishes = ["-o", "task=mine:goes_on", "--detach"]
-    done = command(folder, "train", "mine.json", *wishes)
+    sweep_config = ["-o", "task=mine:goes_on", "--detach"]
+    done = command(folder, "train", "mine.json", *sweep_config)
     assert done.returncode == 0, done.stderr
     handle = attach(done.stdout.splitlines()[-1])
     assert not handle.done()
@@ -175,8 +175,8 @@ def test_cv_takes_folds_from_a_file(folder: Path, call: Call) -> None:
 
 def test_sweep_writes_the_best_configuration_and_train_takes_it(folder: Path, call: Call) -> None:
     (folder / "space.yaml").write_text(SPACE)
-    wishes = ["-o", "task=mine:score", "--trials", "3"]
-    done = call("sweep", "space.yaml", "mine.json", *wishes)
+    sweep_config = ["-o", "task=mine:score", "--trials", "3"]
+    done = call("sweep", "space.yaml", "mine.json", *sweep_config)
     assert done.returncode == 0, done.stderr
     [best] = (folder / "outputs").glob("*/best.yaml")
     assert f"best configuration: {best}" in done.stdout

@@ -51,8 +51,8 @@ def test_the_newest_run_is_shown_stopped_and_gone_on_with(home: Path) -> None:
 @pytest.mark.long
 def test_a_sweep_is_given_more_trials_and_its_best_is_trained(home: Path) -> None:
     (home / "space.yaml").write_text(SPACE)
-    wishes = ["-o", "task=mine:score", "-o", "tracking.mlflow=false"]
-    sweep = started(home, "sweep", "space.yaml", *wishes, "--trials", "2")
+    sweep_config = ["-o", "task=mine:score", "-o", "tracking.mlflow=false"]
+    sweep = started(home, "sweep", "space.yaml", *sweep_config, "--trials", "2")
     whole = command(home, "panel", str(sweep))
     assert whole.returncode == 0, whole.stderr
     assert f"sweep {sweep.name}: completed" in whole.stdout

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nbtoolkit.config import Config, load_config
-from nbtoolkit.config_checks import fields
+from nbtoolkit.config.schema import Config, load_config
+from nbtoolkit.config.validation import fields
 from nbtoolkit.errors import ConfigError
-from nbtoolkit.runtime.host import detect_host
+from nbtoolkit.host import detect_host
 
 ROOT = Path(__file__).resolve().parent.parent
 Write = Callable[[str], Path]
@@ -60,7 +60,7 @@ def test_the_hosts_overlay_holds_where_the_shipped_file_is_silent() -> None:
     assert config.differences(Config()) == {
         **DIGITS,
         "runtime.session_limit": (43200.0, None),
-        "runtime.reserve": (900.0, 60.0),
+        "runtime.shutdown_margin": (900.0, 60.0),
     }
     assert load_config(env="colab").checkpoint.every_minutes == 5
 
@@ -180,7 +180,7 @@ def test_json_is_read_too(tmp_path: Path) -> None:
 def test_it_goes_to_yaml_and_back(tmp_path: Path) -> None:
     model = {"odd": ["1e-3", 1e-5, "no", "010", None, True, {"x": []}], "text": "a: b # c"}
     ranks = {"device_ids": [0, 2], "timeout": "1h", "port": 29500}
-    train = {"batch_size_per_device": 8, "clip_norm": 1}
+    train = {"batch_size_per_device": 8, "max_grad_norm": 1}
     overrides = {"model": model, "distributed": ranks, "train": train}
     config = load_config(env="kaggle", overrides=overrides)
     path = tmp_path / "config.yaml"
@@ -265,7 +265,7 @@ def test_every_setting_is_documented_and_says_what_it_allows() -> None:
         ("optim: {options: 5}", r"optim.options: 5 is not allowed\n.*texts.*\n.*default: \{\}"),
         ("optim: {betas: [1, 2]}", r"setting 'optim.betas'(.|\n)*mean 'optim.options.betas'"),
         ("nesterov: true", r"setting 'nesterov'(.|\n)*did you mean 'optim.options.nesterov'"),
-        ("optim: {warmup: 5}", r"optim.warmup: 5 is not allowed\n.*from 0 to 1"),
+        ("optim: {warmup_ratio: 5}", r"optim.warmup_ratio: 5 is not allowed\n.*from 0 to 1"),
         (
             "optim: {name: lion}",
             r"optim.name: 'lion' is not allowed\n.*sgd, rmsprop, or",

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from nbtoolkit.config import Config, load_config
-from nbtoolkit.config_checks import fields
-from nbtoolkit.config_names import _ALIASES, _REFUSED
+from nbtoolkit.config.aliases import _ALIASES, _REFUSED
+from nbtoolkit.config.schema import Config, load_config
+from nbtoolkit.config.validation import fields
 from nbtoolkit.errors import ConfigError
 
 
@@ -17,9 +17,9 @@ def _load(**sections: Any) -> Config:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"distributed": {"grad_accumulation": 4}}, {"train.accumulate": 4}),
-        ({"distributed": {"grad_accum_steps": 4}}, {"train.accumulate": 4}),
-        ({"train": {"gradient_accumulation_steps": 4}}, {"train.accumulate": 4}),
+        ({"distributed": {"grad_accumulation": 4}}, {"train.gradient_accumulation_steps": 4}),
+        ({"distributed": {"grad_accum_steps": 4}}, {"train.gradient_accumulation_steps": 4}),
+        ({"train": {"gradient_accumulation_steps": 4}}, {"train.gradient_accumulation_steps": 4}),
         ({"distributed": {"fp16": True}}, {"train.precision": "fp16"}),
         ({"distributed": {"fp16": False}}, {"train.precision": "fp32"}),
         ({"train": {"bf16": True}}, {"train.precision": "bf16"}),
@@ -27,7 +27,7 @@ def _load(**sections: Any) -> Config:
         ({"train": {"mixed_precision": "no"}}, {"train.precision": "fp32"}),
         ({"train": {"mixed_precision": "FP16"}}, {"train.precision": "fp16"}),
         ({"train": {"mixed_precision": True}}, {}),
-        ({"train": {"gradient_clipping": 1.0}}, {"train.clip_norm": 1.0}),
+        ({"train": {"gradient_clipping": 1.0}}, {"train.max_grad_norm": 1.0}),
         ({"train": {"per_device_batch_size": 8}}, {"train.batch_size_per_device": 8}),
         ({"distributed": {"sync_bn": True}}, {"distributed.sync_batchnorm": True}),
         ({"distributed": {"master_port": 29500}}, {"distributed.port": 29500}),

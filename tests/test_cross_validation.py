@@ -20,15 +20,9 @@ from sklearn.datasets import load_diabetes
 from sklearn.model_selection import KFold
 
 import nbtoolkit as nb
-from nbtoolkit.errors import (
-    CheckpointError,
-    FoldError,
-    LaunchError,
-    MissingExtra,
-    ResumeError,
-)
-from nbtoolkit.runtime.events import EventReader
-from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.errors import CheckpointError, FoldError, LaunchError, MissingExtra, ResumeError
+from nbtoolkit.run.events import EventReader
+from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.tasks import digits
 
 SMALL = nb.make_folds([0, 1, 2] * 10, k=3)
@@ -52,7 +46,7 @@ def quiet(train: Any, config: nb.Config, folds: nb.Folds = SMALL, **options: Any
 def began(folder: Path) -> Counter[int]:
     """How often each fold was started."""
     events = EventReader(RunPaths(folder).events).read()
-    return Counter(e["fold"] for e in events if e["type"] == "fold" and e["state"] == "running")
+    return Counter(e.fold for e in events if e.type == "fold" and e.state == "running")
 
 
 def only_run(config: nb.Config) -> Path:
@@ -171,7 +165,7 @@ def test_stopped_it_keeps_what_is_done_and_goes_on_later(config: nb.Config) -> N
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", ["kernel", "conductor"])
+@pytest.mark.parametrize("victim", ["kernel", "scheduler"])
 def test_killed_in_the_middle_it_goes_on_in_another_kernel(
     config: nb.Config, tmp_path: Path, victim: str
 ) -> None:
@@ -185,9 +179,9 @@ def test_killed_in_the_middle_it_goes_on_in_another_kernel(
     with script(code, tmp_path) as kernel:
         paths = RunPaths(run_folder(tmp_path / "out"))
         until(lambda: _state(paths, 0) == "complete" and _reports(paths, 1), "fold 0, and 1 to run")
-        conductor = json.loads(paths.owner.read_text())["pid"]
+        scheduler = json.loads(paths.owner.read_text())["pid"]
         family = descendants(kernel.pid)
-        os.kill(kernel.pid if victim == "kernel" else conductor, signal.SIGKILL)
+        os.kill(kernel.pid if victim == "kernel" else scheduler, signal.SIGKILL)
         kernel.process.wait(120)
         all_gone(family)
     (tmp_path / "open").touch()
@@ -199,13 +193,13 @@ def test_killed_in_the_middle_it_goes_on_in_another_kernel(
 
 def _state(paths: RunPaths, index: int) -> str | None:
     events = EventReader(paths.events).read()
-    states = [e["state"] for e in events if e["type"] == "fold" and e["fold"] == index]
+    states = [e.state for e in events if e.type == "fold" and e.fold == index]
     return states[-1] if states else None
 
 
 def _reports(paths: RunPaths, index: int) -> bool:
     events = EventReader(paths.folder / "folds" / str(index) / "events.jsonl").read()
-    return any(event["type"] == "report" for event in events)
+    return any(event.type == "report" for event in events)
 
 
 def test_it_is_attached_to_by_its_folder(config: nb.Config) -> None:

@@ -21,7 +21,7 @@ from nbtoolkit.errors import ConfigError, NbtoolkitError, WorkerError
 
 KINDS = ("run", "failed", "sweep", "cv")
 SPACE = {"optim.lr": {"type": "float", "low": 1e-3, "high": 1e-1, "log": True}}
-WISHES = {"study": {"name": "rates", "metric": "score", "sampler": "random"}, "space": SPACE}
+SWEEP_CONFIG = {"study": {"name": "rates", "metric": "score", "sampler": "random"}, "space": SPACE}
 
 
 class Failed(Exception):
@@ -48,7 +48,7 @@ def begin(kind: str, config: nb.Config, resume: Any, more: int = 0) -> Any:
     """Run one of the four, or resume it with ``more`` to do."""
     options: dict[str, Any] = {"resume": resume, "display": "off"}
     if kind == "sweep":
-        return nb.sweep(train, config, WISHES, n_trials=2 + more, **options)
+        return nb.sweep(train, config, SWEEP_CONFIG, n_trials=2 + more, **options)
     if kind == "cv":
         return nb.cross_validate(train, config, nb.make_folds([0, 1] * 8, k=2), **options)
     function = fails if kind == "failed" else train
@@ -120,7 +120,17 @@ def attach(folder: Path) -> None:
 
 def result(folder: Path) -> None:
     found = nb.attach(folder, display="off").result()
-    names = ("value", "values", "trials", "study", "best_config", "wishes", "scores", "mean", "oof")
+    names = (
+        "value",
+        "values",
+        "trials",
+        "study",
+        "best_config",
+        "sweep_config",
+        "scores",
+        "mean",
+        "oof",
+    )
     for name in ("table", *names, "__repr__", "_repr_html_"):
         try:
             one = getattr(found, name, None)

@@ -25,7 +25,7 @@ import nbtoolkit as nb
 from nbtoolkit.dashboards.reach import reach
 from nbtoolkit.dashboards.server import Dashboard, missing
 from nbtoolkit.errors import DashboardError, LaunchError
-from nbtoolkit.runtime.host import Host
+from nbtoolkit.host import Host
 from nbtoolkit.tracking.database import open_database
 
 HERE = Host(kind="jupyter", reason="a test", working=Path(), scratch=Path())
@@ -95,7 +95,7 @@ def test_a_study_is_shown_while_its_sweep_runs_and_cannot_be_changed_there(
     panel.press("sweep")
     sweep = panel.folder
     assert sweep is not None
-    until(lambda: (sweep / "study.db").exists(), "the study")
+    until(lambda: (sweep / "study.jsonl").exists(), "the study")
     with nb.open_dashboard(sweep) as dashboard:
         assert nb.open_dashboard(sweep) is dashboard
         assert f"http://127.0.0.1:{dashboard.port}/" in repr(dashboard)
@@ -113,7 +113,7 @@ def test_a_study_is_shown_while_its_sweep_runs_and_cannot_be_changed_there(
         own = dashboard.log.parent
     all_gone(pids)
     assert not own.exists()
-    assert [file.name for file in sweep.glob("study.db*")] == ["study.db"]  # no log is left beside
+    assert [file.name for file in sweep.glob("study*")] == ["study.jsonl"]
     assert len(nb.attach(sweep).result().study.trials) == 4
     assert repr(dashboard).endswith("closed")
     assert nb.open_dashboard(sweep, wait=False) is not dashboard
@@ -187,7 +187,7 @@ def test_one_ends_with_the_kernel_even_if_a_child_of_that_holds_its_pipes(tmp_pa
     import os, signal, time
     from pathlib import Path
     from nbtoolkit.dashboards.server import Dashboard
-    from nbtoolkit.runtime.host import detect_host
+    from nbtoolkit.host import detect_host
     program = lambda port, own: [sys.executable, "-m", "http.server", str(port), "-b", "127.0.0.1"]
     dashboard = Dashboard("files", detect_host(), program, "/").wait()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

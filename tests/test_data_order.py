@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.data import make_source
-from nbtoolkit.training.order import Order, mix, shard
+from nbtoolkit.training.sampler import GlobalBatchSampler, mix, shard
 
 CPU = torch.device("cpu")
 
@@ -30,13 +30,15 @@ WALKS = [
 ]
 
 
-def orders(size: int, batch: int, ranks: int, passes: int, seed: int = 0) -> list[Order]:
+def orders(
+    size: int, batch: int, ranks: int, passes: int, seed: int = 0
+) -> list[GlobalBatchSampler]:
     micro = batch // (ranks * passes)
     make = {"size": size, "batch": batch, "micro": micro, "seed": seed, "ranks": ranks}
-    return [Order(**make, rank=rank) for rank in range(ranks)]
+    return [GlobalBatchSampler(**make, rank=rank) for rank in range(ranks)]
 
 
-def steps(order: Order, epoch: int) -> list[list[tuple[list[int], float]]]:
+def steps(order: GlobalBatchSampler, epoch: int) -> list[list[tuple[list[int], float]]]:
     """By optimizer step: the samples that count and the weight of each pass."""
     indices = order.indices(epoch).tolist()
     found: list[list[tuple[list[int], float]]] = [[]]
@@ -51,18 +53,18 @@ def steps(order: Order, epoch: int) -> list[list[tuple[list[int], float]]]:
 
 def test_the_permutation_is_a_function_of_seed_and_epoch() -> None:
     torch.manual_seed(1)
-    one = Order(size=100, batch=10, micro=10, seed=7).permutation(3)
+    one = GlobalBatchSampler(size=100, batch=10, micro=10, seed=7).permutation(3)
     torch.manual_seed(2)
-    assert torch.equal(one, Order(size=100, batch=20, micro=5, seed=7).permutation(3))
+    assert torch.equal(one, GlobalBatchSampler(size=100, batch=20, micro=5, seed=7).permutation(3))
     assert torch.equal(one.sort().values, torch.arange(100))
     others = [(7, 4), (8, 3)]
     for seed, epoch in others:
-        other = Order(size=100, batch=10, micro=10, seed=seed).permutation(epoch)
+        other = GlobalBatchSampler(size=100, batch=10, micro=10, seed=seed).permutation(epoch)
         assert not torch.equal(one, other)
 
 
 def test_the_permutation_is_the_one_that_old_checkpoints_were_trained_on() -> None:
-    order = Order(size=8, batch=4, micro=4, seed=0)
+    order = GlobalBatchSampler(size=8, batch=4, micro=4, seed=0)
     assert order.permutation(1).tolist() == [1, 3, 4, 6, 5, 2, 0, 7]
     assert mix(0, "order", 1) == 4672741961019256271
 
@@ -101,7 +103,7 @@ def test_every_rank_makes_as_many_passes(size: int, batch: int, ranks: int, pass
 
 
 def test_passes_of_some_steps() -> None:
-    order = Order(size=37, batch=12, micro=3, seed=0, rank=1, ranks=2)
+    order = GlobalBatchSampler(size=37, batch=12, micro=3, seed=0, rank=1, ranks=2)
     assert [order.passes(steps) for steps in (0, 1, 3, 4, 99)] == [0, 2, 6, 7, 7]
 
 

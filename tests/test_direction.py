@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
-from nbtoolkit.direction import direction_of, resolve
+from nbtoolkit.config.schema import Config
+from nbtoolkit.config.validation import direction_of, resolve
 from nbtoolkit.errors import FitError, SpaceError
-from nbtoolkit.search.wishes import load_wishes
+from nbtoolkit.study.sweep_config import load_sweep_config
 
 LOW = """
 val_loss val_mae val_mse val_rmse valRMSE perplexity val_ppl log_loss nll error_rate
@@ -55,13 +55,15 @@ def test_the_mode_of_the_checkpoints_says_it_for_their_metric(config: Config) ->
 
 @pytest.mark.parametrize("metric", ["val_mae", "val_mse", "val_rmse", "perplexity"])
 def test_a_sweep_makes_an_error_small(metric: str, config: Config) -> None:
-    wishes = load_wishes({"study": {"metric": metric}, "space": SPACE}, config, n_trials=2)
-    assert wishes.directions == ("minimize",)
+    sweep_config = load_sweep_config(
+        {"study": {"metric": metric}, "space": SPACE}, config, n_trials=2
+    )
+    assert sweep_config.directions == ("minimize",)
 
 
 def test_a_sweep_goes_by_the_mode_of_the_checkpoints(config: Config) -> None:
     mine = config.with_overrides({"checkpoint.monitor": "val_gap", "checkpoint.mode": "min"})
-    assert load_wishes(SPACE, mine, n_trials=2).directions == ("minimize",)
+    assert load_sweep_config(SPACE, mine, n_trials=2).directions == ("minimize",)
 
 
 def test_a_sweep_over_a_name_that_says_nothing_is_refused_with_the_lines_to_choose_from(
@@ -70,17 +72,17 @@ def test_a_sweep_over_a_name_that_says_nothing_is_refused_with_the_lines_to_choo
     wished = {"study": {"metric": "width"}, "space": SPACE}
     what = r"highest or the lowest 'width' is best cannot be told(.|\n)*`direction: maximize` or"
     with pytest.raises(SpaceError, match=what):
-        load_wishes(wished, config, n_trials=2)
+        load_sweep_config(wished, config, n_trials=2)
     wished["study"] = {"metric": "width", "direction": "minimize"}
-    assert load_wishes(wished, config, n_trials=2).directions == ("minimize",)
+    assert load_sweep_config(wished, config, n_trials=2).directions == ("minimize",)
 
 
 def test_of_several_metrics_each_has_a_direction_or_is_named(config: Config) -> None:
     wished = {"study": {"metric": ["val_rmse", "width"]}, "space": SPACE}
     with pytest.raises(SpaceError, match=r"'width' is best(.|\n)*one for each metric"):
-        load_wishes(wished, config, n_trials=2)
+        load_sweep_config(wished, config, n_trials=2)
     wished["study"] = {"metric": ["val_rmse", "val_f1"]}
-    assert load_wishes(wished, config, n_trials=2).directions == ("minimize", "maximize")
+    assert load_sweep_config(wished, config, n_trials=2).directions == ("minimize", "maximize")
 
 
 def test_a_fit_that_goes_by_a_name_that_says_nothing_is_refused_before_its_first_step(

@@ -17,7 +17,7 @@ import yaml
 
 import nbtoolkit
 from nbtoolkit.pipeline.load import load_pipeline
-from nbtoolkit.search.wishes import Wishes, load_wishes
+from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -107,8 +107,8 @@ def test_every_yaml_snippet_is_a_configuration_a_sweep_or_a_pipeline(
         file.write_text(text)
         if "steps" in yaml.safe_load(text):
             load_pipeline(file)
-        elif set(yaml.safe_load(text)) & set(Wishes.model_fields):
-            load_wishes(file, nbtoolkit.load_config(env=None), n_trials=1)
+        elif set(yaml.safe_load(text)) & set(SweepConfig.model_fields):
+            load_sweep_config(file, nbtoolkit.load_config(env=None), n_trials=1)
         else:
             nbtoolkit.load_config(file, env=None)
 

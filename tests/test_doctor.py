@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import nbtoolkit as nb
-from nbtoolkit.runtime.culprit import Unproven, guilty_import, suspicious_cells
-from nbtoolkit.runtime.known_bad import known_bad
+from nbtoolkit.environment.compatibility import known_bad
+from nbtoolkit.environment.fork_diagnosis import Unproven, guilty_import, suspicious_cells
 
 USED_OPENMP = """
 import torch
@@ -46,7 +46,7 @@ def test_a_process_that_computed_in_parallel_is_not_fork_safe() -> None:
 
 
 def test_a_fresh_process_is_fork_safe() -> None:
-    code = "import nbtoolkit as nb; r = nb.doctor(); print(r.fork.ok, repr(r.culprit))"
+    code = "import nbtoolkit as nb; r = nb.doctor(); print(r.fork.ok, repr(r.cause))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True
     )
@@ -100,7 +100,7 @@ def test_nobody_is_named_where_the_time_is_too_short() -> None:
 
 SLOW_CHILD = """
 import time, torch
-from nbtoolkit.runtime.probe import probe_fork
+from nbtoolkit.environment.fork_diagnosis import probe_fork
 ones = torch.ones
 def slow_ones(*size, **options):
     end = time.process_time() + 1.5

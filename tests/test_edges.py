@@ -44,7 +44,7 @@ DELETED = r"(?s)was deleted while the run went on.*Allowed: .*Do now:  look for 
 
 
 @pytest.mark.parametrize(
-    ("start", "processes"), [("inline", 1), ("launchpad", 1), ("launchpad", 2)]
+    ("start", "processes"), [("inline", 1), ("forkserver", 1), ("forkserver", 2)]
 )
 def test_a_function_that_deletes_its_runs_folder_is_told(
     config: nb.Config, start: Any, processes: int
@@ -72,7 +72,7 @@ def test_a_process_without_stdout_launches(
     config: nb.Config, monkeypatch: pytest.MonkeyPatch, display: Any
 ) -> None:
     monkeypatch.setattr(sys, "stdout", None)
-    for start in ("inline", "launchpad"):
+    for start in ("inline", "forkserver"):
         options: dict[str, Any] = {"start": start, "processes": 1, "resume": "never"}
         assert nb.launch(returns, config, display=display, **options).value == 1.0
 
@@ -159,8 +159,8 @@ def train(config, ctx):
     importlib.import_module({SLOW!r})
 
 nb.launch(train, config, processes=1, display="off")
-from nbtoolkit.runtime import launchpad
-print(launchpad._current.pid, flush=True)
+from nbtoolkit.launcher import forkserver_client as forkserver
+print(forkserver._current.pid, flush=True)
 time.sleep(600)
 """
 
@@ -174,7 +174,7 @@ if "NBTOOLKIT_RANK" not in os.environ and "RANK" not in os.environ:
 """
 
 
-def test_a_branch_that_imports_ends_with_its_launchpad(tmp_path: Path) -> None:
+def test_a_branch_that_imports_ends_with_its_forkserver(tmp_path: Path) -> None:
     installed = Path(sysconfig.get_path("purelib", "posix_user", {"userbase": str(tmp_path)}))
     installed.mkdir(parents=True)
     told = tmp_path / "branch"
@@ -206,9 +206,9 @@ def test_attach_says_what_names_a_run(run: Any) -> None:
 
 
 def waits(config: Any, ctx: Any) -> None:
-    while not ctx.leaving:
+    while not ctx.should_stop:
         time.sleep(0.05)
-        ctx.check()
+        ctx.raise_if_stopped()
 
 
 def test_a_panel_watches_nothing_and_says_why_launch_cannot_be_pressed(config: nb.Config) -> None:
@@ -234,11 +234,11 @@ def test_a_panel_watches_nothing_and_says_why_launch_cannot_be_pressed(config: n
 
 def test_a_dashboard_answers_its_own_names_only(config: nb.Config) -> None:
     space = {"optim.lr": {"type": "float", "low": 1e-3, "high": 1e-1}}
-    wishes = {
+    sweep_config = {
         "study": {"metric": "value", "direction": "minimize", "sampler": "random"},
         "space": space,
     }
-    sweep = nb.sweep(returns, config, wishes, n_trials=1, display="off")
+    sweep = nb.sweep(returns, config, sweep_config, n_trials=1, display="off")
     with nb.open_dashboard(sweep.paths.folder) as dashboard:
         asked = {
             name: _status(dashboard.port, name)
@@ -261,7 +261,7 @@ def test_a_rank_that_ends_does_not_have_torch_import_its_compiler() -> None:
     code = """
 import logging, sys
 import torch
-from nbtoolkit.runtime.pilot import plain_record
+from nbtoolkit.launcher.agent import plain_record
 logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
 logger.addFilter(plain_record)
 try:

@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FoldError, SpaceError
-from nbtoolkit.runtime.context import RunContext
 from nbtoolkit.search.slots import make_slots
-from nbtoolkit.search.wishes import load_wishes
+from nbtoolkit.study.sweep_config import load_sweep_config
+from nbtoolkit.worker.context import RunContext
 
 SPACE = {"optim.lr": {"type": "float", "low": 0.1, "high": 0.9}}
 
@@ -34,14 +34,14 @@ SPACE = {"optim.lr": {"type": "float", "low": 0.1, "high": 0.9}}
 def test_options_that_qmc_does_not_have_are_refused(options: dict[str, Any], what: str) -> None:
     study = {"metric": "val_loss", "sampler": "qmc", "sampler_options": options}
     with pytest.raises(SpaceError, match=what):
-        load_wishes({"study": study, "space": SPACE}, Config(), n_trials=2)
+        load_sweep_config({"study": study, "space": SPACE}, Config(), n_trials=2)
 
 
 def test_options_that_qmc_has_are_taken() -> None:
     study = {"metric": "val_loss", "sampler": "qmc"}
     options = {"qmc_type": "halton", "scramble": False}
-    wishes = {"study": {**study, "sampler_options": options}, "space": SPACE}
-    assert load_wishes(wishes, Config(), n_trials=2).study.sampler_options == options
+    sweep_config = {"study": {**study, "sampler_options": options}, "space": SPACE}
+    assert load_sweep_config(sweep_config, Config(), n_trials=2).study.sampler_options == options
 
 
 def test_trials_on_one_device_are_said_to_be_for_gpus() -> None:
@@ -81,8 +81,8 @@ def test_warmup_steps_of_a_pruner_are_epochs(tmp_path: Path, train: Any) -> None
         "pruner": "median",
         "pruner_options": options,
     }
-    wishes = {"study": study, "space": SPACE, "placement": "all_devices_per_trial"}
-    result = nb.sweep(train, config, wishes, n_trials=2, display="off")
+    sweep_config = {"study": study, "space": SPACE, "placement": "all_devices_per_trial"}
+    result = nb.sweep(train, config, sweep_config, n_trials=2, display="off")
     first, second = result.study.get_trials()
     # "Pruning is disabled until the trial exceeds the given number of step", which begin at 0.
     assert sorted(first.intermediate_values) == [0, 1, 2, 3, 4]
@@ -92,7 +92,7 @@ def test_warmup_steps_of_a_pruner_are_epochs(tmp_path: Path, train: Any) -> None
 
 def sleeps(config: Config, ctx: RunContext) -> None:
     while True:
-        ctx.check()
+        ctx.raise_if_stopped()
         time.sleep(0.01)
 
 
@@ -115,8 +115,8 @@ def test_folds_of_a_function_that_fits_are_compared_from_fold_0_on(tmp_path: Pat
     pytest.importorskip("optuna")
     settings = {"train": {"epochs": 1}, "tracking.mlflow": False, "checkpoint.enabled": False}
     config = Config().with_overrides({**settings, "runtime.output_dir": str(tmp_path)})
-    wishes = {"study": {"metric": "val_mae", "sampler": "random"}, "space": SPACE}
+    sweep_config = {"study": {"metric": "val_mae", "sampler": "random"}, "space": SPACE}
     folds = nb.make_folds(range(8), k=2, kind="kfold")
-    result = nb.sweep(fits, config, wishes, n_trials=1, folds=folds, display="off")
+    result = nb.sweep(fits, config, sweep_config, n_trials=1, folds=folds, display="off")
     (trial,) = result.study.get_trials()
     assert sorted(trial.intermediate_values) == [0, 1]

@@ -26,16 +26,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
+from nbtoolkit.environment.deadline import time_limit
+from nbtoolkit.environment.launch_plan import LaunchPlan
+from nbtoolkit.environment.plan import GroupFailure, make_plan
 from nbtoolkit.errors import GroupStartFailed, WorkerHung
-from nbtoolkit.runtime.context import RunContext
-from nbtoolkit.runtime.events import EventReader
-from nbtoolkit.runtime.host import detect_host
-from nbtoolkit.runtime.launch_plan import LaunchPlan
-from nbtoolkit.runtime.plan import GroupFailure, make_plan
-from nbtoolkit.runtime.timing import time_limit
-from nbtoolkit.search.wishes import Wishes
-from nbtoolkit.tracking.follow import follow
+from nbtoolkit.host import detect_host
+from nbtoolkit.run.events import EventReader
+from nbtoolkit.study.sweep_config import SweepConfig
+from nbtoolkit.tracking.follower import follow
+from nbtoolkit.worker.context import RunContext
 
 Settings = dict[str, Any]
 
@@ -43,7 +43,7 @@ Settings = dict[str, Any]
 def test_every_field_of_both_schemas_is_proven_once() -> None:
     for name in ("test_every_field_fit", "test_every_field_sweep"):
         import_module(name)
-    schema = [*leaves(Config), *(f"sweep: {name}" for name in leaves(Wishes))]
+    schema = [*leaves(Config), *(f"sweep: {name}" for name in leaves(SweepConfig))]
     assert len(schema) > 100
     proven = Counter(PROVEN)
     assert [name for name in schema if name not in proven] == [], "no test shows their effect"
@@ -73,7 +73,9 @@ PLANS = [
     Planned("train.batch_size", 64, 32, lambda plan: plan.global_batch_size, (64, 32)),
     Planned("train.batch_size_per_device", 8, 16, lambda plan: plan.global_batch_size, (16, 32)),
     Planned("train.precision", "auto", "fp32", lambda plan: plan.precision, ("fp16", "fp32")),
-    Planned("train.accumulate", 1, 4, lambda plan: plan.batch_size_per_device, (64, 16)),
+    Planned(
+        "train.gradient_accumulation_steps", 1, 4, lambda plan: plan.batch_size_per_device, (64, 16)
+    ),
     Planned("distributed.enabled", "auto", True, lambda plan: plan.processes, (1, 2), gpus=0),
     Planned("distributed.strategy", "auto", "single", lambda plan: plan.processes, (2, 1)),
     Planned("distributed.world_size", "auto", 1, lambda plan: plan.processes, (2, 1)),
@@ -234,7 +236,7 @@ def test_ranks_are_compared_or_not(two_ranks: list[nb.RunResult]) -> None:
 
 def notes(result: nb.RunResult) -> str:
     events = EventReader(result.paths.events).read()
-    return "\n".join(event["text"] for event in events if event["type"] == "note")
+    return "\n".join(event.text for event in events if event.type == "note")
 
 
 # --- one rank: what any function sees ---
@@ -277,7 +279,7 @@ def test_devices_are_looked_at_or_not(tmp_path: Path) -> None:
         tracking = {"mlflow": False, "device_metrics": looks}
         settings: Settings = {"tracking": tracking, "runtime.output_dir": str(tmp_path)}
         result = nb.launch(takes_seconds, settings, processes=1, display="off")
-        types = {event["type"] for event in EventReader(result.paths.events).read()}
+        types = {event.type for event in EventReader(result.paths.events).read()}
         assert ("device" in types) == looks
 
 
@@ -303,7 +305,7 @@ def test_a_run_ends_in_time_and_is_packed(tmp_path: Path, monkeypatch: pytest.Mo
     assert files >= 1
 
 
-@proves("runtime.session_limit", "runtime.reserve")
+@proves("runtime.session_limit", "runtime.shutdown_margin")
 def test_a_session_of_a_given_age_ends_as_set(tmp_path: Path) -> None:
     root, now = machine_of_age(tmp_path, 1000.0), 1e9
 
@@ -313,9 +315,9 @@ def test_a_session_of_a_given_age_ends_as_set(tmp_path: Path) -> None:
         return None if deadline is None else round(deadline - now)
 
     assert left(session_limit=None) is None
-    assert left(session_limit=5000, reserve=100) == 3900
-    assert left(session_limit=6000, reserve=100) == 4900
-    assert left(session_limit=5000, reserve=600) == 3400
+    assert left(session_limit=5000, shutdown_margin=100) == 3900
+    assert left(session_limit=6000, shutdown_margin=100) == 4900
+    assert left(session_limit=5000, shutdown_margin=600) == 3400
 
 
 def one_sleeps(config: Config, ctx: RunContext) -> None:

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, get_worker_info
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError
-from nbtoolkit.runtime.context import RunContext
-from nbtoolkit.runtime.events import EventReader
+from nbtoolkit.run.events import EventReader
+from nbtoolkit.worker.context import RunContext
 
 Settings = dict[str, Any]
 
@@ -208,8 +208,12 @@ SGD = {"optim.name": "sgd"}
 SAME = {"checkpoint.monitor": "val_same", "checkpoint.mode": "min"}
 # The first epoch stays the best one: its weights were trained before the first drop.
 PLATEAU = {**SAME, "optim.schedule": "plateau", "checkpoint.weights": "last"}
-SWA, EMA = {"train.average": "swa"}, {"train.average": "ema"}
-FALL = {"checkpoint.monitor": "val_fall", "checkpoint.mode": "min", "train.patience": 1}
+SWA, EMA = {"train.weight_averaging": "swa"}, {"train.weight_averaging": "ema"}
+FALL = {
+    "checkpoint.monitor": "val_fall",
+    "checkpoint.mode": "min",
+    "train.early_stopping_patience": 1,
+}
 SCALE, GROWING = {"train.scaler_init_scale": 1024.0}, {"train.scaler_growth_interval": 4}
 OVERFLOW = {"train.scaler_init_scale": 2.0**30}
 
@@ -221,8 +225,8 @@ CASES = [
     Case("optim.decay_all", False, True, weights, common={"optim.weight_decay": 0.5}),
     Case("optim.momentum", 0.0, 0.5, weights, common=SGD),
     Case("optim.schedule", "cosine", "constant", weights),
-    Case("optim.warmup", 0.0, 0.5, weights),
-    Case("optim.floor", 0.0, 0.5, weights),
+    Case("optim.warmup_ratio", 0.0, 0.5, weights),
+    Case("optim.min_lr_ratio", 0.0, 0.5, weights),
     Case("optim.plateau_patience", 1, 5, weights, common=PLATEAU),
     Case(
         "optim.plateau_factor", 0.1, 0.5, weights, common={**PLATEAU, "optim.plateau_patience": 1}
@@ -230,16 +234,16 @@ CASES = [
     Case("train.epochs", 3, 2, steps, (9, 6)),
     Case("train.max_steps", None, 2, steps, (9, 2)),
     Case("train.drop_last", False, True, steps, (9, 6)),
-    Case("train.patience", None, 1, steps, (9, 6), SAME),
+    Case("train.early_stopping_patience", None, 1, steps, (9, 6), SAME),
     Case("train.min_delta", 0.0, 10.0, steps, (9, 6), FALL),
     Case("train.loss_reduction", "auto", "batch", root_loss, ("refused", "trained")),
-    Case("train.clip_norm", None, 0.01, weights, common=SGD),
-    Case("train.workers", 0, 1, by_workers, (False, True)),
+    Case("train.max_grad_norm", None, 0.01, weights, common=SGD),
+    Case("train.num_workers", 0, 1, by_workers, (False, True)),
     Case("train.compile", False, True, given_model, ("Net", "OptimizedModule")),
     Case("train.channels_last", False, True, by_pixel, (False, True)),
     Case("train.activation_checkpointing", False, True, passes, (2 * STEPS, 4 * STEPS)),
     Case("train.fp16_weights", "refuse", "upcast", half_weights, ("refused", "trained")),
-    Case("train.average", "none", "ema", weights),
+    Case("train.weight_averaging", "none", "ema", weights),
     Case("train.ema_decay", 0.1, 0.9, weights, common=EMA),
     Case("train.swa_start", 0.2, 0.7, weights, common=SWA),
     Case("train.swa_lr", None, 0.5, weights, common=SWA),
@@ -322,7 +326,7 @@ def run(tmp_path: Path) -> Run:
 def saved(result: nb.RunResult) -> list[int]:
     """The steps of the checkpoints that were written to go on from."""
     events = EventReader(result.paths.events).read()
-    return [one["step"] for one in events if one["type"] == "checkpoint" and one["kind"] == "step"]
+    return [one.step for one in events if one.type == "checkpoint" and one.kind == "step"]
 
 
 def kept(result: nb.RunResult) -> int:
@@ -362,15 +366,15 @@ def test_the_best_epoch_is_the_one_that_is_set(run: Run) -> None:
     assert last.value["weights"] == highest.value["weights"]
 
 
-@proves("tracking.log_every_n_steps", "tracking.samples")
+@proves("tracking.log_every_n_steps", "tracking.record_samples")
 def test_steps_and_samples_are_noted_as_set(run: Run) -> None:
     def logged(result: nb.RunResult) -> list[int]:
         events = EventReader(result.paths.events).read()
-        return [one["step"] for one in events if one["type"] == "metrics"]
+        return [one.step for one in events if one.type == "metrics"]
 
     every, third = run(tracking__log_every_n_steps=1), run(tracking__log_every_n_steps=3)
     assert logged(every) == [*range(1, 10)]
     assert logged(third) == [3, 6, 9]
     assert not every.paths.samples(0).exists()
-    noted = run(tracking__samples=True)
+    noted = run(tracking__record_samples=True)
     assert len(noted.paths.samples(0).read_text().splitlines()) == STEPS

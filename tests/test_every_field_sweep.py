@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,17 @@ import optuna
 import pytest
 from every_field import PROVEN, proves
 from machines import T4, cpu_machine, machine
-from searches import LR, Fake, close_all, drive, program
+from searches import LR, Fake, drive, program
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import SpaceError, SweepError
-from nbtoolkit.runtime.context import RunContext
-from nbtoolkit.search.program import Ending, Job
+from nbtoolkit.search.algorithm import JobResult, SearchJob
+from nbtoolkit.search.fold_config import configured_folds
 from nbtoolkit.search.slots import make_slots
-from nbtoolkit.search.wished_folds import wished_folds
-from nbtoolkit.search.wishes import load_wishes
+from nbtoolkit.study.storage import FILE, read_study
+from nbtoolkit.study.sweep_config import load_sweep_config
+from nbtoolkit.worker.context import RunContext
 
 Source = dict[str, Any]
 
@@ -29,13 +29,7 @@ SPACE = {"optim.lr": LR, "model.width": {"type": "int", "low": 1, "high": 64}}
 RANDOM: Source = {"sampler": "random", "pruner": "none"}
 
 
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    yield
-    close_all()
-
-
-def metrics(job: Job, step: int) -> dict[str, float]:
+def metrics(job: SearchJob, step: int) -> dict[str, float]:
     """The loss falls and rises again; the gain is the other way round."""
     loss = float(job.params["optim.lr"]) + abs(step - 1)
     return {"val_loss": loss, "val_gain": -loss, "latency_ms": 100 * float(job.params["optim.lr"])}
@@ -55,7 +49,6 @@ class Searched:
             self.summary = self.made.close("completed")
         except SweepError as error:
             self.error = str(error)
-        close_all()
         self._folder = folder
 
     @cached_property
@@ -68,8 +61,7 @@ class Searched:
 
 
 def stored(folder: Path) -> list[optuna.trial.FrozenTrial]:
-    study = optuna.load_study(study_name=None, storage=f"sqlite:///{folder}/study.db")
-    return study.trials
+    return read_study(folder / FILE).trials
 
 
 class Search:
@@ -117,7 +109,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Searched:
     return first
 
 
-@proves("sweep: study.metric", "sweep: study.direction", "sweep: study.value")
+@proves("sweep: study.metric", "sweep: study.direction", "sweep: study.trial_value")
 def test_the_metric_its_direction_and_its_report_make_the_value(
     search: Search, usual: Searched
 ) -> None:
@@ -128,7 +120,7 @@ def test_the_metric_its_direction_and_its_report_make_the_value(
     assert gains.summary["best"] == first.summary["best"]
     other = search(study={"metric": "val_gain", "direction": "minimize"})
     assert other.summary["best"] != first.summary["best"]
-    best = search(study={"value": "best"})  # of the reports at steps 0, 1 and 2: step 1's
+    best = search(study={"trial_value": "best"})  # of the reports at steps 0, 1 and 2: step 1's
     assert [trial.value for trial in best.trials] == pytest.approx([v - 1 for v in values])
 
 
@@ -148,13 +140,13 @@ def test_a_seed_among_the_samplers_options_is_refused(sampler: str) -> None:
     study = {"metric": "val_loss", "sampler": sampler, "sampler_options": {"seed": 5}}
     what = r"sampler_options: seed stands where study\.seed is meant[\s\S]*set study\.seed: 5"
     with pytest.raises(SpaceError, match=what):
-        load_wishes({"study": study, "space": SPACE}, Config(), n_trials=2)
+        load_sweep_config({"study": study, "space": SPACE}, Config(), n_trials=2)
 
 
 @pytest.mark.long  # test_sweep_program.py has short ones
 @proves("sweep: study.pruner", "sweep: study.pruner_options")
 def test_the_pruner_and_its_options_end_trials(search: Search) -> None:
-    def worse(job: Job, step: int) -> dict[str, float]:
+    def worse(job: SearchJob, step: int) -> dict[str, float]:
         return {"val_loss": float(job.key[-1]) * (step + 1)}
 
     def pruned(**study: Any) -> int:
@@ -171,7 +163,7 @@ def test_the_pruner_and_its_options_end_trials(search: Search) -> None:
 
 
 def failing(*keys: str) -> Fake:
-    ending = Ending(status="failed", fault="raised", error="boom", seconds=1.0)
+    ending = JobResult(status="failed", fault="raised", error="boom", seconds=1.0)
     return Fake(metrics, endings=dict.fromkeys(keys, ending))
 
 
@@ -193,11 +185,12 @@ def test_trials_failures_and_retries_are_counted_as_set(search: Search) -> None:
     assert states == [["FAIL", "COMPLETE"], ["COMPLETE", "COMPLETE"]]
 
 
-@proves("sweep: budget.keep_back")
+@proves("sweep: budget.reserve_for_refit")
 def test_time_that_is_kept_back_ends_the_trials_sooner(search: Search) -> None:
     # A trial takes a second, and 6.5 are left.
     counts = [
-        len(search(9, left=6.5, budget={"keep_back": seconds}).jobs) for seconds in (0.0, 4.0)
+        len(search(9, left=6.5, budget={"reserve_for_refit": seconds}).jobs)
+        for seconds in (0.0, 4.0)
     ]
     assert counts == [6, 2]
 
@@ -211,13 +204,13 @@ def naps(config: Config, ctx: RunContext) -> dict[str, float]:
 
 def real(folder: Path, **source: Any) -> nb.SweepResult:
     pytest.importorskip("optuna")
-    wishes = {"study": {"metric": "val_loss", **RANDOM}, "space": {"optim.lr": LR}, **source}
+    sweep_config = {"study": {"metric": "val_loss", **RANDOM}, "space": {"optim.lr": LR}, **source}
     settings = {
         "tracking.mlflow": False,
         "runtime.output_dir": str(folder),
         "model": {"width": 10_000},
     }
-    return nb.sweep(naps, settings, wishes, display="off", resume="never")
+    return nb.sweep(naps, settings, sweep_config, display="off", resume="never")
 
 
 @pytest.mark.long
@@ -242,13 +235,17 @@ def test_trials_are_placed_as_set() -> None:
     gpus = machine(T4, T4)
 
     def names(placement: Any, per_device: int = 1) -> list[str]:
-        wishes = load_wishes(
+        sweep_config = load_sweep_config(
             {"space": SPACE, "placement": placement, "trials_per_device": per_device},
             Config(),
             n_trials=4,
         )
         made = make_slots(
-            Config(), gpus, wishes.placement, per_device=wishes.trials_per_device, jobs=4
+            Config(),
+            gpus,
+            sweep_config.placement,
+            per_device=sweep_config.trials_per_device,
+            jobs=4,
         )
         return [slot.name for slot in made.slots]
 
@@ -269,8 +266,8 @@ TARGETS = [0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 2]
 
 
 def folds_of(wish: Source) -> Any:
-    wishes = load_wishes({"space": SPACE, "folds": wish}, Config(), n_trials=1)
-    return wished_folds(wishes.folds, "__main__:train", TARGETS, None)
+    sweep_config = load_sweep_config({"space": SPACE, "folds": wish}, Config(), n_trials=1)
+    return configured_folds(sweep_config.folds, "__main__:train", TARGETS, None)
 
 
 @pytest.mark.parametrize("name", FOLDS)
@@ -317,10 +314,10 @@ def test_trials_of_another_sweep_are_taken_over(search: Search, tmp_path: Path) 
 
 
 @pytest.mark.long  # test_sweep_program.py has short ones
-@proves("sweep: repeat_top.k", "sweep: repeat_top.seeds")
+@proves("sweep: reevaluate_top.k", "sweep: reevaluate_top.seeds")
 def test_leaders_are_trained_again_as_set(search: Search) -> None:
     def repeated(**wish: int) -> list[tuple[str, int]]:
-        jobs = search(3, repeat_top=wish).jobs[3:]
+        jobs = search(3, reevaluate_top=wish).jobs[3:]
         return [(job.key.rpartition("/")[0], int(job.overrides["seed"])) for job in jobs]
 
     assert repeated() == []

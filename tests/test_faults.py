@@ -23,7 +23,7 @@ from kernels import START, all_gone, descendants, finish, ranks_up, run_folder, 
 
 import nbtoolkit as nb
 from nbtoolkit import errors
-from nbtoolkit.runtime.launchpad import launchpad
+from nbtoolkit.launcher.forkserver_client import fork_server
 
 pytestmark = pytest.mark.chaos
 
@@ -171,7 +171,26 @@ def test_a_module_of_the_user_breaks_at_import(
     del sys.modules["breaks_in_ranks"]
     with pytest.raises(kind, match=match):
         handle.result(timeout=SOON)
-    assert not [event for event in handle.events() if event["type"] == "note"]
+    assert not [event for event in handle.events() if event.type == "note"]
+
+
+def test_packages_of_another_python_are_not_the_users_code(home: Path, tmp_path: Path) -> None:
+    """A virtual environment may add an image's packages by a .pth file, torch among them."""
+    packages = tmp_path / "base/site-packages"
+    packages.mkdir(parents=True)
+    (packages / "theirs.py").write_text("def fail():\n    raise ValueError('no luck')\n")
+    (home / "mine.py").write_text("import theirs\ndef train(config, ctx):\n    theirs.fail()\n")
+    code = f"""
+import sys
+sys.path[:0] = ["{packages}", "{home}"]
+import mine
+try:
+    run(mine.train)
+except ValueError as error:
+    print(error.__notes__)
+"""
+    with script(SCRIPT + code, home) as running:
+        assert f", {home}/mine.py:3; log: " in running.output()
 
 
 def test_helpers_of_a_killed_rank_go_with_it(config: nb.Config) -> None:
@@ -198,7 +217,7 @@ def test_a_rank_sleeps_while_another_waits(config: nb.Config) -> None:
     assert "in barrier" in said[first:second]
     line = line_of(functions.sleeps_while_other_waits, "time.sleep")
     assert f"line {line} in sleeps_while_other_waits" in said[second:]
-    warned = [e["text"] for e in handle.events() if e["type"] == "note"]
+    warned = [e.text for e in handle.events() if e.type == "note"]
     warned = [text for text in warned if "silent and idle" in text]
     assert len(warned) == 1
     assert "rank 1 silent and idle for 0.5 s" in warned[0]
@@ -252,7 +271,7 @@ def home(config: nb.Config, tmp_path: Path) -> Path:
 # The grace of a first interrupt, once it is changed, is longer than the test: it ends nothing.
 INTERRUPTED = f"""
 import signal
-import nbtoolkit.runtime.result
+import nbtoolkit.launcher.handle
 
 def interrupted(train, folder):
     mine = config.with_overrides({{"runtime.output_dir": folder}})
@@ -268,7 +287,7 @@ def once_more(frame, event, arg):
         signal.raise_signal(signal.SIGINT)
 
 interrupted(functions.reports_until_stopped, "once")
-nb.runtime.result.INTERRUPT_GRACE = {2 * SOON}
+nb.launcher.handle.INTERRUPT_GRACE = {2 * SOON}
 interrupted(functions.sleeps, "twice")
 sys.setprofile(once_more)
 interrupted(functions.sleeps, "while handed on")
@@ -288,12 +307,12 @@ def test_an_interrupt_leaves_at_the_next_report_and_a_second_one_kills(home: Pat
         ranks = ranks_up(twice)
         kernel.interrupt()
         told = nb.attach(twice)
-        until(lambda: [e for e in told.events() if e["type"] == "stop"], "the first interrupt")
+        until(lambda: [e for e in told.events() if e.type == "stop"], "the first interrupt")
         kernel.interrupt()
         meanwhile = run_folder(home / "while handed on")
         all_gone(ranks)
-        [stop] = [event for event in told.events() if event["type"] == "stop"]
-        assert stop["grace"] == 2 * SOON
+        [stop] = [event for event in told.events() if event.type == "stop"]
+        assert stop.grace == 2 * SOON
         assert told.result().status == "stopped"
 
         ranks = ranks_up(meanwhile)
@@ -310,7 +329,7 @@ def test_killed_kernel_takes_everything_with_it(home: Path) -> None:
         family = descendants(kernel.pid)
         assert (
             len(family) >= 1 + 1 + 1 + 2 + 4
-        )  # launchpad, owner, pilot, ranks, DataLoader workers
+        )  # fork server, owner, agent, ranks, DataLoader workers
         kernel.kill()
         all_gone(family)
     assert not (folder / "result.json").exists()
@@ -351,12 +370,12 @@ def test_killed_kernel_whose_child_and_detached_run_live_on(home: Path) -> None:
     all_gone(family)
 
 
-def test_killed_launchpad(config: nb.Config) -> None:
+def test_killed_forkserver(config: nb.Config) -> None:
     handle = begin(functions.sleeps_with_helpers, config)
     ranks_up(handle.paths.folder)
-    family = descendants(launchpad().pid)
-    os.kill(launchpad().pid, signal.SIGKILL)
-    with pytest.raises(errors.LaunchError, match="the launchpad process died"):
+    family = descendants(fork_server().pid)
+    os.kill(fork_server().pid, signal.SIGKILL)
+    with pytest.raises(errors.LaunchError, match="the fork server process died"):
         handle.result(timeout=SOON)
     all_gone(family)
     assert not handle.paths.ended()  # unfinished: it can be gone on with
@@ -367,11 +386,11 @@ def test_killed_owner(config: nb.Config) -> None:
     handle = begin(functions.sleeps_with_helpers, config)
     ranks_up(handle.paths.folder)
     owner = json.loads(handle.paths.owner.read_text())["pid"]
-    family = descendants(launchpad().pid)
+    family = descendants(fork_server().pid)
     assert owner in family
     ranks = ranks_up(handle.paths.folder)
     os.kill(owner, signal.SIGKILL)
-    with pytest.raises(errors.LaunchError, match=r"the owner process of the run .* died"):
+    with pytest.raises(errors.LaunchError, match=r"the supervisor process of the run .* died"):
         handle.result(timeout=SOON)
     all_gone(ranks)
     assert works(config)
@@ -399,12 +418,12 @@ def test_an_owner_that_is_asked_to_end_lets_the_ranks_leave(config: nb.Config) -
     assert handle.result(timeout=SOON).status == "deadline"
 
 
-def test_a_killed_pilot_takes_its_ranks_with_it(config: nb.Config) -> None:
+def test_a_killed_agent_takes_its_ranks_with_it(config: nb.Config) -> None:
     handle = begin(functions.sleeps_with_helpers, config)
     ranks = ranks_up(handle.paths.folder)
-    pilot = psutil.Process(min(ranks)).ppid()
-    family = descendants(pilot)
-    os.kill(pilot, signal.SIGKILL)
+    agent = psutil.Process(min(ranks)).ppid()
+    family = descendants(agent)
+    os.kill(agent, signal.SIGKILL)
     with pytest.raises(errors.WorkerDied, match=r"rank \d died with"):
         handle.result(timeout=SOON)
     all_gone(family)
@@ -431,7 +450,7 @@ def test_a_kernel_that_was_lived_in(home: Path) -> None:
         + """
 from accelerate import Accelerator
 Accelerator()
-for start in ("launchpad", "fork"):
+for start in ("forkserver", "fork"):
     print([value["processes"] for value in run(functions.precision_and_sum, start=start).values])
 
 killed = config.with_overrides({"runtime.output_dir": "killed"})
@@ -453,14 +472,14 @@ except nb.errors.ForkRefused as error:
         folder = run_folder(home / "killed")
         ranks = ranks_up(folder)
         os.kill(json.loads((folder / "owner.json").read_text())["pid"], signal.SIGKILL)
-        by_launchpad, by_fork, died, value, *refused = kernel.output().splitlines()
+        by_forkserver, by_fork, died, value, *refused = kernel.output().splitlines()
     all_gone(ranks)
-    assert by_launchpad == by_fork == "[2, 2]"
+    assert by_forkserver == by_fork == "[2, 2]"
     assert "died" in died
     assert "'sum': 3.0" in value
     assert "'threads': 2" in value
     assert "a forked child hung in a parallel operation" in refused[0]
-    assert 'start="launchpad"' in "".join(refused)
+    assert 'start="forkserver"' in "".join(refused)
 
 
 # --- ports and networks ---
@@ -474,7 +493,7 @@ def test_a_busy_port_is_left_for_a_free_one(config: nb.Config) -> None:
         handle = begin(functions.ranks, config.with_overrides({"distributed.port": port}))
         result = handle.result(timeout=SOON)
     assert len(result.values) == 2
-    told = "".join(e["text"] for e in handle.events() if e["type"] == "note")
+    told = "".join(e.text for e in handle.events() if e.type == "note")
     assert f"port {port} was busy" in told
     assert result.plan.port is None
 
@@ -561,7 +580,7 @@ except nb.errors.RunFolderError as error:
 # --- again and again ---
 
 
-def test_ten_launches_after_a_killed_launchpad_leave_no_trace(config: nb.Config) -> None:
+def test_ten_launches_after_a_killed_forkserver_leave_no_trace(config: nb.Config) -> None:
     assert leave_no_trace(config, 10) < 4_000_000
 
 
@@ -574,23 +593,23 @@ def leave_no_trace(config: nb.Config, launches: int) -> int:
     """Launch and look what stays: nothing; by how many bytes the memory has grown."""
 
     def state() -> dict[str, int]:
-        kernel, pad = psutil.Process(), psutil.Process(launchpad().pid)
+        kernel, pad = psutil.Process(), psutil.Process(fork_server().pid)
         until(lambda: not pad.children(), "the last owner's end")
         return {
             "kernel's descriptors": kernel.num_fds(),
             "kernel's threads": kernel.num_threads(),
             "kernel's children": len(kernel.children()),
-            "launchpad's descriptors": pad.num_fds(),
-            "launchpad's threads": pad.num_threads(),
+            "forkserver's descriptors": pad.num_fds(),
+            "forkserver's threads": pad.num_threads(),
         }
 
     def memory() -> tuple[int, int]:
-        kernel, pad = psutil.Process(), psutil.Process(launchpad().pid)
+        kernel, pad = psutil.Process(), psutil.Process(fork_server().pid)
         return kernel.memory_info().rss, pad.memory_info().rss
 
-    # A new launchpad: one that other tests used may track, or just be importing ahead. A killed one
-    # must be no worse than one that was shut down.
-    pid = launchpad().pid
+    # A new fork server: one that other tests used may track, or just be importing ahead. A killed
+    # one must be no worse than one that was shut down.
+    pid = fork_server().pid
     os.kill(pid, signal.SIGKILL)
     all_gone({pid})
     for _ in range(5):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Subset
 import nbtoolkit as nb
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.data import make_source
-from nbtoolkit.training.feed import make_feed
+from nbtoolkit.training.loader import make_train_loader
 
 CPU = torch.device("cpu")
 X = torch.arange(37)
@@ -26,7 +26,7 @@ def walked(folder: Path, data: Any, epoch: int = 1, *, ranks: int = 1, **more: A
     """The global batches of an epoch, by step, and of each rank what it takes of them."""
     steps = {name: more.pop(name) for name in ("skip", "limit") if name in more}
     each = [
-        steps_of(make_feed(ctx, ctx.config, data, collate=listed), epoch, **steps)
+        steps_of(make_train_loader(ctx, ctx.config, data, collate=listed), epoch, **steps)
         for ctx in contexts(folder, ranks=ranks, **more)
     ]
     return together(each)
@@ -40,7 +40,7 @@ def walked(folder: Path, data: Any, epoch: int = 1, *, ranks: int = 1, **more: A
 def test_what_is_skipped_and_what_is_left_make_the_epoch(
     tmp_path: Path, ranks: int, passes: int, skip: int
 ) -> None:
-    more = {"ranks": ranks, "train__accumulate": passes}
+    more = {"ranks": ranks, "train__gradient_accumulation_steps": passes}
     whole = walked(tmp_path, X, 2)
     done = walked(tmp_path, X, 2, limit=skip, **more)
     left = walked(tmp_path, X, 2, skip=skip, **more)
@@ -51,7 +51,7 @@ def test_what_is_skipped_and_what_is_left_make_the_epoch(
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_sample_ids_are_those_that_were_handed_out(tmp_path: Path, ranks: int) -> None:
     ctx = contexts(tmp_path, ranks=ranks)[-1]
-    feed = make_feed(ctx, ctx.config, X)
+    feed = make_train_loader(ctx, ctx.config, X)
     assert feed.steps == 4
     ids = [feed.sample_ids(3, step) for step in range(4)]
     assert ids == [[int(one) for one in step] for step in walked(tmp_path, X, 3, ranks=ranks)]
@@ -68,7 +68,7 @@ def test_what_is_skipped_is_not_loaded(tmp_path: Path) -> None:
 
     [ctx] = contexts(tmp_path)
     data = Counted(1_000_000)
-    feed = make_feed(ctx, ctx.config, data, collate=listed)
+    feed = make_train_loader(ctx, ctx.config, data, collate=listed)
     assert feed.steps == 83_334
     batch, _ = next(feed.walk(1, skip=75_000))
     assert [index for index, _ in batch] == data.loaded == feed.sample_ids(1, 75_000)
@@ -76,14 +76,14 @@ def test_what_is_skipped_is_not_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("ranks", "passes"), [(1, 1), (2, 3), (3, 1)])
 def test_drop_last_leaves_out_the_uneven_step_only(tmp_path: Path, ranks: int, passes: int) -> None:
-    more = {"ranks": ranks, "train__accumulate": passes}
+    more = {"ranks": ranks, "train__gradient_accumulation_steps": passes}
     kept = walked(tmp_path, X)
     assert walked(tmp_path, X, train__drop_last=True, **more) == kept[:3]
     assert walked(tmp_path, X, train__drop_last=True, limit=9, skip=2, **more) == kept[2:3]
     even = walked(tmp_path, X[:36])
     assert walked(tmp_path, X[:36], train__drop_last=True, **more) == even
     ctx = contexts(tmp_path, train__drop_last=True, **more)[0]
-    feed = make_feed(ctx, ctx.config, X)
+    feed = make_train_loader(ctx, ctx.config, X)
     assert (feed.steps, feed.sample_ids(1, 3)) == (3, [])
 
 
@@ -97,8 +97,8 @@ def on_ranks(config: Any, ctx: Any) -> dict[str, Any]:
     found = {}
     for kind, data in (("map", Augmented(37)), ("stream", AugmentedStream(37))):
         for workers in (0, 2):
-            changed = config.with_overrides({"train.workers": workers})
-            feed = make_feed(ctx, changed, data, collate=listed)
+            changed = config.with_overrides({"train.num_workers": workers})
+            feed = make_train_loader(ctx, changed, data, collate=listed)
             found[f"{kind}, {workers} workers"] = [
                 step for epoch in (1, 2) for step in steps_of(feed, epoch)
             ]
@@ -110,7 +110,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], 
     """By ranks and passes, and by kind and workers: what real ranks were given, step by step."""
     folder, found = tmp_path_factory.mktemp("ranks"), {}
     for ranks, passes in WAYS:
-        [ctx] = contexts(folder, train__accumulate=passes, train__max_steps=8)
+        [ctx] = contexts(folder, train__gradient_accumulation_steps=passes, train__max_steps=8)
         config = ctx.config.with_overrides(
             {"runtime.output_dir": str(folder / "runs"), "tracking.mlflow": False}
         )
@@ -152,17 +152,19 @@ def test_a_data_set_smaller_than_the_ranks_has_stand_ins(
     def tiny(config: Any, ctx: Any) -> list[tuple[list[int], int, float, bool]]:
         import torch
 
-        from nbtoolkit.training.feed import make_feed
+        from nbtoolkit.training.loader import make_train_loader
 
         data = range(1) if not stream else {5}
-        feed = make_feed(ctx, config, data)
+        feed = make_train_loader(ctx, config, data)
         return [
             (batch.tolist(), share.samples, share.weight, share.last)
             for batch, share in feed.walk(1)
             if isinstance(batch, torch.Tensor)
         ]
 
-    [ctx] = contexts(tmp_path / "one", train__accumulate=passes, train__max_steps=1)
+    [ctx] = contexts(
+        tmp_path / "one", train__gradient_accumulation_steps=passes, train__max_steps=1
+    )
     config = ctx.config.with_overrides(
         {"runtime.output_dir": str(tmp_path), "tracking.mlflow": False}
     )
@@ -174,8 +176,8 @@ def test_a_data_set_smaller_than_the_ranks_has_stand_ins(
 
 def test_augmentation_does_not_disturb_the_models_own_draws(tmp_path: Path) -> None:
     def noise(workers: int, data: Any, collate: Any = listed) -> list[Any]:
-        [ctx] = contexts(tmp_path, train__workers=workers, train__max_steps=9)
-        feed = make_feed(ctx, ctx.config, data, collate=collate)
+        [ctx] = contexts(tmp_path, train__num_workers=workers, train__max_steps=9)
+        feed = make_train_loader(ctx, ctx.config, data, collate=collate)
         random.seed(1)
         np.random.seed(1)
         torch.manual_seed(1)
@@ -293,4 +295,4 @@ def test_a_sample_that_ends_an_iteration_does_not_end_the_epoch() -> None:
 def test_what_cannot_be_fed_is_refused(tmp_path: Path, data: Any, what: str) -> None:
     [ctx] = contexts(tmp_path, train__drop_last=True)
     with pytest.raises(FitError, match=what):
-        make_feed(ctx, ctx.config, data)
+        make_train_loader(ctx, ctx.config, data)

@@ -16,8 +16,9 @@ import torch
 
 import nbtoolkit as nb
 from nbtoolkit.errors import NbtoolkitError, ReportFolderError
-from nbtoolkit.runtime.choose import lock_run
-from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.run.events import Event
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.resume import lock_run
 
 NOBODY = 65534
 
@@ -74,7 +75,7 @@ def run(outputs: Path) -> RunPaths:
     return result.paths
 
 
-def _look(folder: Path) -> list[dict[str, Any]]:
+def _look(folder: Path) -> list[Event]:
     handle = nb.attach(folder, display="off")
     assert handle.result().value == 1.0
     return list(handle.events())
@@ -119,7 +120,7 @@ def test_another_user_is_told_whose_it_is(run: RunPaths) -> None:
 def test_another_user_can_read_a_shared_run_and_never_hold_its_lock(run: RunPaths) -> None:
     run.folder.chmod(0o755)
     with another_user():
-        assert _look(run.folder)[-1]["type"] == "ended"
+        assert _look(run.folder)[-1].type == "ended"
         assert not run.owned()
         with pytest.raises(PermissionError):
             run.lock.open()

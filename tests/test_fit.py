@@ -13,20 +13,21 @@ from machines import CPU_BUILD, machine
 from torch import nn
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
+from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import CheckpointError, FitError
-from nbtoolkit.runtime.channel import RecordChannel
-from nbtoolkit.runtime.context import RunContext
-from nbtoolkit.runtime.host import detect_host
-from nbtoolkit.runtime.paths import RunPaths
-from nbtoolkit.runtime.plan import make_plan
-from nbtoolkit.runtime.record import RunRecord
+from nbtoolkit.host import detect_host
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.recorder import RunRecord
+from nbtoolkit.run.request import JobSpec
 from nbtoolkit.training.metrics import accuracy
-from nbtoolkit.training.order import Order
-from nbtoolkit.training.schedule import make_schedule
+from nbtoolkit.training.optimizer import make_schedule
+from nbtoolkit.training.sampler import GlobalBatchSampler
+from nbtoolkit.worker.channel import RecordChannel
+from nbtoolkit.worker.context import RunContext
 
 SETTINGS = {
-    "optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "warmup": 0.0},
+    "optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "warmup_ratio": 0.0},
     "train": {"epochs": 3, "batch_size": 12},
     "tracking": {"mlflow": False, "log_every_n_steps": 2},
 }
@@ -58,9 +59,8 @@ class Run:
         hardware = machine(build=CPU_BUILD)
         plan = make_plan(config, detect_host({}), hardware)
         self.record = RunRecord(self.paths, deadline=None)
-        return RunContext(
-            config=config, plan=plan, paths=self.paths, channel=RecordChannel(self.record)
-        )
+        job = JobSpec(paths=self.paths, plan=plan, config=config)
+        return RunContext(job, RecordChannel(self.record))
 
     def fit(self, model: nn.Module | None = None, *, config: Config | None = None, **more: Any):
         config = config or configured()
@@ -108,7 +108,7 @@ def check_equal_weights(one: nn.Module, other: nn.Module, *, atol: float = 0.0) 
 def by_hand(model: nn.Module, config: Config) -> list[float]:
     """The loop one would write: returns each epoch's mean loss."""
     inputs, targets = samples(37)
-    order = Order(size=37, batch=12, micro=12, seed=config.seed)
+    order = GlobalBatchSampler(size=37, batch=12, micro=12, seed=config.seed)
     schedule = make_schedule(config, steps=12, factor=1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     losses, step = [], 0
@@ -128,7 +128,7 @@ def by_hand(model: nn.Module, config: Config) -> list[float]:
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_the_steps_are_those_of_a_loop_by_hand(run: Run, accumulate: int) -> None:
     mine, theirs = model_of(), model_of()
-    config = configured(overrides={"train.accumulate": accumulate})
+    config = configured(overrides={"train.gradient_accumulation_steps": accumulate})
     run.fit(theirs, config=config)
     losses = by_hand(mine, config)
     reported = [event["values"]["train_loss"] for event in run.events("report")]
@@ -139,7 +139,7 @@ def test_the_steps_are_those_of_a_loop_by_hand(run: Run, accumulate: int) -> Non
 def test_clipping_limits_the_gradient_and_notes_its_norm(run: Run, another: Run) -> None:
     free, clipped = model_of(), model_of()
     run.fit(free)
-    another.fit(clipped, config=configured(overrides={"train.clip_norm": 0.01}))
+    another.fit(clipped, config=configured(overrides={"train.max_grad_norm": 0.01}))
     norms = [event["values"]["grad_norm"] for event in another.events("metrics")]
     assert min(norms) > 0.01  # before clipping
     start = model_of()
@@ -275,7 +275,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(run: Run, another: Run) 
     another.record.ask_to_stop("stopped", "the test")
     data = {"train_data": samples(37), "valid_data": samples(11, seed=1)}
     more = {"loss": nn.functional.cross_entropy, "metrics": ["accuracy"]}
-    with pytest.raises(nb.Leave):
+    with pytest.raises(nb.RunStopped):
         nb.fit(ctx, config, halves, **data, **more)
     assert another.saved()["progress"]["epoch"] == 0
     assert another.fit(fresh, config=config, metrics=["accuracy"]) == expected
@@ -353,7 +353,12 @@ def test_steps_decide_when_a_checkpoint_is_due(run: Run, every: int) -> None:
 
 
 def test_early_stopping_ends_when_nothing_gets_better(run: Run) -> None:
-    overrides = {"train.epochs": 50, "train.patience": 3, "optim.lr": 1e-9, "train.min_delta": 0.1}
+    overrides = {
+        "train.epochs": 50,
+        "train.early_stopping_patience": 3,
+        "optim.lr": 1e-9,
+        "train.min_delta": 0.1,
+    }
     result = run.fit(config=configured(overrides=overrides))
     assert result["epoch"] == 4  # one that counts as better, then three
     assert run.fit(config=configured(overrides=overrides)) == result
@@ -378,7 +383,7 @@ def test_a_run_that_was_asked_to_end_leaves_in_the_middle_of_an_epoch(
         return model(batch[0]), batch[1]
 
     data = {"train_data": samples(37), "valid_data": samples(11, seed=1)}
-    with pytest.raises(nb.Leave):
+    with pytest.raises(nb.RunStopped):
         nb.fit(ctx, config, halves, **data, loss=nn.functional.cross_entropy, step=forward)
     progress = another.saved()["progress"]
     assert progress["epoch"] == 0
@@ -486,7 +491,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
 
     def launch(ranks: int, passes: int) -> Ranks:
         if (ranks, passes) not in done:
-            more = {"runtime.output_dir": str(folder), "train.accumulate": passes}
+            more = {"runtime.output_dir": str(folder), "train.gradient_accumulation_steps": passes}
             config = configured(overrides=more)
             result = nb.launch(on_ranks, config, processes=ranks, resume="never", display="off")
             events = map(json.loads, result.paths.events.read_text().splitlines())

@@ -18,7 +18,7 @@ def configured(folder: Path, **more: Any) -> nb.Config:
         "runtime.output_dir": str(folder),
         "train.epochs": 3,
         "train.batch_size": 6,
-        "optim.warmup": 0.0,
+        "optim.warmup_ratio": 0.0,
         "tracking.mlflow": False,
         "tracking.log_every_n_steps": 4,
     }

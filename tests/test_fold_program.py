@@ -1,4 +1,4 @@
-"""The program of a cross-validation, driven by a plain loop as the conductor would."""
+"""The program of a cross-validation, driven by a plain loop as the scheduler would."""
 
 from __future__ import annotations
 
@@ -8,35 +8,49 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from searches import request
 
 import nbtoolkit as nb
+from nbtoolkit.crossval.fold_algorithm import (
+    CrossValidationAlgorithm,
+    finished_folds,
+    fold_key,
+    make_algorithm,
+)
 from nbtoolkit.errors import FoldError
-from nbtoolkit.runtime.events import EventReader
-from nbtoolkit.runtime.paths import RunPaths, write_json, write_whole
-from nbtoolkit.runtime.record import RunRecord
-from nbtoolkit.search.fold_program import FoldProgram, finished_folds, fold_key, make_program
-from nbtoolkit.search.program import Ending, Job
+from nbtoolkit.run.events import EventReader
+from nbtoolkit.run.messages import SearchCommand
+from nbtoolkit.run.paths import RunPaths, write_json, write_whole
+from nbtoolkit.run.recorder import RunRecord
+from nbtoolkit.search.algorithm import JobResult, SearchJob
 
 FOLDS = nb.make_folds([0, 1] * 10)
-DIED = Ending(status="failed", fault="died", error="WorkerDied: signal 9", seconds=1.0)
-RAISED = Ending(status="failed", fault="raised", error="ValueError: no", seconds=1.0)
+DIED = JobResult(status="failed", fault="died", error="WorkerDied: signal 9", seconds=1.0)
+RAISED = JobResult(status="failed", fault="raised", error="ValueError: no", seconds=1.0)
 
 
-def score(job: Job) -> Ending:
+def score(job: SearchJob) -> JobResult:
     assert job.fold is not None
-    return Ending(status="completed", metrics={"acc": 0.1 * job.fold}, seconds=job.fold + 0.5)
+    return JobResult(status="completed", metrics={"acc": 0.1 * job.fold}, seconds=job.fold + 0.5)
 
 
-def begin(folder: Path, folds: nb.Folds = FOLDS, **about: Any) -> FoldProgram:
+def begin(folder: Path, folds: nb.Folds = FOLDS, **limits: Any) -> CrossValidationAlgorithm:
     record = RunRecord(RunPaths(folder), deadline=None)
-    return make_program({"folds": folds, **about}, record, folder)
+    if limits:
+        finished = finished_folds(folder, len(folds))
+        return CrossValidationAlgorithm(len(folds), record, finished=finished, **limits)
+    return make_algorithm(request(folder, folds=folds), record)
 
 
 def drive(
-    program: FoldProgram, folder: Path, ending: Callable[[Job], Ending], *, slots: int = 2
+    program: CrossValidationAlgorithm,
+    folder: Path,
+    ending: Callable[[SearchJob], JobResult],
+    *,
+    slots: int = 2,
 ) -> list[str]:
     """Run all it asks for, ``slots`` at once, the oldest ending first; the keys as they began."""
-    running: list[Job] = []
+    running: list[SearchJob] = []
     began = []
     while not program.done:
         while len(running) < slots and (job := program.next(None)) is not None:
@@ -54,7 +68,7 @@ def drive(
 
 def fold_events(folder: Path) -> list[tuple[int, str]]:
     events = EventReader(RunPaths(folder).events).read()
-    return [(event["fold"], event["state"]) for event in events if event["type"] == "fold"]
+    return [(event.fold, event.state) for event in events if event.type == "fold"]
 
 
 @pytest.mark.parametrize("slots", [1, 2, 7])
@@ -75,7 +89,7 @@ def test_every_fold_is_run_once_and_in_order(tmp_path: Path, slots: int) -> None
 
 def test_its_jobs_are_of_their_fold_and_limited(tmp_path: Path) -> None:
     job = begin(tmp_path, timeout=7.0).next(None)
-    assert job == Job(key="folds/0", fold=0, timeout=7.0)
+    assert job == SearchJob(key="folds/0", fold=0, timeout=7.0)
     assert fold_events(tmp_path) == [(0, "running")]
 
 
@@ -98,7 +112,7 @@ def test_folds_that_are_done_are_not_run_again(tmp_path: Path) -> None:
     assert drive(again, tmp_path, score) == ["folds/1", "folds/3", "folds/4"]
     assert again.close("completed")["complete"] == 5
     assert finished_folds(tmp_path, 5) == {
-        index: score(Job(key=fold_key(index), fold=index)) for index in range(5)
+        index: score(SearchJob(key=fold_key(index), fold=index)) for index in range(5)
     }
 
 
@@ -138,12 +152,12 @@ def test_after_a_stop_nothing_begins_and_what_ran_counts_for_the_next_session(
 ) -> None:
     program = begin(tmp_path)
     jobs = [program.next(None), program.next(None)]
-    program.obey({"op": "stop"})
+    program.obey(SearchCommand(op="stop"))
     assert not program.done
     assert program.next(None) is None
     for job in jobs:
         assert job is not None
-        program.ended(job, Ending(status="stopped", metrics={"acc": 0.3}))
+        program.ended(job, JobResult(status="stopped", metrics={"acc": 0.3}))
     assert program.done
     assert program.close("stopped") == {"folds": 5, "complete": 0, "scores": {}}
     assert fold_events(tmp_path)[-2:] == [(0, "stopped"), (1, "stopped")]
@@ -152,10 +166,10 @@ def test_after_a_stop_nothing_begins_and_what_ran_counts_for_the_next_session(
 
 def test_paused_it_starts_nothing_until_it_goes_on(tmp_path: Path) -> None:
     program = begin(tmp_path)
-    program.obey({"op": "pause"})
+    program.obey(SearchCommand(op="pause"))
     assert program.next(None) is None
     assert not program.done
-    program.obey({"op": "resume"})
+    program.obey(SearchCommand(op="resume"))
     assert program.next(None) is not None
 
 
@@ -166,10 +180,10 @@ def test_no_fold_begins_when_the_time_is_used_up(tmp_path: Path) -> None:
 
 
 def test_what_only_sweeps_can_do_is_told(tmp_path: Path) -> None:
-    begin(tmp_path).obey({"op": "add_trials", "n": 3})
-    (note,) = (e for e in EventReader(RunPaths(tmp_path).events).read() if e["type"] == "note")
-    assert note["text"] == "a cross-validation has no trials: add_trials does nothing"
-    assert note["level"] == "warning"
+    begin(tmp_path).obey(SearchCommand(op="add_trials", n=3))
+    (note,) = (e for e in EventReader(RunPaths(tmp_path).events).read() if e.type == "note")
+    assert note.text == "a cross-validation has no trials: add_trials does nothing"
+    assert note.level == "warning"
 
 
 def test_other_folds_than_those_begun_with_are_refused_and_shown(tmp_path: Path) -> None:
@@ -183,9 +197,9 @@ def test_other_folds_than_those_begun_with_are_refused_and_shown(tmp_path: Path)
 
 
 def test_scores_that_not_all_folds_have_are_not_summed_up(tmp_path: Path) -> None:
-    def some(job: Job) -> Ending:
+    def some(job: SearchJob) -> JobResult:
         more = {"auc": 1.0} if job.fold else {}
-        return Ending(status="completed", metrics={"acc": 0.5, **more})
+        return JobResult(status="completed", metrics={"acc": 0.5, **more})
 
     program = begin(tmp_path)
     drive(program, tmp_path, some)

@@ -16,7 +16,7 @@ from sklearn import model_selection as sk
 
 import nbtoolkit as nb
 from nbtoolkit.errors import FoldError, FoldWarning, MissingExtra
-from nbtoolkit.search.leaks import row_numbers
+from nbtoolkit.folds.leakage import row_numbers
 
 CLASSES = np.arange(60) % 3
 TEAMS = np.arange(60) // 4  # 15 groups of 4
@@ -131,7 +131,7 @@ def test_folds_are_counted_indexed_and_told_apart_by_how_they_split() -> None:
         ({"predefined": CLASSES}, "'stratified' with predefined=... cannot be meant"),
     ],
 )
-def test_wishes_that_cannot_be_met_are_refused(wish: dict[str, Any], said: str) -> None:
+def test_sweep_config_that_cannot_be_met_are_refused(wish: dict[str, Any], said: str) -> None:
     with pytest.raises(FoldError, match=said):
         nb.make_folds(CLASSES, **wish)
 

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import PlanError
-from nbtoolkit.runtime.context import RunContext
+from nbtoolkit.worker.context import RunContext
 
 # --- 1. https://docs.pytorch.org/tutorials/beginner/basics/quickstart_tutorial.html
 # (pytorch/tutorials, beginner_source/basics/quickstart_tutorial.py, 07a339e)

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import PlanError
-from nbtoolkit.runtime.context import RunContext
+from nbtoolkit.worker.context import RunContext
 
 # --- 8. huggingface/accelerate, examples/complete_cv_example.py, 16cb6eb
 

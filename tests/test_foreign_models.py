@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import PlanError
-from nbtoolkit.runtime.context import RunContext
+from nbtoolkit.worker.context import RunContext
 
 # --- 5. pytorch/vision, references/segmentation/train.py, 058f331 (and its utils.py)
 

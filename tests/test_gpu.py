@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from kernels import script
 
-from nbtoolkit.runtime.hardware import Hardware, detect_hardware, sample_devices
+from nbtoolkit.environment.hardware import Hardware, detect_hardware, sample_devices
 
 pytestmark = pytest.mark.gpu
 
@@ -84,9 +84,9 @@ def test_a_launch_leaves_the_kernel_without_cuda(hardware: Hardware, tmp_path: P
 
 
 def test_memory_is_free_after_a_launch(hardware: Hardware, tmp_path: Path) -> None:
-    """Measured by the driver while the kernel and its warm launchpad still live."""
+    """Measured by the driver while the kernel and its warm fork server still live."""
     code = """
-    from nbtoolkit.runtime.hardware import sample_devices
+    from nbtoolkit.environment.hardware import sample_devices
 
     def used():
         return sample_devices([nb.detect_hardware().usable[0].uuid])[0]["memory_used"]

@@ -54,7 +54,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(precision: str, tmp_path: Path
 def test_the_gpu_computes_what_the_cpu_does(tmp_path: Path) -> None:
     code = """
     exact = {**small, "train.precision": "fp32", "optim.name": "sgd", "optim.lr": 0.1}
-    split = {**exact, "train.accumulate": 2}
+    split = {**exact, "train.gradient_accumulation_steps": 2}
     cpu = {**exact, "distributed.enabled": True, "distributed.world_size": 2}
     on = {"gpu": launch(train, config=exact), "parts": launch(train, config=split)}
     weights = {name: result.load_into(make()).state_dict() for name, result in on.items()}
@@ -96,7 +96,7 @@ def test_loaders_with_processes_of_their_own_feed_the_gpu(tmp_path: Path) -> Non
         found = nb.fit(ctx, config, make(), Slow(), data, loss=loss, step=forward)
         return found, sorted(seen)
 
-    with_workers = launch(reading, config={**small, "train.workers": 2})
+    with_workers = launch(reading, config={**small, "train.num_workers": 2})
     without = launch(reading, config=small)
     tell(a=with_workers.value, b=without.value)
     """
@@ -120,10 +120,10 @@ def test_class_weights_are_on_the_gpu_where_the_loss_is(tmp_path: Path) -> None:
             for kind, loss in losses.items()
         }
 
-    wishes = {**small, "train.precision": "fp32", "train.accumulate": 2}
-    gpu = launch(weighted, config=wishes).value
+    sweep_config = {**small, "train.precision": "fp32", "train.gradient_accumulation_steps": 2}
+    gpu = launch(weighted, config=sweep_config).value
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    tell(gpu=gpu, cpu=launch(weighted, config=wishes).value)
+    tell(gpu=gpu, cpu=launch(weighted, config=sweep_config).value)
     """
     answers = told(DATA + textwrap.dedent(code), tmp_path)
     for kind in ("module", "partial"):
@@ -150,10 +150,10 @@ def test_a_loop_of_ones_own_trains_on_the_gpu(tmp_path: Path) -> None:
         ctx.save({"model": model.state_dict()})
         return loss.item(), str(inputs.device)
 
-    wishes = {"train.precision": "fp32", "train.batch_size": 64}
-    gpu = launch(own, config=wishes).value
+    sweep_config = {"train.precision": "fp32", "train.batch_size": 64}
+    gpu = launch(own, config=sweep_config).value
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    tell(gpu=gpu, cpu=launch(own, config=wishes).value)
+    tell(gpu=gpu, cpu=launch(own, config=sweep_config).value)
     """
     answers = told(DATA + textwrap.dedent(code), tmp_path)
     assert [answers[kind][1] for kind in ("gpu", "cpu")] == ["cuda:0", "cpu"]
@@ -179,7 +179,7 @@ def test_a_compiled_model_trains_on_the_gpu(tmp_path: Path) -> None:
 
 def test_a_sweep_frees_the_gpu_and_goes_on_after_a_trial_without_memory(tmp_path: Path) -> None:
     code = """
-    from nbtoolkit.runtime.hardware import sample_devices
+    from nbtoolkit.environment.hardware import sample_devices
 
     def used():
         return sample_devices([nb.detect_hardware().usable[0].uuid])[0]["memory_used"]

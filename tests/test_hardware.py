@@ -27,8 +27,14 @@ from machines import (
     uuid_of,
 )
 
-from nbtoolkit.runtime.hardware import Device, Hardware, detect_hardware, sample_devices
-from nbtoolkit.runtime.torch_build import TorchBuild, read_torch_build
+from nbtoolkit.environment.hardware import (
+    Device,
+    Hardware,
+    TorchBuild,
+    detect_hardware,
+    read_torch_build,
+    sample_devices,
+)
 
 MIG = replace(A100, slices=("MIG-1111", "MIG-2222"))
 
@@ -240,7 +246,7 @@ def test_frozen() -> None:
 
 
 def test_this_machine() -> None:
-    found = detect_hardware()
+    found = detect_hardware(environ={})
     assert bool(found.devices) == Path("/dev/nvidiactl").exists()
     assert found.cpu_count >= 1
     assert found.memory > 2**28
@@ -261,7 +267,7 @@ def test_detection_imports_neither_torch_nor_cuda() -> None:
 def test_a_missing_pynvml_gives_the_install_line() -> None:
     code = (
         "import sys; sys.modules['pynvml'] = None;"
-        "from nbtoolkit.runtime.hardware import detect_hardware; print(detect_hardware().reason)"
+        "from nbtoolkit.environment.hardware import detect_hardware as d; print(d().reason)"
     )
     done = _python(code)
     assert done.stdout.strip() == "nvidia-ml-py is not installed: pip install nvidia-ml-py"

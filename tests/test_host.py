@@ -14,8 +14,7 @@ import pytest
 from jupyter_client.manager import start_new_kernel
 
 from nbtoolkit.errors import ConfigError
-from nbtoolkit.runtime.host import Host, detect_host
-from nbtoolkit.runtime.limits import cpu_count, memory_limit
+from nbtoolkit.host import Host, cpu_count, detect_host, memory_limit
 
 KERNEL = {"IPython": SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=object()))}
 TERMINAL = {"IPython": SimpleNamespace(get_ipython=lambda: SimpleNamespace())}
@@ -309,7 +308,7 @@ def test_this_process() -> None:
 
 ASK = """
 import json
-from nbtoolkit.runtime.host import detect_host
+from nbtoolkit.host import detect_host
 host = detect_host()
 print(json.dumps([host.kind, host.is_rank, host.rank, host.world_size, host.rank_reason]))
 """

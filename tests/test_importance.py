@@ -18,21 +18,21 @@ from run_folders import NOON, write_run
 from test_views import assert_harmless
 
 from nbtoolkit.errors import SweepError
-from nbtoolkit.report.picture import Picture
-from nbtoolkit.report.story import read_story
-from nbtoolkit.report.sweeps import sweeps
-from nbtoolkit.runtime.paths import RunPaths
-from nbtoolkit.search.plots import plot_importances
-from nbtoolkit.search.study import open_storage
-from nbtoolkit.views.importances import Importances, importances
+from nbtoolkit.report.run_summary import read_run_summary
+from nbtoolkit.report.section import Picture
+from nbtoolkit.report.sections import sweeps
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.study.plots import plot_importances
+from nbtoolkit.study.storage import FILE, open_journal
 from nbtoolkit.views.state import read_state
+from nbtoolkit.views.tabs import Importances, importances
 
 SPACE: dict[str, BaseDistribution] = {
     "optim.lr": FloatDistribution(1e-4, 1e-1, log=True),
     "model.hidden": IntDistribution(8, 128, log=True),
     "model.dropout": FloatDistribution(0.0, 0.5),
 }
-WISHES = """
+SWEEP_CONFIG = """
 study: {name: mine, metric: rmse, direction: minimize, sampler: random, pruner: median}
 budget: {n_trials: 40}
 space:
@@ -85,14 +85,14 @@ def study_of(
 
 
 def folder_of(home: Path, study: optuna.Study, metric: str = "rmse") -> RunPaths:
-    """The folder of a sweep with the study's trials, as its conductor would have written it."""
+    """The folder of a sweep with the study's trials, as its scheduler would have written it."""
     events: list[dict[str, Any]] = [{"type": "run"}]
     for one in study.trials:
         state = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned"}[one.state]
         event = {"type": "trial", "number": one.number, "state": state, "value": one.value}
         events.append({**event, "params": one.params, "seconds": 1.0})
     paths = write_run(home, "sweep-0001", about={"kind": "sweep"}, events=events)
-    (paths.folder / "sweep.yaml").write_text(WISHES.replace("rmse", metric))
+    (paths.folder / "sweep.yaml").write_text(SWEEP_CONFIG.replace("rmse", metric))
     return paths
 
 
@@ -237,12 +237,10 @@ def test_the_bars_are_drawn_anew_when_a_quarter_more_trials_are_there(tmp_path: 
 def test_the_report_draws_them_and_says_what_there_is_too_little_of(tmp_path: Path) -> None:
     found = []
     for name, count in (("few", 9), ("many", 11)):
-        storage = open_storage(tmp_path / f"{name}.db")
+        storage = open_journal(tmp_path / FILE)
         paths = folder_of(tmp_path / name, study_of(by_rate, count, pruned=2, storage=storage))
-        storage.remove_session()
-        storage.engine.dispose()
-        (tmp_path / f"{name}.db").rename(paths.folder / "study.db")
-        found.append(sweeps([read_story(paths)]).parts)
+        (tmp_path / FILE).rename(paths.folder / FILE)
+        found.append(sweeps([read_run_summary(paths)]).parts)
     few, many = found
     assert any("No plot of its importances: 9 trials are complete" in str(one) for one in few)
     pictures = {one.alt.split()[0]: one for one in many if isinstance(one, Picture)}

@@ -16,113 +16,65 @@ import nbtoolkit
 
 PACKAGE = Path(nbtoolkit.__file__).parent
 
-# Room -> rooms it may import when it is loaded. A new room gets its line here. The package itself
-# may be imported anywhere: it loads its names on first use.
-ROOMS = {
-    "nbtoolkit": set(),
-    "errors": set(),
-    "config": {"errors"},
-    "runtime": {"errors", "config"},
-    "training": {"errors", "config", "runtime"},
-    "tracking": {"errors", "runtime"},
-    "tasks": {"errors", "training"},
-    "verify": {"errors", "config", "runtime", "training"},
-    "doctor": {"errors", "config", "runtime"},
-    "search": {"errors", "config", "runtime", "training", "tasks"},
-    "notebooks": {"errors", "config", "runtime"},
-    "pipeline": {"errors", "config", "runtime", "notebooks"},
-    "lint": {"errors", "notebooks"},
-    "hosts": {"errors", "config", "runtime", "notebooks"},
-    "relay": {"errors", "config", "runtime", "training", "tracking"},
-    "report": {"errors", "runtime", "search"},
-    "views": {"errors", "runtime", "search", "report"},
-    "dashboards": {"errors", "runtime", "tracking", "search", "views"},
-    "panel": {
-        "errors",
-        "config",
-        "runtime",
-        "notebooks",
-        "search",
-        "report",
-        "tasks",
-        "views",
-        "dashboards",
-    },
-    "cli": {"errors", "config", "runtime"},
-    "cli_hosts": {"cli"},
-    "cli_panel": {"cli", "errors"},
-    "__main__": {"errors"},
-}
+# A module may import those of its own layer and of the layers above, also inside functions. The
+# package itself may be imported anywhere: it loads its names on first use.
+LAYERS = (
+    "errors",
+    "text_table",
+    "host",
+    "config",
+    "environment",
+    "run",
+    "tracking",
+    "archive",
+    "worker",
+    "launcher",
+    "training",
+    "tasks",
+    "verify",
+    "doctor",
+    "folds",
+    "study",
+    "search",
+    "crossval",
+    "attach",
+    "notebooks",
+    "pipeline",
+    "lint",
+    "kaggle",
+    "report",
+    "views",
+    "dashboards",
+    "panel",
+    "cli",
+    "cli_hosts",
+    "cli_panel",
+    "__main__",
+)
 
-# Modules of the configuration room, which has no folder of its own.
-CONFIG = ("config", "direction", "names", "yaml_lines")
-
-# Against the stream, inside a function and for a reason.
-LATE = {
-    ("__main__", "cli"): "without typer, its verbs cannot even be loaded",
-    ("__main__", "cli_hosts"): "without typer, its verbs cannot even be loaded",
-    ("cli", "doctor"): "each verb loads what it runs",
-    ("cli", "notebooks.handle"): "each verb loads what it runs",
-    ("cli", "notebooks.parameters"): "each verb loads what it runs",
-    ("cli", "notebooks.run"): "each verb loads what it runs",
-    ("cli", "notebooks.slow_import"): "each verb loads what it runs",
-    ("cli", "pipeline.run"): "each verb loads what it runs",
-    ("cli", "relay.pack"): "each verb loads what it runs",
-    ("cli", "relay.unpack"): "each verb loads what it runs",
-    ("cli", "report.report"): "each verb loads what it runs",
-    ("cli", "search.cross_validation"): "each verb loads what it runs",
-    ("cli", "search.folds"): "each verb loads what it runs",
-    ("cli", "search.make_folds"): "each verb loads what it runs",
-    ("cli", "search.sweep"): "each verb loads what it runs",
-    ("cli", "tasks.find"): "each verb loads what it runs",
-    ("__main__", "cli_panel"): "without typer, its verbs cannot even be loaded",
-    ("cli_panel", "panel.press"): "each verb loads what it runs",
-    ("cli_panel", "runtime.paths"): "each verb loads what it runs",
-    ("cli_panel", "runtime.result"): "each verb loads what it runs",
-    ("cli_panel", "views.page"): "each verb loads what it runs",
-    ("cli_panel", "views.state"): "each verb loads what it runs",
-    ("cli_hosts", "hosts.bundle"): "each verb loads what it runs",
-    ("cli_hosts", "hosts.kaggle_kernel"): "each verb loads what it runs",
-    ("cli_hosts", "lint.report"): "each verb loads what it runs",
-    ("cli_hosts", "notebooks.parameters"): "each verb loads what it runs",
-    ("config", "runtime.host"): 'env="auto" asks where it runs, and only then',
-    ("config_values", "runtime.host"): "{scratch} in runtime.output_dir asks where it runs",
-    (
-        "runtime.keeper",
-        "tracking",
-    ): "the owner tells the trackers; without one, this process does",
-    (
-        "runtime.zygote",
-        "tracking",
-    ): "the process that tracks is forked where torch is warm",
-    ("runtime.launch", "views.live"): "what a cell shows is drawn from the run's folder",
-    ("runtime.result", "views.live"): "what a cell shows is drawn from the run's folder",
-    ("search.cross_validation", "views.live"): "what a cell shows is drawn from its folder",
-    ("search.sweep", "views.live"): "what a cell shows is drawn from its folder",
-    ("runtime.result", "relay.deadline"): "a run that ended at its deadline is packed",
-    ("runtime.result", "search.attach"): "nb.attach(folder) of a sweep",
-    (
-        "runtime.zygote",
-        "search.conductor",
-    ): "the process that conducts is forked where torch is warm",
-    ("runtime.result", "training.checkpoint"): "result.load_into(model)",
-    ("search.start", "tracking"): "what will be tracked is chosen, and said, before the start",
-    ("runtime.takeoff", "tracking"): "what will be tracked is chosen, and said, before the start",
-}
-
-# Stations of the data's way. Loading one loads none that comes later.
+# Loading one of these loads none that comes later: the way of the data of a launch.
 STATIONS = [
-    {"errors", "yaml_lines"},
-    {"config"},
-    {"runtime.host", "runtime.hardware"},
-    {"runtime.plan"},
-    {"runtime.context"},
-    {"runtime.pilot", "runtime.worker", "runtime.owner"},
-    {"runtime.launchpad", "runtime.takeoff", "runtime.keeper", "runtime.launch"},
+    {"errors", "config.yaml_source"},
+    {"config.schema"},
+    {"environment.hardware"},
+    {"environment.plan"},
+    {"worker.context"},
+    {"launcher.agent", "worker.main", "launcher.supervisor"},
+    {"launcher.forkserver_client", "launcher.in_process", "launcher.launch"},
 ]
 
 # What the kernel loads for a launch; torch and its kind are for the ranks.
-KERNEL = ["config", "doctor", "runtime.launch", "runtime.takeoff", "runtime.result"]
+KERNEL = [
+    "config.schema",
+    "doctor",
+    "launcher.launch",
+    "launcher.handle",
+    "tasks.digits",
+    "training.loop",
+    # The fork server loads these two, and everything is forked from it.
+    "search.sweep_algorithm",
+    "crossval.fold_algorithm",
+]
 HEAVY = {
     "torch",
     "accelerate",
@@ -173,9 +125,8 @@ def _ours(name: str) -> str:
     return name.removeprefix("nbtoolkit.")
 
 
-def _room(module: str) -> str:
-    top = module.partition(".")[0]
-    return "config" if top.startswith(CONFIG) else top
+def _layer(module: str) -> int:
+    return LAYERS.index(module.partition(".")[0])
 
 
 @functools.cache
@@ -191,28 +142,30 @@ def _loads(module: str) -> set[str]:
     return seen
 
 
-def test_a_room_imports_only_rooms_before_it() -> None:
-    wrong = {module: _against_the_stream(module, late=False) for module in MODULES}
-    assert {module: found for module, found in wrong.items() if found} == {}
+def _needs_directly(module: str) -> set[str]:
+    both = _imports(module, late=False) | _imports(module, late=True)
+    return set(both & set(MODULES)) - {"nbtoolkit"}
 
 
-def test_what_is_imported_late_against_the_stream_is_listed_with_a_reason() -> None:
-    found = {
-        (module, one)
+@functools.cache
+def _needs(module: str) -> set[str]:
+    """Every module of ours that a module may import, sooner or later."""
+    seen: set[str] = set()
+    todo = [module]
+    while todo:
+        here = todo.pop()
+        if here not in seen:
+            seen.add(here)
+            todo += _needs_directly(here)
+    return seen
+
+
+def test_a_module_imports_its_own_layer_and_those_above() -> None:
+    wrong = {
+        module: [one for one in _needs_directly(module) if _layer(one) > _layer(module)]
         for module in set(MODULES) - {"nbtoolkit"}
-        for one in _against_the_stream(module, late=True)
     }
-    assert found - set(LATE) == set()
-
-
-def _against_the_stream(module: str, *, late: bool) -> set[str]:
-    """What a module imports of rooms that it may not."""
-    allowed = ROOMS[_room(module)] | {_room(module), "nbtoolkit"}
-    return {one for one in _imports(module, late=late) & set(MODULES) if _room(one) not in allowed}
-
-
-def test_the_list_of_late_imports_is_not_longer_than_needed() -> None:
-    assert [pair for pair in LATE if pair[1] not in _imports(pair[0], late=True)] == []
+    assert {module: found for module, found in wrong.items() if found} == {}
 
 
 @pytest.mark.parametrize("number", range(len(STATIONS)))
@@ -222,10 +175,11 @@ def test_no_station_loads_a_later_one(number: int) -> None:
         assert not _loads(station) & later
 
 
-def test_no_module_loads_itself_in_a_circle() -> None:
-    for module in MODULES:
-        others = _imports(module, late=False) & set(MODULES) - {module}
-        assert not [one for one in others if module in _loads(one)], module
+def test_no_module_needs_itself_in_a_circle() -> None:
+    """Imports inside functions count: a module needs what any of its functions needs."""
+    for module in set(MODULES) - {"nbtoolkit"}:
+        others = _needs_directly(module) - {module}
+        assert not [one for one in others if module in _needs(one)], module
 
 
 @pytest.mark.parametrize("module", KERNEL)

@@ -19,11 +19,11 @@ import pytest
 from kernels import descendants
 from machines import T4, machine
 
-from nbtoolkit.runtime.events import EventReader
-from nbtoolkit.runtime.host import detect_host
-from nbtoolkit.runtime.in_place import first_node, rendezvous
-from nbtoolkit.runtime.paths import RunPaths, read_json
-from nbtoolkit.runtime.result import attach
+from nbtoolkit.attach import attach
+from nbtoolkit.host import detect_host
+from nbtoolkit.launcher.in_process import first_node, rendezvous
+from nbtoolkit.run.events import EventReader
+from nbtoolkit.run.paths import RunPaths, read_json
 
 SCRIPT = str(Path(__file__).parent / "in_place.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -61,7 +61,7 @@ def the_run(outputs: Path) -> RunPaths:
 
 
 def types(paths: RunPaths) -> list[str]:
-    return [event["type"] for event in EventReader(paths.events).read()]
+    return [event.type for event in EventReader(paths.events).read()]
 
 
 def wait_for(outputs: Path, type: str, process: subprocess.Popen[str]) -> RunPaths:
@@ -225,7 +225,7 @@ def test_srun_tasks_find_each_other_and_a_signal_to_one_lets_all_leave(tmp_path:
 LEAVES = """
 import os, sys
 import torch.distributed as dist
-from nbtoolkit.runtime.in_place import _leave_group
+from nbtoolkit.launcher.in_process import _leave_group
 for turn in range(10):
     meet = f"file://{sys.argv[2]}/{turn}"
     dist.init_process_group("gloo", init_method=meet, rank=int(sys.argv[1]), world_size=2)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import nbtoolkit as nb
+from nbtoolkit.environment.variables import lend_variables
 from nbtoolkit.errors import CannotPickle, NestedLaunch, PlanError
-from nbtoolkit.runtime.paths import read_json, runs_in
-from nbtoolkit.runtime.surroundings import lend_variables
+from nbtoolkit.run.paths import read_json, runs_in
 
 
 def settings(outputs: Path, **more: Any) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def launch(train: Any, outputs: Path, *, display: Any = "off", **options: Any) -
 
 
 def types(result: nb.RunResult) -> list[str]:
-    return [event["type"] for event in nb.attach(result.paths.folder).events()]
+    return [event.type for event in nb.attach(result.paths.folder).events()]
 
 
 def test_runs_in_this_thread_of_this_process(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_events_come_while_it_runs(tmp_path: Path) -> None:
         ctx.log({"loss": 1.0}, step=0)
         during.append(list(events))
 
-    launch(train, tmp_path, on_event=lambda event: events.append(event["type"]))
+    launch(train, tmp_path, on_event=lambda event: events.append(event.type))
     assert during == [["run", "metrics"]]
     assert events == ["run", "metrics", "ended"]
 
@@ -127,15 +127,15 @@ def test_a_resumed_run_tells_of_its_own_attempt_only(tmp_path: Path) -> None:
         return before
 
     first = launch(train, tmp_path, config={"train.epochs": 1})
-    events: list[dict[str, Any]] = []
+    events: list[Any] = []
     config = {"train.epochs": 2}
     second = launch(
         train, tmp_path, config=config, resume=first.paths.folder, on_event=events.append
     )
     assert (second.value, second.paths) == ({"epochs": 1}, first.paths)
-    kinds = [event["type"] for event in events]
+    kinds = [event.type for event in events]
     assert kinds == ["run", "checkpoint", "report", "ended"]  # the report: what it returned
-    assert events[0]["attempt"] == 2
+    assert events[0].attempt == 2
 
 
 @pytest.mark.parametrize(("display", "shown"), [("auto", True), ("off", False)])

@@ -12,7 +12,7 @@ from feeds import AugmentedStream, Known, contexts, listed, steps_of, together
 from torch.utils.data import get_worker_info
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.feed import make_feed
+from nbtoolkit.training.loader import make_train_loader
 
 # samples, ranks, passes a step; a step takes 12
 WALKS = [(24, 1, 1), (37, 1, 3), (24, 2, 1), (37, 3, 2), (13, 3, 1), (2, 3, 2), (29, 2, 3)]
@@ -46,13 +46,13 @@ class Shuffled(Numbers):
 
 def feed_of(folder: Path, data: Any, *, collate: Any = listed, **more: Any) -> Any:
     [ctx] = contexts(folder, train__max_steps=99, **more)
-    return make_feed(ctx, ctx.config, data, collate=collate)
+    return make_train_loader(ctx, ctx.config, data, collate=collate)
 
 
 def feeds_of(folder: Path, data: Any, ranks: int, passes: int, **more: Any) -> list[Any]:
-    options = {"train__accumulate": passes, "train__max_steps": 99, **more}
+    options = {"train__gradient_accumulation_steps": passes, "train__max_steps": 99, **more}
     return [
-        make_feed(ctx, ctx.config, data, collate=listed)
+        make_train_loader(ctx, ctx.config, data, collate=listed)
         for ctx in contexts(folder, ranks=ranks, **options)
     ]
 
@@ -97,7 +97,7 @@ def test_what_makes_no_whole_batch_is_dropped_by_choice(tmp_path: Path) -> None:
 def test_what_is_skipped_and_what_is_left_make_the_epoch(
     tmp_path: Path, data: Any, workers: int
 ) -> None:
-    feed = feed_of(tmp_path, data, train__workers=workers)
+    feed = feed_of(tmp_path, data, train__num_workers=workers)
     for epoch in (1, 2):
         whole = steps_of(feed, epoch)
         assert [len(step) for step in whole] == [12, 12, 5]
@@ -134,7 +134,7 @@ def test_what_is_skipped_is_read_but_makes_no_batch(tmp_path: Path) -> None:
 
 
 def test_a_walk_that_was_left_does_not_mix_with_the_next(tmp_path: Path) -> None:
-    feed = feed_of(tmp_path, Numbers(99), train__workers=1)
+    feed = feed_of(tmp_path, Numbers(99), train__num_workers=1)
     for _ in range(2):
         batch, _ = next(feed.walk(1))
         assert batch == list(range(12))
@@ -148,7 +148,7 @@ def test_a_worker_reads_what_the_process_itself_would(tmp_path: Path) -> None:
             for number in range(self.size):
                 yield number if get_worker_info() is None else -number
 
-    feed = feed_of(tmp_path, Aware(24), train__workers=1)
+    feed = feed_of(tmp_path, Aware(24), train__num_workers=1)
     assert steps_of(feed, 1) == [[*range(12)], [*range(12, 24)]]
 
 
@@ -160,9 +160,9 @@ def test_batches_are_collated_as_usual(tmp_path: Path) -> None:
 
 
 def test_more_workers_than_one_are_refused_with_a_word(tmp_path: Path, capsys: Any) -> None:
-    feed_of(tmp_path, Numbers(9), train__workers=1)
+    feed_of(tmp_path, Numbers(9), train__num_workers=1)
     assert capsys.readouterr().out == ""
-    feed_of(tmp_path, Numbers(9), train__workers=4)
+    feed_of(tmp_path, Numbers(9), train__num_workers=4)
     assert (
         "one DataLoader worker a rank, not 4: the training set is a str" in capsys.readouterr().out
     )
@@ -173,7 +173,7 @@ def test_more_workers_than_one_are_refused_with_a_word(tmp_path: Path, capsys: A
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_epoch_without_a_sample_is_refused(tmp_path: Path, workers: int) -> None:
-    feed = feed_of(tmp_path, (n for n in range(24)), train__workers=workers)
+    feed = feed_of(tmp_path, (n for n in range(24)), train__num_workers=workers)
     assert len(steps_of(feed, 1)) == 2
     with pytest.raises(FitError, match=r"no sample in epoch 2\n.*used up[\s\S]*whose __iter__"):
         steps_of(feed, 2)
@@ -206,7 +206,7 @@ def test_an_error_of_the_stream_names_the_place(tmp_path: Path, workers: int) ->
             yield from range(14)
             raise LookupError("a shard is missing")
 
-    walk = feed_of(tmp_path, Broken(99), train__workers=workers).walk(1)
+    walk = feed_of(tmp_path, Broken(99), train__num_workers=workers).walk(1)
     next(walk)
     with pytest.raises(LookupError, match="a shard is missing") as caught:
         next(walk)

@@ -14,8 +14,7 @@ from kaggle_client import pushed
 from programs import write_program
 
 from nbtoolkit.errors import MetadataError, NotebookError, ParameterError
-from nbtoolkit.hosts.kaggle_kernel import write_kernel
-from nbtoolkit.hosts.kernel_metadata import FILE, GPUS, check_metadata
+from nbtoolkit.kaggle.kernel import FILE, GPUS, check_metadata, write_kernel
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
 

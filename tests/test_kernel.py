@@ -30,7 +30,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(session_leaves_nothing: None, home: Path) -> Iterator[Notebook]:
-    """One kernel, with one launchpad, for the tests that leave it as it was."""
+    """One kernel, with one fork server, for the tests that leave it as it was."""
     with shared_notebook(home) as running:
         running.run(SET_UP).ok()
         yield running
@@ -127,7 +127,7 @@ def test_the_users_own_exception_names_the_cells_line(shared: Notebook) -> None:
     assert 'raise MyError(3, hint="try again")' in plain(cell.traceback)
     # IPython 7 leaves notes out of its traceback: they are above it
     assert f"rank 1, Cell In[{number}], line 5" in cell.text + plain(cell.traceback)
-    assert "takeoff.py" not in plain(cell.traceback)  # our own frames are left out
+    assert "nbtoolkit/launcher/" not in plain(cell.traceback)  # our own frames are left out
 
 
 def test_forked_ranks_of_a_kernel(shared: Notebook) -> None:
@@ -185,7 +185,7 @@ def test_interrupt_button(train: str, times: int, shared: Notebook, home: Path) 
     told = nb.attach(folder)
     for _ in range(times):
         shared.interrupt()
-        until(lambda: [e for e in told.events() if e["type"] == "stop"], "the interrupt")
+        until(lambda: [e for e in told.events() if e.type == "stop"], "the interrupt")
     cell = shared.wait(message)
     assert cell.error == "KeyboardInterrupt"
     assert "stopping: interrupted" in cell.text

@@ -66,8 +66,8 @@ def test_values_come_by_rank_from_processes_of_their_own(config: nb.Config) -> N
 
 
 def test_one_then_two_then_one_process_each_as_planned(config: nb.Config) -> None:
-    wishes = [(1, "fp32", "no"), (2, "bf16", "bf16"), (1, "fp32", "no")]
-    for processes, precision, said in wishes:
+    sweep_config = [(1, "fp32", "no"), (2, "bf16", "bf16"), (1, "fp32", "no")]
+    for processes, precision, said in sweep_config:
         mine = config.with_overrides({"train.precision": precision})
         result = quiet(functions.precision_and_sum, mine, processes)
         assert result.plan.processes == processes
@@ -85,7 +85,7 @@ def test_every_start_gives_the_same_result(config: nb.Config, tmp_path: Path) ->
     """In a fresh process, since start="fork" is for kernels that have not computed yet."""
     code = f"""
     config = nb.load_config("{tmp_path}/config.json", env=None)
-    for start in ("launchpad", "fork", "inline"):
+    for start in ("forkserver", "fork", "inline"):
         for train in (functions.reports, functions.draws):
             result = nb.launch(
                 train, config, processes=1, start=start, display="off", resume="never"
@@ -129,20 +129,20 @@ def test_processes_beats_the_configuration(config: nb.Config) -> None:
 def test_a_wrong_call_says_what_is_right(config: nb.Config) -> None:
     with pytest.raises(LaunchError, match=r"pass the function itself"):
         nb.launch(42, config)  # type: ignore[arg-type]
-    with pytest.raises(LaunchError, match=r"'launchpad' \| 'fork' \| 'inline'"):
+    with pytest.raises(LaunchError, match=r"'forkserver' \| 'fork' \| 'inline'"):
         nb.launch(functions.ranks, config, start="spawn")  # type: ignore[call-overload]
     with pytest.raises(LaunchError, match="cannot be detached"):
         nb.launch(functions.ranks, config, start="inline", detach=True)
 
 
 def test_on_event_hears_the_whole_story(config: nb.Config) -> None:
-    heard: list[dict[str, Any]] = []
+    heard: list[Any] = []
     quiet(functions.reports, config, on_event=heard.append)
-    kinds = [event["type"] for event in heard]
+    kinds = [event.type for event in heard]
     assert (kinds[0], kinds[-1]) == ("run", "ended")
-    assert [e["values"]["loss"] for e in heard if e["type"] == "metrics"] == [1.0, 0.5, 1 / 3]
+    assert [e.values["loss"] for e in heard if e.type == "metrics"] == [1.0, 0.5, 1 / 3]
     # what it returned comes without a step
-    assert [e["step"] for e in heard if e["type"] == "report"] == [0, 1, 2, None]
+    assert [e.step for e in heard if e.type == "report"] == [0, 1, 2, None]
     assert kinds.count("checkpoint") == 1
 
 
@@ -165,18 +165,18 @@ def test_a_handle_is_asked_now_and_then(config: nb.Config, tmp_path: Path) -> No
     assert handle.result(timeout=SECONDS).value == "now"
     assert handle.done()
     assert handle.result().values == ["now", "now"]  # as often as one likes
-    assert [event["type"] for event in handle.events()][-1] == "ended"
+    assert [event.type for event in handle.events()][-1] == "ended"
 
 
 def test_stop_lets_all_ranks_leave_at_their_next_report(config: nb.Config) -> None:
     handle = begin(functions.reports_until_stopped, config)
     ranks_up(handle.paths.folder)
-    until(lambda: any(e["type"] == "report" for e in handle.events()), "a report")
+    until(lambda: any(e.type == "report" for e in handle.events()), "a report")
     handle.stop("enough")
     result = handle.result(timeout=SECONDS)
     assert (result.status, result.value, result.values) == ("stopped", None, [])
     assert result.metrics["time"] > 0
-    assert [e["reason"] for e in handle.events() if e["type"] == "stop"] == ["enough"]
+    assert [e.reason for e in handle.events() if e.type == "stop"] == ["enough"]
 
 
 def test_stop_with_a_grace_ends_ranks_that_never_report(config: nb.Config) -> None:
@@ -302,13 +302,13 @@ def test_cwd_path_and_environment_are_carried_over(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path / "mine"))
-    monkeypatch.setenv("MY_SETTING", "later than the launchpad")
+    monkeypatch.setenv("MY_SETTING", "later than the fork server")
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     monkeypatch.setenv("MASTER_PORT", "1")
     found = quiet(functions.surroundings, config, 1).value
     assert found["cwd"] == str(tmp_path)
     assert found["path"] == sys.path
-    assert found["environ"]["MY_SETTING"] == "later than the launchpad"
+    assert found["environ"]["MY_SETTING"] == "later than the fork server"
     assert "SLURM_JOB_ID" not in found["environ"]
     assert found["environ"].get("MASTER_PORT") != "1"
 
@@ -454,7 +454,7 @@ def test_context_in_a_rank(config: nb.Config, capsys: pytest.CaptureFixture[str]
     def train(config: Any, ctx: Any) -> dict[str, Any]:
         ctx.print("only once")
         path = ctx.save({"step": 1, "weights": {"w": [1.0]}}, kind="best", step=1)
-        with ctx.long("thinking"):
+        with ctx.pause_hang_detection("thinking"):
             state = ctx.load("best")
         return {
             "main": ctx.is_main,
@@ -493,9 +493,9 @@ def test_leave_is_not_swallowed_and_ends_all_ranks_with_its_status(config: nb.Co
     def train(config: Any, ctx: Any) -> None:
         try:
             ctx.report({"a": 1.5})
-            raise nb.Leave("pruned")
+            raise nb.RunStopped("pruned")
         except Exception:
-            raise AssertionError("Leave was taken for an Exception") from None
+            raise AssertionError("RunStopped was taken for an Exception") from None
 
     result = quiet(train, config)
     assert (result.status, result.value, result.metrics) == ("pruned", None, {"a": 1.5})
@@ -542,7 +542,7 @@ def cut_off(config: nb.Config) -> Path:
     handle = begin(functions.saves_then_waits, config)
     ranks_up(handle.paths.folder)
     os.kill(json.loads(handle.paths.owner.read_text())["pid"], signal.SIGKILL)
-    with pytest.raises(LaunchError, match=r"the owner process of the run .* died"):
+    with pytest.raises(LaunchError, match=r"the supervisor process of the run .* died"):
         handle.result(timeout=SECONDS)
     return handle.paths.folder
 
@@ -555,7 +555,7 @@ def test_auto_goes_on_with_an_unfinished_run_and_says_so(
     assert result.paths.folder == folder
     assert result.values == [{"epoch": 3}, {"epoch": 3}]
     assert f"going on with the unfinished run {folder.name} (attempt 2" in capsys.readouterr().out
-    attempts = [e["attempt"] for e in nb.attach(folder).events() if e["type"] == "run"]
+    attempts = [e.attempt for e in nb.attach(folder).events() if e.type == "run"]
     assert attempts == [1, 2]
 
 

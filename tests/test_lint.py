@@ -15,7 +15,7 @@ from programs import write_program
 
 from nbtoolkit.errors import NotebookError
 from nbtoolkit.lint.find import find_hazards
-from nbtoolkit.lint.hazard import ADVICE, Hazard
+from nbtoolkit.lint.source import ADVICE, Hazard
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
-from nbtoolkit.runtime import events, paths
-from nbtoolkit.runtime.context import RunContext
+from nbtoolkit.config.schema import Config
+from nbtoolkit.run import events, paths
+from nbtoolkit.worker.context import RunContext
 
 SPACE = {
     "space": {"model.x": {"type": "float", "low": 0.0, "high": 1.0}},
@@ -66,15 +66,15 @@ def test_every_file_of_a_run_is_listed(outputs: Path) -> None:
         for part in file.relative_to(run).parts
         if not part.isdecimal() and not part.startswith(("fold-", "last."))
     }
-    assert {"events.jsonl", "<rank>.pkl", "error.pkl", "study.db"} <= names
+    assert {"events.jsonl", "<rank>.pkl", "error.pkl", "study.jsonl"} <= names
     assert names <= set(listed)
 
 
 def test_a_loop_of_ones_own_that_ended_earlier_counts_to_no_default(outputs: Path) -> None:
-    from nbtoolkit.views.glance import glance_line
     from nbtoolkit.views.state import State
+    from nbtoolkit.views.summary import summary_line
 
     state = State(next(run for run in map(paths.RunPaths, sorted(outputs.glob("*-train-*")))))
     state.look()
     assert state.status == "completed"
-    assert glance_line(state).startswith("step 1, loss 0.5")
+    assert summary_line(state).startswith("step 1, loss 0.5")

@@ -28,25 +28,31 @@ from kernels import SECONDS, START, Notebook, run_folder, shared_notebook, until
 
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, MissingExtra
-from nbtoolkit.runtime.cell import CellOutput, Display
-from nbtoolkit.runtime.events import EventLog
-from nbtoolkit.runtime.paths import RunPaths
-from nbtoolkit.runtime.screen import Shape, Surroundings, choose_screen
-from nbtoolkit.views.glance import glance, glance_line
+from nbtoolkit.run.display import DisplayFacts, Shape, choose_screen
+from nbtoolkit.run.events import (
+    DevicesSampled,
+    EventLog,
+    MetricsLogged,
+    MetricsReported,
+    RunEnded,
+    RunStarted,
+)
+from nbtoolkit.run.output import CellOutput, Display
+from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.views.live import Live
-from nbtoolkit.views.pace import Pace
-from nbtoolkit.views.picture import Minutes
+from nbtoolkit.views.picture import Minutes, Throttle
 from nbtoolkit.views.state import State
+from nbtoolkit.views.summary import summary, summary_line
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 WIDGETS = "sys.modules['ipywidgets.widgets.widget']._instances"
 
-SCRIPT = Surroundings()
-TERMINAL = Surroundings(terminal=True)
-EDITOR = Surroundings(kernel=True, front_end=True, widgets=True)
-BARE = Surroundings(kernel=True, front_end=True)
-SILENT = Surroundings(kernel=True, front_end=None, widgets=True)
-PAPERMILL = Surroundings(kernel=True, front_end=False, widgets=True)
+SCRIPT = DisplayFacts()
+TERMINAL = DisplayFacts(terminal=True)
+EDITOR = DisplayFacts(kernel=True, front_end=True, widgets=True)
+BARE = DisplayFacts(kernel=True, front_end=True)
+SILENT = DisplayFacts(kernel=True, front_end=None, widgets=True)
+PAPERMILL = DisplayFacts(kernel=True, front_end=False, widgets=True)
 
 TOOK = r"(\d+\.\d s|\d+ min \d\d s)"
 """How long something took, on whatever machine."""
@@ -69,7 +75,7 @@ TOOK = r"(\d+\.\d s|\d+ min \d\d s)"
         ("off", SCRIPT, "off"),
     ],
 )
-def test_what_is_shown_fits_the_place(display: Display, around: Surroundings, shape: Shape) -> None:
+def test_what_is_shown_fits_the_place(display: Display, around: DisplayFacts, shape: Shape) -> None:
     screen = choose_screen(display, around)
     assert screen.shape == shape
     assert screen.reason
@@ -108,7 +114,7 @@ def settings(folder: Path) -> dict[str, Any]:
 def kernel(
     session_leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Notebook]:
-    """One kernel, with one launchpad, for all tests."""
+    """One kernel, with one fork server, for all tests."""
     with shared_notebook(tmp_path_factory.mktemp("home")) as running:
         running.run("import panel_functions, sys, threading").ok()
         yield running
@@ -185,7 +191,8 @@ def test_without_waiting_the_view_goes_on_and_its_button_stops_the_run(
     kernel.click(comm.strip())
     ended = kernel.hear(static("stopped"), "the end")
     assert VIEW not in ended
-    asked = "print(handle.result().status, [e['reason'] for e in handle.events() if 'reason' in e])"
+    reasons = "[e.reason for e in handle.events() if e.type == 'stop']"
+    asked = f"print(handle.result().status, {reasons})"
     assert "stopped ['the Stop button of the live view']" in kernel.run(asked).ok().text
     no_view_thread(kernel)
 
@@ -216,7 +223,8 @@ def test_a_run_that_is_killed_or_whose_folder_goes_is_said_to_be(
     kernel.hear(view, "the widget")
     shutil.rmtree(run_folder(tmp_path / "out"))
     kernel.hear(static("its folder was deleted"), "the end")
-    kernel.run("handle.stop(grace=0.0)\nhandle._line.send({'type': 'kill'})")
+    kill = "from nbtoolkit.run.messages import KillRequest\nhandle._line.send(KillRequest())"
+    kernel.run(f"handle.stop(grace=0.0)\n{kill}")
     no_view_thread(kernel)
 
 
@@ -312,11 +320,11 @@ def test_a_line_a_minute_says_how_far_it_is(diary: EventLog, state: State) -> No
     said: list[str] = []
     lines = Minutes(lambda: state, said.append, seconds=0.0)
     lines.open(waits=True)
-    diary.write("run", config={"train": {"epochs": 4}})
+    diary.write(RunStarted(config={"train": {"epochs": 4}}))
     both = time.time()  # no time between two steps: what is left takes none
     for step in (1, 2):
-        diary.write("report", t=both, values={"val_loss": 1 / step}, step=step, decision="go")
-    diary.write("device", readings=[{"rank": 0, "cpu": 0.98, "memory": 2**30}])
+        diary.write(MetricsReported(t=both, values={"val_loss": 1 / step}, step=step))
+    diary.write(DevicesSampled(readings=[{"rank": 0, "cpu": 0.98, "memory": 2**30}]))
     lines.pump()
     ends(diary, state, status="completed", seconds=3.0)
     lines.close()
@@ -387,7 +395,7 @@ def diary(tmp_path: Path) -> Iterator[EventLog]:
 def ends(diary: EventLog, state: State, **fields: Any) -> None:
     """What an owner writes at the end."""
     state.paths.result.write_text(json.dumps(fields))
-    diary.write("ended", **fields)
+    diary.write(RunEnded(**fields))
 
 
 class Tags(HTMLParser):
@@ -405,34 +413,34 @@ class Tags(HTMLParser):
 def test_names_and_errors_are_text_in_html_and_no_orders_to_a_terminal(
     diary: EventLog, state: State
 ) -> None:
-    diary.write("run", config={"train": {"epochs": 4}})
+    diary.write(RunStarted(config={"train": {"epochs": 4}}))
     for step in (1, 2, 3):
         values = {"<script>ü\x1b[2J\n": step / 2, '"><img src=x>': 1.0, "nan": float("nan")}
-        diary.write("report", values=values, step=step, decision="go")
+        diary.write(MetricsReported(values=values, step=step))
     ends(diary, state, status="failed", error="<b>no</b>", seconds=1.0)
     state.look()
-    assert Tags(glance(state)).found <= {"div", "span", "b", "svg", "polyline"}
-    assert "&lt;b&gt;no&lt;/b&gt;" in glance(state)
-    assert glance_line(state).startswith("step 3 of 4, <script>ü [2J  1.5")
-    assert "\x1b" not in glance_line(state)
+    assert Tags(summary(state)).found <= {"div", "span", "b", "svg", "polyline"}
+    assert "&lt;b&gt;no&lt;/b&gt;" in summary(state)
+    assert summary_line(state).startswith("step 3 of 4, <script>ü [2J  1.5")
+    assert "\x1b" not in summary_line(state)
 
 
 def test_what_was_logged_is_drawn_where_nothing_was_reported(diary: EventLog, state: State) -> None:
-    diary.write("run", config={})
+    diary.write(RunStarted(config={}))
     for step in range(10_000):
-        diary.write("metrics", values={"loss": 1 / (step + 1)}, step=step)
+        diary.write(MetricsLogged(values={"loss": 1 / (step + 1)}, step=step))
     state.look()
-    assert "loss" in glance(state)
+    assert "loss" in summary(state)
     assert len(state.logged["loss"]) <= 4000
     assert state.logged["loss"][-1][0] == 9999
-    diary.write("report", values={"val_loss": 0.5}, step=1, decision="go")
+    diary.write(MetricsReported(values={"val_loss": 0.5}, step=1))
     state.look()
     assert set(state.points()) == {"val_loss"}
 
 
 def test_drawing_takes_a_hundredth_of_a_core_at_most() -> None:
     now = used = 0.0
-    pace = Pace(1.0, clock=lambda: now, cost=lambda: used)
+    pace = Throttle(1.0, clock=lambda: now, cost=lambda: used)
     assert not pace.due
     now = 1.0
     assert pace.due
@@ -449,13 +457,13 @@ def test_drawing_takes_a_hundredth_of_a_core_at_most() -> None:
 
 
 def test_steps_that_are_no_epochs_have_no_end_in_sight(diary: EventLog, state: State) -> None:
-    diary.write("run", config={"train": {"epochs": 10}})
+    diary.write(RunStarted(config={"train": {"epochs": 10}}))
     for step in (100, 200):
-        diary.write("report", values={"loss": 1.0}, step=step, decision="go")
+        diary.write(MetricsReported(values={"loss": 1.0}, step=step))
     state.look()
-    assert glance_line(state) == "step 200, loss 1"
+    assert summary_line(state) == "step 200, loss 1"
     assert state.share() is None
-    assert "progressbar" not in glance(state)
+    assert "progressbar" not in summary(state)
 
 
 def test_a_line_of_ours_does_not_tear_a_bar_of_rank_0(

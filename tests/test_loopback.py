@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
-from nbtoolkit.runtime.context import RunContext
-from nbtoolkit.runtime.crossing import unpack_value
+from nbtoolkit.config.schema import Config
+from nbtoolkit.run.serialization import unpack_value
+from nbtoolkit.worker.context import RunContext
 
 SPACE = {
     "space": {"model.x": {"type": "float", "low": 0.0, "high": 1.0}},
@@ -39,8 +39,8 @@ def listens(config: Config, ctx: RunContext) -> list[str]:
     import torch.distributed as dist
 
     dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
-    pilot = psutil.Process(os.getppid())
-    ours = {pilot.pid, *(child.pid for child in pilot.children(recursive=True))}
+    agent = psutil.Process(os.getppid())
+    ours = {agent.pid, *(child.pid for child in agent.children(recursive=True))}
     found = [
         connection.laddr
         for connection in psutil.net_connections("tcp")

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
+from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import FitError
-from nbtoolkit.runtime.context import RunContext
-from nbtoolkit.runtime.plan import make_plan
-from nbtoolkit.training.order import Order
+from nbtoolkit.training.sampler import GlobalBatchSampler
+from nbtoolkit.worker.context import RunContext
 
 SETTINGS = {
-    "optim": {"name": "sgd", "lr": 0.5, "momentum": 0.0, "weight_decay": 0.0, "warmup": 0.0},
+    "optim": {"name": "sgd", "lr": 0.5, "momentum": 0.0, "weight_decay": 0.0, "warmup_ratio": 0.0},
     "train": {"epochs": 2, "batch_size": 12},
     "checkpoint": {"enabled": False, "weights": "last"},
     "tracking": {"mlflow": False},
@@ -127,7 +127,7 @@ def in_plain_torch(name: str) -> tuple[float, Tensor]:
     step, loss, whole = CASES[name]
     loss, model, data, held_out = whole or loss, model_of(), points(37), points(23, seed=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATES.get(name, 0.5))
-    order = Order(size=37, batch=12, micro=12, seed=0)
+    order = GlobalBatchSampler(size=37, batch=12, micro=12, seed=0)
     for epoch in (1, 2):
         for batch in order.permutation(epoch).split(12):
             optimizer.zero_grad()
@@ -147,7 +147,7 @@ def launched(request: Any, tmp_path_factory: pytest.TempPathFactory) -> nb.RunRe
     ranks, passes = request.param
     folder = str(tmp_path_factory.mktemp("losses"))
     config = Config.model_validate(SETTINGS).with_overrides(
-        {**CONSTANT, "train.accumulate": passes, "runtime.output_dir": folder}
+        {**CONSTANT, "train.gradient_accumulation_steps": passes, "runtime.output_dir": folder}
     )
     return nb.launch(fitted, config, processes=ranks, display="off")
 
@@ -165,7 +165,7 @@ def test_the_training_loss_is_the_mean_over_the_weights_of_all_samples(
 ) -> None:
     model, data = model_of(), points(37)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    order = Order(size=37, batch=12, micro=12, seed=0)
+    order = GlobalBatchSampler(size=37, batch=12, micro=12, seed=0)
     for epoch in (1, 2):
         total, weight = torch.zeros(2)
         for batch in order.permutation(epoch).split(12):

@@ -11,12 +11,12 @@ from sklearn import metrics as sk
 from torch import nn
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError
-from nbtoolkit.runtime.context import RunContext
-from nbtoolkit.training.gathering import Rows
 from nbtoolkit.training.losses import Passed
 from nbtoolkit.training.metrics import Meter, accuracy, named_metrics
+from nbtoolkit.worker.collectives import Rows
+from nbtoolkit.worker.context import RunContext
 
 CPU = torch.device("cpu")
 
@@ -48,12 +48,14 @@ def test_metrics_name_themselves_or_are_named() -> None:
     assert named_metrics("accuracy") == {"accuracy": accuracy}
     assert named_metrics(["accuracy", recall]) == {"accuracy": accuracy, "recall": recall}
     assert named_metrics({"mine": "accuracy"}) == {"mine": accuracy}
-    assert [*named_metrics([nb.over_all(recall)])] == ["recall"]
+    assert [*named_metrics([nb.epoch_metric(recall)])] == ["recall"]
     with pytest.raises(FitError, match=r"two metrics are called 'recall'[\s\S]*dict"):
         named_metrics([recall, recall])
     with pytest.raises(FitError, match=r"two metrics are called 'loss': the loss is always"):
         named_metrics({"loss": recall})
-    with pytest.raises(FitError, match=r"'f1' is not a metric[\s\S]*\"accuracy\"[\s\S]*over_all"):
+    with pytest.raises(
+        FitError, match=r"'f1' is not a metric[\s\S]*\"accuracy\"[\s\S]*epoch_metric"
+    ):
         named_metrics(["f1"])
 
 
@@ -76,12 +78,12 @@ def test_over_all_sees_every_sample_at_once_in_order() -> None:
     half = torch.tensor([8.0], dtype=torch.bfloat16)
     two = (torch.tensor(1.0), torch.tensor([3.0, 5.0]), torch.tensor([0, 1]))
     one = (torch.tensor(1.0), half, torch.tensor([2]))
-    values = metered({"s": nb.over_all(several)}, two, one)
+    values = metered({"s": nb.epoch_metric(several)}, two, one)
     assert values == {"loss": 1.0, "s_max": 8.0, "s_range": 5.0}
     ((outputs, targets),) = seen
     assert outputs.numpy().dtype == np.float32
     assert targets.tolist() == [0, 1, 2]
-    assert nb.over_all(accuracy)(torch.ones(3), torch.ones(3)) == 1.0
+    assert nb.epoch_metric(accuracy)(torch.ones(3), torch.ones(3)) == 1.0
 
 
 def test_metrics_get_half_precision_as_float32() -> None:
@@ -158,7 +160,7 @@ def by_function() -> dict[str, Any]:
     def auc(outputs: torch.Tensor, targets: torch.Tensor) -> float:
         return sk.roc_auc_score(targets, outputs.softmax(1), multi_class="ovr")
 
-    return {"accuracy": "accuracy", "f1": nb.over_all(f1), "auc": nb.over_all(auc)}
+    return {"accuracy": "accuracy", "f1": nb.epoch_metric(f1), "auc": nb.epoch_metric(auc)}
 
 
 def by_torchmetrics() -> dict[str, Any]:
@@ -218,7 +220,11 @@ def launched(request: Any, tmp_path_factory: pytest.TempPathFactory) -> nb.RunRe
     config = Config().with_overrides(
         {
             "optim.lr": 0.05,
-            "train": {"epochs": 2, "batch_size": 12, "accumulate": 12 // request.param},
+            "train": {
+                "epochs": 2,
+                "batch_size": 12,
+                "gradient_accumulation_steps": 12 // request.param,
+            },
             "checkpoint.enabled": False,
             "tracking.mlflow": False,
             "runtime.output_dir": str(tmp_path_factory.mktemp("metrics")),

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
+from nbtoolkit.config.suggestions import meant
 from nbtoolkit.errors import FitError, SpaceError, SweepError
-from nbtoolkit.names import meant
-from nbtoolkit.runtime.context import RunContext
-from nbtoolkit.runtime.events import EventReader
-from nbtoolkit.search.wishes import load_wishes
+from nbtoolkit.run.events import EventReader
+from nbtoolkit.study.sweep_config import load_sweep_config
+from nbtoolkit.worker.context import RunContext
 
 SPACE = {"optim.lr": {"type": "float", "low": 0.01, "high": 0.1}}
 
@@ -44,7 +44,7 @@ def several(outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
 
 def fits(config: Config, ctx: RunContext) -> dict[str, float]:
     """Leaves a mark for every call, so that one sees how many trials there were."""
-    metrics = {"accuracy": "accuracy", "f1": nb.over_all(several)}
+    metrics = {"accuracy": "accuracy", "f1": nb.epoch_metric(several)}
     model, loss = nn.Linear(4, 2), nn.functional.cross_entropy
     values = nb.fit(ctx, config, model, points(), points(), loss=loss, metrics=metrics)
     (Path(config.runtime.output_dir) / "through").touch()
@@ -58,8 +58,8 @@ def reports(config: Config, ctx: RunContext) -> None:
 
 
 def swept(train: Any, config: Config, metric: str, **study: Any) -> Any:
-    wishes = {"study": {"metric": metric, "direction": "maximize", **study}, "space": SPACE}
-    return nb.sweep(train, config, wishes, n_trials=9, display="off")
+    sweep_config = {"study": {"metric": metric, "direction": "maximize", **study}, "space": SPACE}
+    return nb.sweep(train, config, sweep_config, n_trials=9, display="off")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_sweep_without_a_value_is_not_complete(config: Config, tmp_path: Path)
         swept(always_fails, config, "score")
     (folder,) = tmp_path.glob("*-sweep-*")
     last = list(EventReader(folder / "events.jsonl").read())[-1]
-    assert (last["type"], last["status"]) == ("ended", "failed")
+    assert (last.type, last.status) == ("ended", "failed")
 
 
 @pytest.mark.parametrize(
@@ -154,12 +154,12 @@ def test_a_sweep_without_a_value_is_not_complete(config: Config, tmp_path: Path)
 )
 def test_a_slip_in_a_section_of_ones_own_is_refused(config: Config, name: str, what: str) -> None:
     space = {name: {"type": "int", "low": 2, "high": 8}}
-    wishes = {"study": {"metric": "val_loss"}, "space": space}
+    sweep_config = {"study": {"metric": "val_loss"}, "space": space}
     with pytest.raises(SpaceError, match=what):
-        load_wishes(wishes, config, n_trials=2)
+        load_sweep_config(sweep_config, config, n_trials=2)
 
 
 @pytest.mark.parametrize("name", ["model.layers2", "model.depth", "model.new.kernel", "data.width"])
 def test_another_name_in_a_section_of_ones_own_is_searched(config: Config, name: str) -> None:
     space = {name: {"type": "int", "low": 2, "high": 8}}
-    load_wishes({"study": {"metric": "val_loss"}, "space": space}, config, n_trials=2)
+    load_sweep_config({"study": {"metric": "val_loss"}, "space": space}, config, n_trials=2)

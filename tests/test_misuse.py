@@ -15,7 +15,7 @@ from kernels import SECONDS, run_folder, script
 
 import nbtoolkit as nb
 from nbtoolkit.errors import CheckpointError, ConfigError, LaunchError, ResumeError, RunFolderError
-from nbtoolkit.runtime.paths import fingerprint
+from nbtoolkit.run.paths import fingerprint
 
 
 @pytest.fixture
@@ -259,7 +259,7 @@ def test_a_detached_run_does_not_keep_its_kernel(config: nb.Config, tmp_path: Pa
     assert handle.result(timeout=SECONDS).value == "gone on"
 
 
-def test_a_launchpad_that_cannot_start_says_why(config: nb.Config, tmp_path: Path) -> None:
+def test_a_forkserver_that_cannot_start_says_why(config: nb.Config, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     code = f"""
     import os
@@ -272,7 +272,7 @@ def test_a_launchpad_that_cannot_start_says_why(config: nb.Config, tmp_path: Pat
     """
     with script(code, tmp_path) as kernel:
         said = kernel.output()
-    assert "the launchpad process ended with code 1; its last words:" in said
+    assert "the fork server process ended with code 1; its last words:" in said
     assert "No module named 'encodings'" in said
     assert "Do now:  launch again" in said
     assert not list((tmp_path / "out").iterdir())

@@ -58,8 +58,8 @@ def test_in_full_every_cell_shows_what_is_stored(notebook: Path, tmp_path: Path)
 
 
 def test_under_nbval_nobody_looks(tmp_path: Path) -> None:
-    code = "from nbtoolkit.runtime.screen import choose_screen, look_around\n"
-    cell = nbformat.v4.new_code_cell(code + "print(choose_screen('auto', look_around()).shape)")
+    code = "from nbtoolkit.run.display import choose_screen, find_display\n"
+    cell = nbformat.v4.new_code_cell(code + "print(choose_screen('auto', find_display()).shape)")
     cell.execution_count = 1
     cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text="minutes\n")]
     notebook = nbformat.v4.new_notebook(cells=[cell])

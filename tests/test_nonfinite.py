@@ -12,18 +12,19 @@ from machines import CPU_BUILD, machine
 from torch import nn
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
+from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import FitError
-from nbtoolkit.runtime.channel import RecordChannel
-from nbtoolkit.runtime.context import RunContext
-from nbtoolkit.runtime.host import detect_host
-from nbtoolkit.runtime.paths import RunPaths
-from nbtoolkit.runtime.plan import make_plan
-from nbtoolkit.runtime.record import RunRecord
-from nbtoolkit.training.nonfinite import StepLoss, not_finite, raise_if_not_finite
-from nbtoolkit.training.order import Order
-from nbtoolkit.training.schedule import make_schedule
-from nbtoolkit.training.stepper import Stepper
+from nbtoolkit.host import detect_host
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.recorder import RunRecord
+from nbtoolkit.run.request import JobSpec
+from nbtoolkit.training.losses import StepLoss, not_finite, raise_if_not_finite
+from nbtoolkit.training.optimizer import make_schedule
+from nbtoolkit.training.sampler import GlobalBatchSampler
+from nbtoolkit.training.step import TrainStep
+from nbtoolkit.worker.channel import RecordChannel
+from nbtoolkit.worker.context import RunContext
 
 NAN, INF = math.nan, math.inf
 
@@ -41,7 +42,7 @@ def ctx(tmp_path: Path) -> RunContext:
     paths, config = RunPaths(tmp_path / "run"), Config()
     plan = make_plan(config, detect_host({}), machine(build=CPU_BUILD))
     channel = RecordChannel(RunRecord(paths, deadline=None))
-    return RunContext(config=config, plan=plan, paths=paths, channel=channel)
+    return RunContext(JobSpec(paths=paths, plan=plan, config=config), channel)
 
 
 # --- which step it was ----------------------------------------------------------------------------
@@ -65,7 +66,7 @@ def test_the_message_has_step_samples_and_what_to_do(ctx: RunContext) -> None:
 
     what = (
         r"loss of optimizer step 12 \(step 2 of epoch 4\) is nan; learning rate 0\.001, gradient "
-        r"norm 31\.5\n  Its batch: samples 7, 3, 5\n[\s\S]*lower optim\.lr, .*train\.clip_norm"
+        r"norm 31\.5\n  Its batch: samples 7, 3, 5\n[\s\S]*lower optim\.lr, .*train\.max_grad_norm"
     )
     window = [StepLoss(11, 4, 0, 1.0), StepLoss(12, 4, 1, NAN)]
     with pytest.raises(FitError, match=what):
@@ -94,12 +95,12 @@ def train_on_a_bad_sample(config: Config, ctx: RunContext) -> tuple[str, list[in
     inputs = torch.randn(size, 4, generator=torch.Generator().manual_seed(0))
     targets = inputs.sum(dim=1, keepdim=True)
     inputs[bad, 2] = config.data.value
-    order = Order(
+    order = GlobalBatchSampler(
         size=size, batch=8, micro=8 // ctx.world_size, seed=0, rank=ctx.rank, ranks=ctx.world_size
     )
     batches = [block.tolist() for block in order.permutation(1).split(8)]
     torch.manual_seed(0)
-    stepper = Stepper(
+    train_step = TrainStep(
         ctx,
         config,
         nn.Linear(4, 1),
@@ -111,7 +112,7 @@ def train_on_a_bad_sample(config: Config, ctx: RunContext) -> tuple[str, list[in
     for step, (rows, share) in enumerate(
         zip(order.indices(1).split(order.micro), order.shares, strict=True)
     ):
-        loss = stepper.take((inputs[rows], targets[rows]), share, watch=False).mean
+        loss = train_step.take((inputs[rows], targets[rows]), share, watch=False).mean
         told.append(StepLoss(step + 1, 1, step, float(loss)))
     try:
         raise_if_not_finite(ctx, told, lambda epoch, step: batches[step], tolerant=False)

@@ -11,7 +11,7 @@ import pytest
 from kernels import SECONDS, all_gone, until
 from programs import write_program
 
-from nbtoolkit.runtime.paths import read_json
+from nbtoolkit.run.paths import read_json
 
 DECLARES = "tag: str = 'a'\nn: int = 1\nmany: list = []"
 WORK = "import nbtoolkit as nb\nprint('in the log')\nnb.publish({'all': [tag, n, many]})"
@@ -82,7 +82,7 @@ def test_an_interrupt_ends_the_kernel_and_says_where_it_was(tmp_path: Path) -> N
 def test_the_command_does_not_wait_for_grammars_of_uris_and_hadoop() -> None:
     program = """
 import sys
-from nbtoolkit.notebooks.slow_import import skip_slow_imports
+from nbtoolkit.notebooks.progress import skip_slow_imports
 skip_slow_imports()
 import nbformat
 from nbformat.v4 import new_notebook

@@ -19,9 +19,9 @@ from programs import write_program
 
 import nbtoolkit as nb
 from nbtoolkit.errors import NotebookDied, NotebookError, NotebookFailed, ParameterError
-from nbtoolkit.notebooks.result import NotebookResult
+from nbtoolkit.notebooks.handle import NotebookResult
 from nbtoolkit.notebooks.run import run_notebook
-from nbtoolkit.runtime.made import TARGET, read_made, tell_made
+from nbtoolkit.run.paths import TARGET, read_made, tell_made
 
 __all__ = ["own_tmpdir"]  # a fixture
 
@@ -205,7 +205,7 @@ import os, signal, sys, weakref
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == "papermill" and "notebooks.background" in " ".join(sys.orig_argv):
+        if name == "papermill" and "notebooks.run import main" in " ".join(sys.orig_argv):
             thing = type("Thing", (), {})
             lost = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.SIGINT))
             del thing

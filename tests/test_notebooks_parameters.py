@@ -8,14 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nbtoolkit.config import load_config
+from nbtoolkit.config.schema import load_config
 from nbtoolkit.errors import ConfigError, ParameterError
-from nbtoolkit.notebooks.parameters import (
-    FromShell,
-    check_parameters,
-    given_layer,
-    read_parameters,
-)
+from nbtoolkit.notebooks.parameters import FromShell, check_parameters, given_layer, read_parameters
 
 CELL = """
 from typing import Literal, Optional

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.optimizer import make_optimizer, set_rate
-from nbtoolkit.training.schedule import make_schedule
+from nbtoolkit.training.optimizer import make_optimizer, make_schedule, set_rate
 
 SHORT = ["adamw", "adam", "sgd", "rmsprop"]
 
@@ -202,7 +201,7 @@ def test_a_group_may_have_a_scale_of_its_own() -> None:
 
 
 def test_one_cycle_moves_what_momentum_there_is() -> None:
-    config = Config().with_overrides({"optim.schedule": "one_cycle", "optim.warmup": 0.5})
+    config = Config().with_overrides({"optim.schedule": "one_cycle", "optim.warmup_ratio": 0.5})
     schedule = make_schedule(config, steps=10, factor=1.0)
     adam, sgd, without = made("adamw"), made("sgd"), made("sgd", momentum=0.0)
     for step in range(10):

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import nbtoolkit as nb
+from nbtoolkit.crossval.out_of_fold import Ensemble, assemble
 from nbtoolkit.errors import FoldError
-from nbtoolkit.search.ensemble import Ensemble
-from nbtoolkit.search.out_of_fold import assemble
 
 CLASSES = np.arange(12) % 3
 TRUTH = np.random.default_rng(0).random((12, 2))

@@ -22,9 +22,9 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import PlanError
-from nbtoolkit.runtime.context import RunContext
+from nbtoolkit.worker.context import RunContext
 
 Batches = list[list[int]]
 

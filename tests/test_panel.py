@@ -23,13 +23,11 @@ from test_views import EVIL, assert_harmless
 
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, ResumeError
-from nbtoolkit.panel.board import TABS
-from nbtoolkit.panel.draft import Draft
+from nbtoolkit.launcher.arguments import task_name
+from nbtoolkit.panel.board import BUTTONS, TABS
 from nbtoolkit.panel.equal import command_line, python_cell
-from nbtoolkit.panel.fields import config_fields, text_of, texts_of
-from nbtoolkit.panel.rules import BUTTONS
-from nbtoolkit.runtime.call import task_name
-from nbtoolkit.runtime.result import find_run
+from nbtoolkit.panel.form import Draft, config_fields, text_of, texts_of
+from nbtoolkit.run.paths import find_run
 
 SPACE = {
     "study": {"metric": "score", "sampler": "random", "pruner": "none"},
@@ -194,7 +192,7 @@ def test_a_wrong_space_is_told_and_only_the_sweep_cannot_be_started(opened: Open
     [None, True, 0, 1e-5, 3e-4, 1e300, "adamw", "null", "1e-3", "a: b", 'q"q', "", [0, 2], "日本"],
 )
 def test_what_stands_in_a_field_is_read_as_the_value_it_stands_for(value: Any) -> None:
-    from nbtoolkit.yaml_lines import parse_value
+    from nbtoolkit.config.yaml_source import parse_value
 
     assert parse_value(text_of(value)) == value
 
@@ -579,34 +577,33 @@ PACKAGE = Path(nb.__file__).parent
 
 # Rooms behind public functions, and readers of folders; views of them are a room of their own.
 READERS = {
-    "config",
-    "config_checks",
-    "config_layers",
-    "config_values",
-    "dashboards.mlflow",
+    "config.fields",
+    "config.layers",
+    "config.schema",
+    "config.validation",
+    "config.yaml_source",
+    "crossval.cross_validation",
+    "dashboards.mlflow_server",
     "dashboards.server",
-    "dashboards.study",
+    "dashboards.study_dashboard",
+    "environment.hardware",
+    "environment.plan",
     "errors",
+    "folds.folds",
+    "host",
+    "launcher.arguments",
+    "launcher.handle",
+    "launcher.launch",
     "notebooks.handle",
     "notebooks.task",
-    "report.words",
-    "runtime.call",
-    "runtime.hardware",
-    "runtime.host",
-    "runtime.launch",
-    "runtime.paths",
-    "runtime.plan",
-    "runtime.result",
-    "search.cross_validation",
-    "search.cv_handle",
-    "search.folds",
+    "report.run_summary",
+    "run.paths",
     "search.handle",
     "search.sweep",
     "search.sweep_result",
-    "search.table",
-    "search.wishes",
+    "study.sweep_config",
+    "study.table",
     "tasks.find",
-    "yaml_lines",
 }
 
 
@@ -625,9 +622,9 @@ def test_the_panel_uses_public_functions_and_readers_of_folders_only() -> None:
 
 
 def test_every_button_has_an_action() -> None:
-    from nbtoolkit.panel.desk import Desk
+    from nbtoolkit.panel.controller import Controller
 
-    assert all(callable(getattr(Desk, f"_{name}")) for name in BUTTONS)
+    assert all(callable(getattr(Controller, f"_{name}")) for name in BUTTONS)
 
 
 # --- the notebook ---

@@ -18,14 +18,14 @@ from run_folders import NOON, write_run
 from test_panel import Open, desk, home, opened, page, settings
 from test_views import _owned
 
-from nbtoolkit.runtime.paths import RunPaths
-from nbtoolkit.search.table import SweepTable
-from nbtoolkit.views.overview import overview_text
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.study.table import SweepTable
 from nbtoolkit.views.state import read_state, seconds_left
+from nbtoolkit.views.trials import overview_text
 
 __all__ = ["home", "opened", "settings"]  # fixtures
 
-WISHES = """
+SWEEP_CONFIG = """
 study: {{name: mine, metric: loss, direction: {direction}, sampler: tpe, pruner: {pruner}}}
 budget: {{n_trials: {count}}}
 space: {{q: {{type: float, low: 0.0, high: 1.0}}}}
@@ -44,8 +44,8 @@ def sweep(
     """A sweep's folder with these events."""
     events = [{"type": "run", "t": NOON}, *events]
     paths = write_run(home, "sweep-0001", about={"kind": "sweep"}, events=events)
-    wishes = WISHES.format(direction=direction, pruner=pruner, count=count)
-    (paths.folder / "sweep.yaml").write_text(wishes)
+    sweep_config = SWEEP_CONFIG.format(direction=direction, pruner=pruner, count=count)
+    (paths.folder / "sweep.yaml").write_text(sweep_config)
     return paths
 
 

@@ -35,13 +35,12 @@ from test_views import EVIL, assert_harmless, sweep, trial
 from traitlets import TraitError
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
+from nbtoolkit.config.yaml_source import parse_value
 from nbtoolkit.errors import ConfigError, LaunchError
 from nbtoolkit.panel.board import TABS
-from nbtoolkit.panel.draft import Draft
-from nbtoolkit.panel.fields import config_fields
-from nbtoolkit.runtime.events import EventReader
-from nbtoolkit.yaml_lines import parse_value
+from nbtoolkit.panel.form import Draft, config_fields
+from nbtoolkit.run.events import EventReader
 
 __all__ = ["home", "opened", "settings"]  # fixtures
 
@@ -125,15 +124,15 @@ def test_whatever_is_typed_as_a_space_is_told_below_it() -> None:
         draft.trials = trials
         checked = draft.check()
         assert checked.config is not None
-        assert checked.wishes is None
+        assert checked.sweep_config is None
         assert checked.space_error, text[:40]
 
 
 def test_numbers_of_a_space_are_read_as_in_a_file(opened: Open) -> None:
     panel = opened(space=SPACE)
     form = desk(panel).board.form
-    wishes = "study: {metric: score}\nbudget: {n_trials: 2}\n"
-    form.space.value = f"{wishes}space: {{optim.lr: [1e-4, 1e-3]}}"
+    sweep_config = "study: {metric: score}\nbudget: {n_trials: 2}\n"
+    form.space.value = f"{sweep_config}space: {{optim.lr: [1e-4, 1e-3]}}"
     assert pressable(panel) == {"launch", "sweep"}
     assert "0.0001" in page(panel, "Files")
     assert "&#x27;1e-4" not in page(panel, "Files")
@@ -387,7 +386,7 @@ def rank_of(panel: nb.Panel, job: str = ".") -> int:
     """The process of rank 0."""
     assert panel.folder is not None
     diary = EventReader(panel.folder / job / "events.jsonl").read()
-    return int([event["pid"] for event in diary if event["type"] == "rank" and event["pid"]][-1])
+    return int([event.pid for event in diary if event.type == "rank" and event.pid][-1])
 
 
 # --- the end ---

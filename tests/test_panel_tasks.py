@@ -28,7 +28,7 @@ import nbtoolkit as nb
 from nbtoolkit.errors import ConfigError, LaunchError, NotebookError, NotebookFailed
 from nbtoolkit.notebooks.run import run_notebook
 from nbtoolkit.notebooks.task import overrides_of
-from nbtoolkit.panel.begun import Begun
+from nbtoolkit.panel.controller import BackgroundNotebooks
 
 
 @pytest.fixture
@@ -312,7 +312,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_nothing_is_started(
 
 
 def test_a_notebook_that_ends_and_has_started_nothing_is_told(home: Path) -> None:
-    begun = Begun()
+    begun = BackgroundNotebooks()
     notebook = run_notebook(write_program(home, "1"), home / "o.ipynb", html=False, wait=False)
     coming = begun.add(notebook)
     until(notebook.done, "the end of the notebook")

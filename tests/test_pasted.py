@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import WorkerDied
-from nbtoolkit.runtime.context import RunContext
+from nbtoolkit.worker.context import RunContext
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_a_variable_of_torchruns_is_in_ctx(config: Config) -> None:
     result = nb.launch(reads_local_rank, config, processes=2, display="off")
     assert result.values == [0, 1]
     start: Any
-    for start in ("launchpad", "inline"):
+    for start in ("forkserver", "inline"):
         with pytest.raises(KeyError) as caught:
             nb.launch(reads_local_rank, config, processes=1, start=start, display="off")
         assert "put ctx.local_rank in its place" in "\n".join(caught.value.__notes__)

@@ -22,7 +22,7 @@ from kernels import SECONDS, children, descendants, until
 from pipelines import own_tmpdir, write_pipeline
 from programs import write_program
 
-from nbtoolkit.runtime.paths import read_json
+from nbtoolkit.run.paths import read_json
 
 __all__ = ["own_tmpdir"]  # a fixture
 

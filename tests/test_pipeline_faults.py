@@ -26,7 +26,7 @@ from nbtoolkit.errors import (
     PipelineFailed,
 )
 from nbtoolkit.pipeline.folder import PipelineFolder
-from nbtoolkit.runtime.paths import RunPaths, write_json
+from nbtoolkit.run.paths import RunPaths, write_json
 
 __all__ = ["own_tmpdir"]  # a fixture
 

@@ -12,10 +12,8 @@ from programs import write_program
 import nbtoolkit as nb
 from nbtoolkit.errors import PipelineError
 from nbtoolkit.notebooks.parameters import FromShell
-from nbtoolkit.pipeline.connections import in_order
-from nbtoolkit.pipeline.load import load_pipeline
-from nbtoolkit.pipeline.parameters import values_of
-from nbtoolkit.pipeline.references import references, resolve
+from nbtoolkit.pipeline.definition import in_order, references, resolve
+from nbtoolkit.pipeline.load import load_pipeline, values_of
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = {

@@ -25,12 +25,12 @@ from machines import (
     uuid_of,
 )
 
-from nbtoolkit.config import Config, load_config
+from nbtoolkit.config.schema import Config, load_config
+from nbtoolkit.environment.hardware import Hardware
+from nbtoolkit.environment.launch_plan import BatchSplit, split_batch
+from nbtoolkit.environment.plan import Evidence, GroupFailure, LaunchPlan, PortBusy, make_plan
 from nbtoolkit.errors import GroupStartFailed, PlanError
-from nbtoolkit.runtime.batch import BatchSplit, split_batch
-from nbtoolkit.runtime.hardware import Hardware
-from nbtoolkit.runtime.host import Host
-from nbtoolkit.runtime.plan import Evidence, GroupFailure, LaunchPlan, PortBusy, make_plan
+from nbtoolkit.host import Host
 
 HERE = Path("/somewhere")
 SCRIPT = Host(kind="script", reason="a test", working=HERE, scratch=HERE)
@@ -39,9 +39,9 @@ TPU = replace(KAGGLE, tpu=True, tpu_reason="TPU_NAME=local")
 MIG = replace(A100, slices=("MIG-1111", "MIG-2222"))
 
 
-def config(**wishes: Any) -> Config:
+def config(**settings: Any) -> Config:
     """A config; ``distributed__enabled=True`` stands for ``distributed.enabled``."""
-    named = {name.replace("__", "."): value for name, value in wishes.items()}
+    named = {name.replace("__", "."): value for name, value in settings.items()}
     return load_config(env=None, overrides=named)
 
 
@@ -49,10 +49,10 @@ def plan_on(
     hardware: Hardware,
     *evidence: Evidence,
     host: Host = SCRIPT,
-    start: Any = "launchpad",
-    **wishes: Any,
+    start: Any = "forkserver",
+    **settings: Any,
 ) -> LaunchPlan:
-    return make_plan(config(**wishes), host, hardware, evidence, start=start)
+    return make_plan(config(**settings), host, hardware, evidence, start=start)
 
 
 def test_a_dict_of_settings_is_a_configuration() -> None:
@@ -161,7 +161,7 @@ def test_the_devices_are_named_by_uuid_best_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "processes", "sentence"),
+    ("settings", "processes", "sentence"),
     [
         ({"distributed__enabled": False}, 1, "distributed.enabled is false"),
         ({"distributed__strategy": "single"}, 1, "distributed.strategy is single"),
@@ -173,14 +173,14 @@ def test_the_devices_are_named_by_uuid_best_first() -> None:
         ({"distributed__device_ids": [1, 0]}, 2, "2 equal"),
     ],
 )
-def test_wishes_on_two_t4(wishes: dict[str, Any], processes: int, sentence: str) -> None:
-    plan = plan_on(machine(T4, T4), **wishes)
+def test_sweep_config_on_two_t4(settings: dict[str, Any], processes: int, sentence: str) -> None:
+    plan = plan_on(machine(T4, T4), **settings)
     assert plan.processes == processes
     assert says(plan, sentence)
 
 
 @pytest.mark.parametrize(
-    ("wishes", "cpus", "processes", "sentence"),
+    ("settings", "cpus", "processes", "sentence"),
     [
         ({}, 4, 1, "it uses all CPUs"),
         ({"distributed__enabled": True}, 4, 2, "on 4 CPUs, auto means 2"),
@@ -190,8 +190,10 @@ def test_wishes_on_two_t4(wishes: dict[str, Any], processes: int, sentence: str)
         ({"distributed__world_size": 3, "train__batch_size": 9}, 2, 3, "world_size is 3"),
     ],
 )
-def test_wishes_on_a_cpu(wishes: dict[str, Any], cpus: int, processes: int, sentence: str) -> None:
-    plan = plan_on(cpu_machine(cpus), **wishes)
+def test_sweep_config_on_a_cpu(
+    settings: dict[str, Any], cpus: int, processes: int, sentence: str
+) -> None:
+    plan = plan_on(cpu_machine(cpus), **settings)
     assert plan.processes == processes
     assert plan.backend == ("gloo" if processes > 1 else None)
     assert plan.devices == ()
@@ -211,7 +213,7 @@ def test_memory_in_use_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hardware", "wishes", "what", "allowed"),
+    ("hardware", "settings", "what", "allowed"),
     [
         (
             machine(T4, T4),
@@ -264,17 +266,17 @@ def test_memory_in_use_is_said() -> None:
         ),
         (
             machine(*[T4] * 3),
-            {"train__batch_size": 2, "train__accumulate": 2},
+            {"train__batch_size": 2, "train__gradient_accumulation_steps": 2},
             "batch_size 2 cannot be split evenly over 3 processes x 2",
             "multiples of 6, such as 6",
         ),
     ],
 )
 def test_what_cannot_be_is_refused_and_told_what_can(
-    hardware: Hardware, wishes: dict[str, Any], what: str, allowed: str
+    hardware: Hardware, settings: dict[str, Any], what: str, allowed: str
 ) -> None:
     with pytest.raises(PlanError, match=what) as caught:
-        plan_on(hardware, **wishes)
+        plan_on(hardware, **settings)
     assert allowed in caught.value.allowed
     assert caught.value.do
 
@@ -330,8 +332,8 @@ def test_backend(hardware: Hardware, wish: str, backend: str | None) -> None:
 
 def test_the_batch_is_global_whatever_the_number_of_processes() -> None:
     for cards, accumulate in itertools.product((1, 2, 4, 8), ("auto", 1, 2, 4)):
-        wishes = {"train__batch_size": 64, "train__accumulate": accumulate}
-        plan = plan_on(machine(*[T4] * cards), **wishes)
+        settings = {"train__batch_size": 64, "train__gradient_accumulation_steps": accumulate}
+        plan = plan_on(machine(*[T4] * cards), **settings)
         assert plan.global_batch_size == 64
         assert plan.batch_size_per_device * plan.processes * plan.accumulate == 64
         assert plan.lr_factor == 1.0
@@ -350,12 +352,12 @@ def test_splits_come_out_even_or_are_refused_with_sizes_that_do() -> None:
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
 def test_a_batch_per_device_grows_with_the_devices(rule: str, factor: float) -> None:
-    wishes = {
+    settings = {
         "train__batch_size_per_device": 32,
-        "train__accumulate": 2,
+        "train__gradient_accumulation_steps": 2,
         "optim__lr_rule": rule,
     }
-    plan = plan_on(machine(T4, T4), **wishes)
+    plan = plan_on(machine(T4, T4), **settings)
     assert (plan.batch_size_per_device, plan.accumulate) == (32, 2)
     assert plan.global_batch_size == 128
     assert plan.lr_factor == factor
@@ -380,8 +382,8 @@ def test_falling_back_keeps_the_step_and_its_forward_passes() -> None:
 
 
 def test_falling_back_keeps_the_learning_rate() -> None:
-    wishes = {"train__batch_size_per_device": 32, "optim__lr_rule": "linear"}
-    plan = plan_on(machine(T4, T4), GroupFailure("x"), **wishes)
+    settings = {"train__batch_size_per_device": 32, "optim__lr_rule": "linear"}
+    plan = plan_on(machine(T4, T4), GroupFailure("x"), **settings)
     assert (plan.global_batch_size, plan.lr_factor) == (64, 2.0)
 
 
@@ -461,13 +463,13 @@ def test_a_rank_of_torchrun_cannot_fall_back() -> None:
 
 
 def test_settings_pass_through() -> None:
-    wishes = {
+    settings = {
         "distributed__find_unused_parameters": True,
         "distributed__bucket_cap_mb": 50,
         "distributed__timeout": 900,
         "distributed__fallback": False,
     }
-    plan = plan_on(machine(T4, T4), **wishes)
+    plan = plan_on(machine(T4, T4), **settings)
     assert dict(plan.ddp) == {
         "find_unused_parameters": True,
         "broadcast_buffers": True,
@@ -480,25 +482,25 @@ def test_settings_pass_through() -> None:
 
 
 MACHINES = [machine(T4, T4), machine(T4, P100), machine(MIG), machine(RTX_PRO), cpu_machine()]
-WISHES: list[dict[str, Any]] = [
+SWEEP_CONFIG: list[dict[str, Any]] = [
     {},
     {"distributed__enabled": True},
     {"distributed__enabled": False, "train__precision": "bf16"},
     {"train__batch_size_per_device": 16, "optim__lr_rule": "sqrt"},
 ]
 EVIDENCE: list[tuple[Evidence, ...]] = [(), (GroupFailure("x"),), (PortBusy(1234),)]
-EVERY = list(itertools.product(MACHINES, WISHES, EVIDENCE))
+EVERY = list(itertools.product(MACHINES, SWEEP_CONFIG, EVIDENCE))
 
 
 def test_every_plan_is_pure_frozen_and_plain_data() -> None:
-    for hardware, wishes, evidence in EVERY:
-        check_pure_frozen_and_plain(hardware, wishes, evidence)
+    for hardware, settings, evidence in EVERY:
+        check_pure_frozen_and_plain(hardware, settings, evidence)
 
 
 def check_pure_frozen_and_plain(
-    hardware: Hardware, wishes: dict[str, Any], evidence: tuple[Evidence, ...]
+    hardware: Hardware, settings: dict[str, Any], evidence: tuple[Evidence, ...]
 ) -> None:
-    asked = config(**wishes)
+    asked = config(**settings)
     before = copy.deepcopy((asked, KAGGLE, hardware, evidence))
     plan = make_plan(asked, KAGGLE, hardware, evidence)
     assert make_plan(asked, KAGGLE, hardware, evidence) == plan
@@ -515,14 +517,14 @@ def check_pure_frozen_and_plain(
 
 
 def test_every_plan_explains_every_decision() -> None:
-    for hardware, wishes, evidence in EVERY:
-        check_explains_every_decision(hardware, wishes, evidence)
+    for hardware, settings, evidence in EVERY:
+        check_explains_every_decision(hardware, settings, evidence)
 
 
 def check_explains_every_decision(
-    hardware: Hardware, wishes: dict[str, Any], evidence: tuple[Evidence, ...]
+    hardware: Hardware, settings: dict[str, Any], evidence: tuple[Evidence, ...]
 ) -> None:
-    plan = plan_on(hardware, *evidence, **wishes)
+    plan = plan_on(hardware, *evidence, **settings)
     head, *lines = plan.explain().splitlines()
     assert head.startswith("plan: ")
     assert len(lines) == len(plan.reasons) == len(set(plan.reasons))
@@ -532,7 +534,7 @@ def check_explains_every_decision(
     starts = [f"{who} on ", f"{plan.precision}: ", f"batch {plan.global_batch_size} = "]
     starts += ["CPU threads a process: "]
     starts += [f"{plan.backend}: ", "port: "] if plan.backend else []
-    starts += ["learning rate x "] if "train__batch_size_per_device" in wishes else []
+    starts += ["learning rate x "] if "train__batch_size_per_device" in settings else []
     starts += ["no GPU: "] if plan.device_type == "cpu" else []
     for start in starts:
         assert any(line.startswith(f"  - {start}") for line in lines), start
@@ -545,7 +547,7 @@ def test_html_shows_the_decisions_and_escapes() -> None:
     html = plan._repr_html_()
     assert "&lt;b&gt;T4&lt;/b&gt;" in html
     assert "<b>T4" not in html
-    for told in ("fp16", "96 = 96 x 1 x 1", "single", "launchpad", "bf16 would be emulated"):
+    for told in ("fp16", "96 = 96 x 1 x 1", "single", "forkserver", "bf16 would be emulated"):
         assert told in html
     assert "color" not in html
 

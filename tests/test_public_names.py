@@ -5,11 +5,14 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kernels import SECONDS
 
 import nbtoolkit
+from nbtoolkit.config.suggestions import RENAMED
+from nbtoolkit.study.sweep_config import load_sweep_config
 
 HEAVY = ("torch", "mlflow", "optuna", "accelerate", "ipywidgets", "pydantic", "numpy", "yaml")
 
@@ -31,6 +34,36 @@ def test_type_checkers_see_the_same_names_in_the_same_modules() -> None:
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     seen = {name.name: node.module for node in block.body for name in node.names}
     assert seen == {**nbtoolkit._HOME, **dict.fromkeys(nbtoolkit._MODULES, "nbtoolkit")}
+
+
+@pytest.mark.parametrize("old", [old for old in RENAMED if old.startswith(("nb.", "ctx."))])
+def test_a_name_of_the_first_version_is_refused_with_the_new_one(old: str) -> None:
+    place, _, name = old.partition(".")
+    holder: Any = {"nb": nbtoolkit, "ctx": object.__new__(nbtoolkit.RunContext)}[place]
+    with pytest.raises(AttributeError, match=f"{old} is called {RENAMED[old]} since version 0.2"):
+        getattr(holder, name)
+    new = RENAMED[old].partition(".")[2]
+    assert hasattr({"nb": nbtoolkit, "ctx": nbtoolkit.RunContext}[place], new)
+
+
+@pytest.mark.parametrize("old", [old for old in RENAMED if not old.startswith(("nb.", "ctx."))])
+def test_a_setting_of_the_first_version_is_refused_with_the_new_name(
+    old: str, tmp_path: Path
+) -> None:
+    section, _, key = old.partition(".")
+    written = f"{section}: {{{key}: 1}}" if key else f"{section}: 1"
+    match = (
+        rf"settings.yaml:\d+.*{old} is called {RENAMED[old]} since version 0.2\n(.*\n)*.*rename it"
+    )
+    file = tmp_path / "settings.yaml"
+    if section in ("budget", "study", "repeat_top"):
+        file.write_text(f"{written}\nspace: {{optim.lr: {{type: float, low: 0.1, high: 1}}}}\n")
+        with pytest.raises(nbtoolkit.errors.SpaceError, match=match):
+            load_sweep_config(file, nbtoolkit.Config())
+    else:
+        file.write_text(f"{written}\n")
+        with pytest.raises(nbtoolkit.errors.ConfigError, match=match):
+            nbtoolkit.load_config(file, env=None)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

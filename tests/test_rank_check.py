@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
-from nbtoolkit.runtime.context import RunContext
-from nbtoolkit.runtime.events import EventReader
-from nbtoolkit.runtime.rank_check import SteppedOptimizers, apart
+from nbtoolkit.config.schema import Config
+from nbtoolkit.run.events import EventReader
+from nbtoolkit.run.rank_check import SteppedOptimizers, apart
+from nbtoolkit.worker.context import RunContext
 
 SETTINGS = {"tracking.mlflow": False, "train.epochs": 2, "checkpoint.enabled": False}
 TOLD = r"different models: one weight is -?\d\.\d+ on rank 0 and -?\d\.\d+ on rank 1"
@@ -71,7 +71,7 @@ def warnings(tmp_path: Path, train: Any, **overrides: Any) -> list[str]:
     settings = {**SETTINGS, "runtime.output_dir": str(tmp_path), **overrides}
     result = nb.launch(train, settings, processes=2, display="off")
     events = EventReader(result.paths.events).read()
-    texts = [one["text"] for one in events if one["type"] == "note" and one["level"] == "warning"]
+    texts = [one.text for one in events if one.type == "note" and one.level == "warning"]
     # The loops here leave train.epochs alone, which is said, too.
     return [text for text in texts if not text.startswith("settings without effect: ")]
 

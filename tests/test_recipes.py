@@ -39,9 +39,9 @@ def told(result):
         "processes": result.plan.processes,
         "folder": str(result.paths.folder),
         "values": result.values,
-        "reports": [{"step": e["step"], **e["values"]}
-                    for e in events if e["type"] == "report" and e["step"] is not None],
-        "logged": [e["values"] for e in events if e["type"] == "metrics"],
+        "reports": [{"step": e.step, **e.values}
+                    for e in events if e.type == "report" and e.step is not None],
+        "logged": [e.values for e in events if e.type == "metrics"],
         "log_of_rank_1": result.paths.log(1).read_text() if result.plan.processes > 1 else "",
     }
 
@@ -53,7 +53,7 @@ resumed = nb.launch(train, longer, processes=2, resume=two.paths.folder, display
 handle = nb.launch(
     train, quick.with_overrides({"train.epochs": 500}), processes=2, wait=False, display="off"
 )
-while not handle.done() and not any(event["type"] == "report" for event in handle.events()):
+while not handle.done() and not any(event.type == "report" for event in handle.events()):
     time.sleep(0.02)
 handle.stop()
 stopped = handle.result()
@@ -162,9 +162,9 @@ class Line(lightning.LightningModule):
 settings = {"train": {"epochs": 2, "batch_size": 32}, "tracking.mlflow": False}
 settings |= {"optim.lr": 0.01, "distributed.find_unused_parameters": True}
 result = nb.launch(train, settings, processes=2, display="off")
-reports = [e for e in nb.attach(result.paths.folder).events() if e["type"] == "report"]
-assert [e["step"] for e in reports][:2] == [8, 16], reports
-assert reports[1]["values"]["train_mse"] < reports[0]["values"]["train_mse"]
+reports = [e for e in nb.attach(result.paths.folder).events() if e.type == "report"]
+assert [e.step for e in reports][:2] == [8, 16], reports
+assert reports[1].values["train_mse"] < reports[0].values["train_mse"]
 assert (result.paths.checkpoints / "lightning.ckpt").is_file()
 """
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import nbtoolkit as nb
-from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.run.paths import RunPaths
 
 pytest.importorskip("mlflow")
 
@@ -127,7 +127,7 @@ def test_a_run_that_is_further_in_the_bundle_is_written_on_to_its_own_entry(
     events.write_text("".join(lines[: logged + 1]))
     for name in ("result.json", "tracking.json"):
         (mine / one.name / name).unlink()
-    from nbtoolkit.tracking import replay
+    from nbtoolkit.tracking.service import replay
 
     replay(mine / one.name)
     short = rows(mine, METRICS)

@@ -113,7 +113,7 @@ def test_what_cannot_be_read_is_left_out_and_named(outputs: Path) -> None:
     run = folder_of(outputs, "one")
     (run / "closed").mkdir()
     (run / "closed/inside.txt").write_text("x")
-    for name in ("plan.json", "large.bin", "study.db", "result.json"):
+    for name in ("plan.json", "large.bin", "study.jsonl", "result.json"):
         (run / name).write_bytes(DAMAGED)
         (run / name).chmod(0)
     (run / "closed").chmod(0)
@@ -121,7 +121,7 @@ def test_what_cannot_be_read_is_left_out_and_named(outputs: Path) -> None:
         left_out, members = packed(outputs, *without)
     finally:
         (run / "closed").chmod(0o700)
-    for name in ("plan.json", "large.bin", "study.db", "result.json", "closed"):
+    for name in ("plan.json", "large.bin", "study.jsonl", "result.json", "closed"):
         assert f"{run.name}/{name}" in left_out
     assert "cannot be read" in left_out
     assert f"files/{run.name}/events.jsonl" in members

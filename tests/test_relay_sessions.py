@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from relays import FIT, FOLDS, PIPELINE, SWEEP, Session, write_steps
 
-from nbtoolkit.relay.bundle import DEFAULT_NAME
-from nbtoolkit.runtime.events import EventReader
-from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.archive.bundle_format import DEFAULT_NAME
+from nbtoolkit.run.events import EventReader
+from nbtoolkit.run.paths import RunPaths
 
 pytestmark = pytest.mark.timeout(900)  # three sessions
 
@@ -49,7 +49,7 @@ def test_a_fit_goes_on_in_the_next_session_and_ends_with_the_metrics_of_an_undis
     folder = Path(second.told["folder"])
     assert [folder.name] == second.told["unpacked"] == [Path(first.told["folder"]).name]
     events = EventReader(RunPaths(folder).events).read()
-    assert [event["attempt"] for event in events if event["type"] == "run"] == [1, 2]
+    assert [event.attempt for event in events if event.type == "run"] == [1, 2]
     with closing(sqlite3.connect(folder.parent / "mlflow.db")) as database:
         ((status, uri),) = database.execute("select status, artifact_uri from runs").fetchall()
     assert status == "FINISHED"

@@ -12,10 +12,8 @@ from kernels import SECONDS
 
 import nbtoolkit as nb
 from nbtoolkit.errors import ReportFolderError
-from nbtoolkit.report.contents import Report, read_report
-from nbtoolkit.report.page import page
-from nbtoolkit.report.picture import Picture
-from nbtoolkit.report.section import Section
+from nbtoolkit.report.report import RunsReport, page, read_report
+from nbtoolkit.report.section import Picture, ReportSection
 from nbtoolkit.tasks import digits
 
 
@@ -36,27 +34,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.raises(ValueError, match="not</b> today"):
         nb.launch(fails, config, name="fails", display="off")
     space = {"optim.lr": {"type": "float", "low": 1e-3, "high": 1e-1, "log": True}}
-    wishes = {"study": {"name": "rates", "metric": "val_accuracy"}, "space": space}
-    nb.sweep(digits.train, config, wishes, n_trials=5, display="off")
+    sweep_config = {"study": {"name": "rates", "metric": "val_accuracy"}, "space": space}
+    nb.sweep(digits.train, config, sweep_config, n_trials=5, display="off")
     folds = nb.make_folds(digits.load()[1], k=3)
     nb.cross_validate(digits.train, config, folds, name="three", display="off")
     return outputs
 
 
 @pytest.fixture
-def report(folder: Path) -> Report:
+def report(folder: Path) -> RunsReport:
     return read_report(folder)
 
 
-def words(section: Section) -> str:
+def words(section: ReportSection) -> str:
     return "".join(part for part in section.parts if isinstance(part, str))
 
 
-def pictures(section: Section) -> list[Picture]:
+def pictures(section: ReportSection) -> list[Picture]:
     return [part for part in section.parts if isinstance(part, Picture)]
 
 
-def test_the_table_has_every_run_with_its_status_and_scores(report: Report) -> None:
+def test_the_table_has_every_run_with_its_status_and_scores(report: RunsReport) -> None:
     kinds = [(story.kind, story.status) for story in report.stories]
     run = ("run", "completed")
     assert kinds == [run, run, ("run", "failed"), ("sweep", "completed"), ("cv", "completed")]
@@ -68,7 +66,7 @@ def test_the_table_has_every_run_with_its_status_and_scores(report: Report) -> N
     assert "failed: ValueError: &lt;b&gt;not&lt;/b&gt; today" in told
 
 
-def test_the_curves_are_those_that_fit_reported(report: Report) -> None:
+def test_the_curves_are_those_that_fit_reported(report: RunsReport) -> None:
     [picture] = pictures(report.curves)
     loss, accuracy = picture.figure.axes
     assert (loss.get_title(), accuracy.get_title()) == ("loss", "accuracy")
@@ -80,7 +78,7 @@ def test_the_curves_are_those_that_fit_reported(report: Report) -> None:
     assert len(accuracy.lines) == 2  # the run that failed has one value, which is no line
 
 
-def test_the_sweep_has_its_table_and_plots(report: Report, folder: Path) -> None:
+def test_the_sweep_has_its_table_and_plots(report: RunsReport, folder: Path) -> None:
     told = words(report.sweeps)
     assert "rates: 5 of 5 trials; 5 complete; best val_accuracy" in told
     kinds = [picture.alt.partition(" of ")[0] for picture in pictures(report.sweeps)]
@@ -88,7 +86,7 @@ def test_the_sweep_has_its_table_and_plots(report: Report, folder: Path) -> None
     assert "No plot of its importances: 5 trials are complete" in told
 
 
-def test_the_folds_have_their_scores_curves_and_predictions(report: Report) -> None:
+def test_the_folds_have_their_scores_curves_and_predictions(report: RunsReport) -> None:
     assert "3 of 3 folds" in words(report.folds)
     [picture] = pictures(report.folds)
     labels = [text.get_text() for text in picture.figure.legends[0].get_texts()]
@@ -100,7 +98,7 @@ def test_the_folds_have_their_scores_curves_and_predictions(report: Report) -> N
     assert "it returned nothing" in told  # the run that failed
 
 
-def test_throughput_and_differences_are_told(report: Report) -> None:
+def test_throughput_and_differences_are_told(report: RunsReport) -> None:
     assert "samples a second (median)" in words(report.throughput)
     told = words(report.differences)
     assert ">train.batch_size</td>" in told

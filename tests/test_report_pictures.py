@@ -15,12 +15,11 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 from run_folders import trained, write_run
 
-from nbtoolkit.report.contents import read_report
-from nbtoolkit.report.curves import thinned
-from nbtoolkit.report.page import _STYLE as STYLE
-from nbtoolkit.report.page import page
-from nbtoolkit.report.picture import INK, Picture
-from nbtoolkit.search.plots import COLOURS
+from nbtoolkit.report.charts import thinned
+from nbtoolkit.report.report import _STYLE as STYLE
+from nbtoolkit.report.report import page, read_report
+from nbtoolkit.report.section import INK, Picture
+from nbtoolkit.study.plots import COLOURS
 
 LIGHT, DARK = "#ffffff", "#111111"  # of JupyterLab's themes and of the page
 

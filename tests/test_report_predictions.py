@@ -11,13 +11,18 @@ import pytest
 import torch
 from run_folders import trained, write_run
 
-from nbtoolkit.report import plain_pickle
-from nbtoolkit.report.confusion import confusion, matrix
-from nbtoolkit.report.picture import Picture
-from nbtoolkit.report.plain_pickle import NotPlain, read_plain
-from nbtoolkit.report.predictions import NoPredictions, Predictions, predictions_of
-from nbtoolkit.report.story import read_story
-from nbtoolkit.runtime.crossing import pack_value
+from nbtoolkit.report import predictions
+from nbtoolkit.report.charts import confusion, matrix
+from nbtoolkit.report.predictions import (
+    NoPredictions,
+    NotPlain,
+    Predictions,
+    predictions_of,
+    read_plain,
+)
+from nbtoolkit.report.run_summary import read_run_summary
+from nbtoolkit.report.section import Picture
+from nbtoolkit.run.serialization import pack_value
 
 DIARY = trained({"val_loss": [1.0, 0.5]})
 
@@ -82,7 +87,7 @@ def test_a_damaged_pickle_is_not_read(tmp_path: Path, data: bytes) -> None:
 
 def test_a_file_too_large_is_not_read(tmp_path: Path) -> None:
     with (file := tmp_path / "0.pkl").open("wb") as sparse:
-        sparse.truncate(plain_pickle.LARGEST + 1)
+        sparse.truncate(predictions.LARGEST + 1)
     with pytest.raises(NotPlain, match="more than 200 MB"):
         read_plain(file)
 
@@ -103,7 +108,7 @@ def test_a_run_without_predictions_says_why(tmp_path: Path, value: Any, reason: 
     run = write_run(tmp_path, "a", events=DIARY, returned=value)
     with pytest.raises(NoPredictions, match=reason):
         predictions_of(run)
-    told = "".join(map(str, confusion([read_story(run)]).parts))
+    told = "".join(map(str, confusion([read_run_summary(run)]).parts))
     assert reason.replace('"', "&quot;") in told
 
 
@@ -125,7 +130,7 @@ def test_the_matrix_counts_and_its_classes_are_escaped() -> None:
 def test_labels_may_be_lists_arrays_or_tensors(tmp_path: Path, kind: Any) -> None:
     value = {"labels": kind([0, 1, 1]), "predictions": kind([0, 1, 0])}
     run = write_run(tmp_path, "a", events=DIARY, returned=value)
-    told = "".join(map(str, confusion([read_story(run)]).parts))
+    told = "".join(map(str, confusion([read_run_summary(run)]).parts))
     assert "0.6667 of 3 samples are right" in told
     assert "1 x 1 as 0" in told
 
@@ -135,7 +140,7 @@ def test_the_folds_of_a_cross_validation_are_one_matrix(tmp_path: Path) -> None:
     for fold in range(3):
         value = {"labels": [0, 1], "predictions": [0, fold % 2]}
         write_run(cv.folder / "folds", str(fold), events=DIARY, returned=value)
-    told = "".join(map(str, confusion([read_story(cv)]).parts))
+    told = "".join(map(str, confusion([read_run_summary(cv)]).parts))
     assert "cv, out of fold" in told
     assert "0.6667 of 6 samples are right" in told
 
@@ -143,7 +148,7 @@ def test_the_folds_of_a_cross_validation_are_one_matrix(tmp_path: Path) -> None:
 def test_quantities_are_a_scatter(tmp_path: Path) -> None:
     value = {"targets": [1.0, 2.0], "predictions": [1.5, 2.5]}
     run = write_run(tmp_path, "a", events=DIARY, returned=value)
-    [picture] = [p for p in confusion([read_story(run)]).parts if isinstance(p, Picture)]
+    [picture] = [p for p in confusion([read_run_summary(run)]).parts if isinstance(p, Picture)]
     [panel] = picture.figure.axes
     assert panel.collections[0].get_offsets().tolist() == [[1.0, 1.5], [2.0, 2.5]]
 
@@ -152,6 +157,6 @@ def test_many_classes_are_no_matrix_but_the_most_frequent_mistakes(tmp_path: Pat
     labels = list(range(50))
     value = {"labels": labels, "predictions": [7, *labels[1:]]}
     run = write_run(tmp_path, "a", events=DIARY, returned=value)
-    told = "".join(map(str, confusion([read_story(run)]).parts))
+    told = "".join(map(str, confusion([read_run_summary(run)]).parts))
     assert "<table" not in told
     assert "Most often: 1 x 0 as 7." in told

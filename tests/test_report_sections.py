@@ -9,21 +9,20 @@ from typing import Any
 import pytest
 from run_folders import trained, write_run
 
-from nbtoolkit.report.contents import read_report
-from nbtoolkit.report.picture import Picture
-from nbtoolkit.report.section import Section
-from nbtoolkit.search.plots import COLOURS
+from nbtoolkit.report.report import read_report
+from nbtoolkit.report.section import Picture, ReportSection
+from nbtoolkit.study.plots import COLOURS
 
 
-def words(section: Section) -> str:
+def words(section: ReportSection) -> str:
     return "".join(part for part in section.parts if isinstance(part, str))
 
 
-def figures(section: Section) -> list[Any]:
+def figures(section: ReportSection) -> list[Any]:
     return [part.figure for part in section.parts if isinstance(part, Picture)]
 
 
-def cells(section: Section) -> list[list[str]]:
+def cells(section: ReportSection) -> list[list[str]]:
     """The rows of a section's first table."""
     rows = words(section).split("<tbody>")[1].partition("</tbody>")[0].split("<tr>")[1:]
     return [re.findall(r"<td[^>]*>([^<]*)", row) for row in rows]

@@ -15,8 +15,8 @@ import pytest
 from kernels import SECONDS, ranks_up, until
 
 import nbtoolkit as nb
-from nbtoolkit.runtime.launchpad import pids, shutdown
-from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.launcher.forkserver_client import pids, shutdown
+from nbtoolkit.run.paths import RunPaths
 
 LR = {"optim.lr": {"type": "float", "low": 1e-4, "high": 1e-1, "log": True}}
 ONE_SLOT = {
@@ -25,7 +25,7 @@ ONE_SLOT = {
     "placement": "all_devices_per_trial",
 }
 
-# Installed with Matplotlib; nothing that the launchpad or a rank imports needs it.
+# Installed with Matplotlib; nothing that the fork server or a rank imports needs it.
 SMALL = "kiwisolver"
 
 
@@ -58,8 +58,8 @@ def in_reserve(folder: Path) -> list[int]:
 def settled(folder: Path) -> int:
     """The process that waits, once nothing is imported any more, for which it would be replaced.
 
-    Who imports computes or reads: the launchpad, its branches and the rank in reserve do neither
-    at eight looks in a row. The conductor forks a rank in reserve 0.3 s after the last import.
+    Who imports computes or reads: the fork server, its branches and the rank in reserve do neither
+    at eight looks in a row. The scheduler forks a rank in reserve 0.3 s after the last import.
     """
     quiet, seen = 0, None
     limit = time.monotonic() + SECONDS
@@ -132,7 +132,7 @@ def test_a_rank_that_died_in_reserve_costs_nothing(config: nb.Config, tmp_path: 
     waiting = settled(handle.paths.folder)
     os.kill(waiting, signal.SIGKILL)
     until(lambda: not in_reserve(handle.paths.folder), "its end")
-    time.sleep(0.6)  # a dozen looks of the conductor's
+    time.sleep(0.6)  # a dozen looks of the scheduler's
     assert in_reserve(handle.paths.folder) == [], "what killed it would kill others, too"
     go.touch()
     result = handle.result()

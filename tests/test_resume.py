@@ -16,8 +16,8 @@ from kernels import SECONDS, finish, ranks_up, script, until
 
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, ResumeError
-from nbtoolkit.runtime.checkpoint import has_checkpoint
-from nbtoolkit.runtime.paths import RunPaths, fingerprint
+from nbtoolkit.run.checkpoint_store import has_checkpoint
+from nbtoolkit.run.paths import RunPaths, fingerprint
 
 
 @pytest.fixture
@@ -41,6 +41,44 @@ def cut_off(train: Any, config: nb.Config, processes: int = 2) -> RunPaths:
     return handle.paths
 
 
+# --- a run of version 0.1 ---
+
+
+def made_by_the_first_version(folder: Path) -> None:
+    about = json.loads((folder / "versions.json").read_text())
+    about["versions"]["nbtoolkit"] = "0.1.0"
+    (folder / "versions.json").write_text(json.dumps(about))
+    settings = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(settings.replace("num_workers:", "workers:"))
+
+
+REFUSED = (
+    r"was made by nbtoolkit 0\.1\.0; version 0\.2.* shows it and does not resume it\n"
+    r".*nb\.attach and nb\.report show it, nb\.load_model.*\n.*resume='never'"
+)
+
+
+def test_a_run_of_the_first_version_is_shown_and_not_resumed(config: nb.Config) -> None:
+    first = nb.launch(functions.reports, config, start="inline", display="off")
+    made_by_the_first_version(first.paths.folder)
+    again = nb.attach(first.paths.folder, display="off").result()
+    assert (again.status, again.metrics) == (first.status, first.metrics)
+    with pytest.raises(ResumeError, match=REFUSED):
+        nb.launch(functions.reports, config, resume=first.paths.folder, display="off")
+    new = nb.launch(functions.reports, config, start="inline", resume="auto", display="off")
+    assert new.paths.folder != first.paths.folder
+
+
+def test_folds_of_the_first_version_are_not_resumed(config: nb.Config) -> None:
+    folds = nb.make_folds([0, 1] * 4, k=2)
+    first = nb.cross_validate(functions.reports, config, folds, display="off")
+    made_by_the_first_version(first.paths.folder)
+    with pytest.raises(ResumeError, match=REFUSED):
+        nb.cross_validate(
+            functions.reports, config, folds, display="off", resume=first.paths.folder
+        )
+
+
 # --- another number of ranks ----------------------------------------------------------------------
 
 
@@ -61,7 +99,11 @@ def test_a_named_run_may_go_on_with_other_ranks_workers_and_accumulation(
     config: nb.Config,
 ) -> None:
     paths = cut_off(functions.saves_then_waits, config, 2)
-    other = {"train.workers": 2, "train.accumulate": 4, "distributed.bucket_cap_mb": 5.0}
+    other = {
+        "train.num_workers": 2,
+        "train.gradient_accumulation_steps": 4,
+        "distributed.bucket_cap_mb": 5.0,
+    }
     handle = begin(functions.saves_then_waits, config.with_overrides(other), 1, resume=paths.folder)
     assert finish(handle).paths == paths
 
@@ -78,13 +120,16 @@ def test_a_step_that_grows_with_the_ranks_keeps_their_number(config: nb.Config) 
     [
         ({"distributed.world_size": 2}, True),
         ({"distributed.find_unused_parameters": True}, True),
-        ({"train.accumulate": 2}, True),
-        ({"train.workers": 3}, True),
-        ({"runtime.time_budget": 60, "checkpoint.keep_last": 5, "tracking.samples": True}, True),
+        ({"train.gradient_accumulation_steps": 2}, True),
+        ({"train.num_workers": 3}, True),
+        (
+            {"runtime.time_budget": 60, "checkpoint.keep_last": 5, "tracking.record_samples": True},
+            True,
+        ),
         ({"distributed.sync_batchnorm": True}, False),
         ({"distributed.compression": "fp16"}, False),
         ({"train.precision": "bf16"}, False),
-        ({"train.patience": 3}, False),
+        ({"train.early_stopping_patience": 3}, False),
         ({"train.epochs": 11}, False),
         ({"model.workers": 3}, False),
         ({"train.batch_size_per_device": 8}, False),

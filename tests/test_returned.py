@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
-from nbtoolkit.runtime.context import RunContext
-from nbtoolkit.runtime.record import returned_numbers
+from nbtoolkit.config.schema import Config
+from nbtoolkit.run.recorder import returned_numbers
+from nbtoolkit.worker.context import RunContext
 
 FOLDS = nb.make_folds(range(12), k=2, kind="kfold")
 SPACE = {"model.x": {"type": "float", "low": 0.0, "high": 1.0}}
@@ -52,7 +52,7 @@ def test_numbers_of_every_kind_are_read() -> None:
     assert returned_numbers(None) == returned_numbers("text") == {}
 
 
-@pytest.mark.parametrize("start", ["launchpad", "inline"])
+@pytest.mark.parametrize("start", ["forkserver", "inline"])
 def test_what_a_run_returns_is_among_its_metrics(config: Config, start: Any) -> None:
     result = nb.launch(reports_and_returns, config, start=start, display="off")
     assert result.metrics == {"loss": 0.25, "final_score": 0.5}
@@ -69,8 +69,8 @@ def test_what_a_run_returns_is_among_its_metrics(config: Config, start: Any) -> 
 )
 def test_a_sweep_over_what_is_returned(config: Config, train: Any, study: dict[str, Any]) -> None:
     pytest.importorskip("optuna")
-    wishes = {"study": study, "space": SPACE}
-    result = nb.sweep(train, config, wishes, n_trials=3, display="off")
+    sweep_config = {"study": study, "space": SPACE}
+    result = nb.sweep(train, config, sweep_config, n_trials=3, display="off")
     trials = result.study.get_trials()
     assert [trial.value for trial in trials] == [trial.params["model.x"] for trial in trials]
     assert result.best_value == max(trial.value for trial in trials)

@@ -10,18 +10,18 @@ import pytest
 from feeds import Augmented, AugmentedStream, contexts, listed, steps_of
 
 import nbtoolkit as nb
-from nbtoolkit.runtime.context import RunContext
-from nbtoolkit.runtime.paths import RunPaths
-from nbtoolkit.training.feed import make_feed
-from nbtoolkit.training.samples import read_samples
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.training.loader import make_train_loader
+from nbtoolkit.training.sampler import read_samples
+from nbtoolkit.worker.context import RunContext
 
 
 def noting(folder: Path, *, ranks: int = 1, **more: Any) -> list[RunContext]:
-    return contexts(folder, ranks=ranks, tracking__samples=True, train__max_steps=99, **more)
+    return contexts(folder, ranks=ranks, tracking__record_samples=True, train__max_steps=99, **more)
 
 
 def walk(ctx: RunContext, *, size: int = 29, fit: int = 1, epoch: int = 1, **more: Any) -> None:
-    feed = make_feed(ctx, ctx.config, Augmented(size), collate=listed, fit=fit)
+    feed = make_train_loader(ctx, ctx.config, Augmented(size), collate=listed, fit=fit)
     steps_of(feed, epoch, **more)
 
 
@@ -32,11 +32,11 @@ def test_it_says_what_the_ranks_were_given(
 ) -> None:
     def train(config: Any, ctx: Any) -> list[Any]:
         data = AugmentedStream(29) if stream else Augmented(29)
-        feed = make_feed(ctx, config, data, collate=listed)
+        feed = make_train_loader(ctx, config, data, collate=listed)
         steps = {(epoch, i): one for epoch in (1, 2) for i, one in enumerate(steps_of(feed, epoch))}
         return [steps, {key: feed.sample_ids(*key) for key in steps}]
 
-    [ctx] = noting(tmp_path / "one", train__accumulate=passes)
+    [ctx] = noting(tmp_path / "one", train__gradient_accumulation_steps=passes)
     settings = {"runtime.output_dir": str(tmp_path), "tracking.mlflow": False}
     config = ctx.config.with_overrides(settings)
     result = nb.launch(train, config, processes=ranks, resume="never", display="off")
@@ -65,7 +65,7 @@ def test_steps_taken_again_count_once_on_however_many_ranks(tmp_path: Path) -> N
     ctx = noting(tmp_path / "run", ranks=4)[0]
     walk(ctx, size=33, skip=2)  # killed before the other ranks came to it
     [alone] = contexts(tmp_path / "another")
-    feeds = [make_feed(alone, alone.config, Augmented(size)) for _, size, _ in attempts]
+    feeds = [make_train_loader(alone, alone.config, Augmented(size)) for _, size, _ in attempts]
     expected = {(1, step): feed.sample_ids(1, step) for step, feed in enumerate(feeds)}
     assert read_samples(ctx.paths) == expected
 

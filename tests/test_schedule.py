@@ -13,15 +13,15 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
-from nbtoolkit.runtime.context import RunContext
-from nbtoolkit.training.schedule import Schedule, make_schedule
+from nbtoolkit.config.schema import Config
+from nbtoolkit.training.optimizer import Schedule, make_schedule
+from nbtoolkit.worker.context import RunContext
 
 EVERY_KIND = ["cosine", "linear", "constant", "one_cycle", "plateau"]
 
 
 def configured(kind: str, **more: Any) -> Config:
-    optim = {"lr": 0.1, "warmup": 0.0, "schedule": kind, **more}
+    optim = {"lr": 0.1, "warmup_ratio": 0.0, "schedule": kind, **more}
     return Config().with_overrides({"optim": optim})
 
 
@@ -51,14 +51,14 @@ def optimizer() -> SGD:
     ],
 )
 def test_the_learning_rate_of_every_step(kind: str, expected: list[float]) -> None:
-    schedule = schedule_of(kind, factor=2.0, warmup=1 / 3)
+    schedule = schedule_of(kind, factor=2.0, warmup_ratio=1 / 3)
     assert rates(schedule) == pytest.approx(expected, abs=1e-5)
     assert schedule.momentum(3) is None
 
 
 @pytest.mark.parametrize(("kind", "middle"), [("linear", 0.06), ("cosine", 0.06)])
 def test_the_floor_is_where_the_way_down_ends(kind: str, middle: float) -> None:
-    schedule = schedule_of(kind, floor=0.2)
+    schedule = schedule_of(kind, min_lr_ratio=0.2)
     assert schedule.rate(3) == pytest.approx(middle)
     assert schedule.rate(6) == schedule.rate(60) == pytest.approx(0.02)
 
@@ -66,7 +66,7 @@ def test_the_floor_is_where_the_way_down_ends(kind: str, middle: float) -> None:
 @pytest.mark.parametrize(("steps", "warmup"), [(20, 0.3), (20, 0.25), (7, 0.35), (101, 0.5)])
 @pytest.mark.parametrize("floor", [0.0, 0.01])
 def test_one_cycle_is_torchs_in_every_step(steps: int, warmup: float, floor: float) -> None:
-    schedule = schedule_of("one_cycle", steps=steps, warmup=warmup, floor=floor)
+    schedule = schedule_of("one_cycle", steps=steps, warmup_ratio=warmup, min_lr_ratio=floor)
     sgd = optimizer()
     theirs = OneCycleLR(
         sgd,
@@ -85,7 +85,7 @@ def test_one_cycle_is_torchs_in_every_step(steps: int, warmup: float, floor: flo
 
 
 def test_one_cycle_without_a_warmup_only_falls() -> None:
-    schedule = schedule_of("one_cycle", floor=0.1)
+    schedule = schedule_of("one_cycle", min_lr_ratio=0.1)
     assert rates(schedule)[0] == 0.1
     assert rates(schedule) == sorted(rates(schedule), reverse=True)
     assert schedule.rate(5) == pytest.approx(0.01)
@@ -94,7 +94,7 @@ def test_one_cycle_without_a_warmup_only_falls() -> None:
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_a_warmup_may_be_the_whole_run(kind: str) -> None:
-    schedule = schedule_of(kind, warmup=1.0)
+    schedule = schedule_of(kind, warmup_ratio=1.0)
     assert rates(schedule) == sorted(set(rates(schedule)))
     assert rates(schedule)[-1] == pytest.approx(0.1)
 
@@ -102,7 +102,7 @@ def test_a_warmup_may_be_the_whole_run(kind: str) -> None:
 @pytest.mark.parametrize("kind", EVERY_KIND)
 @pytest.mark.parametrize("warmup", [0.0, 0.05, 1.0])
 def test_a_run_may_have_one_step(kind: str, warmup: float) -> None:
-    assert rates(schedule_of(kind, steps=1, warmup=warmup)) == pytest.approx([0.1])
+    assert rates(schedule_of(kind, steps=1, warmup_ratio=warmup)) == pytest.approx([0.1])
 
 
 # --- plateau -------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ VALUES = [3.0, 2.0, 2.5, 2.5, 2.5, 1.0, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5, 
 
 @pytest.mark.parametrize(("patience", "floor"), [(1, 0.0), (2, 0.0), (3, 0.2), (20, 0.0)])
 def test_a_plateau_drops_when_torchs_does(patience: int, floor: float) -> None:
-    more = {"plateau_patience": patience, "plateau_factor": 0.5, "floor": floor}
+    more = {"plateau_patience": patience, "plateau_factor": 0.5, "min_lr_ratio": floor}
     schedule = schedule_of("plateau", **more)
     sgd = optimizer()
     theirs = ReduceLROnPlateau(
@@ -170,7 +170,7 @@ def every_curve(config: Config, ctx: RunContext) -> None:
 def launch(folder: Path, ranks: int, **more: Any) -> list[float]:
     """The learning rates of all steps of :func:`every_curve`, as logged."""
     settings = {
-        "optim": {"lr": 0.1, "warmup": 0.2, **more.pop("optim", {})},
+        "optim": {"lr": 0.1, "warmup_ratio": 0.2, **more.pop("optim", {})},
         "train": {"epochs": 3, **more},
         "tracking": {"mlflow": False, "log_every_n_steps": 1},
         "runtime.output_dir": str(folder),
@@ -183,13 +183,17 @@ def launch(folder: Path, ranks: int, **more: Any) -> list[float]:
 
 def every_rate(factor: float) -> list[float]:
     """What :func:`launch` is to give."""
-    schedules = [schedule_of(kind, steps=9, warmup=0.2, factor=factor) for kind in EVERY_KIND]
+    schedules = [schedule_of(kind, steps=9, warmup_ratio=0.2, factor=factor) for kind in EVERY_KIND]
     return [rate for schedule in schedules for rate in rates(schedule)]
 
 
 def test_the_curve_depends_neither_on_ranks_nor_on_accumulation(tmp_path: Path) -> None:
     alone = launch(tmp_path, 1, batch_size=12)
-    assert alone == launch(tmp_path, 2, batch_size=12, accumulate=3) == every_rate(1.0)
+    assert (
+        alone
+        == launch(tmp_path, 2, batch_size=12, gradient_accumulation_steps=3)
+        == every_rate(1.0)
+    )
 
 
 @pytest.mark.long

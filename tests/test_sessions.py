@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
-from nbtoolkit.runtime.context import RunContext
+from nbtoolkit.config.schema import Config
+from nbtoolkit.worker.context import RunContext
 
 SPACE = {
     "space": {"model.x": {"type": "float", "low": 0.0, "high": 1.0}},

@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from nbtoolkit.errors import CheckpointError
-from nbtoolkit.training.shelf import Entry, Shelf
-from nbtoolkit.training.snapshot import Snapshot
-from nbtoolkit.training.writer import Writer
+from nbtoolkit.run.checkpoint_store import CheckpointStore, StoredCheckpoint
+from nbtoolkit.training.checkpoints import AsyncCheckpointWriter, HostCopy
 
 PARTS = {
     "model": {"weight": torch.arange(6.0)},
@@ -28,54 +27,56 @@ PARTS = {
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
-    return Shelf(tmp_path / "checkpoints", keep=2)
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", keep=2)
 
 
-def put(shelf: Shelf, step: int, kind: str = "step") -> Path:
-    return shelf.put(kind, step, PARTS, {"epoch": step // 10})
+def put(store: CheckpointStore, step: int, kind: str = "step") -> Path:
+    return store.put(kind, step, PARTS, {"epoch": step // 10})
 
 
-def test_a_checkpoint_is_read_as_it_was_put(shelf: Shelf) -> None:
-    path = put(shelf, 20)
-    entry, wrong = shelf.good("step")
+def test_a_checkpoint_is_read_as_it_was_put(store: CheckpointStore) -> None:
+    path = put(store, 20)
+    entry, wrong = store.good("step")
     assert entry is not None
     assert (entry.folder, entry.step, entry.about["epoch"], wrong) == (path, 20, 2, [])
     torch.testing.assert_close(entry.read("model")["weight"], torch.arange(6.0))
     assert entry.read("training") == {"progress": {"epoch": 2}, "rates": [0.1]}
 
 
-def test_an_empty_shelf_has_nothing_good_and_nothing_wrong(shelf: Shelf) -> None:
-    assert shelf.good("step") == (None, [])
+def test_an_empty_store_has_nothing_good_and_nothing_wrong(store: CheckpointStore) -> None:
+    assert store.good("step") == (None, [])
 
 
-def test_the_newest_are_kept_and_one_best(shelf: Shelf) -> None:
+def test_the_newest_are_kept_and_one_best(store: CheckpointStore) -> None:
     for step in (10, 20, 30):
-        put(shelf, step)
-        put(shelf, step, "best")
-    assert [entry.step for entry in shelf.entries("step")] == [30, 20]
-    assert [entry.step for entry in shelf.entries("best")] == [30]
-    assert sorted(path.name for path in shelf.folder.iterdir()) == [
+        put(store, step)
+        put(store, step, "best")
+    assert [entry.step for entry in store.entries("step")] == [30, 20]
+    assert [entry.step for entry in store.entries("best")] == [30]
+    assert sorted(path.name for path in store.folder.iterdir()) == [
         "best-000000030",
         "step-000000020",
         "step-000000030",
     ]
 
 
-def test_a_best_one_of_an_earlier_step_takes_the_place_of_a_later_one(shelf: Shelf) -> None:
+def test_a_best_one_of_an_earlier_step_takes_the_place_of_a_later_one(
+    store: CheckpointStore,
+) -> None:
     """A run that goes on from an earlier checkpoint comes to the same best epoch again."""
-    put(shelf, 30, "best")
-    put(shelf, 20, "best")
-    assert [entry.step for entry in shelf.entries("best")] == [20]
+    put(store, 30, "best")
+    put(store, 20, "best")
+    assert [entry.step for entry in store.entries("best")] == [20]
 
 
-def test_a_step_taken_again_takes_the_place_of_the_first(shelf: Shelf) -> None:
-    put(shelf, 10)
-    shelf.put("step", 10, {"model": {"weight": torch.ones(2)}}, {"epoch": 1})
-    entry, _ = shelf.good("step")
+def test_a_step_taken_again_takes_the_place_of_the_first(store: CheckpointStore) -> None:
+    put(store, 10)
+    store.put("step", 10, {"model": {"weight": torch.ones(2)}}, {"epoch": 1})
+    entry, _ = store.good("step")
     assert entry is not None
     assert entry.read("model")["weight"].tolist() == [1.0, 1.0]
-    assert [path.name for path in shelf.folder.iterdir()] == ["step-000000010"]
+    assert [path.name for path in store.folder.iterdir()] == ["step-000000010"]
 
 
 def flip_a_byte(path: Path) -> None:
@@ -97,34 +98,38 @@ def cut(path: Path) -> None:
         (cut, "manifest.json", "its manifest cannot be read"),
     ],
 )
-def test_a_damaged_one_is_passed_over_and_named(shelf: Shelf, spoil, file: str, said: str) -> None:
-    put(shelf, 10)
-    spoil(put(shelf, 20) / file)
-    entry, wrong = shelf.good("step")
+def test_a_damaged_one_is_passed_over_and_named(
+    store: CheckpointStore, spoil, file: str, said: str
+) -> None:
+    put(store, 10)
+    spoil(put(store, 20) / file)
+    entry, wrong = store.good("step")
     assert entry is not None
     assert entry.step == 10
     assert len(wrong) == 1
     assert re.fullmatch(f"step-000000020: {said}", wrong[0])
 
 
-def test_when_all_are_damaged_nothing_is_begun_anew_in_silence(shelf: Shelf) -> None:
-    flip_a_byte(put(shelf, 10) / "model.pt")
-    flip_a_byte(put(shelf, 20) / "model.pt")
+def test_when_all_are_damaged_nothing_is_begun_anew_in_silence(store: CheckpointStore) -> None:
+    flip_a_byte(put(store, 10) / "model.pt")
+    flip_a_byte(put(store, 20) / "model.pt")
     with pytest.raises(CheckpointError, match=r"every checkpoint .* is damaged: step-000000020"):
-        shelf.good("step")
+        store.good("step")
 
 
-def test_a_folder_of_somebody_else_is_not_one_of_ours(shelf: Shelf) -> None:
-    path = put(shelf, 10)
+def test_a_folder_of_somebody_else_is_not_one_of_ours(store: CheckpointStore) -> None:
+    path = put(store, 10)
     (path / "manifest.json").write_text(json.dumps({"epoch": 3}))
     with pytest.raises(CheckpointError, match="not one of ours"):
-        Entry.at(path)
+        StoredCheckpoint.at(path)
 
 
-def test_what_cannot_be_loaded_without_pickled_code_is_refused_by_name(shelf: Shelf) -> None:
+def test_what_cannot_be_loaded_without_pickled_code_is_refused_by_name(
+    store: CheckpointStore,
+) -> None:
     with pytest.raises(CheckpointError, match=r"state\['model'\] is a builtins.set"):
-        shelf.put("step", 1, {"model": {"model": {1}}}, {"epoch": 0})
-    assert list(shelf.folder.iterdir()) == []
+        store.put("step", 1, {"model": {"model": {1}}}, {"epoch": 0})
+    assert list(store.folder.iterdir()) == []
 
 
 @contextmanager
@@ -138,13 +143,13 @@ def files_up_to(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_leaves_the_last_good_one_and_nothing_half(shelf: Shelf) -> None:
-    put(shelf, 10)
+def test_a_full_disk_leaves_the_last_good_one_and_nothing_half(store: CheckpointStore) -> None:
+    put(store, 10)
     large = {"model": {"weight": torch.zeros(100_000)}}
     with files_up_to(50_000), pytest.raises(CheckpointError, match="could not be written"):
-        shelf.put("step", 20, large, {"epoch": 2})
-    assert [path.name for path in shelf.folder.iterdir()] == ["step-000000010"]
-    entry, wrong = shelf.good("step")
+        store.put("step", 20, large, {"epoch": 2})
+    assert [path.name for path in store.folder.iterdir()] == ["step-000000010"]
+    entry, wrong = store.good("step")
     assert entry is not None
     assert (entry.step, wrong) == (10, [])
 
@@ -153,14 +158,14 @@ def test_a_full_disk_leaves_the_last_good_one_and_nothing_half(shelf: Shelf) -> 
 KILLED = """
 import os, sys, torch
 from pathlib import Path
-from nbtoolkit.training.shelf import Shelf
+from nbtoolkit.run.checkpoint_store import CheckpointStore
 torch.set_num_threads(1)
 for folder in sys.stdin:
     if not (child := os.fork()):
-        shelf, step = Shelf(Path(folder.strip()), keep=2), 0
+        store, step = CheckpointStore(Path(folder.strip()), keep=2), 0
         while True:
             weight = torch.full((50_000,), float(step := step + 1))
-            shelf.put("step", step, {"model": {"weight": weight}}, {"epoch": 0})
+            store.put("step", step, {"model": {"weight": weight}}, {"epoch": 0})
             print(os.getpid(), step, flush=True)
     os.waitpid(child, 0)
     print("killed", flush=True)
@@ -191,19 +196,19 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_one(tmp_path: Path) -> No
 
 def is_whole(folder: Path, said: int) -> None:
     """What a kill left: a whole checkpoint, no older than the one that was reported last."""
-    shelf = Shelf(folder)
-    entry, wrong = shelf.good("step")
+    store = CheckpointStore(folder)
+    entry, wrong = store.good("step")
     assert entry is not None
     assert wrong == []
     assert entry.step >= said
     assert set(entry.read("model")["weight"].tolist()) == {float(entry.step)}
-    shelf.tidy()
+    store.tidy()
     assert [path for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
 def test_a_snapshot_is_a_copy_and_uses_its_memory_again() -> None:
     weight = torch.arange(4.0)
-    snapshot = Snapshot()
+    snapshot = HostCopy()
     first = snapshot.take({"a": [weight, {"b": (weight, 3)}], "c": "text"})
     weight += 1
     assert first["a"][0].tolist() == [0.0, 1.0, 2.0, 3.0]
@@ -213,15 +218,17 @@ def test_a_snapshot_is_a_copy_and_uses_its_memory_again() -> None:
     assert second["a"][0].tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_a_snapshot_of_a_part_of_a_tensor_saves_that_part_alone(shelf: Shelf) -> None:
+def test_a_snapshot_of_a_part_of_a_tensor_saves_that_part_alone(store: CheckpointStore) -> None:
     large = torch.zeros(1_000_000)
-    path = shelf.put("step", 1, Snapshot().take({"model": {"weight": large[:10]}}), {"epoch": 0})
+    path = store.put("step", 1, HostCopy().take({"model": {"weight": large[:10]}}), {"epoch": 0})
     assert (path / "model.pt").stat().st_size < 10_000
 
 
-def test_the_writer_writes_beside_and_says_what_is_there(shelf: Shelf) -> None:
+def test_the_writer_writes_beside_and_says_what_is_there(store: CheckpointStore) -> None:
     said = []
-    writer = Writer(shelf, lambda path, step, kind: said.append((path.name, step, kind)))
+    writer = AsyncCheckpointWriter(
+        store, lambda path, step, kind: said.append((path.name, step, kind))
+    )
     writer.put("step", 7, PARTS, {"epoch": 0})
     writer.put("best", 7, PARTS, {"epoch": 0})
     writer.wait()
@@ -230,8 +237,8 @@ def test_the_writer_writes_beside_and_says_what_is_there(shelf: Shelf) -> None:
     assert writer.failure() is None
 
 
-def test_what_the_writer_could_not_write_is_told_once(shelf: Shelf) -> None:
-    writer = Writer(shelf, lambda *_: None)
+def test_what_the_writer_could_not_write_is_told_once(store: CheckpointStore) -> None:
+    writer = AsyncCheckpointWriter(store, lambda *_: None)
     writer.put("step", 7, {"model": {"bad": {1, 2}}}, {"epoch": 0})
     writer.wait()
     failure = writer.failure()

@@ -11,13 +11,14 @@ from kernels import SECONDS
 
 import nbtoolkit as nb
 from nbtoolkit import errors
-from nbtoolkit.runtime.device import Device
-from nbtoolkit.runtime.hardware import Hardware, detect_hardware
-from nbtoolkit.search.program import Ending, Job
-from nbtoolkit.search.room import Room
-from nbtoolkit.search.slots import Slot, Slots, make_slots
-from nbtoolkit.search.start import Search, start_search
+from nbtoolkit.environment.hardware import Hardware, detect_hardware
+from nbtoolkit.environment.nvml import Device
+from nbtoolkit.run.events import Event
+from nbtoolkit.search.algorithm import JobResult, SearchJob
+from nbtoolkit.search.slots import Slot, SlotAllocator, Slots, make_slots
+from nbtoolkit.search.submit import Search, start_search
 from nbtoolkit.search.sweep_result import SweepResult
+from nbtoolkit.study.sweep_config import SweepConfig
 
 GIB = 2**30
 
@@ -91,24 +92,24 @@ class Notes:
     def __init__(self) -> None:
         self.texts: list[str] = []
 
-    def write(self, type: str, **fields: object) -> None:
+    def write(self, event: Event) -> None:
         """Nothing that these tests ask for."""
 
     def note(self, text: str, level: str = "info") -> None:
         self.texts.append(text)
 
 
-def room(config: nb.Config) -> tuple[Room, Notes]:
+def room(config: nb.Config) -> tuple[SlotAllocator, Notes]:
     notes = Notes()
-    return Room(make_slots(config, KAGGLE), notes), notes
+    return SlotAllocator(make_slots(config, KAGGLE), notes), notes
 
 
-def named(places: list[tuple[Job, Slot]]) -> list[tuple[str, str]]:
+def named(places: list[tuple[SearchJob, Slot]]) -> list[tuple[str, str]]:
     return [(job.key, slot.name) for job, slot in places]
 
 
-A, B = Job(key="a"), Job(key="b")
-OOM = Ending(status="failed", fault="oom")
+A, B = SearchJob(key="a"), SearchJob(key="b")
+OOM = JobResult(status="failed", fault="oom")
 
 
 def test_the_only_job_left_gets_all_devices_unless_they_were_slower(config: nb.Config) -> None:
@@ -117,12 +118,12 @@ def test_the_only_job_left_gets_all_devices_unless_they_were_slower(config: nb.C
     assert (slot.name, one.free) == ("all devices", 0)
     assert "only one left" in notes.texts[0]
     one.give_back(slot)
-    assert not one.runs_again(A, slot, Ending(status="completed", seconds=9.0))
+    assert not one.runs_again(A, slot, JobResult(status="completed", seconds=9.0))
     places = one.places([A, B])
     assert named(places) == [("a", "cuda:0"), ("b", "cuda:1")]
     for job, slot in places:
         one.give_back(slot)
-        assert not one.runs_again(job, slot, Ending(status="completed", seconds=5.0))
+        assert not one.runs_again(job, slot, JobResult(status="completed", seconds=5.0))
     assert named(one.places([A])) == [("a", "cuda:0")]
 
 
@@ -133,7 +134,7 @@ def test_a_job_too_large_for_one_device_gets_all_of_them_once(config: nb.Config)
     assert one.runs_again(a, first, OOM)
     assert (one.free, one.places([])) == (0, [])  # the other device is still taken
     one.give_back(second)
-    assert not one.runs_again(b, second, Ending(status="completed"))
+    assert not one.runs_again(b, second, JobResult(status="completed"))
     (again,) = one.places([])
     assert named([again]) == [("a", "all devices")]
     assert "ran out of memory: once more, on all devices" in notes.texts[0]
@@ -159,17 +160,17 @@ def test_a_trial_that_is_too_large_runs_on_all_devices(config: nb.Config) -> Non
         why="the test says so",
         together=Slot(name="all devices", hardware=hardware, overrides=both),
     )
-    wishes = {
+    sweep_config = {
         "study": {"sampler": "grid", "metric": "val_loss", "direction": "minimize"},
         "space": {"data.large": {"type": "categorical", "choices": [False, True]}},
     }
-    about = {"wishes": wishes, "config": config.to_dict(), "folds": None, "local": None}
-    program = "nbtoolkit.search.sweep_program:make_program"
-    search = Search(kind="sweep", program=program, about=about, slots=slots)
+    program = "nbtoolkit.search.sweep_algorithm:make_algorithm"
+    wished = SweepConfig.model_validate(sweep_config)
+    search = Search(kind="sweep", program=program, sweep_config=wished, slots=slots)
     started = start_search(needs_two, config, search, name="large")
-    handle = nb.SweepHandle(started.run.paths, SweepResult, line=started.line)
+    handle = nb.SweepHandle(started.run.paths, SweepResult, started=started.process)
     handle.result(timeout=SECONDS)
-    states = {e["number"]: e["state"] for e in handle.events() if e["type"] == "trial"}
+    states = {e.number: e.state for e in handle.events() if e.type == "trial"}
     assert states == {0: "complete", 1: "complete"}
-    notes = [e["text"] for e in handle.events() if e["type"] == "note"]
+    notes = [e.text for e in handle.events() if e.type == "note"]
     assert any("ran out of memory: once more, on all devices" in text for text in notes)

@@ -17,27 +17,27 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss, nll_loss
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
+from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import CheckpointError, ConfigError, FitError
-from nbtoolkit.runtime.channel import RecordChannel
-from nbtoolkit.runtime.context import RunContext
-from nbtoolkit.runtime.host import detect_host
-from nbtoolkit.runtime.paths import RunPaths
-from nbtoolkit.runtime.plan import make_plan
-from nbtoolkit.runtime.record import RunRecord
-from nbtoolkit.training.activations import find_blocks
+from nbtoolkit.host import detect_host
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.recorder import RunRecord
+from nbtoolkit.run.request import JobSpec
 from nbtoolkit.training.averaging import make_averages
-from nbtoolkit.training.compression import first_compressed
-from nbtoolkit.training.labels import check_labels
-from nbtoolkit.training.order import Share
-from nbtoolkit.training.schedule import make_schedule
-from nbtoolkit.training.stepper import Stepper
+from nbtoolkit.training.model import find_blocks, first_compressed
+from nbtoolkit.training.optimizer import make_schedule
+from nbtoolkit.training.sampler import MicroBatch
+from nbtoolkit.training.step import TrainStep
+from nbtoolkit.training.target_checks import check_labels
+from nbtoolkit.worker.channel import RecordChannel
+from nbtoolkit.worker.context import RunContext
 
 SETTINGS = {
     "optim": {"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0},
     "tracking": {"mlflow": False},
 }
-WHOLE = Share(8, 1.0, True)
+WHOLE = MicroBatch(8, 1.0, True)
 
 
 def configured(overrides: dict[str, Any] | None = None) -> Config:
@@ -50,16 +50,16 @@ def context(folder: Path, config: Config) -> RunContext:
     paths = RunPaths(folder)
     plan = make_plan(config, detect_host({}), machine(build=CPU_BUILD))
     channel = RecordChannel(RunRecord(paths, deadline=None))
-    return RunContext(config=config, plan=plan, paths=paths, channel=channel)
+    return RunContext(JobSpec(paths=paths, plan=plan, config=config), channel)
 
 
-def stepper_of(
+def train_step_of(
     ctx: RunContext,
     model: nn.Module,
     overrides: dict[str, Any] | None = None,
     loss: Any = cross_entropy,
     **more: Any,
-) -> Stepper:
+) -> TrainStep:
     """A stepper of this run; its settings may differ from the run's."""
     config = ctx.config.with_overrides(overrides or {})
 
@@ -67,18 +67,18 @@ def stepper_of(
         return model(batch[0]), batch[1]
 
     schedule = make_schedule(config, steps=20, factor=1.0)
-    return Stepper(ctx, config, model, loss, more.pop("forward", pair), schedule, **more)
+    return TrainStep(ctx, config, model, loss, more.pop("forward", pair), schedule, **more)
 
 
-Make = Callable[..., Stepper]
+Make = Callable[..., TrainStep]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
     """Makes the stepper of a run of one rank in this process."""
 
-    def make(model: nn.Module, overrides: dict[str, Any] | None = None, **more: Any) -> Stepper:
-        return stepper_of(context(tmp_path / "run", configured(overrides)), model, **more)
+    def make(model: nn.Module, overrides: dict[str, Any] | None = None, **more: Any) -> TrainStep:
+        return train_step_of(context(tmp_path / "run", configured(overrides)), model, **more)
 
     return make
 
@@ -160,10 +160,10 @@ def test_recomputed_activations_give_the_same_weights_and_statistics(
     for switch, model in zip([False, True], models, strict=True):
         loss = partial(mse_loss) if build is transformer else cross_entropy
         answers = targets[:, None].float() if build is transformer else targets
-        stepper = make(model, {"train.activation_checkpointing": switch}, loss=loss)
+        train_step = make(model, {"train.activation_checkpointing": switch}, loss=loss)
         torch.manual_seed(1)
         for _ in range(3):
-            stepper.take((inputs, answers), WHOLE, watch=False)
+            train_step.take((inputs, answers), WHOLE, watch=False)
     expected, found = (model.state_dict() for model in models)
     assert list(expected) == list(found)
     for name, value in expected.items():
@@ -173,10 +173,10 @@ def test_recomputed_activations_give_the_same_weights_and_statistics(
 
 def test_blocks_run_twice_in_training_and_once_without_gradients(make: Make) -> None:
     model = Listed()
-    stepper = make(model, {"train.activation_checkpointing": True})
-    stepper.take(points(), WHOLE, watch=False)
+    train_step = make(model, {"train.activation_checkpointing": True})
+    train_step.take(points(), WHOLE, watch=False)
     assert [block.runs for block in model.blocks] == [2, 2]
-    stepper.evaluate(points(), 6)
+    train_step.evaluate(points(), 6)
     assert [block.runs for block in model.blocks] == [3, 3]
 
 
@@ -238,9 +238,9 @@ def test_channels_last_changes_the_memory_and_not_the_values(make: Make) -> None
     other.load_state_dict(plain.state_dict())
     batch = torch.randn(8, 2, 5, 5), points()[1]
     for model, switch in ((plain, False), (other, True)):
-        stepper = make(model, {"train.channels_last": switch})
-        stepper.take(batch, WHOLE, watch=False)
-        stepper.evaluate(batch, 8)
+        train_step = make(model, {"train.channels_last": switch})
+        train_step.take(batch, WHOLE, watch=False)
+        train_step.evaluate(batch, 8)
     assert (plain.by_pixel, other.by_pixel) == ([False] * 2, [True] * 2)
     assert other.conv.weight.is_contiguous(memory_format=torch.channels_last)
     for name, value in plain.state_dict().items():
@@ -293,9 +293,9 @@ def test_upcast_makes_trained_half_weights_fp32_and_leaves_frozen_ones(make: Mak
 
 def test_upcast_weights_are_those_that_the_optimizer_trains(make: Make) -> None:
     model = mlp().half()
-    stepper = make(model, {"train.fp16_weights": "upcast"})
+    train_step = make(model, {"train.fp16_weights": "upcast"})
     before = model[0].weight.clone()
-    stepper.take(points(), WHOLE, watch=False)
+    train_step.take(points(), WHOLE, watch=False)
     assert before.dtype == torch.float32
     assert not torch.equal(model[0].weight, before)
 
@@ -407,66 +407,66 @@ def test_an_error_of_the_users_keeps_its_type_and_gets_the_step(make: Make) -> N
             raise LookupError("mine")
         return cross_entropy(outputs, targets)
 
-    stepper = make(mlp(), loss=loss)
+    train_step = make(mlp(), loss=loss)
     for _ in range(2):
-        stepper.take(points(), WHOLE, watch=False)
+        train_step.take(points(), WHOLE, watch=False)
     with pytest.raises(LookupError, match="mine") as caught:
-        stepper.take(points(), WHOLE, watch=False)
+        train_step.take(points(), WHOLE, watch=False)
     notes = getattr(caught.value, "__notes__", ["in optimizer step 3 of nb.fit"])  # from 3.11 on
     assert notes == ["in optimizer step 3 of nb.fit"]
 
 
 def test_one_cycle_moves_momentum_and_groups_keep_their_scale(make: Make) -> None:
-    stepper = make(mlp(), {"optim.schedule": "one_cycle", "optim.momentum": 0.9})
-    stepper.optimizer.param_groups[0]["lr_scale"] = 0.5
+    train_step = make(mlp(), {"optim.schedule": "one_cycle", "optim.momentum": 0.9})
+    train_step.optimizer.param_groups[0]["lr_scale"] = 0.5
     for step in range(3):
-        stepper.take(points(), WHOLE, watch=False)
-        group = stepper.optimizer.param_groups[0]
-        assert stepper.rate == stepper.schedule.rate(step)
-        assert group["lr"] == 0.5 * stepper.rate
-        assert group["momentum"] == stepper.schedule.momentum(step)
+        train_step.take(points(), WHOLE, watch=False)
+        group = train_step.optimizer.param_groups[0]
+        assert train_step.rate == train_step.schedule.rate(step)
+        assert group["lr"] == 0.5 * train_step.rate
+        assert group["momentum"] == train_step.schedule.momentum(step)
 
 
 def test_a_state_brings_back_the_schedule(make: Make) -> None:
     overrides = {"optim.schedule": "plateau", "optim.plateau_patience": 1}
-    stepper, fresh = make(mlp(), overrides), make(mlp(), overrides)
-    stepper.take(points(), WHOLE, watch=False)
-    stepper.schedule.observe(1.0, better=False)
-    fresh.restore(stepper.state(), source="here")
+    train_step, fresh = make(mlp(), overrides), make(mlp(), overrides)
+    train_step.take(points(), WHOLE, watch=False)
+    train_step.schedule.observe(1.0, better=False)
+    fresh.restore(train_step.state(), source="here")
     assert fresh.step == 1
-    assert fresh.schedule.rate(9) == stepper.schedule.rate(9) == pytest.approx(0.01)
+    assert fresh.schedule.rate(9) == train_step.schedule.rate(9) == pytest.approx(0.01)
 
 
 def test_the_average_is_evaluated_saved_and_brought_back(make: Make) -> None:
-    overrides = {"train.average": "ema", "train.ema_decay": 0.9}
-    stepper, fresh = make(mlp(), overrides), make(mlp(), overrides)
-    for one in (stepper, fresh):
+    overrides = {"train.weight_averaging": "ema", "train.ema_decay": 0.9}
+    train_step, fresh = make(mlp(), overrides), make(mlp(), overrides)
+    for one in (train_step, fresh):
         one.averages = make_averages(configured(overrides), one.module, steps=20)
-    assert stepper.evaluated is stepper.module  # nothing is averaged yet
+    assert train_step.evaluated is train_step.module  # nothing is averaged yet
     for _ in range(5):
-        stepper.take(points(), WHOLE, watch=False)
+        train_step.take(points(), WHOLE, watch=False)
     inputs, _ = batch = points()
     with torch.no_grad():
-        expected = stepper.averages.module(inputs)
-    assert torch.equal(stepper.evaluate(batch, 6)[0], expected)
-    assert not torch.equal(stepper.module(inputs), expected)
-    fresh.restore(stepper.state(), source="here")
+        expected = train_step.averages.module(inputs)
+    assert torch.equal(train_step.evaluate(batch, 6)[0], expected)
+    assert not torch.equal(train_step.module(inputs), expected)
+    fresh.restore(train_step.state(), source="here")
     assert torch.equal(fresh.evaluate(batch, 6)[0], expected)
-    state = stepper.state()
+    state = train_step.state()
     del state["averages"]
     with pytest.raises(CheckpointError, match="here was not written by fit: averages is missing"):
         fresh.restore(state, source="here")
 
 
 def test_swas_own_learning_rate_goes_before_the_schedules(make: Make) -> None:
-    overrides = {"train.average": "swa", "train.swa_start": 0.5, "train.swa_lr": 0.03}
-    stepper = make(mlp(), overrides)
-    stepper.averages = make_averages(configured(overrides), stepper.module, steps=20)
+    overrides = {"train.weight_averaging": "swa", "train.swa_start": 0.5, "train.swa_lr": 0.03}
+    train_step = make(mlp(), overrides)
+    train_step.averages = make_averages(configured(overrides), train_step.module, steps=20)
     rates = []
     for _ in range(20):
-        stepper.take(points(), WHOLE, watch=False)
-        rates.append(stepper.optimizer.param_groups[0]["lr"])
-    assert rates[9] == stepper.schedule.rate(9)
+        train_step.take(points(), WHOLE, watch=False)
+        rates.append(train_step.optimizer.param_groups[0]["lr"])
+    assert rates[9] == train_step.schedule.rate(9)
     assert rates[-5:] == [0.03] * 5
 
 
@@ -480,20 +480,20 @@ def test_an_overflow_under_fp16_backs_off_as_the_settings_say(tmp_path: Path) ->
     ctx = context(tmp_path / "run", configured(overrides))
     ctx.plan = dataclasses.replace(ctx.plan, precision="fp16")
     model = mlp()
-    stepper = stepper_of(ctx, model)
+    train_step = train_step_of(ctx, model)
     start = model[0].weight.clone()
     inputs, targets = points()
-    stepper.take((inputs * torch.inf, targets), WHOLE, watch=False)
+    train_step.take((inputs * torch.inf, targets), WHOLE, watch=False)
     assert torch.equal(model[0].weight, start)
-    scales = [stepper.state()["scaler"]["scale"]]
+    scales = [train_step.state()["scaler"]["scale"]]
     for _ in range(2):
-        stepper.take((inputs, targets), WHOLE, watch=False)
-        scales.append(stepper.state()["scaler"]["scale"])
+        train_step.take((inputs, targets), WHOLE, watch=False)
+        scales.append(train_step.state()["scaler"]["scale"])
     assert scales == [256.0, 256.0, 2048.0]
-    assert stepper.skips_overflows
+    assert train_step.skips_overflows
     for _ in range(6):
-        stepper.take((inputs * torch.inf, targets), WHOLE, watch=False)
-    assert not stepper.skips_overflows  # a scale of 0.5: hardly a step gets through
+        train_step.take((inputs * torch.inf, targets), WHOLE, watch=False)
+    assert not train_step.skips_overflows  # a scale of 0.5: hardly a step gets through
     assert not torch.equal(model[0].weight, start)
 
 
@@ -523,10 +523,10 @@ class Forked(nn.Module):
 def train_forked(config: Config, ctx: RunContext) -> list[float]:
     """Two steps with the whole model but its idle part, then two without ``sometimes``, too."""
     torch.manual_seed(0)
-    stepper = stepper_of(ctx, Forked())
+    train_step = train_step_of(ctx, Forked())
     inputs, targets = points()
     batches = [(inputs, targets)] * 2 + [(inputs + 200, targets)] * 2
-    return [float(stepper.take(batch, WHOLE, watch=True).mean) for batch in batches]
+    return [float(train_step.take(batch, WHOLE, watch=True).mean) for batch in batches]
 
 
 Launch = Callable[..., nb.RunResult]
@@ -546,7 +546,7 @@ def launch(tmp_path: Path) -> Launch:
 @pytest.mark.long
 def test_parameters_without_a_part_are_named_in_the_very_step(launch: Launch) -> None:
     def one_step(config: Config, ctx: RunContext) -> None:
-        stepper_of(ctx, Forked()).take(points(), WHOLE, watch=False)
+        train_step_of(ctx, Forked()).take(points(), WHOLE, watch=False)
 
     what = (
         r"no part in the loss[\s\S]*idle\.weight, idle\.bias\n"
@@ -578,11 +578,11 @@ def test_parameters_missing_after_accumulation_are_named_by_ddps_word(launch: La
     def train(config: Config, ctx: RunContext) -> None:
         model = Forked()
         model.idle.requires_grad_(False)
-        stepper = stepper_of(ctx, model)
+        train_step = train_step_of(ctx, model)
         inputs, targets = points()
         for _ in range(2):  # the first pass of a step uses what the second does not
-            stepper.take((inputs, targets), Share(8, 0.5, False), watch=False)
-            stepper.take((inputs + 200, targets), Share(8, 0.5, True), watch=False)
+            train_step.take((inputs, targets), MicroBatch(8, 0.5, False), watch=False)
+            train_step.take((inputs + 200, targets), MicroBatch(8, 0.5, True), watch=False)
 
     with pytest.raises(FitError, match=r"gradients: .*sometimes\.weight, sometimes\.bias"):
         launch(train)
@@ -591,8 +591,8 @@ def test_parameters_missing_after_accumulation_are_named_by_ddps_word(launch: La
 Weights = dict[str, list[float]]
 
 
-def weights_of(stepper: Stepper) -> Weights:
-    return {name: value.flatten().tolist() for name, value in stepper.state()["model"].items()}
+def weights_of(train_step: TrainStep) -> Weights:
+    return {name: value.flatten().tolist() for name, value in train_step.state()["model"].items()}
 
 
 def train_compressed(config: Config, ctx: RunContext) -> dict[str, Weights]:
@@ -602,10 +602,10 @@ def train_compressed(config: Config, ctx: RunContext) -> dict[str, Weights]:
         overrides = {"distributed.compression": kind, "distributed.powersgd_rank": rank}
         torch.manual_seed(0)
         wide = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 3))
-        stepper = stepper_of(ctx, wide, overrides)
+        train_step = train_step_of(ctx, wide, overrides)
         for _ in range(20):
-            stepper.take(points(8, seed=ctx.rank), WHOLE, watch=False)
-        found[f"{kind} {rank}"] = weights_of(stepper)
+            train_step.take(points(8, seed=ctx.rank), WHOLE, watch=False)
+        found[f"{kind} {rank}"] = weights_of(train_step)
     return found
 
 
@@ -642,18 +642,18 @@ def test_powersgd_begins_after_a_tenth_of_the_run() -> None:
 
 def share_statistics(config: Config, ctx: RunContext) -> list[list[float]]:
     """A batch norm that saw this rank's points, and its average; as all ranks have them then."""
-    stepper = stepper_of(ctx, nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)))
-    averages = stepper.averages = make_averages(config, stepper.module, steps=20)
+    train_step = train_step_of(ctx, nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)))
+    averages = train_step.averages = make_averages(config, train_step.module, steps=20)
     assert averages is not None
     for _ in range(2):
-        stepper.take(points(8, seed=ctx.rank), WHOLE, watch=False)
-    stepper.share_buffers()
-    return [norm.running_mean.tolist() for norm in (stepper.module[0], averages.module[0])]
+        train_step.take(points(8, seed=ctx.rank), WHOLE, watch=False)
+    train_step.share_buffers()
+    return [norm.running_mean.tolist() for norm in (train_step.module[0], averages.module[0])]
 
 
 @pytest.mark.long
 def test_statistics_of_the_model_and_of_its_average_are_rank_0s(launch: Launch) -> None:
-    settings = {"train.average": "ema", "distributed.broadcast_buffers": False}
+    settings = {"train.weight_averaging": "ema", "distributed.broadcast_buffers": False}
     first, second = launch(share_statistics, settings).values
     assert first == second
     assert first[0] != first[1]
@@ -664,11 +664,11 @@ def train_blocks(config: Config, ctx: RunContext) -> list[Weights]:
     found = []
     for switch in (False, True):
         torch.manual_seed(0)
-        stepper = stepper_of(ctx, Listed(), {"train.activation_checkpointing": switch})
+        train_step = train_step_of(ctx, Listed(), {"train.activation_checkpointing": switch})
         torch.manual_seed(1 + ctx.rank)
         for last in (False, True) * 3:
-            stepper.take(points(8, seed=ctx.rank), Share(8, 0.5, last), watch=False)
-        found.append(weights_of(stepper))
+            train_step.take(points(8, seed=ctx.rank), MicroBatch(8, 0.5, last), watch=False)
+        found.append(weights_of(train_step))
     return found
 
 
@@ -687,12 +687,12 @@ def train_and_tell(config: Config, ctx: RunContext, *, tanh: bool = False) -> di
     torch.manual_seed(0)
     # matrix products alone need no kernel in C++ (10 s); tanh needs one
     layers = [nn.Linear(6, 16, bias=False), nn.Linear(16, 3, bias=False)]
-    stepper = stepper_of(
+    train_step = train_step_of(
         ctx, nn.Sequential(*layers, *[nn.Tanh()] * tanh), {"train.compile": config.train.compile}
     )
     batch = points(8, seed=ctx.rank)
-    losses = [float(stepper.take(batch, WHOLE, watch=False).mean) for _ in range(4)]
-    return {"losses": losses, "keys": list(stepper.state()["model"])}
+    losses = [float(train_step.take(batch, WHOLE, watch=False).mean) for _ in range(4)]
+    return {"losses": losses, "keys": list(train_step.state()["model"])}
 
 
 def train_twice(config: Config, ctx: RunContext) -> tuple[dict[str, Any], dict[str, Any], int]:

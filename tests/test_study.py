@@ -1,56 +1,43 @@
 from __future__ import annotations
 
-import contextlib
 import json
-import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
-from optuna.storages import RDBStorage
 from searches import LR, SPACE
-from sqlalchemy import text
 
 from nbtoolkit import load_config
-from nbtoolkit.errors import RunFolderError, SpaceError, SweepError
-from nbtoolkit.search.pruners import make_pruner
-from nbtoolkit.search.samplers import make_sampler
-from nbtoolkit.search.study import SearchStudy, copy_study, keep_tables, open_storage, open_study
-from nbtoolkit.search.wishes import Wishes, load_wishes
+from nbtoolkit.errors import SpaceError, SweepError
+from nbtoolkit.study.samplers import make_pruner, make_sampler
+from nbtoolkit.study.storage import FILE, open_journal, read_study
+from nbtoolkit.study.study import SearchStudy, open_study
+from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
 
 COMPLETE = optuna.trial.TrialState.COMPLETE
 
 
 class Opened:
-    """Opens studies, and closes them when the test is over."""
+    """Opens studies in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._open: list[SearchStudy] = []
 
     def __call__(self, source: Any, identity: dict[str, Any] | None = None) -> SearchStudy:
-        wishes = wished(source)
-        file = self.folder / "study.db"
-        study = open_study(file, wishes, wishes.make_space(), identity or {})
-        self._open.append(study)
-        return study
-
-    def close(self) -> None:
-        while self._open:
-            self._open.pop().close()
+        sweep_config = wished(source)
+        return open_study(
+            self.folder / FILE, sweep_config, sweep_config.make_space(), identity or {}
+        )
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Opened]:
-    opener = Opened(tmp_path)
-    yield opener
-    opener.close()
+def opened(tmp_path: Path) -> Opened:
+    return Opened(tmp_path)
 
 
-def wished(source: Any) -> Wishes:
-    return load_wishes({"budget": {"n_trials": 9}, **source}, load_config(env=None))
+def wished(source: Any) -> SweepConfig:
+    return load_sweep_config({"budget": {"n_trials": 9}, **source}, load_config(env=None))
 
 
 def plain(**study: Any) -> dict[str, Any]:
@@ -66,21 +53,10 @@ def finished(study: SearchStudy, value: float = 0.5) -> dict[str, Any]:
 def test_parameters_are_those_in_the_file_to_the_last_bit(opened: Opened, tmp_path: Path) -> None:
     study = opened(plain(sampler="tpe"))
     asked = [finished(study, value=i / 7) for i in range(15)]
-    opened.close()
-    stored = optuna.load_study(study_name="sweep", storage=f"sqlite:///{tmp_path}/study.db").trials
+    stored = read_study(tmp_path / FILE).trials
     assert [{**trial.params} for trial in stored] == asked
     assert [trial.values for trial in stored] == [[i / 7] for i in range(15)]
     assert all(type(params["optim.lr"]) is float for params in asked)
-
-
-def test_a_study_is_plain_sqlite_in_wal_mode(opened: Opened, tmp_path: Path) -> None:
-    finished(opened(plain()))
-    with sqlite3.connect(tmp_path / "study.db") as database:
-        assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-        assert database.execute("SELECT count(*) FROM trials").fetchone() == (1,)
-    database.close()
-    opened.close()
-    assert not (tmp_path / "study.db-wal").exists()
 
 
 @pytest.mark.parametrize(
@@ -100,7 +76,6 @@ def test_a_reopened_study_draws_what_it_would_have_drawn(sampler: str, tmp_path:
             study = opener(plain(sampler=sampler, sampler_options=options))
             for _ in range(trials):
                 found.append(finished(study, value=len(found) % 3))
-            opener.close()
         return found
 
     whole, parts = drawn(tmp_path / "one", [6]), drawn(tmp_path / "three", [2, 1, 3])
@@ -134,7 +109,6 @@ def test_a_running_trial_is_taken_up_with_the_same_parameters(opened: Opened) ->
     study = opened(plain())
     number, params = study.ask()
     study.report(number, 0.5, 0)
-    opened.close()
     again = opened(plain())
     assert again.take_up(number) == (number, params)
     assert again.report(number, 0.7, 0)[0] == 0  # the step counts once, without a warning
@@ -146,7 +120,6 @@ def test_a_trial_cut_off_while_it_was_drawn_gets_its_missing_parameters(opened: 
     study = opened(plain(sampler="random"))
     whole = study.ask()[1]
     study.optuna.ask().suggest_float("optim.lr", LR["low"], LR["high"], log=True)
-    opened.close()
     _, params = opened(plain(sampler="random")).take_up(1)
     assert set(params) == set(whole)
     assert params != whole
@@ -163,10 +136,9 @@ def test_a_study_for_another_search_is_refused_and_the_difference_shown(opened: 
 def test_a_study_cut_off_before_its_first_trial_is_made_anew(
     opened: Opened, tmp_path: Path
 ) -> None:
-    storage = open_storage(tmp_path / "study.db")
+    storage = open_journal(tmp_path / FILE)
     half = optuna.create_study(study_name="sweep", storage=storage)
     half.enqueue_trial({"optim.lr": 0.5})
-    storage.engine.dispose()
     study = opened({**plain(), "first_trials": [{"optim.lr": 0.25}]})
     assert finished(study)["optim.lr"] == 0.25
     finished(study)
@@ -190,25 +162,7 @@ def test_lists_are_choices_too(opened: Opened) -> None:
     assert set(found) == {(64,), (64, 32)}
 
 
-def test_a_copy_is_whole_while_the_study_is_open(opened: Opened, tmp_path: Path) -> None:
-    study = opened(plain())
-    finished(study)
-    target = tmp_path / "kept.db"
-    for count in (1, 2):
-        copy_study(tmp_path / "study.db", target)
-        with sqlite3.connect(target) as database:
-            assert database.execute("SELECT count(*) FROM trials").fetchone() == (count,)
-        database.close()
-        finished(study)
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-
-def fill(study: SearchStudy) -> None:
-    for _ in range(1000):
-        finished(study)
-
-
-def test_what_is_read_from_memory_is_what_lies_on_disk(opened: Opened, tmp_path: Path) -> None:
+def test_a_study_is_the_same_when_it_is_opened_again(opened: Opened, tmp_path: Path) -> None:
     study = opened(plain(sampler="tpe", pruner="median"))
     for i in range(4):
         number, _ = study.ask()
@@ -218,19 +172,9 @@ def test_what_is_read_from_memory_is_what_lies_on_disk(opened: Opened, tmp_path:
         if i < 3:
             study.tell(number, COMPLETE, [i / 7], {"seconds": 1.5, "fold-0": {"val_loss": 0.5}})
     study.remember("added", 2)
-    own, _ = seen(study.optuna), opened.close()
+    own = seen(study.optuna)
     assert own == seen(opened(plain(sampler="tpe", pruner="median")).optuna)
-    opened.close()
-    storage = f"sqlite:///{tmp_path}/study.db"
-    assert own == seen(optuna.load_study(study_name="sweep", storage=storage))
-
-
-def test_the_storage_of_a_sweep_is_for_its_study_alone(opened: Opened) -> None:
-    storage = opened(plain())._storage
-    with pytest.raises(SweepError, match=r"asked to make the study 'other'(.|\n)*once the sweep"):
-        optuna.create_study(study_name="other", storage=storage)
-    with pytest.raises(SweepError, match="asked to delete the study 'sweep'"):
-        optuna.delete_study(study_name="sweep", storage=storage)
+    assert own == seen(read_study(tmp_path / FILE))
 
 
 def seen(study: optuna.Study) -> list[Any]:
@@ -245,41 +189,11 @@ def seen(study: optuna.Study) -> list[Any]:
     return [study.directions, study.user_attrs, trials, reports]
 
 
-def test_a_study_made_from_kept_tables_is_like_any_other(tmp_path: Path) -> None:
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "empty").mkdir()
-    RDBStorage(f"sqlite:///{tmp_path}/plain/study.db").engine.dispose()
-    keep_tables(tmp_path / "empty")
-    opener = Opened(tmp_path)
-    finished(opener(plain()))
-    opener.close()
-    assert schema(tmp_path / "study.db") == schema(tmp_path / "plain" / "study.db")
-    storage = f"sqlite:///{tmp_path}/study.db"  # its version is checked here
-    assert len(optuna.load_study(study_name="sweep", storage=storage).trials) == 1
-
-
-def schema(file: Path) -> list[Any]:
-    with contextlib.closing(sqlite3.connect(file)) as database:
-        tables = database.execute("select sql from sqlite_master order by name").fetchall()
-        versions = [*database.execute("select * from version_info")]
-        return [tables, versions, [*database.execute("select * from alembic_version")]]
-
-
-def test_a_full_disk_is_told(opened: Opened) -> None:
-    study = opened(plain())
-    finished(study)
-    with study._storage._disk.engine.connect() as connection:  # the pool's only one
-        connection.execute(text("PRAGMA max_page_count = 1"))
-    with pytest.raises(RunFolderError, match=r"database or disk is full(.|\n)*free some space"):
-        fill(study)
-
-
 def test_a_warm_start_takes_the_trials_that_fit(opened: Opened, tmp_path: Path) -> None:
     old = Opened(tmp_path / "old")
     old.folder.mkdir()
     study = old(plain(sampler="random"))
     lrs = [finished(study, value=i)["optim.lr"] for i in range(6)]
-    old.close()
     low = sorted(lrs)[2]
     narrow = {**SPACE, "optim.lr": {**LR, "low": low}}
     new = opened({"space": narrow, "warm_start": str(old.folder)})
@@ -303,7 +217,6 @@ def test_a_warm_start_that_cannot_be_is_refused(
     old = Opened(tmp_path / "old")
     old.folder.mkdir()
     finished(old(plain()))
-    old.close()
     with pytest.raises(SweepError, match=says):
         opened({"study": study, "space": space, "warm_start": str(old.folder)})
 

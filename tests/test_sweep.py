@@ -75,8 +75,8 @@ def test_every_rank_of_a_trial_has_the_same_values(config: nb.Config) -> None:
         return {"val_loss": ctx.world_size}
 
     two = config.with_overrides({"distributed.world_size": 2, "distributed.enabled": True})
-    wishes = {**RANDOM, "placement": "all_devices_per_trial"}
-    result = swept(train, two, wishes, n_trials=3)
+    sweep_config = {**RANDOM, "placement": "all_devices_per_trial"}
+    result = swept(train, two, sweep_config, n_trials=3)
     assert list(result.trials["value"]) == [2.0, 2.0, 2.0]
 
 
@@ -90,13 +90,13 @@ def test_ranks_on_all_devices_are_kept_and_replaced_where_a_trial_fails(config: 
     two = config.with_overrides({"distributed.world_size": 2, "distributed.enabled": True})
     grid = {"data.which": {"type": "categorical", "choices": [0, 1, 2, 3]}}
     first = [{"data.which": number} for number in range(4)]
-    wishes = {
+    sweep_config = {
         "study": {"sampler": "random", "pruner": "none"},
         "placement": "all_devices_per_trial",
         "first_trials": first,
         "space": grid,
     }
-    result = swept(train, two, wishes, n_trials=4)
+    result = swept(train, two, sweep_config, n_trials=4)
     assert list(result.trials["state"]) == ["complete", "failed", "complete", "complete"]
     assert "on rank 1 only" in result.trials.loc[1, "reason"]
     before, after = result.trials.loc[0, "value"], result.trials.loc[2, "value"]
@@ -114,9 +114,9 @@ LONG = pytest.mark.long
 def test_the_same_trials_whatever_the_number_of_slots(config: nb.Config, sampler: str) -> None:
     grid = {"optim.lr": {"type": "categorical", "choices": [0.1, 0.01, 0.001, 0.0001, 1e-5]}}
     space = grid if sampler == "grid" else LR
-    wishes = {"study": {"sampler": sampler, "pruner": "none"}, "space": space}
-    alone = {**wishes, "placement": "all_devices_per_trial"}
-    found = [swept(bowl, config, one, n_trials=5, resume="never") for one in (wishes, alone)]
+    sweep_config = {"study": {"sampler": sampler, "pruner": "none"}, "space": space}
+    alone = {**sweep_config, "placement": "all_devices_per_trial"}
+    found = [swept(bowl, config, one, n_trials=5, resume="never") for one in (sweep_config, alone)]
     rows = [one.trials[["optim.lr", "value"]].values.tolist() for one in found]
     assert rows[0] == rows[1]
 
@@ -124,8 +124,8 @@ def test_the_same_trials_whatever_the_number_of_slots(config: nb.Config, sampler
 @pytest.mark.long
 def test_tpe_on_one_slot_searches_the_same_from_scratch(config: nb.Config) -> None:
     study = {"sampler": "tpe", "pruner": "none"}
-    wishes = {"study": study, "placement": "all_devices_per_trial", "space": LR}
-    found = [swept(bowl, config, wishes, n_trials=13, resume="never") for _ in range(2)]
+    sweep_config = {"study": study, "placement": "all_devices_per_trial", "space": LR}
+    found = [swept(bowl, config, sweep_config, n_trials=13, resume="never") for _ in range(2)]
     rows = [one.trials[["optim.lr", "value"]].values.tolist() for one in found]
     assert rows[0] == rows[1]
 
@@ -173,13 +173,13 @@ def test_hopeless_trials_are_ended_on_all_ranks(config: nb.Config) -> None:
         for step in range(50):
             ctx.report({"val_loss": config.optim.lr * 50}, step=step)
 
-    wishes = {
+    sweep_config = {
         "study": {"sampler": "random", "pruner": "median"},
         "placement": "all_devices_per_trial",
         "space": LR,
     }
     two = config.with_overrides({"distributed.world_size": 2, "distributed.enabled": True})
-    result = swept(train, two, wishes, n_trials=14)
+    result = swept(train, two, sweep_config, n_trials=14)
     states = list(result.trials["state"])
     assert set(states) == {"complete", "pruned"}
     assert states[:5] == ["complete"] * 5  # the pruner's start
@@ -191,12 +191,12 @@ def test_a_trial_that_takes_too_long_has_failed(config: nb.Config) -> None:
             time.sleep(600)
         return {"val_loss": 1.0}
 
-    wishes = {
+    sweep_config = {
         "study": {"sampler": "grid"},
         "budget": {"trial_timeout": 0.5},
         "space": {"data.slow": {"type": "categorical", "choices": [True, False]}},
     }
-    result = swept(train, config, wishes)
+    result = swept(train, config, sweep_config)
     slow = result.trials[result.trials["data.slow"]]
     assert list(slow["state"]) == ["failed"]
     assert "time of 0.5 s is used up" in slow["reason"].item()
@@ -221,7 +221,7 @@ def test_a_value_that_is_none_is_never_zero(config: nb.Config, value: Any, reaso
 def test_a_sweep_that_was_stopped_before_its_first_value_has_no_best(config: nb.Config) -> None:
     def train(config: nb.Config, ctx: nb.RunContext) -> None:
         while True:
-            ctx.check()
+            ctx.raise_if_stopped()
             time.sleep(0.01)
 
     handle = nb.sweep(train, config, RANDOM, n_trials=2, wait=False, display="off")
@@ -333,12 +333,13 @@ def test_two_sweeps_at_once_in_one_kernel(config: nb.Config) -> None:
 
 def running(handle: nb.SweepHandle) -> list[int]:
     """Numbers of the trials that run."""
-    states = {e["number"]: e["state"] for e in handle.events() if e["type"] == "trial"}
+    states = {e.number: e.state for e in handle.events() if e.type == "trial"}
     return [number for number, state in states.items() if state == "running"]
 
 
 def ended(handle: nb.SweepHandle) -> int:
-    done = {e["number"] for e in handle.events() if e.get("state") in ("complete", "failed")}
+    trials = (e for e in handle.events() if e.type == "trial")
+    done = {e.number for e in trials if e.state in ("complete", "failed")}
     return len(done)
 
 

@@ -1,4 +1,4 @@
-"""SIGKILL at random moments to kernel, conductor and workers: the study ends as it should.
+"""SIGKILL at random moments to kernel, scheduler and workers: the study ends as it should.
 
 `make test` kills the kernel and a worker once each, in test_sweep_faults.py.
 """
@@ -18,20 +18,20 @@ from kernels import Script, alive, all_gone, descendants, script, until
 from sweeps import begun, finished, sweep_folder
 
 KILLS = 20
-VICTIMS = ("kernel", "conductor", "worker")
+VICTIMS = ("kernel", "scheduler", "worker")
 
 SWEEP = """
 import json
-wishes = json.loads(open("wishes.json").read())
+sweep_config = json.loads(open("sweep_config.json").read())
 config = nb.load_config(env=None, overrides={
     "runtime.output_dir": "out", "tracking.mlflow": False,
 })
-result = nb.sweep(functions.takes_its_time, config, wishes, display="off")
+result = nb.sweep(functions.takes_its_time, config, sweep_config, display="off")
 print(result.status)
 """
 
 
-def wishes(trials: int) -> dict[str, object]:
+def sweep_config(trials: int) -> dict[str, object]:
     return {
         "study": {"sampler": "grid", "pruner": "none"},
         "budget": {"retries": 1_000, "max_failures": None},
@@ -86,7 +86,7 @@ def some_trial_begins(kernel: Script, folder: Path) -> None:
 @pytest.mark.timeout(900)
 def test_no_trial_is_lost_and_none_counts_twice(tmp_path: Path) -> None:
     trials = 6 * KILLS
-    (tmp_path / "wishes.json").write_text(json.dumps(wishes(trials)))
+    (tmp_path / "sweep_config.json").write_text(json.dumps(sweep_config(trials)))
     chance, struck, before = random.Random(KILLS), 0, dict[int, float]()
     while struck < KILLS:
         with script(SWEEP, tmp_path) as kernel:

@@ -24,9 +24,9 @@ def test_a_sweep_of_the_cnn_reaches_98_percent_over_five_folds(tmp_path: Path) -
         },
     )
     space = {"optim.lr": {"type": "float", "low": 1e-3, "high": 1e-2, "log": True}}
-    wishes = {"study": {"metric": "val_accuracy", "direction": "maximize"}, "space": space}
+    sweep_config = {"study": {"metric": "val_accuracy", "direction": "maximize"}, "space": space}
     folds = nb.make_folds(digits.load()[1], k=5)
-    result = nb.sweep(digits.train, config, wishes, n_trials=4, folds=folds, display="text")
+    result = nb.sweep(digits.train, config, sweep_config, n_trials=4, folds=folds, display="text")
     assert result.best_value is not None
     assert result.best_value >= 0.98
     winner = nb.launch(digits.train, result.best_config, display="off")

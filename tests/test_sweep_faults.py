@@ -20,7 +20,7 @@ from nbtoolkit import errors
 
 pytestmark = pytest.mark.chaos
 
-WISHES = {
+SWEEP_CONFIG = {
     "study": {"sampler": "random", "pruner": "none"},
     "space": {"optim.lr": {"type": "float", "low": 0.001, "high": 0.1}},
 }
@@ -28,14 +28,14 @@ FATES = ["well", "killed", "hung", "out of memory", "nan"]
 # The third trial and those after it do not come to their end while there is a file ``hold``.
 SWEEP = """
 import json, os, time
-wishes = json.loads(open("wishes.json").read())
+sweep_config = json.loads(open("sweep_config.json").read())
 config = nb.load_config("config.json", env=None)
 def train(config, ctx):
     found = functions.takes_its_time(config, ctx)
     while ctx.paths.folder.name > "0001" and os.path.exists("hold"):
         time.sleep(0.02)
     return found
-result = nb.sweep(train, config, wishes, n_trials=6, display="off")
+result = nb.sweep(train, config, sweep_config, n_trials=6, display="off")
 print(result.status, len(result.trials))
 """
 
@@ -50,7 +50,7 @@ def config(tmp_path: Path) -> nb.Config:
 def home(config: nb.Config, tmp_path: Path) -> Path:
     """A working directory for scripts; sweeps go to its folder ``out``."""
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    (tmp_path / "wishes.json").write_text(json.dumps(WISHES))
+    (tmp_path / "sweep_config.json").write_text(json.dumps(SWEEP_CONFIG))
     return tmp_path
 
 
@@ -60,8 +60,8 @@ def home(config: nb.Config, tmp_path: Path) -> Path:
 def test_a_worker_that_dies_hangs_or_has_no_memory_costs_its_trial(config: nb.Config) -> None:
     config = config.with_overrides({"runtime.hang_timeout": 2})
     choices = {"type": "categorical", "choices": FATES}
-    wishes = {"study": {"sampler": "grid"}, "space": {"data.what": choices}}
-    result = nb.sweep(functions.is_slow_or_ill, config, wishes, display="off")
+    sweep_config = {"study": {"sampler": "grid"}, "space": {"data.what": choices}}
+    result = nb.sweep(functions.is_slow_or_ill, config, sweep_config, display="off")
     rows = {row["data.what"]: row for _, row in result.trials.iterrows()}
     states = {what: row["state"] for what, row in rows.items()}
     assert states == {
@@ -85,8 +85,8 @@ def test_a_trial_is_tried_again_where_that_is_wished(config: nb.Config, tmp_path
             raise ValueError("not yet")
         return {"val_loss": 1.0}
 
-    wishes = {**WISHES, "budget": {"retries": 2}}
-    result = nb.sweep(train, config, wishes, n_trials=2, display="off")
+    sweep_config = {**SWEEP_CONFIG, "budget": {"retries": 2}}
+    result = nb.sweep(train, config, sweep_config, n_trials=2, display="off")
     assert list(result.trials["state"]) == ["complete", "complete"]
 
 
@@ -94,9 +94,9 @@ def test_too_many_failures_end_the_sweep(config: nb.Config) -> None:
     def train(config: nb.Config, ctx: nb.RunContext) -> None:
         raise ValueError("always")
 
-    wishes = {**WISHES, "budget": {"max_failures": 2}}
+    sweep_config = {**SWEEP_CONFIG, "budget": {"max_failures": 2}}
     with pytest.raises(errors.SweepError, match=r"trials have failed; the last: .*always"):
-        nb.sweep(train, config, wishes, n_trials=50, display="off")
+        nb.sweep(train, config, sweep_config, n_trials=50, display="off")
 
 
 # --- sessions that die ---
@@ -104,7 +104,7 @@ def test_too_many_failures_end_the_sweep(config: nb.Config) -> None:
 
 @pytest.mark.parametrize(
     "victim",
-    ["kernel", *(pytest.param(one, marks=pytest.mark.long) for one in ("conductor", "launchpad"))],
+    ["kernel", *(pytest.param(one, marks=pytest.mark.long) for one in ("scheduler", "forkserver"))],
 )
 def test_a_session_that_dies_is_gone_on_with(home: Path, victim: str) -> None:
     (home / "hold").touch()
@@ -112,9 +112,9 @@ def test_a_session_that_dies_is_gone_on_with(home: Path, victim: str) -> None:
         folder = sweep_folder(home)
         until(lambda: len(finished(folder)) == 2 < begun(folder), "two trials, and one that runs")
         family = descendants(kernel.pid)
-        conductor = json.loads((folder / "owner.json").read_text())["pid"]
-        (pad,) = [pid for pid in family if conductor in descendants(pid)]
-        os.kill({"kernel": kernel.pid, "conductor": conductor, "launchpad": pad}[victim], 9)
+        scheduler = json.loads((folder / "owner.json").read_text())["pid"]
+        (pad,) = [pid for pid in family if scheduler in descendants(pid)]
+        os.kill({"kernel": kernel.pid, "scheduler": scheduler, "forkserver": pad}[victim], 9)
         out, err = kernel.end()
         assert victim == "kernel" or "LaunchError" in err, out + err
     all_gone(family)
@@ -136,14 +136,14 @@ def test_a_session_that_dies_is_gone_on_with(home: Path, victim: str) -> None:
 def test_a_study_of_another_space_or_other_folds_is_refused(config: nb.Config) -> None:
     folds = nb.make_folds([0, 1] * 6, k=2)
     options: dict[str, Any] = {"n_trials": 1, "display": "off"}
-    first = nb.sweep(functions.takes_its_time, config, WISHES, folds=folds, **options)
+    first = nb.sweep(functions.takes_its_time, config, SWEEP_CONFIG, folds=folds, **options)
     options["resume"] = first.paths.run_id
-    wider = {**WISHES, "space": {"optim.lr": {"type": "float", "low": 0.001, "high": 0.2}}}
+    wider = {**SWEEP_CONFIG, "space": {"optim.lr": {"type": "float", "low": 0.001, "high": 0.2}}}
     with pytest.raises(errors.SweepError, match=r"0\.2"):
         nb.sweep(functions.takes_its_time, config, wider, folds=folds, **options)
     others = nb.make_folds([0, 1] * 6, k=2, seed=1)
     with pytest.raises(errors.SweepError, match="folds"):
-        nb.sweep(functions.takes_its_time, config, WISHES, folds=others, **options)
+        nb.sweep(functions.takes_its_time, config, SWEEP_CONFIG, folds=others, **options)
 
 
 FILL = """
@@ -162,7 +162,7 @@ def test_a_full_disk_ends_the_session_and_not_the_study(home: Path) -> None:
     code = (
         FILL
         + """
-wishes = json.loads(open("wishes.json").read())
+wishes = json.loads(open("sweep_config.json").read())
 config = nb.load_config("config.json", env=None)
 def fills(config, ctx):
     if ctx.params["optim.lr"] < 1:

@@ -11,7 +11,8 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from nbtoolkit.errors import SweepError
-from nbtoolkit.search.plots import COLOURS, plot_history, plot_importances, plot_slices
+from nbtoolkit.study.plots import COLOURS, plot_history, plot_importances, plot_slices
+from nbtoolkit.study.storage import FILE, open_journal
 
 SPACE = {
     "optim.lr": optuna.distributions.FloatDistribution(1e-4, 1e-1, log=True),
@@ -36,7 +37,7 @@ def trial(
 
 
 def study_of(*trials: Any, direction: str = "maximize", folder: Path | None = None) -> optuna.Study:
-    storage = f"sqlite:///{folder}/study.db" if folder else None
+    storage = open_journal(folder / FILE) if folder else None
     study = optuna.create_study(storage=storage, study_name="digits", direction=direction)
     study.add_trials(trials)
     return study

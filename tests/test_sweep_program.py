@@ -1,29 +1,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
-from searches import LR, SPACE, Fake, Memory, close_all, drive, program
+from searches import LR, SPACE, Fake, Memory, drive, program
 
 from nbtoolkit.errors import SweepError
-from nbtoolkit.search.program import Ending, Job
-from nbtoolkit.search.sweep_program import SweepProgram
+from nbtoolkit.run.messages import SearchCommand
+from nbtoolkit.search.algorithm import JobResult, SearchJob
+from nbtoolkit.search.sweep_algorithm import SweepAlgorithm
+from nbtoolkit.study.storage import FILE, read_study
 
 TRIAL = ["trials/0000", "trials/0001", "trials/0002", "trials/0003"]
 
 
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    """Sessions that died in a test leave their study open."""
-    yield
-    close_all()
-
-
-def loss(job: Job, step: int) -> dict[str, float]:
+def loss(job: SearchJob, step: int) -> dict[str, float]:
     """The best learning rate is 0.01; every step is a little better than the one before."""
     return {"val_loss": (math.log10(job.params["optim.lr"]) + 2) ** 2 + 0.1 / (step + 1)}
 
@@ -35,12 +30,11 @@ def sweep(n: int = 4, *, budget: Mapping[str, Any] | None = None, **more: Any) -
 
 
 def stored(folder: Path) -> list[optuna.trial.FrozenTrial]:
-    study = optuna.load_study(study_name="sweep", storage=f"sqlite:///{folder}/study.db")
-    return study.trials
+    return read_study(folder / FILE).trials
 
 
 def ends(diary: Memory) -> dict[int, tuple[str, Any]]:
-    return {number: (event["state"], event["reason"]) for number, event in diary.ends().items()}
+    return {number: (event.state, event.reason) for number, event in diary.ends().items()}
 
 
 # --- what is run ---
@@ -59,7 +53,7 @@ def test_trials_are_run_and_the_best_is_named(tmp_path: Path) -> None:
     assert summary["best_params"] == jobs[best].params
     assert summary["counts"] == {"complete": 4}
     assert [trial.value for trial in stored(tmp_path)] == list(values.values())
-    assert [event["best"] for event in diary.of("trial") if event["state"] == "complete"] == [
+    assert [event.best for event in diary.of("trial") if event.state == "complete"] == [
         values[i] == min(list(values.values())[: i + 1]) for i in range(4)
     ]
 
@@ -93,13 +87,13 @@ def test_a_trial_asked_for_ahead_is_the_one_that_would_have_come(
         folder.mkdir()
         study = {"sampler": sampler, "sampler_options": {}}
         made, _ = program(folder, sweep(14, study=study))
-        jobs: list[Job] = []
+        jobs: list[SearchJob] = []
         while (job := made.next(None)) is not None:
             jobs.append(job)
             for _ in range(3):
                 made.prepare(ahead)
             assert not (ahead and len(jobs) < 9) or made.ready
-            made.ended(job, Ending(status="completed", metrics=loss(job, 2), seconds=1.0))
+            made.ended(job, JobResult(status="completed", metrics=loss(job, 2), seconds=1.0))
         made.close("completed")
         found.append([job.params for job in jobs])
     assert found[0] == found[1]
@@ -122,8 +116,8 @@ def test_a_trial_asked_for_ahead_comes_first_in_the_next_session(tmp_path: Path)
     first = made.next(None)
     assert first is not None
     made.prepare(1)
-    made.ended(first, Ending(status="completed", metrics=loss(first, 2), seconds=1.0))
-    made.obey({"op": "stop"})
+    made.ended(first, JobResult(status="completed", metrics=loss(first, 2), seconds=1.0))
+    made.obey(SearchCommand(op="stop"))
     assert made.next(None) is None
     made.close("stopped")
     asked = stored(tmp_path)[1].params["optim.lr"]
@@ -174,7 +168,7 @@ def test_a_hopeless_trial_is_pruned_at_a_report(tmp_path: Path) -> None:
     assert all(job.judged for job in jobs)
     assert [state for state, _ in ends(diary).values()] == ["complete", "complete", "pruned"]
     assert ends(diary)[2][1] == "at step 0, with val_loss 4.1"
-    assert [event["step"] for event in diary.of("intermediate")] == [0, 1, 2, 0, 1, 2, 0]
+    assert [event.step for event in diary.of("intermediate")] == [0, 1, 2, 0, 1, 2, 0]
     made.close("completed")
 
 
@@ -184,10 +178,10 @@ def test_a_pruned_trial_that_was_through_counts(tmp_path: Path) -> None:
     made, diary = program(tmp_path, sweep(2, study=study, first_trials=firsts))
     one = made.next(None)
     assert made.reported(one, {"val_loss": 0.1}, 0) is None
-    made.ended(one, Ending(status="completed", metrics={"val_loss": 0.1}))
+    made.ended(one, JobResult(status="completed", metrics={"val_loss": 0.1}))
     two = made.next(None)
     assert made.reported(two, {"val_loss": 4.1}, 0) == "pruned"
-    made.ended(two, Ending(status="completed", metrics={"val_loss": 4.1}))
+    made.ended(two, JobResult(status="completed", metrics={"val_loss": 4.1}))
     assert ends(diary)[1] == ("complete", None)
     made.close("completed")
 
@@ -211,13 +205,13 @@ def test_a_metric_that_is_no_number_fails_the_trial(
         "no trial of the sweep has a value: 1 failed" if "val_loss" in metrics else "does not have"
     )
     with pytest.raises(SweepError, match=told):
-        _end_and_close(made, Ending(status="completed", metrics=metrics))
+        _end_and_close(made, JobResult(status="completed", metrics=metrics))
     assert ends(diary) == {0: ("failed", reason)}
     (trial,) = stored(tmp_path)
     assert (trial.state.name, trial.value) == ("FAIL", None)
 
 
-def _end_and_close(made: SweepProgram, ending: Ending) -> None:
+def _end_and_close(made: SweepAlgorithm, ending: JobResult) -> None:
     made.ended(made.next(None), ending)
     made.close("completed")
 
@@ -227,17 +221,17 @@ def test_a_report_that_is_nan_ends_its_trial_as_failed(tmp_path: Path) -> None:
     job = made.next(None)
     assert made.reported(job, {"lr": 0.1}, 0) is None  # not every report has the metric
     assert made.reported(job, {"val_loss": math.nan}, 1) == "pruned"
-    made.ended(job, Ending(status="pruned"))
+    made.ended(job, JobResult(status="pruned"))
     assert ends(diary) == {0: ("failed", "val_loss is nan at step 1")}
     with pytest.raises(SweepError, match="no trial of the sweep has a value"):
         made.close("completed")
 
 
 def test_the_best_report_may_be_the_value(tmp_path: Path) -> None:
-    made, diary = program(tmp_path, sweep(1, study={"value": "best"}))
+    made, diary = program(tmp_path, sweep(1, study={"trial_value": "best"}))
     worse = Fake(lambda job, step: {"val_loss": [0.3, 0.1, 0.2][step]})
     drive(made, worse)
-    assert diary.ends()[0]["value"] == 0.1
+    assert diary.ends()[0].value == 0.1
     made.close("completed")
 
 
@@ -251,7 +245,7 @@ def test_several_metrics_have_a_front(tmp_path: Path) -> None:
     )
     summary = made.close("completed")
     assert (summary["front"], summary["best"]) == ([0, 1], None)
-    assert diary.ends()[0]["values"] == [0.5, 0.7]
+    assert diary.ends()[0].values == [0.5, 0.7]
 
 
 def test_a_broken_limit_is_infeasible_and_never_best(tmp_path: Path) -> None:
@@ -269,7 +263,7 @@ def test_a_broken_limit_is_infeasible_and_never_best(tmp_path: Path) -> None:
 
 def test_out_of_memory_is_infeasible_and_does_not_end_the_sweep(tmp_path: Path) -> None:
     made, diary = program(tmp_path, sweep(4, budget={"max_failures": 0}))
-    oom = Ending(status="failed", fault="oom", error="CUDA out of memory")
+    oom = JobResult(status="failed", fault="oom", error="CUDA out of memory")
     drive(made, Fake(loss, endings={TRIAL[1]: oom}))
     assert ends(diary)[1] == ("infeasible", "CUDA out of memory")
     assert made.close("completed")["counts"] == {"complete": 3, "infeasible": 1}
@@ -280,7 +274,7 @@ def test_a_fault_that_may_not_come_again_is_tried_again(
     fault: Any, retried: bool, tmp_path: Path
 ) -> None:
     made, diary = program(tmp_path, sweep(2, budget={"retries": 1}))
-    bad = Ending(status="failed", fault=fault, error="a reason")
+    bad = JobResult(status="failed", fault=fault, error="a reason")
     jobs = drive(made, Fake(loss, endings={TRIAL[0]: bad}))
     keys = [TRIAL[0], TRIAL[0], TRIAL[1]] if retried else TRIAL[:2]
     assert [job.key for job in jobs] == keys
@@ -291,11 +285,11 @@ def test_a_fault_that_may_not_come_again_is_tried_again(
 def test_too_many_failures_end_the_sweep_when_nothing_runs_any_more(tmp_path: Path) -> None:
     made, _ = program(tmp_path, sweep(9, budget={"max_failures": 1}))
     jobs = [made.next(None) for _ in range(3)]
-    bad = Ending(status="failed", fault="raised", error="ValueError: no such layer")
+    bad = JobResult(status="failed", fault="raised", error="ValueError: no such layer")
     made.ended(jobs[0], bad)
     made.ended(jobs[1], bad)
     assert made.next(None) is None
-    made.ended(jobs[2], Ending(status="completed", metrics={"val_loss": 0.5}))
+    made.ended(jobs[2], JobResult(status="completed", metrics={"val_loss": 0.5}))
     with pytest.raises(SweepError, match=r"2 trials have failed; (.|\n)*no such layer(.|\n)*: 1"):
         made.next(None)
     assert [trial.state.name for trial in stored(tmp_path)] == ["FAIL", "FAIL", "COMPLETE"]
@@ -339,26 +333,14 @@ def test_another_space_or_other_folds_are_refused(tmp_path: Path) -> None:
     made.close("completed")
     with pytest.raises(SweepError, match=r"space.optim.lr: was .*1.0.* is .*0.5"):
         program(tmp_path, {**sweep(1), "space": {**SPACE, "optim.lr": {**LR, "high": 0.5}}})
-    with pytest.raises(SweepError, match=r"folds: was None, is 'abc'"):
+    with pytest.raises(SweepError, match=r"folds: was None, is '[0-9a-f]+'"):
         program(tmp_path, sweep(1), folds=3)
-
-
-def test_the_study_may_live_on_a_local_disk(tmp_path: Path) -> None:
-    kept, local = tmp_path / "kept", str(tmp_path / "local")
-    kept.mkdir()
-    made, _ = program(kept, sweep(3), local=local)
-    drive(made, Fake(loss), jobs=3)  # two have ended
-    assert [trial.state.name for trial in stored(kept)][:2] == ["COMPLETE"] * 2
-    again, _ = program(kept, sweep(3), local=str(tmp_path / "another"))
-    assert [job.key for job in drive(again, Fake(loss))] == [TRIAL[2]]
-    again.close("completed")
-    assert len(stored(kept)) == 3
 
 
 # --- folds ---
 
 
-def by_fold(job: Job, step: int) -> dict[str, float]:
+def by_fold(job: SearchJob, step: int) -> dict[str, float]:
     return {"val_loss": loss(job, 2)["val_loss"] + (job.fold or 0)}
 
 
@@ -368,11 +350,11 @@ def test_a_trial_with_folds_is_the_mean_of_its_jobs(tmp_path: Path) -> None:
     assert [job.key for job in jobs] == [f"{key}/fold-{i}" for key in TRIAL[:2] for i in range(3)]
     assert [job.fold for job in jobs] == [0, 1, 2] * 2
     base = loss(jobs[0], 2)["val_loss"]
-    assert diary.ends()[0]["value"] == pytest.approx(base + 1)
-    assert diary.ends()[0]["seconds"] == 3.0
-    reports = [e["value"] - base for e in diary.of("intermediate") if e["number"] == 0]
+    assert diary.ends()[0].value == pytest.approx(base + 1)
+    assert diary.ends()[0].seconds == 3.0
+    reports = [e.value - base for e in diary.of("intermediate") if e.number == 0]
     assert reports == pytest.approx([0, 0.5, 1])
-    states = [e["state"] for e in diary.of("fold") if (e["number"], e["fold"]) == (0, 2)]
+    states = [e.state for e in diary.of("fold") if (e.number, e.fold) == (0, 2)]
     assert states == ["running", "complete"]
     made.close("completed")
 
@@ -381,9 +363,9 @@ def test_running_means_wait_for_the_folds_before(tmp_path: Path) -> None:
     made, diary = program(tmp_path, sweep(1), folds=3)
     jobs = [made.next(None) for _ in range(3)]
     for i, seen in ((1, []), (2, []), (0, [0, 1, 2])):
-        made.ended(jobs[i], Ending(status="completed", metrics={"val_loss": float(i)}))
-        assert [event["step"] for event in diary.of("intermediate")] == seen
-    assert [event["value"] for event in diary.of("intermediate")] == [0.0, 0.5, 1.0]
+        made.ended(jobs[i], JobResult(status="completed", metrics={"val_loss": float(i)}))
+        assert [event.step for event in diary.of("intermediate")] == seen
+    assert [event.value for event in diary.of("intermediate")] == [0.0, 0.5, 1.0]
     made.close("completed")
 
 
@@ -407,7 +389,7 @@ def test_wilcoxon_compares_fold_by_fold(tmp_path: Path) -> None:
     jobs = drive(made, Fake(by_fold))
     assert ends(diary)[1][0] == "pruned"
     assert 8 + 2 < len(jobs) < 16
-    values = [event["value"] for event in diary.of("intermediate")][:3]
+    values = [event.value for event in diary.of("intermediate")][:3]
     assert [value - values[0] for value in values] == pytest.approx([0, 1, 2])
     made.close("completed")
 
@@ -415,10 +397,10 @@ def test_wilcoxon_compares_fold_by_fold(tmp_path: Path) -> None:
 def test_a_failed_fold_fails_its_trial_and_lets_the_others_leave(tmp_path: Path) -> None:
     made, diary = program(tmp_path, sweep(1), folds=4)
     one, two = made.next(None), made.next(None)
-    made.ended(one, Ending(status="failed", fault="raised", error="ValueError: bad fold"))
+    made.ended(one, JobResult(status="failed", fault="raised", error="ValueError: bad fold"))
     assert made.next(None) is None
     assert made.reported(two, {"val_loss": 0.5}, 0) == "pruned"
-    made.ended(two, Ending(status="pruned"))
+    made.ended(two, JobResult(status="pruned"))
     assert ends(diary) == {0: ("failed", "ValueError: bad fold")}
     assert made.done
     with pytest.raises(SweepError, match="ValueError: bad fold"):
@@ -435,7 +417,7 @@ def test_finished_folds_of_a_dead_session_are_not_run_again(tmp_path: Path) -> N
         *(f"trials/0001/fold-{i}" for i in range(3)),
     ]
     base = loss(jobs[0], 2)["val_loss"]
-    assert diary.ends()[0]["value"] == pytest.approx(base + 1)
+    assert diary.ends()[0].value == pytest.approx(base + 1)
     second.close("completed")
 
 
@@ -453,7 +435,7 @@ def test_no_trial_starts_that_cannot_end_in_time(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_back_may_be_said(tmp_path: Path) -> None:
-    made, _ = program(tmp_path, sweep(99, budget={"keep_back": 0}))
+    made, _ = program(tmp_path, sweep(99, budget={"reserve_for_refit": 0}))
     assert len(drive(made, Fake(loss, seconds=10.0), left=45.0)) == 4
     made.close("deadline")
 
@@ -467,7 +449,7 @@ def test_a_sweep_without_a_number_of_trials_is_through_when_its_time_is_up(tmp_p
 
 
 def test_time_is_kept_back_for_the_leaders_where_trials_are_not_counted(tmp_path: Path) -> None:
-    source = {**sweep(1, repeat_top={"k": 1, "seeds": 2}), "budget": {"timeout": 75}}
+    source = {**sweep(1, reevaluate_top={"k": 1, "seeds": 2}), "budget": {"timeout": 75}}
     made, diary = program(tmp_path, source)
     keys = [job.key for job in drive(made, Fake(loss, seconds=10.0), left=75.0)]
     assert len(keys) == 6  # then 35 s are left: 20 for the leader, 10 for the winner's refit
@@ -478,8 +460,8 @@ def test_time_is_kept_back_for_the_leaders_where_trials_are_not_counted(tmp_path
 
 
 def test_no_leader_is_trained_again_without_the_time(tmp_path: Path) -> None:
-    budget = {"timeout": 45, "keep_back": 20}
-    source = {**sweep(1, repeat_top={"k": 1, "seeds": 3}), "budget": budget}
+    budget = {"timeout": 45, "reserve_for_refit": 20}
+    source = {**sweep(1, reevaluate_top={"k": 1, "seeds": 3}), "budget": budget}
     made, diary = program(tmp_path, source)
     jobs = drive(made, Fake(loss, seconds=10.0), left=45.0)
     assert [job.key for job in jobs] == [TRIAL[0], f"{TRIAL[0]}/seed-1"]
@@ -489,7 +471,7 @@ def test_no_leader_is_trained_again_without_the_time(tmp_path: Path) -> None:
 
 
 def test_leaders_wait_for_the_trials_that_are_missing(tmp_path: Path) -> None:
-    source = sweep(9, repeat_top={"k": 1, "seeds": 2}, budget={"keep_back": 0})
+    source = sweep(9, reevaluate_top={"k": 1, "seeds": 2}, budget={"reserve_for_refit": 0})
     made, _ = program(tmp_path, source)
     jobs = drive(made, Fake(loss, seconds=10.0), left=35.0)
     assert [job.key for job in jobs] == TRIAL[:3]
@@ -498,13 +480,12 @@ def test_leaders_wait_for_the_trials_that_are_missing(tmp_path: Path) -> None:
 
 
 def test_leaders_are_repeated_side_by_side(tmp_path: Path) -> None:
-    made, _ = program(tmp_path, sweep(1, repeat_top={"k": 1, "seeds": 2}))
+    made, _ = program(tmp_path, sweep(1, reevaluate_top={"k": 1, "seeds": 2}))
     (first,) = drive(made, Fake(loss), jobs=1)
     assert made.next(None) is None
-    made.ended(first, Ending(status="completed", metrics=loss(first, 2), seconds=1.0))
+    made.ended(first, JobResult(status="completed", metrics=loss(first, 2), seconds=1.0))
     keys = [job.key for job in (made.next(None), made.next(None)) if job is not None]
     assert keys == [f"{TRIAL[0]}/seed-1", f"{TRIAL[0]}/seed-2"]
-    close_all()
 
 
 def test_a_sweep_that_the_host_cuts_off_is_to_be_gone_on_with(tmp_path: Path) -> None:
@@ -519,7 +500,7 @@ def test_a_sweep_that_the_host_cuts_off_is_to_be_gone_on_with(tmp_path: Path) ->
 def test_the_number_of_epochs_scales_the_prediction(tmp_path: Path) -> None:
     space = {"optim.lr": LR, "train.epochs": {"type": "int", "low": 1, "high": 100}}
     firsts = [{"train.epochs": 10}, {"train.epochs": 100}]
-    source = {**sweep(2, first_trials=firsts, budget={"keep_back": 0}), "space": space}
+    source = {**sweep(2, first_trials=firsts, budget={"reserve_for_refit": 0}), "space": space}
     made, diary = program(tmp_path, source)
     jobs = drive(made, Fake(loss, seconds=5.0), left=50.0)
     assert [job.params["train.epochs"] for job in jobs] == [10]
@@ -537,34 +518,34 @@ def test_the_number_of_epochs_scales_the_prediction(tmp_path: Path) -> None:
 def test_a_paused_sweep_starts_nothing_until_it_is_resumed(tmp_path: Path) -> None:
     made, _ = program(tmp_path, sweep(2))
     job = made.next(None)
-    made.obey({"op": "pause"})
-    made.ended(job, Ending(status="completed", metrics={"val_loss": 0.5}))
+    made.obey(SearchCommand(op="pause"))
+    made.ended(job, JobResult(status="completed", metrics={"val_loss": 0.5}))
     assert made.next(None) is None
     assert not made.done
-    made.obey({"op": "resume"})
+    made.obey(SearchCommand(op="resume"))
     assert made.next(None) is not None
 
 
 def test_a_stopped_sweep_leaves_its_trials_for_the_next_session(tmp_path: Path) -> None:
     made, diary = program(tmp_path, sweep(3))
     job = made.next(None)
-    made.obey({"op": "stop"})
+    made.obey(SearchCommand(op="stop"))
     assert made.next(None) is None
-    made.ended(job, Ending(status="stopped", metrics={"val_loss": 0.9}, seconds=4.0))
+    made.ended(job, JobResult(status="stopped", metrics={"val_loss": 0.9}, seconds=4.0))
     assert made.done
     made.close("stopped")
     assert ends(diary) == {0: ("waiting", "the sweep ended as stopped")}
     again, diary = program(tmp_path, sweep(3))
     assert [one.key for one in drive(again, Fake(loss))] == TRIAL[:3]
-    assert diary.ends()[0]["seconds"] == 5.0
+    assert diary.ends()[0].seconds == 5.0
     again.close("completed")
 
 
 def test_a_trial_stopped_by_hand_does_not_come_back(tmp_path: Path) -> None:
     made, diary = program(tmp_path, sweep(2))
     job = made.next(None)
-    made.obey({"op": "stop_trial", "n": 0})
-    made.ended(job, Ending(status="stopped"))
+    made.obey(SearchCommand(op="stop_trial", n=0))
+    made.ended(job, JobResult(status="stopped"))
     assert ends(diary) == {0: ("pruned", "stopped by hand")}
     assert [one.key for one in drive(made, Fake(loss))] == [TRIAL[1]]
     made.close("completed")
@@ -572,7 +553,7 @@ def test_a_trial_stopped_by_hand_does_not_come_back(tmp_path: Path) -> None:
 
 def test_added_trials_are_remembered(tmp_path: Path) -> None:
     made, _ = program(tmp_path, sweep(1))
-    made.obey({"op": "add_trials", "n": 2})
+    made.obey(SearchCommand(op="add_trials", n=2))
     assert len(drive(made, Fake(loss), jobs=2)) == 2
     again, _ = program(tmp_path, sweep(1))
     assert [job.key for job in drive(again, Fake(loss))] == TRIAL[1:3]
@@ -583,12 +564,12 @@ def test_added_trials_are_remembered(tmp_path: Path) -> None:
 
 
 def test_leaders_are_repeated_with_other_seeds_before_a_winner_is_named(tmp_path: Path) -> None:
-    def lucky(job: Job, step: int) -> dict[str, float]:
+    def lucky(job: SearchJob, step: int) -> dict[str, float]:
         luck = {"trials/0000": 0.1, "trials/0001": 0.2, "trials/0002": 0.25}
         plain = {"trials/0000": 0.9, "trials/0001": 0.3}
         return {"val_loss": luck.get(job.key) or plain[job.key[:11]]}
 
-    made, diary = program(tmp_path, sweep(3, repeat_top={"k": 2, "seeds": 2}))
+    made, diary = program(tmp_path, sweep(3, reevaluate_top={"k": 2, "seeds": 2}))
     jobs = drive(made, Fake(lucky), slots=2)
     assert [job.key for job in jobs[3:]] == [
         f"{key}/seed-{seed}" for seed in (1, 2) for key in TRIAL[:2]
@@ -598,7 +579,7 @@ def test_leaders_are_repeated_with_other_seeds_before_a_winner_is_named(tmp_path
     summary = made.close("completed")
     assert (summary["best"], summary["best_value"]) == (1, pytest.approx(0.8 / 3))
     assert summary["repeats"] == {"0": {"1": 0.9, "2": 0.9}, "1": {"1": 0.3, "2": 0.3}}
-    assert (diary.ends()[1]["best"], diary.ends()[1]["value"]) == (True, pytest.approx(0.8 / 3))
-    again, _ = program(tmp_path, sweep(3, repeat_top={"k": 2, "seeds": 2}))
+    assert (diary.ends()[1].best, diary.ends()[1].value) == (True, pytest.approx(0.8 / 3))
+    again, _ = program(tmp_path, sweep(3, reevaluate_top={"k": 2, "seeds": 2}))
     assert again.done
     assert again.close("completed") == summary

@@ -9,10 +9,19 @@ from typing import Any
 
 import pytest
 
-from nbtoolkit.runtime.events import EventLog, EventReader
-from nbtoolkit.search.fold_table import FoldTable
-from nbtoolkit.search.live import TableLines
-from nbtoolkit.search.table import SweepTable
+from nbtoolkit.crossval.fold_table import FoldTable
+from nbtoolkit.run.events import (
+    CommandReceived,
+    EventLog,
+    EventReader,
+    FoldChanged,
+    IntermediateReported,
+    NoteAdded,
+    RunStarted,
+    TrialChanged,
+)
+from nbtoolkit.search.handle import TableLines
+from nbtoolkit.study.table import SweepTable
 
 
 @pytest.fixture
@@ -29,14 +38,14 @@ def table_of(tmp_path: Path, **settings: Any) -> SweepTable:
 
 
 def begins(diary: EventLog, number: int, **params: Any) -> None:
-    diary.write("trial", number=number, state="running", params=params, value=None, best=False)
+    diary.write(TrialChanged(number=number, state="running", params=params))
 
 
 def ends(
     diary: EventLog, number: int, value: float | None, state: str = "complete", **more: Any
 ) -> None:
-    fields = {"seconds": 10.0, "best": False, **more}
-    diary.write("trial", number=number, state=state, value=value, **fields)
+    fields = {"seconds": 10.0, **more}
+    diary.write(TrialChanged(number=number, state=state, value=value, **fields))
 
 
 def some_trials(diary: EventLog) -> None:
@@ -45,7 +54,7 @@ def some_trials(diary: EventLog) -> None:
     ends(diary, 0, 0.91, best=True)
     ends(diary, 1, 0.95, best=True)
     ends(diary, 2, None, "pruned", reason="below the median at step 3")
-    diary.write("intermediate", number=3, step=2, value=0.5)
+    diary.write(IntermediateReported(number=3, step=2, value=0.5))
 
 
 def test_the_summary_counts_states_and_names_the_best(diary: EventLog, tmp_path: Path) -> None:
@@ -86,7 +95,7 @@ def test_a_trial_that_is_run_again_is_counted_once(diary: EventLog, tmp_path: Pa
 
 def test_what_ran_when_the_session_died_waits_in_the_next(diary: EventLog, tmp_path: Path) -> None:
     some_trials(diary)
-    diary.write("run", run_id="x")
+    diary.write(RunStarted(run_id="x"))
     table = table_of(tmp_path)
     assert (table.running, table.count("waiting")) == ([], 1)
     assert table.best[0].number == 1
@@ -96,10 +105,10 @@ def test_the_end_is_expected_at_the_pace_so_far_or_at_the_deadline() -> None:
     table = SweepTable(n_trials=8)
     assert table.ends_at(0.0) is None
     for number in range(4):
-        table.take({"t": 0.0, "type": "trial", "number": number, "state": "running"})
+        table.take(TrialChanged(number=number, state="running"))
     for number in range(2):
-        ended = {"number": number, "state": "complete", "value": 1.0, "seconds": 10.0}
-        table.take({"t": 10.0, "type": "trial", **ended})
+        ended = {"state": "complete", "value": 1.0, "seconds": 10.0}
+        table.take(TrialChanged(t=10.0, number=number, **ended))
     # 4 to start and 2 half done, 10 s each, two at a time
     assert table.ends_at(5.0) == pytest.approx(5.0 + (4 * 10 + 2 * 5) / 2)
     table.deadline = 12.0
@@ -108,16 +117,15 @@ def test_the_end_is_expected_at_the_pace_so_far_or_at_the_deadline() -> None:
 
 def test_trials_that_a_handle_adds_count_too(diary: EventLog, tmp_path: Path) -> None:
     some_trials(diary)
-    diary.write("command", op="pause")
-    diary.write("command", op="add_trials", n=5)
+    diary.write(CommandReceived(op="pause"))
+    diary.write(CommandReceived(op="add_trials", n=5))
     assert "3 of 15 trials" in table_of(tmp_path, n_trials=10).summary()
 
 
 def test_several_objectives_have_a_front() -> None:
     table = SweepTable(metrics=["accuracy", "seconds"], directions=["maximize", "minimize"])
     for number, values in enumerate([(0.9, 5.0), (0.8, 1.0), (0.7, 2.0), (0.95, 5.0), (0.8, 1.0)]):
-        ended = {"number": number, "state": "complete", "values": list(values)}
-        table.take({"t": 0.0, "type": "trial", **ended})
+        table.take(TrialChanged(number=number, state="complete", values=list(values)))
     # 2 is beaten by 1, and 0 by 3; 1 and 4 are equal
     assert [trial.number for trial in table.best] == [1, 3, 4]
     assert "3 trials on the front" in table.summary()
@@ -135,7 +143,7 @@ def test_the_table_of_a_thousand_trials_stays_small(diary: EventLog, tmp_path: P
 def test_html_escapes_what_a_parameter_or_an_error_says() -> None:
     table = SweepTable(name="<b>mine</b>", metrics=["<i>"])
     params = {"optim.<script>": "<img src=x>"}
-    table.take({"t": 0.0, "type": "trial", "number": 0, "state": "running", "params": params})
+    table.take(TrialChanged(number=0, state="running", params=params))
     text = table.html()
     assert not re.findall(r"<(script|img|i|b)\b", text)
     assert "<img src=x>" in html.unescape(text)
@@ -144,26 +152,24 @@ def test_html_escapes_what_a_parameter_or_an_error_says() -> None:
 def test_folds_have_scores_a_mean_and_a_spread() -> None:
     table = FoldTable(folds=3)
     for fold, score in enumerate([0.9, 0.8, 1.0]):
-        event = {"t": 0.0, "type": "fold", "number": None, "fold": fold, "seconds": 2.0}
-        table.take({**event, "state": "running", "metrics": {}})
-        table.take({**event, "state": "complete", "metrics": {"val_accuracy": score}})
+        table.take(FoldChanged(fold=fold, state="running"))
+        scores = {"val_accuracy": score}
+        table.take(FoldChanged(fold=fold, state="complete", seconds=2.0, metrics=scores))
     assert table.summary() == "cross-validation: 3 of 3 folds; val_accuracy 0.9 ± 0.1"
     assert table.text().splitlines()[2].split() == ["0", "complete", "0.9", "2.0"]
 
 
 def test_folds_of_trials_are_no_rows_of_a_cross_validation() -> None:
     table = FoldTable()
-    event = {"t": 0.0, "type": "fold", "number": 4, "fold": 1, "state": "complete", "metrics": {}}
-    table.take(event)
+    table.take(FoldChanged(number=4, fold=1, state="complete"))
     assert table.text() == "cross-validation: 0 folds"
 
 
 def test_a_trial_with_folds_says_how_many_are_done() -> None:
     table = SweepTable()
-    table.take({"t": 0.0, "type": "trial", "number": 0, "state": "running", "params": {"a": 1}})
+    table.take(TrialChanged(number=0, state="running", params={"a": 1}))
     for fold in (0, 1):
-        done = {"number": 0, "fold": fold, "state": "complete"}
-        table.take({"t": 1.0, "type": "fold", **done})
+        table.take(FoldChanged(t=1.0, number=0, fold=fold, state="complete"))
     assert "2 folds" in table.text()
 
 
@@ -171,7 +177,7 @@ def test_in_a_script_each_trial_that_ends_is_a_line_and_the_end_a_summary(
     diary: EventLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     some_trials(diary)
-    diary.write("note", level="warning", text="no winner yet")
+    diary.write(NoteAdded(level="warning", text="no winner yet"))
     live = TableLines(SweepTable(metrics=["val_accuracy"]), "lines")
     for event in EventReader(tmp_path / "events.jsonl").read():
         live.event(event)
@@ -188,7 +194,7 @@ def test_in_a_script_each_trial_that_ends_is_a_line_and_the_end_a_summary(
 
 def test_display_off_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     live = TableLines(SweepTable(), "off")
-    live.event({"t": 0.0, "type": "note", "level": "warning", "text": "psst"})
+    live.event(NoteAdded(level="warning", text="psst"))
     live.pump()
     live.close()
     assert capsys.readouterr().out == ""

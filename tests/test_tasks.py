@@ -15,7 +15,7 @@ from feeds import contexts
 from sklearn.metrics import accuracy_score, mean_absolute_error, r2_score, roc_auc_score
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import ConfigError, MissingExtra
 from nbtoolkit.tasks import breast_cancer, datasets, diabetes, digits
 

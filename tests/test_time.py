@@ -16,12 +16,13 @@ import pytest
 from kernels import SECONDS, catches, descendants, ranks_up, run_folder, script, until
 
 import nbtoolkit as nb
+from nbtoolkit.environment.deadline import TimeLimit, session_age, time_limit
 from nbtoolkit.errors import ConfigError, ReportError
-from nbtoolkit.runtime.channel import OwnerChannel
-from nbtoolkit.runtime.events import EventLog, EventReader
-from nbtoolkit.runtime.signals import ENDING
-from nbtoolkit.runtime.timing import TimeLimit, session_age, time_limit
-from nbtoolkit.runtime.wire import Line
+from nbtoolkit.run.events import EventLog, EventReader, NoteAdded
+from nbtoolkit.run.messages import Answer, Go, StopCheck, StopPending
+from nbtoolkit.run.signals import ENDING
+from nbtoolkit.run.transport import Connection
+from nbtoolkit.worker.channel import OwnerChannel
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def begin(train: Any, config: nb.Config, processes: int = 2, **options: Any) -> 
 
 def told(handle: nb.RunHandle) -> list[str]:
     """The types of a run's events, without those of its ranks' starts."""
-    return [event["type"] for event in handle.events() if event["type"] not in ("rank", "device")]
+    return [event.type for event in handle.events() if event.type not in ("rank", "device")]
 
 
 # --- the question in mid-epoch --------------------------------------------------------------------
@@ -51,14 +52,14 @@ def steps_until_news(config: Any, ctx: Any) -> None:
 
     functions.says_it_is_up(ctx)
     while True:
-        news = torch.tensor([ctx.news()], dtype=torch.int)
+        news = torch.tensor([ctx.stop_requested()], dtype=torch.int)
         if ctx.world_size > 1:
             dist.all_reduce(news)
         if news.item():
-            status = ctx.leaving()
+            status = ctx.should_stop()
             ctx.note_saved(ctx.paths.checkpoints / "last.pt", 7, "last")
-            ctx.note(f"saved before leaving: {status}")
-            raise nb.Leave(status)
+            ctx.message(f"saved before leaving: {status}")
+            raise nb.RunStopped(status)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -72,7 +73,7 @@ def test_a_stop_is_heard_inside_an_epoch_and_all_ranks_save_and_leave(
     assert (result.status, result.value) == ("stopped", None)
     assert result.checkpoint == result.paths.checkpoints / "last.pt"
     assert told(handle) == ["run", "stop", "checkpoint", "note", "ended"]
-    notes = [event["text"] for event in handle.events() if event["type"] == "note"]
+    notes = [event.text for event in handle.events() if event.type == "note"]
     assert notes == ["saved before leaving: stopped"]  # once: rank 0 alone speaks
 
 
@@ -83,31 +84,33 @@ def test_a_deadline_is_news_without_anybody_saying_so(config: nb.Config) -> None
 
 def test_a_deadline_nearer_than_the_time_to_save_ends_the_run(config: nb.Config) -> None:
     def train(config: Any, ctx: Any) -> None:
-        ctx.check()
-        ctx.check(reserve=1800.0)
+        ctx.raise_if_stopped()
+        ctx.raise_if_stopped(reserve=1800.0)
         (Path(ctx.paths.folder) / f"went on {ctx.rank}").touch()
-        ctx.check(reserve=7200.0)
+        ctx.raise_if_stopped(reserve=7200.0)
         raise AssertionError("went on")
 
     handle = begin(train, config.with_overrides({"runtime.time_budget": "1h"}))
     assert handle.result(timeout=SECONDS).status == "deadline"
     assert len(list(handle.paths.folder.glob("went on *"))) == 2
-    [stop] = [event for event in handle.events() if event["type"] == "stop"]
-    assert stop["reason"].startswith("the run's time is used up, but for 3")
+    [stop] = [event for event in handle.events() if event.type == "stop"]
+    assert stop.reason.startswith("the run's time is used up, but for 3")
 
 
 def test_a_check_on_one_rank_only_is_told_with_its_line(config: nb.Config) -> None:
     def train(config: Any, ctx: Any) -> None:
         if ctx.is_main:
-            ctx.check()
+            ctx.raise_if_stopped()
 
-    with pytest.raises(ReportError, match=r"ctx.check at .*test_time.py:\d+ .* on rank 0 only"):
+    with pytest.raises(
+        ReportError, match=r"ctx.raise_if_stopped at .*test_time.py:\d+ .* on rank 0 only"
+    ):
         begin(train, config).result(timeout=SECONDS)
 
 
 def test_a_check_meets_no_report(config: nb.Config) -> None:
     def train(config: Any, ctx: Any) -> None:
-        ctx.check() if ctx.is_main else ctx.report({"a": 1.0})
+        ctx.raise_if_stopped() if ctx.is_main else ctx.report({"a": 1.0})
 
     with pytest.raises(ReportError, match=r"rank 0: check at .*; rank 1: report at"):
         begin(train, config).result(timeout=SECONDS)
@@ -115,20 +118,20 @@ def test_a_check_meets_no_report(config: nb.Config) -> None:
 
 def test_inline_hears_of_a_stop_too(config: nb.Config) -> None:
     def train(config: Any, ctx: Any) -> None:
-        assert not ctx.news()
-        ctx.check()
+        assert not ctx.stop_requested()
+        ctx.raise_if_stopped()
         threading.Thread(target=nb.attach(ctx.paths.folder).stop).start()
-        while not ctx.news():
+        while not ctx.stop_requested():
             pass
-        assert ctx.leaving() == "stopped"
+        assert ctx.should_stop() == "stopped"
         saver = threading.Thread(target=ctx.note_saved, args=("here.pt", 1, "last"))
         saver.start()
         saver.join()
-        ctx.note("careful", level="warning")
-        ctx.check()
+        ctx.message("careful", level="warning")
+        ctx.raise_if_stopped()
 
     heard: list[str] = []
-    options: dict[str, Any] = {"start": "inline", "on_event": lambda e: heard.append(e["type"])}
+    options: dict[str, Any] = {"start": "inline", "on_event": lambda e: heard.append(e.type)}
     result = nb.launch(train, config, display="off", resume="never", **options)
     assert (result.status, result.checkpoint) == ("stopped", Path("here.pt"))
     assert heard == ["run", "stop", "checkpoint", "note", "ended"]
@@ -152,7 +155,7 @@ def machine_of_age(root: Path, age: float, *, uptime: float = 40 * DAY) -> Path:
 
 
 def limit_of(root: Path, *, environ: dict[str, str] | None = None, **runtime: Any) -> TimeLimit:
-    overrides = {"runtime": {"reserve": "15m", **runtime}}
+    overrides = {"runtime": {"shutdown_margin": "15m", **runtime}}
     config = nb.load_config(env=None, overrides=overrides)
     return time_limit(config, root=root, now=NOON, environ=environ or {})
 
@@ -241,21 +244,27 @@ def test_inside_the_reserve_a_run_ends_at_its_first_report(tmp_path: Path) -> No
 
 
 def test_a_reserve_that_leaves_no_time_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"reserve \(1200 s\) leaves nothing of session_limit"):
-        nb.load_config(env=None, overrides=["runtime.session_limit=20m", "runtime.reserve=20m"])
+    with pytest.raises(
+        ConfigError, match=r"shutdown_margin \(1200 s\) leaves nothing of session_limit"
+    ):
+        nb.load_config(
+            env=None, overrides=["runtime.session_limit=20m", "runtime.shutdown_margin=20m"]
+        )
 
 
-@pytest.mark.parametrize("start", ["launchpad", "inline"])
+@pytest.mark.parametrize("start", ["forkserver", "inline"])
 def test_a_launch_says_which_limit_counts_and_keeps_it(config: nb.Config, start: Any) -> None:
     age = session_age()
     assert age is not None
     # A second after now; the hour in reserve is for a launch that begins late.
-    mine = config.with_overrides({"runtime.session_limit": age + 3601.0, "runtime.reserve": 3600.0})
+    mine = config.with_overrides(
+        {"runtime.session_limit": age + 3601.0, "runtime.shutdown_margin": 3600.0}
+    )
     options: dict[str, Any] = {"processes": 1, "start": start, "resume": "never", "display": "off"}
     result = nb.launch(functions.reports_until_stopped, mine, **options)
     assert result.status == "deadline"
-    [note] = [e for e in nb.attach(result.paths.folder).events() if e["type"] == "note"]
-    assert note["text"].startswith("the session is ")
+    [note] = [e for e in nb.attach(result.paths.folder).events() if e.type == "note"]
+    assert note.text.startswith("the session is ")
 
 
 # --- signals --------------------------------------------------------------------------------------
@@ -279,8 +288,8 @@ def test_a_signal_to_the_owner_ends_the_run_with_all_saved(
     os.kill(json.loads(handle.paths.owner.read_text())["pid"], number)
     result = handle.result(timeout=SECONDS)
     assert (result.status, result.checkpoint) == (status, result.paths.checkpoints / "last.pt")
-    [stop] = [event for event in handle.events() if event["type"] == "stop"]
-    assert number.name in stop["reason"] or status == "stopped"
+    [stop] = [event for event in handle.events() if event.type == "stop"]
+    assert number.name in stop.reason or status == "stopped"
 
 
 def fits_slowly(config: Any, ctx: Any) -> dict[str, float]:
@@ -310,8 +319,8 @@ def test_fit_saves_inside_an_epoch_and_goes_on_there_on_another_number_of_ranks(
     os.kill(json.loads(handle.paths.owner.read_text())["pid"], signal.SIGTERM)
     assert handle.result(timeout=SECONDS).status == "deadline"
     assert told(handle)[-3:] == ["stop", "checkpoint", "ended"]
-    [saved] = [event for event in handle.events() if event["type"] == "checkpoint"]
-    assert 0 < saved["step"] < 800
+    [saved] = [event for event in handle.events() if event.type == "checkpoint"]
+    assert 0 < saved.step < 800
 
     (tmp_path / "go").touch()
     gone_on = begin(fits_slowly, mine, 1, resume="auto").result(timeout=SECONDS)
@@ -332,7 +341,7 @@ print(result.status, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
 
 @pytest.mark.parametrize(
     ("start", "number"),
-    [("launchpad", "SIGTERM"), pytest.param("fork", "SIGUSR1", marks=pytest.mark.long)],
+    [("forkserver", "SIGTERM"), pytest.param("fork", "SIGUSR1", marks=pytest.mark.long)],
 )
 def test_a_signal_to_a_script_ends_its_run_with_all_saved(
     tmp_path: Path, start: str, number: str
@@ -345,7 +354,7 @@ def test_a_signal_to_a_script_ends_its_run_with_all_saved(
 
 
 def test_a_scheduler_s_warning_to_every_process_of_a_job_ends_its_run(tmp_path: Path) -> None:
-    with script(LAUNCHES.format(start="launchpad"), tmp_path) as kernel:
+    with script(LAUNCHES.format(start="forkserver"), tmp_path) as kernel:
         ranks_up(run_folder(tmp_path / "out"))
         until(lambda: catches(kernel.pid, signal.SIGUSR1), "the wait for the run")
         for pid in (kernel.pid, *descendants(kernel.pid)):
@@ -361,7 +370,7 @@ def inline(train: Any, config: nb.Config) -> nb.RunResult:
 def test_a_signal_to_a_process_that_trains_itself(config: nb.Config, number: int) -> None:
     def train(config: Any, ctx: Any) -> None:
         os.kill(os.getpid(), number)
-        assert ctx.news()
+        assert ctx.stop_requested()
         ctx.report({"a": 1.0})
 
     assert signal.getsignal(number) is signal.SIG_DFL
@@ -415,48 +424,51 @@ def test_a_child_of_a_heeding_process_is_ended_by_a_signal_as_ever(config: nb.Co
 # --- the line -------------------------------------------------------------------------------------
 
 
+CHECK = StopCheck(reserve=0.0, where="train.py:1")
+
+
 @pytest.fixture
 def line() -> Any:
     """The owner's end of a line, and a rank's channel at the other."""
-    owner, rank = Line.pair()
-    ear, quiet = Line.pair()
+    owner, rank = Connection.pair()
+    ear, quiet = Connection.pair()
     yield owner, OwnerChannel(rank, quiet, alone=False)
     for end in (owner, rank, ear, quiet):
         end.close()
 
 
-def test_a_call_to_come_is_no_answer(line: tuple[Line, OwnerChannel]) -> None:
+def test_a_call_to_come_is_no_answer(line: tuple[Connection, OwnerChannel]) -> None:
     owner, channel = line
     assert not channel.news()
-    owner.send({"type": "come"})
-    owner.send({"type": "answer", "leave": None})
-    assert channel.ask("check")["type"] == "answer"
+    owner.send(StopPending())
+    owner.send(Answer())
+    assert channel.ask(CHECK) == Answer()
     assert channel.news()
 
 
-def test_a_call_to_come_before_the_start_is_no_start(line: tuple[Line, OwnerChannel]) -> None:
+def test_a_call_to_come_before_the_start_is_no_start(line: tuple[Connection, OwnerChannel]) -> None:
     owner, channel = line
-    owner.send({"type": "come"})
-    owner.send({"type": "go"})
-    assert channel.wait() == {"type": "go"}
+    owner.send(StopPending())
+    owner.send(Go())
+    assert channel.wait() == Go()
     assert channel.news()
 
 
-def test_an_owner_that_is_gone_is_news(line: tuple[Line, OwnerChannel]) -> None:
+def test_an_owner_that_is_gone_is_news(line: tuple[Connection, OwnerChannel]) -> None:
     owner, channel = line
     owner.close()
     assert channel.news()
-    assert channel.ask("check", reserve=0.0) == {"leave": "stopped"}
+    assert channel.ask(CHECK) == Answer(leave="stopped")
 
 
-def test_asking_for_news_waits_for_no_other_thread(line: tuple[Line, OwnerChannel]) -> None:
+def test_asking_for_news_waits_for_no_other_thread(line: tuple[Connection, OwnerChannel]) -> None:
     owner, channel = line
-    other = threading.Thread(target=channel.ask, args=("check",))
+    other = threading.Thread(target=channel.ask, args=(CHECK,))
     other.start()
     # From here on it waits for the answer.
-    assert owner.receive(timeout=SECONDS) == {"type": "check"}
+    assert owner.receive(timeout=SECONDS) == CHECK
     assert not channel.news()
-    owner.send({"type": "answer"})
+    owner.send(Answer())
     other.join(SECONDS)
 
 
@@ -468,7 +480,7 @@ def test_threads_write_whole_events(tmp_path: Path) -> None:
 
     def write(name: str) -> None:
         for _ in range(200):
-            log.write(name, text=name * 500)
+            log.write(NoteAdded(level=name, text=name * 500))
 
     threads = [threading.Thread(target=write, args=(name,)) for name in "abc"]
     for thread in threads:
@@ -478,12 +490,12 @@ def test_threads_write_whole_events(tmp_path: Path) -> None:
     log.close()
     events = list(EventReader(tmp_path / "events.jsonl").read())
     assert len(events) == 600
-    assert all(event["text"] == event["type"] * 500 for event in events)
+    assert all(event.text == event.level * 500 for event in events)
 
 
 def test_a_closed_diary_takes_nothing_more(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     log.close()
     with (tmp_path / "another").open("wb"), pytest.raises(OSError, match="Bad file descriptor"):
-        log.write("late")
+        log.write(NoteAdded(text="late"))
     assert (tmp_path / "another").read_bytes() == b""

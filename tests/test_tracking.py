@@ -20,24 +20,27 @@ import pytest
 from kernels import SECONDS
 
 from nbtoolkit.errors import TrackingError
-from nbtoolkit.runtime.events import EventLog
-from nbtoolkit.runtime.launchpad import Launchpad
-from nbtoolkit.runtime.paths import RunPaths, read_json, write_json
-from nbtoolkit.runtime.result import wait_for_tracking
-from nbtoolkit.runtime.wire import packet_pair, send_packet
-from nbtoolkit.tracking import (
-    Follower,
-    NullTracker,
-    Point,
-    TrackingProcess,
-    choose_tracking,
-    follow,
-    replay,
-    tracking_table,
+from nbtoolkit.launcher.forkserver_client import ForkServerClient
+from nbtoolkit.launcher.handle import wait_for_tracking
+from nbtoolkit.run.events import (
+    CheckpointSaved,
+    DevicesSampled,
+    EventLog,
+    MetricsLogged,
+    MetricsReported,
+    NoteAdded,
+    RunEnded,
+    RunStarted,
 )
+from nbtoolkit.run.messages import RunTracked, TrackRun
+from nbtoolkit.run.paths import RunPaths, read_json, write_json
+from nbtoolkit.run.transport import packet_pair, send_packet
+from nbtoolkit.tracking.choice import choose_tracking
 from nbtoolkit.tracking.database import database_uri, open_database
-from nbtoolkit.tracking.service import Service
-from nbtoolkit.tracking.tracker import Trackers, points
+from nbtoolkit.tracking.follower import Follower, follow
+from nbtoolkit.tracking.mlflow_table import tracking_table
+from nbtoolkit.tracking.service import Service, TrackingProcess, replay
+from nbtoolkit.tracking.tracker import NullTracker, Point, Trackers, points
 
 # MLflow 3.17 uses a loader that SQLAlchemy 2.1 means to drop; nothing we could do about it.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")
@@ -47,7 +50,7 @@ CONFIG = {
     "seed": 0,
     "model": {"hidden": 64, "layers": [64, 10]},
     "optim": {"name": "adamw", "lr": 1e-3},
-    "train": {"epochs": 2, "clip_norm": None},
+    "train": {"epochs": 2, "max_grad_norm": None},
     "tracking": {"mlflow": True, "tensorboard": False},
 }
 PLAN = {"processes": 2, "precision": "fp32", "reasons": ["fp32: this machine has no GPU"]}
@@ -68,21 +71,20 @@ class Run:
         return cls(RunPaths.create(output_dir, name))
 
     def begin(self, attempt: int = 1, **changed: Any) -> None:
-        self.log.write(
-            "run",
+        started = RunStarted(
             run_id=self.paths.run_id,
-            name="digits",
             attempt=attempt,
             plan=PLAN,
             config={**CONFIG, **changed},
             versions=VERSIONS,
         )
+        self.log.write(started)
 
     def train(self, steps: range) -> None:
         for step in steps:
-            self.log.write("metrics", values={"loss": 1 / (step + 1), "lr": 1e-3}, step=step)
-        self.log.write("report", values={"val_accuracy": 0.9}, step=steps[-1], decision="go")
-        self.log.write("checkpoint", path="checkpoints/last.pt", step=steps[-1], kind="last")
+            self.log.write(MetricsLogged(values={"loss": 1 / (step + 1), "lr": 1e-3}, step=step))
+        self.log.write(MetricsReported(values={"val_accuracy": 0.9}, step=steps[-1]))
+        self.log.write(CheckpointSaved(path="checkpoints/last.pt", step=steps[-1], kind="last"))
 
     def end(self, status: str = "completed", error: str | None = None) -> None:
         for rank in (0, 1):
@@ -90,7 +92,7 @@ class Run:
             self.paths.log(rank).write_text(f"hello from rank {rank}\n")
         self.paths.config.write_text("seed: 0\n")
         write_json(self.paths.result, {"status": status})
-        self.log.write("ended", status=status, seconds=1.0, error=error)
+        self.log.write(RunEnded(status=status, seconds=1.0, error=error))
         self.let_go()
 
     def let_go(self) -> None:
@@ -177,7 +179,7 @@ def test_a_missing_tensorboard_leaves_mlflow_on() -> None:
 
 def test_a_folder_called_mlflow_is_not_an_installed_mlflow(tmp_path: Path) -> None:
     (tmp_path / "mlflow").mkdir()
-    code = "from nbtoolkit.tracking import choose_tracking as c; print(c({}).mlflow)"
+    code = "from nbtoolkit.tracking.choice import choose_tracking as c; print(c({}).mlflow)"
     command = [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {_source()!r}; {code}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
@@ -192,21 +194,22 @@ def _source() -> list[str]:
 
 def test_points_of_metrics_reports_and_device_readings() -> None:
     last: dict[str, int] = {}
-    logged = {"t": 1.0, "type": "metrics", "values": {"loss": 0.5, "text": "no"}, "step": 7}
+    values: dict[str, Any] = {"loss": 0.5, "text": "no"}
+    logged = MetricsLogged(t=1.0, values=values, step=7)
     assert points(logged, last) == [Point("loss", 0.5, 7, 1.0)]
     readings = [{"index": 1, "utilization": 93}, {"rank": 0, "memory": 5}]
-    device = {"t": 2.0, "type": "device", "readings": readings}
+    device = DevicesSampled(t=2.0, readings=readings)
     assert points(device, last) == [
         Point("system/gpu_1_utilization", 93.0, 0, 2.0),
         Point("system/rank_0_memory", 5.0, 0, 2.0),
     ]
-    assert points({"t": 3.0, "type": "note", "level": "info", "text": "x"}, last) == []
+    assert points(NoteAdded(t=3.0, text="x"), last) == []
 
 
 def test_a_value_without_a_step_follows_its_curves_last_step() -> None:
     last: dict[str, int] = {}
-    events = [{"t": 1.0, "type": "metrics", "values": {"a": 1.0}, "step": s} for s in (5, None, 9)]
-    events.append({"t": 1.0, "type": "metrics", "values": {"a": 1.0, "b": 1.0}, "step": None})
+    events = [MetricsLogged(t=1.0, values={"a": 1.0}, step=step) for step in (5, None, 9)]
+    events.append(MetricsLogged(t=1.0, values={"a": 1.0, "b": 1.0}))
     steps = [(p.name, p.step) for event in events for p in points(event, last)]
     assert steps == [("a", 5), ("a", 6), ("a", 9), ("a", 10), ("b", 0)]
 
@@ -223,7 +226,7 @@ def test_trackers_opens_each_of_them_even_when_the_first_is_new() -> None:
             return self.known
 
     both = Known(False), Known(True)
-    assert not Trackers(both).open({})
+    assert not Trackers(both).open(RunStarted())
     assert [one.opened for one in both] == [1, 1]
 
 
@@ -233,9 +236,9 @@ def test_trackers_opens_each_of_them_even_when_the_first_is_new() -> None:
 def test_a_run_becomes_one_mlflow_run_with_everything_in_it(outputs: Path) -> None:
     run = Run.new(outputs)
     run.begin()
-    run.log.write("note", level="warning", text="one GPU is unusable")
+    run.log.write(NoteAdded(level="warning", text="one GPU is unusable"))
     run.train(range(5))
-    run.log.write("device", readings=[{"index": 0, "utilization": 50.0}])
+    run.log.write(DevicesSampled(readings=[{"index": 0, "utilization": 50.0}]))
     run.end()
     run_id = follow(run.paths)
     (found,) = all_runs(outputs)
@@ -244,7 +247,7 @@ def test_a_run_becomes_one_mlflow_run_with_everything_in_it(outputs: Path) -> No
     assert found.info.run_name == run.paths.run_id
     assert found.data.params["optim.lr"] == "0.001"
     assert found.data.params["model.layers"] == "[64, 10]"
-    assert found.data.params["train.clip_norm"] == "null"
+    assert found.data.params["train.max_grad_norm"] == "null"
     assert found.data.params["plan.processes"] == "2"
     assert found.data.metrics["val_accuracy"] == 0.9
     assert found.data.metrics["system/gpu_0_utilization"] == 50.0
@@ -297,7 +300,7 @@ def test_odd_names_and_values_are_written_as_near_as_mlflow_can(outputs: Path) -
     run = Run.new(outputs)
     run.begin(data={"words": "x" * 10_000, "größe": 1})
     odd = {"acc@1": 1.0, "a//b/../c": 2.0, "nan": math.nan, "n" * 300: 3.0, "n" * 299 + "m": 4.0}
-    run.log.write("metrics", values=odd, step=0)
+    run.log.write(MetricsLogged(values=odd, step=0))
     run.end()
     follow(run.paths)
     (found,) = all_runs(outputs)
@@ -327,7 +330,7 @@ def test_a_long_log_becomes_an_artifact_by_its_end(outputs: Path) -> None:
 def test_notes_become_one_artifact(outputs: Path) -> None:
     run = Run.new(outputs)
     run.begin()
-    run.log.write("note", level="warning", text="one GPU is unusable")
+    run.log.write(NoteAdded(level="warning", text="one GPU is unusable"))
     run.end()
     run_id = follow(run.paths)
     notes = outputs / "mlartifacts" / str(run_id) / "artifacts/notes.txt"
@@ -388,7 +391,7 @@ def test_a_dead_owner_means_killed_and_a_new_attempt_goes_on_in_the_same_run(
     assert contents(tmp_path) == once
 
     resumed = Run(run.paths)
-    resumed.begin(attempt=2, train={"epochs": 4, "clip_norm": None})
+    resumed.begin(attempt=2, train={"epochs": 4, "max_grad_norm": None})
     with Follower(resumed.paths) as follower:
         follower.poll()
         assert {r.info.status for r in all_runs(tmp_path)} == {"RUNNING"}
@@ -458,8 +461,8 @@ def test_tensorboard_has_the_same_curves_and_a_replay_adds_nothing(tmp_path: Pat
 FOLLOW_AT_ONCE = """
 import os, sys
 from pathlib import Path
-from nbtoolkit.runtime.paths import RunPaths
-from nbtoolkit.tracking import follow
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.tracking.follower import follow
 from nbtoolkit.tracking.database import import_client
 
 import_client()
@@ -672,7 +675,7 @@ def test_what_is_not_written_yet_is_told_of_and_written_at_the_kernels_end(
     outputs: Path, held: Path
 ) -> None:
     paths = whole_run(outputs)
-    pad = Launchpad(tracking=True)
+    pad = ForkServerClient(tracking=True)
     pid, said = pad.track(paths.folder), list[str]()
     assert not wait_for_tracking(paths, pid, said.append, limit=0.0)
     (line,) = said
@@ -690,7 +693,7 @@ def test_a_launch_waits_for_tracking_that_is_slow_and_tells_of_one_that_fails(
     outputs: Path, held: Path
 ) -> None:
     paths, said = whole_run(outputs), list[str]()
-    pad = Launchpad(tracking=True)
+    pad = ForkServerClient(tracking=True)
     pid = pad.track(paths.folder)
     with soon(held.touch):
         assert wait_for_tracking(paths, pid, said.append, stalled=1.0)
@@ -721,8 +724,8 @@ def test_a_request_behind_an_answer_that_nobody_read_is_not_lost(outputs: Path) 
     paths = whole_run(outputs)
     ours, theirs = packet_pair()
     with theirs:
-        send_packet(theirs, {"op": "tracked", "folder": "an earlier run"})
-        send_packet(ours, {"op": "track", "folder": str(paths.folder)})
+        send_packet(theirs, RunTracked(folder="an earlier run", mlflow_run_id=None))
+        send_packet(ours, TrackRun(folder=str(paths.folder)))
         ours.close()  # with the answer unread: theirs sees a reset, then the request, then the end
         Service(theirs).run()
     assert read_json(paths.tracking)["done"]

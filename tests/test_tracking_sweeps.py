@@ -12,10 +12,19 @@ from typing import Any
 
 import pytest
 
-from nbtoolkit.runtime.events import EventLog
-from nbtoolkit.runtime.paths import RunPaths, read_json
-from nbtoolkit.tracking import Follower, follow, replay, tracking_table
+from nbtoolkit.run.events import (
+    EventLog,
+    FoldChanged,
+    MetricsReported,
+    RunEnded,
+    RunStarted,
+    TrialChanged,
+)
+from nbtoolkit.run.paths import RunPaths, read_json
 from nbtoolkit.tracking.database import database_uri, open_database
+from nbtoolkit.tracking.follower import Follower, follow
+from nbtoolkit.tracking.mlflow_table import tracking_table
+from nbtoolkit.tracking.service import replay
 
 # MLflow 3.17 uses a loader that SQLAlchemy 2.1 means to drop; nothing we could do about it.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")
@@ -35,17 +44,17 @@ class Sweep:
         self._log = EventLog(self.paths.events)
         self._owner = os.open(self.paths.lock, os.O_RDWR | os.O_CREAT)
         fcntl.flock(self._owner, fcntl.LOCK_EX)
-        self._log.write("run", run_id="x", attempt=1, config=self._config, versions={})
+        self._log.write(RunStarted(run_id="x", config=self._config))
 
     def trial(self, number: int, state: str, **fields: Any) -> None:
         folder = f"trials/{number:04d}"
-        fields = {"params": {"optim.lr": 0.1 / (number + 1)}, "value": None, **fields}
-        self._log.write("trial", number=number, state=state, folder=folder, **fields)
+        fields = {"params": {"optim.lr": 0.1 / (number + 1)}, **fields}
+        self._log.write(TrialChanged(number=number, state=state, folder=folder, **fields))
 
     def fold(self, number: int | None, fold: int, state: str, **metrics: float) -> None:
         above = "folds/" if number is None else f"trials/{number:04d}/fold-"
         fields = {"metrics": metrics, "folder": f"{above}{fold}", "seconds": 1.0}
-        self._log.write("fold", number=number, fold=fold, state=state, **fields)
+        self._log.write(FoldChanged(number=number, fold=fold, state=state, **fields))
 
     def job(self, folder: str, steps: range, status: str | None = "completed") -> None:
         """What a job's own carrier writes."""
@@ -54,15 +63,15 @@ class Sweep:
         paths.log(0).write_text("hello from the trial\n")
         log = EventLog(paths.events)
         if steps.start == 0:
-            log.write("run", run_id="x", attempt=1, config=CONFIG, versions={})
+            log.write(RunStarted(run_id="x", config=CONFIG))
         for step in steps:
-            log.write("report", values={"val_accuracy": 0.1 * step}, step=step, decision="go")
+            log.write(MetricsReported(values={"val_accuracy": 0.1 * step}, step=step))
         if status is not None:
-            log.write("ended", status=status, seconds=1.0, error=None, metrics={})
+            log.write(RunEnded(status=status, seconds=1.0))
         log.close()
 
     def end(self, status: str = "completed") -> None:
-        self._log.write("ended", status=status, seconds=1.0, error=None, metrics={})
+        self._log.write(RunEnded(status=status, seconds=1.0))
         self.let_go()
 
     def let_go(self) -> None:
@@ -224,7 +233,7 @@ def test_a_lost_database_is_written_anew_with_all_trials(outputs: Path, template
     assert parent(found["trials/0000"]) == found[sweep.paths.run_id].info.run_id
 
 
-def test_what_ran_when_the_conductor_was_killed_ends_and_runs_again(outputs: Path) -> None:
+def test_what_ran_when_the_scheduler_was_killed_ends_and_runs_again(outputs: Path) -> None:
     sweep = Sweep(outputs)
     sweep.trial(0, "running")
     sweep.job("trials/0000", range(2), None)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config, load_config
-from nbtoolkit.runtime.events import EventReader
+from nbtoolkit.config.schema import Config, load_config
+from nbtoolkit.run.events import EventReader
 
 SAID = "settings without effect"
 
@@ -50,17 +50,17 @@ def fits_with_another_config(config: Any, ctx: Any) -> dict[str, float]:
 
 def settings(folder: Path, **more: Any) -> Config:
     file = folder / "train.yaml"
-    file.write_text("optim:\n  name: sgd\n  lr: 0.5\n  lr_rule: none\ntrain: {clip_norm: 1}\n")
+    file.write_text("optim:\n  name: sgd\n  lr: 0.5\n  lr_rule: none\ntrain: {max_grad_norm: 1}\n")
     own = {"tracking.mlflow": False, "runtime.output_dir": str(folder / "out"), **more}
     return load_config(file, env=None, overrides=own)
 
 
 def warnings(folder: Path) -> list[str]:
     events = EventReader(folder / "events.jsonl").read()
-    return [event["text"] for event in events if event["type"] == "note" and SAID in event["text"]]
+    return [event.text for event in events if event.type == "note" and SAID in event.text]
 
 
-@pytest.mark.parametrize(("start", "ranks"), [("launchpad", 1), ("launchpad", 2), ("inline", 1)])
+@pytest.mark.parametrize(("start", "ranks"), [("forkserver", 1), ("forkserver", 2), ("inline", 1)])
 def test_settings_that_an_own_loop_does_not_read_are_named_once(
     tmp_path: Path, start: Any, ranks: int
 ) -> None:
@@ -69,7 +69,7 @@ def test_settings_that_an_own_loop_does_not_read_are_named_once(
     (text,) = warnings(result.paths.folder)
     assert "optim.name (" in text
     assert "train.yaml:3)" in text
-    assert "train.clip_norm (" in text
+    assert "train.max_grad_norm (" in text
     assert "train.yaml:5)" in text
     assert "checkpoint.every_epochs (override 'checkpoint.every_epochs')" in text
     assert "Allowed: " in text
@@ -97,7 +97,7 @@ def test_a_section_that_is_read_as_a_whole_is_not_named(tmp_path: Path) -> None:
     result = nb.launch(dumps_a_section, settings(tmp_path), start="inline", display="off")
     (text,) = warnings(result.paths.folder)
     assert "optim." not in text.partition("Allowed")[0]
-    assert "train.clip_norm (" in text
+    assert "train.max_grad_norm (" in text
 
 
 def test_defaults_are_not_named(tmp_path: Path) -> None:
@@ -110,14 +110,14 @@ def test_defaults_are_not_named(tmp_path: Path) -> None:
 
 def captures(config: Config) -> Any:
     def train(_: Any, ctx: Any) -> float:
-        return config.optim.lr + (config.train.clip_norm or 0) + len(config.optim.name)
+        return config.optim.lr + (config.train.max_grad_norm or 0) + len(config.optim.name)
 
     return train
 
 
 def test_a_captured_config_counts_as_read(tmp_path: Path) -> None:
     config = settings(tmp_path)
-    for start in ("launchpad", "inline"):
+    for start in ("forkserver", "inline"):
         result = nb.launch(captures(config), config, processes=1, start=start, display="off")
         assert warnings(result.paths.folder) == []
 
@@ -127,19 +127,19 @@ SPACE = {"optim.lr": [1e-3, 0.1], "optim.momentum": [0.5, 0.8]}  # one of the ra
 
 def test_a_sweep_names_them_once_for_all_trials(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
-    wishes = {"study": {"metric": "val_loss", "sampler": "grid"}, "space": SPACE}
-    result = nb.sweep(reads_params, settings(tmp_path), wishes, display="off")
+    sweep_config = {"study": {"metric": "val_loss", "sampler": "grid"}, "space": SPACE}
+    result = nb.sweep(reads_params, settings(tmp_path), sweep_config, display="off")
     assert len(result.study.get_trials()) == 4
     (text,) = warnings(result.paths.folder)
-    assert "train.clip_norm (" in text
+    assert "train.max_grad_norm (" in text
     assert "optim.lr (" not in text  # the function takes it out of ctx.params
     assert all(warnings(folder) == [] for folder in result.paths.folder.glob("trials/*"))
 
 
 def test_a_sweep_names_what_it_searches_in_vain(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
-    wishes = {"study": {"metric": "val_loss", "sampler": "grid"}, "space": SPACE}
-    result = nb.sweep(own_loop, settings(tmp_path), wishes, display="off")
+    sweep_config = {"study": {"metric": "val_loss", "sampler": "grid"}, "space": SPACE}
+    result = nb.sweep(own_loop, settings(tmp_path), sweep_config, display="off")
     (text,) = warnings(result.paths.folder)
     assert "optim.lr (override 'optim.lr')" in text
     assert "optim.momentum (override 'optim.momentum')" in text

@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError
-from nbtoolkit.runtime.context import RunContext
-from nbtoolkit.training.gathering import Rows, in_order
-from nbtoolkit.training.walk import make_walk
+from nbtoolkit.training.evaluation import make_walk
+from nbtoolkit.worker.collectives import Rows, in_order
+from nbtoolkit.worker.context import RunContext
 
 INPUTS = torch.randn(37, 6, generator=torch.Generator().manual_seed(1))
 TARGETS = INPUTS[:, :3].argmax(dim=1)
@@ -187,7 +187,7 @@ def fitted(config: Config, ctx: RunContext, valid: Any) -> dict[str, float]:
     def spread(outputs: torch.Tensor, targets: torch.Tensor) -> float:
         return float((outputs[1:, 0] - outputs[:-1, 0]).abs().sum())  # of neighbours in the set
 
-    metrics = {"right": "accuracy", "spread": nb.over_all(spread)}
+    metrics = {"right": "accuracy", "spread": nb.epoch_metric(spread)}
     loss = nn.functional.cross_entropy
     train = INPUTS[:36], TARGETS[:36]
     return nb.fit(ctx, config, model_of(), train, valid, loss=loss, metrics=metrics)

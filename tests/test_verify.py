@@ -87,7 +87,7 @@ def test_parity_on_two_and_three_with_accumulation_and_workers(
     processes: int, accumulate: int, workers: int
 ) -> None:
     """41 samples in batches of 12: the last step is uneven."""
-    mine = config(**{"train.accumulate": accumulate, "train.workers": workers})
+    mine = config(**{"train.gradient_accumulation_steps": accumulate, "train.num_workers": workers})
     found = nb.verify.parity(train_on_points, mine, processes=processes)
     assert found.passed, found
     assert (found.steps, found.first_other_step) == (8, None)

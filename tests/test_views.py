@@ -13,18 +13,32 @@ from typing import Any
 import pytest
 from run_folders import NOON, trained, write_run
 
-from nbtoolkit.runtime.paths import RunPaths
-from nbtoolkit.views.curves import curves, history
-from nbtoolkit.views.devices import devices, devices_text
-from nbtoolkit.views.importances import importances
-from nbtoolkit.views.log import log, log_names, log_text
-from nbtoolkit.views.overview import overview, overview_text
+from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.views.state import State, read_state
 from nbtoolkit.views.svg import Series, chart
-from nbtoolkit.views.trials import PAGE, Order, column_names, pages, trials, trials_text
+from nbtoolkit.views.tabs import (
+    curves,
+    devices,
+    devices_text,
+    history,
+    importances,
+    log,
+    log_names,
+    log_text,
+)
+from nbtoolkit.views.trials import (
+    PAGE,
+    SortOrder,
+    column_names,
+    overview,
+    overview_text,
+    pages,
+    trials,
+    trials_text,
+)
 
 EVIL = "<script>alert('$x$')</script>&<img src=x onerror=alert(1)>"
-WISHES = """
+SWEEP_CONFIG = """
 study: {{name: mine, metric: {metric}, direction: maximize, sampler: random, pruner: none}}
 budget: {{n_trials: {count}}}
 space: {{optim.lr: {{type: float, low: 0.001, high: 0.1}}}}
@@ -34,10 +48,10 @@ space: {{optim.lr: {{type: float, low: 0.001, high: 0.1}}}}
 def sweep(
     folder: Path, events: list[dict[str, Any]], *, metric: str = "score", count: int = 10
 ) -> RunPaths:
-    """A sweep's folder, as its conductor leaves it."""
+    """A sweep's folder, as its scheduler leaves it."""
     events = [{"type": "run", "t": NOON}, *events]
     paths = write_run(folder, "sweep-0001", about={"kind": "sweep"}, events=events)
-    (paths.folder / "sweep.yaml").write_text(WISHES.format(metric=metric, count=count))
+    (paths.folder / "sweep.yaml").write_text(SWEEP_CONFIG.format(metric=metric, count=count))
     return paths
 
 
@@ -205,7 +219,7 @@ def test_trials_are_sorted_by_any_column_and_those_without_a_value_come_last(
     state = read_state(sweep(tmp_path, events).folder)
 
     def order(by: str, down: bool) -> list[str]:
-        lines = trials_text(state, Order(by, down)).splitlines()[1:]
+        lines = trials_text(state, SortOrder(by, down)).splitlines()[1:]
         return [line.removeprefix("★").split()[0] for line in lines]
 
     assert column_names(state) == ["trial", "state", "score", "seconds", "optim.lr", "reason"]
@@ -224,12 +238,12 @@ def test_a_thousand_trials_are_shown_in_pages_and_quickly(tmp_path: Path) -> Non
     state = read_state(folder)
     reading = time.process_time() - began
     assert pages(state) == 1000 // PAGE
-    last = trials(state, Order("score", True, page=10_000))
+    last = trials(state, SortOrder("score", True, page=10_000))
     assert f"page {1000 // PAGE} of {1000 // PAGE}" in last
     assert last.count("<tr>") == PAGE + 1
     state.look()
     began = time.process_time()
-    page = overview(state) + trials(state, Order("score")) + history(state) + curves(state)
+    page = overview(state) + trials(state, SortOrder("score")) + history(state) + curves(state)
     drawing = time.process_time() - began
     # Of two thousand lines, as they take on this machine; the promise of 100 ms is a benchmark's.
     assert drawing < 10 * reading, (drawing, reading)

@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 import nbtoolkit as nb
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import ConfigError, FoldError, SpaceError
-from nbtoolkit.runtime.context import RunContext
-from nbtoolkit.search.wished_folds import wished_folds
-from nbtoolkit.search.wishes import FoldWishes, load_wishes
+from nbtoolkit.search.fold_config import configured_folds
+from nbtoolkit.study.sweep_config import FoldConfig, load_sweep_config
+from nbtoolkit.worker.context import RunContext
 
 Y = [0, 1, 2] * 8
 GROUPS = [number // 4 for number in range(24)]
@@ -52,8 +52,8 @@ def train(config: Config, ctx: RunContext) -> dict[str, int]:
     return {"size": len(ctx.fold.valid_indices)}
 
 
-def folds_of(**wish: Any) -> FoldWishes:
-    return FoldWishes.model_validate(wish)
+def folds_of(**wish: Any) -> FoldConfig:
+    return FoldConfig.model_validate(wish)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_every_setting_of_the_folds_counts(
     wish: dict[str, Any], given: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     given = {"groups": None, **given}
-    found = wished_folds(folds_of(**wish), "__main__:train", **given)
+    found = configured_folds(folds_of(**wish), "__main__:train", **given)
     groups = given["groups"] if expected.get("kind") == "group" else None
     y = range(24) if given["targets"] == 24 else Y
     assert found == nb.make_folds(y, groups=groups, **expected)
@@ -80,13 +80,13 @@ def test_a_file_of_folds_is_read(tmp_path: Path) -> None:
     folds = nb.make_folds(Y, k=3, seed=5)
     folds.save(tmp_path / "folds.json")
     wish = folds_of(file=str(tmp_path / "folds.json"))
-    assert wished_folds(wish, "__main__:train", None, None) == folds
+    assert configured_folds(wish, "__main__:train", None, None) == folds
 
 
 def test_no_folds_are_made_unwished() -> None:
-    assert wished_folds(FoldWishes(), "__main__:train", None, None) is None
+    assert configured_folds(FoldConfig(), "__main__:train", None, None) is None
     with pytest.raises(FoldError, match=r"no folds are wished[\s\S]*set folds: \{k: 5\}"):
-        wished_folds(FoldWishes(), "__main__:train", Y, None)
+        configured_folds(FoldConfig(), "__main__:train", Y, None)
 
 
 @pytest.mark.parametrize("task", ["__main__:train", "json:loads", "nowhere:train"])
@@ -94,12 +94,12 @@ def test_folds_without_targets_are_refused_before_the_start(task: str) -> None:
     with pytest.raises(
         FoldError, match=r"folds.k is 3, .* no targets[\s\S]*nb.sweep\(..., targets=y"
     ):
-        wished_folds(folds_of(k=3), task, None, None)
+        configured_folds(folds_of(k=3), task, None, None)
 
 
 def test_a_number_of_samples_makes_no_strata() -> None:
     with pytest.raises(FoldError, match=r"'stratified', which needs every sample's target"):
-        wished_folds(folds_of(k=3), "__main__:train", 24, None)
+        configured_folds(folds_of(k=3), "__main__:train", 24, None)
 
 
 # --- the same from a cell, a module, the command line ---
@@ -107,8 +107,8 @@ def test_a_number_of_samples_makes_no_strata() -> None:
 
 def test_a_sweep_of_a_cell_is_given_targets(config: Config) -> None:
     pytest.importorskip("optuna")
-    wishes = {"study": STUDY, "space": SPACE, "folds": {"k": 4, "kind": "kfold", "seed": 2}}
-    result = nb.sweep(train, config, wishes, n_trials=1, targets=Y, display="off")
+    sweep_config = {"study": STUDY, "space": SPACE, "folds": {"k": 4, "kind": "kfold", "seed": 2}}
+    result = nb.sweep(train, config, sweep_config, n_trials=1, targets=Y, display="off")
     trial = result.paths.folder / "trials" / "0000"
     assert sorted(entry.name for entry in trial.glob("fold-*")) == [f"fold-{i}" for i in range(4)]
     expected = nb.make_folds(Y, k=4, kind="kfold", seed=2)
@@ -137,7 +137,7 @@ def test_the_command_line_takes_the_targets_of_the_module(config: Config, tmp_pa
 
 
 def test_other_names_are_understood_in_a_sweeps_file(config: Config) -> None:
-    wishes = load_wishes(
+    sweep_config = load_sweep_config(
         {
             "study": {"metric": "val_loss"},
             "space": SPACE,
@@ -148,19 +148,23 @@ def test_other_names_are_understood_in_a_sweeps_file(config: Config) -> None:
         },
         config,
     )
-    assert (wishes.folds.k, wishes.folds.seed, wishes.folds.kind) == (4, 7, "kfold")
-    assert (wishes.study.sampler, wishes.study.pruner) == ("tpe", "median")
-    assert (wishes.budget.n_trials, wishes.budget.timeout) == (30, 5400.0)
-    assert wishes.trials_per_device == 2
+    assert (sweep_config.folds.k, sweep_config.folds.seed, sweep_config.folds.kind) == (
+        4,
+        7,
+        "kfold",
+    )
+    assert (sweep_config.study.sampler, sweep_config.study.pruner) == ("tpe", "median")
+    assert (sweep_config.budget.n_trials, sweep_config.budget.timeout) == (30, 5400.0)
+    assert sweep_config.trials_per_device == 2
 
 
 def test_ours_beat_other_names_and_a_fold_can_be_switched_off(config: Config) -> None:
     given = {"space": SPACE, "k_fold": {"enabled": False}, "sampling": "random"}
-    wishes = load_wishes(
+    sweep_config = load_sweep_config(
         {**given, "study": {"metric": "val_loss", "sampler": "tpe"}}, config, n_trials=2
     )
-    assert (wishes.folds.k, wishes.study.sampler) == (None, "tpe")
-    assert load_wishes({"space": SPACE, "k_fold": 3}, config, n_trials=2).folds.k == 3
+    assert (sweep_config.folds.k, sweep_config.study.sampler) == (None, "tpe")
+    assert load_sweep_config({"space": SPACE, "k_fold": 3}, config, n_trials=2).folds.k == 3
 
 
 @pytest.mark.parametrize(
@@ -178,7 +182,7 @@ def test_what_other_names_cannot_say_is_refused(
     config: Config, given: dict[str, Any], what: str
 ) -> None:
     with pytest.raises(SpaceError, match=what):
-        load_wishes({"space": SPACE, **given}, config, n_trials=2)
+        load_sweep_config({"space": SPACE, **given}, config, n_trials=2)
 
 
 @pytest.mark.parametrize("name", ["k_fold", "sampling", "early_termination", "trials_per_gpu"])
@@ -188,4 +192,4 @@ def test_what_a_configuration_sends_to_the_sweeps_file_is_accepted_there(
     with pytest.raises(ConfigError, match="sweep's own file"):
         nb.load_config(env=None, overrides={name: 2})
     values = {"k_fold": 2, "sampling": "random", "early_termination": "median", "trials_per_gpu": 2}
-    load_wishes({"space": SPACE, name: values[name]}, config, n_trials=2)
+    load_sweep_config({"space": SPACE, name: values[name]}, config, n_trials=2)

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from nbtoolkit import load_config
-from nbtoolkit.config import Config
+from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import ConfigError, SpaceError
-from nbtoolkit.search.wishes import Wishes, load_wishes
+from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
 
 LR = {"type": "float", "low": 1e-4, "high": 1e-1, "log": True}
 SPACE = {"optim.lr": LR}
@@ -23,37 +23,41 @@ def config() -> Config:
 @pytest.mark.parametrize("name", ["digits", "smoke"])
 def test_the_files_that_ship_are_right(name: str) -> None:
     config = load_config("config/train.yaml", env=None)
-    wishes = load_wishes(f"config/hpo/{name}.yaml", config)
-    assert wishes.metrics == ("val_accuracy",)
-    assert wishes.directions == ("maximize",)
-    assert wishes.budget.timeout is not None
-    assert "optim.lr" in wishes.make_space().searched
+    sweep_config = load_sweep_config(f"config/hpo/{name}.yaml", config)
+    assert sweep_config.metrics == ("val_accuracy",)
+    assert sweep_config.directions == ("maximize",)
+    assert sweep_config.budget.timeout is not None
+    assert "optim.lr" in sweep_config.make_space().searched
 
 
 def test_a_bare_dict_of_dotted_names_is_a_space(config: Config) -> None:
-    wishes = load_wishes(SPACE, config, n_trials=7)
-    assert wishes.make_space().to_dict() == SPACE
-    assert (wishes.budget.n_trials, wishes.metrics) == (7, ("val_loss",))
-    assert wishes.directions == ("minimize",)
+    sweep_config = load_sweep_config(SPACE, config, n_trials=7)
+    assert sweep_config.make_space().to_dict() == SPACE
+    assert (sweep_config.budget.n_trials, sweep_config.metrics) == (7, ("val_loss",))
+    assert sweep_config.directions == ("minimize",)
 
 
 def test_a_bare_file_of_dotted_names_is_a_space_too(tmp_path: Path, config: Config) -> None:
     file = tmp_path / "space.yaml"
     file.write_text("optim.lr: [0.1, 0.2]\noptim.lrr: [0.1]\n")
     with pytest.raises(SpaceError, match=r"space.yaml:2: unknown setting 'optim.lrr'"):
-        load_wishes(file, config, n_trials=2)
+        load_sweep_config(file, config, n_trials=2)
 
 
 def test_the_metric_is_what_the_checkpoints_go_by(config: Config) -> None:
     watched = config.with_overrides({"checkpoint.monitor": "val_auc"})
-    wishes = load_wishes(ENDS, watched)
-    assert (wishes.metrics, wishes.directions) == (("val_auc",), ("maximize",))
+    sweep_config = load_sweep_config(ENDS, watched)
+    assert (sweep_config.metrics, sweep_config.directions) == (("val_auc",), ("maximize",))
 
 
 def test_the_call_beats_the_file(config: Config) -> None:
-    wishes = load_wishes(ENDS, config, n_trials=9, timeout="1h", folds=4)
-    assert (wishes.budget.n_trials, wishes.budget.timeout, wishes.folds.k) == (9, 3600.0, 4)
-    assert load_wishes(ENDS, config, folds={"k": 2, "kind": "kfold"}).folds.kind == "kfold"
+    sweep_config = load_sweep_config(ENDS, config, n_trials=9, timeout="1h", folds=4)
+    assert (sweep_config.budget.n_trials, sweep_config.budget.timeout, sweep_config.folds.k) == (
+        9,
+        3600.0,
+        4,
+    )
+    assert load_sweep_config(ENDS, config, folds={"k": 2, "kind": "kfold"}).folds.kind == "kfold"
 
 
 def test_what_is_written_is_read_back(tmp_path: Path, config: Config) -> None:
@@ -67,13 +71,13 @@ def test_what_is_written_is_read_back(tmp_path: Path, config: Config) -> None:
         "constraints": {"latency": {"max": 20}},
         "folds": None,
     }
-    wishes = load_wishes(given, config)
-    assert wishes.directions == ("minimize", "maximize")
-    assert wishes.pruner == "none"
+    sweep_config = load_sweep_config(given, config)
+    assert sweep_config.directions == ("minimize", "maximize")
+    assert sweep_config.pruner == "none"
     file = tmp_path / "sweep.yaml"
-    file.write_text(wishes.to_yaml())
-    assert load_wishes(file, config) == wishes
-    assert Wishes.model_validate(wishes.to_dict()) == wishes
+    file.write_text(sweep_config.to_yaml())
+    assert load_sweep_config(file, config) == sweep_config
+    assert SweepConfig.model_validate(sweep_config.to_dict()) == sweep_config
 
 
 def with_study(**study: Any) -> dict[str, Any]:
@@ -99,28 +103,28 @@ WRONG: dict[str, dict[str, Any]] = {
     r"constraints.latency: 20 is no limit": {**ENDS, "constraints": {"latency": 20}},
     r"number 0 is not searched": {**ENDS, "first_trials": [{"optim.name": "sgd"}]},
     r"number 0 is never 7": {**ENDS, "first_trials": [{"optim.lr": 7}]},
-    r"no order of leaders": {**with_study(metric=["a", "b"]), "repeat_top": {"k": 2}},
+    r"no order of leaders": {**with_study(metric=["a", "b"]), "reevaluate_top": {"k": 2}},
 }
 
 
 @pytest.mark.parametrize(("says", "given"), WRONG.items())
 def test_a_wrong_wish_is_refused(says: str, given: dict[str, Any], config: Config) -> None:
     with pytest.raises(SpaceError, match=says):
-        load_wishes(given, config)
+        load_sweep_config(given, config)
 
 
 def test_every_mistake_of_a_file_has_its_line(tmp_path: Path, config: Config) -> None:
     file = tmp_path / "sweep.yaml"
     file.write_text("study: {sampler: tpee}\nbudget:\n  n_trails: 3\nspace: {optim.lr: [0.1]}\n")
     with pytest.raises(SpaceError, match=r"2 mistakes(.|\n)*yaml:1: (.|\n)*yaml:3: .*n_trials"):
-        load_wishes(file, config)
+        load_sweep_config(file, config)
     file.write_text(
         "budget: {n_trials: 3}\nspace:\n  optim.lr:\n    type: float\n    low: x\n    high: 1\n"
     )
     with pytest.raises(SpaceError, match=r"yaml:5: space.optim.lr: low: 'x'"):
-        load_wishes(file, config)
+        load_sweep_config(file, config)
 
 
 def test_a_file_that_is_not_there_is_told(config: Config) -> None:
     with pytest.raises(ConfigError, match=r"no configuration file 'config/hpo/nowhere.yaml'"):
-        load_wishes("config/hpo/nowhere.yaml", config)
+        load_sweep_config("config/hpo/nowhere.yaml", config)

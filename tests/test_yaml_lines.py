@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
+from nbtoolkit.config.yaml_source import dump, parse_value, read_layer
 from nbtoolkit.errors import ConfigError
-from nbtoolkit.yaml_lines import dump, parse_value, read_layer
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The launchpad's process imports what launches need, and nothing that touches a device."""
+"""The fork server's process imports what launches need, and nothing that touches a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels import SECONDS
 CODE = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from nbtoolkit.runtime.zygote import preload
+from nbtoolkit.launcher.preload import preload
 preload()
 assert "accelerate" in sys.modules
 print("touched" if "torchao" in sys.modules else "clean")

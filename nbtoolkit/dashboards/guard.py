@@ -1,4 +1,4 @@
-"""Guard: runs a dashboard in a process group of its own, and ends all of it with the kernel.
+"""Run a dashboard in a process group of its own, and end all of it with the kernel.
 
 Started as a file, with Python's own modules alone: 10 MB and 20 ms. Its standard input is a pipe
 that the kernel holds: its end is the wish to end. A process that the kernel forked may hold a copy

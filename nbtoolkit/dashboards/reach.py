@@ -1,4 +1,4 @@
-"""Reach: how a browser comes to a port of this machine's loopback, by host."""
+"""Build the address at which a browser reaches a port of this machine's loopback, by host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from getpass import getuser
 from typing import Any
 
-from nbtoolkit.runtime.host import Host
+from nbtoolkit.host import Host
 
 COLAB_HOSTS = "*.googleusercontent.com"
 """Where Colab's proxy shows a port: what a dashboard that looks at hosts must allow there."""

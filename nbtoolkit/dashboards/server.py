@@ -1,4 +1,4 @@
-"""Dashboard: a program that shows something to a browser, on loopback; it ends with the kernel."""
+"""Start a dashboard's server on loopback; it ends with the kernel."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from types import TracebackType
 
 from nbtoolkit.dashboards import guard
 from nbtoolkit.dashboards.reach import reach
+from nbtoolkit.environment.ports import free_port
 from nbtoolkit.errors import DashboardError
-from nbtoolkit.runtime.host import Host
-from nbtoolkit.runtime.ports import free_port
+from nbtoolkit.host import Host
 from nbtoolkit.views.markup import boxed, said
 
 START_SECONDS = 600.0
@@ -138,13 +138,13 @@ class Dashboard:
 
     def __repr__(self) -> str:
         how = f"\n{self.how}" if self.how and not self.closed else ""
-        return f"{self.name}: {self._told()}{how}"
+        return f"{self.name}: {self._sentence()}{how}"
 
     def _repr_html_(self) -> str:
         how = said(self.how) if self.how and not self.closed else ""
-        return boxed(f"<div>{escape(self.name)}: {self._told(link=True)}</div>{how}")
+        return boxed(f"<div>{escape(self.name)}: {self._sentence(link=True)}</div>{how}")
 
-    def _told(self, *, link: bool = False) -> str:
+    def _sentence(self, *, link: bool = False) -> str:
         if self.closed:
             return "closed"
         where = f"port {self.port} of 127.0.0.1"

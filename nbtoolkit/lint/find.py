@@ -1,22 +1,29 @@
-"""``find_hazards``: one notebook, looked at by every rule."""
+"""Apply every rule to a notebook, and print what is found."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
-from nbtoolkit.lint.cells import Cell, read_cells
-from nbtoolkit.lint.device import built_before_launch, device_in_kernel, fixed_device
-from nbtoolkit.lint.hazard import ADVICE, Hazard, hazard
-from nbtoolkit.lint.order import out_of_order, undefined_names
-from nbtoolkit.lint.paths import absolute_paths
-from nbtoolkit.lint.program import Program
-from nbtoolkit.lint.splits import unseeded_splits
-from nbtoolkit.lint.together import lone_collectives
-from nbtoolkit.lint.writes import unguarded_writes
+from nbtoolkit.lint.rules import (
+    absolute_paths,
+    built_before_launch,
+    device_in_kernel,
+    fixed_device,
+    lone_collectives,
+    out_of_order,
+    undefined_names,
+    unguarded_writes,
+    unseeded_splits,
+)
+from nbtoolkit.lint.source import ADVICE, Cell, Hazard, NotebookProgram, hazard, read_cells
 from nbtoolkit.notebooks.document import read_as_saved
+
+# --- find ---
+
 
 # Commands that IPython takes for magics where a line begins with them ("automagic").
 _MAGICS = ("pip", "conda", "cd", "ls", "cp", "mv", "rm", "mkdir", "cat")
@@ -49,7 +56,7 @@ def find_hazards(path: str | os.PathLike[str]) -> list[Hazard]:
         MissingExtra: pyflakes is not installed.
     """
     cells = read_cells(read_as_saved(Path(path).expanduser()))
-    program = Program(cells)
+    program = NotebookProgram(cells)
     found = [*_not_python(cells), *_parameters_cells(cells), *_unknown_ignores(cells)]
     for look in _OF_CELLS:
         found += look(cells)
@@ -93,3 +100,37 @@ def _unknown_ignore(cell: int, line: int, code: str) -> Hazard:
     what = f"no hazard is called {code!r}" if code else "it does not say which hazard"
     do = f"did you mean # nb: ignore[{near[0]}]?" if near else ""
     return hazard("unknown-ignore", what, cell=cell, line=line, do=do)
+
+
+# --- report ---
+# What ``nbtoolkit lint`` prints of several notebooks: sentences, or JSON.
+
+
+def find_all(notebooks: Iterable[Path]) -> dict[Path, list[Hazard]]:
+    """The hazards of each notebook.
+
+    Raises:
+        NotebookError: one cannot be read.
+        MissingExtra: pyflakes is not installed.
+    """
+    return {path: find_hazards(path) for path in notebooks}
+
+
+def report(found: Mapping[Path, list[Hazard]], *, as_json: bool = False) -> str:
+    """All hazards as text.
+
+    Args:
+        found: notebook -> its hazards.
+        as_json: a JSON list, an object for each hazard: notebook, code, cell, line, what, do.
+    """
+    if as_json:
+        rows = [
+            {"notebook": str(path), **one.to_dict()}
+            for path, hazards in found.items()
+            for one in hazards
+        ]
+        return json.dumps(rows, indent=2)
+    lines = [one.sentence(str(path)) for path, hazards in found.items() for one in hazards]
+    many = "1 hazard" if len(lines) == 1 else f"{len(lines) or 'no'} hazards"
+    looked_at = "1 notebook" if len(found) == 1 else f"{len(found)} notebooks"
+    return "\n".join([*lines, f"{many} in {looked_at}"])

@@ -1,27 +1,130 @@
-"""Execution: what is known of a notebook while it runs, and how it failed."""
+"""Track a notebook's cells while it runs, its failure, and how its kernel died."""
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import re
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from nbtoolkit.notebooks.death import Memory
+from nbtoolkit.environment.resources import children
+from nbtoolkit.host import ROOT, memory_limit
+from nbtoolkit.launcher.failures import describe
 from nbtoolkit.notebooks.document import executed_copy, is_injected, is_sentinel
-from nbtoolkit.notebooks.progress import Progress
-from nbtoolkit.runtime.paths import write_whole
+from nbtoolkit.notebooks.progress import CellProgress
+from nbtoolkit.run.paths import write_whole
+from nbtoolkit.text_table import gib
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
+
+
+# --- a kernel's death ---
+# How a kernel died: its memory when it was last seen, its exit code, and what that means.
+
+
+_INTERVAL = 0.2  # seconds between two looks: one costs about a millisecond
+
+
+@dataclass
+class Memory:
+    """How much memory a kernel and the processes it started were last seen to use."""
+
+    size: int = 0
+    """Bytes; shared pages count for each process."""
+    seen: float = 0.0
+    """When (``time.monotonic``)."""
+
+    def look(self, pid: int, root: Path = ROOT) -> None:
+        """Look, unless that was done a moment ago or the process is gone."""
+        now = time.monotonic()
+        if now - self.seen < _INTERVAL:
+            return
+        if size := _tree_size(pid, root):
+            self.size, self.seen = size, now
+
+    def __str__(self) -> str:
+        if not self.size:
+            return "its memory is not known"
+        limit = memory_limit()
+        of = f" of {gib(limit)}" if limit else ""
+        return f"{gib(self.size)}{of} in use {time.monotonic() - self.seen:.1f} s before"
+
+
+def meaning(code: int | None, asked: bool) -> str:
+    """How a kernel ended, in words.
+
+    Args:
+        code: its exit code; negative: minus the signal.
+        asked: whether a cell asked it to end (``exit()``, ``quit()``).
+    """
+    if asked or code == 0:
+        return "ended its kernel with exit() or quit()"
+    return f"lost its kernel: {describe(code)}"
+
+
+def _tree_size(pid: int, root: Path) -> int:
+    families = children()
+    todo, size = [pid], 0
+    while todo:
+        here = todo.pop()
+        size += _resident(root / "proc" / str(here) / "status")
+        todo += families.get(here, [])
+    return size
+
+
+def _resident(status: Path) -> int:
+    """Bytes in memory; 0 for a process that is gone."""
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+
+
+# --- event loop ---
+# The event loop that nbclient makes in a thread without one, closed when the run is over.
+
+
+def with_its_own_loop(work: Callable[[], None]) -> None:
+    """Do ``work``; close the event loop that it left in this thread, unless it is the main one.
+
+    nbclient keeps a loop (three open files) for each thread that ever ran a notebook, in a context
+    variable: in a copy of the context nobody else comes to know of it. In a thread whose loop runs,
+    as in a kernel, it uses another one, which stays.
+    """
+    if threading.current_thread() is threading.main_thread() or _runs():
+        work()
+        return
+    try:
+        contextvars.copy_context().run(work)
+    finally:
+        asyncio.get_event_loop().close()
+        asyncio.set_event_loop(None)
+
+
+def _runs() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+# --- execution ---
+
 
 _SAVE_SECONDS = 10.0  # between two saves of a cell that goes on writing
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 @dataclass
-class Failure:
+class CellFailure:
     """A cell that did not end well."""
 
     cell: int
@@ -58,11 +161,11 @@ class Execution:
     cwd: Path
     folder: Path
     """The kernel's private folder."""
-    progress: Progress
+    progress: CellProgress
     limits: Limits
     """The notebook's time runs from now."""
     memory: Memory = field(default_factory=Memory)
-    failure: Failure | None = None
+    failure: CellFailure | None = None
     started: bool = False
     """Whether the kernel has started: a cell has begun."""
     notebook: NotebookNode | None = None
@@ -108,7 +211,7 @@ class Execution:
     def fail(self, kind: str, what: str, traceback: str = "") -> None:
         """The running cell has failed; the first failure stands."""
         clean = _COLOURS.sub("", traceback)
-        self.failure = self.failure or Failure(self.number, kind, what, clean)
+        self.failure = self.failure or CellFailure(self.number, kind, what, clean)
 
     def take(self, text: str) -> str:
         """Log what the running cell writes; the part of it that the notebook keeps."""

@@ -1,4 +1,4 @@
-"""NotebookFiles: the executed copy, and what lies beside it.
+"""Name the executed copy of a notebook and the files beside it.
 
 <name>.ipynb        the executed copy, whole after every cell
 <name>.html         the same to look at
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 from nbtoolkit.errors import NbtoolkitError, NotebookError
-from nbtoolkit.runtime.paths import write_whole
+from nbtoolkit.run.paths import write_whole
 
 _LOCK_TRIES = 3
 

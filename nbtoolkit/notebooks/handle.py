@@ -1,4 +1,4 @@
-"""NotebookHandle: a notebook that runs in the background, ours or another kernel's."""
+"""Define a notebook run's result, and the handle of one that runs in the background."""
 
 from __future__ import annotations
 
@@ -6,14 +6,120 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from nbtoolkit.errors import NotebookDied, NotebookError, NotebookFailed
+from nbtoolkit.config.yaml_source import dump
+from nbtoolkit.environment.deadline import span
+from nbtoolkit.errors import NotebookDied, NotebookError, NotebookFailed, NotebookTimeout
 from nbtoolkit.notebooks.files import NotebookFiles
-from nbtoolkit.notebooks.outcome import last_lines, outcome
-from nbtoolkit.notebooks.result import NotebookResult
-from nbtoolkit.runtime.made import read_made
-from nbtoolkit.runtime.paths import read_json
+from nbtoolkit.run.paths import read_json, read_made
+from nbtoolkit.text_table import html_table
+
+# --- result ---
+# How a notebook's run ended.
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class NotebookResult:
+    """What a notebook published, and where its executed copy is.
+
+    A notebook that fails has no result: :func:`nbtoolkit.run_notebook` raises.
+    """
+
+    values: dict[str, Any]
+    """What the notebook published with ``nb.publish``, as plain values."""
+    parameters: dict[str, Any]
+    """The values it was given; the others are its defaults."""
+    output: Path
+    """The executed copy."""
+    html: Path | None
+    """The same as a page; None where none was wanted."""
+    log: Path
+    """Everything its cells wrote."""
+    runs: list[Path]
+    """The folders of the runs, sweeps and cross-validations that it has started, oldest first."""
+    seconds: float
+    """From the kernel's start to the last cell's end."""
+
+    def values_as_yaml(self) -> str:
+        """The published values as YAML text; empty where nothing was published."""
+        return dump(self.values) if self.values else ""
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={_short(value)}" for name, value in self.values.items())
+        return (
+            f"NotebookResult({values or 'nothing published'}, {span(self.seconds)}, {self.output})"
+        )
+
+    def _repr_html_(self) -> str:
+        rows: list[tuple[str, object]] = [*self.values.items()]
+        rows += [("run", folder) for folder in self.runs]
+        rows += [("executed copy", self.output), ("time", span(self.seconds))]
+        return html_table("notebook: completed", rows)
+
+
+def _short(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# --- from the record ---
+# How a notebook's run ended, by its record: a result, or the error that was its end.
+
+
+LAST_LINES = 12
+"""Of a log or a cell, in an error's text."""
+
+_LAST_BYTES = 4_000
+
+_ERRORS = {"timeout": NotebookTimeout, "death": NotebookDied, "kernel": NotebookDied}
+
+
+def outcome(files: NotebookFiles, record: Mapping[str, Any]) -> NotebookResult:
+    """The result of a notebook that has come to its end.
+
+    Args:
+        files: of its run.
+        record: what was written when it had ended.
+
+    Raises:
+        NotebookFailed: it has not come to its end; or a kind of that, as ``nb.run_notebook`` says.
+    """
+    if failure := record["failure"]:
+        error = _ERRORS.get(failure["kind"], NotebookFailed)(**record["error"])
+        error.cell, error.output = failure["cell"], files.copy
+        raise error
+    return NotebookResult(
+        values=record["values"],
+        parameters=record["parameters"],
+        output=files.copy,
+        html=files.html if record["html"] else None,
+        log=files.log,
+        runs=read_made(files.runs),
+        seconds=record["seconds"],
+    )
+
+
+def last_lines(log: Path) -> list[str]:
+    """The end of a log, as lines of an error's text; none of one that is empty, or gone."""
+    if not log.exists():
+        return []
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LAST_BYTES))
+        last = file.read().decode(errors="replace").strip()
+    return ["  The last lines:", *indented(last, LAST_LINES)] if last else []
+
+
+def indented(text: str, lines: int) -> list[str]:
+    """The last lines of a text, indented."""
+    return [f"    {line}" for line in text.strip().splitlines()[-lines:]]
+
+
+# --- handle ---
+
 
 _POLL = 0.1  # seconds between two looks of who waits
 

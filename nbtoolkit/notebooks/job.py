@@ -1,30 +1,112 @@
-"""Job: one notebook on its way through papermill, and what is made of its end."""
+"""Run one notebook through papermill in its kernel, and record how it ended."""
 
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shlex
+import shutil
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from nbtoolkit.errors import NotebookFailed
+from nbtoolkit.errors import NotebookError, NotebookFailed
 from nbtoolkit.notebooks.document import executed_copy, made_ready, numbered
-from nbtoolkit.notebooks.event_loop import with_its_own_loop
-from nbtoolkit.notebooks.execution import Execution, Failure, Limits
+from nbtoolkit.notebooks.execution import CellFailure, Execution, Limits, with_its_own_loop
 from nbtoolkit.notebooks.files import NotebookFiles, not_written
-from nbtoolkit.notebooks.kernel import kernel_environ, private_folder, published_file
-from nbtoolkit.notebooks.outcome import LAST_LINES, indented, last_lines, outcome
-from nbtoolkit.notebooks.progress import Display, Progress
-from nbtoolkit.notebooks.result import NotebookResult
-from nbtoolkit.runtime.paths import read_json, write_json, write_whole
+from nbtoolkit.notebooks.handle import LAST_LINES, NotebookResult, indented, last_lines, outcome
+from nbtoolkit.notebooks.progress import CellProgress, Display
+from nbtoolkit.notebooks.publish import TARGET as PUBLISHED
+from nbtoolkit.run.paths import TARGET as MADE
+from nbtoolkit.run.paths import read_json, write_json, write_whole
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
+
+
+# --- kernel ---
+# The kernel a notebook is run with: found by name, before anything is started.
+
+
+_SOCKET_LENGTH = 107  # bytes of a Unix socket's path, see man 7 unix
+
+
+def find_kernel(notebook: NotebookNode, wish: str | None, name: str) -> str:
+    """The name of the kernel spec to run a notebook with.
+
+    Args:
+        notebook: its metadata names one; without it: ``python3``.
+        wish: a name that beats the notebook's own.
+        name: the notebook's name, for messages.
+
+    Raises:
+        NotebookError: there is no such kernel here, or it is not one for Python.
+    """
+    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+
+    wanted = wish or notebook.metadata.get("kernelspec", {}).get("name") or "python3"
+    specs = KernelSpecManager()
+    try:
+        spec = specs.get_kernel_spec(wanted)
+    except NoSuchKernel as error:
+        raise NotebookError(
+            f"{name} wants the kernel {wanted!r}, which is not installed here",
+            allowed=", ".join(sorted(specs.find_kernel_specs())) or "none: no kernel is installed",
+            do='choose one of these: kernel="python3", or --kernel python3 in a shell',
+        ) from error
+    if spec.language.lower() != "python":
+        raise NotebookError(
+            f"the kernel {wanted!r} of {name} speaks {spec.language}",
+            allowed="kernels for Python",
+        )
+    return str(wanted)
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """A folder for one kernel, removed at the end: connection file, sockets, IPython profile.
+
+    Sockets instead of ports: two kernels cannot meet on one, and nobody else can connect.
+    """
+    folder = tempfile.mkdtemp(prefix="nbtoolkit-")
+    if len(os.fsencode(folder)) + len("/kernel-5") > _SOCKET_LENGTH:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="nbtoolkit-", dir="/tmp")
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def published_file(folder: Path) -> Path:
+    """Where, in a kernel's private folder, ``nb.publish`` writes."""
+    return folder / "published.json"
+
+
+def kernel_environ(folder: Path, runs: Path) -> dict[str, str]:
+    """The variables of a kernel: this process's, and its own.
+
+    Args:
+        folder: its private folder.
+        runs: the file to which it tells which runs it has started.
+    """
+    return {
+        **os.environ,
+        "IPYTHONDIR": str(folder / "ipython"),
+        PUBLISHED: str(published_file(folder)),
+        MADE: str(runs),
+    }
+
+
+# --- job ---
+
 
 _ADVICE = {
     "exit": "let the last cell be the end: put what must not run under an `if`",
@@ -33,7 +115,7 @@ _ADVICE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class NotebookJob:
     """What is run, with what, to where."""
 
     source: Path
@@ -67,7 +149,7 @@ class Job:
                 environ=kernel_environ(folder, self.files.runs),
                 cwd=self.cwd,
                 folder=folder,
-                progress=Progress(display, len(list(numbered(notebook)))),
+                progress=CellProgress(display, len(list(numbered(notebook)))),
                 limits=limits,
             )
             return self._execute(notebook, execution)
@@ -92,7 +174,7 @@ class Job:
         from papermill.exceptions import PapermillExecutionError
         from papermill.execute import execute_notebook
 
-        from nbtoolkit.notebooks.client import ENGINE
+        from nbtoolkit.notebooks.engine import ENGINE
 
         page = threading.Thread(target=_import_for_page)
         if self.html:
@@ -163,11 +245,11 @@ class Job:
             return f"{type(error).__name__}: {error}"
         return None
 
-    def _what(self, failure: Failure) -> str:
+    def _what(self, failure: CellFailure) -> str:
         where = f"code cell {failure.cell} of {self.source.name}" if failure.cell else ""
         return f"{where or self.source.name} {failure.what}"
 
-    def _error(self, notebook: NotebookNode, failure: Failure) -> dict[str, str]:
+    def _error(self, notebook: NotebookNode, failure: CellFailure) -> dict[str, str]:
         """What is told of a failure, in the parts of an error."""
         lines = [self._what(failure)]
         source = dict(numbered(notebook)).get(failure.cell)

@@ -1,21 +1,41 @@
-"""One line a cell: which one runs, what it says last, how long it took."""
+"""Print one line per cell, with what it printed last and how long it took."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 import time
-from typing import Literal, TextIO, get_args
+from typing import Any, Literal, TextIO, cast, get_args
 
 from nbtoolkit.errors import NotebookError
-from nbtoolkit.runtime.host import in_kernel
+from nbtoolkit.host import in_kernel
+
+# --- slow imports ---
+# Two imports that are a good part of a small notebook's run, and serve nothing in it.
+
+
+def skip_slow_imports() -> None:
+    """Let papermill load without what it does not need here, as far as that is not loaded yet.
+
+    nbformat loads jsonschema, which takes ``rfc3987_syntax`` where JupyterLab has brought it: as it
+    is imported it builds 38 grammars (1.2 s), to check URIs, of which a notebook's schema has none.
+    papermill loads ``pyarrow`` (0.2 s), to read notebooks from Hadoop, where MLflow has brought it.
+    Both do without them by design. For a process of ours only, not for somebody's kernel.
+    """
+    modules = cast("dict[str, Any]", sys.modules)
+    for name in ("rfc3987_syntax", "pyarrow"):
+        modules.setdefault(name, None)  # None: an import of it raises ImportError
+
+
+# --- progress ---
+
 
 Display = Literal["auto", "text", "off"]
 
 _REFRESH = 0.2  # seconds between two states of the line that is live
 
 
-class Progress:
+class CellProgress:
     """Writes a line for each cell; on a terminal the line lives while its cell runs.
 
     Args:

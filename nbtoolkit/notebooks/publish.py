@@ -1,4 +1,4 @@
-"""``nb.publish``: what a notebook hands back to whoever runs it."""
+"""Publish values from a notebook to whoever runs it (``nb.publish``)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from nbtoolkit.errors import PublishError
-from nbtoolkit.runtime.host import in_kernel
-from nbtoolkit.runtime.paths import read_json, write_json
+from nbtoolkit.host import in_kernel
+from nbtoolkit.run.paths import read_json, write_json
 
 TARGET = "NBTOOLKIT_PUBLISH"
 """Variable that names the file which a kernel's published values go to."""

@@ -1,4 +1,4 @@
-"""Task: the function that a configuration names, trained or searched by a notebook that ships.
+"""Train or search the function that a configuration names, for notebooks that ship.
 
 The configuration's settings are the notebook's parameters; it runs in the background, and its
 executed copy goes to the folder ``notebooks`` beside the runs.
@@ -13,17 +13,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nbtoolkit.config import Config, load_config
-from nbtoolkit.config_layers import shipped_folder
+from nbtoolkit.config.layers import shipped_folder
+from nbtoolkit.config.schema import Config, load_config
+from nbtoolkit.config.yaml_source import dump
 from nbtoolkit.errors import NotebookError
-from nbtoolkit.notebooks.background import start
 from nbtoolkit.notebooks.execution import Limits
 from nbtoolkit.notebooks.files import fresh_name, not_written
 from nbtoolkit.notebooks.handle import NotebookHandle
 from nbtoolkit.notebooks.parameters import given_layer
-from nbtoolkit.notebooks.run import MAX_OUTPUT, checked
-from nbtoolkit.runtime.paths import write_whole
-from nbtoolkit.yaml_lines import dump
+from nbtoolkit.notebooks.run import MAX_OUTPUT, checked, start
+from nbtoolkit.run.paths import write_whole
 
 
 def start_training(config: Config, *, name: str) -> NotebookHandle:

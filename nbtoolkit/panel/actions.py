@@ -1,26 +1,31 @@
-"""Actions: what the buttons do, by the public functions; what is started outlives the kernel."""
+"""Do what the panel's buttons ask through the public functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from nbtoolkit.config import Config, load_config
+from nbtoolkit.config.schema import Config, load_config
+from nbtoolkit.crossval.cross_validation import CVHandle, cross_validate
 from nbtoolkit.errors import LaunchError
+from nbtoolkit.folds.folds import Folds
+from nbtoolkit.launcher.handle import RunHandle
+from nbtoolkit.launcher.launch import launch
 from nbtoolkit.notebooks.handle import NotebookHandle
 from nbtoolkit.notebooks.task import start_search, start_training
-from nbtoolkit.runtime.launch import launch
-from nbtoolkit.runtime.result import RunHandle
-from nbtoolkit.search.cross_validation import cross_validate
-from nbtoolkit.search.cv_handle import CVHandle
-from nbtoolkit.search.folds import Folds
+from nbtoolkit.panel.board import pressable
+from nbtoolkit.panel.form import Checked
 from nbtoolkit.search.handle import SweepHandle
 from nbtoolkit.search.sweep import FOLDS_FILE, sweep
 from nbtoolkit.search.sweep_result import SweepResult
-from nbtoolkit.search.table import SweepTable
+from nbtoolkit.study.table import SweepTable
 from nbtoolkit.tasks.find import find_task
 from nbtoolkit.views.state import State
+
+# --- actions ---
+
 
 Train = Callable[..., Any]
 Started = RunHandle | NotebookHandle
@@ -90,7 +95,7 @@ def train_best(state: State, train: Train | None) -> Started:
 
 
 def launch_best(state: State) -> RunHandle:
-    """The same for a shell: by the launchpad, as ``nbtoolkit train`` does.
+    """The same for a shell: by the fork server, as ``nbtoolkit train`` does.
 
     Raises:
         SweepError: no trial is complete.
@@ -143,3 +148,58 @@ def handle_on(state: State) -> Any:
     if state.kind == "sweep":
         return SweepHandle(state.paths, SweepResult)
     return CVHandle(state.paths) if state.kind == "cv" else RunHandle(state.paths)
+
+
+# --- press ---
+# A panel's button pressed without a panel, on a folder: what the command line does.
+
+
+_COUNTED = {"add_trials": add_trials, "stop_trial": stop_trial}
+_PLAIN = {"pause": pause, "stop": stop}
+_STARTING: dict[str, Callable[[State], RunHandle]] = {
+    "go_on": partial(go_on, train=None),
+    "train_best": launch_best,
+}
+
+
+def press(wish: str, state: State) -> Path:
+    """Press a button.
+
+    Args:
+        wish: its name, as in :meth:`nbtoolkit.panel.panel.Panel.press`; those that need a number
+            with one: ``"add_trials=5"``, ``"stop_trial=3"``.
+        state: of the folder, just looked at.
+
+    Returns:
+        The folder to be watched then: of what was started, else the same.
+
+    Raises:
+        LaunchError: it cannot be pressed now, or its number is missing or none.
+    """
+    button, _, number = wish.partition("=")
+    can = sorted(pressable(state, Checked()) & {*_COUNTED, *_PLAIN, *_STARTING})
+    if button not in can:
+        raise LaunchError(
+            f"{button} cannot be pressed: {state.paths.run_id} is {state.status}",
+            allowed=", ".join(can) or "nothing",
+            do="look at the run first",
+        )
+    if button in _COUNTED:
+        _COUNTED[button](state, _number(button, number))
+    elif button in _PLAIN:
+        _PLAIN[button](state)
+    elif button == "go_on" and state.status == "paused":
+        resume(state)
+    else:
+        return _STARTING[button](state).paths.folder
+    return state.paths.folder
+
+
+def _number(button: str, text: str) -> int:
+    if not text.isdecimal():
+        raise LaunchError(
+            f"{button} was given {text!r}",
+            allowed="a whole number",
+            do=f"for example {button}=3",
+        )
+    return int(text)

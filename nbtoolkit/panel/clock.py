@@ -1,4 +1,4 @@
-"""Clock: the one thread of a panel: it does what buttons ask, in order, and looks every second.
+"""Run the panel's one thread, for button presses in order, and a look every second.
 
 Callbacks of widgets arrive in the kernel's main thread or in a subshell's, by version of ipykernel;
 they only leave a task here and return. So no two tasks ever run at once, an interrupt of the kernel

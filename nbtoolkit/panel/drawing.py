@@ -1,4 +1,4 @@
-"""Drawing: writes a folder's state into the widgets, and only what is another than before."""
+"""Update the panel's widgets from a folder's state, changed parts only."""
 
 from __future__ import annotations
 
@@ -7,24 +7,48 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.panel.board import Board
-from nbtoolkit.panel.draft import Checked, Draft
+from nbtoolkit.environment.hardware import detect_hardware
+from nbtoolkit.environment.plan import make_plan
+from nbtoolkit.errors import NbtoolkitError
+from nbtoolkit.host import detect_host
+from nbtoolkit.panel.board import Board, Links, pressable
 from nbtoolkit.panel.equal import equal
-from nbtoolkit.panel.links import Links
-from nbtoolkit.panel.machine import plan_text
-from nbtoolkit.panel.rules import pressable
-from nbtoolkit.runtime.paths import runs_in
-from nbtoolkit.views.curves import curves, history
-from nbtoolkit.views.devices import devices
-from nbtoolkit.views.importances import Importances
-from nbtoolkit.views.log import log, log_names
+from nbtoolkit.panel.form import Checked, Draft
+from nbtoolkit.run.paths import runs_in
 from nbtoolkit.views.markup import beside, boxed, said
-from nbtoolkit.views.overview import overview
 from nbtoolkit.views.state import State
-from nbtoolkit.views.trials import Order, column_names, pages, trials
+from nbtoolkit.views.tabs import Importances, curves, devices, history, log, log_names
+from nbtoolkit.views.trials import SortOrder, column_names, overview, pages, trials
 
 if TYPE_CHECKING:
-    from nbtoolkit.config import Config
+    from nbtoolkit.config.schema import Config
+
+
+# --- the plan here ---
+# What is here and what a launch would do, in words.
+
+
+def plan_text(checked: Checked) -> str:
+    """Host, devices and plan; where it is refused, the reason.
+
+    Args:
+        checked: of the form.
+    """
+    host, hardware = detect_host(), detect_hardware()
+    lines = [f"host: {host.kind}", f"devices: {hardware.explain()}"]
+    if checked.config is None:
+        names = ", ".join(checked.errors)
+        which = f": {names}" if names else ""
+        return "\n".join([*lines, f"plan: something in the settings is wrong{which}"])
+    try:
+        plan = make_plan(checked.config, host, hardware).explain().splitlines()[0]
+    except NbtoolkitError as error:
+        plan = f"refused: {error}"
+    return "\n".join([*lines, plan])
+
+
+# --- drawing ---
+
 
 _RUNS = 50  # of the newest that can be chosen
 
@@ -91,7 +115,7 @@ class Drawing:
 
     def _view(self, page: str, state: State | None, draft: Draft, checked: Checked) -> str:
         board = self._board
-        order = Order(board.sort.value, board.down.value, board.part.value)
+        order = SortOrder(board.sort.value, board.down.value, board.part.value)
         views: dict[str, Callable[[], str]] = {
             "Overview": lambda: overview(state),
             "Trials": lambda: trials(state, order),

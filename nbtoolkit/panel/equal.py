@@ -1,4 +1,4 @@
-"""Equal: the command line and the Python cell that do the same as a button, and what differs."""
+"""Show the command line and the Python cell that do the same as a button."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nbtoolkit.config import Config
-from nbtoolkit.panel.draft import Checked, Draft
-from nbtoolkit.panel.fields import text_of
-from nbtoolkit.report.words import setting
-from nbtoolkit.runtime.call import task_name
+from nbtoolkit.config.schema import Config
+from nbtoolkit.config.yaml_source import dump
+from nbtoolkit.launcher.arguments import task_name
+from nbtoolkit.panel.form import Checked, Draft, text_of
+from nbtoolkit.report.run_summary import setting
 from nbtoolkit.views.markup import boxed, columns, preformatted, said, wrong
-from nbtoolkit.yaml_lines import dump
 
 SPACE_FILE = "space.yaml"
 
@@ -28,19 +27,21 @@ def command_line(
         overrides: the settings that are not at their default.
         space: the space as YAML text; empty: a single run.
         trials: how many trials; empty: as the space says.
-        task: the function, see :func:`nbtoolkit.runtime.call.task_name`; None: the one of the
+        task: the function, see :func:`nbtoolkit.launcher.arguments.task_name`; None: the one of the
             settings. A cell's has no command line.
     """
     if task is not None and task.startswith("__main__:"):
         return "# a function of a cell: put it into a module and name it: task=module:function"
     if task is not None and task != Config().task:
         overrides = {**overrides, "task": task}
-    wishes = "".join(f" -o {shlex.quote(f'{n}={_one_line(v)}')}" for n, v in overrides.items())
+    sweep_config = "".join(
+        f" -o {shlex.quote(f'{n}={_one_line(v)}')}" for n, v in overrides.items()
+    )
     if not space.strip():
-        return f"nbtoolkit train{wishes}"
+        return f"nbtoolkit train{sweep_config}"
     count = f" --trials {trials.strip()}" if trials.strip() else ""
     file = f"cat > {SPACE_FILE} <<'END'\n{space.strip()}\nEND\n"
-    return f"{file}nbtoolkit sweep {SPACE_FILE}{wishes}{count}"
+    return f"{file}nbtoolkit sweep {SPACE_FILE}{sweep_config}{count}"
 
 
 def python_cell(
@@ -81,7 +82,7 @@ def equal(draft: Draft, checked: Checked, train: Callable[..., Any] | None) -> s
     """
     if checked.config is None:
         return boxed(wrong("something in the settings is wrong"))
-    searched = checked.wishes is not None
+    searched = checked.sweep_config is not None
     text, space = (draft.space, draft.searched()) if searched else ("", None)
     name = "" if train is None else getattr(train, "__name__", "train")
     task = None if train is None else task_name(train)

@@ -1,23 +1,69 @@
-"""``nb.panel``: set, launch, watch, stop and go on from a cell; the notebook stays usable."""
+"""Build the panel (``nb.panel``) to set, launch, watch, stop and resume from a cell."""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from nbtoolkit.config import Config, ConfigLike, as_config
+from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.errors import LaunchError, MissingExtra
-from nbtoolkit.panel.again import replace
-from nbtoolkit.panel.desk import Desk
-from nbtoolkit.panel.draft import Draft
+from nbtoolkit.panel.controller import Controller
 from nbtoolkit.panel.equal import space_text
-from nbtoolkit.runtime.result import find_run
+from nbtoolkit.panel.form import Draft
+from nbtoolkit.run.paths import find_run
+
+# --- a cell that is run again ---
+# A cell that is run again replaces its panel.
+#
+# Else the one before would go on looking and drawing, for widgets that nobody sees: ten runs of a
+# cell, and the browser gets every table ten times a second.
+
+
+class Closes(Protocol):
+    """What can be closed."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+_MADE: dict[str, tuple[int, list[Closes]]] = {}
+"""Cell -> which run of a cell made panels in it last, and those."""
+
+
+def replace(panel: Closes, modules: Mapping[str, Any] | None = None) -> None:
+    """Keep a new panel, and close those that an earlier run of the same cell has made.
+
+    Args:
+        panel: made in the cell that runs now.
+        modules: the modules imported so far; default: this process's.
+    """
+    cell, number = _running(sys.modules if modules is None else modules)
+    if not cell:
+        return
+    before, panels = _MADE.get(cell, (number, []))
+    _MADE[cell] = (number, [*panels, panel] if before == number else [panel])
+    for other in panels if before != number else []:
+        other.close()
+
+
+def _running(modules: Mapping[str, Any]) -> tuple[str, int]:
+    """The id of the cell that runs, and the number of its run; empty where no front end tells."""
+    ipython = modules.get("IPython")
+    shell: Any = ipython.get_ipython() if ipython is not None else None
+    if not hasattr(shell, "get_parent"):
+        return "", 0
+    return str(shell.get_parent().get("metadata", {}).get("cellId", "")), shell.execution_count
+
+
+# --- panel ---
+
 
 if TYPE_CHECKING:
     from nbtoolkit.notebooks.handle import NotebookHandle
@@ -64,7 +110,7 @@ class Panel:
     """A panel; made by :func:`panel`."""
 
     def __init__(self, train: Callable[..., Any] | None, draft: Draft) -> None:
-        self._desk = Desk(train, draft)
+        self._desk = Controller(train, draft)
 
     @property
     def folder(self) -> Path | None:
@@ -160,6 +206,6 @@ def _text(space: Source | None) -> str:
         return ""
     if isinstance(space, Mapping):
         return space_text(space)
-    from nbtoolkit.config_layers import file_layer
+    from nbtoolkit.config.layers import file_layer
 
     return space_text(file_layer(space).values)

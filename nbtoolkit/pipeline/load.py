@@ -1,7 +1,9 @@
-"""load_pipeline: a pipeline's file, and the overrides of a call, as checked steps in order."""
+"""Load a pipeline's file and overrides as checked steps in order."""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -10,17 +12,99 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from nbtoolkit.config import Section
-from nbtoolkit.config_checks import mistakes
-from nbtoolkit.config_layers import Overrides, file_layer, places_to_look
+from nbtoolkit.config.layers import Overrides, file_layer, places_to_look
+from nbtoolkit.config.schema import Section
+from nbtoolkit.config.validation import mistakes
+from nbtoolkit.config.yaml_source import Keys, Layer, Mistake, refuse
 from nbtoolkit.errors import NotebookError, PipelineError
-from nbtoolkit.notebooks.glance import glance
-from nbtoolkit.notebooks.parameters import FromShell
-from nbtoolkit.pipeline.connections import in_order, misconnections, no_step
-from nbtoolkit.pipeline.parameters import known_mistakes
-from nbtoolkit.pipeline.step import OWN, Pipeline, Step
-from nbtoolkit.pipeline.wishes import PipelineWishes, StepWishes
-from nbtoolkit.yaml_lines import Keys, Layer, Mistake, refuse
+from nbtoolkit.notebooks.document import summarise
+from nbtoolkit.notebooks.parameters import FromShell, Parameter, typed_parameters
+from nbtoolkit.pipeline.definition import (
+    OWN,
+    Pipeline,
+    PipelineConfig,
+    Reference,
+    Step,
+    StepConfig,
+    found_in,
+    in_order,
+    misconnections,
+    no_step,
+    resolve,
+)
+
+# --- parameters ---
+# The values of a step's parameters: references looked up, types as its notebook says.
+
+
+Published = Mapping[str, Mapping[str, Any]]
+"""Step -> name -> value."""
+
+
+def known_mistakes(step: Step) -> list[Mistake]:
+    """What is wrong before anything runs: names, and values that refer to nothing."""
+    later = {name for name, _ in step.references}
+    declared = {
+        name: dataclasses.replace(parameter, hint=Any) if name in later else parameter
+        for name, parameter in step.glance.declared.items()
+    }
+    given = {
+        name: None if name in later else resolve(value, {})
+        for name, value in step.parameters.items()
+    }
+    return _typed(step, given, declared)[1]
+
+
+def values_of(step: Step, published: Published) -> dict[str, Any]:
+    """The values a step is run with.
+
+    Args:
+        step: a step, everything that it needs being done.
+        published: what the steps before it published.
+
+    Raises:
+        PipelineError: a step published no such value, or one of another type.
+    """
+    refuse([*_not_found(step, published)], PipelineError)
+    given = {name: resolve(value, published) for name, value in step.parameters.items()}
+    values, mistakes = _typed(step, given, step.glance.declared)
+    refuse(mistakes, PipelineError)
+    return values
+
+
+def _typed(
+    step: Step, values: dict[str, Any], declared: Mapping[str, Parameter]
+) -> tuple[dict[str, Any], list[Mistake]]:
+    places: dict[Keys, str] = {(name,): step.place("parameters", name) for name in values}
+    given = Layer(values=values, places=places)
+    return typed_parameters(given, declared, step.notebook.name)
+
+
+def _not_found(step: Step, published: Published) -> Iterator[Mistake]:
+    for name, reference in step.references:
+        place = step.place("parameters", name)
+        try:
+            found_in(published[reference.step], reference)
+        except KeyError as error:
+            yield _unpublished(place, reference, error.args[0], published)
+        except TypeError as error:
+            what, do = f"{reference.text}: {error}", "let the reference be the whole value"
+            yield Mistake(place=place, what=what, do=do)
+
+
+def _unpublished(place: str, reference: Reference, name: str, published: Published) -> Mistake:
+    there = published[reference.step]
+    close = difflib.get_close_matches(name, there, n=1, cutoff=0.5)
+    return Mistake(
+        place=place,
+        what=f"{reference.text}: the step {reference.step!r} published no {name!r}",
+        allowed=", ".join(there) or "nothing: it published nothing",
+        do=f"did you mean {close[0]!r}?" if close else "",
+    )
+
+
+# --- load ---
+
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -53,8 +137,8 @@ def load_pipeline(
     file = next(one for one in places_to_look(Path(path).expanduser()) if one.exists())
     refuse([*layer.mistakes], PipelineError)
     try:
-        wishes = _checked(PipelineWishes, layer)
-        names = _names(wishes, layer, file)
+        sweep_config = _checked(PipelineConfig, layer)
+        names = _names(sweep_config, layer, file)
     except _Wrong as wrong:
         refuse([*wrong.mistakes], PipelineError)
         raise
@@ -67,7 +151,7 @@ def load_pipeline(
             found += wrong.mistakes
     found += [mistake for step in steps for mistake in known_mistakes(step)]
     refuse([*found, *misconnections(steps, names)], PipelineError)
-    where = Path(folder or wishes.folder or Path("outputs") / file.stem).expanduser()
+    where = Path(folder or sweep_config.folder or Path("outputs") / file.stem).expanduser()
     return Pipeline(path=file, folder=where.absolute(), steps=in_order(steps))
 
 
@@ -78,7 +162,7 @@ def _checked(model: type[AnySection], layer: Layer) -> AnySection:
         raise _Wrong(*mistakes(error, layer, model)) from None
 
 
-def _names(wishes: PipelineWishes, layer: Layer, file: Path) -> list[str]:
+def _names(sweep_config: PipelineConfig, layer: Layer, file: Path) -> list[str]:
     allowed = f"letters, digits, _ and -; not {OWN!r}"
     wrong = [
         Mistake(
@@ -86,15 +170,15 @@ def _names(wishes: PipelineWishes, layer: Layer, file: Path) -> list[str]:
             what=f"{name!r} cannot be a step's name",
             allowed=allowed,
         )
-        for name in wishes.steps
+        for name in sweep_config.steps
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name == OWN
     ]
-    if not wishes.steps:
+    if not sweep_config.steps:
         allowed = "`steps:`, and under it `name: {notebook: ...}` for each"
         wrong = [Mistake(place=str(file), what="has no steps", allowed=allowed)]
     if wrong:
         raise _Wrong(*wrong)
-    return [*wishes.steps]
+    return [*sweep_config.steps]
 
 
 def _overridden(
@@ -152,16 +236,16 @@ def _step(name: str, layer: Layer, file: Path) -> Step:
     Raises:
         _Wrong: its settings are wrong, or there is no such notebook.
     """
-    wishes = _checked(StepWishes, layer)
-    if wishes.notebook is None:
+    sweep_config = _checked(StepConfig, layer)
+    if sweep_config.notebook is None:
         what = f"the step {name!r} names no notebook"
         raise _Wrong(
             Mistake(place=layer.places[()], what=what, allowed="notebook: <a .ipynb file>")
         )
     place = layer.places["notebook",]
-    notebook = _found(wishes.notebook, place, file)
+    notebook = _found(sweep_config.notebook, place, file)
     try:
-        seen = glance(notebook)
+        seen = summarise(notebook)
     except NotebookError as error:
         mistake = Mistake(place=place, what=error.what, allowed=error.allowed, do=error.do)
         raise _Wrong(mistake) from error
@@ -169,7 +253,7 @@ def _step(name: str, layer: Layer, file: Path) -> Step:
         name=name,
         notebook=notebook,
         parameters=layer.values["parameters"],
-        wishes=wishes,
+        sweep_config=sweep_config,
         glance=seen,
         places=layer.places,
     )

@@ -1,4 +1,4 @@
-"""PipelineResult: how a pipeline ended, step by step."""
+"""Define how a pipeline ended, step by step."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nbtoolkit.runtime.table import html_columns
-from nbtoolkit.runtime.timing import span
-from nbtoolkit.yaml_lines import dump
+from nbtoolkit.config.yaml_source import dump
+from nbtoolkit.environment.deadline import span
+from nbtoolkit.text_table import html_columns
 
 StepStatus = Literal["done", "skipped", "early"]
 """``early``: it published a `status` that says that there is more to do."""

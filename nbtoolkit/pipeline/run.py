@@ -1,4 +1,4 @@
-"""``nb.run_pipeline``: notebooks one after the other; what was done with equal inputs is kept."""
+"""Run notebooks one after the other (``nb.run_pipeline``); equal inputs are not run again."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtoolkit.config_layers import Overrides
+from nbtoolkit.config.layers import Overrides
+from nbtoolkit.config.yaml_source import Mistake, refuse
 from nbtoolkit.errors import NbtoolkitError, NotebookFailed, PipelineError, PipelineFailed
+from nbtoolkit.host import in_kernel
 from nbtoolkit.notebooks.progress import Display
 from nbtoolkit.notebooks.run import require_extras, run_notebook
-from nbtoolkit.pipeline.folder import PipelineFolder
-from nbtoolkit.pipeline.inputs import difference, inputs_of, without_own
-from nbtoolkit.pipeline.load import load_pipeline
-from nbtoolkit.pipeline.parameters import Published, values_of
+from nbtoolkit.pipeline.definition import OWN, Pipeline, Step
+from nbtoolkit.pipeline.folder import PipelineFolder, difference, inputs_of, without_own
+from nbtoolkit.pipeline.load import Published, load_pipeline, values_of
 from nbtoolkit.pipeline.result import PipelineResult, StepResult, StepStatus
-from nbtoolkit.pipeline.step import OWN, Pipeline, Step
-from nbtoolkit.runtime.host import in_kernel
-from nbtoolkit.runtime.paths import read_json
-from nbtoolkit.yaml_lines import Mistake, refuse
+from nbtoolkit.run.paths import read_json
 
 _THROUGH = ("completed", "pruned")
 """What a step may publish as its `status` when it is done."""
@@ -134,9 +132,9 @@ class _Run:
                 step.notebook,
                 self.place.files(step.name).copy,
                 values,
-                kernel=step.wishes.kernel,
-                timeout=step.wishes.timeout,
-                cell_timeout=step.wishes.cell_timeout,
+                kernel=step.sweep_config.kernel,
+                timeout=step.sweep_config.timeout,
+                cell_timeout=step.sweep_config.cell_timeout,
                 html=self.html,
                 display=self.display,
             )

@@ -1,17 +1,24 @@
-"""Slots: where jobs run side by side, one job a slot; and why so many."""
+"""Define where jobs run side by side, and assign jobs to free slots."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
+from nbtoolkit.environment.hardware import Hardware
 from nbtoolkit.errors import PlanError
-from nbtoolkit.runtime.hardware import Hardware
-from nbtoolkit.runtime.table import gib
+from nbtoolkit.search.algorithm import EventWriter, JobResult, SearchJob
+from nbtoolkit.text_table import gib
 
 if TYPE_CHECKING:
-    from nbtoolkit.config import Config
+    from nbtoolkit.config.schema import Config
+
+
+# --- slots ---
+
 
 Placement = Literal["auto", "device_per_trial", "all_devices_per_trial"]
 
@@ -63,8 +70,8 @@ def make_slots(
 
     A job on one device needs no other rank: two of them on two devices do twice as much as one on
     both, whatever the efficiency of DDP. So ``auto`` gives each job a device, unless there are
-    fewer jobs than devices; and the conductor has all devices work on a job that is the only one
-    left, or that did not fit into the memory of one (see room.py).
+    fewer jobs than devices; and the scheduler has all devices work on a job that is the only one
+    left, or that did not fit into the memory of one (see slots.py).
 
     Args:
         config: the configuration all jobs start from.
@@ -128,3 +135,80 @@ def _on_cpus(hardware: Hardware, per_device: int) -> Slots:
     if per_device > 1:
         why += f" (trials_per_device: {per_device} is for GPUs)"
     return Slots(slots=tuple(slots), placement="device_per_trial", why=why)
+
+
+# --- free slots ---
+# Which slots are free, and which job goes where; ``auto`` decides by what was seen.
+
+
+class SlotAllocator:
+    """The free slots of a search.
+
+    With ``auto`` placement on several devices a job that runs out of memory on one of them is run
+    again on all (each then holds a part of the batch), and a job that is the only one left gets all
+    of them, unless those before it were slower there than others on one device.
+
+    Args:
+        slots: what :func:`~nbtoolkit.search.slots.make_slots` decided.
+        diary: is told why a job gets all devices.
+    """
+
+    def __init__(self, slots: Slots, diary: EventWriter) -> None:
+        self._free: list[Slot] = list(slots.slots)
+        self._count, self._together, self._diary = len(slots.slots), slots.together, diary
+        self._too_large: deque[SearchJob] = deque()
+        self._seconds: dict[bool, list[float]] = {False: [], True: []}  # by: on all devices
+        self._all_taken = False
+
+    @property
+    def free(self) -> int:
+        """How many jobs may be asked for now; none while a job waits for all devices."""
+        waiting = self._all_taken or self._too_large
+        return 0 if waiting else len(self._free)
+
+    def places(self, jobs: list[SearchJob]) -> list[tuple[SearchJob, Slot]]:
+        """Where the new jobs go, and jobs that waited for all devices.
+
+        Args:
+            jobs: at most :attr:`free`.
+        """
+        if self._idle and self._together is not None:
+            if self._too_large:
+                return [(self._too_large.popleft(), self._take_all())]
+            if len(jobs) == 1 and self._is_faster:
+                self._diary.note(f"{jobs[0].key} is the only one left: on all devices")
+                return [(jobs[0], self._take_all())]
+        return [(job, self._free.pop(0)) for job in jobs]
+
+    def give_back(self, slot: Slot) -> None:
+        """A job's slot is free again."""
+        if slot is self._together:
+            self._all_taken = False
+        else:
+            self._free.append(slot)
+
+    def runs_again(self, job: SearchJob, slot: Slot, ending: JobResult) -> bool:
+        """Whether a job that has ended is to be run once more, on all devices."""
+        on_all = slot is self._together
+        if ending.status == "completed":
+            self._seconds[on_all].append(ending.seconds)
+        if ending.fault != "oom" or on_all or self._together is None:
+            return False
+        self._diary.note(f"{job.key} ran out of memory: once more, on all devices", level="warning")
+        self._too_large.append(job)
+        return True
+
+    @property
+    def _idle(self) -> bool:
+        return not self._all_taken and len(self._free) == self._count
+
+    @property
+    def _is_faster(self) -> bool:
+        """Whether all devices together were not seen to be slower than one."""
+        one, together = self._seconds[False], self._seconds[True]
+        return not one or not together or median(together) < median(one)
+
+    def _take_all(self) -> Slot:
+        assert self._together is not None
+        self._all_taken = True
+        return self._together

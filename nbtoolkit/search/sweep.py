@@ -1,4 +1,4 @@
-"""sweep: the training function again and again, with other parameters, on every device."""
+"""Run the training function with many sets of parameters, on every device."""
 
 from __future__ import annotations
 
@@ -7,31 +7,30 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from nbtoolkit.config import Config, ConfigLike, as_config
+from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.errors import MissingExtra
-from nbtoolkit.runtime.call import check_call, task_name
-from nbtoolkit.runtime.cell import Display, Shown
-from nbtoolkit.runtime.events import Event
-from nbtoolkit.runtime.launch import Train
-from nbtoolkit.runtime.paths import RunPaths, folder_error, write_whole
-from nbtoolkit.runtime.screen import Screen, choose_screen, look_around
-from nbtoolkit.search.folds import Folds
-from nbtoolkit.search.handle import SweepHandle
-from nbtoolkit.search.live import TableLines
-from nbtoolkit.search.start import Search, Started, start_search
-from nbtoolkit.search.sweep_result import SweepResult, read_wishes
-from nbtoolkit.search.table import SweepTable
-from nbtoolkit.search.wished_folds import wished_folds
-from nbtoolkit.search.wishes import Wishes, load_wishes
+from nbtoolkit.folds.folds import Folds
+from nbtoolkit.launcher.arguments import check_call, task_name
+from nbtoolkit.launcher.launch import Train
+from nbtoolkit.run.display import Screen, choose_screen, displays, find_display
+from nbtoolkit.run.events import Event
+from nbtoolkit.run.output import Display, Shown
+from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
+from nbtoolkit.search.fold_config import configured_folds
+from nbtoolkit.search.handle import SweepHandle, TableLines
+from nbtoolkit.search.submit import Search, Started, start_search
+from nbtoolkit.search.sweep_result import SweepResult, read_sweep_config
+from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
+from nbtoolkit.study.table import SweepTable
 
 if TYPE_CHECKING:
     Source = str | os.PathLike[str] | Mapping[str, Any]
 
 # What a sweep may differ in and still be the same: how much of it, and where its trials run.
 _NOT_IDENTITY = ("budget", "placement", "trials_per_device", "warm_start")
-_PRELOAD = ("nbtoolkit.search.rehearsal:rehearse",)
+_PRELOAD = ("nbtoolkit.search.sweep_algorithm",)
 
-WISHES_FILE, FOLDS_FILE = "sweep.yaml", "folds.json"
+SWEEP_CONFIG_FILE, FOLDS_FILE = "sweep.yaml", "folds.json"
 
 
 @overload
@@ -150,46 +149,50 @@ def sweep(
         on_event=on_event,
     )
     _need_optuna()
-    screen = choose_screen(display, look_around())
+    screen = choose_screen(display, find_display())
     config = as_config(config).with_overrides({"task": task_name(train)})
     count = None if folds is None else len(folds)
-    wishes = load_wishes(space, config, n_trials=n_trials, timeout=timeout, folds=count)
+    sweep_config = load_sweep_config(space, config, n_trials=n_trials, timeout=timeout, folds=count)
     if folds is None:
-        folds = wished_folds(wishes.folds, config.task, targets, groups)
-    search = _search(wishes, config, folds)
-    label = name or wishes.study.name
+        folds = configured_folds(sweep_config.folds, config.task, targets, groups)
+    search = _search(sweep_config, folds)
+    label = name or sweep_config.study.name
     now = time.time()
     started = start_search(train, config, search, name=label, resume=resume, detach=detach)
-    _keep(started.run.paths, wishes, folds)
-    cell = _shown(started.run.paths, wishes, screen, started.deadline, since=now)
-    handle = _handle(started, cell, detach=detach, on_event=on_event)
+    _keep(started.run.paths, sweep_config, folds)
+    cell = _shown(started.run.paths, sweep_config, screen, started.deadline, since=now)
+    handle = _handle(started, cell, on_event=on_event)
     cell.open(waits=wait)
     return handle.result() if wait else handle
 
 
-def _search(wishes: Wishes, config: Config, folds: Folds | None) -> Search:
-    about = None if folds is None else {"count": len(folds), "hash": folds.hash}
-    whole = wishes.to_dict()
-    jobs = None if wishes.budget.n_trials is None else wishes.budget.n_trials * len(folds or [0])
+def _search(sweep_config: SweepConfig, folds: Folds | None) -> Search:
+    split = None if folds is None else {"count": len(folds), "hash": folds.hash}
+    whole = sweep_config.to_dict()
+    jobs = (
+        None
+        if sweep_config.budget.n_trials is None
+        else sweep_config.budget.n_trials * len(folds or [0])
+    )
     return Search(
         kind="sweep",
-        program="nbtoolkit.search.sweep_program:make_program",
-        about={"wishes": whole, "config": config.to_dict(), "folds": about},
-        identity={**{k: v for k, v in whole.items() if k not in _NOT_IDENTITY}, "split": about},
-        placement=wishes.placement,
-        per_device=wishes.trials_per_device,
+        program="nbtoolkit.search.sweep_algorithm:make_algorithm",
+        sweep_config=sweep_config,
+        identity={**{k: v for k, v in whole.items() if k not in _NOT_IDENTITY}, "split": split},
+        placement=sweep_config.placement,
+        per_device=sweep_config.trials_per_device,
         jobs=jobs,
-        total=wishes.budget.n_trials,
+        total=sweep_config.budget.n_trials,
         folds=folds,
-        timeout=wishes.budget.timeout,
+        timeout=sweep_config.budget.timeout,
         preload=_PRELOAD,
     )
 
 
-def _keep(paths: RunPaths, wishes: Wishes, folds: Folds | None) -> None:
+def _keep(paths: RunPaths, sweep_config: SweepConfig, folds: Folds | None) -> None:
     """Write down what was wished, for people and for the next session."""
     try:
-        write_whole(paths.folder / WISHES_FILE, wishes.to_yaml(), durable=False)
+        write_whole(paths.folder / SWEEP_CONFIG_FILE, sweep_config.to_yaml(), durable=False)
     except OSError as error:
         raise folder_error(paths.folder, error) from error
     if folds is not None and not (paths.folder / FOLDS_FILE).exists():  # else they are checked
@@ -200,7 +203,6 @@ def _handle(
     started: Started,
     cell: Shown,
     *,
-    detach: bool,
     on_event: Callable[[Event], None] | None,
 ) -> SweepHandle:
     paths = started.run.paths
@@ -212,11 +214,9 @@ def _handle(
     return SweepHandle(
         paths,
         SweepResult,
-        line=started.line,
+        started=started.process,
         cell=cell,
-        on_event=on_event,
-        tracked=started.tracked,
-        detached=detach,  # read from the first event on: the table is of all sessions
+        on_event=on_event,  # read from the first event on: the table is of all sessions
     )
 
 
@@ -224,28 +224,26 @@ def handle_on_sweep(
     paths: RunPaths, screen: Screen, *, on_event: Callable[[Event], None] | None = None
 ) -> SweepHandle:
     """A handle on a sweep's folder, for :func:`nbtoolkit.attach`."""
-    wishes = read_wishes(paths.folder)
-    cell = _shown(paths, wishes, screen)
+    sweep_config = read_sweep_config(paths.folder)
+    cell = _shown(paths, sweep_config, screen)
     return SweepHandle(paths, SweepResult, cell=cell, on_event=on_event)
 
 
 def _shown(
     paths: RunPaths,
-    wishes: Wishes,
+    sweep_config: SweepConfig,
     screen: Screen,
     deadline: float | None = None,
     *,
     since: float = 0.0,
 ) -> Shown:
-    from nbtoolkit.views.live import show_search
-
-    table = SweepTable.of(wishes, deadline=deadline)
+    table = SweepTable.of(sweep_config, deadline=deadline)
     lines = TableLines(table, screen.shape, since=since)
-    return show_search(lines, paths, screen, deadline=deadline)
+    return displays().show_search(lines, paths, screen, deadline=deadline)
 
 
 def _check(train: Train, **options: Any) -> None:
-    check_call(train, {"processes": None, "start": "launchpad", **options})
+    check_call(train, {"processes": None, "start": "forkserver", **options})
 
 
 def _need_optuna() -> None:

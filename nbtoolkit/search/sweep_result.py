@@ -1,31 +1,32 @@
-"""SweepResult: what a sweep found, read from its folder."""
+"""Read from a sweep's folder what the sweep found."""
 
 from __future__ import annotations
 
 import html
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.config import Config, load_config
+from nbtoolkit.config.schema import Config, load_config
+from nbtoolkit.config.yaml_source import read_layer
 from nbtoolkit.errors import LaunchError, RunFileError, SweepError
-from nbtoolkit.runtime.events import Event, EventReader
-from nbtoolkit.runtime.paths import RunPaths, read_record, reading, write_whole
-from nbtoolkit.search.table import SweepTable
-from nbtoolkit.search.trial import ENDED
-from nbtoolkit.search.wishes import Wishes
-from nbtoolkit.yaml_lines import read_layer
+from nbtoolkit.run.events import Event, EventReader, TrialChanged
+from nbtoolkit.run.paths import RunPaths, read_record, reading, write_whole
+from nbtoolkit.study.sweep_config import SweepConfig
+from nbtoolkit.study.table import SweepTable
+from nbtoolkit.study.trial import ENDED
 
 if TYPE_CHECKING:
     import optuna
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from nbtoolkit.runtime.result import Status
+    from nbtoolkit.launcher.handle import Status
 
-STUDY_FILE = "study.db"
+STUDY_FILE = "study.jsonl"
 
 
 class SweepResult:
@@ -73,20 +74,18 @@ class SweepResult:
         return load_config(self.paths.config, env=None)
 
     @cached_property
-    def wishes(self) -> Wishes:
+    def sweep_config(self) -> SweepConfig:
         """What was wished of the sweep: its ``sweep.yaml``."""
-        return read_wishes(self.paths.folder)
+        return read_sweep_config(self.paths.folder)
 
     @cached_property
     def study(self) -> optuna.Study:
-        """The Optuna study; ``study.db`` in the folder, which optuna-dashboard opens as it is."""
-        import optuna
+        """The Optuna study, to be read: ``study.jsonl``, which optuna-dashboard opens as it is."""
+        from nbtoolkit.study.storage import read_study
 
         file = self.paths.folder / STUDY_FILE
         with reading(file):
-            file.stat()  # SQLite makes a file that is missing
-            (name,) = optuna.get_all_study_names(f"sqlite:///{file}")
-            return optuna.load_study(study_name=name, storage=f"sqlite:///{file}")
+            return read_study(file)
 
     @property
     def trials(self) -> pd.DataFrame:
@@ -99,8 +98,8 @@ class SweepResult:
 
         rows = {}
         for event in self._events():
-            if event["type"] == "trial":
-                rows[event["number"]] = self._row(event)
+            if isinstance(event, TrialChanged):
+                rows[event.number] = self._row(event)
         if not rows:
             return pd.DataFrame(columns=["state", "value", "seconds", "reason", "folder"])
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis("trial").sort_index()
@@ -113,20 +112,21 @@ class SweepResult:
             events = []
         with reading(self.paths.result):
             count = sum(self.summary["counts"].values())
-        told = {one["number"] for one in events if one["type"] == "trial" and one["state"] in ENDED}
+        trials = (event for event in events if isinstance(event, TrialChanged))
+        told = {trial.number for trial in trials if trial.state in ENDED}
         if len(told) >= count:
             return events
-        from nbtoolkit.search.books import trials_in
+        from nbtoolkit.search.study_recorder import trials_in
 
-        lost = [one for one in trials_in(self.study, self.wishes) if one["number"] not in told]
-        return [*events, *({**one, "best": one["number"] == self.best_trial} for one in lost)]
+        lost = [one for one in trials_in(self.study, self.sweep_config) if one.number not in told]
+        return [*events, *(replace(one, best=one.number == self.best_trial) for one in lost)]
 
-    def _row(self, event: dict[str, Any]) -> dict[str, Any]:
-        metrics, values = self.wishes.metrics, event.get("values") or []
+    def _row(self, event: TrialChanged) -> dict[str, Any]:
+        metrics, values = self.sweep_config.metrics, event.values
         several = dict(zip(metrics, values, strict=True)) if len(values) == len(metrics) > 1 else {}
-        shown = several or {"value": event.get("value")}
-        rest = {name: event.get(name) for name in ("seconds", "reason", "folder")}
-        return {"state": event["state"], **shown, **event["params"], **rest}
+        shown: Mapping[str, float | None] = several or {"value": event.value}
+        rest = {"seconds": event.seconds, "reason": event.reason, "folder": event.folder}
+        return {"state": event.state, **shown, **event.params, **rest}
 
     def save_best(self, path: str | os.PathLike[str]) -> Path:
         """Write the best configuration as a YAML file that ``nb.load_config`` reads.
@@ -140,24 +140,24 @@ class SweepResult:
 
     def plot_history(self) -> Figure:
         """Each trial's value, and the best so far (needs Matplotlib)."""
-        from nbtoolkit.search.plots import plot_history
+        from nbtoolkit.study.plots import plot_history
 
         return self._plotted(plot_history)
 
     def plot_importances(self) -> Figure:
         """How much each parameter matters (needs Matplotlib)."""
-        from nbtoolkit.search.plots import plot_importances
+        from nbtoolkit.study.plots import plot_importances
 
         return self._plotted(plot_importances)
 
     def plot_slices(self) -> Figure:
         """The value by each parameter (needs Matplotlib)."""
-        from nbtoolkit.search.plots import plot_slices
+        from nbtoolkit.study.plots import plot_slices
 
         return self._plotted(plot_slices)
 
     def _plotted(self, plot: Callable[..., Figure]) -> Figure:
-        return plot(self.study, metric=self.wishes.metrics[0])
+        return plot(self.study, metric=self.sweep_config.metrics[0])
 
     def _need_best(self) -> None:
         if self.best_trial is None:
@@ -168,7 +168,7 @@ class SweepResult:
             )
 
     def _table(self) -> SweepTable:
-        table = SweepTable.of(self.wishes)
+        table = SweepTable.of(self.sweep_config)
         table.read(self._events())
         return table
 
@@ -181,7 +181,7 @@ class SweepResult:
         return f"{self._table().html()}<p>{folder}</p>"
 
 
-def read_wishes(folder: Path) -> Wishes:
+def read_sweep_config(folder: Path) -> SweepConfig:
     """What was wished of a sweep: the ``sweep.yaml`` in its folder.
 
     Raises:
@@ -189,4 +189,4 @@ def read_wishes(folder: Path) -> Wishes:
     """
     file = folder / "sweep.yaml"
     with reading(file):
-        return Wishes.model_validate(read_layer(file).values)
+        return SweepConfig.model_validate(read_layer(file).values)

@@ -1,4 +1,4 @@
-"""Breast cancer: 569 tumours, 30 measurements each, from scikit-learn; malignant or benign.
+"""Classify 569 breast tumours as malignant or benign by 30 measurements each (scikit-learn).
 
 What the free sections of the config may hold, with the defaults:
 
@@ -11,15 +11,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.tasks import datasets
+from nbtoolkit.training.evaluation import predict
 from nbtoolkit.training.loop import fit
-from nbtoolkit.training.metrics import over_all
-from nbtoolkit.training.prediction import predict
+from nbtoolkit.training.metrics import epoch_metric
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nbtoolkit.config import Config
-    from nbtoolkit.runtime.context import RunContext
+    from nbtoolkit.config.schema import Config
+    from nbtoolkit.worker.context import RunContext
 
 
 def train(config: Config, ctx: RunContext) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def train(config: Config, ctx: RunContext) -> dict[str, Any]:
         (inputs[fitted], targets[fitted]),
         (inputs[held_out], targets[held_out]),
         loss=torch.nn.functional.binary_cross_entropy_with_logits,
-        metrics={"accuracy": "accuracy", "auc": over_all(_auc)},
+        metrics={"accuracy": "accuracy", "auc": epoch_metric(_auc)},
     )
     logits = predict(ctx, model, inputs[held_out])
     return {

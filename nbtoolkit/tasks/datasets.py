@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from nbtoolkit.config import Config
-    from nbtoolkit.runtime.context import RunContext
+    from nbtoolkit.config.schema import Config
+    from nbtoolkit.worker.context import RunContext
 
 Name: TypeAlias = Literal["digits", "breast_cancer", "diabetes"]
 

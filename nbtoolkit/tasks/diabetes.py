@@ -1,4 +1,4 @@
-"""Diabetes: 442 patients, 10 measurements each, from scikit-learn; how ill they are a year later.
+"""Predict the progress of diabetes in 442 patients by 10 measurements each (scikit-learn).
 
 What the free sections of the config may hold, with the defaults:
 
@@ -11,15 +11,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.tasks import datasets
+from nbtoolkit.training.evaluation import predict
 from nbtoolkit.training.loop import fit
-from nbtoolkit.training.metrics import over_all
-from nbtoolkit.training.prediction import predict
+from nbtoolkit.training.metrics import epoch_metric
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nbtoolkit.config import Config
-    from nbtoolkit.runtime.context import RunContext
+    from nbtoolkit.config.schema import Config
+    from nbtoolkit.worker.context import RunContext
 
 
 def train(config: Config, ctx: RunContext) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def train(config: Config, ctx: RunContext) -> dict[str, Any]:
         (inputs[fitted], standardised[fitted]),
         (inputs[held_out], standardised[held_out]),
         loss=torch.nn.functional.mse_loss,
-        metrics={"mae": mae, "r2": over_all(_r2)},
+        metrics={"mae": mae, "r2": epoch_metric(_r2)},
     )
     outputs = predict(ctx, model, inputs[held_out])
     return {

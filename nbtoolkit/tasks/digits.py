@@ -1,4 +1,4 @@
-"""Digits: 1,797 handwritten ones of 8 x 8 pixels, from scikit-learn; an MLP or a small CNN.
+"""Classify 1,797 handwritten digits of 8 x 8 pixels (scikit-learn) with an MLP or a small CNN.
 
 What the free sections of the config may hold, with the defaults:
 
@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import ConfigError
 from nbtoolkit.tasks import datasets
+from nbtoolkit.training.evaluation import predict
 from nbtoolkit.training.loop import fit
-from nbtoolkit.training.prediction import predict
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from nbtoolkit.config import Config
-    from nbtoolkit.runtime.context import RunContext
+    from nbtoolkit.config.schema import Config
+    from nbtoolkit.worker.context import RunContext
 
 
 def train(config: Config, ctx: RunContext) -> dict[str, Any]:

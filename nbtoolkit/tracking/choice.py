@@ -1,4 +1,4 @@
-"""TrackingChoice: which trackers a run gets, from its configuration and from what is installed."""
+"""Choose the trackers of a run from its configuration and from what is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Database: the MLflow store of an output folder; made once, whole, under a lock, and opened.
+"""Create and open the MLflow database of an output folder, under a lock.
 
     <output_dir>/mlflow.db        runs, parameters, metrics
     <output_dir>/mlartifacts/     files of the runs

@@ -1,13 +1,8 @@
-"""The tracking service: follows the runs it is told of, in a process of its own.
+"""Run the tracking service, a process of its own that follows the runs it is given.
 
-It talks JSON packets over a socket that is inherited (see runtime/wire.py):
-
-    to it     {"op": "track", "folder": ..., "output_dir": ... or absent}    again: look now
-    from it   {"op": "tracked", "folder": ..., "mlflow_run_id": ... or null}
-              {"op": "failed", "folder": ..., "error": text}
-
-Nobody has to read the answers: ``tracking.json`` in the run's folder says the same (``done``, with
-``read`` bytes of the events written; or ``error``).
+It gets TrackRun packets (see run/messages.py) over a socket that is inherited, and answers with
+RunTracked or TrackingFailed. Nobody has to read the answers: ``tracking.json`` in the run's folder
+says the same (``done``, with ``read`` bytes of the events written; or ``error``).
 
 When the other end is gone it finishes what has ended, for at most 10 s, and exits; what it does not
 finish, ``replay`` does.
@@ -30,14 +25,15 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+from nbtoolkit.environment.activity import STALL_SECONDS, Activity, has_ended, wait_while_active
 from nbtoolkit.errors import MissingExtra, NbtoolkitError, TrackingError
-from nbtoolkit.runtime.activity import STALL_SECONDS, Activity, has_ended, wait_while_active
-from nbtoolkit.runtime.events import EventReader
-from nbtoolkit.runtime.paths import RunPaths
-from nbtoolkit.runtime.wire import Message, packet_pair, receive_packet, send_packet
+from nbtoolkit.run.events import EventReader, RunStarted
+from nbtoolkit.run.messages import RunTracked, TrackingFailed, TrackRun
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.transport import packet_pair, receive_packet, send_packet
 from nbtoolkit.tracking.choice import choose_tracking
 from nbtoolkit.tracking.database import import_client
-from nbtoolkit.tracking.follow import Follower
+from nbtoolkit.tracking.follower import Follower
 
 POLL = 0.5
 """Seconds between two looks at the runs (at 50 events a second: 4% of a core; 10% with 0.2 s)."""
@@ -107,11 +103,10 @@ class Service:
         packet = receive_packet(self._control) or receive_packet(self._control)
         if packet is None:
             self._alone = True
-        elif packet[0].get("op") == "track":
-            self._begin(packet[0])
+        elif isinstance(packet, TrackRun):
+            self._begin(packet.folder, packet.output_dir)
 
-    def _begin(self, message: Message) -> None:
-        folder, output_dir = message["folder"], message.get("output_dir")
+    def _begin(self, folder: str, output_dir: str | None) -> None:
         if folder not in self._followers:
             with self._answering(folder):
                 where = Path(output_dir) if output_dir else None
@@ -123,7 +118,7 @@ class Service:
                 if follower.poll():
                     run_id = follower.state.get("mlflow_run_id")
                     self._end(folder)
-                    self._tell({"op": "tracked", "folder": folder, "mlflow_run_id": run_id})
+                    self._tell(RunTracked(folder=folder, mlflow_run_id=run_id))
 
     def _end(self, folder: str) -> None:
         if follower := self._followers.pop(folder, None):
@@ -141,16 +136,16 @@ class Service:
             if folder in self._followers:
                 self._followers[folder].failed(text)
             self._end(folder)
-            self._tell({"op": "failed", "folder": folder, "error": text})
+            self._tell(TrackingFailed(folder=folder, error=text))
 
-    def _tell(self, message: Message) -> None:
+    def _tell(self, message: RunTracked | TrackingFailed) -> None:
         """Answer, unless that would wait for a reader."""
         if select.select([], [self._control], [], 0)[1]:
             send_packet(self._control, message)
 
 
 class TrackingProcess:
-    """A tracking service in a fresh interpreter, for who has no launchpad to fork it from.
+    """A tracking service in a fresh interpreter, for who has no fork server to fork it from.
 
     Use it in a ``with`` block; at its end the service finishes and exits.
     """
@@ -168,7 +163,7 @@ class TrackingProcess:
     def track(self, folder: Path, output_dir: Path | None = None) -> None:
         """Ask for a run to be followed to its end."""
         where = str(output_dir) if output_dir else None
-        send_packet(self._socket, {"op": "track", "folder": str(folder), "output_dir": where})
+        send_packet(self._socket, TrackRun(folder=str(folder), output_dir=where))
 
     def wait(
         self,
@@ -205,17 +200,15 @@ class TrackingProcess:
                 f"the tracking service (process {self._process.pid}) has not written it in time; "
                 "nbtoolkit.tracking.replay(folder) writes the rest"
             )
-        packet = receive_packet(self._socket)
-        if packet is None:
-            raise TrackingError(f"the tracking process died (exit code {self._process.wait()})")
-        answer = packet[0]
-        if answer["op"] == "failed":
+        answer = receive_packet(self._socket)
+        if isinstance(answer, TrackingFailed):
             raise TrackingError(
-                f"tracking {answer['folder']} failed: {answer['error']}",
+                f"tracking {answer.folder} failed: {answer.error}",
                 do="the run itself is whole; write it later with nbtoolkit.tracking.replay(folder)",
             )
-        run_id: str | None = answer["mlflow_run_id"]
-        return run_id
+        if not isinstance(answer, RunTracked):
+            raise TrackingError(f"the tracking process died (exit code {self._process.wait()})")
+        return answer.mlflow_run_id
 
     def close(self, stalled: float = STALL_SECONDS) -> None:
         """Let it finish and exit; where it makes no progress for so many seconds, end it."""
@@ -256,12 +249,12 @@ def replay(folder: str | Path, *, output_dir: str | Path | None = None) -> str |
     """
     paths = RunPaths(Path(folder).absolute())
     run = next(EventReader(paths.events).read(), None)
-    if run is None:
+    if not isinstance(run, RunStarted):
         raise TrackingError(
             f"there are no events in {paths.folder}",
             do="give the folder of one run, such as result.paths.folder",
         )
-    choice = choose_tracking(run["config"].get("tracking", {}))
+    choice = choose_tracking(run.config.get("tracking", {}))
     if choice.notes:
         raise MissingExtra("\n".join(choice.notes))
     with TrackingProcess() as service:
@@ -285,9 +278,10 @@ def replay_all(folder: Path, runs: Iterable[str]) -> dict[str, str | None]:
     with contextlib.ExitStack() as open_service:
         service: TrackingProcess | None = None
         for run in runs:
-            first = next(EventReader(RunPaths(folder / run).events).read(), None) or {}
-            config = first.get("config")
-            settings = config.get("tracking", {}) if isinstance(config, dict) else {"mlflow": False}
+            first = next(EventReader(RunPaths(folder / run).events).read(), None)
+            if not isinstance(first, RunStarted) or not first.config:
+                continue
+            settings = first.config.get("tracking", {})
             if not settings.get("mlflow", True) or settings.get("uri"):
                 continue
             choice = choose_tracking(settings)

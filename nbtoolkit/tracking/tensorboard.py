@@ -1,4 +1,4 @@
-"""TensorBoardTracker: the same numbers as TensorBoard event files, in the run's own folder."""
+"""Write a run as TensorBoard event files, in the run's own folder."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import MissingExtra
-from nbtoolkit.runtime.events import Event
-from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.run.events import Event, RunEnded, RunStarted
+from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.tracking.choice import INSTALL
 from nbtoolkit.tracking.tracker import Point
 
@@ -35,7 +35,7 @@ class TensorBoardTracker:
         self._folder, self._fresh = tensorboard_folder(paths), fresh
         self._opened: SummaryWriter | None = None
 
-    def open(self, run: Event) -> bool:
+    def open(self, run: RunStarted) -> bool:
         """Begin the folder, or go on with it."""
         if self._fresh:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -49,7 +49,7 @@ class TensorBoardTracker:
                 self._writer().add_scalar(point.name, point.value, point.step, point.time)
             self._writer().flush()
 
-    def close(self, ended: Event) -> None:
+    def close(self, ended: RunEnded) -> None:
         """Close the file."""
         if self._opened is not None:
             self._opened.close()
@@ -65,11 +65,11 @@ class TensorBoardTracker:
             self._opened = _summary_writer(self._folder)
         return self._opened
 
-    def _write_text(self, run: Event) -> None:
-        for name in ("config", "plan"):
-            text = json.dumps(run.get(name), indent=2, default=str)
+    def _write_text(self, run: RunStarted) -> None:
+        for name, values in (("config", run.config), ("plan", run.plan)):
+            text = json.dumps(values, indent=2, default=str)
             indented = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown: as it is
-            self._writer().add_text(name, indented, 0, run["t"])
+            self._writer().add_text(name, indented, 0, run.t)
 
 
 def _summary_writer(folder: Path) -> SummaryWriter:

@@ -1,13 +1,15 @@
-"""Tracker: what writes a run somewhere; NullTracker when that is off; Point, a number to draw."""
+"""Define the interface of trackers, and a tracker that writes nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
-from nbtoolkit.runtime.events import Event
-from nbtoolkit.runtime.paths import RunPaths
+from nbtoolkit.run import events
+from nbtoolkit.run.events import Event, Reading, RunEnded, RunStarted
+from nbtoolkit.run.paths import RunPaths
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,11 @@ class Tracker(Protocol):
     replay): the second time must change nothing.
     """
 
-    def open(self, run: Event) -> bool:
+    def open(self, run: RunStarted) -> bool:
         """Begin an attempt.
 
         Args:
-            run: the attempt's ``run`` event.
+            run: the attempt's first event.
 
         Returns:
             Whether this run was found as written before. False means that all events are needed,
@@ -42,8 +44,8 @@ class Tracker(Protocol):
     def write(self, points: Sequence[Point], events: Sequence[Event]) -> None:
         """Write numbers, and what else happened (notes, checkpoints, stops)."""
 
-    def close(self, ended: Event) -> None:
-        """Finish the attempt, by its ``ended`` event."""
+    def close(self, ended: RunEnded) -> None:
+        """Finish the attempt, by its last event."""
 
     def below(self, paths: RunPaths, fresh: bool, state: dict[str, Any]) -> Tracker:
         """A tracker for the curves of a job: a trial or a fold, in a folder below the run's.
@@ -58,14 +60,14 @@ class Tracker(Protocol):
 class NullTracker:
     """Tracking is off: the same calls, and nothing happens."""
 
-    def open(self, run: Event) -> bool:
+    def open(self, run: RunStarted) -> bool:
         """Nothing is needed."""
         return True
 
     def write(self, points: Sequence[Point], events: Sequence[Event]) -> None:
         """Do nothing."""
 
-    def close(self, ended: Event) -> None:
+    def close(self, ended: RunEnded) -> None:
         """Do nothing."""
 
     def below(self, paths: RunPaths, fresh: bool, state: dict[str, Any]) -> Tracker:
@@ -79,7 +81,7 @@ class Trackers:
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = tuple(trackers)
 
-    def open(self, run: Event) -> bool:
+    def open(self, run: RunStarted) -> bool:
         """Open all; True when each of them had written this run before."""
         found = [tracker.open(run) for tracker in self._trackers]
         return all(found)
@@ -89,7 +91,7 @@ class Trackers:
         for tracker in self._trackers:
             tracker.write(points, events)
 
-    def close(self, ended: Event) -> None:
+    def close(self, ended: RunEnded) -> None:
         """Close all."""
         for tracker in self._trackers:
             tracker.close(ended)
@@ -108,48 +110,46 @@ def points(event: Event, last: dict[str, int]) -> list[Point]:
             the one after its curve's last, so that it is drawn after it.
     """
     found = []
-    for name, value in _numbers(event):
-        step = event.get(_STEPS.get(event["type"], "step"))
-        step = last.get(name, -1) + 1 if step is None else int(step)
+    given, numbers = _numbers(event)
+    for name, value in numbers:
+        step = last.get(name, -1) + 1 if given is None else given
         last[name] = step
-        found.append(Point(name, value, step, event["t"]))
+        found.append(Point(name, value, step, event.t))
     return found
 
 
-# What the curves of a sweep's or a cross-validation's own run are drawn over.
-_STEPS = {"trial": "number", "fold": "fold"}
+def _numbers(event: Event) -> tuple[int | None, Iterable[tuple[str, float]]]:
+    """What an event is drawn over, if it says so; names and values of the numbers in it."""
+    match event:
+        case events.MetricsLogged() | events.MetricsReported():
+            return event.step, _floats("", event.values)
+        case events.DevicesSampled():
+            read = (_floats(_device_prefix(reading), reading) for reading in event.readings)
+            return None, chain.from_iterable(read)
+        case events.TrialChanged(state="complete"):
+            best = {"best_value": event.value} if event.best else {}
+            return event.number, _floats("", {**trial_values(event), **best})
+        case events.FoldChanged(state="complete", number=None):
+            return event.fold, _floats("fold/", event.metrics)
+    return None, ()
 
 
-def _numbers(event: Event) -> Iterator[tuple[str, float]]:
-    """Names and values of the numbers in an event."""
-    if event["type"] in ("metrics", "report"):
-        yield from _floats("", event["values"])
-    elif event["type"] == "device":
-        for reading in event["readings"]:
-            yield from _floats(_device_prefix(reading), reading)
-    elif event["type"] == "trial" and event["state"] == "complete":
-        best = {"best_value": event["value"]} if event.get("best") else {}
-        yield from _floats("", {**trial_values(event), **best})
-    elif event["type"] == "fold" and event["state"] == "complete" and event.get("number") is None:
-        yield from _floats("fold/", event.get("metrics") or {})
-
-
-def trial_values(event: Event) -> dict[str, Any]:
+def trial_values(event: events.TrialChanged) -> dict[str, float]:
     """What a complete trial came to: its value, or one for each of several objectives."""
-    if event.get("value") is not None:
-        return {"value": event["value"]}
-    return {f"value_{i}": value for i, value in enumerate(event.get("values") or ())}
+    if event.value is not None:
+        return {"value": event.value}
+    return {f"value_{i}": value for i, value in enumerate(event.values)}
 
 
 def job_folder(event: Event) -> str | None:
     """The folder of the trial or fold that an event is about, relative to the sweep's; or None."""
-    folder: str | None = event.get("folder") if event["type"] in ("trial", "fold") else None
+    folder = event.folder if isinstance(event, events.JobEvent) else None
     # A run may have come in a bundle of others: its jobs are followed below its folder alone.
     outside = folder is not None and (folder.startswith("/") or ".." in folder.split("/"))
     return None if outside else folder
 
 
-def _device_prefix(reading: dict[str, object]) -> str:
+def _device_prefix(reading: Reading) -> str:
     """``system/`` is where MLflow's UI looks for what it calls system metrics."""
     kind, key = ("gpu", "index") if "index" in reading else ("rank", "rank")
     return f"system/{kind}_{reading.get(key, 0)}_"

@@ -1,4 +1,4 @@
-"""Averaging: a second set of weights, the mean of those that training passes through."""
+"""Keep averaged weights, and recompute the batch-norm statistics for them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,115 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import CheckpointError, FitError
-from nbtoolkit.training.batch_norm import batch_norms, keep_to_itself, update_norms
-from nbtoolkit.training.checkpoint import load_weights
+from nbtoolkit.run.weights import load_weights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from nbtoolkit.config import Config
+    from nbtoolkit.config.schema import Config
+
+
+# --- batch norm ---
+# Batch norm: statistics for weights that no training step has had, averaged ones.
+
+
+def batch_norms(module: nn.Module) -> list[Any]:
+    """The batch norms of a module that keep running statistics."""
+    from torch import nn
+
+    kind = nn.modules.batchnorm._BatchNorm
+    layers = [layer for layer in module.modules() if isinstance(layer, kind)]
+    return [layer for layer in layers if layer.running_mean is not None]
+
+
+def keep_to_itself(module: nn.Module) -> None:
+    """Let the ``SyncBatchNorm`` of a copied module meet no other rank; called by all ranks."""
+    import torch.distributed as dist
+    from torch import nn
+
+    synced = [layer for layer in module.modules() if isinstance(layer, nn.SyncBatchNorm)]
+    if synced and dist.is_initialized():
+        alone, _ = dist.new_subgroups(group_size=1)
+        for layer in synced:
+            layer.process_group = alone
+
+
+def update_norms(
+    module: nn.Module,
+    batches: Iterable[Any],
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> None:
+    """Compute a module's batch-norm statistics anew; called by all ranks.
+
+    By ``torch.optim.swa_utils.update_bn``: the plain mean of the statistics of every batch. Each
+    rank walks through batches of its own, as many as it has, and ends with what one rank would
+    have of all of them.
+
+    Not exact: the statistics of a batch depend on what is in it. One rank and several agree (up to
+    summation order) where they see the same batches; where a batch is cut in parts, one for each
+    rank, the means of the first norm still do if the parts are equal, its variances and the norms
+    behind it only about.
+
+    Args:
+        module: changed in place; left in evaluation mode.
+        batches: inputs, or lists or tuples whose first item is the inputs; on the device.
+        forward: ``forward(module, batch)`` passes a batch of any form through the module.
+    """
+    from torch.optim.swa_utils import update_bn
+
+    if forward is None:
+        update_bn(batches, module)
+    else:
+        update_bn(((batch,) for batch in batches), _through(module, forward))
+    module.eval()
+    _mean_over_ranks(batch_norms(module))
+
+
+def _through(module: nn.Module, forward: Callable[[nn.Module, Any], Any]) -> nn.Module:
+    """A module that passes a batch through ``module`` as ``forward`` does."""
+    from torch import nn
+
+    class Through(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, batch: Any) -> Any:
+            return forward(self.inner, batch)
+
+    return Through()
+
+
+def _mean_over_ranks(norms: list[Any]) -> None:
+    """Average the statistics over the ranks; each counts by the batches that it has seen."""
+    import torch
+    import torch.distributed as dist
+
+    if not norms or not dist.is_initialized():
+        return
+    parts = [_weighted(layer) for layer in norms]
+    sums = torch.cat(parts)
+    dist.all_reduce(sums)
+    for layer, part in zip(norms, sums.split([len(one) for one in parts]), strict=True):
+        batches = part[-1]
+        if batches:  # else it has seen none on any rank, and is as a new layer is
+            mean, variance = (part[:-1] / batches).chunk(2)
+            layer.running_mean.copy_(mean)
+            layer.running_var.copy_(variance)
+
+
+def _weighted(layer: Any) -> Tensor:
+    """A layer's means, variances and the number of its batches, the former times the latter."""
+    import torch
+
+    one = torch.ones_like(layer.running_mean[:1])
+    row = torch.cat([layer.running_mean, layer.running_var, one]).double()
+    counted: Tensor = row * layer.num_batches_tracked
+    return counted
+
+
+# --- averaging ---
+
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -24,7 +126,7 @@ def make_averages(
     """The averages that ``config.train`` asks for; called by all ranks.
 
     Args:
-        config: ``train.average, ema_decay, swa_start, swa_lr``.
+        config: ``train.weight_averaging, ema_decay, swa_start, swa_lr``.
         module: the model that is trained, on its device, before the first step.
         steps: optimizer steps of the whole run.
         factor: what ``train.swa_lr`` is multiplied by (the plan's ``lr_factor``).
@@ -36,9 +138,9 @@ def make_averages(
         FitError: the model cannot be copied, or its weights are too coarse to be averaged.
     """
     train = config.train
-    if train.average == "none":
+    if train.weight_averaging == "none":
         return None
-    if train.average == "ema":
+    if train.weight_averaging == "ema":
         return Ema(module, decay=train.ema_decay)
     rate = None if train.swa_lr is None else train.swa_lr * factor
     return Swa(module, start=train.swa_start * steps, rate=rate)
@@ -119,8 +221,8 @@ class Averages:
         if missing := {"weights", "taken"} - state.keys():
             raise CheckpointError(
                 f"the averages in {source} are not fit's: {', '.join(sorted(missing))} is missing",
-                allowed="a checkpoint of a run with the same train.average",
-                do="launch with resume='never', or with train.average as it was",
+                allowed="a checkpoint of a run with the same train.weight_averaging",
+                do="launch with resume='never', or with train.weight_averaging as it was",
             )
         load_weights(state["weights"], self._module, source=source)
         self.taken, self._behind = state["taken"], True
@@ -200,7 +302,7 @@ class Swa(Averages):
         """Compute the batch-norm statistics of the averaged weights; called by all ranks.
 
         Args:
-            batches: this rank's, see :func:`~nbtoolkit.training.batch_norm.update_norms`.
+            batches: this rank's, see :func:`~nbtoolkit.training.averaging.update_norms`.
             forward: how a batch passes through the model.
         """
         update_norms(self._module, batches, forward)
@@ -213,10 +315,11 @@ def _refuse_coarse(module: nn.Module) -> None:
     for name, weight in module.named_parameters():
         if weight.requires_grad and weight.dtype in (torch.float16, torch.bfloat16):
             raise FitError(
-                f"train.average cannot average weights in {weight.dtype}, such as {name}: the "
+                f"train.weight_averaging cannot average weights in {weight.dtype}, such as "
+                f"{name}: the "
                 "steps of a mean are smaller than what it can tell apart",
                 allowed="trained weights in float32 (train.precision: bf16 computes in bfloat16)",
-                do="set train.fp16_weights: upcast, or train.average: none",
+                do="set train.fp16_weights: upcast, or train.weight_averaging: none",
             )
 
 
@@ -227,10 +330,11 @@ def _twin(module: nn.Module) -> nn.Module:
         twin = copy.deepcopy(module, frozen)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise FitError(
-            f"train.average needs a copy of the model, and this {type(module).__name__} cannot be "
+            f"train.weight_averaging needs a copy of the model, and this "
+            f"{type(module).__name__} cannot be "
             f"copied: {error}",
             allowed="a model that copy.deepcopy takes",
-            do="set train.average: none, or (for weight_norm) take the one of "
+            do="set train.weight_averaging: none, or (for weight_norm) take the one of "
             "torch.nn.utils.parametrizations",
         ) from error
     return twin.eval()

@@ -1,19 +1,26 @@
-"""Live: what is shown of something while it runs: its lines as text, how far it is as fits here."""
+"""Show a run or a search while it goes on, as lines of text and a progress view."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
-from nbtoolkit.runtime.cell import CellOutput, Shown
-from nbtoolkit.runtime.events import Event
-from nbtoolkit.runtime.paths import RunPaths
-from nbtoolkit.runtime.screen import Screen, choose_screen, look_around
-from nbtoolkit.search.live import TableLines
-from nbtoolkit.views.glance import glance
-from nbtoolkit.views.picture import CellPicture, Minutes, Picture, TerminalBar, state_of
-from nbtoolkit.views.place import Place, running_cell
+from nbtoolkit.run.display import Screen, choose_screen, find_display
+from nbtoolkit.run.events import Event
+from nbtoolkit.run.output import CellOutput, Shown
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.search.handle import TableLines
+from nbtoolkit.views.picture import (
+    CellPicture,
+    DisplayPlace,
+    Minutes,
+    ProgressPicture,
+    TerminalBar,
+    running_cell,
+    state_of,
+)
 from nbtoolkit.views.state import State, read_state
+from nbtoolkit.views.summary import summary
 from nbtoolkit.views.widget import WidgetPicture
 
 
@@ -26,7 +33,7 @@ class Live:
         needs_wait: whether only who waits can draw it.
     """
 
-    def __init__(self, lines: Shown, picture: Picture | None, *, needs_wait: bool) -> None:
+    def __init__(self, lines: Shown, picture: ProgressPicture | None, *, needs_wait: bool) -> None:
         self._lines, self._picture, self._needs_wait = lines, picture, needs_wait
         self._open = False
         self.cell: int | None = None
@@ -58,7 +65,7 @@ class Live:
         self._draw(lambda picture: picture.close())
         self._picture = None
 
-    def _draw(self, draw: Callable[[Picture], None]) -> None:
+    def _draw(self, draw: Callable[[ProgressPicture], None]) -> None:
         if self._picture is None or not self._open:
             return
         try:
@@ -116,7 +123,7 @@ def show_handle(paths: RunPaths, shown: Shown | None) -> None:
     Raises:
         NotImplementedError: there are no widgets; IPython then takes the static picture.
     """
-    screen = choose_screen("auto", look_around())
+    screen = choose_screen("auto", find_display())
     if screen.shape != "widgets":
         raise NotImplementedError(screen.reason)
     if isinstance(shown, Live) and shown.cell == running_cell():
@@ -126,12 +133,12 @@ def show_handle(paths: RunPaths, shown: Shown | None) -> None:
 
 def static(paths: RunPaths) -> str:
     """How far something is now, as HTML."""
-    return glance(read_state(paths.folder))
+    return summary(read_state(paths.folder))
 
 
 def _picture(
     screen: Screen, make_state: Callable[[], State], say: Callable[[str], None]
-) -> Picture | None:
+) -> ProgressPicture | None:
     if screen.shape == "widgets":
         return WidgetPicture(make_state)
     if screen.shape == "html":
@@ -139,5 +146,5 @@ def _picture(
     if screen.shape == "bar":
         return TerminalBar(make_state)
     if screen.shape == "minutes":
-        return Minutes(make_state, say, Place().put)
+        return Minutes(make_state, say, DisplayPlace().put)
     return Minutes(make_state, say) if screen.shape == "lines" else None

@@ -1,4 +1,4 @@
-"""Markup: what all views are put into: a colour of the theme around, no formulas, small tables."""
+"""Escape values and wrap views so that they follow the theme around them."""
 
 from __future__ import annotations
 

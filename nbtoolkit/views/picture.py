@@ -1,18 +1,105 @@
-"""Pictures of a folder for who waits: HTML in a cell, a line a minute, a bar in a terminal."""
+"""Render a folder's progress for a cell or a terminal, at most once a second."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
-from nbtoolkit.runtime.paths import RunPaths
-from nbtoolkit.search.fold_table import FoldTable
-from nbtoolkit.search.table import SweepTable
-from nbtoolkit.views.glance import glance, glance_line
-from nbtoolkit.views.pace import Pace
-from nbtoolkit.views.place import Place
+from nbtoolkit.crossval.fold_table import FoldTable
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.study.table import SweepTable
 from nbtoolkit.views.state import State
+from nbtoolkit.views.summary import summary, summary_line
+
+# --- how often ---
+# How often a view is drawn: about once a second, and never for above 1% of a core.
+
+
+SECONDS = 1.0
+"""Between two looks at a folder."""
+
+_SHARE = 0.01  # of one core
+_LONGEST = 30.0  # seconds: however large a sweep becomes
+
+
+class Throttle:
+    """When to draw next, by what drawing costs.
+
+    Args:
+        seconds: the shortest time between two.
+        clock: monotonic seconds.
+        cost: seconds of CPU that this thread has used.
+    """
+
+    def __init__(
+        self,
+        seconds: float = SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+        cost: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._shortest, self._clock, self._cost = seconds, clock, cost
+        self._next = clock() + seconds
+        self.seconds = seconds
+        """Between the last drawing and the next."""
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time."""
+        return self._clock() >= self._next
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Around each drawing."""
+        before = self._cost()
+        try:
+            yield
+        finally:
+            dear = (self._cost() - before) / _SHARE
+            self.seconds = max(self._shortest, min(dear, _LONGEST))
+            self._next = self._clock() + self.seconds
+
+
+# --- display place ---
+# An output of a cell that is written anew, from any thread; front ends find it by its id.
+#
+# Since ipykernel 7 what a thread prints or displays goes to whatever cell runs; an update of an
+# output that has an id goes to where that output is.
+
+
+class DisplayPlace:
+    """One output of the running cell."""
+
+    def __init__(self) -> None:
+        self._id = uuid.uuid4().hex
+        self._there = False
+
+    def put(self, bundle: Mapping[str, Any]) -> None:
+        """Show this here; the first time in the cell that runs, hence from its thread.
+
+        Args:
+            bundle: mime type -> content.
+        """
+        from IPython.display import display
+
+        display(  # type: ignore[no-untyped-call] # not annotated
+            dict(bundle), raw=True, display_id=self._id, update=self._there
+        )
+        self._there = True
+
+
+def running_cell() -> int | None:
+    """The number of the cell that runs; None: there is no kernel."""
+    ipython = sys.modules.get("IPython")
+    shell: Any = ipython.get_ipython() if ipython is not None else None
+    return int(shell.execution_count) if hasattr(shell, "kernel") else None
+
+
+# --- picture ---
+
 
 MINUTE = 60.0
 """Seconds between two lines where nobody looks."""
@@ -20,7 +107,7 @@ MINUTE = 60.0
 _BAR_SECONDS = 0.5
 
 
-class Picture(Protocol):
+class ProgressPicture(Protocol):
     """How far something is, drawn again and again until it has ended."""
 
     def open(self, *, waits: bool) -> None:
@@ -39,7 +126,7 @@ class Picture(Protocol):
 
 def bundle_of(state: State) -> dict[str, Any]:
     """A state for a cell: HTML, and text for who shows none."""
-    return {"text/plain": glance_line(state), "text/html": glance(state)}
+    return {"text/plain": summary_line(state), "text/html": summary(state)}
 
 
 class CellPicture:
@@ -51,11 +138,11 @@ class CellPicture:
 
     def __init__(self, make_state: Callable[[], State]) -> None:
         self._make_state = make_state
-        self._pace = Pace()
+        self._pace = Throttle()
 
     def open(self, *, waits: bool) -> None:
         """Show it in this cell."""
-        self._state, self._place = self._make_state(), Place()
+        self._state, self._place = self._make_state(), DisplayPlace()
         self._draw()
 
     def pump(self) -> None:
@@ -92,7 +179,7 @@ class Minutes:
         seconds: float = MINUTE,
     ) -> None:
         self._make_state, self._say, self._leave = make_state, say, leave
-        self._pace = Pace(seconds)
+        self._pace = Throttle(seconds)
 
     def open(self, *, waits: bool) -> None:
         """Look at the folder, of which nothing is said yet."""
@@ -112,7 +199,7 @@ class Minutes:
 
     def _tell(self) -> None:
         self._state.look()
-        self._say(glance_line(self._state))
+        self._say(summary_line(self._state))
 
 
 class TerminalBar:
@@ -124,7 +211,7 @@ class TerminalBar:
 
     def __init__(self, make_state: Callable[[], State]) -> None:
         self._make_state = make_state
-        self._pace = Pace(_BAR_SECONDS)
+        self._pace = Throttle(_BAR_SECONDS)
 
     def open(self, *, waits: bool) -> None:
         """Draw the bar, from what was done in earlier sessions."""
@@ -142,13 +229,13 @@ class TerminalBar:
         """Take it away, and say how it ended."""
         self._bar.close()
         self._state.look()
-        self.write(glance_line(self._state) + "\n")
+        self.write(summary_line(self._state) + "\n")
 
     def _draw(self) -> None:
         self._state.look()
         share = self._state.share()
         self._bar.n, self._bar.total = share or 0.0, None if share is None else 1.0
-        self._bar.set_description_str(glance_line(self._state))
+        self._bar.set_description_str(summary_line(self._state))
 
     @staticmethod
     def write(text: str) -> None:

@@ -1,4 +1,4 @@
-"""State: what the folder of a run, a sweep or a cross-validation says now; it reads what is new."""
+"""Read the state of a run, a sweep or a cross-validation from its folder, new parts only."""
 
 from __future__ import annotations
 
@@ -6,16 +6,51 @@ import contextlib
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from nbtoolkit.crossval.fold_table import FoldTable
 from nbtoolkit.errors import RunFileError
-from nbtoolkit.report.story import Points, numbers
-from nbtoolkit.runtime.events import Event, EventReader
-from nbtoolkit.runtime.paths import RunPaths, read_or_empty
-from nbtoolkit.search.fold_table import FoldTable
-from nbtoolkit.search.sweep_result import read_wishes
-from nbtoolkit.search.table import SweepTable
-from nbtoolkit.views.readings import last_readings
+from nbtoolkit.report.run_summary import Points, numbers
+from nbtoolkit.run import events
+from nbtoolkit.run.events import DevicesSampled, Reading, decode
+from nbtoolkit.run.paths import RunPaths, read_or_empty
+from nbtoolkit.search.sweep_result import read_sweep_config
+from nbtoolkit.study.table import SweepTable
+
+# --- readings ---
+# What a run last said of its devices, found at the end of its diary.
+
+
+_TAIL = 1 << 16  # bytes from a diary's end in which it is looked for
+
+
+def last_readings(diary: Path) -> list[Reading]:
+    """The newest reading of the devices in a diary; empty where there is none.
+
+    Args:
+        diary: a run's ``events.jsonl``.
+    """
+    lines = _tail(diary, _TAIL).splitlines()
+    for line in reversed(lines):
+        # Most lines are of other types, and are not decoded.
+        if '"type": "device"' in line and isinstance(event := decode(line), DevicesSampled):
+            return event.readings
+    return []
+
+
+def _tail(file: Path, size: int) -> str:
+    """The last bytes of a file as text; empty where there is none."""
+    try:
+        with file.open("rb") as raw:
+            end = raw.seek(0, 2)
+            raw.seek(max(end - size, 0))
+            return raw.read(size).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+# --- state ---
+
 
 Kind = Literal["run", "sweep", "cv"]
 
@@ -69,9 +104,9 @@ class State:
         self.began: float | None = None
         self.first_report: tuple[float, float] | None = None
         self.last_report: tuple[float, float] | None = None
-        self.ended: Event | None = None
+        self.ended: events.RunEnded | None = None
         self._owned, self._again = True, False
-        self._reader = EventReader(paths.events)
+        self._reader = events.EventReader(paths.events)
 
     def look(self) -> bool:
         """Read what is new in the folder; whether anything there is."""
@@ -85,19 +120,19 @@ class State:
 
     def _read(self) -> None:
         self.gone = not self.paths.folder.is_dir()
-        # The lock first: what an owner writes before it goes must not look like its death.
+        # The lock first: what a supervisor writes before it goes must not look like its death.
         self._owned = not self.gone and self.paths.owned()
         for event in self._reader.read():
             # a line that is damaged, or another version's, costs no more than itself
             with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
                 self._take(event)
-        # Another owner may have come meanwhile, whose first line was read already.
+        # Another supervisor may have come meanwhile, whose first line was read already.
         if not self._owned and self.ended is None and not self.gone:
             self._owned = self.paths.owned()
         # Gone on with: how it ended is put aside before the diary says anything of the new attempt.
         self._again = self._owned and self.ended is not None and not self.paths.ended()
         if self.table is not None and self.status == "cut off":  # nobody was left to say so
-            self.table.take({"type": "ended", "status": "cut off"})
+            self.table.take(events.RunEnded(status="cut off"))
 
     @property
     def status(self) -> str:
@@ -111,7 +146,7 @@ class State:
         if self._again:
             return "running"
         if self.ended is not None:
-            return str(self.ended.get("status", "?"))
+            return self.ended.status
         if self._owned:
             return "paused" if self.paused else "running"
         return "cut off"
@@ -123,7 +158,7 @@ class State:
 
     @property
     def unfinished(self) -> bool:
-        """Whether it has ended, its owner too, and there is something left to go on with."""
+        """Whether it has ended, its supervisor too, and there is something left to go on with."""
         return not self._owned and self.status in ("stopped", "deadline", "failed", "cut off")
 
     def share(self) -> float | None:
@@ -169,7 +204,7 @@ class State:
         """Of a single run: what was reported by step; where nothing was, what was logged."""
         return self.curves or self.logged
 
-    def readings(self) -> dict[str, list[dict[str, Any]]]:
+    def readings(self) -> dict[str, list[events.Reading]]:
         """What was last read of ranks and GPUs, by whose they are: ``""`` or ``"trial 3"``."""
         if not isinstance(self.table, SweepTable):
             found = {"": last_readings(self.paths.events)}
@@ -184,66 +219,56 @@ class State:
 
     # --- events ---
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: events.Event) -> None:
         if self.table is not None:
             self.table.take(event)
-        if take := _TAKES.get(event["type"]):
-            take(self, event)
+        match event:
+            case events.RunStarted():
+                self._begins(event)
+            case events.RunEnded():
+                self.ended = event
+            case events.NoteAdded():
+                self.notes.append(event.text)
+            case events.StopRequested():
+                self.notes.append(f"stopping: {event.reason}")
+            case events.RankPhaseChanged():
+                self.phases[event.rank] = event.phase
+            case events.CommandReceived(op="pause" | "resume" as op):
+                self.paused = op == "pause"
+            case events.MetricsReported():
+                self._report(event)
+            case events.MetricsLogged():
+                self._metrics(event)
+            case events.IntermediateReported():
+                points = self.trials.setdefault(event.number, [])
+                _put(points, float(event.step), float(event.value))
+            case events.TrialChanged(state="running"):
+                self.trials.pop(event.number, None)  # it is run again
+            case events.TrialChanged(state="complete") if event.value is not None:
+                self.values[event.number] = float(event.value)
+            case events.FoldChanged(state="complete", number=None):
+                self.folds.add(event.fold)
 
-    def _begins(self, event: Event) -> None:
-        self.began, self.ended, self.paused = event["t"], None, False
+    def _begins(self, event: events.RunStarted) -> None:
+        self.began, self.ended, self.paused = event.t, None, False
         self.first_report = self.last_report = None
         self.phases.clear()
-        config = event.get("config") or {}
-        self.epochs = (config.get("train") or {}).get("epochs") if "train" in config else None
+        self.epochs = (event.config.get("train") or {}).get("epochs")
 
-    def _ends(self, event: Event) -> None:
-        self.ended = event
-
-    def _note(self, event: Event) -> None:
-        self.notes.append(str(event.get("text", "")))
-
-    def _stop(self, event: Event) -> None:
-        self.notes.append(f"stopping: {event.get('reason')}")
-
-    def _rank(self, event: Event) -> None:
-        self.phases[event["rank"]] = event["phase"]
-
-    def _command(self, event: Event) -> None:
-        if event["op"] in ("pause", "resume"):
-            self.paused = event["op"] == "pause"
-
-    def _report(self, event: Event) -> None:
-        step = event.get("step")
-        at = float(step) if isinstance(step, (int, float)) else self._next_step()
-        self.first_report = self.first_report or (event["t"], at)
-        self.last_report = (event["t"], at)
-        for name, value in numbers(event.get("values")).items():
+    def _report(self, event: events.MetricsReported) -> None:
+        following = 1.0 if self.last_report is None else self.last_report[1] + 1
+        at = following if event.step is None else float(event.step)
+        self.first_report = self.first_report or (event.t, at)
+        self.last_report = (event.t, at)
+        for name, value in numbers(event.values).items():
             _put(self.curves.setdefault(name, []), at, value)
 
-    def _metrics(self, event: Event) -> None:
-        step = event.get("step")
-        for name, value in numbers(event.get("values")).items():
+    def _metrics(self, event: events.MetricsLogged) -> None:
+        for name, value in numbers(event.values).items():
             points = self.logged.setdefault(name, [])
-            at = float(step) if isinstance(step, (int, float)) else len(points) + 1.0
-            _put(points, at, value)
+            _put(points, len(points) + 1.0 if event.step is None else float(event.step), value)
             if len(points) > _LOGGED:  # a million steps may be logged
                 del points[1:-1:2]
-
-    def _next_step(self) -> float:
-        return 1.0 if self.last_report is None else self.last_report[1] + 1
-
-    def _intermediate(self, event: Event) -> None:
-        value = event.get("value")
-        if isinstance(value, (int, float)):
-            _put(self.trials.setdefault(event["number"], []), float(event["step"]), float(value))
-
-    def _trial(self, event: Event) -> None:
-        number, value = event["number"], event.get("value")
-        if event["state"] == "running":
-            self.trials.pop(number, None)  # it is run again
-        if event["state"] == "complete" and isinstance(value, (int, float)):
-            self.values[number] = float(value)
 
     def _make_table(self) -> SweepTable | FoldTable | None:
         if self.kind == "run":
@@ -251,30 +276,11 @@ class State:
         if self.kind == "cv":
             return FoldTable()
         try:
-            wishes = read_wishes(self.paths.folder)
+            sweep_config = read_sweep_config(self.paths.folder)
         except RunFileError:  # not written yet, or damaged
             return SweepTable()
-        self.metric, self.direction = wishes.metrics[0], wishes.directions[0]
-        return SweepTable.of(wishes)
-
-    def _fold(self, event: Event) -> None:
-        if event.get("number") is None and event["state"] == "complete":
-            self.folds.add(event["fold"])
-
-
-_TAKES = {
-    "run": State._begins,
-    "ended": State._ends,
-    "note": State._note,
-    "stop": State._stop,
-    "rank": State._rank,
-    "command": State._command,
-    "report": State._report,
-    "metrics": State._metrics,
-    "intermediate": State._intermediate,
-    "trial": State._trial,
-    "fold": State._fold,
-}
+        self.metric, self.direction = sweep_config.metrics[0], sweep_config.directions[0]
+        return SweepTable.of(sweep_config)
 
 
 def read_state(folder: Path) -> State:

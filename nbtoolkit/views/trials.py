@@ -1,18 +1,147 @@
-"""Trials: the table of a sweep's trials, sorted by any column, a page at a time."""
+"""Render the table of trials and the overview, and all views as one page."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from nbtoolkit.report.words import number, setting
-from nbtoolkit.runtime.table import text_columns
-from nbtoolkit.search.table import SweepTable
-from nbtoolkit.search.trial import Trial
-from nbtoolkit.views.markup import boxed, columns, said
-from nbtoolkit.views.state import State
+from nbtoolkit.report.run_summary import duration, number, setting
+from nbtoolkit.study.table import SweepTable
+from nbtoolkit.study.trial import Trial
+from nbtoolkit.text_table import text_columns
+from nbtoolkit.views.markup import bar, boxed, columns, rows, said, wrong
+from nbtoolkit.views.state import State, seconds_left
+from nbtoolkit.views.tabs import curves, devices, devices_text, history
+
+# --- overview ---
+# What runs, how far it is, when it ends, what is best, what was said last.
+
+
+_MEANS = {
+    "cut off": "its process is gone (killed, or out of memory): Go on takes it up where it was",
+    "gone": "its folder was deleted",
+    "stopped": "Go on takes it up where it was",
+    "deadline": "its time was up: Go on takes it up where it was",
+    "paused": "what runs is finished, nothing more is started: Go on starts the rest",
+}
+
+
+def overview(state: State | None, now: float | None = None) -> str:
+    """The overview as HTML.
+
+    Args:
+        state: of the folder; None: nothing is watched.
+        now: unix seconds.
+    """
+    if state is None:
+        return boxed(said("Nothing is watched: press Launch or Sweep, or choose a run."))
+    facts = {name: text for name, text in _facts(state, now).items() if text}
+    parts = [said(headline(state), strong=True), bar(state.share(), progress(state, now))]
+    parts += [rows(facts)]
+    if state.status == "failed":
+        parts.append(wrong(_error(state)))
+    return boxed(*parts)
+
+
+def overview_text(state: State | None, now: float | None = None) -> str:
+    """The same as lines of text."""
+    if state is None:
+        return "nothing is watched"
+    facts = {name: text for name, text in _facts(state, now).items() if text}
+    lines = [headline(state), progress(state, now)]
+    lines += [f"{name}: {text}" for name, text in facts.items()]
+    return "\n".join([*lines, *([_error(state)] if state.status == "failed" else [])])
+
+
+def headline(state: State) -> str:
+    """What it is, and how it is."""
+    words = {"run": "run", "sweep": "sweep", "cv": "cross-validation"}
+    means = _MEANS.get(state.status) or state.unreadable
+    told = f"{state.status} ({means})" if means else state.status
+    return f"{words[state.kind]} {state.paths.run_id}: {told}"
+
+
+def progress(state: State, now: float | None = None) -> str:
+    """How far it is, and the time left, in words."""
+    if state.table is not None:
+        done, total = state.counts()
+        noun = "folds" if state.kind == "cv" else "trials"
+        text = f"{done} of {total} {noun}" if total else f"{done} {noun}"
+    elif state.last_report is not None:
+        of = f" of {total}" if (total := state.total_steps()) else ""
+        text = f"step {number(state.last_report[1])}{of}"
+    else:
+        text = "nothing is reported yet" if state.live else "nothing was reported"
+    left = seconds_left(state, now)
+    return text if left is None else f"{text}, about {duration(left)} left"
+
+
+def best(state: State) -> str:
+    """The best so far in words; empty where there is none."""
+    if isinstance(state.table, SweepTable):
+        return "; ".join(
+            f"trial {one.number}: "
+            + ", ".join(
+                f"{name} {number(value)}"
+                for name, value in zip(state.table.metrics, one.values, strict=False)
+            )
+            for one in state.table.best[:3]
+        )
+    last = {name: points[-1][1] for name, points in state.points().items() if points}
+    return ", ".join(f"{name} {number(value)}" for name, value in last.items())
+
+
+def _facts(state: State, now: float | None) -> dict[str, str]:
+    sweep = isinstance(state.table, SweepTable)
+    return {
+        "best" if sweep else "last": best(state),
+        "parameters": _params(state),
+        "states": _states(state, now),
+        "time": _time(state, now),
+        "notes": "\n".join(state.notes),
+        "folder": str(state.paths.folder),
+    }
+
+
+def _params(state: State) -> str:
+    if not isinstance(state.table, SweepTable) or not state.table.best:
+        return ""
+    chosen = state.table.best[0].params
+    return ", ".join(
+        f"{name}={number(value) if isinstance(value, float) else value}"
+        for name, value in chosen.items()
+    )
+
+
+def _states(state: State, now: float | None) -> str:
+    if isinstance(state.table, SweepTable):
+        return state.table.summary(now)
+    if state.table is not None:
+        return state.table.summary()
+    return ", ".join(f"rank {rank} {phase}" for rank, phase in sorted(state.phases.items()))
+
+
+def _time(state: State, now: float | None) -> str:
+    if state.began is None:
+        return ""
+    if state.ended is not None:
+        return duration(state.ended.seconds or 0.0)
+    if not state.live:
+        return ""
+    return duration(max((time.time() if now is None else now) - state.began, 0.0))
+
+
+def _error(state: State) -> str:
+    error = state.ended.error if state.ended is not None else None
+    return f"{error}\nThe whole traceback is in {Path(state.paths.folder) / 'error.json'}"
+
+
+# --- trials ---
+
 
 PAGE = 20
 """Rows of a page: 1,000 rows at once would cost the browser more than they tell."""
@@ -21,7 +150,7 @@ _FIXED = ("trial", "state", "seconds", "reason")
 
 
 @dataclass(frozen=True)
-class Order:
+class SortOrder:
     """What a table is sorted by, and which page of it is seen.
 
     Attributes:
@@ -58,9 +187,9 @@ def pages(state: State | None) -> int:
     return max(math.ceil(count / PAGE), 1)
 
 
-def trials(state: State | None, order: Order | None = None) -> str:
+def trials(state: State | None, order: SortOrder | None = None) -> str:
     """A page of the table as HTML; of a cross-validation its folds."""
-    order = order or Order()
+    order = order or SortOrder()
     if state is None or state.table is None:
         return ""
     if not isinstance(state.table, SweepTable):
@@ -76,17 +205,17 @@ def trials(state: State | None, order: Order | None = None) -> str:
     return boxed(columns(signs, lines, caption))
 
 
-def trials_text(state: State | None, order: Order | None = None) -> str:
+def trials_text(state: State | None, order: SortOrder | None = None) -> str:
     """The same as lines of text."""
     if state is None or state.table is None:
         return ""
     if not isinstance(state.table, SweepTable):
         return state.table.text()
-    header, lines = _page(state, state.table, order or Order())
+    header, lines = _page(state, state.table, order or SortOrder())
     return text_columns(header, lines) if lines else "no trial has begun yet"
 
 
-def _page(state: State, table: SweepTable, order: Order) -> tuple[list[str], list[list[str]]]:
+def _page(state: State, table: SweepTable, order: SortOrder) -> tuple[list[str], list[list[str]]]:
     names = column_names(state)
     by = order.by if order.by in names else "trial"
     ordered = _sorted(list(table.trials.values()), table.metrics, by, down=order.down)
@@ -95,7 +224,10 @@ def _page(state: State, table: SweepTable, order: Order) -> tuple[list[str], lis
     header = ["best", *names]
     best = {one.number for one in table.best}
     lines = [
-        ["★" if one.number in best else "", *(_told(_value(one, table.metrics, n)) for n in names)]
+        [
+            "★" if one.number in best else "",
+            *(_cell_text(_value(one, table.metrics, n)) for n in names),
+        ]
         for one in shown
     ]
     return header, lines
@@ -125,7 +257,26 @@ def _value(trial: Trial, metrics: Sequence[str], name: str) -> Any:
     return trial.params.get(name)
 
 
-def _told(value: Any) -> str:
+def _cell_text(value: Any) -> str:
     if value is None:
         return ""
     return number(value) if isinstance(value, float) else setting(value)
+
+
+# --- page ---
+# All that is told of a folder, one view below the other, as text and as HTML.
+
+
+def page_text(state: State | None) -> str:
+    """How it is, its trials or folds and its devices, as lines of text.
+
+    Args:
+        state: of the folder; None: nothing is watched.
+    """
+    parts = [overview_text(state), trials_text(state), devices_text(state)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def page_html(state: State | None) -> str:
+    """The same as HTML, with curves."""
+    return "".join(view(state) for view in (overview, trials, history, curves, devices))

@@ -1,4 +1,4 @@
-"""WidgetPicture: a live view in a cell, by a thread of its own; at the end static HTML is left.
+"""Update a live view in a cell from a thread; static HTML is left at its end.
 
 The thread only reads the folder, so that the view is live while the cell waits, when it does not,
 and while other cells run. What a widget shows is changed by messages to the widget, which arrive
@@ -13,12 +13,10 @@ from collections.abc import Callable
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.runtime.result import RunHandle
-from nbtoolkit.views.glance import glance
-from nbtoolkit.views.pace import Pace
-from nbtoolkit.views.picture import bundle_of
-from nbtoolkit.views.place import Place
+from nbtoolkit.launcher.handle import RunHandle
+from nbtoolkit.views.picture import DisplayPlace, Throttle, bundle_of
 from nbtoolkit.views.state import State
+from nbtoolkit.views.summary import summary
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -37,7 +35,7 @@ class WidgetPicture:
 
     def __init__(self, make_state: Callable[[], State], *, patience: float = _PATIENCE) -> None:
         self._make_state, self._patience = make_state, patience
-        self._pace = Pace()
+        self._pace = Throttle()
         self._drawing = threading.Lock()  # who waits and the thread both see the end
         self._over = threading.Event()
         self._widgets: _Widgets | None = None
@@ -49,7 +47,7 @@ class WidgetPicture:
             waits: whether the cell waits. A click would then mostly be heard when it is too late,
                 by version of ipykernel, and an interrupt of the kernel does the same: no button.
         """
-        self._state, self._place = self._make_state(), Place()
+        self._state, self._place = self._make_state(), DisplayPlace()
         self._state.look()
         self._stoppable = not waits
         self._place.put(bundle_of(self._state))
@@ -109,7 +107,7 @@ class _Widgets:
         import ipywidgets
 
         self._paths = state.paths
-        self._html = ipywidgets.HTML(glance(state))
+        self._html = ipywidgets.HTML(summary(state))
         self._buttons: list[ipywidgets.Button] = []
         if stoppable:
             tip = "All leave at their next report"
@@ -125,7 +123,7 @@ class _Widgets:
 
     def show(self, state: State) -> None:
         """Draw; where nothing runs there is nothing to stop."""
-        self._html.value = glance(state)
+        self._html.value = summary(state)
         if not state.live:
             self._box.children = [self._html]
 

@@ -42,8 +42,8 @@ def median(values: list[float]) -> float:
 def quiet_config(**overrides: Any) -> Iterator[nb.Config]:
     """A config whose runs go into a folder that is removed afterwards; tracking off."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        wishes = {"runtime.output_dir": folder, "tracking.mlflow": False}
-        yield nb.load_config(env=None, overrides={**wishes, **overrides})
+        sweep_config = {"runtime.output_dir": folder, "tracking.mlflow": False}
+        yield nb.load_config(env=None, overrides={**sweep_config, **overrides})
 
 
 def in_fresh_process(module: str, *arguments: str) -> Any:

@@ -111,8 +111,8 @@ def nothing(config: nb.Config, ctx: nb.RunContext) -> str:
 def run(which: str) -> dict[str, float]:
     """One of the comparisons, in a rank on the GPU."""
     functions = {"small": (compare, FEW), "busy": (busy, BUSY), "stall": (stall, STALL)}
-    function, wishes = functions[which]
-    with quiet_config(**wishes) as config:
+    function, sweep_config = functions[which]
+    with quiet_config(**sweep_config) as config:
         result = nb.launch(function, config, processes=1, resume="never", display="off")
         assert result.plan.device_type == "cuda", result.plan.explain()
         return dict(result.value)

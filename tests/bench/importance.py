@@ -73,15 +73,15 @@ def study(task: str, sampler: str, seed: int, trials: int) -> Any:
     """A study by the toolkit's own sampler, with its defaults."""
     import optuna
 
-    from nbtoolkit.search.samplers import Seeded, make_sampler
-    from nbtoolkit.search.wishes import load_wishes
+    from nbtoolkit.study.samplers import Seeded, make_sampler
+    from nbtoolkit.study.sweep_config import load_sweep_config
 
     about = {"metric": "rmse", "direction": "minimize", "sampler": sampler, "seed": seed}
-    wishes = load_wishes(
+    sweep_config = load_sweep_config(
         {"study": about, "space": space(task)}, nb.load_config(env=None), n_trials=trials
     )
-    searched = wishes.make_space()
-    made = optuna.create_study(sampler=Seeded(lambda n: make_sampler(wishes, searched, n)))
+    searched = sweep_config.make_space()
+    made = optuna.create_study(sampler=Seeded(lambda n: make_sampler(sweep_config, searched, n)))
     for _ in range(trials):
         trial = made.ask(searched.distributions())
         made.tell(trial, train(trial.params))
@@ -92,7 +92,7 @@ def measure(task: str) -> dict[str, Any]:
     import optuna
     from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 
-    from nbtoolkit.search.importance import importance
+    from nbtoolkit.study.importance import importance
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore")

@@ -36,7 +36,7 @@ def warm() -> dict[str, float]:
     """Medians over alternating calls: a slow moment of the machine hits both."""
     from accelerate import notebook_launcher
 
-    from nbtoolkit.runtime.ports import free_port
+    from nbtoolkit.environment.ports import free_port
 
     theirs: list[float] = []
     ours: list[float] = []
@@ -65,12 +65,12 @@ def warm() -> dict[str, float]:
 
 
 def first(tracking: bool) -> float:
-    """The first launch of a process, launchpad start included."""
+    """The first launch of a process, fork server start included."""
     with quiet_config(**{"tracking.mlflow": tracking}) as config:
         spent = seconds(
             lambda: nb.launch(trivial, config, processes=2, resume="never", display="off")
         )
-        from nbtoolkit.runtime.launchpad import shutdown
+        from nbtoolkit.launcher.forkserver_client import shutdown
 
         shutdown()
     return spent
@@ -83,7 +83,7 @@ def warm_tracked() -> float:
             seconds(lambda: nb.launch(trivial, config, processes=2, resume="never", display="off"))
             for _ in range(ROUNDS)
         ]
-        from nbtoolkit.runtime.launchpad import shutdown
+        from nbtoolkit.launcher.forkserver_client import shutdown
 
         shutdown()
     return median(spent[1:])

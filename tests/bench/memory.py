@@ -17,7 +17,7 @@ GIGABYTE = 1_000_000_000
 
 
 def tree() -> list[int]:
-    """This process and all that descend from it (the launchpad's session included)."""
+    """This process and all that descend from it (the fork server's session included)."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -15,7 +15,7 @@ from tests.bench.figures import Figure, in_fresh_process, median
 
 TRIALS, REPORTS, LOOKS = 1000, 5, 20
 
-WISHES = """
+SWEEP_CONFIG = """
 study: {name: many, metric: score, direction: maximize, sampler: random, pruner: none}
 budget: {n_trials: 2000}
 space: {optim.lr: {type: float, low: 0.001, high: 0.1}}
@@ -73,11 +73,11 @@ def taken(what: Callable[[], Any], clock: Callable[[], float]) -> float:
 
 
 def write_sweep(home: Path) -> Path:
-    """The folder of a sweep with many trials, as its conductor would have written it."""
+    """The folder of a sweep with many trials, as its scheduler would have written it."""
     folder = home / "sweep-0001"
     folder.mkdir()
     (folder / "versions.json").write_text('{"kind": "sweep"}')
-    (folder / "sweep.yaml").write_text(WISHES)
+    (folder / "sweep.yaml").write_text(SWEEP_CONFIG)
     events = [{"type": "run"}, *(trial(n, "running") for n in range(TRIALS))]
     for step in range(REPORTS):
         report = {"type": "intermediate", "step": step}

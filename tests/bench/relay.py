@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from nbtoolkit.relay.pack import pack
-from nbtoolkit.relay.unpack import unpack
-from nbtoolkit.runtime.paths import RunPaths, write_json
-from nbtoolkit.training.shelf import Shelf
+from nbtoolkit.archive.pack import pack
+from nbtoolkit.archive.unpack import unpack
+from nbtoolkit.run.checkpoint_store import CheckpointStore
+from nbtoolkit.run.paths import RunPaths, write_json
 from tests.bench.figures import Figure
 
 RUNS, NUMBERS = 4, 2**26  # float32: 268 MB a run
@@ -28,7 +28,7 @@ def make_runs(folder: Path) -> None:
         write_json(paths.versions, {"run_id": paths.run_id})
         write_json(paths.result, {"status": "completed"})
         weights = {"model": {"model": {"weight": torch.rand(NUMBERS)}}}
-        Shelf(paths.checkpoints).put("best", 1, weights, {"epoch": 1})
+        CheckpointStore(paths.checkpoints).put("best", 1, weights, {"epoch": 1})
 
 
 def timed(folder: Path, tar: str) -> tuple[float, float]:

@@ -19,11 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import nbtoolkit as nb
+from nbtoolkit.run.events import Event
 from tests.bench.figures import Figure, in_fresh_process, median, quiet_config
 
 TRIALS, SECONDS, MANY = 16, 0.6, 1000
 SPACE = {"optim.lr": {"type": "float", "low": 1e-3, "high": 0.1, "log": True}}
-WISHES = {"study": {"metric": "loss", "direction": "minimize", "pruner": "none"}, "space": SPACE}
+SWEEP_CONFIG = {
+    "study": {"metric": "loss", "direction": "minimize", "pruner": "none"},
+    "space": SPACE,
+}
 
 
 def work(steps: int, lr: float) -> float:
@@ -132,7 +136,7 @@ def two_processes(steps: int) -> float:
 
 @contextmanager
 def shut_afterwards() -> Iterator[None]:
-    from nbtoolkit.runtime.launchpad import shutdown
+    from nbtoolkit.launcher.forkserver_client import shutdown
 
     try:
         yield
@@ -141,10 +145,10 @@ def shut_afterwards() -> Iterator[None]:
 
 
 def seconds_of(function: Any, config: nb.Config, trials: int, **more: Any) -> float:
-    wishes = {**WISHES, **more.pop("wishes", {})}
+    sweep_config = {**SWEEP_CONFIG, **more.pop("sweep_config", {})}
     options = {"resume": "never", "display": "off", **more}
     begin = time.perf_counter()
-    nb.sweep(function, config, wishes, n_trials=trials, **options)
+    nb.sweep(function, config, sweep_config, n_trials=trials, **options)
     return time.perf_counter() - begin
 
 
@@ -160,10 +164,10 @@ def folds(steps: int) -> dict[str, float]:
     """Eight trials of five folds: a slot for each CPU, and one slot."""
     split = nb.make_folds([0, 1] * 50, k=5)
     with quiet_config(**{"data.steps": steps // 3}) as config, shut_afterwards():
-        seconds_of(train, config, 2)  # the launchpad is up
+        seconds_of(train, config, 2)  # the fork server is up
         many = seconds_of(train, config, 8, folds=split)
         one = {"placement": "all_devices_per_trial"}
-        return {"many": many, "one": seconds_of(train, config, 8, folds=split, wishes=one)}
+        return {"many": many, "one": seconds_of(train, config, 8, folds=split, sweep_config=one)}
 
 
 def all_devices() -> float:
@@ -173,7 +177,7 @@ def all_devices() -> float:
         result = nb.sweep(
             times,
             config,
-            {**WISHES, "placement": "all_devices_per_trial"},
+            {**SWEEP_CONFIG, "placement": "all_devices_per_trial"},
             n_trials=20,
             resume="never",
             display="off",
@@ -191,14 +195,14 @@ def overhead(trials: int) -> dict[str, float]:
     """What a trial without training costs: seconds from one's end to the next one's.
 
     Optuna's ask and tell on the same kind of storage, alone, are taken off. ``first`` and ``last``
-    are of the first and last tenth; memory and files are the conductor's, then and at the end.
+    are of the first and last tenth; memory and files are the scheduler's, then and at the end.
     """
     seen: list[float] = []
     state: dict[str, tuple[int, int]] = {}
 
-    def look(event: dict[str, Any]) -> None:
-        if event["type"] == "trial" and event["state"] == "complete":
-            seen.append(event["t"])
+    def look(event: Event) -> None:
+        if event.type == "trial" and event.state == "complete":
+            seen.append(event.t)
             if len(seen) in (trials // 10, trials - 10):
                 state["last" if state else "first"] = _resources(handle.paths.folder)
 
@@ -206,7 +210,7 @@ def overhead(trials: int) -> dict[str, float]:
         handle = nb.sweep(
             nothing,
             config,
-            WISHES,
+            SWEEP_CONFIG,
             n_trials=trials,
             resume="never",
             display="off",
@@ -229,27 +233,26 @@ def overhead(trials: int) -> dict[str, float]:
 
 
 def ask_and_tell(trials: int) -> list[float]:
-    """Seconds of each trial of Optuna alone: TPE, SQLite with the pragmas that ours has."""
+    """Seconds of each trial of Optuna alone: TPE, a journal as ours."""
     import optuna
 
-    from nbtoolkit.search.study import open_storage
+    from nbtoolkit.study.storage import FILE, open_journal
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     spent = []
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        storage = open_storage(Path(folder) / "study.db")
+        storage = open_journal(Path(folder) / FILE)
         study = optuna.create_study(storage=storage, sampler=optuna.samplers.TPESampler(seed=0))
         for _ in range(trials):
             begin = time.perf_counter()
             trial = study.ask()
             study.tell(trial, trial.suggest_float("optim.lr", 1e-3, 0.1, log=True))
             spent.append(time.perf_counter() - begin)
-        storage.engine.dispose()
     return spent
 
 
 def _resources(folder: Path) -> tuple[int, int]:
-    """Bytes in memory and open files of the sweep's conductor."""
+    """Bytes in memory and open files of the sweep's scheduler."""
     process = Path("/proc") / str(json.loads((folder / "owner.json").read_text())["pid"])
     pages = int((process / "statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE"), len(list((process / "fd").iterdir()))
@@ -271,15 +274,15 @@ def figures() -> list[Figure]:
         Figure("Optuna, one after the other, against ideal", after / best, "x"),
         Figure("Optuna, two threads, against ideal", threads / best, "x"),
         Figure("Optuna, two processes, against ideal", processes / best, "x"),
-        Figure("nb.sweep against ideal, launchpad up", ours["warm"] / best, "x", 1.1, 1.25),
+        Figure("nb.sweep against ideal, fork server up", ours["warm"] / best, "x", 1.1, 1.25),
         Figure("first nb.sweep of a kernel: more than ideal", ours["cold"] - best, "s", 3.0, 5.0),
         Figure("a trial: more than ask and tell", 1000 * cost["all"], "ms", 25.0, 50.0),
         Figure("the same, first tenth of 1000", 1000 * cost["first"], "ms"),
         Figure("the same, last tenth of 1000", 1000 * cost["last"], "ms"),
         Figure("Optuna's ask and tell alone", 1000 * cost["optuna"], "ms"),
-        Figure("conductor's memory, growth over 900 trials", cost["megabytes"], "MB"),
+        Figure("scheduler's memory, growth over 900 trials", cost["megabytes"], "MB"),
         # a trial that happens to run has some five of them; one left by each would be 900
-        Figure("conductor's open files, growth over 900 trials", cost["files"], "", 10.0, 20.0),
+        Figure("scheduler's open files, growth over 900 trials", cost["files"], "", 10.0, 20.0),
         Figure("8 trials of 5 folds: two slots' share of one's time",
                split["many"] / split["one"], "x", 0.556, 0.65),
         Figure("two ranks: from trial to trial", 1000 * gap, "ms", 100.0, 200.0),

@@ -25,9 +25,9 @@ from pathlib import Path
 
 import psutil
 
-from nbtoolkit.runtime.events import EventLog
-from nbtoolkit.runtime.paths import RunPaths
-from nbtoolkit.tracking import TrackingProcess
+from nbtoolkit.run.events import EventLog, MetricsLogged, RunEnded, RunStarted
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.tracking.service import TrackingProcess
 
 STEPS = 200
 
@@ -48,15 +48,15 @@ def begin(output_dir: Path) -> tuple[RunPaths, EventLog]:
     paths = RunPaths.create(output_dir, "bench")
     log = EventLog(paths.events)
     config = {"seed": 0, "optim": {"lr": 0.001}, "tracking": {"mlflow": True}}
-    log.write("run", run_id=paths.run_id, name="bench", attempt=1, plan={}, config=config)
+    log.write(RunStarted(run_id=paths.run_id, config=config))
     return paths, log
 
 
 def whole_run(output_dir: Path) -> Path:
     paths, log = begin(output_dir)
     for step in range(STEPS):
-        log.write("metrics", values={"loss": 0.5}, step=step)
-    log.write("ended", status="completed", seconds=1.0, error=None)
+        log.write(MetricsLogged(values={"loss": 0.5}, step=step))
+    log.write(RunEnded(status="completed", seconds=1.0))
     log.close()
     return paths.folder
 
@@ -95,11 +95,11 @@ def share(output_dir: Path, seconds: float = 5.0) -> float:
         (process,) = psutil.Process().children()
         before, until, step = sum(process.cpu_times()[:2]), time.perf_counter() + seconds, 0
         while time.perf_counter() < until:
-            log.write("metrics", values={"loss": 0.5, "lr": 0.001}, step=step)
+            log.write(MetricsLogged(values={"loss": 0.5, "lr": 0.001}, step=step))
             step += 1
             time.sleep(0.02)
         used = sum(process.cpu_times()[:2]) - before
-        log.write("ended", status="completed", seconds=seconds, error=None)
+        log.write(RunEnded(status="completed", seconds=seconds))
         log.close()
         os.close(owner)
         service.wait()

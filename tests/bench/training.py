@@ -23,7 +23,7 @@ SMALL = {
     "optim.momentum": 0.0,
     "optim.weight_decay": 0.0,
     "optim.schedule": "constant",
-    "optim.warmup": 0.0,
+    "optim.warmup_ratio": 0.0,
     "train.batch_size": BATCH,
     "train.epochs": 10_000,
     "train.max_steps": STEPS,
@@ -168,14 +168,14 @@ def stall(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
 
 def checkpoint_stall() -> dict[str, float]:
     """Seconds of the stall and of the copy."""
-    wishes = {
+    sweep_config = {
         **SMALL,
         "train.batch_size": 1,
         "train.max_steps": 350,
         "checkpoint.every_steps": 50,
         "tracking.log_every_n_steps": 50,
     }
-    with quiet_config(**wishes) as config:
+    with quiet_config(**sweep_config) as config:
         return dict(nb.launch(stall, config, processes=1, resume="never", display="off").value)
 
 
@@ -183,7 +183,7 @@ def growth(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
     """Resident memory after a tenth of the steps, and at the end, in MB."""
     import torch
 
-    from nbtoolkit.training.memory import memory_used
+    from nbtoolkit.training.train_state import memory_used
 
     torch.set_num_threads(1)
     train, valid = digits()
@@ -206,8 +206,8 @@ def growth(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
 
 def memory_growth() -> dict[str, float]:
     """MB over 10,000 steps and 100 checkpoints."""
-    wishes = {**SMALL, "train.max_steps": 10_000, "checkpoint.every_steps": 100}
-    with quiet_config(**wishes) as config:
+    sweep_config = {**SMALL, "train.max_steps": 10_000, "checkpoint.every_steps": 100}
+    with quiet_config(**sweep_config) as config:
         return dict(nb.launch(growth, config, processes=1, resume="never", display="off").value)
 
 
@@ -215,7 +215,7 @@ def large_epoch(config: nb.Config, ctx: nb.RunContext) -> float:
     """Seconds to the first batch; the first attempt is killed behind 90% of the epoch."""
     import torch
 
-    from nbtoolkit.runtime.checkpoint import has_checkpoint
+    from nbtoolkit.run.checkpoint_store import has_checkpoint
 
     start = time.perf_counter()
     first = 0.0
@@ -243,8 +243,13 @@ def resume_seconds() -> dict[str, float]:
     """From the rank's call of the function to its first batch, at 90% of 1,000,000 samples."""
     found = []
     for _ in range(ROUNDS):
-        wishes = {**SMALL, "train.batch_size": 1_000, "train.epochs": 1, "train.max_steps": 1_000}
-        with quiet_config(**wishes, **{"checkpoint.every_steps": 900}) as config:
+        sweep_config = {
+            **SMALL,
+            "train.batch_size": 1_000,
+            "train.epochs": 1,
+            "train.max_steps": 1_000,
+        }
+        with quiet_config(**sweep_config, **{"checkpoint.every_steps": 900}) as config:
             try:
                 nb.launch(large_epoch, config, processes=1, display="off")
             except nb.errors.WorkerDied:

@@ -15,7 +15,7 @@ from server import Server
 from sheets import PANEL, TRAIN, write_notebook
 
 from nbtoolkit.panel.board import TABS
-from nbtoolkit.panel.fields import config_fields
+from nbtoolkit.panel.form import config_fields
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

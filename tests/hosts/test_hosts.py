@@ -16,7 +16,7 @@ from names import WORKING
 from notebook_sizes import NOTEBOOKS, QUICK
 from room import Room
 
-from nbtoolkit.hosts.bundle import make_bundle
+from nbtoolkit.kaggle.bundle import make_bundle
 from nbtoolkit.notebooks.document import read_as_saved, with_parameters
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(1800)]

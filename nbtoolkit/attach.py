@@ -1,0 +1,49 @@
+"""Attach to a run or a search by its folder: another kernel's, a detached one, an ended one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from nbtoolkit.launcher.arguments import check_choice
+from nbtoolkit.launcher.handle import RunHandle
+from nbtoolkit.run.display import choose_screen, displays, find_display
+from nbtoolkit.run.events import Event
+from nbtoolkit.run.output import CellOutput, Display
+from nbtoolkit.run.paths import find_run, read_record
+
+
+def attach(
+    folder: str | os.PathLike[str],
+    *,
+    display: Display = "auto",
+    on_event: Callable[[Event], None] | None = None,
+) -> RunHandle:
+    """Attach to a run of another kernel (or an ended one) by its folder or run id.
+
+    Nothing is shown until ``result()`` waits, or the handle is a cell's value.
+
+    Args:
+        folder: the run's folder, or its id under ``outputs``.
+        display: what ``result()`` shows, as for :func:`nbtoolkit.launch`.
+        on_event: called with each event while ``result()`` waits.
+
+    Raises:
+        LaunchError: there is no such run, or no such display.
+        RunFileError: the folder's ``versions.json`` or ``sweep.yaml`` cannot be read.
+        MissingExtra: widgets are asked for, and ipywidgets is not installed.
+    """
+    check_choice("display", display)
+    screen = choose_screen(display, find_display())
+    paths = find_run(folder)
+    kind = (read_record(paths.versions) or {}).get("kind")
+    if kind == "sweep":
+        from nbtoolkit.search.sweep import handle_on_sweep
+
+        return handle_on_sweep(paths, screen, on_event=on_event)
+    if kind is not None:
+        from nbtoolkit.crossval.cross_validation import handle_on_folds
+
+        return handle_on_folds(paths, screen, on_event=on_event)
+    cell = displays().show_run(CellOutput(paths, display), paths, screen)
+    return RunHandle(paths, cell=cell, on_event=on_event)

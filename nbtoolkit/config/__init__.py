@@ -1,0 +1,1 @@
+"""Settings: schema, YAML layers, validation."""

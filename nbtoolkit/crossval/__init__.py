@@ -1,0 +1,1 @@
+"""Cross-validation: the training function on every fold."""

@@ -1,0 +1,1 @@
+"""Bundles and kernel metadata for Kaggle."""

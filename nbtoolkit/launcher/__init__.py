@@ -1,0 +1,1 @@
+"""Processes: fork server, supervisor, agent, worker group."""

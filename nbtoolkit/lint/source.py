@@ -1,0 +1,394 @@
+"""Parse a notebook's cells, and tell which code runs in the kernel and which in the ranks."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nbtoolkit.notebooks.document import as_python, numbered, tags
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+
+# --- hazard ---
+# One place in a notebook that will go wrong, and what to do about it.
+
+
+ADVICE: Mapping[str, str] = {
+    "not-python": "correct the cell",
+    "no-parameters": "give the cell with the settings the tag 'parameters' "
+    "(in JupyterLab: the gear at the right, Cell Tags)",
+    "two-parameters": "keep one such cell, and take the tag from the others",
+    "undefined-name": "define it in this cell or one above",
+    "out-of-order": "restart the kernel, run all cells, and save",
+    "device-in-kernel": "do it inside the function that is launched, with ctx.device; "
+    "nb.detect_hardware() tells what is here and touches nothing",
+    "fixed-device": "use ctx.device, or let ctx.prepare or nb.fit place it",
+    "built-before-launch": "make it inside the function that is launched",
+    "unguarded-write": "put it under `if ctx.is_main:`, or ctx.rank into the file's name; "
+    "ctx.save and ctx.log see to that themselves",
+    "lone-collective": "take it out of the `if`: rank 0 alone writes and counts anyway",
+    "unseeded-split": "give it a seed; nb.make_folds has one, and keeps the split with the results",
+    "absolute-path": "make it a parameter, a path relative to the notebook, or a part of "
+    "nb.detect_host().input, .working or .scratch",
+    "unknown-ignore": "write the code of the hazard: # nb: ignore[unseeded-split]",
+}
+"""Every code, and what to do about it where the hazard itself says nothing better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hazard:
+    """One place that will go wrong."""
+
+    code: str
+    """Which kind: a key of :data:`ADVICE`, and what ``# nb: ignore[...]`` takes."""
+    cell: int
+    """The number of the code cell, from 1; 0: the notebook as a whole."""
+    line: int
+    """The line in the cell, from 1; 0: no line in particular."""
+    what: str
+    """What is wrong."""
+    do: str
+    """What to do now."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values."""
+        return asdict(self)
+
+    def sentence(self, notebook: str) -> str:
+        """As it is told: where, which kind, what; and what to do.
+
+        Args:
+            notebook: the notebook's name.
+        """
+        place = f", cell {self.cell}" if self.cell else ""
+        place += f", line {self.line}" if self.line else ""
+        return f"{notebook}{place}: {self.code}: {self.what}\n  Do now:  {self.do}"
+
+
+def hazard(code: str, what: str, *, cell: int = 0, line: int = 0, do: str = "") -> Hazard:
+    """A hazard; without ``do`` with the advice for its kind."""
+    return Hazard(code=code, cell=cell, line=line, what=what, do=do or ADVICE[code])
+
+
+# --- names ---
+# What a name in a notebook stands for, by its imports.
+
+
+class Names:
+    """The imports of a notebook.
+
+    Args:
+        trees: its cells.
+    """
+
+    def __init__(self, trees: Iterable[ast.AST]) -> None:
+        self._imported: dict[str, str] = {}
+        for tree in trees:
+            for node in ast.walk(tree):
+                self._add(node)
+
+    def full(self, node: ast.AST) -> str:
+        """``torch.utils.data.DataLoader`` of ``DataLoader``; ``.to`` of what is no plain name."""
+        if isinstance(node, ast.Attribute):
+            return f"{self.full(node.value)}.{node.attr}"
+        if isinstance(node, ast.Name):
+            return self._imported.get(node.id, node.id)
+        return ""
+
+    def _add(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                top = name.name.partition(".")[0]
+                self._imported[name.asname or top] = name.name if name.asname else top
+        elif isinstance(node, ast.ImportFrom):
+            for name in node.names:
+                self._imported[name.asname or name.name] = f"{node.module or ''}.{name.name}"
+
+
+# --- main rank ---
+# Conditions that only the main rank meets: ``if ctx.is_main:``, ``if rank != 0: return``.
+
+
+_MAIN = {
+    "is_main",
+    "is_main_process",
+    "is_local_main_process",
+    "is_global_zero",
+    "is_rank_zero",
+    "is_world_process_zero",
+    # decorators, of accelerate and Lightning
+    "on_main_process",
+    "on_local_main_process",
+    "rank_zero_only",
+}
+_RANKS = {"rank", "local_rank", "process_index", "local_process_index", "global_rank", "get_rank"}
+
+
+def only_main(test: ast.expr) -> bool | None:
+    """What the condition of an ``if``, or a function's decorator, says about ranks.
+
+    Returns:
+        True: only the main rank meets it; False: only the main rank does not; None: neither.
+    """
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = only_main(test.operand)
+        return None if inner is None else not inner
+    if isinstance(test, ast.BoolOp):
+        # One part of an `and` is enough to keep the others out, one of an `or` to let them in.
+        decisive = isinstance(test.op, ast.And)
+        return decisive if decisive in map(only_main, test.values) else None
+    if isinstance(test, ast.Compare) and _last(test.left) in _RANKS and _zero(test.comparators):
+        return isinstance(test.ops[0], ast.Eq)
+    name = _last(test)
+    return True if name in _MAIN else False if name in _RANKS else None
+
+
+def mentions_rank(node: ast.AST) -> bool:
+    """Whether a rank's number is in it: a file whose name has one is nobody else's."""
+    return any(_last(inner) in _RANKS for inner in ast.walk(node))
+
+
+def leaves(body: list[ast.stmt]) -> bool:
+    """Whether a block never comes to the statement after it."""
+    return bool(body) and isinstance(body[-1], (ast.Return, ast.Raise, ast.Continue, ast.Break))
+
+
+def _zero(values: list[ast.expr]) -> bool:
+    return all(isinstance(value, ast.Constant) and value.value == 0 for value in values)
+
+
+def _last(node: ast.AST) -> str:
+    """``is_main`` of ``ctx.is_main`` and of ``is_main()``."""
+    if isinstance(node, ast.Call):
+        return _last(node.func)
+    name = getattr(node, "attr", "") or getattr(node, "id", "")
+    return name.lower() if isinstance(name, str) else ""
+
+
+# --- cells ---
+# The code of one cell as Python, with the lines and numbers that people see.
+
+
+_IGNORE = re.compile(r"#\s*nb:\s*ignore(?:\[([^\]]*)\])?")
+
+# Magics whose cell or line is Python all the same.
+_PYTHON_CELL = re.compile(r"\A\s*%%(time|timeit|capture|prun|python3?)\b.*")
+_PYTHON_LINE = re.compile(r"^([ \t]*)%time[ \t]+", re.MULTILINE)
+# IPython makes one line of a magic that goes on over several: give it the others back, empty.
+_CONTINUED = re.compile(r"^[ \t]*[!%](?:[^\n]*\\\n)+[^\n]*$", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One code cell."""
+
+    number: int
+    """Its place among the code cells, from 1."""
+    tree: ast.Module
+    """Its code; empty where it is not Python."""
+    error: SyntaxError | None = None
+    """Why it is not Python."""
+    is_parameters: bool = False
+    """Whether it has the tag ``parameters``."""
+    execution_count: int | None = None
+    """When it was run, as it was saved."""
+    ignored: dict[int, list[str]] = field(default_factory=dict)
+    """Line -> the codes that a comment on it, or alone above it, allows."""
+
+
+def read_cells(notebook: NotebookNode) -> list[Cell]:
+    """The user's own code cells of a notebook, in order."""
+    return [_cell(number, node) for number, node in numbered(notebook)]
+
+
+def _cell(number: int, node: NotebookNode) -> Cell:
+    tree, error = ast.Module([], []), None
+    try:
+        tree = _parsed(node.source)
+    except (SyntaxError, ValueError) as wrong:
+        # A cell that is meant to fail may do so in every way.
+        if "raises-exception" not in tags(node):
+            error = wrong if isinstance(wrong, SyntaxError) else SyntaxError(str(wrong))
+    return Cell(
+        number=number,
+        tree=tree,
+        error=error,
+        is_parameters="parameters" in tags(node),
+        execution_count=node.get("execution_count"),
+        ignored=dict(_ignored(node.source)),
+    )
+
+
+def _parsed(source: str) -> ast.Module:
+    plain = _PYTHON_LINE.sub(r"\1", _PYTHON_CELL.sub("", source))
+    joined = _CONTINUED.sub(lambda magic: _on_one_line(magic[0]), plain)
+    lines = joined.splitlines()
+    empty = next((n for n, line in enumerate(lines) if line.strip()), len(lines))
+    with warnings.catch_warnings():  # "\\d" in a text is the user's own business
+        warnings.simplefilter("ignore")
+        # IPython drops the empty lines at the top; an indented cell it moves to the left.
+        return ast.increment_lineno(ast.parse(as_python("\n".join(lines[empty:]))), empty)
+
+
+def _on_one_line(magic: str) -> str:
+    return magic.replace("\\\n", " ") + "\n" * magic.count("\\\n")
+
+
+def _ignored(source: str) -> Iterator[tuple[int, list[str]]]:
+    for number, line in enumerate(source.splitlines(), start=1):
+        if found := _IGNORE.search(line):
+            codes = [code.strip() for code in (found[1] or "").split(",")]
+            alone = not line[: found.start()].strip()
+            yield (number + 1 if alone else number), codes
+
+
+# --- kernel and ranks ---
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+# What starts ranks, by the last part of its name; the function comes first, or by keyword.
+LAUNCHES = ("launch", "sweep", "cross_validate", "panel", "notebook_launcher")
+_FUNCTION_WORDS = ("train", "function")
+
+
+@dataclass(frozen=True)
+class Site:
+    """An expression or statement, and under what circumstances it runs."""
+
+    cell: Cell
+    node: ast.AST
+    guarded: bool
+    """Whether only the main rank comes here."""
+
+
+class NotebookProgram:
+    """A notebook's cells as one program.
+
+    Functions that are handed to a launch, or take ``(config, ctx)``, run in the ranks, and so does
+    what they call; all else that is reached from the cells themselves runs in the kernel.
+
+    Args:
+        cells: the code cells, in order.
+    """
+
+    def __init__(self, cells: list[Cell]) -> None:
+        self.cells = cells
+        self.names = Names(cell.tree for cell in cells)
+        self._functions = {
+            node.name: (cell, node) for cell in cells for node in _functions(cell.tree)
+        }
+
+    def in_kernel(self) -> Iterator[Site]:
+        """What runs in the kernel: the cells, and functions of theirs that they call."""
+        seen: set[tuple[str, bool]] = set()
+        for cell in self.cells:
+            yield from self._reached(cell, cell.tree.body, False, seen, called=True)
+
+    def in_ranks(self) -> Iterator[Site]:
+        """What runs in the ranks: launched functions, and what is named in them."""
+        seen: set[tuple[str, bool]] = set()
+        for name in self._launched():
+            if (name, False) not in seen:
+                seen.add((name, False))
+                cell, function = self._functions[name]
+                yield from self._reached(cell, function.body, False, seen, called=False)
+
+    def first_launch(self) -> tuple[int, int] | None:
+        """The cell and line of the first launch; None where nothing is launched."""
+        places = [(cell.number, call.lineno) for cell, call in self._launches()]
+        return min(places, default=None)
+
+    def _launches(self) -> Iterator[tuple[Cell, ast.Call]]:
+        for cell in self.cells:
+            for node in ast.walk(cell.tree):
+                if isinstance(node, ast.Call) and self._is_launch(node):
+                    yield cell, node
+
+    def _is_launch(self, call: ast.Call) -> bool:
+        module, _, name = self.names.full(call.func).rpartition(".")
+        return name in LAUNCHES and module.partition(".")[0] in ("nbtoolkit", "accelerate", "")
+
+    def _launched(self) -> list[str]:
+        given = [
+            word.value if isinstance(word, ast.keyword) else word
+            for _, call in self._launches()
+            for word in [*call.args[:1], *(k for k in call.keywords if k.arg in _FUNCTION_WORDS)]
+        ]
+        names = [node.id for node in given if isinstance(node, ast.Name)]
+        names += [name for name, (_, function) in self._functions.items() if _takes_ctx(function)]
+        return [name for name in names if name in self._functions]
+
+    def _reached(
+        self,
+        cell: Cell,
+        body: list[ast.stmt],
+        guarded: bool,
+        seen: set[tuple[str, bool]],
+        *,
+        called: bool,
+    ) -> Iterator[Site]:
+        for site in _sites(cell, body, guarded):
+            yield site
+            name = _mention(site.node, called)
+            if name in self._functions and (name, site.guarded) not in seen:
+                seen.add((name, site.guarded))
+                home, function = self._functions[name]
+                guarded = site.guarded or any(map(only_main, function.decorator_list))
+                yield from self._reached(home, function.body, guarded, seen, called=called)
+
+
+def _functions(tree: ast.AST) -> Iterator[Function]:
+    """All functions but methods: these are not called by their bare name."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, Function) and not isinstance(tree, ast.ClassDef):
+            yield node
+        yield from _functions(node)
+
+
+def _takes_ctx(function: Function) -> bool:
+    arguments = function.args.posonlyargs + function.args.args
+    return len(arguments) >= 2 and arguments[1].arg == "ctx"
+
+
+def _mention(node: ast.AST, called: bool) -> str:
+    """The name of a function that is called here, or (not ``called``) read at all."""
+    if called:
+        node = node.func if isinstance(node, ast.Call) else ast.Pass()
+    return node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) else ""
+
+
+def _sites(cell: Cell, body: Iterable[ast.stmt], guarded: bool) -> Iterator[Site]:
+    """All nodes of a block, without the bodies of functions that are defined in it."""
+    for statement in body:
+        if isinstance(statement, ast.If):
+            main = only_main(statement.test)
+            yield from _inner(cell, statement.test, guarded)
+            yield from _sites(cell, statement.body, guarded or main is True)
+            yield from _sites(cell, statement.orelse, guarded or main is False)
+            guarded |= main is False and leaves(statement.body)
+        else:
+            yield from _inner(cell, statement, guarded)
+
+
+def _inner(cell: Cell, node: ast.AST, guarded: bool) -> Iterator[Site]:
+    if isinstance(node, Function):
+        parts: list[ast.AST] = [*node.decorator_list, *node.args.defaults]
+    elif isinstance(node, ast.Lambda):
+        parts = []
+    else:
+        yield Site(cell, node, guarded)
+        parts = list(ast.iter_child_nodes(node))
+    statements: list[ast.stmt] = []  # of one block, in order: a guard may cover those after it
+    for part in parts:
+        if isinstance(part, ast.stmt):
+            statements.append(part)
+        else:
+            yield from _inner(cell, part, guarded)
+    yield from _sites(cell, statements, guarded)

@@ -1,0 +1,1 @@
+"""A run's folder, events, messages, checkpoints and what it shows."""

@@ -1,0 +1,71 @@
+"""Define what a run's supervisor, its agent and its ranks receive, pickled once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nbtoolkit.config.schema import Config
+    from nbtoolkit.environment.deadline import Note
+    from nbtoolkit.environment.hardware import Hardware
+    from nbtoolkit.environment.launch_plan import LaunchPlan
+    from nbtoolkit.host import Host
+    from nbtoolkit.run.events import RunStarted
+    from nbtoolkit.run.paths import RunPaths
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSpec:
+    """A group of ranks; by itself, one that waits for a job.
+
+    Attributes:
+        paths: the folder its output goes to.
+        plan: how many ranks, on which devices.
+    """
+
+    paths: RunPaths
+    plan: LaunchPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec(GroupSpec):
+    """One run of the training function, as its ranks need to know it.
+
+    Attributes:
+        config: the resolved configuration.
+        deadline: unix time at which the run is asked to leave; None: no limit.
+        params: a trial's parameters.
+        fold: what ``ctx.fold`` is.
+        reports_judged: whether every report waits for an answer.
+        reuse_workers: whether the ranks take another job afterwards.
+    """
+
+    config: Config
+    deadline: float | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    fold: Any = None
+    reports_judged: bool = False
+    reuse_workers: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """A run that was decided, as its supervisor needs to know it.
+
+    Attributes:
+        job: what its ranks get.
+        host: where it runs, for another plan.
+        hardware: what it may use, for another plan.
+        header: its first event.
+        notes: what is said to the user at the start.
+        agent_pid: the agent, where the kernel has forked it.
+    """
+
+    job: JobSpec
+    host: Host
+    hardware: Hardware
+    header: RunStarted
+    notes: tuple[Note, ...] = ()
+    agent_pid: int | None = None

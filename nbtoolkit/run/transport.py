@@ -1,0 +1,214 @@
+"""Send messages between our own processes over inherited socket pairs.
+
+Two kinds: a ``Line`` carries JSON lines in both directions (rank and supervisor, kernel and
+supervisor); a packet carries one small JSON message together with open file descriptors (kernel or
+supervisor to the fork server). What the messages are stands in messages.py.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import threading
+from dataclasses import dataclass
+
+from nbtoolkit.run import messages
+from nbtoolkit.run.messages import Message, decode, encode
+
+_MAX_FDS = 250  # the kernel refuses more than 253 (SCM_MAX_FD) in one message
+_MAX_PACKET = 64 * 1024
+
+
+class Connection:
+    """JSON lines over a stream socket. Sending is thread-safe; receiving belongs to one thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        """For select and for asking who is at the other end."""
+        self._buffer = bytearray()
+        self._lock = threading.Lock()
+        self._at_end = False
+        self.closed = False
+        """True once the other end is gone; what it sent before may still be there to be read."""
+
+    @classmethod
+    def pair(cls) -> tuple[Connection, Connection]:
+        """Two connected ends."""
+        left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return cls(left), cls(right)
+
+    def fileno(self) -> int:
+        """The descriptor, for select."""
+        return self.socket.fileno()
+
+    def send(self, message: Message) -> bool:
+        """Send one message; False when the other end is gone."""
+        data = encode(message) + b"\n"
+        try:
+            with self._lock:
+                self.socket.sendall(data)
+        except (BrokenPipeError, ConnectionResetError, OSError):
+            self.closed = True
+            return False
+        return True
+
+    def offer(self, message: Message) -> None:
+        """Send one short message if there is room for it now, else drop it."""
+        data = encode(message) + b"\n"
+        with (
+            self._lock,
+            contextlib.suppress(OSError),
+        ):  # full, or gone: whoever receives will notice
+            self.socket.send(data, socket.MSG_DONTWAIT)
+
+    def receive(self, timeout: float | None = None) -> Message | None:
+        """Wait for one message; None when the other end is gone.
+
+        Raises:
+            TimeoutError: nothing came within ``timeout`` seconds.
+        """
+        while (message := self._pop()) is None:
+            self.socket.settimeout(timeout)
+            try:
+                if not self._fill():
+                    return None
+            finally:
+                if self.socket.fileno() >= 0:
+                    self.socket.settimeout(None)
+        return message
+
+    def drain(self) -> list[Message]:
+        """All messages that are here now, without waiting."""
+        # Not ``while not self.closed``: a message that did not reach the other end says nothing of
+        # what came from there.
+        while not self._at_end:
+            try:
+                if not self._fill(socket.MSG_DONTWAIT):
+                    break
+            except BlockingIOError:
+                break
+        received = []
+        while (message := self._pop()) is not None:
+            received.append(message)
+        return received
+
+    def close(self) -> None:
+        """Close this end."""
+        self.closed = self._at_end = True
+        self.socket.close()
+
+    def _fill(self, flags: int = 0) -> bool:
+        try:
+            chunk = self.socket.recv(1 << 16, flags)
+        except ConnectionResetError:
+            chunk = b""
+        if not chunk:
+            self.closed = self._at_end = True
+            return False
+        self._buffer += chunk
+        return True
+
+    def _pop(self) -> Message | None:
+        end = self._buffer.find(b"\n")
+        if end < 0:
+            return None
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        return decode(line)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupConnections:
+    """One end of every connection of an agent and its ranks: the supervisor's ends, or theirs."""
+
+    agent: Connection
+    connections: list[Connection]
+    telemetry: list[Connection]
+
+    @classmethod
+    def pair(cls, ranks: int) -> tuple[GroupConnections, GroupConnections]:
+        """Two connected ends of all of them."""
+        ends = zip(*(Connection.pair() for _ in range(1 + 2 * ranks)), strict=True)
+        mine, theirs = (
+            cls(agent=agent, connections=others[:ranks], telemetry=others[ranks:])
+            for agent, *others in ends
+        )
+        return mine, theirs
+
+    @classmethod
+    def of(cls, given: messages.GroupDescriptors) -> GroupConnections:
+        """The lines with these descriptors."""
+        return cls(
+            agent=Connection(socket.socket(fileno=given.agent)),
+            connections=[Connection(socket.socket(fileno=fd)) for fd in given.connections],
+            telemetry=[Connection(socket.socket(fileno=fd)) for fd in given.telemetry],
+        )
+
+    @property
+    def descriptors(self) -> messages.GroupDescriptors:
+        """Theirs."""
+        return messages.GroupDescriptors(
+            agent=self.agent.fileno(),
+            connections=[line.fileno() for line in self.connections],
+            telemetry=[line.fileno() for line in self.telemetry],
+        )
+
+    def close(self) -> None:
+        """Close these ends."""
+        for line in [self.agent, *self.connections, *self.telemetry]:
+            line.close()
+
+
+def packet_pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected ends for packets (SOCK_SEQPACKET: a message arrives whole or not at all)."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send_packet(sock: socket.socket, message: Message) -> bool:
+    """Send one message and its descriptors (they stay open); False: the other end is gone."""
+    fds: list[int] = []
+    data = encode(message, fds)
+    assert len(fds) <= _MAX_FDS
+    try:
+        socket.send_fds(sock, [data], fds)
+    except (BrokenPipeError, ConnectionResetError):
+        return False
+    return True
+
+
+def receive_packet(sock: socket.socket) -> Message | None:
+    """Wait for one message and its descriptors; None when the other end is gone."""
+    fds = array.array("i")
+    try:
+        # Not socket.recv_fds: it drops its flags (3.10 to 3.13), and programs would inherit these.
+        data, ancillary, _, _ = sock.recvmsg(
+            _MAX_PACKET, socket.CMSG_SPACE(_MAX_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+        )
+    except ConnectionResetError:
+        return None
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    message = decode(data, fds) if data else None
+    if isinstance(message, messages.Enclosed):
+        with os.fdopen(message.descriptors.file, "rb") as file:
+            return decode(file.read())
+    return message
+
+
+def send_enclosed(sock: socket.socket, message: Message) -> None:
+    """Send one message that is too large for a packet."""
+    fd = os.memfd_create("nbtoolkit-message", os.MFD_CLOEXEC)
+    try:
+        os.pwrite(fd, encode(message), 0)
+        send_packet(sock, messages.Enclosed(descriptors=messages.FileDescriptor(file=fd)))
+    finally:
+        os.close(fd)
+
+
+def wake(line: Connection) -> None:
+    """Tell the other end to look at the files again; where it does not listen, nothing is lost."""
+    if not line.closed:
+        line.offer(messages.FilesChanged())

@@ -1,0 +1,1 @@
+"""What a sweep searches and has found: space, samplers, study, trials."""
