@@ -202,6 +202,7 @@ def person(
         seen = at.root.parent / f"failed-{front}.png"
         page.screenshot(path=seen)
         print(f"what was seen: {seen}", *page.locator(".jp-Dialog").all_inner_texts())
+        print(*page.locator(".jp-Cell-outputArea").all_inner_texts(), sep="\n---\n")
         raise
     finally:
         page.close()

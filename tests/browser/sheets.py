@@ -10,14 +10,20 @@ TRAIN = """
 import time
 from pathlib import Path
 
+from accelerate.utils import broadcast_object_list
+
 import nbtoolkit as nb
 from nbtoolkit.tasks import digits
+
+
+def held():  # rank 0 looks for all: the file may go between the looks of two ranks
+    return broadcast_object_list([Path("hold").exists()])[0]
 
 
 def train(config, ctx):  # digits; then it reports on while the file hold is there
     scores, step = digits.train(config, ctx), config.train.epochs
     print(f"rank {ctx.rank} of {ctx.world_size} has trained", config.model.get("say", ""))
-    while Path("hold").exists():
+    while held():
         step += 1
         ctx.report({"val_accuracy": scores["val_accuracy"]}, step=step)
         time.sleep(0.05)
