@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time `__getattr_
     from nbtoolkit.doctor import doctor as doctor
     from nbtoolkit.environment.hardware import Hardware as Hardware
     from nbtoolkit.environment.hardware import detect_hardware as detect_hardware
-    from nbtoolkit.environment.plan import LaunchPlan as LaunchPlan
+    from nbtoolkit.environment.launch_plan import LaunchPlan as LaunchPlan
     from nbtoolkit.environment.plan import make_plan as make_plan
     from nbtoolkit.errors import RunStopped as RunStopped
     from nbtoolkit.folds.folds import Folds as Folds
@@ -44,12 +44,12 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time `__getattr_
     from nbtoolkit.notebooks.run import run_notebook as run_notebook
     from nbtoolkit.panel.panel import Panel as Panel
     from nbtoolkit.panel.panel import panel as panel
-    from nbtoolkit.pipeline.result import PipelineResult as PipelineResult
+    from nbtoolkit.pipeline.run import PipelineResult as PipelineResult
     from nbtoolkit.pipeline.run import run_pipeline as run_pipeline
     from nbtoolkit.report.report import report as report
     from nbtoolkit.run.weights import load_model as load_model
-    from nbtoolkit.search.handle import SweepHandle as SweepHandle
     from nbtoolkit.search.sweep import sweep as sweep
+    from nbtoolkit.search.sweep_result import SweepHandle as SweepHandle
     from nbtoolkit.search.sweep_result import SweepResult as SweepResult
     from nbtoolkit.training.evaluation import predict as predict
     from nbtoolkit.training.loop import fit as fit
@@ -66,17 +66,17 @@ _HOME = {
     "Folds": "nbtoolkit.folds.folds",
     "Hardware": "nbtoolkit.environment.hardware",
     "Host": "nbtoolkit.host",
-    "LaunchPlan": "nbtoolkit.environment.plan",
+    "LaunchPlan": "nbtoolkit.environment.launch_plan",
     "RunStopped": "nbtoolkit.errors",
     "NotebookHandle": "nbtoolkit.notebooks.handle",
     "NotebookResult": "nbtoolkit.notebooks.handle",
     "PackResult": "nbtoolkit.archive.pack",
     "Panel": "nbtoolkit.panel.panel",
-    "PipelineResult": "nbtoolkit.pipeline.result",
+    "PipelineResult": "nbtoolkit.pipeline.run",
     "RunContext": "nbtoolkit.worker.context",
     "RunHandle": "nbtoolkit.launcher.handle",
     "RunResult": "nbtoolkit.launcher.handle",
-    "SweepHandle": "nbtoolkit.search.handle",
+    "SweepHandle": "nbtoolkit.search.sweep_result",
     "SweepResult": "nbtoolkit.search.sweep_result",
     "UnpackResult": "nbtoolkit.archive.pack",
     "attach": "nbtoolkit.attach",
@@ -115,7 +115,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"nbtoolkit.{name}")
     if name not in _HOME:
-        import_module("nbtoolkit.config.suggestions").refuse_old_name(f"nb.{name}")
+        import_module("nbtoolkit.config.aliases").refuse_old_name(f"nb.{name}")
         raise AttributeError(f"module 'nbtoolkit' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value

@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 from nbtoolkit.launcher.arguments import check_choice
 from nbtoolkit.launcher.handle import RunHandle
-from nbtoolkit.run.display import choose_screen, displays, find_display
 from nbtoolkit.run.events import Event
-from nbtoolkit.run.output import CellOutput, Display
+from nbtoolkit.run.output import CellOutput, Display, choose_screen, displays, find_display
 from nbtoolkit.run.paths import find_run, read_record
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nbtoolkit.environment.compatibility import known_bad
 from nbtoolkit.environment.deadline import session_age, span, time_limit
 from nbtoolkit.environment.fork_diagnosis import ProbeResult, find_cause, probe_fork
 from nbtoolkit.environment.hardware import Hardware, detect_hardware
-from nbtoolkit.environment.plan import LaunchPlan, make_plan
+from nbtoolkit.environment.installed import known_bad
+from nbtoolkit.environment.launch_plan import LaunchPlan
+from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.environment.resources import free_space, size_text
 from nbtoolkit.errors import NbtoolkitError
 from nbtoolkit.host import Host, detect_host

@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
-from nbtoolkit.launcher.hang_detection import without_launcher
+from nbtoolkit.launcher.failures import without_launcher
 from nbtoolkit.worker.main import STACKS_SIGNAL
 
 HERE = Path(__file__).parent

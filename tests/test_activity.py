@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nbtoolkit.environment.activity import Activity, wait_while_active
+from nbtoolkit.environment.resources import Activity, wait_while_active
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.launcher.forkserver_client import ForkServerClient
 

@@ -21,7 +21,7 @@ from kernels import finish
 import nbtoolkit as nb
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import ReportError, WorkerHung
-from nbtoolkit.launcher.hang_detection import HangDetector, is_waiting, user_line
+from nbtoolkit.launcher.health import HangDetector, is_waiting, user_line
 from nbtoolkit.launcher.worker_group import WorkerGroup
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.transport import GroupConnections

@@ -14,12 +14,11 @@ import pytest
 
 import nbtoolkit as nb
 from nbtoolkit.environment.plan import make_plan
-from nbtoolkit.launcher.hang_detection import HangDetector
-from nbtoolkit.launcher.health import HealthMonitor, LateGroup
+from nbtoolkit.launcher.health import HangDetector, HealthMonitor, LateGroup
 from nbtoolkit.launcher.worker_group import WorkerGroup
+from nbtoolkit.run.events import RunRecord
 from nbtoolkit.run.messages import FunctionLeft, StopPending
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.run.recorder import RunRecord
 from nbtoolkit.run.transport import Connection, GroupConnections
 from nbtoolkit.worker.main import STACKS_SIGNAL
 

@@ -22,8 +22,7 @@ from test_panel import SPACE, click, desk, ends, page, told
 from test_views import assert_harmless
 
 import nbtoolkit as nb
-from nbtoolkit.dashboards.reach import reach
-from nbtoolkit.dashboards.server import Dashboard, missing
+from nbtoolkit.dashboards.server import Dashboard, missing, reach
 from nbtoolkit.errors import DashboardError, LaunchError
 from nbtoolkit.host import Host
 from nbtoolkit.tracking.database import open_database

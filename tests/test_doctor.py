@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import nbtoolkit as nb
-from nbtoolkit.environment.compatibility import known_bad
 from nbtoolkit.environment.fork_diagnosis import Unproven, guilty_import, suspicious_cells
+from nbtoolkit.environment.installed import known_bad
 
 USED_OPENMP = """
 import torch

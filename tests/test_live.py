@@ -28,7 +28,6 @@ from kernels import SECONDS, START, Notebook, run_folder, shared_notebook, until
 
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, MissingExtra
-from nbtoolkit.run.display import DisplayFacts, Shape, choose_screen
 from nbtoolkit.run.events import (
     DevicesSampled,
     EventLog,
@@ -37,7 +36,7 @@ from nbtoolkit.run.events import (
     RunEnded,
     RunStarted,
 )
-from nbtoolkit.run.output import CellOutput, Display
+from nbtoolkit.run.output import CellOutput, Display, DisplayFacts, Shape, choose_screen
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.views.live import Live
 from nbtoolkit.views.picture import Minutes, Throttle

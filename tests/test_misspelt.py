@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import nbtoolkit as nb
+from nbtoolkit.config.aliases import meant
 from nbtoolkit.config.schema import Config
-from nbtoolkit.config.suggestions import meant
 from nbtoolkit.errors import FitError, SpaceError, SweepError
 from nbtoolkit.run.events import EventReader
 from nbtoolkit.study.sweep_config import load_sweep_config

@@ -58,7 +58,7 @@ def test_in_full_every_cell_shows_what_is_stored(notebook: Path, tmp_path: Path)
 
 
 def test_under_nbval_nobody_looks(tmp_path: Path) -> None:
-    code = "from nbtoolkit.run.display import choose_screen, find_display\n"
+    code = "from nbtoolkit.run.output import choose_screen, find_display\n"
     cell = nbformat.v4.new_code_cell(code + "print(choose_screen('auto', find_display()).shape)")
     cell.execution_count = 1
     cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text="minutes\n")]

@@ -24,8 +24,8 @@ from test_views import EVIL, assert_harmless
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, ResumeError
 from nbtoolkit.launcher.arguments import task_name
+from nbtoolkit.panel.actions import command_line, python_cell
 from nbtoolkit.panel.board import BUTTONS, TABS
-from nbtoolkit.panel.equal import command_line, python_cell
 from nbtoolkit.panel.form import Draft, config_fields, text_of, texts_of
 from nbtoolkit.run.paths import find_run
 

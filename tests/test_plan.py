@@ -27,8 +27,8 @@ from machines import (
 
 from nbtoolkit.config.schema import Config, load_config
 from nbtoolkit.environment.hardware import Hardware
-from nbtoolkit.environment.launch_plan import BatchSplit, split_batch
-from nbtoolkit.environment.plan import Evidence, GroupFailure, LaunchPlan, PortBusy, make_plan
+from nbtoolkit.environment.launch_plan import BatchSplit, LaunchPlan, split_batch
+from nbtoolkit.environment.plan import Evidence, GroupFailure, PortBusy, make_plan
 from nbtoolkit.errors import GroupStartFailed, PlanError
 from nbtoolkit.host import Host
 

@@ -11,7 +11,7 @@ import pytest
 from kernels import SECONDS
 
 import nbtoolkit
-from nbtoolkit.config.suggestions import RENAMED
+from nbtoolkit.config.aliases import RENAMED
 from nbtoolkit.study.sweep_config import load_sweep_config
 
 HEAVY = ("torch", "mlflow", "optuna", "accelerate", "ipywidgets", "pydantic", "numpy", "yaml")

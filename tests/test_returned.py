@@ -12,7 +12,7 @@ from torch import nn
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
-from nbtoolkit.run.recorder import returned_numbers
+from nbtoolkit.run.events import returned_numbers
 from nbtoolkit.worker.context import RunContext
 
 FOLDS = nb.make_folds(range(12), k=2, kind="kfold")

@@ -21,15 +21,15 @@ from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import CheckpointError, ConfigError, FitError
 from nbtoolkit.host import detect_host
+from nbtoolkit.run.events import RunRecord
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.run.recorder import RunRecord
 from nbtoolkit.run.request import JobSpec
 from nbtoolkit.training.averaging import make_averages
+from nbtoolkit.training.losses import check_labels
 from nbtoolkit.training.model import find_blocks, first_compressed
 from nbtoolkit.training.optimizer import make_schedule
 from nbtoolkit.training.sampler import MicroBatch
 from nbtoolkit.training.step import TrainStep
-from nbtoolkit.training.target_checks import check_labels
 from nbtoolkit.worker.channel import RecordChannel
 from nbtoolkit.worker.context import RunContext
 

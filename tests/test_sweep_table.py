@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nbtoolkit.crossval.fold_table import FoldTable
+from nbtoolkit.crossval.cv_result import FoldTable
 from nbtoolkit.run.events import (
     CommandReceived,
     EventLog,
@@ -20,7 +20,7 @@ from nbtoolkit.run.events import (
     RunStarted,
     TrialChanged,
 )
-from nbtoolkit.search.handle import TableLines
+from nbtoolkit.search.sweep_result import TableLines
 from nbtoolkit.study.table import SweepTable
 
 

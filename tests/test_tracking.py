@@ -35,12 +35,11 @@ from nbtoolkit.run.events import (
 from nbtoolkit.run.messages import RunTracked, TrackRun
 from nbtoolkit.run.paths import RunPaths, read_json, write_json
 from nbtoolkit.run.transport import packet_pair, send_packet
-from nbtoolkit.tracking.choice import choose_tracking
 from nbtoolkit.tracking.database import database_uri, open_database
 from nbtoolkit.tracking.follower import Follower, follow
-from nbtoolkit.tracking.mlflow_table import tracking_table
+from nbtoolkit.tracking.mlflow_values import tracking_table
 from nbtoolkit.tracking.service import Service, TrackingProcess, replay
-from nbtoolkit.tracking.tracker import NullTracker, Point, Trackers, points
+from nbtoolkit.tracking.tracker import NullTracker, Point, Trackers, choose_tracking, points
 
 # MLflow 3.17 uses a loader that SQLAlchemy 2.1 means to drop; nothing we could do about it.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")
@@ -179,7 +178,7 @@ def test_a_missing_tensorboard_leaves_mlflow_on() -> None:
 
 def test_a_folder_called_mlflow_is_not_an_installed_mlflow(tmp_path: Path) -> None:
     (tmp_path / "mlflow").mkdir()
-    code = "from nbtoolkit.tracking.choice import choose_tracking as c; print(c({}).mlflow)"
+    code = "from nbtoolkit.tracking.tracker import choose_tracking as c; print(c({}).mlflow)"
     command = [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {_source()!r}; {code}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -23,7 +23,7 @@ from nbtoolkit.run.events import (
 from nbtoolkit.run.paths import RunPaths, read_json
 from nbtoolkit.tracking.database import database_uri, open_database
 from nbtoolkit.tracking.follower import Follower, follow
-from nbtoolkit.tracking.mlflow_table import tracking_table
+from nbtoolkit.tracking.mlflow_values import tracking_table
 from nbtoolkit.tracking.service import replay
 
 # MLflow 3.17 uses a loader that SQLAlchemy 2.1 means to drop; nothing we could do about it.

@@ -14,8 +14,8 @@ import pytest
 from run_folders import NOON, trained, write_run
 
 from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.views.markup import Series, chart
 from nbtoolkit.views.state import State, read_state
-from nbtoolkit.views.svg import Series, chart
 from nbtoolkit.views.tabs import (
     curves,
     devices,

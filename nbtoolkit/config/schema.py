@@ -36,8 +36,7 @@ from nbtoolkit.config.fields import (
     Text,
 )
 from nbtoolkit.config.layers import Overrides, file_layer, merge, override_layer, shipped_folder
-from nbtoolkit.config.unused import note_read
-from nbtoolkit.config.validation import fields, mistakes, refuse_clashes
+from nbtoolkit.config.validation import fields, mistakes, note_read, refuse_clashes
 from nbtoolkit.config.yaml_source import Keys, Layer, dump, refuse
 from nbtoolkit.errors import ConfigError
 

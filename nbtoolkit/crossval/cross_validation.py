@@ -9,23 +9,21 @@ from collections.abc import Callable
 from typing import Any, Literal, overload
 
 from nbtoolkit.config.schema import Config, ConfigLike, as_config, load_config
-from nbtoolkit.crossval.cv_result import CVResult
+from nbtoolkit.crossval.cv_result import CVResult, FoldTable
 from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, check_same, fold_key
-from nbtoolkit.crossval.fold_table import FoldTable
 from nbtoolkit.errors import FoldError, LaunchError, ResumeError
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.arguments import check_call, task_name
 from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.launch import Train
-from nbtoolkit.run.display import Screen, choose_screen, displays, find_display
 from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunStarted
-from nbtoolkit.run.output import Display, Shown
+from nbtoolkit.run.output import Display, Screen, Shown, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths, decides_result, find_run, read_or_empty
 from nbtoolkit.run.resume import refuse_old_run
 from nbtoolkit.run.serialization import add_note
-from nbtoolkit.search.handle import SearchHandle, TableLines
 from nbtoolkit.search.slots import Placement
 from nbtoolkit.search.submit import Search, start_search
+from nbtoolkit.search.sweep_result import SearchHandle, TableLines
 
 # --- cv handle ---
 # A cross-validation that goes on, ours or another kernel's.

@@ -8,8 +8,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from nbtoolkit.dashboards.reach import COLAB_HOSTS, unreachable
-from nbtoolkit.dashboards.server import Dashboard, missing, shared
+from nbtoolkit.dashboards.server import COLAB_HOSTS, Dashboard, missing, shared, unreachable
 from nbtoolkit.errors import DashboardError, MissingExtra
 from nbtoolkit.host import Host, detect_host
 from nbtoolkit.tracking.database import database_file, database_uri

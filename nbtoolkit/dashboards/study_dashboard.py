@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from nbtoolkit.dashboards.reach import unreachable
-from nbtoolkit.dashboards.server import Dashboard, missing, python, shared
+from nbtoolkit.dashboards.server import Dashboard, missing, python, shared, unreachable
 from nbtoolkit.errors import DashboardError, MissingExtra
 from nbtoolkit.host import Host, detect_host
 from nbtoolkit.run.paths import find_run

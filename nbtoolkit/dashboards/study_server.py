@@ -11,7 +11,7 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from nbtoolkit.dashboards.reach import COLAB_HOSTS
+from nbtoolkit.dashboards.server import COLAB_HOSTS
 
 
 def main(study: str, port: str) -> None:

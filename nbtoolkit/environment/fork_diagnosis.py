@@ -12,9 +12,8 @@ import time
 import warnings
 from dataclasses import dataclass
 
-from nbtoolkit.environment.activity import STALL_SECONDS, Activity
 from nbtoolkit.environment.installed import installed_roots
-from nbtoolkit.environment.resources import tree_seconds
+from nbtoolkit.environment.resources import STALL_SECONDS, Activity, tree_seconds
 
 # --- probe ---
 # Is this process fork-safe? Found by trying, in a child, what a rank would do.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from nbtoolkit.environment.plan import LaunchPlan
+from nbtoolkit.environment.launch_plan import LaunchPlan
 
 RANK_MARK = "NBTOOLKIT_RANK"
 """Set in every rank (and what it starts) to the run's folder."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import pickle
 import signal
 import sys
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nbtoolkit.environment.plan import GroupFailure, PortBusy
 from nbtoolkit.errors import RunFileError, WorkerDied, WorkerHung
-from nbtoolkit.launcher.hang_detection import without_launcher
 from nbtoolkit.launcher.worker_group import RankView, WorkerGroup
 from nbtoolkit.run import messages
 from nbtoolkit.run.paths import RunPaths, read_record, reading
@@ -23,6 +23,8 @@ from nbtoolkit.run.serialization import add_note, pack_error, stand_in, unpack_e
 
 if TYPE_CHECKING:
     from nbtoolkit.launcher.supervisor import RunSupervisor
+
+_CALLED_FROM = "/nbtoolkit/worker/main.py"
 
 
 # --- failure ---
@@ -301,3 +303,9 @@ def different_calls(questions: Sequence[messages.Question]) -> messages.CallRefu
         "in the same order",
         do="make every rank take the same way through the function",
     )
+
+
+def without_launcher(stack: str) -> str:
+    """A stack, newest call first, down to where the user's function was called."""
+    mine = itertools.takewhile(lambda line: _CALLED_FROM not in line, stack.strip().splitlines())
+    return "\n".join(mine)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import nbtoolkit
-from nbtoolkit.environment.activity import STALL_SECONDS, Activity, has_ended, wait_while_active
+from nbtoolkit.environment.resources import STALL_SECONDS, Activity, has_ended, wait_while_active
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.run import messages
 from nbtoolkit.run.paths import RunPaths

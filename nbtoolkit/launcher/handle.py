@@ -14,15 +14,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from nbtoolkit.environment.activity import Activity, wait_while_active
-from nbtoolkit.environment.plan import LaunchPlan
+from nbtoolkit.environment.launch_plan import LaunchPlan
+from nbtoolkit.environment.resources import Activity, wait_while_active
 from nbtoolkit.errors import CheckpointError, LaunchError, RunFolderError
 from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.fork_launch import ForkedAgent
-from nbtoolkit.run.display import displays
 from nbtoolkit.run.events import Event, EventReader, RunEnded, RunStarted
 from nbtoolkit.run.messages import KillRequest, StopRequest, SupervisorLost
-from nbtoolkit.run.output import Shown
+from nbtoolkit.run.output import Shown, displays
 from nbtoolkit.run.paths import RunPaths, read_or_empty, read_record, reading, write_json
 from nbtoolkit.run.serialization import unpack_value
 from nbtoolkit.run.signals import Heard, announcement, heeded

@@ -14,19 +14,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nbtoolkit.config.unused import reads_noted
+from nbtoolkit.config.validation import reads_noted
 from nbtoolkit.environment.deadline import time_limit
-from nbtoolkit.environment.plan import LaunchPlan, make_plan
+from nbtoolkit.environment.launch_plan import LaunchPlan
+from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.environment.variables import lend_variables, of_plan, omp_threads, without_stale
 from nbtoolkit.errors import GroupStartFailed, RunStopped, TrackingError
 from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.handle import RunResult, refuse_deleted
-from nbtoolkit.run.events import Event, EventReader
+from nbtoolkit.run.events import Event, EventReader, RunRecord, returned_numbers
 from nbtoolkit.run.messages import Question, Reply, Statement
 from nbtoolkit.run.output import CellOutput, Display
 from nbtoolkit.run.paths import RunPaths, boot_id, folder_error, write_json, write_whole
 from nbtoolkit.run.rank_check import followed
-from nbtoolkit.run.recorder import RunRecord, returned_numbers
 from nbtoolkit.run.request import JobSpec, RunRequest
 from nbtoolkit.run.resume import ChosenRun, write_header
 from nbtoolkit.run.serialization import add_note, pack_error, pack_value
@@ -115,8 +115,8 @@ class InProcessRecorder(RecordChannel):
             self._cell.event(event)
 
     def _track(self, config: Config) -> TrackingProcess | None:
-        from nbtoolkit.tracking.choice import choose_tracking
         from nbtoolkit.tracking.service import TrackingProcess
+        from nbtoolkit.tracking.tracker import choose_tracking
 
         choice = choose_tracking(config.to_dict()["tracking"])
         for note in choice.notes:

@@ -20,9 +20,8 @@ from nbtoolkit.launcher.arguments import check_call, task_name
 from nbtoolkit.launcher.fork_launch import ForkedAgent
 from nbtoolkit.launcher.forkserver_client import fork_server
 from nbtoolkit.launcher.handle import RunHandle, RunResult, StartedRun, pack_at_deadline
-from nbtoolkit.run.display import choose_screen, displays, find_display
 from nbtoolkit.run.events import Event
-from nbtoolkit.run.output import CellOutput, Display
+from nbtoolkit.run.output import CellOutput, Display, choose_screen, displays, find_display
 from nbtoolkit.run.payload import pack_content, pack_function
 from nbtoolkit.run.request import JobSpec, RunRequest
 from nbtoolkit.run.resume import ChosenRun, choose_run, discard, write_header
@@ -49,7 +48,7 @@ def submit(
         ForkRefused: ``start="fork"``, and this process is not fork-safe.
         LaunchError: the fork server did not start.
     """
-    from nbtoolkit.tracking.choice import choose_tracking
+    from nbtoolkit.tracking.tracker import choose_tracking
 
     forked: ForkedAgent | None = None
     try:

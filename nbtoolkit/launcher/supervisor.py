@@ -14,21 +14,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nbtoolkit.environment.plan import GroupFailure, LaunchPlan, PortBusy, make_plan
-from nbtoolkit.environment.ports import free_port
+from nbtoolkit.environment.launch_plan import LaunchPlan
+from nbtoolkit.environment.plan import GroupFailure, PortBusy, make_plan
 from nbtoolkit.errors import GroupStartFailed, LaunchError, NbtoolkitError
 from nbtoolkit.launcher import failures
 from nbtoolkit.launcher.event_loop import EventLoop, ForkServerGone, KernelGone, Spawner
 from nbtoolkit.launcher.health import HealthMonitor, LateGroup
 from nbtoolkit.launcher.worker_group import RankView, WorkerGroup
 from nbtoolkit.run import messages
-from nbtoolkit.run.events import RankPhaseChanged
+from nbtoolkit.run.events import RankPhaseChanged, RunRecord
 from nbtoolkit.run.paths import RunPaths, boot_id, folder_error, write_json
 from nbtoolkit.run.payload import unpack
-from nbtoolkit.run.recorder import RunRecord
 from nbtoolkit.run.request import RunRequest
 from nbtoolkit.run.serialization import pack_error
-from nbtoolkit.run.transport import Connection
+from nbtoolkit.run.transport import Connection, free_port
 from nbtoolkit.worker.channel import answer, take
 
 # --- one run ---

@@ -19,9 +19,16 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from nbtoolkit.errors import NotebookError, NotebookFailed
 from nbtoolkit.notebooks.document import executed_copy, made_ready, numbered
-from nbtoolkit.notebooks.execution import CellFailure, Execution, Limits, with_its_own_loop
-from nbtoolkit.notebooks.files import NotebookFiles, not_written
-from nbtoolkit.notebooks.handle import LAST_LINES, NotebookResult, indented, last_lines, outcome
+from nbtoolkit.notebooks.engine import CellFailure, Execution, Limits, with_its_own_loop
+from nbtoolkit.notebooks.handle import (
+    LAST_LINES,
+    NotebookFiles,
+    NotebookResult,
+    indented,
+    last_lines,
+    not_written,
+    outcome,
+)
 from nbtoolkit.notebooks.progress import CellProgress, Display
 from nbtoolkit.notebooks.publish import TARGET as PUBLISHED
 from nbtoolkit.run.paths import TARGET as MADE

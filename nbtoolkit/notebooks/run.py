@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO, overload
 from nbtoolkit.config.yaml_source import Layer
 from nbtoolkit.errors import MissingExtra, NotebookError, NotebookFailed
 from nbtoolkit.notebooks.document import declared_parameters, read_notebook, refuse_syntax_errors
-from nbtoolkit.notebooks.execution import Limits
-from nbtoolkit.notebooks.files import files_for, not_written
-from nbtoolkit.notebooks.handle import NotebookHandle, NotebookResult
+from nbtoolkit.notebooks.engine import Limits
+from nbtoolkit.notebooks.handle import NotebookHandle, NotebookResult, files_for, not_written
 from nbtoolkit.notebooks.job import NotebookJob, find_kernel
 from nbtoolkit.notebooks.parameters import check_parameters, given_layer
 from nbtoolkit.notebooks.progress import Display

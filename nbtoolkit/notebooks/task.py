@@ -17,9 +17,8 @@ from nbtoolkit.config.layers import shipped_folder
 from nbtoolkit.config.schema import Config, load_config
 from nbtoolkit.config.yaml_source import dump
 from nbtoolkit.errors import NotebookError
-from nbtoolkit.notebooks.execution import Limits
-from nbtoolkit.notebooks.files import fresh_name, not_written
-from nbtoolkit.notebooks.handle import NotebookHandle
+from nbtoolkit.notebooks.engine import Limits
+from nbtoolkit.notebooks.handle import NotebookHandle, fresh_name, not_written
 from nbtoolkit.notebooks.parameters import given_layer
 from nbtoolkit.notebooks.run import MAX_OUTPUT, checked, start
 from nbtoolkit.run.paths import write_whole

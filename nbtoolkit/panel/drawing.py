@@ -11,8 +11,8 @@ from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import NbtoolkitError
 from nbtoolkit.host import detect_host
+from nbtoolkit.panel.actions import equal
 from nbtoolkit.panel.board import Board, Links, pressable
-from nbtoolkit.panel.equal import equal
 from nbtoolkit.panel.form import Checked, Draft
 from nbtoolkit.run.paths import runs_in
 from nbtoolkit.views.markup import beside, boxed, said

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.errors import LaunchError, MissingExtra
+from nbtoolkit.panel.actions import space_text
 from nbtoolkit.panel.controller import Controller
-from nbtoolkit.panel.equal import space_text
 from nbtoolkit.panel.form import Draft
 from nbtoolkit.run.paths import find_run
 

@@ -27,7 +27,7 @@ from typing import Any
 import nbtoolkit
 from nbtoolkit.config.layers import places_to_look
 from nbtoolkit.errors import NotebookError, PipelineError
-from nbtoolkit.notebooks.files import NotebookFiles
+from nbtoolkit.notebooks.handle import NotebookFiles
 from nbtoolkit.pipeline.definition import Step
 from nbtoolkit.pipeline.load import Published
 from nbtoolkit.run.paths import RunPaths, read_json, runs_in, write_json

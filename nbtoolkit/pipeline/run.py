@@ -9,10 +9,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from nbtoolkit.config.layers import Overrides
-from nbtoolkit.config.yaml_source import Mistake, refuse
+from nbtoolkit.config.yaml_source import Mistake, dump, refuse
+from nbtoolkit.environment.deadline import span
 from nbtoolkit.errors import NbtoolkitError, NotebookFailed, PipelineError, PipelineFailed
 from nbtoolkit.host import in_kernel
 from nbtoolkit.notebooks.progress import Display
@@ -20,8 +22,77 @@ from nbtoolkit.notebooks.run import require_extras, run_notebook
 from nbtoolkit.pipeline.definition import OWN, Pipeline, Step
 from nbtoolkit.pipeline.folder import PipelineFolder, difference, inputs_of, without_own
 from nbtoolkit.pipeline.load import Published, load_pipeline, values_of
-from nbtoolkit.pipeline.result import PipelineResult, StepResult, StepStatus
 from nbtoolkit.run.paths import read_json
+from nbtoolkit.text_table import html_columns
+
+StepStatus = Literal["done", "skipped", "early"]
+"""``early``: it published a `status` that says that there is more to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step published, and where its executed copy is."""
+
+    name: str
+    status: StepStatus
+    reason: str
+    """Why it was run, or skipped."""
+    values: dict[str, Any]
+    """What its notebook published."""
+    output: Path
+    """The executed copy; HTML, record and log lie beside it."""
+    seconds: float
+    """What its run took; of a skipped step, that run's."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PipelineResult:
+    """The results of all steps, by name: ``result["sweep"].values``.
+
+    A pipeline whose step fails has no result: :func:`nbtoolkit.run_pipeline` raises.
+    """
+
+    steps: dict[str, StepResult]
+    """In the order they were run; after one that ended early there are no more."""
+    status: str
+    """``"completed"``, or the status that a step published (``"deadline"``, ``"stopped"``)."""
+    folder: Path
+    seconds: float
+    """Of this run."""
+
+    def __getitem__(self, name: str) -> StepResult:
+        return self.steps[name]
+
+    @property
+    def values(self) -> dict[str, dict[str, Any]]:
+        """What the steps published, by step."""
+        return {name: step.values for name, step in self.steps.items()}
+
+    def values_as_yaml(self) -> str:
+        """The same as YAML text."""
+        return dump(self.values)
+
+    def __repr__(self) -> str:
+        steps = ", ".join(f"{step.name}: {step.status}" for step in self.steps.values())
+        return f"PipelineResult({self.status}, {steps}, {span(self.seconds)}, {self.folder})"
+
+    def _repr_html_(self) -> str:
+        header = ("step", "", "time", "published", "executed copy")
+        rows = [
+            (step.name, step.status, span(step.seconds), _short(step.values), str(step.output))
+            for step in self.steps.values()
+        ]
+        return html_columns(header, rows)
+
+
+def _short(values: dict[str, Any]) -> str:
+    plain = {name: value for name, value in values.items() if not isinstance(value, (dict, list))}
+    text = ", ".join(
+        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in plain.items()
+    )
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
 
 _THROUGH = ("completed", "pruned")
 """What a step may publish as its `status` when it is done."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.crossval.fold_table import FoldTable
+from nbtoolkit.crossval.cv_result import FoldTable
 from nbtoolkit.errors import RunFileError, SweepError
 from nbtoolkit.report.charts import add_curves
 from nbtoolkit.report.run_summary import RunSummary, counted, duration, moment, number, setting

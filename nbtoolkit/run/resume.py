@@ -35,7 +35,7 @@ from nbtoolkit.run.paths import (
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.environment.plan import LaunchPlan
+    from nbtoolkit.environment.launch_plan import LaunchPlan
     from nbtoolkit.host import Host
 
 _REPORTED = ("torch", "accelerate", "numpy", "pydantic", "mlflow", "transformers")

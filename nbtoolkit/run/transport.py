@@ -212,3 +212,11 @@ def wake(line: Connection) -> None:
     """Tell the other end to look at the files again; where it does not listen, nothing is lost."""
     if not line.closed:
         line.offer(messages.FilesChanged())
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago; it may be taken again when somebody binds it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -13,7 +13,6 @@ import cloudpickle
 
 from nbtoolkit.environment.launch_plan import LaunchPlan, same_ranks
 from nbtoolkit.environment.plan import make_plan
-from nbtoolkit.environment.ports import free_port
 from nbtoolkit.launcher.event_loop import ForkServerConnection, Spawner
 from nbtoolkit.launcher.failures import Failure
 from nbtoolkit.launcher.supervisor import JobListener, RunSupervisor
@@ -23,7 +22,7 @@ from nbtoolkit.run.paths import RunPaths, read_or_empty, write_json, write_whole
 from nbtoolkit.run.request import GroupSpec, JobSpec, RunRequest
 from nbtoolkit.run.resume import put_aside
 from nbtoolkit.run.serialization import one_line
-from nbtoolkit.run.transport import Connection
+from nbtoolkit.run.transport import Connection, free_port
 from nbtoolkit.search.algorithm import Fault, JobResult, JobStatus, SearchJob, SearchRequest
 from nbtoolkit.search.slots import Slot
 

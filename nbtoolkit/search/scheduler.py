@@ -17,9 +17,8 @@ from nbtoolkit.launcher.event_loop import EventLoop, ForkServerGone, KernelGone,
 from nbtoolkit.launcher.supervisor import TICK, JobListener, supervising
 from nbtoolkit.launcher.worker_group import WorkerGroup
 from nbtoolkit.run import messages
-from nbtoolkit.run.events import CommandReceived
+from nbtoolkit.run.events import CommandReceived, RunRecord
 from nbtoolkit.run.payload import unpack
-from nbtoolkit.run.recorder import RunRecord
 from nbtoolkit.run.serialization import pack_error
 from nbtoolkit.run.transport import wake
 from nbtoolkit.search.algorithm import JobResult, SearchAlgorithm, SearchJob, SearchRequest

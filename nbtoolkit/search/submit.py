@@ -244,7 +244,7 @@ def start_search(
         CannotPickle: the function captured something that cannot travel.
         LaunchError: the fork server did not start.
     """
-    from nbtoolkit.tracking.choice import choose_tracking
+    from nbtoolkit.tracking.tracker import choose_tracking
 
     host, tracking = _not_a_rank(search), choose_tracking(config.to_dict()["tracking"])
     environment = kernel_environment()

@@ -12,14 +12,12 @@ from nbtoolkit.errors import MissingExtra
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.arguments import check_call, task_name
 from nbtoolkit.launcher.launch import Train
-from nbtoolkit.run.display import Screen, choose_screen, displays, find_display
 from nbtoolkit.run.events import Event
-from nbtoolkit.run.output import Display, Shown
+from nbtoolkit.run.output import Display, Screen, Shown, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
 from nbtoolkit.search.fold_config import configured_folds
-from nbtoolkit.search.handle import SweepHandle, TableLines
 from nbtoolkit.search.submit import Search, Started, start_search
-from nbtoolkit.search.sweep_result import SweepResult, read_sweep_config
+from nbtoolkit.search.sweep_result import SweepHandle, SweepResult, TableLines, read_sweep_config
 from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
 from nbtoolkit.study.table import SweepTable
 
@@ -120,7 +118,7 @@ def sweep(
             folds that is unfinished, or complete with fewer trials than ``n_trials``; ``"never"``;
             or a sweep's id or folder.
         where: ``"local"``.
-        wait: False returns a :class:`~nbtoolkit.search.handle.SweepHandle` at once.
+        wait: False returns a :class:`~nbtoolkit.search.sweep_result.SweepHandle` at once.
         detach: the sweep outlives this process; see :func:`nbtoolkit.attach`.
         display: ``"auto"`` shows a live table in a notebook, a line a minute under papermill, a bar
             in a terminal, and elsewhere a line for each trial; ``"widgets"``; ``"text"``: a line

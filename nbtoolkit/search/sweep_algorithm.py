@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nbtoolkit.config.suggestions import meant
+from nbtoolkit.config.aliases import meant
 from nbtoolkit.errors import MissingExtra, SweepError
+from nbtoolkit.run.events import RETURNED
 from nbtoolkit.run.messages import SearchCommand
-from nbtoolkit.run.recorder import RETURNED
 from nbtoolkit.search.algorithm import (
     EventWriter,
     JobResult,

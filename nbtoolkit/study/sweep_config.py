@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, PlainSerializer, ValidationError
 
+from nbtoolkit.config.aliases import meant
 from nbtoolkit.config.fields import (
     Count,
     CountFrom0,
@@ -27,14 +28,12 @@ from nbtoolkit.config.fields import (
 )
 from nbtoolkit.config.layers import file_layer, merge
 from nbtoolkit.config.schema import Auto, Config, Section
-from nbtoolkit.config.suggestions import meant
 from nbtoolkit.config.validation import Direction, direction_of, fields, mistakes, resolve
 from nbtoolkit.config.yaml_source import Keys, Layer, Mistake, dump, refuse
 from nbtoolkit.errors import SpaceError
 from nbtoolkit.folds.folds import FoldKind
-from nbtoolkit.study.foreign_names import in_our_names
 from nbtoolkit.study.parameter import CategoricalParameter, FloatParameter, IntParameter
-from nbtoolkit.study.space import Space
+from nbtoolkit.study.space import Space, in_our_names
 
 # --- checks ---
 # Settings that are right one by one and wrong together, or with the space.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbtoolkit.errors import MissingExtra, TrackingError
-from nbtoolkit.tracking.choice import INSTALL
+from nbtoolkit.tracking.tracker import INSTALL
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

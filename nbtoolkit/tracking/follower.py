@@ -14,8 +14,15 @@ from typing import Any
 from nbtoolkit.errors import TrackingError
 from nbtoolkit.run.events import Event, EventReader, JobEvent, RunEnded, RunStarted
 from nbtoolkit.run.paths import RunPaths, read_or_empty, write_json
-from nbtoolkit.tracking.choice import choose_tracking
-from nbtoolkit.tracking.tracker import NullTracker, Point, Tracker, Trackers, job_folder, points
+from nbtoolkit.tracking.tracker import (
+    NullTracker,
+    Point,
+    Tracker,
+    Trackers,
+    choose_tracking,
+    job_folder,
+    points,
+)
 
 # --- follow ---
 # Hands a run's events to its tracker as they come; goes on where another one stopped.

@@ -25,15 +25,15 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from nbtoolkit.environment.activity import STALL_SECONDS, Activity, has_ended, wait_while_active
+from nbtoolkit.environment.resources import STALL_SECONDS, Activity, has_ended, wait_while_active
 from nbtoolkit.errors import MissingExtra, NbtoolkitError, TrackingError
 from nbtoolkit.run.events import EventReader, RunStarted
 from nbtoolkit.run.messages import RunTracked, TrackingFailed, TrackRun
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.transport import packet_pair, receive_packet, send_packet
-from nbtoolkit.tracking.choice import choose_tracking
 from nbtoolkit.tracking.database import import_client
 from nbtoolkit.tracking.follower import Follower
+from nbtoolkit.tracking.tracker import choose_tracking
 
 POLL = 0.5
 """Seconds between two looks at the runs (at 50 events a second: 4% of a core; 10% with 0.2 s)."""

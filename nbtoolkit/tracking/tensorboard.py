@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nbtoolkit.errors import MissingExtra
 from nbtoolkit.run.events import Event, RunEnded, RunStarted
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.tracking.choice import INSTALL
-from nbtoolkit.tracking.tracker import Point
+from nbtoolkit.tracking.tracker import INSTALL, Point
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter

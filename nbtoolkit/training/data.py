@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 # are the same with any number of workers.
 
 
+TORCHS_IGNORED = -100
+"""torch's default ``ignore_index``."""
+
 _END = object()
 
 # Bytes. A Unix socket's path has at most 107 (man 7 unix), of which multiprocessing needs 32 for

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nbtoolkit.config.schema import ConfigLike, as_config
-from nbtoolkit.config.unused import note_used
+from nbtoolkit.config.validation import note_used
 from nbtoolkit.errors import CheckpointError, FitError, RunStopped
 from nbtoolkit.run.paths import write_json
 from nbtoolkit.training.averaging import make_averages

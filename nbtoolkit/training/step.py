@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbtoolkit.errors import CheckpointError, FitError
 from nbtoolkit.run.weights import load_weights
-from nbtoolkit.training.losses import Passed, ReducedLoss, Reduction, agree
+from nbtoolkit.training.losses import Passed, ReducedLoss, Reduction, agree, all_count, check_labels
 from nbtoolkit.training.model import by_pixel, place, wrap
 from nbtoolkit.training.optimizer import Schedule, make_optimizer, set_rate
 from nbtoolkit.training.sampler import MicroBatch
-from nbtoolkit.training.target_checks import all_count, check_labels
 from nbtoolkit.worker.collectives import gather_on_all
 
 if TYPE_CHECKING:

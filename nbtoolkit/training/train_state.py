@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.config.suggestions import meant
+from nbtoolkit.config.aliases import meant
 from nbtoolkit.config.validation import resolve
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.sync import LogPoint, LossSum

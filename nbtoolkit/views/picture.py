@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from nbtoolkit.crossval.fold_table import FoldTable
+from nbtoolkit.crossval.cv_result import FoldTable
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.views.state import State

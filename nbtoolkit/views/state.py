@@ -8,7 +8,7 @@ from collections import deque
 from pathlib import Path
 from typing import Literal
 
-from nbtoolkit.crossval.fold_table import FoldTable
+from nbtoolkit.crossval.cv_result import FoldTable
 from nbtoolkit.errors import RunFileError
 from nbtoolkit.report.run_summary import Points, numbers
 from nbtoolkit.run import events

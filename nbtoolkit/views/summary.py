@@ -8,9 +8,8 @@ from itertools import accumulate
 
 from nbtoolkit.report.run_summary import Points, duration
 from nbtoolkit.study.table import SweepTable
-from nbtoolkit.views.markup import bar, boxed, said, wrong
+from nbtoolkit.views.markup import bar, boxed, said, sparks, wrong
 from nbtoolkit.views.state import State
-from nbtoolkit.views.svg import sparks
 from nbtoolkit.views.tabs import devices_text
 from nbtoolkit.views.trials import best, progress
 

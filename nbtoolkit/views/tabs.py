@@ -19,9 +19,8 @@ from nbtoolkit.study.importance import LEAST, importance
 from nbtoolkit.study.plots import COLOURS
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.text_table import gib
-from nbtoolkit.views.markup import bar, boxed, said, wrong
+from nbtoolkit.views.markup import Mark, Series, bar, boxed, chart, said, wrong
 from nbtoolkit.views.state import State
-from nbtoolkit.views.svg import Mark, Series, chart
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nbtoolkit.report.run_summary import duration, number, setting
-from nbtoolkit.study.table import SweepTable
-from nbtoolkit.study.trial import Trial
+from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.text_table import text_columns
 from nbtoolkit.views.markup import bar, boxed, columns, rows, said, wrong
 from nbtoolkit.views.state import State, seconds_left

@@ -9,9 +9,9 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from nbtoolkit.run import messages
+from nbtoolkit.run.events import RunRecord
 from nbtoolkit.run.messages import CollectivesStarted
 from nbtoolkit.run.rank_check import Weights
-from nbtoolkit.run.recorder import RunRecord
 from nbtoolkit.run.signals import Heard, announcement
 from nbtoolkit.run.transport import Connection
 from nbtoolkit.worker.collectives import new_gloo_group

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from nbtoolkit.config.suggestions import refuse_old_name
-from nbtoolkit.config.unused import note_used, unread
+from nbtoolkit.config.aliases import refuse_old_name
+from nbtoolkit.config.validation import note_used, unread
 from nbtoolkit.errors import CheckpointError, ReportError, RunStopped
 from nbtoolkit.run import messages
 from nbtoolkit.run.checkpoint_store import read_state, write_state

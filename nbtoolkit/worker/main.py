@@ -22,15 +22,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from nbtoolkit.config.unused import reads_noted
+from nbtoolkit.config.validation import reads_noted
 from nbtoolkit.environment.installed import ImportNotes
-from nbtoolkit.environment.plan import LaunchPlan
+from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.variables import RANK_MARK
 from nbtoolkit.errors import RunStopped
 from nbtoolkit.run import messages
+from nbtoolkit.run.events import returned_numbers
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
 from nbtoolkit.run.rank_check import followed
-from nbtoolkit.run.recorder import returned_numbers
 from nbtoolkit.run.request import GroupSpec, JobSpec
 from nbtoolkit.run.serialization import add_note, pack_error, pack_value
 from nbtoolkit.run.signals import ignore_warnings
