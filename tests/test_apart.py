@@ -207,7 +207,7 @@ def two_ranks(tmp_path: Path) -> Iterator[tuple[WorkerGroup, RunPaths]]:
     paths = RunPaths.create(tmp_path, "apart")
     paths.stacks(0).parent.mkdir(parents=True)
     mine, theirs = GroupConnections.pair(plan.processes)
-    worker_group = WorkerGroup(plan, 0, mine)
+    worker_group = WorkerGroup(plan, 0, mine, paths.elastic)
     with ExitStack() as stack:
         for rank, does in enumerate((TURNS, SLEEPS)):
             command = [sys.executable, "-c", RANK + does, str(paths.stacks(rank))]

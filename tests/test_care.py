@@ -55,10 +55,12 @@ def rank(paths: RunPaths) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture
-def worker_group(config: nb.Config, rank: subprocess.Popen[str]) -> Iterator[WorkerGroup]:
+def worker_group(
+    config: nb.Config, paths: RunPaths, rank: subprocess.Popen[str]
+) -> Iterator[WorkerGroup]:
     plan = make_plan(config, nb.detect_host(), nb.detect_hardware())
     mine, theirs = GroupConnections.pair(plan.processes)
-    worker_group = WorkerGroup(plan, 0, mine)
+    worker_group = WorkerGroup(plan, 0, mine, paths.elastic)
     worker_group.ranks[0].pid = rank.pid
     yield worker_group
     worker_group.close()

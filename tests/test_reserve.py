@@ -1,21 +1,20 @@
-"""What a sweep has ready before it is needed: ranks, imports, the next trial's parameters."""
+"""Ranks take one trial after another: what is undone between them, and when one is replaced."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
-from typing import Any
 
-import functions
 import psutil
 import pytest
-from kernels import SECONDS, ranks_up, until
+from kernels import until
 
 import nbtoolkit as nb
-from nbtoolkit.launcher.forkserver_client import pids, shutdown
+from nbtoolkit.launcher.forkserver_client import shutdown
 from nbtoolkit.run.paths import RunPaths
 
 LR = {"optim.lr": {"type": "float", "low": 1e-4, "high": 1e-1, "log": True}}
@@ -24,9 +23,11 @@ ONE_SLOT = {
     "space": LR,
     "placement": "all_devices_per_trial",
 }
-
-# Installed with Matplotlib; nothing that the fork server or a rank imports needs it.
-SMALL = "kiwisolver"
+COUNT = {
+    "study": {"sampler": "grid", "pruner": "none"},
+    "space": {"model.index": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]},
+    "placement": "all_devices_per_trial",
+}
 
 
 @pytest.fixture
@@ -35,83 +36,11 @@ def config(tmp_path: Path) -> nb.Config:
     return nb.load_config(env=None, overrides=overrides)
 
 
-def started(train: Any, config: nb.Config, trials: int) -> nb.SweepHandle:
+def started(train: object, config: nb.Config, trials: int) -> nb.SweepHandle:
     handle: nb.SweepHandle = nb.sweep(
         train, config, ONE_SLOT, n_trials=trials, wait=False, display="off"
     )
     return handle
-
-
-def in_reserve(folder: Path) -> list[int]:
-    """The processes that wait for a job: they write into the reserve's folder."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            output = os.readlink(f"/proc/{process.pid}/fd/1")
-        except OSError:  # gone, or not ours
-            continue
-        if output.startswith(str(folder / "reserve")):
-            found.append(process.pid)
-    return found
-
-
-def settled(folder: Path) -> int:
-    """The process that waits, once nothing is imported any more, for which it would be replaced.
-
-    Who imports computes or reads: the fork server, its branches and the rank in reserve do neither
-    at eight looks in a row. The scheduler forks a rank in reserve 0.3 s after the last import.
-    """
-    quiet, seen = 0, None
-    limit = time.monotonic() + SECONDS
-    while quiet < 8 or seen is None:
-        assert time.monotonic() < limit, "the imports ahead do not come to an end"
-        kept = pids()
-        time.sleep(0.1)
-        now = in_reserve(folder)
-        rests = len(now) == 1 and all(state_of(pid) == "S" for pid in [*kept, *now])
-        quiet = quiet + 1 if rests and now == seen else 0
-        seen = now
-    return seen[0]
-
-
-def state_of(pid: int) -> str:
-    """One letter: R runs or wants to, D reads a disk, S waits to be spoken to."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "gone"
-
-
-def wait_for(file: Path) -> None:
-    """A function of the test's own, for trials: until the test lets them go on."""
-    while not file.exists():
-        time.sleep(0.01)
-
-
-def test_the_next_trial_runs_on_a_rank_that_waited_for_it(
-    config: nb.Config, tmp_path: Path
-) -> None:
-    go = tmp_path / "go"
-
-    def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
-        functions.says_it_is_up(ctx)
-        wait_for(go)
-        print("trial of", os.getpid())
-        return {"val_loss": os.getpid()}
-
-    handle = started(train, config, 3)
-    folder = handle.paths.folder
-    ranks_up(folder / "trials" / "0000", 1)
-    waiting = settled(folder)
-    go.touch()
-    pids = [int(pid) for pid in handle.result().trials["value"]]
-    assert pids[1] == waiting
-    assert len(set(pids)) == 3, "each takes one job only"
-    assert "started" in phases(folder / "trials" / "0000")
-    assert "started" not in phases(folder / "trials" / "0001"), "it had started before"
-    log = RunPaths(folder / "trials" / "0001").log(0)
-    assert f"trial of {pids[1]}" in log.read_text(), "its output is the trial's"
-    assert not (folder / "reserve").exists()
 
 
 def phases(folder: Path) -> list[str]:
@@ -119,60 +48,132 @@ def phases(folder: Path) -> list[str]:
     return [event["phase"] for event in events if event["type"] == "rank"]
 
 
-def test_a_rank_that_died_in_reserve_costs_nothing(config: nb.Config, tmp_path: Path) -> None:
-    go = tmp_path / "go"
-
+def test_a_rank_takes_the_next_trial_until_one_fails_on_it(config: nb.Config) -> None:
     def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
-        functions.says_it_is_up(ctx)
-        wait_for(go)
+        print("trial of", os.getpid())
+        if ctx.paths.folder.name == "0001":
+            raise ValueError("this one fails")
         return {"val_loss": os.getpid()}
 
-    handle = started(train, config, 3)
-    ranks_up(handle.paths.folder / "trials" / "0000", 1)
-    waiting = settled(handle.paths.folder)
+    result = nb.sweep(train, config, ONE_SLOT, n_trials=4, display="off")
+    logs = [RunPaths(result.paths.folder / f"trials/{n:04d}").log(0) for n in range(4)]
+    pids = [log.read_text().split("trial of ")[1].split()[0] for log in logs]
+    assert pids[0] == pids[1], "it took the second"
+    assert pids[1] != pids[2], "it failed"
+    assert pids[2] == pids[3]
+    assert [log.read_text().count("trial of") for log in logs] == [1] * 4, "each has its own log"
+    folders = [result.paths.folder / f"trials/{n:04d}" for n in range(4)]
+    assert ["started" in phases(folder) for folder in folders] == [True, False, True, False]
+
+
+def test_what_a_trial_changes_in_its_process_the_next_one_does_not_see(config: nb.Config) -> None:
+    def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+        import torch
+
+        cudnn = torch.backends.cudnn
+        seen = {
+            "folder": os.getcwd(),
+            "variable": os.environ.get("LEFT_BY_A_TRIAL"),
+            "path": "/left/by/a/trial" in sys.path,
+            "dtype": str(torch.get_default_dtype()),
+            "grad": torch.is_grad_enabled(),
+            "threads": torch.get_num_threads(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "benchmark": cudnn.benchmark,
+            "device": str(torch.empty(0).device),
+            "pid": os.getpid(),
+        }
+        os.chdir("/")
+        os.environ["LEFT_BY_A_TRIAL"] = "1"
+        sys.path.append("/left/by/a/trial")
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = not cudnn.benchmark
+        torch.set_default_device("meta")
+        (ctx.paths.folder / "seen.json").write_text(json.dumps(seen))
+        return {"val_loss": 1.0}
+
+    result = nb.sweep(train, config, ONE_SLOT, n_trials=3, display="off")
+    seen = [json.loads(file.read_text()) for file in result.paths.folder.glob("trials/*/seen.json")]
+    assert len(seen) == 3
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_a_rank_that_grows_with_each_trial_is_replaced(config: nb.Config) -> None:
+    def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+        vars(json).setdefault("kept_by_a_test", []).append(bytearray(b"x") * 400_000_000)
+        return {"val_loss": os.getpid()}
+
+    result = nb.sweep(train, config, ONE_SLOT, n_trials=5, display="off")
+    pids = [int(pid) for pid in result.trials["value"]]
+    assert len(set(pids)) == 2
+    assert pids[0] == pids[1], "growth is measured from the first trial on"
+
+
+def paused(handle: nb.SweepHandle) -> int:
+    """The rank that waits, once a paused sweep runs nothing."""
+    log = handle.paths.folder / "trials/0000/result.json"
+    until(log.exists, "the first trial")
+    handle.pause()
+    until(lambda: not running(handle.paths.folder), "the end of those that run")
+    done = sorted(handle.paths.folder.glob("trials/*/result.json"))
+    return int(json.loads(done[-1].read_text())["metrics"]["val_loss"])
+
+
+def running(folder: Path) -> list[Path]:
+    return [trial for trial in folder.glob("trials/*") if not (trial / "result.json").exists()] or (
+        [folder] if '"pause"' not in (folder / "events.jsonl").read_text() else []
+    )
+
+
+def slow(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+    time.sleep(0.1)
+    return {"val_loss": os.getpid()}
+
+
+def test_a_rank_that_died_while_it_waited_costs_nothing(config: nb.Config) -> None:
+    handle = started(slow, config, 8)
+    waiting = paused(handle)
     os.kill(waiting, signal.SIGKILL)
-    until(lambda: not in_reserve(handle.paths.folder), "its end")
-    time.sleep(0.6)  # a dozen looks of the scheduler's
-    assert in_reserve(handle.paths.folder) == [], "what killed it would kill others, too"
-    go.touch()
+    until(lambda: not psutil.pid_exists(waiting), "its end")
+    handle.resume()
     result = handle.result()
-    assert list(result.trials["state"]) == ["complete"] * 3
-    assert waiting not in {int(pid) for pid in result.trials["value"]}
+    assert list(result.trials["state"]) == ["complete"] * 8
+    assert int(result.trials["value"].iloc[-1]) != waiting
+
+
+def test_a_rank_that_waits_leaves_with_a_stopped_sweep(config: nb.Config) -> None:
+    handle = started(slow, config, 1000)
+    waiting = paused(handle)
+    assert psutil.pid_exists(waiting)
+    handle.stop()
+    assert handle.result().status == "stopped"
+    until(lambda: not psutil.pid_exists(waiting), "its end")
 
 
 @pytest.mark.long
-def test_a_rank_in_reserve_has_what_was_imported_after_it_was_forked(
-    config: nb.Config, tmp_path: Path
-) -> None:
-    go, end = tmp_path / "go", tmp_path / "end"
+def test_each_trial_can_compile_its_model(config: nb.Config) -> None:
+    """torch compiles a function for eight models at most, and runs it eagerly from then on."""
 
     def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
-        import importlib
-        import sys
+        import torch
+        from torch import nn
 
-        before = SMALL in sys.modules
-        wait_for(go)  # meanwhile the first rank in reserve is forked
-        importlib.import_module(SMALL)
-        wait_for(end)  # a branch imports it too, and the reserve is made anew
-        return {"val_loss": float(before)}
+        compiled: list[object] = []
 
-    shutdown()  # no branch of an earlier test
-    handle = started(train, config, 2)
-    first = until(lambda: in_reserve(handle.paths.folder), "a rank in reserve")
-    assert not any(map(has_small, first))
-    go.touch()
-    until(lambda: any(map(has_small, in_reserve(handle.paths.folder))), "one that has it")
-    settled(handle.paths.folder)
-    end.touch()
-    assert list(handle.result().trials["value"]) == [0.0, 1.0]
+        def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+            compiled.append(graph)
+            return graph.forward
 
+        width = config.model.index + 2
+        model = torch.compile(nn.Linear(width, 1), backend=backend)
+        model(torch.ones(3, width)).sum().backward()
+        return {"val_loss": float(len(compiled))}
 
-def has_small(pid: int) -> bool:
-    """Whether a process has the library of SMALL in its memory."""
-    try:
-        return SMALL in Path(f"/proc/{pid}/maps").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    result = nb.sweep(train, config, COUNT, n_trials=10, display="off")
+    assert [value >= 1 for value in result.trials["value"]] == [True] * 10
 
 
 @pytest.mark.long
@@ -180,24 +181,8 @@ def test_the_first_trials_of_a_kernel_need_not_import_what_optimizers_need(
     config: nb.Config,
 ) -> None:
     def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
-        import sys
-
         return {"val_loss": float("torch._dynamo" in sys.modules)}
 
     shutdown()
     result = nb.sweep(train, config, LR, n_trials=2, display="off")
     assert list(result.trials["value"]) == [1.0, 1.0]
-
-
-def test_a_reserve_leaves_with_a_stopped_sweep(config: nb.Config, tmp_path: Path) -> None:
-    def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
-        step = 0
-        while True:
-            time.sleep(0.01)
-            ctx.report({"val_loss": 1.0}, step := step + 1)
-
-    handle = started(train, config, 3)
-    until(lambda: in_reserve(handle.paths.folder), "a rank in reserve")
-    handle.stop()
-    assert handle.result().status == "stopped"
-    until(lambda: not in_reserve(handle.paths.folder), "the end of the rank in reserve")

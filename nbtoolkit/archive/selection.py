@@ -103,7 +103,7 @@ def choose(pieces: Iterable[Item], room: int) -> tuple[list[Item], list[Item]]:
 
 
 # What in a run's folder is of this attempt's process only.
-_OF_THE_PROCESS = ("owner.json", "owner.lock", "stop", "commands", "reserve")
+_OF_THE_PROCESS = ("owner.json", "owner.lock", "stop", "commands")
 _RECORDS = (
     *("config.yaml", "plan.json", "versions.json", "events.jsonl", "tracking.json"),
     *("result.json", "error.json", "error.pkl", "sweep.yaml", "folds.json", "previous"),

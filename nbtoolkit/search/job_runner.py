@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import cloudpickle
+import psutil
 
 from nbtoolkit.environment.launch_plan import LaunchPlan, same_ranks
 from nbtoolkit.environment.plan import make_plan
@@ -17,99 +16,72 @@ from nbtoolkit.launcher.event_loop import ForkServerConnection, Spawner
 from nbtoolkit.launcher.failures import Failure
 from nbtoolkit.launcher.supervisor import JobListener, RunSupervisor
 from nbtoolkit.launcher.worker_group import WorkerGroup
-from nbtoolkit.run.messages import PhaseReached
 from nbtoolkit.run.paths import RunPaths, read_or_empty, write_json, write_whole
-from nbtoolkit.run.request import GroupSpec, JobSpec, RunRequest
+from nbtoolkit.run.request import JobSpec, RunRequest
 from nbtoolkit.run.resume import put_aside
 from nbtoolkit.run.serialization import one_line
-from nbtoolkit.run.transport import Connection, free_port
+from nbtoolkit.run.transport import Connection
 from nbtoolkit.search.algorithm import Fault, JobResult, JobStatus, SearchJob, SearchRequest
 from nbtoolkit.search.slots import Slot
 
-# --- warm workers ---
-# Lone ranks forked ahead of need, so that a job starts the moment a slot is free.
-#
-# A fork and what a rank does before the user's code take some 40 ms, in which a device would wait;
-# a rank in reserve did them while the job before was computing. It has not loaded the function yet,
-# and takes one job only: it is as fresh as any other.
+_GROWTH = 500_000_000  # bytes that a rank may grow by over its size after its first job, and half
 
 
-LIMIT = 8  # ranks: each holds some 20 MB of its own
-CALM = 0.3  # seconds without a new branch: while a job imports, one follows another
+class IdleWorkers:
+    """Ranks that have ended a job well and wait for another one.
 
-FOLDER = "reserve"
-"""Where, in a search's folder, ranks in reserve write before they have a job."""
-
-
-class WarmWorkers:
-    """Ranks that wait for a job.
+    To fork a rank costs 30 ms of CPU, to form a group 0.1 s, to initialize CUDA up to a second.
+    Ray Tune reuses the processes of function trainables for the same reason (``reuse_actors``).
 
     Args:
-        folder: the search's.
-        spawner: has their agents forked.
+        connection: ends the processes of those that fit no job.
     """
 
-    def __init__(self, folder: Path, spawner: Spawner) -> None:
-        self._spawner, self._connection = spawner, spawner.connection
-        self._folder = folder / FOLDER
-        self._waiting: list[tuple[WorkerGroup, int]] = []  # with the branch they came from
-        # Once one has died: where memory or the disk is full another would die too, 20 a second.
-        self._given_up = False
+    def __init__(self, connection: ForkServerConnection) -> None:
+        self._connection = connection
+        self._groups: list[WorkerGroup] = []
+        self._sizes: dict[int, int] = {}  # of each rank after its first job, in bytes
+
+    def add(self, group: WorkerGroup) -> None:
+        """Keep a group whose job is over; one whose memory has grown job by job is ended."""
+        if group.alive() and not self._has_grown(group):
+            self._groups.append(group)
+        else:
+            self._end(group)
 
     def take(self, plan: LaunchPlan) -> WorkerGroup | None:
-        """A rank for a plan, if one is there."""
-        self._drop_stale()
-        for at, (worker_group, _) in enumerate(self._waiting):
-            if _ready(worker_group) and same_ranks(worker_group.plan, plan):
-                del self._waiting[at]
-                return worker_group
-        return None
+        """A group that fits a plan; None if there is none.
 
-    def fill(self, plans: Iterable[LaunchPlan]) -> None:
-        """Have one rank wait for each plan that is at work; none any more once one has died."""
-        self._drop_stale()
-        if self._given_up or time.monotonic() - self._connection.branched_at < CALM:
-            return
-        waiting = [worker_group.plan for worker_group, _ in self._waiting]
-        for plan in [plan for plan in plans if plan.processes == 1][:LIMIT]:
-            fitting = next((one for one in waiting if same_ranks(one, plan)), None)
-            if fitting is not None:
-                waiting.remove(fitting)
-            else:
-                self._fork(plan)
+        Others on the plan's devices are ended: they hold memory there (a CUDA context: 0.3 GB).
+        """
+        for group in list(self._groups):
+            if not group.alive():
+                self._groups.remove(group)
+                self._end(group)
+        fitting = next((one for one in self._groups if same_ranks(one.plan, plan)), None)
+        for group in list(self._groups):
+            if group is fitting or set(group.plan.devices) & set(plan.devices):
+                self._groups.remove(group)
+                if group is not fitting:
+                    self._end(group)
+        return fitting
 
     def close(self) -> None:
         """End all."""
-        for worker_group, _ in self._waiting:
-            self._connection.dismiss(worker_group)
-        self._waiting.clear()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        while self._groups:
+            self._end(self._groups.pop())
 
-    def _fork(self, plan: LaunchPlan) -> None:
-        spec = GroupSpec(paths=RunPaths(self._folder), plan=plan)
-        worker_group = self._spawner.start(spec, free_port())
-        self._waiting.append((worker_group, self._connection.branches))
+    def _has_grown(self, group: WorkerGroup) -> bool:
+        for pid in filter(None, (rank.pid for rank in group.ranks)):
+            size = psutil.Process(pid).memory_info().rss
+            if size > 1.5 * self._sizes.setdefault(pid, size) + _GROWTH:
+                return True
+        return False
 
-    def _drop_stale(self) -> None:
-        """End those that died, and those without what the fork server has imported since."""
-        for one in list(self._waiting):
-            worker_group, branch = one
-            listen(worker_group)
-            self._given_up |= worker_group.exited is not None
-            if branch != self._connection.branches or worker_group.exited is not None:
-                self._connection.dismiss(worker_group)
-                self._waiting.remove(one)
-
-
-def listen(worker_group: WorkerGroup) -> None:
-    """Take what a rank says before it has a job."""
-    for rank, message in worker_group.hear():
-        if isinstance(message, PhaseReached):
-            rank.phase, rank.pid = message.phase, message.pid or rank.pid
-
-
-def _ready(worker_group: WorkerGroup) -> bool:
-    return worker_group.all_are("group") and worker_group.alive()
+    def _end(self, group: WorkerGroup) -> None:
+        for rank in group.ranks:
+            self._sizes.pop(rank.pid or 0, None)
+        self._connection.dismiss(group)
 
 
 # --- job ---
@@ -140,8 +112,7 @@ class JobRunner:
         search: what it is a job of.
         spawner: has agents forked.
         listener: hears what it says.
-        kept: ranks of a job before, which take this one if they fit its plan; else they are ended.
-        reserve: has a rank that was forked ahead, perhaps.
+        idle: ranks of earlier jobs, which take this one if they fit its plan.
 
     Raises:
         NbtoolkitError: the job's configuration or plan is refused.
@@ -154,8 +125,7 @@ class JobRunner:
         search: SearchRequest,
         spawner: Spawner,
         listener: JobListener,
-        kept: WorkerGroup | None,
-        reserve: WarmWorkers,
+        idle: IdleWorkers,
     ) -> None:
         self.job, self.slot = job, slot
         self._started = time.monotonic()
@@ -166,7 +136,7 @@ class JobRunner:
         self._hang_timeout = config.runtime.hang_timeout
         # durable=False: the study knows of it
         self._supervisor = RunSupervisor(request, spawner, listener=listener, durable=False)
-        self._supervisor.begin(self._ready_ranks(request.job, kept, spawner.connection, reserve))
+        self._supervisor.begin(self._idle_ranks(request.job, idle))
         write_whole(self.paths.config, config.to_yaml(), durable=False)
 
     def lines(self) -> list[Connection]:
@@ -182,16 +152,6 @@ class JobRunner:
     def plan(self) -> LaunchPlan:
         """What flies now."""
         return self._supervisor.plan
-
-    @property
-    def leaves_room(self) -> bool:
-        """Whether another job may start in its slot, though its processes have not ended yet.
-
-        On a GPU their memory must be free first. On the CPU they do nothing any more but end, which
-        takes some 20 ms.
-        """
-        done = self._supervisor.status is not None and self._fault is None
-        return done and self._supervisor.plan.device_type == "cpu"
 
     def turn(self) -> bool:
         """Look once; whether the job is over, its processes gone."""
@@ -222,24 +182,14 @@ class JobRunner:
             fault, said = _fault(self._supervisor.outcome, self.paths)
         return JobResult(status="failed", metrics=metrics, seconds=seconds, fault=fault, error=said)
 
-    def _ready_ranks(
-        self,
-        spec: JobSpec,
-        kept: WorkerGroup | None,
-        connection: ForkServerConnection,
-        reserve: WarmWorkers,
-    ) -> tuple[WorkerGroup, Path] | None:
-        """Ranks that are there already, and what they need to know, if any can take this job."""
-        if kept is not None and not (kept.alive() and same_ranks(kept.plan, spec.plan)):
-            connection.dismiss(kept)
-            kept = None
-        if kept is None:
-            kept = reserve.take(spec.plan)
-        if kept is None:
+    def _idle_ranks(self, spec: JobSpec, idle: IdleWorkers) -> tuple[WorkerGroup, Path] | None:
+        """Ranks that take this job, and the file with its specification; None: new ones."""
+        group = idle.take(spec.plan)
+        if group is None:
             return None
         file = self.paths.folder / "ranks" / "job.pkl"
         write_whole(file, cloudpickle.dumps(spec), durable=False)
-        return kept, file
+        return group, file
 
     def _request(self, search: SearchRequest) -> RunRequest:
         """What is decided for this job; its folder is made."""
@@ -271,7 +221,7 @@ class JobRunner:
             params=dict(job.params),
             fold=None if job.fold is None or search.folds is None else search.folds[job.fold],
             reports_judged=job.judged,
-            reuse_workers=plan.processes > 1,
+            reuse_workers=True,
         )
         return RunRequest(job=spec, host=search.host, hardware=slot.hardware, header=header)
 

@@ -15,14 +15,13 @@ from functools import partial
 from nbtoolkit.errors import NbtoolkitError
 from nbtoolkit.launcher.event_loop import EventLoop, ForkServerGone, KernelGone, Spawner
 from nbtoolkit.launcher.supervisor import TICK, JobListener, supervising
-from nbtoolkit.launcher.worker_group import WorkerGroup
 from nbtoolkit.run import messages
 from nbtoolkit.run.events import CommandReceived, RunRecord
 from nbtoolkit.run.payload import unpack
 from nbtoolkit.run.serialization import pack_error
 from nbtoolkit.run.transport import wake
 from nbtoolkit.search.algorithm import JobResult, SearchAlgorithm, SearchJob, SearchRequest
-from nbtoolkit.search.job_runner import JobRunner, WarmWorkers
+from nbtoolkit.search.job_runner import IdleWorkers, JobRunner
 from nbtoolkit.search.slots import Slot, SlotAllocator
 
 CALM = 0.1  # seconds after a job's start until the next ones are prepared
@@ -51,9 +50,7 @@ class SearchScheduler:
         self._record = RunRecord(request.paths, deadline=request.deadline)
         self._room = SlotAllocator(request.slots, self._record)
         self._running: list[JobRunner] = []
-        self._leaving: list[JobRunner] = []  # their jobs are done, their processes not yet gone
-        self._kept: WorkerGroup | None = None  # ranks on all devices that can take another job
-        self._reserve = WarmWorkers(request.paths.folder, spawner)
+        self._idle = IdleWorkers(spawner.connection)
         self._unread: set[str] = set()  # warnings given
         self._started_at = 0.0  # when the last job did (monotonic)
 
@@ -95,7 +92,7 @@ class SearchScheduler:
             self._fill()
             self._get_ready()
             over = self._record.leaving is not None or program.done
-            if over and not self._running and not self._leaving:
+            if over and not self._running:
                 early = "deadline" if program.cut_short else "completed"
                 return self._record.leaving or early
             self._listen()
@@ -106,17 +103,13 @@ class SearchScheduler:
         Where the next job depends on none of them it starts first: to tell takes some 10 ms.
         """
         endings: list[tuple[SearchJob, JobResult]] = []
-        self._leaving = [job_runner for job_runner in self._leaving if not job_runner.turn()]
         for job_runner in list(self._running):
-            over = job_runner.turn()
-            if not over and not job_runner.leaves_room:
+            if not job_runner.turn():
                 continue
             self._running.remove(job_runner)
             self._room.give_back(job_runner.slot)
-            if over:
-                self._kept = job_runner.hand_over() or self._kept
-            else:
-                self._leaving.append(job_runner)
+            if (group := job_runner.hand_over()) is not None:
+                self._idle.add(group)
             ending = job_runner.ending()
             if not self._room.runs_again(job_runner.job, job_runner.slot, ending):
                 endings.append((job_runner.job, ending))
@@ -145,13 +138,12 @@ class SearchScheduler:
                 self._program.ended(job, JobResult(status="failed", fault="raised", error=said))
 
     def _get_ready(self) -> None:
-        """While all slots are at work: ranks, and a trial, for those that will be free next.
+        """While all slots are at work: a trial for the one that will be free next.
 
         Not while others start or end, which would have to wait.
         """
         calm = time.monotonic() - self._started_at > CALM
         if calm and self._record.leaving is None and self._running and not self._room.free:
-            self._reserve.fill(job_runner.plan for job_runner in self._running)
             self._program.prepare(len(self._running))
 
     def _job_runner(self, job: SearchJob, slot: Slot) -> JobRunner:
@@ -160,11 +152,7 @@ class SearchScheduler:
             announced=partial(self._program.announced, job),
             unread=self._on_unread,
         )
-        job_runner = JobRunner(
-            job, slot, self._request, self._spawner, listener, self._kept, self._reserve
-        )
-        self._kept = None  # they took the job, or were ended
-        return job_runner
+        return JobRunner(job, slot, self._request, self._spawner, listener, self._idle)
 
     def _on_unread(self, text: str) -> None:
         """Warn of settings without effect once, not for every trial."""
@@ -180,12 +168,11 @@ class SearchScheduler:
 
     def _listen(self) -> None:
         try:
-            job_runners = [*self._running, *self._leaving]
             requests = self._desk.wait(
-                [line for job_runner in job_runners for line in job_runner.lines()], TICK
+                [line for job_runner in self._running for line in job_runner.lines()], TICK
             )
         except ForkServerGone:
-            if not all(job_runner.exiting for job_runner in job_runners) or not job_runners:
+            if not self._running or not all(one.exiting for one in self._running):
                 raise
             requests = []
         for request in [*requests, *self._left_in_folder()]:
@@ -249,13 +236,10 @@ class SearchScheduler:
         self._record.note(why, level="warning")
 
     def _end_all(self) -> None:
-        for job_runner in [*self._running, *self._leaving]:
+        for job_runner in self._running:
             job_runner.abandon()
-        self._running, self._leaving = [], []
-        if self._kept is not None:
-            self._desk.connection.dismiss(self._kept)
-            self._kept = None
-        self._reserve.close()
+        self._running = []
+        self._idle.close()
 
 
 def make_algorithm(request: SearchRequest, record: RunRecord) -> SearchAlgorithm:
