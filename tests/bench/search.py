@@ -264,7 +264,7 @@ def open_seconds() -> float:
     from nbtoolkit.study.study import open_study
     from nbtoolkit.study.sweep_config import load_sweep_config
 
-    sweep_config = load_sweep_config(SWEEP_CONFIG, nb.load_config(env=None))
+    sweep_config = load_sweep_config(SWEEP_CONFIG, nb.load_config(env=None), n_trials=1)
     spent = []
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         for number in range(9):
