@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from command_line import MINE, SPACE, command
 from kernels import until
 
 from nbtoolkit.__main__ import main
@@ -20,34 +21,6 @@ from nbtoolkit.folds.make_folds import make_folds
 from nbtoolkit.run.paths import read_json
 from nbtoolkit.tasks.find import find_task
 
-MINE = """
-import time
-
-def twice(config, ctx):
-    ctx.log({"twice": 2.0 * config.data.x})
-
-def fails(config, ctx):
-    raise ValueError("no luck today")
-
-def goes_on(config, ctx):
-    while True:
-        ctx.report({"alive": 1.0})
-        time.sleep(0.01)
-
-def load():
-    return list(range(12)), [0, 1] * 6
-
-def score(config, ctx):
-    held_out = 0 if ctx.fold is None else len(ctx.fold.valid_indices)
-    ctx.report({"score": config.optim.lr, "held_out": float(held_out)})
-"""
-SPACE = """
-study: {metric: score, direction: maximize, sampler: random}
-budget: {n_trials: 9}
-space:
-  optim.lr: {type: float, low: 0.1, high: 0.9}
-"""
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -56,11 +29,6 @@ def folder(tmp_path: Path) -> Path:
     settings = {"task": "mine:twice", "data": {"x": 4}, "tracking": {"mlflow": False}}
     (tmp_path / "mine.json").write_text(json.dumps(settings))
     return tmp_path
-
-
-def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-m", "nbtoolkit", *words]
-    return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=240)
 
 
 Call = Callable[..., "subprocess.CompletedProcess[str]"]

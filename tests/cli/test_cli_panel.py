@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import MINE, SPACE, command
 from kernels import finish, until
-from test_cli import MINE, SPACE, command
 
 import nbtoolkit as nb
 

@@ -19,11 +19,10 @@ from typing import Any
 import pytest
 import torch
 from every_field import PROVEN, leaves, proves
-from machines import T4, cpu_machine, machine
-from test_deadline import machine_of_age
-from test_tracking import all_runs, client_of, whole_run
+from machines import T4, cpu_machine, machine, machine_of_age
 from torch import nn
 from torch.nn import functional as F
+from tracked_runs import all_runs, client_of, whole_run
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config

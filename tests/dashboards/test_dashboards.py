@@ -16,10 +16,10 @@ from typing import Any
 import panel_functions
 import psutil
 import pytest
+from harmless import assert_harmless
 from kernels import all_gone, descendants, script, until
+from panels import SPACE, click, desk, ends, page, told
 from run_folders import write_run
-from test_panel import SPACE, click, desk, ends, page, told
-from test_views import assert_harmless
 
 import nbtoolkit as nb
 from nbtoolkit.dashboards.server import Dashboard, missing, reach

@@ -5,31 +5,16 @@ Each test is a kernel of its own, a fresh script, since some of them touch CUDA 
 
 from __future__ import annotations
 
-import json
-import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
-from kernels import script
+from gpu_scripts import told
 
 from nbtoolkit.environment.hardware import Hardware, detect_hardware, sample_devices
 
 pytestmark = pytest.mark.gpu
 
-SECONDS = 240.0  # CUDA's first start from a cold disk takes a minute
 SLACK = 64 * 2**20  # bytes by which the driver's own use of a card may move
-
-START = """
-import json, torch
-settings = {"tracking.mlflow": False, "runtime.output_dir": "."}
-
-def launch(train, **options):
-    return nb.launch(train, {**settings, **options.pop("config", {})}, display="off", **options)
-
-def tell(**answers):
-    print(json.dumps(answers))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +23,6 @@ def hardware() -> Hardware:
     if not found.usable:
         pytest.skip(f"there is a GPU, but none that this torch can use: {found.reason}")
     return found
-
-
-def told(code: str, cwd: Path, cards: str = "0") -> dict[str, Any]:
-    """What a kernel with this code, which sees these cards, told."""
-    with script(START + textwrap.dedent(code), cwd, CUDA_VISIBLE_DEVICES=cards) as kernel:
-        out, err = kernel.end(SECONDS)
-        assert kernel.process.returncode == 0, err
-        answers: dict[str, Any] = json.loads(out.splitlines()[-1])
-        return answers
 
 
 def memory_used(hardware: Hardware) -> int:

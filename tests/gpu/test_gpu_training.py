@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from test_gpu import START, told
+from gpu_scripts import START, told
 
 pytestmark = pytest.mark.gpu
 

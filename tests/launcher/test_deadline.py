@@ -14,6 +14,7 @@ from typing import Any
 import functions
 import pytest
 from kernels import SECONDS, catches, descendants, ranks_up, run_folder, script, until
+from machines import DAY, machine_of_age
 
 import nbtoolkit as nb
 from nbtoolkit.environment.deadline import TimeLimit, session_age, time_limit
@@ -139,19 +140,7 @@ def test_inline_hears_of_a_stop_too(config: nb.Config) -> None:
 
 # --- the limits -----------------------------------------------------------------------------------
 
-DAY = 86_400.0
 NOON = 1_700_000_000.0 - 1_700_000_000.0 % DAY + DAY / 2
-
-
-def machine_of_age(root: Path, age: float, *, uptime: float = 40 * DAY) -> Path:
-    """A /proc whose first process started ``age`` seconds ago, on a machine up for ``uptime``."""
-    (root / "proc/1").mkdir(parents=True, exist_ok=True)
-    ticks = int((uptime - age) * os.sysconf("SC_CLK_TCK"))
-    # the command may hold anything: man 5 proc, field 2
-    stat = f"1 (sh) -c ) S 0 1 1 0 -1 {'0 ' * 13}{ticks} 4608 200"
-    (root / "proc/1/stat").write_text(stat)
-    (root / "proc/uptime").write_text(f"{uptime} {uptime / 2}\n")
-    return root
 
 
 def limit_of(root: Path, *, environ: dict[str, str] | None = None, **runtime: Any) -> TimeLimit:

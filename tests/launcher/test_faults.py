@@ -5,11 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import shlex
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -20,6 +17,7 @@ import functions
 import psutil
 import pytest
 from kernels import START, all_gone, descendants, finish, ranks_up, run_folder, script, until
+from mounts import in_own_mounts
 
 import nbtoolkit as nb
 from nbtoolkit import errors
@@ -523,25 +521,6 @@ def test_a_file_where_the_folder_should_be(config: nb.Config, tmp_path: Path) ->
         run(functions.ranks, config)
 
 
-def in_own_mounts(code: str, home: Path, *, mode: str = "rw") -> list[str]:
-    """Run ``code`` where ``out`` is a file system of 2 MB, in a mount namespace; its lines."""
-    unshare = [shutil.which("unshare") or "unshare", "-rm"]
-    if subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode:
-        pytest.skip("needs a mount namespace (unshare -rm), which this machine does not allow")
-    (home / "out").mkdir()
-    (home / "mounted.py").write_text(START + SCRIPT + code)
-    mount = f"mount -t tmpfs -o size=2m,{mode} tmpfs out"
-    done = subprocess.run(
-        [*unshare, "sh", "-c", f"{mount} && exec {shlex.quote(sys.executable)} mounted.py"],
-        cwd=home,
-        capture_output=True,
-        text=True,
-        timeout=SOON,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 FULL_DISK = """
 for train in (functions.returns_too_much, functions.fills_the_disk, functions.ranks):
     try:
@@ -552,7 +531,7 @@ for train in (functions.returns_too_much, functions.fills_the_disk, functions.ra
 
 
 def test_a_full_disk(home: Path) -> None:
-    lines = in_own_mounts(FULL_DISK, home)
+    lines = in_own_mounts(SCRIPT + FULL_DISK, home)
     assert [line.split()[0] for line in lines] == ["returns_too_much", "fills_the_disk", "ranks"]
     for line in lines:
         assert f"the run folder {home}/out" in line
@@ -571,7 +550,7 @@ try:
 except nb.errors.RunFolderError as error:
     print(error)
 """
-    what, allowed, do = in_own_mounts(code, home, mode="ro")
+    what, allowed, do = in_own_mounts(SCRIPT + code, home, mode="ro")
     assert what == f"the run folder {home}/out cannot be written: Read-only file system"
     assert "a disk with free space that you may write to" in allowed
     assert "set runtime.output_dir to another folder" in do

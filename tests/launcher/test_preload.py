@@ -6,43 +6,17 @@ import importlib.util
 import os
 import sys
 import sysconfig
-import time
 from pathlib import Path
 
 import pytest
 from kernels import script
+from preloading import SMALL, UNSAFE, launch_until, tell_and_import
 
 import nbtoolkit as nb
 from nbtoolkit.environment.installed import ImportNotes, environment_key
 
-# Installed with matplotlib; nothing that the fork server imports needs it.
-SMALL = "pyparsing"
 # Installed with scikit-learn: one file, that imports nothing which is installed.
 ALONE = "threadpoolctl"
-
-
-def tell_and_import(name: str, config: nb.Config) -> bool:
-    """Whether a rank finds ``name`` imported already."""
-
-    def train(config: nb.Config, ctx: nb.RunContext) -> bool:
-        import importlib
-        import sys
-
-        before = name in sys.modules
-        importlib.import_module(name)
-        return before
-
-    return bool(nb.launch(train, config, processes=1, resume="never", display="off").value)
-
-
-def launch_until(name: str, config: nb.Config, seconds: float = 240.0) -> bool:
-    """Launch until a rank finds ``name`` imported already; False when none has in time."""
-    limit = time.monotonic() + seconds
-    while time.monotonic() < limit:
-        if tell_and_import(name, config):
-            return True
-        time.sleep(0.2)  # the import needs the CPU more than another launch
-    return False
 
 
 @pytest.fixture
@@ -75,11 +49,9 @@ def test_what_is_only_looked_for_is_not_imported_ahead(monkeypatch: pytest.Monke
     assert told == [ALONE]
 
 
-UNSAFE = "computes_at_import"
-
 BREAKS_FORKS = """
 import sys
-from test_preload import SMALL, UNSAFE, launch_until, tell_and_import
+from preloading import SMALL, UNSAFE, launch_until, tell_and_import
 
 config = nb.load_config(
     env=None, overrides={"tracking.mlflow": False, "runtime.output_dir": "out"}

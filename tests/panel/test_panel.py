@@ -9,7 +9,7 @@ import shlex
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ import nbformat
 import panel_functions
 import pytest
 import yaml
+from harmless import EVIL, assert_harmless
 from kernels import SECONDS, notebook, until
 from notebook_sizes import FOLDER, QUICK
-from test_views import EVIL, assert_harmless
+from panels import SPACE, Open, click, desk, ends, page, pressable, status, told, trials_begun
 
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, ResumeError
@@ -29,89 +30,7 @@ from nbtoolkit.panel.board import BUTTONS, TABS
 from nbtoolkit.panel.form import Draft, config_fields, text_of, texts_of
 from nbtoolkit.run.paths import find_run
 
-SPACE = {
-    "study": {"metric": "score", "sampler": "random", "pruner": "none"},
-    "budget": {"n_trials": 4},
-    "space": {"optim.lr": {"type": "float", "low": 0.01, "high": 0.1}},
-}
-
 NOTEBOOK = FOLDER / "04_panel.ipynb"
-
-Open = Callable[..., nb.Panel]
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path
-
-
-@pytest.fixture
-def settings(home: Path) -> dict[str, Any]:
-    return {
-        "tracking.mlflow": False,
-        "train.epochs": 2,
-        "runtime.output_dir": str(home / "out"),
-        "model.end": str(home / "end"),
-    }
-
-
-@pytest.fixture
-def opened(settings: dict[str, Any], home: Path) -> Iterator[Open]:
-    """Opens panels; at the end they are closed, and what they started ends."""
-    panels: list[nb.Panel] = []
-
-    def open_one(train: Any = panel_functions.reports, space: Any = None, **more: Any) -> nb.Panel:
-        panels.append(nb.panel(train, {**settings, **more}, space))
-        return panels[-1]
-
-    yield open_one
-    home.mkdir(exist_ok=True)
-    (home / "end").touch()
-    for one in panels:
-        one.close()
-
-
-def desk(panel: nb.Panel) -> Any:
-    return panel._desk
-
-
-def status(panel: nb.Panel) -> str:
-    panel.refresh()
-    return str(desk(panel).state.status)
-
-
-def ends(panel: nb.Panel) -> str:
-    """How what is watched ends, once it has."""
-    until(lambda: status(panel) not in ("running", "paused"), "the end")
-    return status(panel)
-
-
-def pressable(panel: nb.Panel) -> set[str]:
-    panel.refresh()
-    return {name for name, button in desk(panel).board.buttons.items() if not button.disabled}
-
-
-def told(panel: nb.Panel) -> str:
-    panel.refresh()
-    return str(desk(panel).board.message.value)
-
-
-def trials_begun(panel: nb.Panel) -> int:
-    panel.refresh()
-    return len(desk(panel).state.trials)
-
-
-def page(panel: nb.Panel, name: str) -> str:
-    desk(panel).board.tabs.selected_index = TABS.index(name)
-    panel.refresh()
-    return str(desk(panel).board.pages[name].value)
-
-
-def click(panel: nb.Panel, name: str) -> None:
-    """What the browser's message does."""
-    desk(panel).board.buttons[name].click()
-    panel.refresh()
-
 
 # --- the form ---
 

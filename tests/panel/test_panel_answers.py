@@ -14,16 +14,13 @@ from typing import Any
 import optuna
 import pytest
 from optuna.trial import TrialState
-from run_folders import NOON, write_run
-from test_panel import Open, desk, home, opened, page, settings
-from test_views import _owned
+from panels import Open, desk, page
+from run_folders import NOON, hold_lock, write_run
 
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.views.state import read_state, seconds_left
 from nbtoolkit.views.trials import overview_text
-
-__all__ = ["home", "opened", "settings"]  # fixtures
 
 SWEEP_CONFIG = """
 study: {{name: mine, metric: loss, direction: {direction}, sampler: tpe, pruner: {pruner}}}
@@ -131,7 +128,7 @@ def test_a_paused_sweep_names_no_end_and_says_it_is_paused(tmp_path: Path) -> No
     events = [begun(0), begun(1), {**ended(0, 0.5), "t": NOON + 10}]
     command = {"type": "command", "t": NOON + 10}
     paths = sweep(tmp_path, [*events, {**command, "op": "pause"}], pruner="none")
-    with _owned(paths):
+    with hold_lock(paths):
         state = read_state(paths.folder)
         text = overview_text(state, now=NOON + 11)
         assert "ends about" not in text
@@ -191,7 +188,7 @@ def test_the_time_left_of_a_sweep_that_prunes_is_within_a_third(
         ends = [at for at, one in enumerate(events) if one["type"] == "trial" and "value" in one]
         at = ends[math.ceil(share * TRIALS) - 1] + 2  # its slot has the next trial
         paths = sweep(tmp_path / str(seed), events[:at])
-        with _owned(paths):
+        with hold_lock(paths):
             now = events[at - 1]["t"]
             left = seconds_left(read_state(paths.folder), now)
         assert left is not None
@@ -204,7 +201,7 @@ def test_without_a_pruner_and_without_reports_the_pace_is_that_of_all(tmp_path: 
         events = [begun(0), begun(1), *(ended(n, 0.5, NOON + 10) for n in range(2))]
         events += [begun(2, NOON + 10), begun(3, NOON + 10)]
         paths = sweep(tmp_path / pruner, events, pruner=pruner, count=8)
-        with _owned(paths):
+        with hold_lock(paths):
             # 4 to start and 2 half done, 10 s each, two at a time
             left = seconds_left(read_state(paths.folder), NOON + 15)
         assert left == pytest.approx((4 * 10 + 2 * 5) / 2)

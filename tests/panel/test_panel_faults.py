@@ -14,24 +14,10 @@ from typing import Any
 
 import panel_functions
 import pytest
+from harmless import EVIL, assert_harmless
 from kernels import SECONDS, until
-from run_folders import trained, write_run
-from test_panel import (
-    SPACE,
-    Open,
-    click,
-    desk,
-    ends,
-    home,
-    opened,
-    page,
-    pressable,
-    settings,
-    status,
-    told,
-    trials_begun,
-)
-from test_views import EVIL, assert_harmless, sweep, trial
+from panels import SPACE, Open, click, desk, ends, page, pressable, status, told, trials_begun
+from run_folders import sweep, trained, trial, write_run
 from traitlets import TraitError
 
 import nbtoolkit as nb
@@ -41,8 +27,6 @@ from nbtoolkit.errors import ConfigError, LaunchError
 from nbtoolkit.panel.board import TABS
 from nbtoolkit.panel.form import Draft, config_fields
 from nbtoolkit.run.events import EventReader
-
-__all__ = ["home", "opened", "settings"]  # fixtures
 
 FIELDS = config_fields()
 

@@ -18,11 +18,11 @@ from typing import Any
 import fold_functions
 import panel_functions
 import pytest
+from harmless import EVIL
 from kernels import SECONDS, all_gone, descendants, until
 from kernels import notebook as jupyter
+from panels import SPACE, Open, ends, page, pressable, status, told, trials_begun
 from programs import write_program
-from test_panel import SPACE, Open, ends, page, pressable, status, told, trials_begun
-from test_views import EVIL
 
 import nbtoolkit as nb
 from nbtoolkit.errors import ConfigError, LaunchError, NotebookError, NotebookFailed

@@ -12,8 +12,8 @@ from typing import Any
 import functions
 import pytest
 from kernels import all_gone, descendants, script, until
+from mounts import in_own_mounts
 from sweeps import begun, finished, sweep_folder
-from test_faults import in_own_mounts
 
 import nbtoolkit as nb
 from nbtoolkit import errors

@@ -12,10 +12,10 @@ from typing import Any
 import matplotlib
 import optuna
 import pytest
+from harmless import assert_harmless
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState, create_trial
 from run_folders import NOON, write_run
-from test_views import assert_harmless
 
 from nbtoolkit.errors import SweepError
 from nbtoolkit.report.run_summary import read_run_summary

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,8 @@ CU130 = TorchBuild(
     arch=("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"),
 )
 CPU_BUILD = TorchBuild(version="2.13.0+cpu", cuda=None)
+
+DAY = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -146,3 +150,14 @@ def cpu_machine(cpus: int = 4) -> Hardware:
     """A machine without NVIDIA's driver."""
     nvml = Nvml(broken="NVML Shared Library Not Found")
     return detect_hardware({}, nvml, torch_build=CPU_BUILD, affinity=cpus)
+
+
+def machine_of_age(root: Path, age: float, *, uptime: float = 40 * DAY) -> Path:
+    """A /proc whose first process started ``age`` seconds ago, on a machine up for ``uptime``."""
+    (root / "proc/1").mkdir(parents=True, exist_ok=True)
+    ticks = int((uptime - age) * os.sysconf("SC_CLK_TCK"))
+    # the command may hold anything: man 5 proc, field 2
+    stat = f"1 (sh) -c ) S 0 1 1 0 -1 {'0 ' * 13}{ticks} 4608 200"
+    (root / "proc/1/stat").write_text(stat)
+    (root / "proc/uptime").write_text(f"{uptime} {uptime / 2}\n")
+    return root

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,12 @@ from nbtoolkit.run.serialization import pack_value
 NOON = 1767225600.0  # 2026-01-01 00:00 UTC, when every story here begins
 
 PLAN = {"processes": 2, "device_names": ["Tesla T4", "Tesla T4"], "precision": "fp16"}
+
+SWEEP_CONFIG = """
+study: {{name: mine, metric: {metric}, direction: maximize, sampler: random, pruner: none}}
+budget: {{n_trials: {count}}}
+space: {{optim.lr: {{type: float, low: 0.001, high: 0.1}}}}
+"""
 
 
 def write_run(
@@ -50,3 +58,27 @@ def trained(
         events.append({"type": "metrics", "values": logged, **now})
         events.append({"type": "report", "values": values, **now})
     return events
+
+
+def sweep(
+    folder: Path, events: list[dict[str, Any]], *, metric: str = "score", count: int = 10
+) -> RunPaths:
+    """A sweep's folder, as its scheduler leaves it."""
+    events = [{"type": "run", "t": NOON}, *events]
+    paths = write_run(folder, "sweep-0001", about={"kind": "sweep"}, events=events)
+    (paths.folder / "sweep.yaml").write_text(SWEEP_CONFIG.format(metric=metric, count=count))
+    return paths
+
+
+def trial(number: int, state: str = "complete", value: float | None = None, **more: Any) -> Any:
+    """The event of a trial."""
+    event = {"type": "trial", "number": number, "state": state, "value": value, "seconds": 1.0}
+    return {**event, "params": {"optim.lr": 0.1 / (number + 1)}, **more}
+
+
+@contextmanager
+def hold_lock(paths: RunPaths) -> Iterator[None]:
+    """Hold a run's lock, as its supervisor does."""
+    with paths.lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

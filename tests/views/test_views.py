@@ -6,12 +6,12 @@ import json
 import re
 import shutil
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import NOON, trained, write_run
+from harmless import EVIL, Tags, assert_harmless
+from run_folders import NOON, hold_lock, sweep, trained, trial, write_run
 
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.views.markup import Series, chart
@@ -37,60 +37,6 @@ from nbtoolkit.views.trials import (
     trials_text,
 )
 
-EVIL = "<script>alert('$x$')</script>&<img src=x onerror=alert(1)>"
-SWEEP_CONFIG = """
-study: {{name: mine, metric: {metric}, direction: maximize, sampler: random, pruner: none}}
-budget: {{n_trials: {count}}}
-space: {{optim.lr: {{type: float, low: 0.001, high: 0.1}}}}
-"""
-
-
-def sweep(
-    folder: Path, events: list[dict[str, Any]], *, metric: str = "score", count: int = 10
-) -> RunPaths:
-    """A sweep's folder, as its scheduler leaves it."""
-    events = [{"type": "run", "t": NOON}, *events]
-    paths = write_run(folder, "sweep-0001", about={"kind": "sweep"}, events=events)
-    (paths.folder / "sweep.yaml").write_text(SWEEP_CONFIG.format(metric=metric, count=count))
-    return paths
-
-
-def trial(number: int, state: str = "complete", value: float | None = None, **more: Any) -> Any:
-    event = {"type": "trial", "number": number, "state": state, "value": value, "seconds": 1.0}
-    return {**event, "params": {"optim.lr": 0.1 / (number + 1)}, **more}
-
-
-class Tags(HTMLParser):
-    """Which elements and attributes a page really has."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.elements: set[str] = set()
-        self.attributes: set[str] = set()
-        self.open: list[str] = []
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.add(tag)
-        self.attributes |= {name for name, _ in attrs}
-        self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.add(tag)
-        self.attributes |= {name for name, _ in attrs}
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def assert_harmless(page: str) -> None:
-    tags = Tags(page)
-    assert tags.open == []
-    assert not tags.elements & {"script", "img", "iframe", "style", "link"}
-    assert not [name for name in tags.attributes if name.startswith("on")]
-
-
 # --- states ---
 
 
@@ -107,7 +53,7 @@ def test_a_run_says_how_far_it_is_and_what_it_reported_last(tmp_path: Path) -> N
 def test_the_time_left_is_told_from_the_pace_so_far(tmp_path: Path) -> None:
     diary = trained({"loss": [3.0, 2.0, 1.0]}, {"train": {"epochs": 10}})
     paths = write_run(tmp_path, "one", events=diary)
-    with _owned(paths):
+    with hold_lock(paths):
         state = read_state(paths.folder)
         assert state.status == "running"
         assert state.ends_at(NOON) == NOON + 3 + 7  # 7 epochs, one a second
@@ -118,7 +64,7 @@ def test_the_time_left_is_told_from_the_pace_so_far(tmp_path: Path) -> None:
 def test_a_run_whose_process_is_gone_says_so_and_how_to_go_on(tmp_path: Path) -> None:
     paths = write_run(tmp_path, "one", events=trained({"loss": [1.0]}))
     state = State(paths)
-    with _owned(paths):
+    with hold_lock(paths):
         state.look()
         assert state.status == "running"
     assert state.look()  # that alone is news
@@ -142,12 +88,12 @@ def test_an_owner_that_comes_while_the_diary_is_read_is_no_death(tmp_path: Path)
 def test_trials_of_a_sweep_whose_process_is_gone_run_no_more(tmp_path: Path) -> None:
     paths = sweep(tmp_path, [trial(0, value=0.5), trial(1, "running")])
     state = State(paths)
-    with _owned(paths):
+    with hold_lock(paths):
         state.look()
         assert "1 complete, 1 running" in overview_text(state)
     state.look()
     assert "1 complete, 1 waiting; cut off" in overview_text(state)
-    with _owned(paths), paths.events.open("a") as diary:
+    with hold_lock(paths), paths.events.open("a") as diary:
         diary.write(json.dumps({"type": "run", "t": NOON}) + "\n")
         diary.flush()
         state.look()
@@ -175,7 +121,7 @@ def test_a_failed_run_shows_its_error_and_where_the_rest_is(tmp_path: Path) -> N
 
 def test_a_search_that_is_paused_says_so_until_it_goes_on(tmp_path: Path) -> None:
     paths = sweep(tmp_path, [trial(0, value=0.5), {"type": "command", "op": "pause"}])
-    with _owned(paths):
+    with hold_lock(paths):
         state = read_state(paths.folder)
         assert (state.status, state.ends_at(NOON)) == ("paused", None)
         _append(paths, {"type": "command", "op": "resume", "t": NOON})
@@ -358,7 +304,7 @@ def test_devices_are_those_of_the_run_or_of_the_trials_that_run(tmp_path: Path) 
     assert "GPU 0, 87 % used, 3.0 GiB in use" in text
     paths = sweep(tmp_path, [trial(3, "running")])
     write_run(paths.folder / "trials", "0003", events=[reading])
-    with _owned(paths):
+    with hold_lock(paths):
         page = devices(read_state(paths.folder))
     assert "trial 3: GPU 0" in page
     assert 'aria-valuenow="87"' in page
@@ -386,22 +332,6 @@ def test_names_logs_and_parameters_are_shown_as_text_and_never_executed(tmp_path
 
 
 # --- helpers ---
-
-
-class _owned:
-    """Hold a run's lock, as its owner does."""
-
-    def __init__(self, paths: RunPaths) -> None:
-        self.paths = paths
-
-    def __enter__(self) -> None:
-        import fcntl
-
-        self.file = self.paths.lock.open("w")
-        fcntl.flock(self.file, fcntl.LOCK_EX)
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
 
 
 def _append(paths: RunPaths, event: dict[str, Any]) -> None:
