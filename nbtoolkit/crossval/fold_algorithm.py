@@ -92,15 +92,15 @@ class CrossValidationAlgorithm:
         self._write(index, "running")
         return SearchJob(key=fold_key(index), fold=index, timeout=self._timeout)
 
-    def reported(self, job: SearchJob, metrics: Mapping[str, float], step: int | None) -> None:
+    def on_report(self, job: SearchJob, metrics: Mapping[str, float], step: int | None) -> None:
         """Nothing is decided within a fold."""
 
-    def announced(
+    def on_announcement(
         self, job: SearchJob, names: Sequence[str], stems: Sequence[str], first_step: int
     ) -> None:
         """Nothing depends on names."""
 
-    def ended(self, job: SearchJob, ending: JobResult) -> None:
+    def on_end(self, job: SearchJob, ending: JobResult) -> None:
         """Note how a fold ended; one whose process died comes again."""
         index = job.fold
         assert index is not None
@@ -116,7 +116,7 @@ class CrossValidationAlgorithm:
                 self._failed[index] = ending
             self._write(index, ending.status, ending)
 
-    def obey(self, command: SearchCommand) -> None:
+    def on_command(self, command: SearchCommand) -> None:
         """``pause``, ``resume`` and ``stop``; the others are for sweeps."""
         if command.op in ("pause", "resume"):
             self._paused = command.op == "pause"

@@ -84,14 +84,15 @@ class IdleWorkers:
         self._connection.dismiss(group)
 
 
-# --- job ---
+# --- one job ---
 
 
 _KNOWN = ("function", "host", "versions", "run_id", "attempt")  # in a job's versions.json
 
-TIMEOUT_GRACE = 5.0  # seconds a job gets to come to a report once its time is used up
+TIMEOUT_GRACE = 5.0
+"""Seconds that a job gets to reach a report after its time limit."""
 
-# By the type of a job's error, what went wrong; the rest was raised by the user's code.
+# The fault by the type of a job's error. The user's code raised all others.
 _FAULTS: dict[str, Fault] = {
     "nbtoolkit.errors.WorkerDied": "died",
     "nbtoolkit.errors.WorkerHung": "hung",
@@ -104,18 +105,18 @@ _FAULTS: dict[str, Fault] = {
 
 
 class JobRunner:
-    """A job that runs on a slot.
+    """Runs a job on a slot.
 
     Args:
-        job: what is to be run.
-        slot: where.
-        search: what it is a job of.
-        spawner: has agents forked.
-        listener: hears what it says.
-        idle: ranks of earlier jobs, which take this one if they fit its plan.
+        job: the job.
+        slot: its slot.
+        search: the search it belongs to.
+        spawner: starts worker groups.
+        listener: receives the job's reports.
+        idle: worker groups of earlier jobs; one that fits the job's plan is reused.
 
     Raises:
-        NbtoolkitError: the job's configuration or plan is refused.
+        NbtoolkitError: the job's configuration or plan is invalid.
     """
 
     def __init__(
@@ -134,53 +135,48 @@ class JobRunner:
         request = self._request(search)
         config = request.job.config
         self._hang_timeout = config.runtime.hang_timeout
-        # durable=False: the study knows of it
+        # durable=False: the study holds what matters of the job
         self._supervisor = RunSupervisor(request, spawner, listener=listener, durable=False)
         self._supervisor.begin(self._idle_ranks(request.job, idle))
         write_whole(self.paths.config, config.to_yaml(), durable=False)
 
     def lines(self) -> list[Connection]:
-        """What to wait for."""
+        """Connections to wait for."""
         return self._supervisor.lines()
 
     @property
     def exiting(self) -> bool:
-        """Whether it is known how it ended."""
+        """True once the job's outcome is known."""
         return self._supervisor.exiting
 
-    @property
-    def plan(self) -> LaunchPlan:
-        """What flies now."""
-        return self._supervisor.plan
-
     def turn(self) -> bool:
-        """Look once; whether the job is over, its processes gone."""
-        self._keep_limits()
+        """Check the job once; return True when it is over."""
+        self._check_limits()
         return self._supervisor.turn()
 
     def stop(self, reason: str, grace: float | None, status: str) -> None:
-        """Let it leave at its next report (see :meth:`RunSupervisor.stop`)."""
+        """Stop the job at its next report (:meth:`RunSupervisor.stop`)."""
         self._supervisor.stop(reason, grace, status)
 
     def abandon(self) -> None:
-        """End its processes; nothing is written."""
+        """End its processes without a record."""
         self._supervisor.abandon()
 
     def hand_over(self) -> WorkerGroup | None:
-        """Its ranks, once it is over, where they can take another job."""
+        """Return the worker group of a job that is over; None if it cannot take another job."""
         return self._supervisor.hand_over()
 
-    def ending(self) -> JobResult:
-        """How it ended."""
+    def result(self) -> JobResult:
+        """Return the result of a job that is over."""
         seconds, status = time.monotonic() - self._started, self._supervisor.status
         metrics = self._supervisor.record.metrics
         if self._fault is not None:
-            fault, said = self._fault
+            fault, text = self._fault
         elif status is not None:
             return JobResult(status=cast(JobStatus, status), metrics=metrics, seconds=seconds)
         else:
-            fault, said = _fault(self._supervisor.outcome, self.paths)
-        return JobResult(status="failed", metrics=metrics, seconds=seconds, fault=fault, error=said)
+            fault, text = _fault(self._supervisor.outcome, self.paths)
+        return JobResult(status="failed", metrics=metrics, seconds=seconds, fault=fault, error=text)
 
     def _idle_ranks(self, spec: JobSpec, idle: IdleWorkers) -> tuple[WorkerGroup, Path] | None:
         """Ranks that take this job, and the file with its specification; None: new ones."""
@@ -192,7 +188,7 @@ class JobRunner:
         return group, file
 
     def _request(self, search: SearchRequest) -> RunRequest:
-        """What is decided for this job; its folder is made."""
+        """Decide configuration and plan of the job, and make its folder."""
         job, paths, slot = self.job, self.paths, self.slot
         config = search.config.with_overrides({**slot.overrides, **job.overrides})
         plan = make_plan(config, search.host, slot.hardware)
@@ -225,25 +221,28 @@ class JobRunner:
         )
         return RunRequest(job=spec, host=search.host, hardware=slot.hardware, header=header)
 
-    def _keep_limits(self) -> None:
-        """Its own time; and a lone rank that does nothing, since no other one waits for it."""
+    def _check_limits(self) -> None:
+        """Stop the job at its time limit, or if it has a single rank and that one does nothing.
+
+        Hang detection proper compares ranks: it needs one that waits.
+        """
         if self._fault is not None or self.exiting:
             return
         limit = self.job.timeout
         if limit is not None and time.monotonic() - self._started > limit:
-            said = f"its time of {limit:g} s is used up"
-            self._fault = "timeout", said
-            self._supervisor.stop(said, TIMEOUT_GRACE)
+            text = f"its time of {limit:g} s is used up"
+            self._fault = "timeout", text
+            self._supervisor.stop(text, TIMEOUT_GRACE)
         elif (
             self._supervisor.plan.processes == 1 and self._supervisor.silence() > self._hang_timeout
         ):
-            said = f"it sent nothing and used under 1% CPU for {self._hang_timeout:g} s"
-            self._fault = "hung", said
-            self._supervisor.stop(said, 0.0)
+            text = f"it sent nothing and used under 1% CPU for {self._hang_timeout:g} s"
+            self._fault = "hung", text
+            self._supervisor.stop(text, 0.0)
 
 
 def _fault(outcome: Any, paths: RunPaths) -> tuple[Fault, str]:
-    """What went wrong, and in one line."""
+    """Classify a failure; return its kind and one line."""
     error = outcome.error if isinstance(outcome, Failure) else read_or_empty(paths.error)
     kind, text = str(error.get("type", "")), str(error.get("text", outcome))
     fault = _FAULTS.get(kind, "raised")

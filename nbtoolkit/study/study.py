@@ -126,7 +126,7 @@ class SearchStudy:
         """Begin a trial: its number, and its parameters as the study holds them."""
         return self._with_params(self.optuna.ask())
 
-    def take_up(self, number: int) -> tuple[int, dict[str, Any]]:
+    def resume(self, number: int) -> tuple[int, dict[str, Any]]:
         """Go on with a trial that was running when its session died."""
         trial_id = self._id_of(number)
         begun = self._with_params(Trial(self.optuna, trial_id))

@@ -62,7 +62,7 @@ def test_a_sweep_goes_on_in_the_next_session_with_the_trials_of_an_undisturbed_o
 ) -> None:
     first, second, undisturbed = relayed(tmp_path, SWEEP, **{"tracking.mlflow": False})
     assert len(first.told["metrics"]) < 4
-    assert "going on with the sweep" in second.output
+    assert "resuming the sweep" in second.output
     assert second.told["status"] == "completed"
     assert second.told["metrics"] == undisturbed.told["metrics"]
     assert second.told["best"] == undisturbed.told["best"]

@@ -61,7 +61,7 @@ def drive(
         end = ending(job)
         if end.status == "completed":
             write_whole(RunPaths(folder / job.key).value(0), "a value")
-        program.ended(job, end)
+        program.on_end(job, end)
     return began
 
 
@@ -151,12 +151,12 @@ def test_after_a_stop_nothing_begins_and_what_ran_counts_for_the_next_session(
 ) -> None:
     program = begin(tmp_path)
     jobs = [program.next(None), program.next(None)]
-    program.obey(SearchCommand(op="stop"))
+    program.on_command(SearchCommand(op="stop"))
     assert not program.done
     assert program.next(None) is None
     for job in jobs:
         assert job is not None
-        program.ended(job, JobResult(status="stopped", metrics={"acc": 0.3}))
+        program.on_end(job, JobResult(status="stopped", metrics={"acc": 0.3}))
     assert program.done
     assert program.close("stopped") == {"folds": 5, "complete": 0, "scores": {}}
     assert fold_events(tmp_path)[-2:] == [(0, "stopped"), (1, "stopped")]
@@ -165,10 +165,10 @@ def test_after_a_stop_nothing_begins_and_what_ran_counts_for_the_next_session(
 
 def test_paused_it_starts_nothing_until_it_goes_on(tmp_path: Path) -> None:
     program = begin(tmp_path)
-    program.obey(SearchCommand(op="pause"))
+    program.on_command(SearchCommand(op="pause"))
     assert program.next(None) is None
     assert not program.done
-    program.obey(SearchCommand(op="resume"))
+    program.on_command(SearchCommand(op="resume"))
     assert program.next(None) is not None
 
 
@@ -179,7 +179,7 @@ def test_no_fold_begins_when_the_time_is_used_up(tmp_path: Path) -> None:
 
 
 def test_what_only_sweeps_can_do_is_told(tmp_path: Path) -> None:
-    begin(tmp_path).obey(SearchCommand(op="add_trials", n=3))
+    begin(tmp_path).on_command(SearchCommand(op="add_trials", n=3))
     (note,) = (e for e in EventReader(RunPaths(tmp_path).events).read() if e.type == "note")
     assert note.text == "a cross-validation has no trials: add_trials does nothing"
     assert note.level == "warning"

@@ -85,7 +85,7 @@ def test_a_file_of_folds_is_read(tmp_path: Path) -> None:
 
 def test_no_folds_are_made_unwished() -> None:
     assert configured_folds(FoldConfig(), "__main__:train", None, None) is None
-    with pytest.raises(FoldError, match=r"no folds are wished[\s\S]*set folds: \{k: 5\}"):
+    with pytest.raises(FoldError, match=r"to a sweep without folds[\s\S]*set folds: \{k: 5\}"):
         configured_folds(FoldConfig(), "__main__:train", Y, None)
 
 
@@ -98,7 +98,7 @@ def test_folds_without_targets_are_refused_before_the_start(task: str) -> None:
 
 
 def test_a_number_of_samples_makes_no_strata() -> None:
-    with pytest.raises(FoldError, match=r"'stratified', which needs every sample's target"):
+    with pytest.raises(FoldError, match=r"'stratified', which needs each sample's target"):
         configured_folds(folds_of(k=3), "__main__:train", 24, None)
 
 

@@ -36,9 +36,9 @@ def test_a_resumed_sweep_counts_what_is_done_and_repeats_nothing(
         nb.sweep(train, config, SPACE, n_trials=trials, display="text")
         said.append(capfd.readouterr().out)
     assert "trial 0 " in said[0]
-    assert "the study has 2 trials already" in said[1]
-    assert "the study has 3 trials already" in said[2]
-    assert "the study has 2 trials already" not in said[2]
+    assert "the study already has 2 trials" in said[1]
+    assert "the study already has 3 trials" in said[2]
+    assert "the study already has 2 trials" not in said[2]
     assert "trial 3 " in said[2]
     assert not any(f"trial {number} " in said[2] for number in range(3))
     assert "4 of 4 trials" in said[2]

@@ -54,7 +54,7 @@ def test_two_t4s_are_two_slots(config: nb.Config) -> None:
     ]
     assert [plan.devices for plan in plans] == [("GPU-0",), ("GPU-1",)]
     assert [(plan.processes, plan.threads_per_rank) for plan in plans] == [(1, 2), (1, 2)]
-    assert "each trial alone on a device" in slots.explain()
+    assert "one device per trial" in slots.explain()
 
 
 def test_trials_share_a_device_where_that_is_wished(config: nb.Config) -> None:
@@ -114,32 +114,32 @@ OOM = JobResult(status="failed", fault="oom")
 
 def test_the_only_job_left_gets_all_devices_unless_they_were_slower(config: nb.Config) -> None:
     one, notes = room(config)
-    ((_, slot),) = one.places([A])
+    ((_, slot),) = one.assign([A])
     assert (slot.name, one.free) == ("all devices", 0)
-    assert "only one left" in notes.texts[0]
-    one.give_back(slot)
-    assert not one.runs_again(A, slot, JobResult(status="completed", seconds=9.0))
-    places = one.places([A, B])
+    assert "is the last job" in notes.texts[0]
+    one.release(slot)
+    assert not one.should_retry(A, slot, JobResult(status="completed", seconds=9.0))
+    places = one.assign([A, B])
     assert named(places) == [("a", "cuda:0"), ("b", "cuda:1")]
     for job, slot in places:
-        one.give_back(slot)
-        assert not one.runs_again(job, slot, JobResult(status="completed", seconds=5.0))
-    assert named(one.places([A])) == [("a", "cuda:0")]
+        one.release(slot)
+        assert not one.should_retry(job, slot, JobResult(status="completed", seconds=5.0))
+    assert named(one.assign([A])) == [("a", "cuda:0")]
 
 
 def test_a_job_too_large_for_one_device_gets_all_of_them_once(config: nb.Config) -> None:
     one, notes = room(config)
-    (a, first), (b, second) = one.places([A, B])
-    one.give_back(first)
-    assert one.runs_again(a, first, OOM)
-    assert (one.free, one.places([])) == (0, [])  # the other device is still taken
-    one.give_back(second)
-    assert not one.runs_again(b, second, JobResult(status="completed"))
-    (again,) = one.places([])
+    (a, first), (b, second) = one.assign([A, B])
+    one.release(first)
+    assert one.should_retry(a, first, OOM)
+    assert (one.free, one.assign([])) == (0, [])  # the other device is still taken
+    one.release(second)
+    assert not one.should_retry(b, second, JobResult(status="completed"))
+    (again,) = one.assign([])
     assert named([again]) == [("a", "all devices")]
-    assert "ran out of memory: once more, on all devices" in notes.texts[0]
-    one.give_back(again[1])
-    assert not one.runs_again(a, again[1], OOM)
+    assert "ran out of memory: it runs again on all devices" in notes.texts[0]
+    one.release(again[1])
+    assert not one.should_retry(a, again[1], OOM)
     assert one.free == 2
 
 
@@ -166,11 +166,11 @@ def test_a_trial_that_is_too_large_runs_on_all_devices(config: nb.Config) -> Non
     }
     program = "nbtoolkit.search.sweep_algorithm:make_algorithm"
     wished = SweepConfig.model_validate(sweep_config)
-    search = Search(kind="sweep", program=program, sweep_config=wished, slots=slots)
+    search = Search(kind="sweep", algorithm=program, sweep_config=wished, slots=slots)
     started = start_search(needs_two, config, search, name="large")
     handle = nb.SweepHandle(started.run.paths, SweepResult, started=started.process)
     handle.result(timeout=SECONDS)
     states = {e.number: e.state for e in handle.events() if e.type == "trial"}
     assert states == {0: "complete", 1: "complete"}
     notes = [e.text for e in handle.events() if e.type == "note"]
-    assert any("ran out of memory: once more, on all devices" in text for text in notes)
+    assert any("ran out of memory: it runs again on all devices" in text for text in notes)

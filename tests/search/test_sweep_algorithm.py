@@ -93,7 +93,7 @@ def test_a_trial_asked_for_ahead_is_the_one_that_would_have_come(
             for _ in range(3):
                 made.prepare(ahead)
             assert not (ahead and len(jobs) < 9) or made.ready
-            made.ended(job, JobResult(status="completed", metrics=loss(job, 2), seconds=1.0))
+            made.on_end(job, JobResult(status="completed", metrics=loss(job, 2), seconds=1.0))
         made.close("completed")
         found.append([job.params for job in jobs])
     assert found[0] == found[1]
@@ -116,8 +116,8 @@ def test_a_trial_asked_for_ahead_comes_first_in_the_next_session(tmp_path: Path)
     first = made.next(None)
     assert first is not None
     made.prepare(1)
-    made.ended(first, JobResult(status="completed", metrics=loss(first, 2), seconds=1.0))
-    made.obey(SearchCommand(op="stop"))
+    made.on_end(first, JobResult(status="completed", metrics=loss(first, 2), seconds=1.0))
+    made.on_command(SearchCommand(op="stop"))
     assert made.next(None) is None
     made.close("stopped")
     asked = stored(tmp_path)[1].params["optim.lr"]
@@ -177,11 +177,11 @@ def test_a_pruned_trial_that_was_through_counts(tmp_path: Path) -> None:
     firsts = [{"optim.lr": 0.01}, {"optim.lr": 1.0}]
     made, diary = program(tmp_path, sweep(2, study=study, first_trials=firsts))
     one = made.next(None)
-    assert made.reported(one, {"val_loss": 0.1}, 0) is None
-    made.ended(one, JobResult(status="completed", metrics={"val_loss": 0.1}))
+    assert made.on_report(one, {"val_loss": 0.1}, 0) is None
+    made.on_end(one, JobResult(status="completed", metrics={"val_loss": 0.1}))
     two = made.next(None)
-    assert made.reported(two, {"val_loss": 4.1}, 0) == "pruned"
-    made.ended(two, JobResult(status="completed", metrics={"val_loss": 4.1}))
+    assert made.on_report(two, {"val_loss": 4.1}, 0) == "pruned"
+    made.on_end(two, JobResult(status="completed", metrics={"val_loss": 4.1}))
     assert ends(diary)[1] == ("complete", None)
     made.close("completed")
 
@@ -189,8 +189,8 @@ def test_a_pruned_trial_that_was_through_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metrics", "reason"),
     [
-        ({"val_los": 0.5}, "no val_loss among what was reported: val_los"),
-        ({}, "no val_loss among what was reported: nothing"),
+        ({"val_los": 0.5}, "no val_loss among the reported metrics: val_los"),
+        ({}, "no val_loss among the reported metrics: none"),
         ({"val_loss": math.nan}, "val_loss is nan"),
         ({"val_loss": math.inf}, "val_loss is inf"),
         ({"val_loss": "0.5"}, "val_loss is '0.5', not a number"),
@@ -202,7 +202,7 @@ def test_a_metric_that_is_no_number_fails_the_trial(
 ) -> None:
     made, diary = program(tmp_path, sweep(1))
     told = (
-        "no trial of the sweep has a value: 1 failed" if "val_loss" in metrics else "does not have"
+        "no trial of the sweep has a value: 1 failed" if "val_loss" in metrics else "has the metrics"
     )
     with pytest.raises(SweepError, match=told):
         _end_and_close(made, JobResult(status="completed", metrics=metrics))
@@ -212,16 +212,16 @@ def test_a_metric_that_is_no_number_fails_the_trial(
 
 
 def _end_and_close(made: SweepAlgorithm, ending: JobResult) -> None:
-    made.ended(made.next(None), ending)
+    made.on_end(made.next(None), ending)
     made.close("completed")
 
 
 def test_a_report_that_is_nan_ends_its_trial_as_failed(tmp_path: Path) -> None:
     made, diary = program(tmp_path, sweep(1, study={"pruner": "median"}))
     job = made.next(None)
-    assert made.reported(job, {"lr": 0.1}, 0) is None  # not every report has the metric
-    assert made.reported(job, {"val_loss": math.nan}, 1) == "pruned"
-    made.ended(job, JobResult(status="pruned"))
+    assert made.on_report(job, {"lr": 0.1}, 0) is None  # not every report has the metric
+    assert made.on_report(job, {"val_loss": math.nan}, 1) == "pruned"
+    made.on_end(job, JobResult(status="pruned"))
     assert ends(diary) == {0: ("failed", "val_loss is nan at step 1")}
     with pytest.raises(SweepError, match="no trial of the sweep has a value"):
         made.close("completed")
@@ -286,10 +286,10 @@ def test_too_many_failures_end_the_sweep_when_nothing_runs_any_more(tmp_path: Pa
     made, _ = program(tmp_path, sweep(9, budget={"max_failures": 1}))
     jobs = [made.next(None) for _ in range(3)]
     bad = JobResult(status="failed", fault="raised", error="ValueError: no such layer")
-    made.ended(jobs[0], bad)
-    made.ended(jobs[1], bad)
+    made.on_end(jobs[0], bad)
+    made.on_end(jobs[1], bad)
     assert made.next(None) is None
-    made.ended(jobs[2], JobResult(status="completed", metrics={"val_loss": 0.5}))
+    made.on_end(jobs[2], JobResult(status="completed", metrics={"val_loss": 0.5}))
     with pytest.raises(SweepError, match=r"2 trials have failed; (.|\n)*no such layer(.|\n)*: 1"):
         made.next(None)
     assert [trial.state.name for trial in stored(tmp_path)] == ["FAIL", "FAIL", "COMPLETE"]
@@ -311,7 +311,7 @@ def test_trials_of_a_dead_session_are_run_again_and_the_total_is_exact(tmp_path:
     rest = drive(second, Fake(loss), slots=2)
     assert [job.key for job in rest] == [*TRIAL[2:], "trials/0004", "trials/0005"]
     assert {job.key: job.params for job in [*cut, *rest]} == wanted
-    assert "trial 2 was interrupted; it is taken up again" in diary.notes()
+    assert "trial 2 was interrupted and resumes" in diary.notes()
     summary = second.close("completed")
     assert summary["counts"] == {"complete": 6}
     assert [trial.state.name for trial in stored(tmp_path)] == ["COMPLETE"] * 6
@@ -363,7 +363,7 @@ def test_running_means_wait_for_the_folds_before(tmp_path: Path) -> None:
     made, diary = program(tmp_path, sweep(1), folds=3)
     jobs = [made.next(None) for _ in range(3)]
     for i, seen in ((1, []), (2, []), (0, [0, 1, 2])):
-        made.ended(jobs[i], JobResult(status="completed", metrics={"val_loss": float(i)}))
+        made.on_end(jobs[i], JobResult(status="completed", metrics={"val_loss": float(i)}))
         assert [event.step for event in diary.of("intermediate")] == seen
     assert [event.value for event in diary.of("intermediate")] == [0.0, 0.5, 1.0]
     made.close("completed")
@@ -397,10 +397,10 @@ def test_wilcoxon_compares_fold_by_fold(tmp_path: Path) -> None:
 def test_a_failed_fold_fails_its_trial_and_lets_the_others_leave(tmp_path: Path) -> None:
     made, diary = program(tmp_path, sweep(1), folds=4)
     one, two = made.next(None), made.next(None)
-    made.ended(one, JobResult(status="failed", fault="raised", error="ValueError: bad fold"))
+    made.on_end(one, JobResult(status="failed", fault="raised", error="ValueError: bad fold"))
     assert made.next(None) is None
-    assert made.reported(two, {"val_loss": 0.5}, 0) == "pruned"
-    made.ended(two, JobResult(status="pruned"))
+    assert made.on_report(two, {"val_loss": 0.5}, 0) == "pruned"
+    made.on_end(two, JobResult(status="pruned"))
     assert ends(diary) == {0: ("failed", "ValueError: bad fold")}
     assert made.done
     with pytest.raises(SweepError, match="ValueError: bad fold"):
@@ -430,7 +430,7 @@ def test_no_trial_starts_that_cannot_end_in_time(tmp_path: Path) -> None:
     assert len(jobs) == 3  # 10 s for the winner's refit are kept back
     assert made.done
     assert made.cut_short
-    assert "no trial starts any more: 15 s are left, 10 s of them kept back" in diary.notes()
+    assert "no more trials start: 15 s are left, 10 s of them reserved" in diary.notes()
     made.close("deadline")
 
 
@@ -455,7 +455,7 @@ def test_time_is_kept_back_for_the_leaders_where_trials_are_not_counted(tmp_path
     assert len(keys) == 6  # then 35 s are left: 20 for the leader, 10 for the winner's refit
     leader = made.close("completed")["best"]
     assert keys[4:] == [f"{TRIAL[leader]}/seed-1", f"{TRIAL[leader]}/seed-2"]
-    assert "no trial starts any more: 35 s are left, 30 s of them kept back" in diary.notes()
+    assert "no more trials start: 35 s are left, 30 s of them reserved" in diary.notes()
     assert made.done
 
 
@@ -466,7 +466,7 @@ def test_no_leader_is_trained_again_without_the_time(tmp_path: Path) -> None:
     jobs = drive(made, Fake(loss, seconds=10.0), left=45.0)
     assert [job.key for job in jobs] == [TRIAL[0], f"{TRIAL[0]}/seed-1"]
     assert made.done
-    assert "no leader is trained again: 25 s are left" in diary.notes()
+    assert "no more re-evaluations start: 25 s are left" in diary.notes()
     made.close("completed")
 
 
@@ -483,7 +483,7 @@ def test_leaders_are_repeated_side_by_side(tmp_path: Path) -> None:
     made, _ = program(tmp_path, sweep(1, reevaluate_top={"k": 1, "seeds": 2}))
     (first,) = drive(made, Fake(loss), jobs=1)
     assert made.next(None) is None
-    made.ended(first, JobResult(status="completed", metrics=loss(first, 2), seconds=1.0))
+    made.on_end(first, JobResult(status="completed", metrics=loss(first, 2), seconds=1.0))
     keys = [job.key for job in (made.next(None), made.next(None)) if job is not None]
     assert keys == [f"{TRIAL[0]}/seed-1", f"{TRIAL[0]}/seed-2"]
 
@@ -518,20 +518,20 @@ def test_the_number_of_epochs_scales_the_prediction(tmp_path: Path) -> None:
 def test_a_paused_sweep_starts_nothing_until_it_is_resumed(tmp_path: Path) -> None:
     made, _ = program(tmp_path, sweep(2))
     job = made.next(None)
-    made.obey(SearchCommand(op="pause"))
-    made.ended(job, JobResult(status="completed", metrics={"val_loss": 0.5}))
+    made.on_command(SearchCommand(op="pause"))
+    made.on_end(job, JobResult(status="completed", metrics={"val_loss": 0.5}))
     assert made.next(None) is None
     assert not made.done
-    made.obey(SearchCommand(op="resume"))
+    made.on_command(SearchCommand(op="resume"))
     assert made.next(None) is not None
 
 
 def test_a_stopped_sweep_leaves_its_trials_for_the_next_session(tmp_path: Path) -> None:
     made, diary = program(tmp_path, sweep(3))
     job = made.next(None)
-    made.obey(SearchCommand(op="stop"))
+    made.on_command(SearchCommand(op="stop"))
     assert made.next(None) is None
-    made.ended(job, JobResult(status="stopped", metrics={"val_loss": 0.9}, seconds=4.0))
+    made.on_end(job, JobResult(status="stopped", metrics={"val_loss": 0.9}, seconds=4.0))
     assert made.done
     made.close("stopped")
     assert ends(diary) == {0: ("waiting", "the sweep ended as stopped")}
@@ -544,8 +544,8 @@ def test_a_stopped_sweep_leaves_its_trials_for_the_next_session(tmp_path: Path) 
 def test_a_trial_stopped_by_hand_does_not_come_back(tmp_path: Path) -> None:
     made, diary = program(tmp_path, sweep(2))
     job = made.next(None)
-    made.obey(SearchCommand(op="stop_trial", n=0))
-    made.ended(job, JobResult(status="stopped"))
+    made.on_command(SearchCommand(op="stop_trial", n=0))
+    made.on_end(job, JobResult(status="stopped"))
     assert ends(diary) == {0: ("pruned", "stopped by hand")}
     assert [one.key for one in drive(made, Fake(loss))] == [TRIAL[1]]
     made.close("completed")
@@ -553,7 +553,7 @@ def test_a_trial_stopped_by_hand_does_not_come_back(tmp_path: Path) -> None:
 
 def test_added_trials_are_remembered(tmp_path: Path) -> None:
     made, _ = program(tmp_path, sweep(1))
-    made.obey(SearchCommand(op="add_trials", n=2))
+    made.on_command(SearchCommand(op="add_trials", n=2))
     assert len(drive(made, Fake(loss), jobs=2)) == 2
     again, _ = program(tmp_path, sweep(1))
     assert [job.key for job in drive(again, Fake(loss))] == TRIAL[1:3]

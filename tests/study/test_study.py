@@ -110,7 +110,7 @@ def test_a_running_trial_is_taken_up_with_the_same_parameters(opened: Opened) ->
     number, params = study.ask()
     study.report(number, 0.5, 0)
     again = opened(plain())
-    assert again.take_up(number) == (number, params)
+    assert again.resume(number) == (number, params)
     assert again.report(number, 0.7, 0)[0] == 0  # the step counts once, without a warning
     assert again.report(number, 0.8, None)[0] == 1
     assert again.reports(number) == {0: 0.5, 1: 0.8}
@@ -120,7 +120,7 @@ def test_a_trial_cut_off_while_it_was_drawn_gets_its_missing_parameters(opened: 
     study = opened(plain(sampler="random"))
     whole = study.ask()[1]
     study.optuna.ask().suggest_float("optim.lr", LR["low"], LR["high"], log=True)
-    _, params = opened(plain(sampler="random")).take_up(1)
+    _, params = opened(plain(sampler="random")).resume(1)
     assert set(params) == set(whole)
     assert params != whole
 

@@ -63,7 +63,7 @@ def request(folder: Path, **known: Any) -> SearchRequest:
         "notes": (),
         "deadline": None,
         "imposed": False,
-        "program": "",
+        "algorithm": "",
         "folds": None,
         "sweep_config": None,
     }
@@ -120,7 +120,7 @@ def drive(
         if not running:
             return begun
         one = running.pop(0)
-        made.ended(one, run(made, one, job))
+        made.on_end(one, run(made, one, job))
         left = None if left is None else left - job.seconds / slots
 
 
@@ -131,6 +131,6 @@ def run(made: SweepAlgorithm, one: SearchJob, job: Fake) -> JobResult:
     metrics: Mapping[str, Any] = {}
     for step in range(job.steps):
         metrics = job.metrics(one, step)
-        if made.reported(one, metrics, step) == "pruned" and one.judged:
+        if made.on_report(one, metrics, step) == "pruned" and one.judged:
             return JobResult(status="pruned", metrics=metrics, seconds=job.seconds)
     return JobResult(status="completed", metrics=metrics, seconds=job.seconds)
