@@ -81,16 +81,16 @@ class InProcessRecorder(RecordChannel):
     def send(self, message: Statement) -> None:
         """See :class:`Channel`."""
         super().send(message)
-        self._tell()
+        self._forward_events()
 
     def ask(self, question: Question) -> Reply:
         """See :class:`Channel`."""
         reply = super().ask(question)
-        self._tell()
+        self._forward_events()
         return reply
 
     def __enter__(self) -> InProcessRecorder:
-        self._tell()
+        self._forward_events()
         return self
 
     def __exit__(
@@ -101,11 +101,11 @@ class InProcessRecorder(RecordChannel):
     ) -> None:
         self._run.lock.release()
         try:
-            self._tell()
+            self._forward_events()
         finally:
             self._end_tracking()
 
-    def _tell(self) -> None:
+    def _forward_events(self) -> None:
         """Hand on the events that are new; what another thread writes (it saves) has time."""
         if threading.get_ident() != self._thread:
             return
@@ -325,7 +325,7 @@ def run_in_place(
         run = _choose(choose, host)
         limit = time_limit(config)
         mine = ("", None) if run is None else (str(run.paths.folder), limit.deadline)
-        folder, deadline = _agree(mine, host)
+        folder, deadline = _broadcast(mine, host)
         paths, recorder = RunPaths(Path(folder)), None
         job = JobSpec(paths=paths, plan=plan, config=config, deadline=deadline)
         if run is not None:
@@ -337,7 +337,7 @@ def run_in_place(
             )
             recorder = stack.enter_context(InProcessRecorder(run, request, cell, on_event))
         _run_rank(train, job, host, recorder)
-        _meet(host, paths.ended)  # rank 0 has written the result
+        _barrier(host, paths.ended)  # rank 0 has written the result
     return RunResult(paths)
 
 
@@ -372,7 +372,7 @@ def _run_rank(
         if optimizers is not None:
             stack.callback(optimizers.close)
         settle(ctx)
-        call(train, ctx, record, together=lambda: _all_well(host, job.paths))
+        call(train, ctx, record, together=lambda: _wait_for_all(host, job.paths))
 
 
 def _join(plan: LaunchPlan, host: Host) -> None:
@@ -435,15 +435,15 @@ def first_node(nodes: str) -> str:
     return nodes.split(",")[0]
 
 
-def _all_well(host: Host, paths: RunPaths) -> None:
+def _wait_for_all(host: Host, paths: RunPaths) -> None:
     """Wait until every rank is through with the function; raise the error of one that failed."""
     values = [paths.value(rank) for rank in range(host.world_size)]
-    _meet(host, lambda: paths.error.exists() or all(value.exists() for value in values))
+    _barrier(host, lambda: paths.error.exists() or all(value.exists() for value in values))
     if paths.error.exists():
         raise_failure(paths)
 
 
-def _meet(host: Host, together: Callable[[], bool]) -> None:
+def _barrier(host: Host, together: Callable[[], bool]) -> None:
     """Wait for the other ranks: in the group, or by the run's files where the function ended it.
 
     ``Accelerator.end_training()`` does that, as the last line of many a training function.
@@ -451,13 +451,13 @@ def _meet(host: Host, together: Callable[[], bool]) -> None:
     import torch.distributed as dist
 
     if host.world_size == 1 or dist.is_initialized():
-        _agree(None, host)
+        _broadcast(None, host)
         return
     while not together():
         time.sleep(0.05)
 
 
-def _agree(value: T, host: Host) -> T:
+def _broadcast(value: T, host: Host) -> T:
     """Rank 0's value on every rank; also a barrier."""
     if host.world_size == 1:
         return value

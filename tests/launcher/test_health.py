@@ -72,10 +72,10 @@ def test_ranks_that_work_may_take_their_time_to_form_a_group(
 ) -> None:
     care = HealthMonitor(worker_group, RunRecord(paths, deadline=None), config, start_seconds=1.0)
     while time.monotonic() < worker_group.started_at + 2.0:
-        assert care.look() is None
+        assert care.check() is None
         time.sleep(0.05)
     rank.send_signal(signal.SIGSTOP)
-    while (late := care.look()) is None:
+    while (late := care.check()) is None:
         time.sleep(0.05)
     assert isinstance(late, LateGroup)
     assert "the ranks did not form a group" in late.reason

@@ -97,7 +97,7 @@ def test_an_argument_that_launch_does_not_take(
     wrong: dict[str, Any], allowed: str, config: nb.Config
 ) -> None:
     (name,) = wrong
-    with pytest.raises(LaunchError, match=rf"(?s)^{name}=.* is not known.*Allowed: {allowed}"):
+    with pytest.raises(LaunchError, match=rf"(?s)^{name}=.* is not valid.*Allowed: {allowed}"):
         quiet(functions.ranks, config, **wrong)
 
 

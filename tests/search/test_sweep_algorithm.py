@@ -201,9 +201,7 @@ def test_a_metric_that_is_no_number_fails_the_trial(
     metrics: Any, reason: str, tmp_path: Path
 ) -> None:
     made, diary = program(tmp_path, sweep(1))
-    told = (
-        "no trial of the sweep has a value: 1 failed" if "val_loss" in metrics else "has the metrics"
-    )
+    told = "no trial of the sweep has a value: 1 failed" if "val_loss" in metrics else "the metrics"
     with pytest.raises(SweepError, match=told):
         _end_and_close(made, JobResult(status="completed", metrics=metrics))
     assert ends(diary) == {0: ("failed", reason)}

@@ -85,7 +85,7 @@ def test_widgets_are_refused_where_there_can_be_none(config: nb.Config) -> None:
         nb.launch(print, config, display="widgets")
     with pytest.raises(LaunchError, match="outside a notebook"):
         nb.attach("anything", display="widgets")
-    with pytest.raises(LaunchError, match="display='rich' is not known\n  Allowed: 'auto'"):
+    with pytest.raises(LaunchError, match="display='rich' is not valid\n  Allowed: 'auto'"):
         nb.attach("anything", display="rich")  # type: ignore[arg-type]
     with pytest.raises(MissingExtra, match=r"needs ipywidgets\n.*nbtoolkit-torch\[panel\]"):
         choose_screen("widgets", BARE)
