@@ -1,4 +1,4 @@
-"""What a sweep has ready before it is needed: ranks, imports, the next trial's parameters."""
+"""What a sweep prepares ahead: ranks, imports, the next trial's parameters."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_rank_in_reserve_has_what_was_imported_after_it_was_forked(
         before = SMALL in sys.modules
         wait_for(go)  # meanwhile the first rank in reserve is forked
         importlib.import_module(SMALL)
-        wait_for(end)  # a branch imports it too, and the reserve is made anew
+        wait_for(end)  # a branch imports it too, and the warm workers are started again
         return {"val_loss": float(before)}
 
     shutdown()  # no branch of an earlier test
