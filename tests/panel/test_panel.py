@@ -519,7 +519,6 @@ READERS = {
     "notebooks.task",
     "report.run_summary",
     "run.paths",
-    "search.handle",
     "search.sweep",
     "search.sweep_result",
     "study.sweep_config",
