@@ -1,4 +1,4 @@
-"""nb.cross_validate on real processes."""
+"""nb.cross_validate with real processes."""
 
 from __future__ import annotations
 

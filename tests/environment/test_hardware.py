@@ -1,4 +1,4 @@
-"""Hardware: which GPUs are seen, which are usable, and the reasons; no CUDA, no torch import."""
+"""Hardware detection: visible and usable GPUs with reasons, without importing torch or CUDA."""
 
 from __future__ import annotations
 

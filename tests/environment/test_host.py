@@ -1,4 +1,4 @@
-"""Host: which one, which folders, which limits, started as a rank or not; each with its reason."""
+"""Host detection: kind, folders, limits and launch by other tools, each with its reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan: for every machine and wish what is decided, and the sentence that says why."""
+"""make_plan: the decision for every machine and setting, and the sentence that explains it."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def plan_on(
 
 
 def test_a_dict_of_settings_is_a_configuration() -> None:
-    wished = {"distributed.world_size": 2}
-    plan = make_plan(wished, SCRIPT, cpu_machine(4))
-    assert plan == make_plan(load_config(overrides=wished), SCRIPT, cpu_machine(4))
+    overrides = {"distributed.world_size": 2}
+    plan = make_plan(overrides, SCRIPT, cpu_machine(4))
+    assert plan == make_plan(load_config(overrides=overrides), SCRIPT, cpu_machine(4))
     assert plan.processes == 2
 
 
@@ -292,7 +292,7 @@ def test_a_tpu_alone_is_refused_with_a_way_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("card", "wish", "precision", "sentence"),
+    ("card", "setting", "precision", "sentence"),
     [
         (T4, "auto", "fp16", "fp16: Tesla T4 is sm_75, bf16 would be emulated"),
         (T4, "bf16", "bf16", "Tesla T4 is sm_75 and EMULATES it"),
@@ -306,15 +306,15 @@ def test_a_tpu_alone_is_refused_with_a_way_out() -> None:
         (None, "fp32", "fp32", "fp32: train.precision says so"),
     ],
 )
-def test_precision(card: Card | None, wish: str, precision: str, sentence: str) -> None:
+def test_precision(card: Card | None, setting: str, precision: str, sentence: str) -> None:
     hardware = machine(card) if card else cpu_machine()
-    plan = plan_on(hardware, train__precision=wish)
+    plan = plan_on(hardware, train__precision=setting)
     assert plan.precision == precision
     assert says(plan, sentence)
 
 
 @pytest.mark.parametrize(
-    ("hardware", "wish", "backend"),
+    ("hardware", "setting", "backend"),
     [
         (machine(T4, T4), "auto", "nccl"),
         (machine(T4, T4), "nccl", "nccl"),
@@ -324,8 +324,8 @@ def test_precision(card: Card | None, wish: str, precision: str, sentence: str) 
         (cpu_machine(), "gloo", "gloo"),
     ],
 )
-def test_backend(hardware: Hardware, wish: str, backend: str | None) -> None:
-    plan = plan_on(hardware, distributed__backend=wish, distributed__enabled=True)
+def test_backend(hardware: Hardware, setting: str, backend: str | None) -> None:
+    plan = plan_on(hardware, distributed__backend=setting, distributed__enabled=True)
     assert plan.backend == backend
     assert backend is None or says(plan, f"{backend}: ")
 

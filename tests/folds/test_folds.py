@@ -1,4 +1,4 @@
-"""make_folds, Folds and their files, and the search for leaks."""
+"""make_folds, Folds and their files, and the leakage checks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def splits(folds: nb.Folds) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("wish", "splitter"),
+    ("arguments", "splitter"),
     [
         ({"kind": "stratified"}, sk.StratifiedKFold(5, shuffle=True, random_state=0)),
         ({"k": 3, "seed": 7}, sk.StratifiedKFold(3, shuffle=True, random_state=7)),
@@ -52,11 +52,13 @@ def splits(folds: nb.Folds) -> list[tuple[list[int], list[int]]]:
         ),
     ],
 )
-def test_folds_are_those_of_scikit_learns_splitter(wish: dict[str, Any], splitter: Any) -> None:
-    folds = nb.make_folds(CLASSES, **wish)
+def test_folds_are_those_of_scikit_learns_splitter(
+    arguments: dict[str, Any], splitter: Any
+) -> None:
+    folds = nb.make_folds(CLASSES, **arguments)
     expected = [
         (train.tolist(), valid.tolist())
-        for train, valid in splitter.split(EMPTY, CLASSES, wish.get("groups"))
+        for train, valid in splitter.split(EMPTY, CLASSES, arguments.get("groups"))
     ]
     assert splits(folds) == expected
     assert len(folds) == len(expected) == folds.k * folds.repeats
@@ -111,7 +113,7 @@ def test_folds_are_counted_indexed_and_told_apart_by_how_they_split() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "said"),
+    ("arguments", "said"),
     [
         ({"kind": "strat"}, "kind is 'strat'\n.*stratified, kfold, group"),
         ({"k": 1}, "k is 1\n.*whole number from 2"),
@@ -131,9 +133,9 @@ def test_folds_are_counted_indexed_and_told_apart_by_how_they_split() -> None:
         ({"predefined": CLASSES}, "'stratified' with predefined=... cannot be meant"),
     ],
 )
-def test_sweep_config_that_cannot_be_met_are_refused(wish: dict[str, Any], said: str) -> None:
+def test_sweep_config_that_cannot_be_met_are_refused(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(FoldError, match=said):
-        nb.make_folds(CLASSES, **wish)
+        nb.make_folds(CLASSES, **arguments)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""On a machine with an NVIDIA GPU and a CUDA build of torch: one card is enough for most of it.
+"""Launches on a machine with an NVIDIA GPU and a CUDA build of torch; most need one card.
 
-Each test is a kernel of its own, a fresh script, since some of them touch CUDA in the kernel.
+Each test runs in a fresh script, since some of them use CUDA in the kernel.
 """
 
 from __future__ import annotations

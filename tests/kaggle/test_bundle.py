@@ -1,4 +1,4 @@
-"""`nbtoolkit bundle`: which wheels a host lacks, and a folder of them."""
+"""`nbtoolkit bundle`: the wheels that a host lacks, and a folder of them."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_an_image_is_read_as_pip_prints_it(tmp_path: Path) -> None:
 
 
 def test_the_command_says_why_pip_cannot(own: Wheel, tmp_path: Path) -> None:
-    """Nothing is reached: pip is told of no index but an empty folder."""
+    """No download: pip has no index but an empty folder."""
     there = everything_there(own, tmp_path / "image.txt")
     there.write_text(there.read_text().replace("mlflow\n", ""))
     program = [sys.executable, "-m", "nbtoolkit", "bundle", "--image", str(there)]

@@ -1,4 +1,4 @@
-"""`nbtoolkit kaggle-kernel`: Kaggle's client takes the folder, and we find what it does not."""
+"""`nbtoolkit kaggle-kernel`: Kaggle's client accepts the folder; we check what it does not."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_client_checks_what_we_think_it_checks(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"characters|language|Dataset"):
             pushed(folder)
     (folder / FILE).write_text(json.dumps({**good, "id": "some-work", "enable_gpus": True}))
-    assert pushed(folder)[0].slug == "some-work"  # neither of the two is told
+    assert pushed(folder)[0].slug == "some-work"  # neither of the two is reported
 
 
 def test_a_notebook_that_is_not_python_is_not_sent(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that are slow to form their group, or to write their stacks, are not taken for hung."""
+"""Ranks that are slow to form their group or to write their stacks do not count as hung."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ def test_a_rank_that_writes_its_stacks_late_is_waited_for(
 
 
 def test_what_a_rank_said_last_is_heard_when_a_message_to_it_comes_too_late() -> None:
-    owner, rank = Connection.pair()
+    supervisor, rank = Connection.pair()
     rank.send(FunctionLeft(status="deadline"))
     rank.close()
-    assert not owner.send(StopPending())
-    assert owner.closed
-    assert owner.drain() == [FunctionLeft(status="deadline")]
-    assert owner.drain() == []
-    owner.close()
+    assert not supervisor.send(StopPending())
+    assert supervisor.closed
+    assert supervisor.drain() == [FunctionLeft(status="deadline")]
+    assert supervisor.drain() == []
+    supervisor.close()

@@ -1,4 +1,4 @@
-"""start="inline": a run in this very process, and nothing of it left here afterwards."""
+"""start="inline": a run in this process, which leaves nothing behind in it."""
 
 from __future__ import annotations
 

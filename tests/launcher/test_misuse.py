@@ -1,4 +1,4 @@
-"""Calls and training functions that are nearly right: what is wrong is said, early and in words."""
+"""Calls and training functions that are nearly right get an early and clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports ahead of need: in a branch of the fork server, never where it could break the ranks."""
+"""The fork server imports modules before ranks need them, and none that breaks forks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_modules_of_the_working_directory_are_never_imported_ahead(
 def test_environment_key_ignores_what_says_nothing() -> None:
     base = {"HF_HOME": "/a", "PWD": "/x"}
     assert environment_key(base) == environment_key({"HF_HOME": "/a", "PWD": "/y"})
-    # pytest sets it anew for each test
+    # pytest sets it again for each test
     running = {**base, "PYTEST_CURRENT_TEST": "test_it (call)"}
     assert environment_key(base) == environment_key(running)
     assert environment_key(base) != environment_key({"HF_HOME": "/b", "PWD": "/x"})

@@ -1,4 +1,4 @@
-"""`nbtoolkit lint`: each hazard is found where it is, and what is right is left alone."""
+"""`nbtoolkit lint` finds each hazard at its line, and reports nothing in correct code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nbtoolkit run NOTEBOOK`, as a shell calls it."""
+"""`nbtoolkit run NOTEBOOK`, called from a shell."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_an_interrupt_ends_the_kernel_and_says_where_it_was(tmp_path: Path) -> N
         _, told = running.communicate(timeout=SECONDS)
     assert running.returncode == 130
     assert "interrupted" in told
-    all_gone({kernel})  # a zombie counts as gone: whoever inherits it may be slow
+    all_gone({kernel})  # a zombie counts as gone: its new parent may be slow to reap it
     assert read_json(tmp_path / "d.run.json")["failure"]["kind"] == "interrupt"
 
 

@@ -1,4 +1,4 @@
-"""Notebooks in the background: they outlive who starts them, and can be asked and ended."""
+"""Background notebooks outlive the process that starts them, and can be queried and stopped."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_a_cell_that_fails_is_told_as_it_would_have_been_here(start: Start, tmp_
 def test_who_stops_it_ends_its_kernel_and_what_runs_in_it(start: Start, tmp_path: Path) -> None:
     handle = start(LAUNCHES, "nb.launch(panel_functions.until_told, config, display='off')")
     [run] = until(lambda: handle.runs, "the run")
-    until((run / "owner.json").exists, "its owner")
+    until((run / "owner.json").exists, "its supervisor")
     family = {pid(handle), *descendants(pid(handle))}
     assert len(family) > 2
     nb.NotebookHandle(handle.output).stop()

@@ -1,4 +1,4 @@
-"""Notebooks that cannot run, fail or die: told with the cell and the reason."""
+"""Notebooks that cannot run, fail or die are reported with the cell and the reason."""
 
 from __future__ import annotations
 

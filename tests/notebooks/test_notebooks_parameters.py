@@ -1,4 +1,4 @@
-"""Parameters of a notebook: what its cell declares, and what values it takes; no kernel runs."""
+"""Parameters of a notebook: its declared names and the values they accept. No kernel runs."""
 
 from __future__ import annotations
 

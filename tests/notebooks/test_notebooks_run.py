@@ -1,4 +1,4 @@
-"""Notebooks as programs: parameters in, published values out, an executed copy beside."""
+"""Notebooks as programs: parameters in, published values out, an executed copy."""
 
 from __future__ import annotations
 

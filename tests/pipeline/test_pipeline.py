@@ -1,4 +1,4 @@
-"""Pipelines: notebooks in the order they need each other; what is done is not done again."""
+"""Pipelines run notebooks in the order of their dependencies and skip completed steps."""
 
 from __future__ import annotations
 

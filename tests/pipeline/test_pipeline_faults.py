@@ -1,4 +1,4 @@
-"""Pipelines whose steps fail or are killed, whose folder cannot be written or is in use."""
+"""Pipelines whose steps fail or are killed, and whose folder is in use or cannot be written."""
 
 from __future__ import annotations
 

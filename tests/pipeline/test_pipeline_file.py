@@ -1,4 +1,4 @@
-"""A pipeline's file: what may stand in it, and how mistakes are told. No kernel is started."""
+"""The file of a pipeline: allowed content and reports of mistakes. No kernel starts."""
 
 from __future__ import annotations
 

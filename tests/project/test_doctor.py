@@ -1,4 +1,4 @@
-"""nb.doctor(): one report of what is here, what is known to be bad, and whether forks work."""
+"""nb.doctor(): a report of the environment, its known faults, and whether forks work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports point one way, as the data do: config, host and hardware, plan, ranks, launch.
+"""Imports point one way along the order of the folders, inside functions too.
 
 Read from the source, so that a module counts whether or not a test imports it.
 """

@@ -1,4 +1,4 @@
-"""nb.verify: what it finds in functions that are equal, and in those that are not."""
+"""nb.verify: its findings in functions that are equal on all devices, and in others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def train(config: Any, ctx: Any) -> dict[str, float]:
 
 
 def own_loop(config: Any, ctx: Any) -> None:
-    """Without nb.fit: depends on the number of ranks, and cannot be gone on with exactly."""
+    """Without nb.fit: depends on the number of ranks, and cannot be resumed exactly."""
     import torch
 
     state = ctx.load() or {"weight": torch.zeros(1), "step": 0}

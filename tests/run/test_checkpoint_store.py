@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there, the damaged passed over, the oldest taken away."""
+"""Checkpoints on disk are complete or absent; damaged ones are skipped, the oldest removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Misspelt metrics and parameters: told as early as they can be known."""
+"""Misspelt metrics and parameters are reported as early as they can be known."""
 
 from __future__ import annotations
 

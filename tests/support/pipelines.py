@@ -1,4 +1,4 @@
-"""Small pipelines for the tests: notebooks of a few cells, and the file that names them."""
+"""Small pipelines for tests: notebooks of a few cells, and the file that names them."""
 
 from __future__ import annotations
 

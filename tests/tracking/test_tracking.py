@@ -303,7 +303,7 @@ def test_a_dead_owner_means_killed_and_a_new_attempt_goes_on_in_the_same_run(
     run = Run.new(tmp_path)
     run.begin()
     run.train(range(3))
-    run.let_go()
+    run.release()
     run_id = follow(run.paths)
     (found,) = all_runs(tmp_path)
     assert found.info.status == "KILLED"
@@ -596,16 +596,16 @@ def test_what_is_not_written_yet_is_told_of_and_written_at_the_kernels_end(
     outputs: Path, held: Path
 ) -> None:
     paths = whole_run(outputs)
-    pad = ForkServerClient(tracking=True)
-    pid, said = pad.track(paths.folder), list[str]()
+    client = ForkServerClient(tracking=True)
+    pid, said = client.track(paths.folder), list[str]()
     assert not wait_for_tracking(paths, pid, said.append, limit=0.0)
     (line,) = said
     assert line.startswith("tracking has not written the whole run yet, and goes on in the backgr")
     assert str(paths.tracking) in line
     assert f"nbtoolkit.tracking.replay({str(paths.folder)!r})" in line
     with soon(held.touch):
-        pad.close(stalled=1.0)
-    assert not pad.alive()
+        client.close(stalled=1.0)
+    assert not client.alive()
     assert read_json(paths.tracking)["done"]
     assert [run.info.run_name for run in all_runs(outputs)] == [paths.run_id]
 
@@ -614,17 +614,17 @@ def test_a_launch_waits_for_tracking_that_is_slow_and_tells_of_one_that_fails(
     outputs: Path, held: Path
 ) -> None:
     paths, said = whole_run(outputs), list[str]()
-    pad = ForkServerClient(tracking=True)
-    pid = pad.track(paths.folder)
+    client = ForkServerClient(tracking=True)
+    pid = client.track(paths.folder)
     with soon(held.touch):
         assert wait_for_tracking(paths, pid, said.append, stalled=1.0)
     assert said == []
     (outputs / "mlflow.db").write_text("not a database, but long enough")
     paths = whole_run(outputs)
-    pad.track(paths.folder)
+    client.track(paths.folder)
     assert not wait_for_tracking(paths, pid, said.append)
     assert said[0].startswith("warning: tracking did not write the whole run: TrackingError: ")
-    pad.close()
+    client.close()
 
 
 def test_a_service_that_does_nothing_is_given_up(outputs: Path) -> None:

@@ -1,4 +1,4 @@
-"""Averaging: means of the weights, evaluated where they are; statistics that fit them."""
+"""Weight averaging: correct means, evaluation of the means, and matching statistics."""
 
 from __future__ import annotations
 

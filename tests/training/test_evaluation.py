@@ -1,4 +1,4 @@
-"""Validation and prediction: every sample once and in order, whoever computes it."""
+"""Validation and prediction visit every sample once and in order, on any number of ranks."""
 
 from __future__ import annotations
 

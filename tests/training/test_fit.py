@@ -1,4 +1,4 @@
-"""fit: the same steps on any number of ranks, exact validation, checkpoints, resume."""
+"""nb.fit: the same steps on any number of ranks, exact validation, checkpoints, resume."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def model_of(*more: nn.Module) -> nn.Module:
 
 
 class Run:
-    """A run of one rank in this process, whose folder can be gone on with."""
+    """A run of one rank in this process, whose folder can be resumed."""
 
     def __init__(self, folder: Path) -> None:
         self.paths = RunPaths(folder)
@@ -314,7 +314,7 @@ def test_a_checkpoint_of_another_walk_through_the_data_is_refused(run: Run) -> N
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_said(run: Run, another: Run) -> None:
-    """The one before it is gone on from; the end is the same."""
+    """The run resumes from the checkpoint before it; the end is the same."""
     config = configured(overrides={"checkpoint.every_steps": 5, "train.epochs": 4})
     whole, again = model_of(), model_of()
     expected = run.fit(whole, config=config)
@@ -367,7 +367,7 @@ def test_early_stopping_ends_when_nothing_gets_better(run: Run) -> None:
 def test_a_run_that_was_asked_to_end_leaves_in_the_middle_of_an_epoch(
     run: Run, another: Run
 ) -> None:
-    """And goes on with the next sample and the same random numbers."""
+    """It resumes with the next sample and the same random numbers."""
     overrides = {"train.batch_size": 2, "train.epochs": 2, "checkpoint.every_steps": 1}
     config = configured(overrides=overrides)
     whole, halves, fresh = (model_of(nn.Dropout(0.5)) for _ in range(3))

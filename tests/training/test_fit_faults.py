@@ -1,4 +1,4 @@
-"""fit meets bad data and broken machines: it says what it was, and loses nothing it had saved."""
+"""nb.fit with bad data and broken machines: a clear error, and no saved work lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training sets that can only be iterated: the same steps for all ranks, to the stream's end."""
+"""Iterable training sets: the same steps for all ranks, to the end of the stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The feed: the same global batches and augmented samples for any ranks, passes and workers."""
+"""The train loader: the same global batches and augmentations for any ranks, splits and workers."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def points(size: int, seed: int = 0) -> Batch:
 
 
 class Rows:
-    """A data set whose targets are not at hand; the last samples only are to be ignored."""
+    """A data set without direct access to its targets; only the last samples are ignored."""
 
     def __init__(self, data: Batch) -> None:
         self._data = data

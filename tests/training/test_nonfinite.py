@@ -1,4 +1,4 @@
-"""Losses that are not a number: which step it was, which samples, the same on all ranks."""
+"""Losses that are not finite: the step and samples are reported, the same on all ranks."""
 
 from __future__ import annotations
 

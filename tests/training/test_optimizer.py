@@ -1,4 +1,4 @@
-"""Optimizer: any class of torch or of the user's own, with the arguments that it takes."""
+"""Optimizers: any class of torch or of the user, with the arguments it accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of the samples and the batches made of it: the same steps for any ranks and passes."""
+"""The sample order and its batches: the same steps for any ranks and gradient accumulation."""
 
 from __future__ import annotations
 

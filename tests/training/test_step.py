@@ -1,4 +1,4 @@
-"""The step on one rank and several: how a model is placed, what it is told when it cannot train."""
+"""The train step on one rank and several: model placement, errors for models it cannot train."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def train_step_of(
     loss: Any = cross_entropy,
     **more: Any,
 ) -> TrainStep:
-    """A stepper of this run; its settings may differ from the run's."""
+    """A train step of this run; its settings may differ from the run's."""
     config = ctx.config.with_overrides(overrides or {})
 
     def pair(model: nn.Module, batch: Any) -> tuple[Any, Any]:
@@ -75,7 +75,7 @@ Make = Callable[..., TrainStep]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Makes the stepper of a run of one rank in this process."""
+    """Make the train step of a run of one rank in this process."""
 
     def make(model: nn.Module, overrides: dict[str, Any] | None = None, **more: Any) -> TrainStep:
         return train_step_of(context(tmp_path / "run", configured(overrides)), model, **more)
@@ -94,7 +94,7 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-# --- activations computed anew --------------------------------------------------------------------
+# --- activation checkpointing ---------------------------------------------------------------------
 
 
 class Block(nn.Module):

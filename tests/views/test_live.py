@@ -1,4 +1,4 @@
-"""What a cell, a terminal or a log shows of a run while it runs: real kernels, papermill, a pty."""
+"""Output of a run while it runs, in a cell, a terminal or a log: real kernels, papermill, a pty."""
 
 from __future__ import annotations
 
@@ -376,7 +376,7 @@ def on_terminal(code: str) -> str:
 
 @pytest.fixture
 def state(tmp_path: Path) -> Iterator[State]:
-    """Of a folder that somebody owns."""
+    """Of a folder whose lock is held."""
     paths = RunPaths(tmp_path)
     paths.versions.write_text("{}")
     with paths.lock.open("w") as lock:
@@ -392,7 +392,7 @@ def diary(tmp_path: Path) -> Iterator[EventLog]:
 
 
 def ends(diary: EventLog, state: State, **fields: Any) -> None:
-    """What an owner writes at the end."""
+    """Write the last event, as the supervisor does."""
     state.paths.result.write_text(json.dumps(fields))
     diary.write(RunEnded(**fields))
 
