@@ -297,7 +297,7 @@ def pipeline(
 ) -> None:
     """Run notebooks one after the other; what is done is skipped. Prints what they published."""
     from nbtoolkit.notebooks.progress import skip_slow_imports
-    from nbtoolkit.pipeline.run import run_pipeline
+    from nbtoolkit.pipeline.runner import run_pipeline
 
     skip_slow_imports()
     with sentences(debug):

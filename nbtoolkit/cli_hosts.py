@@ -22,7 +22,7 @@ def lint(
     debug: Debug = False,
 ) -> None:
     """Say what will go wrong in notebooks on other machines, or in several ranks; runs nothing."""
-    from nbtoolkit.lint.find import find_all, report
+    from nbtoolkit.lint.linter import find_all, report
 
     with sentences(debug):
         found = find_all(notebooks)

@@ -160,7 +160,7 @@ def test_the_command_prints_what_was_published_and_skips_without_loading_a_kerne
     assert (second.returncode, second.stdout) == (0, first.stdout)
     assert "[2/2] use: skipped, done with equal inputs" in second.stderr
     loaded = {line.rpartition("|")[2].strip() for line in second.stderr.splitlines()}
-    assert "nbtoolkit.pipeline.run" in loaded
+    assert "nbtoolkit.pipeline.runner" in loaded
     assert not loaded & {"torch", "numpy", "papermill", "nbformat", "nbclient", "IPython"}
 
     wrong = command("-o", "fnd.n=5")
