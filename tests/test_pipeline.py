@@ -131,7 +131,7 @@ nb.publish({"n": n, "status": "deadline" if n == 1 else "completed"})
     later = run(path, overrides={"one.n": 2})
     assert (later.status, statuses(later)) == ("completed", "one done, two done")
     other = run(path, overrides={"one.n": 3})
-    assert other["two"].reason == "what was done before it has other results"
+    assert other["two"].reason == "a step in `after` has other results"
 
 
 @pytest.mark.long
