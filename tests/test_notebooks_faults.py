@@ -82,7 +82,8 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     for output in (tmp_path / "file/done.ipynb", Path("/proc/done.ipynb")):
         with pytest.raises(NotebookError, match=f"the executed copy {output} cannot be written"):
             run_notebook(path, output)
-    with pytest.raises(NotebookError, match=r"does not end in \.ipynb[\s\S]*output='.*/out/work.ipynb'"):
+    ends = r"does not end in \.ipynb[\s\S]*output='.*/out/work.ipynb'"
+    with pytest.raises(NotebookError, match=ends):
         run_notebook(path, tmp_path / "out")
     with pytest.raises(NotebookError, match="is the notebook itself"):
         run_notebook(path, path)

@@ -1,4 +1,4 @@
-"""Describe the environment of a host: its Python and its installed packages."""
+"""Describe a host's environment by its Python and its installed packages."""
 
 from __future__ import annotations
 

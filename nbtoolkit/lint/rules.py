@@ -1,4 +1,4 @@
-"""Define the rules: devices, hidden state, absolute paths, random splits, ranks and writes."""
+"""Define the rules on devices, hidden state, absolute paths, random splits, ranks and writes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def built_before_launch(program: NotebookProgram) -> Iterator[Hazard]:
     for site in program.in_kernel():
         if not isinstance(site.node, ast.Call) or first is None:
             continue
-        name = program.names.full(site.node.func).rpartition(".")[2]
+        name = program.names.full_name(site.node.func).rpartition(".")[2]
         if name in _TOO_EARLY and (site.cell.number, site.node.lineno) < first:
             what = f"{name}(...) is created in the kernel, before the launch: {_TOO_EARLY[name]}"
             yield _at(site, "built-before-launch", what)
@@ -61,7 +61,7 @@ def _at(site: Site, code: str, what: str, do: str = "") -> Hazard:
 
 
 def _gpu_use(call: ast.Call, program: NotebookProgram, names: set[str]) -> str:
-    full = program.names.full(call.func)
+    full = program.names.full_name(call.func)
     if full in _QUERIES:
         return f"{full}() starts the driver in the kernel: its forked processes cannot use a GPU"
     if full.startswith("torch.cuda.") and full not in _HARMLESS:
@@ -253,7 +253,7 @@ def unseeded_splits(program: NotebookProgram) -> Iterator[Hazard]:
         for site in sites:
             if not isinstance(site.node, ast.Call) or site.node in reported:
                 continue
-            full = program.names.full(site.node.func)
+            full = program.names.full_name(site.node.func)
             called.add(full)
             missing = _unseeded(site.node, name := full.rpartition(".")[2])
             if missing and _SEEDS[missing] not in called and not any(map(_seeds_all, called)):
@@ -305,7 +305,7 @@ def lone_collectives(program: NotebookProgram) -> Iterator[Hazard]:
         call = site.node
         if not site.guarded or not isinstance(call, ast.Call):
             continue
-        if name := _collective(program.names.full(call.func), ast.unparse(call.func)):
+        if name := _collective(program.names.full_name(call.func), ast.unparse(call.func)):
             what = f"only the main rank calls {name}, which waits for the other ranks"
             yield _at(site, "lone-collective", what)
         elif isinstance(call.func, ast.Name) and call.func.id in wrapped:
@@ -394,7 +394,7 @@ def unguarded_writes(program: NotebookProgram) -> Iterator[Hazard]:
         call = site.node
         if site.guarded or not isinstance(call, ast.Call) or mentions_rank(call):
             continue
-        if name := _write(call, program.names.full(call.func)):
+        if name := _write(call, program.names.full_name(call.func)):
             yield _at(site, "unguarded-write", f"every rank calls {name}")
 
 

@@ -81,10 +81,10 @@ class ImportedNames:
             for node in ast.walk(tree):
                 self._add(node)
 
-    def full(self, node: ast.AST) -> str:
+    def full_name(self, node: ast.AST) -> str:
         """Return ``torch.utils.data.DataLoader`` for ``DataLoader``; ``.to`` for ``f(x).to``."""
         if isinstance(node, ast.Attribute):
-            return f"{self.full(node.value)}.{node.attr}"
+            return f"{self.full_name(node.value)}.{node.attr}"
         if isinstance(node, ast.Name):
             return self._imported.get(node.id, node.id)
         return ""
@@ -291,7 +291,7 @@ class NotebookProgram:
                     yield cell, node
 
     def _is_launch(self, call: ast.Call) -> bool:
-        module, _, name = self.names.full(call.func).rpartition(".")
+        module, _, name = self.names.full_name(call.func).rpartition(".")
         return name in _LAUNCHES and module.partition(".")[0] in ("nbtoolkit", "accelerate", "")
 
     def _launched(self) -> list[str]:

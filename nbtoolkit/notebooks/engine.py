@@ -37,7 +37,7 @@ _START_SECONDS, _LEAST_START_SECONDS = 600.0, 60.0
 _EXITED = "ended its kernel with exit() or quit()"
 
 
-class Content(TypedDict, total=False):
+class MessageContent(TypedDict, total=False):
     """The fields of a Jupyter message's content that the client reads.
 
     See https://jupyter-client.readthedocs.io/en/stable/messaging.html.
@@ -51,11 +51,11 @@ class Content(TypedDict, total=False):
     """Of an execute reply: requests to the client. The source of ``exit()`` is ``ask_exit``."""
 
 
-class Message(TypedDict):
+class JupyterMessage(TypedDict):
     """A Jupyter message, as nbclient passes it on."""
 
     msg_type: str
-    content: Content
+    content: MessageContent
 
 
 class Client(PapermillNotebookClient):
@@ -106,7 +106,9 @@ class Client(PapermillNotebookClient):
         reply: dict[str, Any] | None = super().wait_for_reply(*args, **kwargs)
         return reply
 
-    def process_message(self, msg: Message, *args: object, **kwargs: object) -> NotebookNode | None:
+    def process_message(
+        self, msg: JupyterMessage, *args: object, **kwargs: object
+    ) -> NotebookNode | None:
         """Process one message of the running cell; drop output beyond the limit."""
         kind, body = msg["msg_type"], msg["content"]
         if kind == "stream":
@@ -125,8 +127,8 @@ class Client(PapermillNotebookClient):
         output: NotebookNode | None = super().process_message(msg, *args, **kwargs)
         return output
 
-    async def _async_poll_for_reply(self, *args: object, **kwargs: object) -> Message:
-        reply: Message = await super()._async_poll_for_reply(*args, **kwargs)
+    async def _async_poll_for_reply(self, *args: object, **kwargs: object) -> JupyterMessage:
+        reply: JupyterMessage = await super()._async_poll_for_reply(*args, **kwargs)
         payload = reply["content"].get("payload") or []
         self._exit_requested |= any(part.get("source") == "ask_exit" for part in payload)
         return reply

@@ -1,4 +1,4 @@
-"""Keep the state of one notebook run: limits, output, progress, memory and the first failure."""
+"""Keep the limits, output, progress, memory and first failure of one notebook run."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from nbtoolkit.config.layers import Overrides, file_layer, places_to_look
 from nbtoolkit.config.schema import Section
-from nbtoolkit.config.validation import mistakes
+from nbtoolkit.config.validation import mistakes as validation_mistakes
 from nbtoolkit.config.yaml_source import Keys, Layer, Mistake, refuse
 from nbtoolkit.errors import NotebookError, PipelineError
 from nbtoolkit.notebooks.document import summarise
@@ -39,9 +39,9 @@ AnySection = TypeVar("AnySection", bound=Section)
 class _Invalid(Exception):
     """Settings from which no step can be made, with their mistakes."""
 
-    def __init__(self, *found: Mistake) -> None:
-        self.mistakes = found
-        super().__init__(*map(str, found))
+    def __init__(self, *mistakes: Mistake) -> None:
+        self.mistakes = mistakes
+        super().__init__(*map(str, mistakes))
 
 
 def load_pipeline(
@@ -69,15 +69,15 @@ def load_pipeline(
     except _Invalid as invalid:
         refuse([*invalid.mistakes], PipelineError)
         raise
-    by_step, found = _overrides_by_step(overrides or (), names)
+    by_step, problems = _overrides_by_step(overrides or (), names)
     steps = []
     for name in names:
         try:
             steps.append(_step(name, _step_layer(name, layer, by_step[name]), file))
         except _Invalid as invalid:
-            found += invalid.mistakes
-    found += [mistake for step in steps for mistake in _parameter_mistakes(step)]
-    refuse([*found, *connection_mistakes(steps, names)], PipelineError)
+            problems += invalid.mistakes
+    problems += [mistake for step in steps for mistake in _parameter_mistakes(step)]
+    refuse([*problems, *connection_mistakes(steps, names)], PipelineError)
     target = Path(folder or config.folder or Path("outputs") / file.stem).expanduser()
     return Pipeline(path=file, folder=target.absolute(), steps=in_order(steps))
 
@@ -86,7 +86,7 @@ def _validate(model: type[AnySection], layer: Layer) -> AnySection:
     try:
         return model.model_validate(layer.values)
     except ValidationError as error:
-        raise _Invalid(*mistakes(error, layer, model)) from None
+        raise _Invalid(*validation_mistakes(error, layer, model)) from None
 
 
 def _step_names(config: PipelineConfig, layer: Layer, file: Path) -> list[str]:
