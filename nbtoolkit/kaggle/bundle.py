@@ -189,6 +189,7 @@ def missing_requirements(own: Wheel, extras: Iterable[str], image: Image) -> lis
     """
     with tempfile.TemporaryDirectory(prefix="nbtoolkit-") as temporary:
         site, overrides = Path(temporary) / "site", Path(temporary) / "overrides.txt"
+        # uv takes these stubs for the host's installed packages. They have no requirements.
         for name, version in image.packages.items():
             info = site / f"{name.replace('-', '_')}-{version or '0'}.dist-info"
             info.mkdir(parents=True)
@@ -200,7 +201,7 @@ def missing_requirements(own: Wheel, extras: Iterable[str], image: Image) -> lis
         requirement = f"{own.name}[{','.join(extras)}] @ {own.path.absolute().as_uri()}"
         target = ["--target", str(site), "--python-version", image.python]
         target += ["--python-platform", _UV_PLATFORM, "--only-binary", ":all:"]
-        printed = _uv("install", "--dry-run", *target, "--overrides", str(overrides), requirement)
+        printed = _uv_dry_run(*target, "--overrides", str(overrides), requirement)
     pins = re.findall(r"^ \+ (\S+==\S+)$", printed, re.MULTILINE)
     for pin in pins:
         name = pin.partition("==")[0]
@@ -214,8 +215,8 @@ def missing_requirements(own: Wheel, extras: Iterable[str], image: Image) -> lis
     return pins
 
 
-def _uv(command: str, *words: str) -> str:
-    """Run a command of ``uv pip`` with pip's settings for the index; return what it prints."""
+def _uv_dry_run(*words: str) -> str:
+    """Return what ``uv pip install --dry-run`` prints, with pip's settings for the index."""
     try:
         from uv import find_uv_bin
     except ImportError as error:
@@ -227,9 +228,10 @@ def _uv(command: str, *words: str) -> str:
     for name, separator in {"INDEX_URL": " ", "EXTRA_INDEX_URL": " ", "FIND_LINKS": ","}.items():
         if value := environ.get(f"PIP_{name}"):
             environ.setdefault(f"UV_{name}", separator.join(value.split()))
-    no_index = ["--no-index"] if environ.get("PIP_NO_INDEX") else []
-    program = [find_uv_bin(), "pip", command, "--python", sys.executable, *no_index, *words]
-    return _run(f"uv pip {command}", program, environ)
+    program = [find_uv_bin(), "pip", "install", "--dry-run", "--python", sys.executable, *words]
+    if environ.get("PIP_NO_INDEX", "0").lower() not in ("0", "false"):
+        program.append("--no-index")
+    return _run("uv pip install", program, environ)
 
 
 def _pip(command: str, *words: str) -> None:
