@@ -44,8 +44,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time `__getattr_
     from nbtoolkit.notebooks.run import run_notebook as run_notebook
     from nbtoolkit.panel.panel import Panel as Panel
     from nbtoolkit.panel.panel import panel as panel
-    from nbtoolkit.pipeline.run import PipelineResult as PipelineResult
-    from nbtoolkit.pipeline.run import run_pipeline as run_pipeline
+    from nbtoolkit.pipeline.runner import PipelineResult as PipelineResult
+    from nbtoolkit.pipeline.runner import run_pipeline as run_pipeline
     from nbtoolkit.report.report import report as report
     from nbtoolkit.run.weights import load_model as load_model
     from nbtoolkit.search.sweep import sweep as sweep
@@ -72,7 +72,7 @@ _HOME = {
     "NotebookResult": "nbtoolkit.notebooks.handle",
     "PackResult": "nbtoolkit.archive.pack",
     "Panel": "nbtoolkit.panel.panel",
-    "PipelineResult": "nbtoolkit.pipeline.run",
+    "PipelineResult": "nbtoolkit.pipeline.runner",
     "RunContext": "nbtoolkit.worker.context",
     "RunHandle": "nbtoolkit.launcher.handle",
     "RunResult": "nbtoolkit.launcher.handle",
@@ -99,7 +99,7 @@ _HOME = {
     "publish": "nbtoolkit.notebooks.publish",
     "report": "nbtoolkit.report.report",
     "run_notebook": "nbtoolkit.notebooks.run",
-    "run_pipeline": "nbtoolkit.pipeline.run",
+    "run_pipeline": "nbtoolkit.pipeline.runner",
     "sweep": "nbtoolkit.search.sweep",
     "unpack": "nbtoolkit.archive.unpack",
 }

@@ -262,8 +262,8 @@ def run(
 ) -> None:
     """Run a notebook as a program; prints what it published with nb.publish, as YAML."""
     from nbtoolkit.notebooks.handle import NotebookHandle
+    from nbtoolkit.notebooks.job import skip_slow_imports
     from nbtoolkit.notebooks.parameters import parameters_from_shell
-    from nbtoolkit.notebooks.progress import skip_slow_imports
     from nbtoolkit.notebooks.run import run_notebook
 
     skip_slow_imports()
@@ -296,8 +296,8 @@ def pipeline(
     debug: Debug = False,
 ) -> None:
     """Run notebooks one after the other; what is done is skipped. Prints what they published."""
-    from nbtoolkit.notebooks.progress import skip_slow_imports
-    from nbtoolkit.pipeline.run import run_pipeline
+    from nbtoolkit.notebooks.job import skip_slow_imports
+    from nbtoolkit.pipeline.runner import run_pipeline
 
     skip_slow_imports()
     with sentences(debug):

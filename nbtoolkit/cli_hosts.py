@@ -22,7 +22,7 @@ def lint(
     debug: Debug = False,
 ) -> None:
     """Say what will go wrong in notebooks on other machines, or in several ranks; runs nothing."""
-    from nbtoolkit.lint.find import find_all, report
+    from nbtoolkit.lint.linter import find_all, report
 
     with sentences(debug):
         found = find_all(notebooks)
@@ -61,13 +61,11 @@ def kaggle_kernel(
     debug: Debug = False,
 ) -> None:
     """Write a folder with a notebook, ready for Kaggle's client; prints how it is sent."""
-    from nbtoolkit.kaggle.kernel import write_kernel
+    from nbtoolkit.kaggle.kernel import KernelSettings, write_kernel
     from nbtoolkit.notebooks.parameters import parameters_from_shell
 
     with sentences(debug):
-        folder = write_kernel(
-            notebook,
-            output,
+        settings = KernelSettings(
             user=user,
             title=title,
             gpu=gpu,
@@ -76,8 +74,8 @@ def kaggle_kernel(
             datasets=dataset or (),
             competitions=competition or (),
             kernels=kernel or (),
-            parameters=parameters_from_shell(parameter or []),
         )
+        folder = write_kernel(notebook, output, settings, parameters_from_shell(parameter or []))
     print(f"kaggle kernels push -p {shlex.quote(str(folder))}")
 
 

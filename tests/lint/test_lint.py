@@ -14,7 +14,7 @@ from kernels import SECONDS
 from programs import write_program
 
 from nbtoolkit.errors import NotebookError
-from nbtoolkit.lint.find import find_hazards
+from nbtoolkit.lint.linter import find_hazards
 from nbtoolkit.lint.source import ADVICE, Hazard
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -82,7 +82,7 @@ def test_an_interrupt_ends_the_kernel_and_says_where_it_was(tmp_path: Path) -> N
 def test_the_command_does_not_wait_for_grammars_of_uris_and_hadoop() -> None:
     program = """
 import sys
-from nbtoolkit.notebooks.progress import skip_slow_imports
+from nbtoolkit.notebooks.job import skip_slow_imports
 skip_slow_imports()
 import nbformat
 from nbformat.v4 import new_notebook

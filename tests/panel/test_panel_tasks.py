@@ -26,8 +26,8 @@ from programs import write_program
 
 import nbtoolkit as nb
 from nbtoolkit.errors import ConfigError, LaunchError, NotebookError, NotebookFailed
+from nbtoolkit.notebooks.background import overrides_of
 from nbtoolkit.notebooks.run import run_notebook
-from nbtoolkit.notebooks.task import overrides_of
 from nbtoolkit.panel.controller import BackgroundNotebooks
 
 
