@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import nbtoolkit
 from nbtoolkit.config.layers import places_to_look
 from nbtoolkit.errors import NotebookError, PipelineError
 from nbtoolkit.notebooks.handle import NotebookFiles
 from nbtoolkit.pipeline.definition import Step
 from nbtoolkit.pipeline.load import Published
 from nbtoolkit.run.paths import RunPaths, read_json, runs_in, write_json
+from nbtoolkit.version import __version__
 
 # --- inputs ---
 # What decides a step's result; a step that was done with equal inputs is not run again.
@@ -62,7 +62,7 @@ def inputs_of(step: Step, values: Mapping[str, Any], published: Published) -> di
         "settings": {name: _hash(path.read_bytes()) for name, path in _settings(step, values)},
         "files": {name: _hash(Path(name).read_bytes()) for name in _files(step)},
         "after": {name: _hash(_text(published[name])) for name in step.sweep_config.after},
-        "nbtoolkit": nbtoolkit.__version__,
+        "nbtoolkit": __version__,
     }
 
 
