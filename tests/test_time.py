@@ -245,7 +245,7 @@ def test_inside_the_reserve_a_run_ends_at_its_first_report(tmp_path: Path) -> No
 
 def test_a_reserve_that_leaves_no_time_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"shutdown_margin \(1200 s\) leaves nothing of session_limit"
+        ConfigError, match=r"shutdown_margin \(1200 s\) leaves no time of session_limit"
     ):
         nb.load_config(
             env=None, overrides=["runtime.session_limit=20m", "runtime.shutdown_margin=20m"]

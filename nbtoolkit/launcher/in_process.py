@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nbtoolkit.config.validation import reads_noted
+from nbtoolkit.config.validation import record_reads
 from nbtoolkit.environment.deadline import time_limit
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.plan import make_plan
@@ -201,7 +201,7 @@ def call(
     """
     status = "completed"
     try:
-        with reads_noted() as reads:
+        with record_reads() as reads:
             value = train(ctx.config, ctx)
         _write_value(ctx, value)
         together()

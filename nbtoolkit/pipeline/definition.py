@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from nbtoolkit.config.fields import Free, FreeSection, Says, Seconds, Text
+from nbtoolkit.config.fields import Allowed, Free, FreeSection, Seconds, Text
 from nbtoolkit.config.schema import Section
 from nbtoolkit.config.yaml_source import Keys, Mistake
 from nbtoolkit.notebooks.document import NotebookSummary
@@ -130,7 +130,7 @@ def _texts(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-Texts = Annotated[tuple[Text, ...], BeforeValidator(_texts), Says("a text, or a list of texts")]
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_texts), Allowed("a text, or a list of texts")]
 
 
 class StepConfig(Section):
@@ -157,7 +157,9 @@ class PipelineConfig(Section):
 
     folder: Text | None = None
     """Where everything of it goes; null: `outputs/<the file's name>`."""
-    steps: Annotated[Free, Says("a name for each step, and its settings under it")] = FreeSection()
+    steps: Annotated[Free, Allowed("a name for each step, and its settings under it")] = (
+        FreeSection()
+    )
     """The steps by name, in order."""
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.config.aliases import meant
+from nbtoolkit.config.aliases import similar_name
 from nbtoolkit.config.validation import resolve
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.sync import LogPoint, LossSum
@@ -74,7 +74,7 @@ def check_monitor(config: Config, names: Sequence[str], stems: Sequence[str]) ->
     monitor = config.checkpoint.monitor
     if monitor is None or monitor in names or monitor.startswith(tuple(f"{s}_" for s in stems)):
         return
-    near = meant(monitor, names)
+    near = similar_name(monitor, names)
     raise FitError(
         f"checkpoint.monitor is {monitor!r}, which no epoch will have",
         allowed=", ".join([*names, *(f"{stem}_<key>" for stem in stems)]),

@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from nbtoolkit.config.validation import reads_noted
+from nbtoolkit.config.validation import record_reads
 from nbtoolkit.environment.installed import ImportNotes
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.variables import RANK_MARK
@@ -197,7 +197,7 @@ def _call(
 ) -> None:
     seed_everything(context.seed)
     try:
-        with Heartbeat(channel, context.world_size), reads_noted() as reads:
+        with Heartbeat(channel, context.world_size), record_reads() as reads:
             value = function(context.config, context)
     except RunStopped as leave:
         channel.send(messages.FunctionLeft(status=leave.status))
