@@ -13,7 +13,7 @@ import pytest
 from kernels import script
 
 import nbtoolkit as nb
-from nbtoolkit.environment.installed import ImportNotes, environment_key
+from nbtoolkit.environment.installed import ImportRecorder, environment_key
 
 # Installed with matplotlib; nothing that the fork server imports needs it.
 SMALL = "pyparsing"
@@ -67,7 +67,7 @@ def test_a_changed_environment_is_not_served_from_old_imports(
 def test_what_is_only_looked_for_is_not_imported_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch._dynamo looks for pandas and scikit-learn, and needs neither."""
     told: list[str] = []
-    monkeypatch.setattr(sys, "meta_path", [ImportNotes(told.extend), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [ImportRecorder(told.extend), *sys.meta_path])
     monkeypatch.delitem(sys.modules, ALONE, raising=False)
     assert importlib.util.find_spec(ALONE) is not None
     assert told == []

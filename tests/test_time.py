@@ -185,7 +185,7 @@ def test_the_session_s_limit_less_the_reserve_ends_a_run(tmp_path: Path) -> None
         (
             "info",
             "the session is 3 h 20 min old: the run must end by 20:25 UTC, in 8 h 25 min "
-            "(runtime.session_limit 12 h, less 15 min in reserve)",
+            "(runtime.session_limit 12 h minus a margin of 15 min)",
         ),
     )
 
@@ -207,7 +207,7 @@ def test_a_session_that_has_outlived_its_limit_has_another_one(tmp_path: Path) -
     assert limit.deadline == NOON + 60
     [(level, text)] = limit.notes
     assert level == "warning"
-    assert "the session is 20 d old and has outlived its limit of 12 h" in text
+    assert "the session is 20 d old, so its limit of 12 h is not this machine's" in text
 
 
 def test_an_age_that_cannot_be_told_is_told(tmp_path: Path) -> None:

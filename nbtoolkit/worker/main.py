@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nbtoolkit.config.validation import record_reads
-from nbtoolkit.environment.installed import ImportNotes
+from nbtoolkit.environment.installed import ImportRecorder
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.variables import RANK_MARK
 from nbtoolkit.errors import RunStopped
@@ -152,21 +152,21 @@ def _work(job: RankJob, spec: JobSpec, rank: int, channel: OwnerChannel) -> None
         world_size=spec.plan.processes,
         optimizers=optimizers,
     )
-    notes = ImportNotes(lambda names: channel.send(messages.ModulesImported(names=names)))
+    imports = ImportRecorder(lambda names: channel.send(messages.ModulesImported(names=names)))
     if rank == 0:
         # What is imported from here on, the fork server imports for the next launch.
-        sys.meta_path.insert(0, notes)
+        sys.meta_path.insert(0, imports)
     try:
         function = job.load()
         channel.send(messages.PhaseReached(phase="ready"))
         if channel.wait() is not None:  # the supervisor's go; it comes when every rank is ready
-            _call(function, context, channel, notes)
+            _call(function, context, channel, imports)
     except BaseException as error:
         _tell_error(spec.paths, rank, channel, error)
     finally:
         context.close()
-        if notes in sys.meta_path:
-            sys.meta_path.remove(notes)
+        if imports in sys.meta_path:
+            sys.meta_path.remove(imports)
         if optimizers is not None:
             optimizers.close()
 
@@ -193,7 +193,10 @@ def _clear_memory() -> None:
 
 
 def _call(
-    function: Callable[..., Any], context: RunContext, channel: OwnerChannel, notes: ImportNotes
+    function: Callable[..., Any],
+    context: RunContext,
+    channel: OwnerChannel,
+    imports: ImportRecorder,
 ) -> None:
     seed_everything(context.seed)
     try:
@@ -209,7 +212,7 @@ def _call(
         raise folder_error(path, error) from error
     _flush()
     context.tell_unread(reads)
-    notes.tell_submodules()
+    imports.report_submodules()
     weights = context.weights()
     channel.send(messages.FunctionReturned(numbers=returned_numbers(value), weights=weights))
 
