@@ -102,7 +102,7 @@ def test_kind_and_reason(
 def test_the_verdict_can_be_overridden_and_says_so(root: Path) -> None:
     host = at(root, {"NBTOOLKIT_HOST": "kaggle"}, KERNEL)
     assert host.kind == "kaggle"
-    assert host.reason.startswith("NBTOOLKIT_HOST says so (without it: jupyter")
+    assert host.reason.startswith("NBTOOLKIT_HOST is set (without it: jupyter")
     assert host.working == root / "home"  # there is no /kaggle/working
 
 

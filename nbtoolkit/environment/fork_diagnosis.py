@@ -130,26 +130,10 @@ sys.exit(0 if probe_fork(device={device!r}, seconds={seconds!r}).ok else 3)
 """
 
 # Functions that compute or use a device when a cell calls them at its top level.
-_COMPUTING_CALLS = frozenset(
-    [
-        "cuda",
-        "matmul",
-        "mm",
-        "bmm",
-        "exp",
-        "backward",
-        "fit",
-        "predict",
-        "sum",
-        "mean",
-        "conv2d",
-        "randn",
-        "Accelerator",
-        "synchronize",
-        "is_available",
-        "get_device_properties",
-        "empty_cache",
-    ]
+_COMPUTING_CALLS = (
+    {"cuda", "matmul", "mm", "bmm", "exp", "backward", "fit", "predict", "sum", "mean", "conv2d"}
+    | {"randn", "Accelerator", "synchronize", "is_available", "get_device_properties"}
+    | {"empty_cache"}
 )
 
 

@@ -16,7 +16,7 @@ import traceback
 from functools import partial
 from typing import TYPE_CHECKING
 
-from nbtoolkit.environment.variables import KernelEnvironment, enter
+from nbtoolkit.environment.variables import KernelEnvironment, apply_environment
 from nbtoolkit.run import messages
 from nbtoolkit.run.request import GroupSpec
 from nbtoolkit.run.transport import Connection
@@ -54,7 +54,7 @@ def call_launcher(job: RankJob, environment: KernelEnvironment, port: int) -> No
     line = Connection(socket.socket(fileno=job.group.agent))
     paths = job.spec.paths
     write_output_to(paths.agent_log())  # what goes wrong from here on is found there
-    enter(environment, job.spec.plan, paths.folder)
+    apply_environment(environment, job.spec.plan, paths.folder)
     # elastic leaves its log folder in the temporary folder: give it one that the supervisor removes
     paths.elastic.mkdir(parents=True, exist_ok=True)
     tempfile.tempdir = str(paths.elastic)
