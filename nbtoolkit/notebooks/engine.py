@@ -6,6 +6,7 @@ Imported only when a notebook is run: papermill takes half a second to load.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import re
@@ -16,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import psutil
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, papermill_engines
 from traitlets.config import Config
 
-from nbtoolkit.environment.resources import children
-from nbtoolkit.host import ROOT, memory_limit
+from nbtoolkit.host import memory_limit
 from nbtoolkit.launcher.failures import describe
 from nbtoolkit.notebooks.document import executed_copy, is_injected, is_sentinel
 from nbtoolkit.notebooks.progress import CellProgress
@@ -49,12 +50,12 @@ class Memory:
     seen: float = 0.0
     """When (``time.monotonic``)."""
 
-    def look(self, pid: int, root: Path = ROOT) -> None:
+    def look(self, pid: int) -> None:
         """Look, unless that was done a moment ago or the process is gone."""
         now = time.monotonic()
         if now - self.seen < _INTERVAL:
             return
-        if size := _tree_size(pid, root):
+        if size := _tree_size(pid):
             self.size, self.seen = size, now
 
     def __str__(self) -> str:
@@ -77,23 +78,15 @@ def meaning(code: int | None, asked: bool) -> str:
     return f"lost its kernel: {describe(code)}"
 
 
-def _tree_size(pid: int, root: Path) -> int:
-    families = children()
-    todo, size = [pid], 0
-    while todo:
-        here = todo.pop()
-        size += _resident(root / "proc" / str(here) / "status")
-        todo += families.get(here, [])
+def _tree_size(pid: int) -> int:
+    """Return the resident bytes of a process and its descendants; 0 if it is gone."""
+    size = 0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        kernel = psutil.Process(pid)
+        for process in [kernel, *kernel.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                size += process.memory_info().rss
     return size
-
-
-def _resident(status: Path) -> int:
-    """Bytes in memory; 0 for a process that is gone."""
-    try:
-        lines = status.read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
 
 
 # --- event loop ---

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.config.aliases import similar_name
@@ -23,9 +21,6 @@ if TYPE_CHECKING:
 # How much memory a rank uses: its device's, or its own on the CPU.
 
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
 def memory_used(ctx: RunContext) -> float:
     """This rank's memory in GB (10^9 bytes).
 
@@ -38,7 +33,9 @@ def memory_used(ctx: RunContext) -> float:
         most = torch.cuda.max_memory_allocated(ctx.device)
         torch.cuda.reset_peak_memory_stats(ctx.device)
         return most / 1e9
-    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE / 1e9
+    import psutil
+
+    return float(psutil.Process().memory_info().rss) / 1e9
 
 
 # --- progress ---
