@@ -184,7 +184,7 @@ def test_started_as_a_rank(
 def test_in_a_kernel_the_same_variables_are_stale(root: Path, environ: dict[str, str]) -> None:
     host = at(root, environ, KERNEL)
     assert not host.is_rank
-    assert "stale: a kernel is no rank" in host.rank_reason
+    assert "stale: a kernel is not a rank" in host.rank_reason
     assert (host.rank, host.world_size) == (0, 1)
 
 
