@@ -30,11 +30,11 @@ from nbtoolkit.errors import (
     ReportFolderError,
     ResumeError,
 )
-from nbtoolkit.launcher.handle import RunHandle, RunResult
 
 if TYPE_CHECKING:
     from nbtoolkit.crossval.cv_result import CVResult
     from nbtoolkit.folds.folds import FoldKind, Folds
+    from nbtoolkit.launcher.handle import RunHandle, RunResult
     from nbtoolkit.search.sweep_result import SweepResult
 
 try:
@@ -147,11 +147,6 @@ IntoFolder = Annotated[
     Path | None, typer.Option("--into", help="The output folder; default: runtime.output_dir.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show errors with their traceback.")]
-
-
-@app.callback()
-def _commands() -> None:
-    """Make the app a group of commands, even if only one is registered."""
 
 
 @app.command()

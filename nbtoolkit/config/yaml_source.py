@@ -168,9 +168,6 @@ def _not_yaml(error: yaml.YAMLError, text: str, name: str) -> ConfigError:
 class _TooLarge(yaml.YAMLError):
     """A document has too many values, aliases expanded."""
 
-    def __init__(self) -> None:
-        super().__init__(f"more than {MOST_VALUES:,} values, aliases expanded")
-
 
 _PYYAML_ERRORS = (ValueError, AttributeError, RecursionError)
 """Errors of PyYAML that are no YAMLError: ``!!int x``, 5,000 digits, 5,000 brackets."""
@@ -187,7 +184,7 @@ class _Loader(yaml.SafeLoader):
         """
         root = super().get_single_node()
         if root is not None and _size(root, {}) > MOST_VALUES:
-            raise _TooLarge
+            raise _TooLarge(f"more than {MOST_VALUES:,} values, aliases expanded")
         return root
 
 

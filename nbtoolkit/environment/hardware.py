@@ -8,10 +8,10 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from nbtoolkit.environment.installed import package_folder
 from nbtoolkit.environment.nvml import Device as Device
 from nbtoolkit.environment.nvml import Unavailable, session
 from nbtoolkit.environment.nvml import sample_devices as sample_devices
@@ -59,7 +59,7 @@ def read_torch_build(folder: Path | None = None) -> TorchBuild | None:
     Returns:
         The build; None if torch is not installed.
     """
-    folder = folder or _torch_folder()
+    folder = folder or package_folder("torch")
     if folder is None or not (folder / "version.py").is_file():
         return None
     constants = _assignments((folder / "version.py").read_text())
@@ -68,12 +68,6 @@ def read_torch_build(folder: Path | None = None) -> TorchBuild | None:
         cuda=constants.get("cuda"),
         arch=_arch_list(folder / "lib" / "libtorch_python.so"),
     )
-
-
-def _torch_folder() -> Path | None:
-    spec = find_spec("torch")
-    folders = spec.submodule_search_locations if spec else None
-    return Path(next(iter(folders))) if folders else None
 
 
 def _assignments(source: str) -> dict[str, Any]:

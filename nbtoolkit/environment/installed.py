@@ -27,7 +27,8 @@ _IRRELEVANT = frozenset(
 )
 
 
-@functools.cache  # 3 ms, which every rank would pay
+# Cached, since it takes 3 ms and every rank needs it.
+@functools.cache
 def installed_roots() -> tuple[str, ...]:
     """Return the folders of installed packages: this Python's own and others on sys.path."""
     roots = {
@@ -154,7 +155,7 @@ def known_bad(
         version: returns the installed version of a distribution, or None.
         folders: folders of packages by name; default: looked up.
     """
-    folder = _folder if folders is None else folders.get
+    folder = package_folder if folders is None else folders.get
     numa = _numa(folder("accelerate"), folder("torch"))
     problems = [numa, _torchao(version), _torch_floor(version), _name_collision(version)]
     return [problem for problem in problems if problem]
@@ -212,6 +213,7 @@ def _release(version: str) -> tuple[int, ...]:
     return Version(version).release
 
 
-def _folder(name: str) -> Path | None:
+def package_folder(name: str) -> Path | None:
+    """Return the folder of an importable package, without importing it."""
     spec = importlib.util.find_spec(name)
     return Path(spec.origin).parent if spec is not None and spec.origin else None
