@@ -135,7 +135,7 @@ _ALIASES = {
 }
 
 # Arguments of torch's optimizers; they belong under optim.options, with their own names.
-_OPTIMIZER_ARGUMENTS = (
+_OPTIMIZER_ARGUMENTS = {
     "alpha",
     "amsgrad",
     "betas",
@@ -143,13 +143,9 @@ _OPTIMIZER_ARGUMENTS = (
     "dampening",
     "eps",
     "fused",
-    "initial_accumulator_value",
     "lr_decay",
     "maximize",
-    "momentum_decay",
-    "nesterov",
-    "rho",
-)
+} | {"initial_accumulator_value", "momentum_decay", "nesterov", "rho"}
 
 # Names that are accepted with these values, which describe what nbtoolkit does anyway.
 _NO_EFFECT: dict[str, tuple[object, ...]] = {
