@@ -32,6 +32,7 @@ from nbtoolkit.errors import BundleError, NbtoolkitError
 from nbtoolkit.host import Host, detect_host
 from nbtoolkit.run.paths import RunPaths, read_json, write_json
 from nbtoolkit.text_table import html_table
+from nbtoolkit.version import __version__
 
 # --- result ---
 # What nb.pack and nb.unpack did.
@@ -259,8 +260,6 @@ def _target(output: str | os.PathLike[str] | None, host: Host) -> Path:
 
 
 def _about(contents: OutputContents, host: Host) -> dict[str, Any]:
-    from nbtoolkit import __version__
-
     if not contents.runs:
         raise BundleError(
             f"there are no runs in {contents.folder}",

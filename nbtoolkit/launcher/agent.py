@@ -16,7 +16,7 @@ import traceback
 from functools import partial
 from typing import TYPE_CHECKING
 
-from nbtoolkit.environment.variables import KernelEnvironment, enter
+from nbtoolkit.environment.variables import KernelEnvironment, apply_environment
 from nbtoolkit.run import messages
 from nbtoolkit.run.request import JobSpec
 from nbtoolkit.run.transport import Connection
@@ -56,7 +56,7 @@ def call_launcher(job: RankJob, environment: KernelEnvironment, port: int) -> No
     line = Connection(socket.socket(fileno=job.group.agent))
     paths = job.spec.paths
     write_output_to(paths.agent_log())
-    enter(environment, job.spec.plan, paths.folder)
+    apply_environment(environment, job.spec.plan, paths.folder)
     # elastic leaves a log folder in the temporary folder; the supervisor removes this one.
     paths.elastic.mkdir(parents=True, exist_ok=True)
     tempfile.tempdir = str(paths.elastic)

@@ -14,11 +14,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nbtoolkit.config.validation import reads_noted
+from nbtoolkit.config.validation import record_reads
 from nbtoolkit.environment.deadline import time_limit
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.plan import make_plan
-from nbtoolkit.environment.variables import lend_variables, of_plan, omp_threads, without_stale
+from nbtoolkit.environment.variables import (
+    omp_threads,
+    plan_variables,
+    temporary_variables,
+    without_stale,
+)
 from nbtoolkit.errors import GroupStartFailed, RunStopped, TrackingError
 from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.handle import RunResult, refuse_deleted
@@ -164,10 +169,10 @@ def run_inline(
         BaseException: what ``train`` raises, as it is. An interrupt ends the run as ``stopped``.
     """
     plan = request.job.plan
-    variables = {**without_stale(os.environ), **of_plan(plan, run.paths.folder)}
+    variables = {**without_stale(os.environ), **plan_variables(plan, run.paths.folder)}
     with InProcessRecorder(run, request, cell, on_event) as recorder:
         ctx = RunContext(request.job, recorder, local_rank=_device_index(plan, request.hardware))
-        with heeded(recorder.heard), lend_variables(variables), own_accelerate_state():
+        with heeded(recorder.heard), temporary_variables(variables), own_accelerate_state():
             settle(ctx)
             call(train, ctx, recorder.record)
     refuse_deleted(run.paths)
@@ -201,7 +206,7 @@ def call(
     """
     status = "completed"
     try:
-        with reads_noted() as reads:
+        with record_reads() as reads:
             value = train(ctx.config, ctx)
         _write_value(ctx, value)
         together()
@@ -320,7 +325,7 @@ def run_in_place(
     plan = make_plan(config, host, hardware)
     threads = {"OMP_NUM_THREADS": omp_threads(os.environ, plan)}
     variables = {**os.environ, **threads, **rendezvous(host, hardware, os.environ)}
-    with lend_variables(variables), own_accelerate_state(), ExitStack() as stack:
+    with temporary_variables(variables), own_accelerate_state(), ExitStack() as stack:
         _join(plan, host)
         run = _choose(choose, host)
         limit = time_limit(config)
@@ -366,8 +371,8 @@ def _run_rank(
         optimizers=optimizers,
     )
     record = recorder.record if recorder is not None else None
-    variables = {**os.environ, **of_plan(job.plan, job.paths.folder)}
-    with heeded(channel.heard), lend_variables(variables), ExitStack() as stack:
+    variables = {**os.environ, **plan_variables(job.plan, job.paths.folder)}
+    with heeded(channel.heard), temporary_variables(variables), ExitStack() as stack:
         stack.callback(ctx.close)
         if optimizers is not None:
             stack.callback(optimizers.close)

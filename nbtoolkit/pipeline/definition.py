@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from nbtoolkit.config.fields import Free, FreeSection, Says, Seconds, Text
+from nbtoolkit.config.fields import Allowed, Free, FreeSection, Seconds, Text
 from nbtoolkit.config.schema import Section
 from nbtoolkit.config.yaml_source import Keys, Mistake
 from nbtoolkit.notebooks.document import NotebookSummary
@@ -127,7 +127,9 @@ def _as_tuple(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
-Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_tuple), Says("a text, or a list of texts")]
+Texts = Annotated[
+    tuple[Text, ...], BeforeValidator(_as_tuple), Allowed("a text, or a list of texts")
+]
 
 
 class StepConfig(Section):
@@ -154,7 +156,9 @@ class PipelineConfig(Section):
 
     folder: Text | None = None
     """Folder of the pipeline; null: `outputs/<the file's name>`."""
-    steps: Annotated[Free, Says("a name for each step, and its settings under it")] = FreeSection()
+    steps: Annotated[Free, Allowed("a name for each step, and its settings under it")] = (
+        FreeSection()
+    )
     """The steps by name, in order."""
 
 

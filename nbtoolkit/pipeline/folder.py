@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-import nbtoolkit
 from nbtoolkit.config.layers import places_to_look
 from nbtoolkit.errors import NotebookError, PipelineError
 from nbtoolkit.notebooks.handle import NotebookFiles
 from nbtoolkit.pipeline.definition import Published, Step
 from nbtoolkit.run.paths import RunPaths, read_json, runs_in, write_json
+from nbtoolkit.version import __version__
 
 _NAMED_FILE = re.compile(r"""["']([^"'\n]+\.(?:ya?ml|json))["']""")
 
@@ -88,7 +88,7 @@ def inputs_of(step: Step, values: Mapping[str, object], published: Published) ->
         "settings": {name: _hash(path.read_bytes()) for name, path in _settings(step, values)},
         "files": {name: _hash(Path(name).read_bytes()) for name in _files(step)},
         "after": {name: _hash(_as_json(published[name])) for name in step.config.after},
-        "nbtoolkit": nbtoolkit.__version__,
+        "nbtoolkit": __version__,
     }
 
 

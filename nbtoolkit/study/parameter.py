@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, PlainSerializer
 
-from nbtoolkit.config.fields import Count, Free, FreeSection, Number, Positive, Says, Whole
+from nbtoolkit.config.fields import Allowed, Count, Free, FreeSection, Number, Positive, Whole
 from nbtoolkit.config.schema import Section
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ Choices = Annotated[
     tuple[Any, ...],
     BeforeValidator(_choices),
     PlainSerializer(lambda choices: FreeSection({"choices": choices}).to_dict()["choices"]),
-    Says("a list of different values"),
+    Allowed("a list of different values"),
 ]
-Anything = Annotated[Any, Says("a value")]
+Anything = Annotated[Any, Allowed("a value")]
 
 
 class _Parameter(Section):

@@ -164,7 +164,7 @@ class SweepTable:
     @classmethod
     def of(cls, sweep_config: SweepConfig, *, deadline: float | None = None) -> SweepTable:
         """The table of a sweep of this configuration, before its first event."""
-        options = sweep_config.study.pruner_options.to_dict()
+        options = sweep_config.study.pruner_options
         # Optuna's median and percentile wait for so many trials, the others for none.
         waits = options.get("n_startup_trials", 5) if sweep_config.pruner in _WAITING else 0
         return cls(

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nbtoolkit.config.schema import ConfigLike, as_config
-from nbtoolkit.config.validation import note_used
+from nbtoolkit.config.validation import mark_used
 from nbtoolkit.errors import CheckpointError, FitError, RunStopped
 from nbtoolkit.run.paths import write_json
 from nbtoolkit.training.averaging import make_averages
@@ -99,7 +99,7 @@ def fit(
         RunStopped: the run was asked to end (a BaseException: let it pass); all is saved by then.
     """
     config = as_config(config)
-    note_used()
+    mark_used()
     by_name = named_metrics(metrics)
     names, stems = names_to_come(by_name, validates=valid_data is not None)
     check_monitor(config, names, stems)

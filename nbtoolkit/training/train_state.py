@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.config.aliases import meant
+from nbtoolkit.config.aliases import similar_name
 from nbtoolkit.config.validation import resolve
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.sync import LogPoint, LossSum
@@ -21,9 +19,6 @@ if TYPE_CHECKING:
 
 # --- memory ---
 # How much memory a rank uses: its device's, or its own on the CPU.
-
-
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_used(ctx: RunContext) -> float:
@@ -38,7 +33,9 @@ def memory_used(ctx: RunContext) -> float:
         most = torch.cuda.max_memory_allocated(ctx.device)
         torch.cuda.reset_peak_memory_stats(ctx.device)
         return most / 1e9
-    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE / 1e9
+    import psutil
+
+    return float(psutil.Process().memory_info().rss) / 1e9
 
 
 # --- progress ---
@@ -74,7 +71,7 @@ def check_monitor(config: Config, names: Sequence[str], stems: Sequence[str]) ->
     monitor = config.checkpoint.monitor
     if monitor is None or monitor in names or monitor.startswith(tuple(f"{s}_" for s in stems)):
         return
-    near = meant(monitor, names)
+    near = similar_name(monitor, names)
     raise FitError(
         f"checkpoint.monitor is {monitor!r}, which no epoch will have",
         allowed=", ".join([*names, *(f"{stem}_<key>" for stem in stems)]),

@@ -239,7 +239,7 @@ def test_sizes_are_read_as_people_write_them(size: int | str, count: int) -> Non
 
 @pytest.mark.parametrize("size", ["much", "15 Gigs", -1, True, "-3MB"])
 def test_what_is_no_size_is_refused(size: int | str) -> None:
-    with pytest.raises(ConfigError, match=r"is no size\n  Allowed: bytes, or a text with a unit"):
+    with pytest.raises(ConfigError, match=r"is not a size\n  Allowed: bytes, or a string with"):
         read_size(size)
 
 

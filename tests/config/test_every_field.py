@@ -357,7 +357,7 @@ def test_the_command_line_calls_the_task(tmp_path: Path) -> None:
         assert nb.attach(folder).result().metrics["who"] == who
 
 
-# --- other recipients ---
+# --- tracking ---
 
 
 @pytest.mark.long

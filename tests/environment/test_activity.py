@@ -148,8 +148,10 @@ def test_a_wait_is_told_of_and_then_ever_more_seldom(capsys: pytest.CaptureFixtu
     said: list[str] = []
     with python(BURNS) as process:
         activity = Activity(process.pid)
-        assert not wait_while_active(never, activity, "it", limit=1.5, tell=0.5, say=said.append)
-        assert not wait_while_active(never, activity, "it", limit=1.0, tell=0.5)
+        assert not wait_while_active(
+            never, activity, "it", limit=1.5, report_after=0.5, say=said.append
+        )
+        assert not wait_while_active(never, activity, "it", limit=1.0, report_after=0.5)
     first, *others = said
     assert first.startswith("waiting for it: ")
     assert first.endswith(" s so far, it makes progress")

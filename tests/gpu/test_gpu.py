@@ -190,7 +190,7 @@ def test_two_processes_on_one_gpu_are_refused(hardware: Hardware, tmp_path: Path
     tell(said=said, one=launch(lambda config, ctx: ctx.world_size).value)
     """
     answers = told(code, tmp_path)
-    assert "a process needs a GPU of its own, and 1 can be used" in answers["said"]
+    assert "each needs its own GPU, and 1 can be used" in answers["said"]
     assert answers["one"] == 1
 
 

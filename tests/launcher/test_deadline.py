@@ -174,7 +174,7 @@ def test_the_session_s_limit_less_the_reserve_ends_a_run(tmp_path: Path) -> None
         (
             "info",
             "the session is 3 h 20 min old: the run must end by 20:25 UTC, in 8 h 25 min "
-            "(runtime.session_limit 12 h, less 15 min in reserve)",
+            "(runtime.session_limit 12 h minus a margin of 15 min)",
         ),
     )
 
@@ -196,7 +196,7 @@ def test_a_session_that_has_outlived_its_limit_has_another_one(tmp_path: Path) -
     assert limit.deadline == NOON + 60
     [(level, text)] = limit.notes
     assert level == "warning"
-    assert "the session is 20 d old and has outlived its limit of 12 h" in text
+    assert "the session is 20 d old, so its limit of 12 h is not this machine's" in text
 
 
 def test_an_age_that_cannot_be_told_is_told(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_inside_the_reserve_a_run_ends_at_its_first_report(tmp_path: Path) -> No
 
 def test_a_reserve_that_leaves_no_time_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"shutdown_margin \(1200 s\) leaves nothing of session_limit"
+        ConfigError, match=r"shutdown_margin \(1200 s\) leaves no time of session_limit"
     ):
         nb.load_config(
             env=None, overrides=["runtime.session_limit=20m", "runtime.shutdown_margin=20m"]

@@ -103,7 +103,9 @@ def test_an_argument_that_launch_does_not_take(
 
 @pytest.mark.parametrize("given", [5, ["optim.lr=3"]])
 def test_a_configuration_of_another_kind(given: Any) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)is no configuration.*a dict of settings.*Do now"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)is not a configuration.*a dict of settings.*Do now"
+    ):
         nb.launch(functions.ranks, given)
 
 

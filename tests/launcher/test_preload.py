@@ -13,7 +13,7 @@ from kernels import script
 from preloading import SMALL, UNSAFE, launch_until, tell_and_import
 
 import nbtoolkit as nb
-from nbtoolkit.environment.installed import ImportNotes, environment_key
+from nbtoolkit.environment.installed import ImportRecorder, environment_key
 
 # Installed with scikit-learn: one file, that imports nothing which is installed.
 ALONE = "threadpoolctl"
@@ -41,7 +41,7 @@ def test_a_changed_environment_is_not_served_from_old_imports(
 def test_what_is_only_looked_for_is_not_imported_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch._dynamo looks for pandas and scikit-learn, and needs neither."""
     told: list[str] = []
-    monkeypatch.setattr(sys, "meta_path", [ImportNotes(told.extend), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [ImportRecorder(told.extend), *sys.meta_path])
     monkeypatch.delitem(sys.modules, ALONE, raising=False)
     assert importlib.util.find_spec(ALONE) is not None
     assert told == []

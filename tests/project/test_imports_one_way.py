@@ -19,6 +19,7 @@ PACKAGE = Path(nbtoolkit.__file__).parent
 # A module may import those of its own layer and of the layers above, also inside functions. The
 # package itself may be imported anywhere: it loads its names on first use.
 LAYERS = (
+    "version",
     "errors",
     "text_table",
     "host",

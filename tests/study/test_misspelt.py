@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import nbtoolkit as nb
-from nbtoolkit.config.aliases import meant
+from nbtoolkit.config.aliases import similar_name
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError, SpaceError, SweepError
 from nbtoolkit.run.events import EventReader
@@ -78,7 +78,7 @@ def swept(train: Any, config: Config, metric: str, **study: Any) -> Any:
     ],
 )
 def test_a_slip_is_told_from_another_name(name: str, known: list[str], near: str | None) -> None:
-    assert meant(name, known) == near
+    assert similar_name(name, known) == near
 
 
 @pytest.mark.parametrize(
