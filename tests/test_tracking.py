@@ -744,6 +744,15 @@ def test_replay_of_a_folder_without_a_run(tmp_path: Path) -> None:
         replay(tmp_path)
 
 
+def test_replay_is_where_the_messages_say() -> None:
+    import nbtoolkit.tracking
+
+    assert nbtoolkit.tracking.replay is replay
+    assert nbtoolkit.tracking.tracking_table is tracking_table
+    with pytest.raises(AttributeError, match="no attribute 'repeat'"):
+        nbtoolkit.tracking.repeat  # noqa: B018
+
+
 def test_the_table_of_an_output_folder(outputs: Path) -> None:
     paths = whole_run(outputs)
     follow(paths)
