@@ -75,7 +75,9 @@ def open_database(
     where = database_uri(file) if file else str(uri)
     artifacts = (folder / "mlartifacts").as_uri() if file else None  # a server has its own
     try:
-        with _locked(folder / ".mlflow.lock"), _collector_off():
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / ".mlflow.lock").open("w") as lock, _collector_off():
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if file and not _exists(file):
                 _create(file, str(artifacts))
             client = client_class(tracking_uri=where)
@@ -180,17 +182,6 @@ def _experiment(client: MlflowClient, name: str, artifacts: str | None) -> str:
             "tracking.experiment to another name",
         )
     return str(found.experiment_id)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from nbtoolkit.training.train_state import State
 from nbtoolkit.worker.collectives import tell_all
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from nbtoolkit.config.schema import Config
@@ -329,16 +328,12 @@ _MOST_COPIES = 2  # Adam and its variants
 
 def estimate_bytes(train_step: TrainStep) -> tuple[int, int]:
     """Estimate the bytes of the weights, and of everything a resumed run needs."""
-    weights = _size(train_step.module)
+    weights = sum(tensor.nbytes for tensor in train_step.module.state_dict().values())
     trained = sum(p.nbytes for p in train_step.module.parameters() if p.requires_grad)
     copies = _COPIES.get(type(train_step.optimizer).__name__, _MOST_COPIES)
     # Two files have the averages: one to resume from, one to predict with.
     averaged = 2 * weights if train_step.averages is not None else 0
     return weights, weights + copies * trained + averaged
-
-
-def _size(module: torch.nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in module.state_dict().values())
 
 
 def _larger_disk(needed: int) -> str:

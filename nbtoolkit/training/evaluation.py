@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.data import Batch, Collate, Source, make_source
@@ -202,6 +202,8 @@ def predict(
         FitError: the data cannot be used or are empty, or the outputs are not tensors with one row
             per sample.
     """
+    from torch.nn.parallel import DistributedDataParallel
+
     loader = make_evaluation_loader(
         ctx,
         data,
@@ -210,7 +212,9 @@ def predict(
         collate=collate,
         name="prediction",
     )
-    module, forward = _unwrapped(model).to(ctx.device), step or _forward_inputs
+    if isinstance(model, DistributedDataParallel):  # its forward has collectives
+        model = cast("torch.nn.Module", model.module)
+    module, forward = model.to(ctx.device), step or _forward_inputs
     broadcast_buffers(module, ctx.world_size)
     rows = Rows()
     with _evaluation_mode(ctx, module):
@@ -232,16 +236,6 @@ def _forward_inputs(model: torch.nn.Module, batch: Batch) -> tuple[Batch, None]:
         allowed="data sets of inputs, or of pairs, or your own step",
         do="pass step=lambda model, batch: (model(batch['x']), None) to predict",
     )
-
-
-def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The user's own model: DDP's forward has collectives, and the ranks' batches differ."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    if not isinstance(model, DistributedDataParallel):
-        return model
-    module: torch.nn.Module = model.module
-    return module
 
 
 @contextmanager

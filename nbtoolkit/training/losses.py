@@ -37,7 +37,7 @@ Labels: TypeAlias = "Tensor | NDArray[np.generic]"
 # --- what a loss averages over ---
 
 
-# Of a whole against its parts: float32 sums in another order differ by 1e-6, half ones by 1e-2.
+# Relative, of a whole and its parts: float32 sums in another order differ by 1e-6, half by 1e-2.
 _TOLERANCE, _TOLERANCE_OF_HALVES = 1e-4, 2e-2
 
 ALLOWED = (
@@ -144,6 +144,8 @@ class ReducedLoss:
             samples: in the batch.
             whole: its loss.
         """
+        import torch
+
         if self.reduction is Reduction.BATCH:
             return Finding(Reduction.BATCH)
         weighted = not isinstance(whole.weight, float)
@@ -161,7 +163,8 @@ class ReducedLoss:
             why = f"for {samples} samples it returns a value, for a part of them it raises "
             return Finding(Reduction.OTHER, f"{why}{type(error).__name__}: {error}")
         parts = [(float(loss.mean), float(loss.weight)) for loss in losses]
-        tolerance = _tolerance(whole.mean)
+        half = whole.mean.dtype in (torch.float16, torch.bfloat16)
+        tolerance = _TOLERANCE_OF_HALVES if half else _TOLERANCE
         if _adds_up(value * weight, [mean * count for mean, count in parts], tolerance):
             return Finding(likely)
         if not weighted and _adds_up(value, [mean for mean, _ in parts], tolerance):
@@ -177,12 +180,15 @@ class ReducedLoss:
         self, outputs: Batch, targets: Batch, low: int, high: int, samples: int
     ) -> BatchLoss:
         import torch
+        from accelerate.utils import find_device
 
         from nbtoolkit.training.loss_weights import WeightSums
 
         weights = WeightSums()
         outputs, targets = rows((outputs, targets), low, high, samples)
-        with torch.no_grad(), torch.random.fork_rng(_gpus_of(outputs)), weights:
+        device = find_device(outputs)  # the GPU whose random generator the loss may advance
+        gpus = [device.index] if device is not None and device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(gpus), weights:
             returned = self._loss(outputs, targets)
         return self.reduce(returned, high - low, weights.weight)
 
@@ -204,14 +210,6 @@ def agree(findings: list[Finding]) -> Reduction:
             "batches set train.loss_reduction: batch",
         )
     return max(strongest.reduction, Reduction.MEAN)
-
-
-def _tolerance(loss: Tensor) -> float:
-    """The difference that counts as equal, relative to the largest value."""
-    import torch
-
-    half = loss.dtype in (torch.float16, torch.bfloat16)
-    return _TOLERANCE_OF_HALVES if half else _TOLERANCE
 
 
 def _adds_up(whole: float, parts: list[float], tolerance: float) -> bool:
@@ -236,14 +234,6 @@ def on_device(loss: Loss, device: torch.device) -> Loss:
         }
         return functools.partial(loss.func, *loss.args, **moved)
     return loss
-
-
-def _gpus_of(outputs: Batch) -> list[int]:
-    """The GPU whose random generator a loss may advance."""
-    from accelerate.utils import find_device
-
-    device = find_device(outputs)
-    return [device.index] if device is not None and device.type == "cuda" else []
 
 
 def _not_a_loss(returned: str) -> FitError:

@@ -125,7 +125,8 @@ def reported_names(
         The names, and those whose metric may return several values: ``<name>_<key>``.
     """
     names = ["train_loss", *(f"val_{name}" for name in ("loss", *metrics) if validates)]
-    stems = [name for name, metric in metrics.items() if _may_return_several(metric)]
+    # These may return a dict of values.
+    stems = [n for n, m in metrics.items() if isinstance(m, EpochMetric) or _is_torchmetric(m)]
     return names, [f"val_{name}" for name in stems if validates]
 
 
@@ -320,11 +321,6 @@ def _is_torchmetric(metric: object) -> bool:
     return torchmetrics is not None and isinstance(
         metric, (torchmetrics.Metric, torchmetrics.MetricCollection)
     )
-
-
-def _may_return_several(metric: Metric) -> bool:
-    """Whether a metric may return a dict of values."""
-    return isinstance(metric, EpochMetric) or _is_torchmetric(metric)
 
 
 @contextmanager

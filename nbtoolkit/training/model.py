@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -191,6 +191,12 @@ def to_channels_last(batch: Batch) -> Batch:
     return recursively_apply(reordered, batch, test_type=_is_image)
 
 
+def _is_image(value: object) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor) and value.ndim == 4
+
+
 def _store_channels_last(ctx: RunContext, model: nn.Module) -> None:
     """One by one: ``model.to(memory_format=...)`` refuses models that also have 5-d weights."""
     import torch
@@ -200,12 +206,6 @@ def _store_channels_last(ctx: RunContext, model: nn.Module) -> None:
         weight.data = weight.data.contiguous(memory_format=torch.channels_last)
     if not kernels:
         ctx.print("fit: channels_last changes nothing: this model has no 2-d convolution")
-
-
-def _is_image(value: object) -> bool:
-    import torch
-
-    return isinstance(value, torch.Tensor) and value.ndim == 4
 
 
 # --- activation checkpointing ---
@@ -281,15 +281,8 @@ def _recomputed(block: nn.Module, norms: list[BatchNorm], *args: Any, **kwargs: 
     # An own context cannot be compiled. Compiled, the statistics are written once anyway, unless a
     # side effect in the user's forward (a counter) keeps this call out of the graph.
     if norms and not torch.compiler.is_compiling():
-        kwargs["context_fn"] = partial(_contexts, norms)
+        kwargs["context_fn"] = lambda: (nullcontext(), _frozen_statistics(norms))
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-
-def _contexts(
-    norms: list[BatchNorm],
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The contexts of the first run of a block and of the second one."""
-    return nullcontext(), _frozen_statistics(norms)
 
 
 @contextmanager
@@ -338,7 +331,13 @@ def register_compression(
     if kind == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif kind == "bf16":
-        _refuse_gloo(ctx)
+        if ctx.plan.backend == "gloo":
+            raise FitError(
+                "distributed.compression is bf16, but the ranks talk over gloo, which cannot add "
+                "bf16",
+                allowed="none, fp16 or powersgd; bf16 over nccl",
+                do="set distributed.compression: fp16",
+            )
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     elif kind == "powersgd":
         state = powerSGD_hook.PowerSGDState(
@@ -353,15 +352,6 @@ def register_compression(
 def first_compressed(steps: int) -> int:
     """The optimizer step (from 0) at which PowerSGD starts; DDP lays out buckets in the first 2."""
     return max(2, min(1000, steps // 10))
-
-
-def _refuse_gloo(ctx: RunContext) -> None:
-    if ctx.plan.backend == "gloo":
-        raise FitError(
-            "distributed.compression is bf16, but the ranks talk over gloo, which cannot add bf16",
-            allowed="none, fp16 or powersgd; bf16 over nccl",
-            do="set distributed.compression: fp16",
-        )
 
 
 # --- layers that depend on the number of ranks ---

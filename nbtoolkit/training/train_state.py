@@ -30,21 +30,6 @@ State: TypeAlias = dict[str, Any]
 # --- progress ---
 
 
-# What a resumed fit needs besides weights, optimizer and random state.
-_SAVED = (
-    "epoch",
-    "taken",
-    "loss",
-    "seen",
-    "values",
-    "best",
-    "best_epoch",
-    "best_step",
-    "stale",
-    "best_values",
-)
-
-
 def check_monitor(config: Config, names: Sequence[str], stems: Sequence[str]) -> None:
     """Refuse a ``checkpoint.monitor`` that no epoch will have.
 
@@ -177,14 +162,14 @@ class TrainState:
         return {**values, **best, "epoch": self.epoch, "best_epoch": self.best_epoch}
 
     def state(self) -> State:
-        """Plain values for a checkpoint."""
-        return {"reference": self._reference, **{name: getattr(self, name) for name in _SAVED}}
+        """The attributes, plain values for a checkpoint."""
+        attributes = {name: value for name, value in vars(self).items() if name[0] != "_"}
+        return {"reference": self._reference, **attributes}
 
     def restore(self, state: State) -> None:
         """Continue from a :meth:`state`."""
-        self._reference = state["reference"]
-        for name in _SAVED:
-            setattr(self, name, state[name])
+        for name, value in state.items():
+            setattr(self, "_reference" if name == "reference" else name, value)
 
     def _is_better(self, value: float, than: float | None, *, by: float) -> bool:
         if than is None or math.isnan(than):
