@@ -39,7 +39,7 @@ from nbtoolkit.tracking.database import database_uri, open_database
 from nbtoolkit.tracking.follower import Follower, follow
 from nbtoolkit.tracking.mlflow_values import tracking_table
 from nbtoolkit.tracking.service import Service, TrackingProcess, replay
-from nbtoolkit.tracking.tracker import NullTracker, Point, Trackers, choose_tracking, points
+from nbtoolkit.tracking.tracker import Point, Trackers, choose_tracking, points
 
 # MLflow 3.17 uses a loader that SQLAlchemy 2.1 means to drop; nothing we could do about it.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")
@@ -214,7 +214,7 @@ def test_a_value_without_a_step_follows_its_curves_last_step() -> None:
 
 
 def test_trackers_opens_each_of_them_even_when_the_first_is_new() -> None:
-    class Known(NullTracker):
+    class Known(Trackers):
         opened = 0
 
         def __init__(self, known: bool) -> None:
@@ -419,8 +419,8 @@ def test_a_folder_that_is_not_there() -> None:
         Follower(RunPaths(Path("/nonexistent")))
 
 
-def _null(run: Any, fresh: bool, state: Any) -> NullTracker:
-    return NullTracker()
+def _null(run: Any, fresh: bool, state: Any) -> Trackers:
+    return Trackers()
 
 
 def test_tracking_off_writes_no_database(tmp_path: Path) -> None:

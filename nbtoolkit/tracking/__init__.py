@@ -1,6 +1,6 @@
 """Read a run's events and write them to MLflow and TensorBoard, outside the training.
 
-    events.jsonl -> Follower (follower.py) -> MLflowTracker, TensorBoardTracker, NullTracker
+    events.jsonl -> Follower (follower.py) -> MLflowTracker, TensorBoardTracker
                        |                       |
                  tracking.json            <output_dir>/mlflow.db, <run folder>/tensorboard
 

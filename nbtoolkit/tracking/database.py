@@ -172,16 +172,16 @@ def _forget_connections(file: Path, artifacts: str) -> None:
 
 
 def _experiment(client: MlflowClient, name: str, artifacts: str | None) -> str:
-    found = client.get_experiment_by_name(name)
-    if found is None:
+    known = client.get_experiment_by_name(name)
+    if known is None:
         return str(client.create_experiment(name, artifact_location=artifacts))
-    if found.lifecycle_stage == "deleted":
+    if known.lifecycle_stage == "deleted":
         raise TrackingError(
             f"the MLflow experiment {name!r} was deleted",
-            do=f"restore it (mlflow experiments restore -x {found.experiment_id}), or set "
+            do=f"restore it (mlflow experiments restore -x {known.experiment_id}), or set "
             "tracking.experiment to another name",
         )
-    return str(found.experiment_id)
+    return str(known.experiment_id)
 
 
 @contextlib.contextmanager

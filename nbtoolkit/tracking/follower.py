@@ -13,7 +13,6 @@ from nbtoolkit.errors import TrackingError
 from nbtoolkit.run.events import Event, EventReader, JobEvent, RunEnded, RunStarted
 from nbtoolkit.run.paths import RunPaths, read_or_empty, write_json
 from nbtoolkit.tracking.tracker import (
-    NullTracker,
     Point,
     Tracker,
     Trackers,
@@ -62,7 +61,7 @@ class Follower:
         self._last_steps: dict[str, int] = saved.get("last_steps", {})
         self._run_at: int = saved.get("run_at", 0)  # offset of the present attempt's first line
         self._reader = EventReader(paths.events, saved.get("offset", 0))
-        self._tracker: Tracker = NullTracker()
+        self._tracker: Tracker = Trackers()
         self._time: float = saved.get("time", 0.0)  # of the event last read
         self._ended = False
         self._jobs = _Jobs(paths.folder, self._follow_job)
@@ -224,7 +223,7 @@ def _make_by_config(paths: RunPaths, output_dir: Path) -> MakeTracker:
             trackers.append(MLflowTracker(paths, output_dir, state))
         if choice.tensorboard:
             trackers.append(TensorBoardTracker(paths, fresh=fresh))
-        return Trackers(trackers) if trackers else NullTracker()
+        return Trackers(trackers)
 
     return make
 

@@ -33,9 +33,9 @@ from nbtoolkit.tracking.mlflow_values import (
     tail,
 )
 from nbtoolkit.tracking.tracker import (
-    NullTracker,
     Point,
     Tracker,
+    Trackers,
     TrackerState,
     job_folder,
     trial_values,
@@ -292,7 +292,7 @@ class _JobTracker:
 
     def for_job(self, paths: RunPaths, fresh: bool, state: TrackerState) -> Tracker:
         """A job has no jobs."""
-        return NullTracker()
+        return Trackers()
 
 
 def _find_run(client: MlflowClient, experiment: str, run_id: str) -> Run | None:

@@ -63,28 +63,10 @@ class Tracker(Protocol):
         """
 
 
-class NullTracker:
-    """A tracker that writes nothing: tracking is off."""
-
-    def open(self, run: RunStarted) -> bool:
-        """Nothing is needed."""
-        return True
-
-    def write(self, points: Sequence[Point], events: Sequence[Event]) -> None:
-        """Do nothing."""
-
-    def close(self, ended: RunEnded) -> None:
-        """Do nothing."""
-
-    def for_job(self, paths: RunPaths, fresh: bool, state: TrackerState) -> Tracker:
-        """Jobs are not written either."""
-        return self
-
-
 class Trackers:
-    """Several trackers as one."""
+    """Several trackers as one; none of them when tracking is off."""
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
+    def __init__(self, trackers: Sequence[Tracker] = ()) -> None:
         self._trackers = tuple(trackers)
 
     def open(self, run: RunStarted) -> bool:

@@ -73,6 +73,7 @@ class Averages:
         self._weights, self._means = _averaged_tensors(module), _averaged_tensors(self._copy)
         self._copy.requires_grad_(False)
         self._outdated = False  # whether the buffers that are only copied have changed
+        self._stale_norms = False
         self.n_averaged = 0
 
     @property
@@ -100,8 +101,8 @@ class Averages:
 
     @property
     def needs_batch_norm(self) -> bool:
-        """Whether :meth:`update_batch_norm` has to be called."""
-        return False
+        """Whether the batch-norm statistics do not fit the averaged weights."""
+        return self._stale_norms
 
     def update_batch_norm(
         self, batches: Iterable[Batch], forward: BatchForward | None = None
@@ -112,6 +113,8 @@ class Averages:
             batches: this rank's, see :func:`update_norms`.
             forward: how a batch passes through the model.
         """
+        update_norms(self._copy, batches, forward)
+        self._stale_norms, self._outdated = False, True
 
     def weights(self) -> dict[str, Tensor]:
         """The averaged model's ``state_dict``, by the names of the model itself."""
@@ -185,7 +188,7 @@ class Swa(Averages):
     def __init__(self, module: nn.Module, *, start: float, rate: float | None) -> None:
         super().__init__(module)
         self._start, self._rate = start, rate
-        self._has_norms, self._stale = bool(batch_norms(self._copy)), False
+        self._has_norms = bool(batch_norms(self._copy))
         _isolate_sync_batch_norms(self._copy)
 
     def end_epoch(self, step: int) -> None:
@@ -194,23 +197,11 @@ class Swa(Averages):
 
         if step >= self._start:
             self._average(get_swa_multi_avg_fn())
-            self._stale = self._has_norms
+            self._stale_norms = self._has_norms
 
     def rate(self, step: int) -> float | None:
         """See :meth:`Averages.rate`."""
         return self._rate if step >= self._start else None
-
-    @property
-    def needs_batch_norm(self) -> bool:
-        """Whether weights of a model with batch norms were averaged since the last update."""
-        return self._stale
-
-    def update_batch_norm(
-        self, batches: Iterable[Batch], forward: BatchForward | None = None
-    ) -> None:
-        """See :meth:`Averages.update_batch_norm`."""
-        update_norms(self._copy, batches, forward)
-        self._stale, self._outdated = False, True
 
 
 def _refuse_half_precision(module: nn.Module) -> None:

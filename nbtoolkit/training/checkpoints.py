@@ -176,16 +176,16 @@ class CheckpointManager:
         """
         if not self._on:
             return None
-        found: StoredCheckpoint | CheckpointError | None = None
+        latest: StoredCheckpoint | CheckpointError | None = None
         if self._ctx.is_main:
             try:
-                found = self._find_latest()
+                latest = self._find_latest()
             except CheckpointError as error:
-                found = error
-        found = tell_all(found, self._ctx.world_size)
-        if isinstance(found, CheckpointError):
-            raise found
-        return found
+                latest = error
+        latest = tell_all(latest, self._ctx.world_size)
+        if isinstance(latest, CheckpointError):
+            raise latest
+        return latest
 
     def _find_latest(self) -> StoredCheckpoint | None:
         self._store.tidy()
@@ -246,10 +246,19 @@ class AsyncCheckpointWriter:
 
         ``parts`` must not change until :attr:`busy` is false.
         """
+
+        def write() -> None:
+            start = time.monotonic()
+            try:
+                path = self._store.put(kind, step, parts, about)
+            except (CheckpointError, OSError) as error:
+                self._failure = kind, error
+            else:
+                self._on_saved(path, step, kind)
+            self.seconds = time.monotonic() - start
+
         self.wait()
-        self._thread = threading.Thread(
-            target=self._write, args=(kind, step, parts, about), name="nbtoolkit-writer"
-        )
+        self._thread = threading.Thread(target=write, name="nbtoolkit-writer")
         self._thread.start()
 
     def wait(self) -> None:
@@ -262,16 +271,6 @@ class AsyncCheckpointWriter:
         """The failed write since the last call, with its error; None: there was none."""
         failure, self._failure = self._failure, None
         return failure
-
-    def _write(self, kind: Kind, step: int, parts: Mapping[str, State], about: State) -> None:
-        start = time.monotonic()
-        try:
-            path = self._store.put(kind, step, parts, about)
-        except (CheckpointError, OSError) as error:
-            self._failure = kind, error
-        else:
-            self._on_saved(path, step, kind)
-        self.seconds = time.monotonic() - start
 
 
 class HostCopy:

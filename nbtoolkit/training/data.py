@@ -279,11 +279,10 @@ def make_source(
         FitError: ``data`` is none of these, or its arrays differ in length.
     """
     arrays = _as_arrays(data)
-    if arrays is None:
-        return SampleSource(_as_map_dataset(data), device, collate, workers, seed)
-    if collate is not None:
-        return SampleSource(_Rows(arrays), device, collate, workers, seed)
-    return ArraySource(arrays, device)
+    if arrays is not None and collate is None:
+        return ArraySource(arrays, device)
+    dataset = _as_map_dataset(data) if arrays is None else _Rows(arrays)
+    return SampleSource(dataset, device, collate, workers, seed)
 
 
 class Arrays(NamedTuple):

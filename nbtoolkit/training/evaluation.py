@@ -61,7 +61,16 @@ def make_evaluation_loader(
     """
     size = batch_size or _LARGER * ctx.plan.batch_size_per_device
     if is_stream(data):
-        return _StreamLoader(ctx, data, size, min(workers, 1), collate, name)
+        step, ranks = size * ctx.world_size, ctx.world_size
+        sampler = GlobalBatchSampler(
+            size=step, batch=step, micro=size, seed=ctx.seed, rank=ctx.rank, ranks=ranks
+        )
+        workers = min(workers, 1)
+        return _StreamLoader(
+            StreamTrainLoader(
+                data, sampler, ctx.device, collate=collate, workers=workers, name=name
+            )
+        )
     source = make_source(data, ctx.device, collate=collate, workers=workers, seed=ctx.seed)
     if len(source) == 0:
         raise FitError(
@@ -100,22 +109,8 @@ def _rank_slices(size: int, batch_size: int, rank: int, ranks: int) -> Iterator[
 class _StreamLoader:
     """Loads an iterable."""
 
-    def __init__(
-        self,
-        ctx: RunContext,
-        data: object,
-        batch_size: int,
-        workers: int,
-        collate: Collate | None,
-        name: str,
-    ) -> None:
-        step, ranks = batch_size * ctx.world_size, ctx.world_size
-        sampler = GlobalBatchSampler(
-            size=step, batch=step, micro=batch_size, seed=ctx.seed, rank=ctx.rank, ranks=ranks
-        )
-        self._loader = StreamTrainLoader(
-            data, sampler, ctx.device, collate=collate, workers=workers, name=name
-        )
+    def __init__(self, loader: StreamTrainLoader) -> None:
+        self._loader = loader
 
     def __iter__(self) -> Iterator[tuple[Batch, int]]:
         for batch, micro_batch in self._loader.batches(epoch=0):

@@ -83,12 +83,14 @@ def make_train_loader(
         FitError: the data cannot be used, are empty, or have no whole batch under
             ``train.drop_last``; a stream of unknown length has no ``train.max_steps``.
     """
+    log = None
+    if config.tracking.record_samples:
+        log = SampleLog(ctx.paths.samples(ctx.rank), ranks=ctx.world_size, fit=fit)
     if is_stream(data):
-        return _make_stream_loader(ctx, config, data, collate, _make_log(ctx, config, fit))
+        return _make_stream_loader(ctx, config, data, collate, log)
     workers = config.train.num_workers
     source = make_source(data, ctx.device, collate=collate, workers=workers, seed=ctx.seed)
-    sampler = _make_sampler(ctx, config, len(source))
-    return MapTrainLoader(sampler, source, _make_log(ctx, config, fit))
+    return MapTrainLoader(_make_sampler(ctx, config, len(source)), source, log)
 
 
 def _make_stream_loader(
@@ -123,12 +125,6 @@ def _make_sampler(ctx: RunContext, config: Config, size: int) -> GlobalBatchSamp
         drop_last=config.train.drop_last,
     )
     return check_steps(sampler)
-
-
-def _make_log(ctx: RunContext, config: Config, fit: int) -> SampleLog | None:
-    if not config.tracking.record_samples:
-        return None
-    return SampleLog(ctx.paths.samples(ctx.rank), ranks=ctx.world_size, fit=fit)
 
 
 class MapTrainLoader:

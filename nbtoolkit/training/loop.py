@@ -213,7 +213,8 @@ class _Training:
         train_step.schedule.observe(values[state.monitored], better)
         if better and state.has_best:
             about = {"epoch": state.epoch, "values": values}
-            checkpoints.keep_best(self._validated_weights, train_step.steps_done, about)
+            weights = train_step.evaluated_module.state_dict
+            checkpoints.keep_best(weights, train_step.steps_done, about)
         if self.done or checkpoints.due_by_epochs(state.epoch) or checkpoints.due_by_time():
             self._save(None)
         try:
@@ -224,8 +225,8 @@ class _Training:
     def finish(self) -> dict[str, float]:
         """Load the weights that ``checkpoint.weights`` says; returns the values of ``fit``."""
         train_step, state = self._train_step, self._state
-        if train_step.averages is not None and train_step.averages.active:
-            train_step.module.load_state_dict(train_step.averages.weights())
+        if train_step.evaluated_module is not train_step.module:
+            train_step.module.load_state_dict(train_step.evaluated_module.state_dict())
         if state.ends_with_best:
             train_step.load_on_all_ranks(self._checkpoints.best_weights())
         return state.summary()
@@ -311,7 +312,7 @@ class _Training:
         """
         train_step, state = self._train_step, self._state
 
-        def parts() -> dict[str, State]:
+        def make_parts() -> dict[str, State]:
             training = train_step.state()
             model = training.pop("model")
             training |= {
@@ -319,18 +320,13 @@ class _Training:
                 "streams": random_states,
                 "walk": self._sampling(),
             }
-            return {"model": model, "training": training, **self._averaged()}
+            parts = {"model": model, "training": training}
+            if train_step.averages is not None and train_step.averages.active:
+                parts["averaged"] = train_step.averages.weights()
+            return parts
 
         about = {"epoch": state.epoch, "taken": state.taken, "values": state.values}
-        self._checkpoints.save(parts, train_step.steps_done, about)
-
-    def _averaged(self) -> dict[str, State]:
-        averages = self._train_step.averages
-        return {"averaged": averages.weights()} if averages is not None and averages.active else {}
-
-    def _validated_weights(self) -> State:
-        """The weights that were validated."""
-        return self._averaged().get("averaged") or self._train_step.module.state_dict()
+        self._checkpoints.save(make_parts, train_step.steps_done, about)
 
     def _sampling(self) -> State:
         """What must be equal for a position in an epoch to mean the same samples."""

@@ -135,15 +135,37 @@ class ReducedLoss:
             return BatchLoss(returned, weight)
         return BatchLoss(returned, float(samples))
 
-    def detect(self, outputs: Batch, targets: Batch, samples: int, whole: BatchLoss) -> Finding:
-        """Find the reduction by comparing the loss of a batch with the losses of its parts.
+    def detect(
+        self, outputs: Batch, targets: Batch, samples: int, whole: BatchLoss, ranks: int
+    ) -> None:
+        """Set :attr:`reduction` by comparing the loss of a batch with the losses of its parts.
+
+        Called by all ranks, each with a batch of its own.
 
         Args:
             outputs: of the batch.
             targets: of the batch.
             samples: in the batch.
             whole: its loss.
+            ranks: the number of ranks.
+
+        Raises:
+            FitError: the loss cannot be computed in parts.
         """
+        findings = gather_on_all(self._compare(outputs, targets, samples, whole), ranks)
+        strongest = max(findings, key=lambda finding: finding.reduction)
+        if strongest.reduction is Reduction.OTHER:
+            raise FitError(
+                "the loss of a batch does not follow from the losses of its parts, so it would "
+                f"depend on the number of devices: {strongest.why}",
+                allowed=f"{ALLOWED}; or a loss of whole batches (Dice, contrastive) with "
+                "train.loss_reduction: batch, which depends on the number of ranks",
+                do="with a mask, return ((losses * mask).sum(), mask.sum()); for a loss of whole "
+                "batches set train.loss_reduction: batch",
+            )
+        self.reduction = max(strongest.reduction, Reduction.MEAN)
+
+    def _compare(self, outputs: Batch, targets: Batch, samples: int, whole: BatchLoss) -> Finding:
         import torch
 
         if self.reduction is Reduction.BATCH:
@@ -191,25 +213,6 @@ class ReducedLoss:
         with torch.no_grad(), torch.random.fork_rng(gpus), weights:
             returned = self._loss(outputs, targets)
         return self.reduce(returned, high - low, weights.weight)
-
-
-def agree(findings: list[Finding]) -> Reduction:
-    """The reduction for all ranks.
-
-    Raises:
-        FitError: the loss cannot be computed in parts.
-    """
-    strongest = max(findings, key=lambda finding: finding.reduction)
-    if strongest.reduction is Reduction.OTHER:
-        raise FitError(
-            "the loss of a batch does not follow from the losses of its parts, so it would depend "
-            f"on the number of devices: {strongest.why}",
-            allowed=f"{ALLOWED}; or a loss of whole batches (Dice, contrastive) with "
-            "train.loss_reduction: batch, which depends on the number of ranks",
-            do="with a mask, return ((losses * mask).sum(), mask.sum()); for a loss of whole "
-            "batches set train.loss_reduction: batch",
-        )
-    return max(strongest.reduction, Reduction.MEAN)
 
 
 def _adds_up(whole: float, parts: list[float], tolerance: float) -> bool:

@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from nbtoolkit.errors import CheckpointError, FitError
 from nbtoolkit.run.weights import load_weights
 from nbtoolkit.training.averaging import make_averages
-from nbtoolkit.training.losses import (
-    BatchLoss,
-    Labels,
-    Loss,
-    ReducedLoss,
-    Reduction,
-    agree,
-    all_count,
-    check_labels,
-)
+from nbtoolkit.training.losses import BatchLoss, ReducedLoss, Reduction, all_count, check_labels
 from nbtoolkit.training.model import (
     broadcast_buffers,
     half_precision,
@@ -30,7 +21,6 @@ from nbtoolkit.training.model import (
 )
 from nbtoolkit.training.optimizer import Schedule, make_optimizer, set_rate
 from nbtoolkit.training.sampler import MicroBatch
-from nbtoolkit.worker.collectives import gather_on_all
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +29,7 @@ if TYPE_CHECKING:
 
     from nbtoolkit.config.schema import Config
     from nbtoolkit.training.data import Batch
+    from nbtoolkit.training.losses import Labels, Loss
     from nbtoolkit.training.train_state import State
     from nbtoolkit.worker.context import RunContext
 
@@ -87,11 +78,9 @@ class TrainStep:
         self.schedule = schedule
         self.module = prepare_model(ctx, config, model)
         self._model = wrap_model(ctx, config, self.module, steps=schedule.total)
-        self._no_sync: Callable[[], AbstractContextManager[None]] = (
-            cast("DistributedDataParallel", self._model).no_sync
-            if ctx.world_size > 1
-            else nullcontext
-        )
+        self._no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+        if ctx.world_size > 1:
+            self._no_sync = cast("DistributedDataParallel", self._model).no_sync
         self.optimizer = make_optimizer(config, self.module)
         named = self.module.named_parameters()
         self._named = {name: weight for name, weight in named if weight.requires_grad}
@@ -137,8 +126,11 @@ class TrainStep:
             if micro_batch.last:
                 loss = self._pass(batch, micro_batch)
                 self._optimize(measure_norm)
+            elif self._ranks == 1:
+                loss = self._pass(batch, micro_batch)
             else:
-                loss = self._pass_without_reduction(batch, micro_batch)
+                with self._no_sync():  # gradients accumulate on this rank only
+                    loss = self._pass(batch, micro_batch)
         except Exception as error:
             fault = translate_error(
                 error, self._named, steps_done=self.steps_done, compiled=self._compiled
@@ -230,19 +222,15 @@ class TrainStep:
         """Forward and backward; under DDP the gradients are then the mean over the ranks."""
         outputs, targets, returned, weight = self._compute(self._model, batch)
         if not self._detected:
-            self._detect_reduction(outputs, targets, returned, weight, micro_batch.samples)
+            whole = self._reduced.reduce(returned, max(micro_batch.samples, 1), weight)
+            with self._autocast:
+                self._reduced.detect(outputs, targets, micro_batch.samples, whole, self._ranks)
+            self._detected = True
         loss = self._reduced.reduce(returned, max(micro_batch.samples, 1), weight)
         factor = self._factor(loss, micro_batch)
         weighted = loss.mean if factor == 1.0 else loss.mean * factor
         self._scaler.scale(weighted).backward()
         return BatchLoss(loss.mean.detach(), loss.weight)
-
-    def _pass_without_reduction(self, batch: Batch, micro_batch: MicroBatch) -> BatchLoss:
-        """A pass that is not its step's last: gradients accumulate on this rank only."""
-        if self._ranks == 1:
-            return self._pass(batch, micro_batch)
-        with self._no_sync():
-            return self._pass(batch, micro_batch)
 
     def _compute(
         self, model: nn.Module, batch: Batch
@@ -268,16 +256,6 @@ class TrainStep:
         """Before the very first loss: a label without a score ends a process with a GPU."""
         check_labels(outputs, targets if self._targets is None else self._targets, self._loss)
         self._targets = None
-
-    def _detect_reduction(
-        self, outputs: Batch, targets: Batch, returned: object, weight: Tensor | None, samples: int
-    ) -> None:
-        """Find out on all ranks, in the first pass, what the loss averages over."""
-        whole = self._reduced.reduce(returned, max(samples, 1), weight)
-        with self._autocast:
-            finding = self._reduced.detect(outputs, targets, samples, whole)
-        self._reduced.reduction = agree(gather_on_all(finding, self._ranks))
-        self._detected = True
 
     def _factor(self, loss: BatchLoss, micro_batch: MicroBatch) -> Tensor | float:
         """The factor of a pass in its step; :meth:`_divide_by_weights` completes weighted ones."""
@@ -433,7 +411,7 @@ def _unused_parameters(names: Sequence[str], *, static_graph: bool) -> FitError:
     """The error for parameters not used in a step of several ranks.
 
     Args:
-        names: theirs; empty: not known.
+        names: of the parameters; empty: not known.
         static_graph: whether ``distributed.static_graph`` is set.
     """
     shown = ", ".join(names[:5]) or "(DDP does not say which)"
