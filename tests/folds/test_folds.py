@@ -125,12 +125,12 @@ def test_folds_are_counted_indexed_and_told_apart_by_how_they_split() -> None:
         ({"k": 60, "kind": "time"}, "60 samples cannot be split .*\n.*61 samples or more"),
         ({"k": 21}, r"every class has fewer samples than k=21 folds: 0 \(20\), .*\n.*up to 20"),
         ({"kind": "group"}, "'group' needs groups"),
-        ({"groups": TEAMS}, "'stratified' makes no use of groups\n.*\n.*stratified_group"),
+        ({"groups": TEAMS}, "'stratified' does not use groups\n.*\n.*stratified_group"),
         ({"kind": "group", "groups": TEAMS[:9]}, "groups has 9 values for 60 samples"),
         ({"kind": "group", "groups": CLASSES}, "3 groups for k=5 folds\n.*\n.*k=3"),
         ({"kind": "group", "groups": TEAMS, "repeats": 2}, "'group' cannot be repeated"),
-        ({"kind": "predefined"}, "'predefined' with predefined=None"),
-        ({"predefined": CLASSES}, "'stratified' with predefined=... cannot be meant"),
+        ({"kind": "predefined"}, "'predefined' needs predefined"),
+        ({"predefined": CLASSES}, "'stratified' does not use predefined"),
     ],
 )
 def test_sweep_config_that_cannot_be_met_are_refused(arguments: dict[str, Any], said: str) -> None:

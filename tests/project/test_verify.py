@@ -99,7 +99,7 @@ def test_parity_names_the_layers_that_cannot_be_equal() -> None:
     found = nb.verify.parity(train, config(**{"model.dropout": 1}), processes=2)
     assert not found.passed
     assert found.first_other_step is None
-    assert found.inexact == {"1 (Dropout)": "draws random numbers, on every rank other ones"}
+    assert found.inexact == {"1 (Dropout)": "draws random numbers, different ones on every rank"}
     assert "DIFFERENT" in found.explain()
 
 

@@ -103,6 +103,6 @@ def test_a_fit_that_goes_by_a_name_that_says_nothing_is_refused_before_its_first
             "tracking.mlflow": False,
         }
     )
-    what = r"'val_width' is best cannot be told(.|\n)*`mode: max` or `mode: min` under checkpoint"
+    what = r"'val_width' \(checkpoint\.monitor\) does not say(.|\n)*`mode: max` or `mode: min`"
     with pytest.raises(FitError, match=what):
         nb.launch(train, mine, start="inline", display="off")

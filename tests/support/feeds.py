@@ -84,9 +84,9 @@ def listed(samples: list[Any]) -> list[Any]:
 
 
 def steps_of(feed: Any, epoch: int, **more: Any) -> list[list[Any]]:
-    """What one rank's walk (of a feed that collates with ``listed``) gives, by optimizer step."""
+    """The samples of a loader that collates with ``listed``, by optimizer step."""
     found: list[list[Any]] = [[]]
-    for batch, share in feed.walk(epoch, **more):
+    for batch, share in feed.batches(epoch, **more):
         found[-1] += batch[: share.samples]
         if share.last:
             found.append([])

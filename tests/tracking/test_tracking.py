@@ -34,7 +34,7 @@ from nbtoolkit.tracking.database import open_database
 from nbtoolkit.tracking.follower import Follower, follow
 from nbtoolkit.tracking.mlflow_values import tracking_table
 from nbtoolkit.tracking.service import Service, TrackingProcess, replay
-from nbtoolkit.tracking.tracker import NullTracker, Point, Trackers, choose_tracking, points
+from nbtoolkit.tracking.tracker import Point, Trackers, choose_tracking, points
 
 # MLflow 3.17 uses a loader that SQLAlchemy 2.1 means to drop; nothing we could do about it.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")
@@ -136,7 +136,7 @@ def test_a_value_without_a_step_follows_its_curves_last_step() -> None:
 
 
 def test_trackers_opens_each_of_them_even_when_the_first_is_new() -> None:
-    class Known(NullTracker):
+    class Known(Trackers):
         opened = 0
 
         def __init__(self, known: bool) -> None:
@@ -341,8 +341,8 @@ def test_a_folder_that_is_not_there() -> None:
         Follower(RunPaths(Path("/nonexistent")))
 
 
-def _null(run: Any, fresh: bool, state: Any) -> NullTracker:
-    return NullTracker()
+def _null(run: Any, fresh: bool, state: Any) -> Trackers:
+    return Trackers()
 
 
 def test_tracking_off_writes_no_database(tmp_path: Path) -> None:
@@ -664,6 +664,15 @@ def test_replay_in_a_process_of_its_own(tmp_path: Path) -> None:
 def test_replay_of_a_folder_without_a_run(tmp_path: Path) -> None:
     with pytest.raises(TrackingError, match="there are no events in"):
         replay(tmp_path)
+
+
+def test_replay_is_where_the_messages_say() -> None:
+    import nbtoolkit.tracking
+
+    assert nbtoolkit.tracking.replay is replay
+    assert nbtoolkit.tracking.tracking_table is tracking_table
+    with pytest.raises(AttributeError, match="no attribute 'repeat'"):
+        nbtoolkit.tracking.repeat  # noqa: B018
 
 
 def test_the_table_of_an_output_folder(outputs: Path) -> None:

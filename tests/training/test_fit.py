@@ -306,7 +306,7 @@ def test_a_checkpoint_of_another_model_is_refused(run: Run) -> None:
 def test_a_checkpoint_of_another_walk_through_the_data_is_refused(run: Run) -> None:
     run.fit()
     what = (
-        r"made on another walk through the data: global_batch_size 12 then, 6 now; "
+        r"made with other samples in its steps: global_batch_size 12 then, 6 now; "
         r"steps_per_epoch 4 then, 7 now[\s\S]*resume='never'"
     )
     with pytest.raises(CheckpointError, match=what):
@@ -326,7 +326,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(run: Run, another: Run) ->
     check_equal_weights(whole, again)
     (note,) = (event["text"] for event in run.events("note"))
     assert "step-000000016: model.pt is damaged: its SHA-256 differs" in note
-    assert "going on from step-000000015" in note
+    assert "resuming from step-000000015" in note
 
 
 def test_a_damaged_best_one_is_not_loaded(run: Run) -> None:

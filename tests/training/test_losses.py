@@ -220,11 +220,11 @@ def fit_here(tmp_path: Any, loss: Any, target: str = "y", **overrides: Any) -> n
 @pytest.mark.parametrize(
     ("loss", "target", "why"),
     [
-        (dice, "y", "of 12 samples it is"),
-        (own_mask, "void", "of 12 samples it is"),
-        (contrastive, "y", "of 4 and 8 of them"),
-        (regularised, "y", "of 12 samples it is"),
-        (of_two, "y", "of a part it raises ValueError: give me twelve"),
+        (dice, "y", "for 12 samples it is"),
+        (own_mask, "void", "for 12 samples it is"),
+        (contrastive, "y", "for 4 and 8 of them"),
+        (regularised, "y", "for 12 samples it is"),
+        (of_two, "y", "for a part of them it raises ValueError: give me twelve"),
     ],
 )
 def test_a_loss_that_its_parts_do_not_give_is_refused_before_the_first_step(

@@ -13,7 +13,7 @@ from torch import nn
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.losses import Passed
+from nbtoolkit.training.losses import BatchLoss
 from nbtoolkit.training.metrics import Meter, accuracy, named_metrics
 from nbtoolkit.worker.collectives import Rows
 from nbtoolkit.worker.context import RunContext
@@ -25,7 +25,7 @@ def metered(metrics: Any, *batches: tuple[torch.Tensor, Any, Any]) -> dict[str, 
     """Metrics of batches (loss, outputs, targets) on one rank."""
     meter = Meter(named_metrics(metrics), CPU)
     for loss, outputs, targets in batches:
-        meter.add(Passed(loss, float(len(targets))), outputs, targets, len(targets))
+        meter.add(BatchLoss(loss, float(len(targets))), outputs, targets, len(targets))
     return meter.result()
 
 

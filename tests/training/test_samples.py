@@ -103,7 +103,7 @@ def test_a_full_disk_ends_the_notes_and_not_the_training(tmp_path: Path, capsys:
     walk(ctx)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
-    assert "from epoch 1, step 0 on no samples are noted: [Errno 28] No space left" in said[0]
+    assert "samples are not recorded from epoch 1, step 0 on: [Errno 28] No space left" in said[0]
 
 
 def test_the_lines_are_json_that_anyone_can_read(tmp_path: Path) -> None:
