@@ -14,8 +14,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time `__getattr_
     from nbtoolkit import errors as errors
     from nbtoolkit import verify as verify
     from nbtoolkit.archive.pack import PackResult as PackResult
-    from nbtoolkit.archive.pack import UnpackResult as UnpackResult
     from nbtoolkit.archive.pack import pack as pack
+    from nbtoolkit.archive.unpack import UnpackResult as UnpackResult
     from nbtoolkit.archive.unpack import unpack as unpack
     from nbtoolkit.attach import attach as attach
     from nbtoolkit.config.schema import Config as Config
@@ -78,7 +78,7 @@ _HOME = {
     "RunResult": "nbtoolkit.launcher.handle",
     "SweepHandle": "nbtoolkit.search.sweep_result",
     "SweepResult": "nbtoolkit.search.sweep_result",
-    "UnpackResult": "nbtoolkit.archive.pack",
+    "UnpackResult": "nbtoolkit.archive.unpack",
     "attach": "nbtoolkit.attach",
     "cross_validate": "nbtoolkit.crossval.cross_validation",
     "detect_hardware": "nbtoolkit.environment.hardware",
