@@ -363,7 +363,7 @@ def test_a_disk_that_is_read_only_or_too_small_is_told(
     assert all(text in line for text, line in zip(told, lines, strict=True)), lines
 
 
-# --- what is refused --------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def refused(bundle: Path, into: Path, match: str) -> None:

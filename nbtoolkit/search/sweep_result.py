@@ -204,8 +204,8 @@ def read_sweep_config(folder: Path) -> SweepConfig:
 class Table(Protocol):
     """What is told: SweepTable or FoldTable."""
 
-    def take(self, event: Event) -> None:
-        """Take one event."""
+    def update(self, event: Event) -> None:
+        """Process one event."""
 
     def summary(self) -> str:
         """How far it is, in one line."""
@@ -239,7 +239,7 @@ class TableLines:
 
     def event(self, event: Event) -> None:
         """Show what an event says."""
-        self.table.take(event)
+        self.table.update(event)
         if event.t < self._since:
             return
         if isinstance(event, NoteAdded):

@@ -1,4 +1,4 @@
-"""Define the search space of a sweep: dotted names of settings with the values of each.
+"""Define the search space of a sweep, dotted names of settings with the values of each.
 
 space:
   optim.lr: {type: float, low: 1.0e-4, high: 1.0e-1, log: true}
