@@ -1,4 +1,4 @@
-"""Decide which files a bundle may carry: those of run folders, except code and credentials.
+"""Decide which files a bundle may carry, namely those of run folders without code and credentials.
 
 A run folder is
 

@@ -24,9 +24,7 @@ from optuna.samplers import BaseSampler, PartialFixedSampler, RandomSampler
 from nbtoolkit.errors import MissingExtra, SpaceError
 
 if TYPE_CHECKING:
-    from optuna.distributions import BaseDistribution
-    from optuna.study import Study
-    from optuna.trial import FrozenTrial, TrialState
+    from optuna.trial import FrozenTrial
 
     from nbtoolkit.study.parameter import Params
     from nbtoolkit.study.space import Space
@@ -133,61 +131,6 @@ _DEFAULTS: dict[str, dict[str, bool]] = {
 }
 # Trials that Optuna's samplers draw at random before they learn; each counts those in the study.
 _STARTUP = {"tpe": 10, "gp": 10, "cmaes": 1}
-
-
-class SamplerPerTrial(BaseSampler):
-    """Delegates every trial to a sampler made for its number.
-
-    Args:
-        make: number -> sampler.
-    """
-
-    def __init__(self, make: Callable[[int], BaseSampler]) -> None:
-        self._make = make
-        self._number = -1
-        self._sampler: BaseSampler | None = None
-
-    def _sampler_of(self, trial: FrozenTrial) -> BaseSampler:
-        if self._sampler is None or self._number != trial.number:
-            self._number, self._sampler = trial.number, self._make(trial.number)
-        return self._sampler
-
-    def infer_relative_search_space(
-        self, study: Study, trial: FrozenTrial
-    ) -> dict[str, BaseDistribution]:
-        """Delegate to the trial's sampler."""
-        return self._sampler_of(trial).infer_relative_search_space(study, trial)
-
-    def sample_relative(
-        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> Params:
-        """Delegate to the trial's sampler."""
-        return self._sampler_of(trial).sample_relative(study, trial, search_space)
-
-    def sample_independent(
-        self,
-        study: Study,
-        trial: FrozenTrial,
-        param_name: str,
-        param_distribution: BaseDistribution,
-    ) -> object:
-        """Delegate to the trial's sampler."""
-        sampler = self._sampler_of(trial)
-        return sampler.sample_independent(study, trial, param_name, param_distribution)
-
-    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        """Delegate to the trial's sampler."""
-        self._sampler_of(trial).before_trial(study, trial)
-
-    def after_trial(
-        self,
-        study: Study,
-        trial: FrozenTrial,
-        state: TrialState,
-        values: Sequence[float] | None,
-    ) -> None:
-        """Delegate to the trial's sampler."""
-        self._sampler_of(trial).after_trial(study, trial, state, values)
 
 
 def make_sampler(

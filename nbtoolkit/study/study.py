@@ -17,7 +17,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from nbtoolkit.errors import SweepError
 from nbtoolkit.run.paths import reading
-from nbtoolkit.study.samplers import SamplerPerTrial, make_pruner, make_sampler
+from nbtoolkit.study.samplers import make_pruner, make_sampler
 from nbtoolkit.study.storage import FILE, open_journal, read_study
 
 if TYPE_CHECKING:
@@ -31,10 +31,15 @@ _IDENTITY, _PREPARED, IMPORTED = "identity", "prepared", "imported"
 class SearchStudy:
     """An open study. Made by :func:`open_study`."""
 
-    def __init__(self, study: optuna.Study, storage: JournalStorage, space: Space) -> None:
+    def __init__(
+        self, study: optuna.Study, storage: JournalStorage, sweep_config: SweepConfig, space: Space
+    ) -> None:
         self.optuna = study
         self._storage = storage
+        self._sweep_config = sweep_config
         self._space = space
+        # first trials and a warm start's, which no sampler draws
+        self._not_drawn = self.imported + len(sweep_config.first_trials)
         self._trials: dict[int, Trial] = {}
         self._steps: dict[int, set[int]] = {}
 
@@ -49,11 +54,15 @@ class SearchStudy:
 
     def ask(self) -> tuple[int, Params]:
         """Begin a trial; returns its number, and its parameters as the study holds them."""
+        trials = self.optuna.get_trials(deepcopy=False)
+        waiting = (trial.number for trial in trials if trial.state == TrialState.WAITING)
+        self._set_sampler(next(waiting, len(trials)))
         return self._suggest(self.optuna.ask())
 
     def resume(self, number: int) -> tuple[int, Params]:
         """Continue a trial that was running when its session died."""
         trial_id = self._id_of(number)
+        self._set_sampler(number)
         number, params = self._suggest(Trial(self.optuna, trial_id))
         self._steps[number] = set(self._storage.get_trial(trial_id).intermediate_values)
         return number, params
@@ -109,6 +118,10 @@ class SearchStudy:
         """The user attributes of a trial."""
         return dict(self._storage.get_trial(self._id_of(number)).user_attrs)
 
+    def _set_sampler(self, number: int) -> None:
+        """Give the trial that begins next a sampler of its own."""
+        self.optuna.sampler = make_sampler(self._sweep_config, self._space, number, self._not_drawn)
+
     def _suggest(self, trial: Trial) -> tuple[int, Params]:
         self._space.suggest(trial)
         number = trial.number
@@ -154,11 +167,7 @@ def open_study(
     else:
         _create(storage, sweep_config, space, identity)
     study = optuna.load_study(study_name=name, storage=storage, pruner=make_pruner(sweep_config))
-    not_drawn = int(study.user_attrs[IMPORTED]) + len(sweep_config.first_trials)
-    study.sampler = SamplerPerTrial(
-        lambda number: make_sampler(sweep_config, space, number, not_drawn)
-    )
-    return SearchStudy(study, storage, space)
+    return SearchStudy(study, storage, sweep_config, space)
 
 
 def _create(
