@@ -98,7 +98,7 @@ def _group(file: str) -> str | None:
     if "/tests/browser/" in file:
         return "browser"
     # Ranks that import torchmetrics cold take 3 s of CPU each, and the fork server once more.
-    if file.endswith(("/test_metrics.py", "/test_validation.py")):
+    if file.endswith(("/test_metrics.py", "/test_evaluation.py")):
         return "torchmetrics"
     # Each worker would make a module's fixture anew.
     return file if 'scope="module"' in Path(file).read_text() else None

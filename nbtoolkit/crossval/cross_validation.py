@@ -225,7 +225,7 @@ def _search(folds: Folds, processes: int | None) -> Search:
     module = "nbtoolkit.crossval.fold_algorithm"
     return Search(
         kind="cv",
-        program=f"{module}:make_algorithm",
+        algorithm=f"{module}:make_algorithm",
         identity={"folds": folds.hash, "target": folds.target},
         placement=placement,
         jobs=len(folds),

@@ -90,15 +90,15 @@ class CrossValidationAlgorithm:
         self._write(index, "running")
         return SearchJob(key=fold_key(index), fold=index, timeout=self._timeout)
 
-    def reported(self, job: SearchJob, metrics: Mapping[str, float], step: int | None) -> None:
+    def on_report(self, job: SearchJob, metrics: Mapping[str, float], step: int | None) -> None:
         """Do nothing: a fold always runs to its end."""
 
-    def announced(
+    def on_announcement(
         self, job: SearchJob, names: Sequence[str], stems: Sequence[str], first_step: int
     ) -> None:
         """Do nothing: the names of metrics do not matter."""
 
-    def ended(self, job: SearchJob, ending: JobResult) -> None:
+    def on_end(self, job: SearchJob, ending: JobResult) -> None:
         """Record how a fold ended; a fold whose process died runs again."""
         index = job.fold
         assert index is not None
@@ -114,7 +114,7 @@ class CrossValidationAlgorithm:
                 self._failed[index] = ending
             self._write(index, ending.status, ending)
 
-    def obey(self, command: SearchCommand) -> None:
+    def on_command(self, command: SearchCommand) -> None:
         """Follow ``pause``, ``resume`` and ``stop``; the others are for sweeps."""
         if command.op in ("pause", "resume"):
             self._paused = command.op == "pause"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from nbtoolkit.environment.variables import KernelEnvironment, enter
 from nbtoolkit.run import messages
-from nbtoolkit.run.request import GroupSpec
+from nbtoolkit.run.request import JobSpec
 from nbtoolkit.run.transport import Connection
 from nbtoolkit.worker.main import RankJob, run_rank, write_output_to
 
@@ -35,7 +35,7 @@ def run_agent(message: messages.ForkAgent) -> None:
     from nbtoolkit.run.payload import PackedFunction, load_function, unpack
 
     given = message.descriptors
-    packed, spec = unpack(given.payload, PackedFunction), unpack(given.spec, GroupSpec)
+    packed, spec = unpack(given.payload, PackedFunction), unpack(given.spec, JobSpec)
     load = partial(load_function, given.payload, packed)
     call_launcher(
         RankJob(spec=spec, load=load, group=given.group), packed.environment, message.port

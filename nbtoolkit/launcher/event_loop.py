@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import selectors
 import signal
@@ -17,7 +16,7 @@ from nbtoolkit.environment.resources import START_TIME, is_running, process_fiel
 from nbtoolkit.launcher.worker_group import WorkerGroup
 from nbtoolkit.run import messages
 from nbtoolkit.run.payload import PackedFunction, pack_content, unpack
-from nbtoolkit.run.request import GroupSpec
+from nbtoolkit.run.request import JobSpec
 from nbtoolkit.run.signals import ENDING, announcement
 from nbtoolkit.run.transport import (
     Connection,
@@ -77,10 +76,6 @@ class ForkServerConnection:
         self.socket = forkserver
         self.patient = False
         """Whether agents wait for the fork server's first branch, where it is just being made."""
-        self.branches = 0
-        """How often ranks have come to be forked from a process that has imported more."""
-        self.branched_at = -math.inf
-        """When they last did (monotonic)."""
         self._worker_groups: dict[int, WorkerGroup] = {}
         self._ticket = 0
 
@@ -106,8 +101,6 @@ class ForkServerConnection:
             case messages.AgentForked():
                 if (asked := self._worker_groups.get(packet.ticket)) is not None:
                     asked.agent_pid = packet.pid
-            case messages.BranchReplaced():
-                self.branches, self.branched_at = self.branches + 1, time.monotonic()
             case messages.AgentExited():
                 self._ended(packet.pid, packet.code)
 
@@ -142,10 +135,11 @@ class Spawner:
         self._environ = dict(unpack(payload, PackedFunction).environment.environ)
         self._key = environment_key(self._environ)
 
-    def start(self, spec: GroupSpec, port: int) -> WorkerGroup:
+    def start(self, spec: JobSpec, port: int) -> WorkerGroup:
         """Have an agent forked whose ranks meet at ``port``."""
         mine, theirs = GroupConnections.pair(spec.plan.processes)
-        worker_group, group = WorkerGroup(spec.plan, port, mine), theirs.descriptors
+        worker_group = WorkerGroup(spec.plan, port, mine, spec.paths.elastic)
+        group = theirs.descriptors
         with pack_content(spec) as packed:
             request = messages.ForkAgent(
                 ticket=self.connection.adopt(worker_group),

@@ -58,8 +58,7 @@ class ForkServer(Forker):
             self._forget,
             self._agent_ended,
             self._branch_forked,
-            self._branched,
-            self._lose_patience,
+            self._fork_waiting,
         )
         self._listen(kernel, self._from_kernel)
 
@@ -178,14 +177,8 @@ class ForkServer(Forker):
 
     # --- agents, wherever they were forked ---
 
-    def _branched(self) -> None:
-        """Another branch is in use: ranks forked ahead from the one before lack its imports."""
-        for supervisor in self._supervisors.values():
-            send_packet(supervisor.socket, messages.BranchReplaced())
-        self._lose_patience()
-
-    def _lose_patience(self) -> None:
-        """Fork who waited for the first branch: it is there, or it will not come."""
+    def _fork_waiting(self) -> None:
+        """Fork the agents that waited for the first branch: it is there, or it will not come."""
         while self._patient:
             supervisor, message = self._patient.pop(0)
             self._fork_agent(supervisor, replace(message, patient=False))

@@ -85,12 +85,11 @@ class Preloader:
         forget: Callable[[socket.socket], None],
         exited: Callable[[int, int], None],
         forked: Callable[[int, int], None],
-        branched: Callable[[], None],
-        failed: Callable[[], None],
+        settled: Callable[[], None],
     ) -> None:
         self._fork, self._listen, self._forget = fork, listen, forget
         self._exited, self._forked = exited, forked
-        self._branched, self._failed = branched, failed
+        self._settled = settled  # the growing branch is ready, or will not come
         self._key: str | None = None
         self._branch: socket.socket | None = None
         self._growing: socket.socket | None = None
@@ -131,10 +130,8 @@ class Preloader:
         for sock in (self._branch, self._growing):
             if sock is not None:
                 send_packet(sock, messages.RetireBranch())
-        if self._branch is not None:
-            self._branched()
         if self._growing is not None:
-            self._failed()
+            self._settled()
         self._branch = self._growing = None
         self._wanted.clear()
         self._known.clear()
@@ -191,7 +188,7 @@ class Preloader:
                 if self._branch is not None:
                     send_packet(self._branch, messages.RetireBranch())
                 self._branch, self._growing = sock, None
-                self._branched()
+                self._settled()
                 self._grow()
 
     def _gone(self, sock: socket.socket) -> None:
@@ -204,7 +201,7 @@ class Preloader:
         if sock is self._growing:
             self._growing = None
             self._grow()
-            self._failed()
+            self._settled()
 
 
 def _installed_state() -> tuple[float, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import socket
 import time
 import traceback
@@ -184,7 +183,8 @@ class RunSupervisor:
     def _start(self) -> WorkerGroup:
         port = self.plan.port or free_port()
         if self._forked is not None:
-            worker_group = WorkerGroup.adopt(self.plan, port, self._forked, self._request.agent_pid)
+            spec = replace(self._request.job, plan=self.plan)
+            worker_group = WorkerGroup.adopt(spec, port, self._forked, self._request.agent_pid)
             self._spawner.connection.adopt(worker_group)
             return worker_group
         return self._spawner.start(replace(self._request.job, plan=self.plan), port)
@@ -212,7 +212,6 @@ class RunSupervisor:
     def _close(self, worker_group: WorkerGroup) -> None:
         self._spawner.connection.dismiss(worker_group)
         self._worker_group = None
-        shutil.rmtree(self.paths.elastic, ignore_errors=True)
 
     def _again(self, ended: Any) -> bool:
         """Whether the ranks could not start, and another plan may help; it is made then."""

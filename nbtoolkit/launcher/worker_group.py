@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import time
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from pathlib import Path
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.resources import exit_code, is_running
 from nbtoolkit.run import messages
+from nbtoolkit.run.request import JobSpec
 from nbtoolkit.run.transport import Connection, GroupConnections
 
 
@@ -79,8 +81,12 @@ class RankView:
 class WorkerGroup:
     """Keeps the ranks' views up to date."""
 
-    def __init__(self, plan: LaunchPlan, port: int, lines: GroupConnections) -> None:
+    def __init__(
+        self, plan: LaunchPlan, port: int, lines: GroupConnections, temporary: Path
+    ) -> None:
         self.plan, self.port = plan, port
+        self.temporary = temporary
+        """The agent's temporary folder; it goes with the group."""
         self.landed: messages.AgentResult | None = None
         """The agent's last word."""
         self.exited: int | None = None
@@ -96,11 +102,15 @@ class WorkerGroup:
 
     @classmethod
     def adopt(
-        cls, plan: LaunchPlan, port: int, group: messages.GroupDescriptors, agent_pid: int | None
+        cls,
+        spec: JobSpec,
+        port: int,
+        group: messages.GroupDescriptors,
+        agent_pid: int | None,
     ) -> WorkerGroup:
         """Take over an agent that the kernel forked (``start="fork"``), and let it go."""
         lines = GroupConnections.of(group)
-        worker_group = cls(plan, port, lines)
+        worker_group = cls(spec.plan, port, lines, spec.paths.elastic)
         worker_group.agent_pid, worker_group._foreign = agent_pid, True
         lines.agent.send(messages.StartRanks(port=port))
         return worker_group
@@ -192,3 +202,4 @@ class WorkerGroup:
     def close(self) -> None:
         """Close all lines; waiting ranks read their end and go."""
         self._lines.close()
+        shutil.rmtree(self.temporary, ignore_errors=True)

@@ -301,7 +301,7 @@ class GroupDescriptors(Descriptors):
 
 
 class AgentDescriptors(Descriptors):
-    """The packed function, the packed GroupSpec or JobSpec, and the connections' ends."""
+    """The packed function, the packed JobSpec, and the connections' ends."""
 
     payload: int
     spec: int
@@ -401,10 +401,6 @@ class AgentExited(Message):
 
     pid: int
     code: int
-
-
-class BranchReplaced(Message):
-    """To supervisors: agents are forked from another branch from now on."""
 
 
 class BranchStarted(Message):

@@ -17,23 +17,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupSpec:
-    """A group of ranks; by itself, one that waits for a job.
-
-    Attributes:
-        paths: the folder its output goes to.
-        plan: how many ranks, on which devices.
-    """
-
-    paths: RunPaths
-    plan: LaunchPlan
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobSpec(GroupSpec):
+class JobSpec:
     """One run of the training function, as its ranks need to know it.
 
     Attributes:
+        paths: its folder.
+        plan: how many ranks, on which devices.
         config: the resolved configuration.
         deadline: unix time at which the run is asked to leave; None: no limit.
         params: a trial's parameters.
@@ -42,6 +31,8 @@ class JobSpec(GroupSpec):
         reuse_workers: whether the ranks take another job afterwards.
     """
 
+    paths: RunPaths
+    plan: LaunchPlan
     config: Config
     deadline: float | None = None
     params: Mapping[str, Any] = field(default_factory=dict)

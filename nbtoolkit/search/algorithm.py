@@ -1,4 +1,4 @@
-"""Define what a search runs next and what it concludes from each end; pure logic."""
+"""Define the interface of search algorithms: which job runs next, what its result means."""
 
 from __future__ import annotations
 
@@ -20,33 +20,26 @@ if TYPE_CHECKING:
     from nbtoolkit.study.sweep_config import SweepConfig
 
 
-# --- the interface ---
-# What a sweep or a cross-validation runs next, and what it makes of the endings.
-#
-# Pure logic, without processes and sockets: it lives in the scheduler's process, which asks it for
-# jobs, hands it what they report, and tells it how they ended. It alone writes the study.
-
-
 JobStatus = Literal["completed", "pruned", "stopped", "deadline", "failed"]
 Fault = Literal["raised", "oom", "nan", "died", "hung", "timeout"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchRequest:
-    """A search that was decided, as its scheduler needs to know it.
+    """What the scheduler of a search receives.
 
     Attributes:
-        paths: its folder.
-        config: what every job's settings are laid over.
+        paths: the search's folder.
+        config: the base configuration; each job overrides some of its settings.
         slots: where jobs run.
-        host: where all of it is.
-        header: its first event.
-        notes: what is said to the user at the start.
-        deadline: unix time at which it is to end; None: no limit.
-        imposed: whether the host ends the session then, before what was wished.
-        program: who decides, as ``"module:function"``; called with this and the search's diary.
-        folds: whose ``[job.fold]`` is ``ctx.fold`` in a job; None: none.
-        sweep_config: what is wished of a sweep; None: it is none.
+        host: the host, for the jobs' plans.
+        header: the first event of the search.
+        notes: messages to show at the start.
+        deadline: unix time at which the search ends; None for no limit.
+        imposed: True if the deadline is the end of the host's session, not the user's own limit.
+        algorithm: ``"module:function"``; called as ``function(request, event_writer)``.
+        folds: ``folds[job.fold]`` becomes ``ctx.fold``; None without folds.
+        sweep_config: the sweep's settings; None for a cross-validation.
     """
 
     paths: RunPaths
@@ -57,7 +50,7 @@ class SearchRequest:
     notes: tuple[Note, ...]
     deadline: float | None
     imposed: bool
-    program: str
+    algorithm: str
     folds: Folds | None
     sweep_config: SweepConfig | None
 
@@ -67,13 +60,13 @@ class SearchJob:
     """One call of the training function.
 
     Attributes:
-        key: its folder, relative to the sweep's: ``"trials/0007"``, ``"trials/0007/fold-2"``,
-            ``"folds/2"``. A job whose folder holds a checkpoint goes on from it.
-        overrides: settings that differ from the sweep's configuration, by dotted name.
-        params: what ``ctx.params`` is.
-        fold: the fold it is for; None: no folds.
-        timeout: seconds it may take; None: no limit of its own.
-        judged: whether every report waits for :meth:`SearchAlgorithm.reported`.
+        key: the job's folder, relative to the search's: ``"trials/0007"``,
+            ``"trials/0007/fold-2"``, ``"folds/2"``. A checkpoint in it is resumed from.
+        overrides: settings that differ from the base configuration, by dotted name.
+        params: the value of ``ctx.params``.
+        fold: index of the fold; None without folds.
+        timeout: limit in seconds; None for no limit of its own.
+        judged: True if each report waits for the answer of :meth:`SearchAlgorithm.on_report`.
     """
 
     key: str
@@ -89,11 +82,11 @@ class JobResult:
     """How a job ended.
 
     Attributes:
-        status: as a run's, or ``"failed"``.
-        metrics: those last reported or returned (else logged).
-        seconds: from its start to its processes' end.
-        fault: what went wrong in a failed job; None in the others.
-        error: that in one line.
+        status: the run's status, or ``"failed"``.
+        metrics: the metrics reported or returned last (if there are none: logged last).
+        seconds: from the start of the job to its end.
+        fault: kind of failure; None if the job did not fail.
+        error: the failure in one line.
     """
 
     status: JobStatus
@@ -104,80 +97,81 @@ class JobResult:
 
 
 class EventWriter(Protocol):
-    """Where a program writes what happened: the sweep's events."""
+    """Appends to the events of the search."""
 
     def write(self, event: Event) -> None:
         """Append an event."""
 
     def note(self, text: str, level: str = "info") -> None:
-        """Append a sentence for the user."""
+        """Append a message for the user."""
 
 
 class SearchAlgorithm(Protocol):
-    """Decides what is run. All calls come from one thread."""
+    """Decides which job runs next and what each result means.
+
+    An algorithm is plain logic without processes or sockets. It lives in the scheduler's process
+    and is the only writer of the study. All calls come from one thread.
+    """
 
     @property
     def done(self) -> bool:
-        """Whether nothing runs, as far as it knows, and nothing will."""
+        """True if no job runs and none will start."""
 
     @property
     def cut_short(self) -> bool:
-        """Whether it is done for lack of time alone: another session can go on with it."""
+        """True if only the time limit ended the search: a later session can resume it."""
 
     @property
     def ready(self) -> bool:
-        """Whether the next job is prepared, and depends on nothing that runs."""
+        """True if the next job is prepared and does not depend on running jobs."""
 
     def prepare(self, jobs: int) -> None:
-        """Called while all slots are at work, some times a second: do what can be done ahead.
+        """Prepare the next job; called several times a second while all slots are busy.
 
         Args:
-            jobs: how many there may be need of at once; one a call may be prepared.
+            jobs: prepare at most this many jobs in total, one per call.
         """
 
     def next(self, left: float | None) -> SearchJob | None:
-        """The next job; called whenever a slot is free.
+        """Return the next job; None if nothing can start now. Called when a slot is free.
 
         Args:
-            left: seconds until the deadline; None: there is none.
-
-        Returns:
-            None: nothing can start now.
+            left: seconds until the deadline; None for no limit.
         """
 
-    def reported(
+    def on_report(
         self, job: SearchJob, metrics: Mapping[str, float], step: int | None
     ) -> str | None:
-        """What a job reported: ``"pruned"`` lets its ranks leave, None lets them go on."""
+        """Judge a report: ``"pruned"`` ends the job, None lets it continue."""
 
-    def announced(
+    def on_announcement(
         self, job: SearchJob, names: Sequence[str], stems: Sequence[str], first_step: int
     ) -> None:
-        """The metrics that a job will report; see :meth:`RunContext.announce`."""
+        """Receive the names of the metrics that a job will report (``RunContext.announce``)."""
 
-    def ended(self, job: SearchJob, ending: JobResult) -> None:
-        """A job has ended, and its processes are gone."""
+    def on_end(self, job: SearchJob, result: JobResult) -> None:
+        """Receive the result of a job that has ended."""
 
-    def obey(self, command: SearchCommand) -> None:
-        """Follow a handle's command; the scheduler ends the jobs that run."""
+    def on_command(self, command: SearchCommand) -> None:
+        """Follow a command of a handle; the scheduler itself stops running jobs."""
 
     def close(self, status: str) -> dict[str, Any]:
-        """Write what is left to be written; returns a summary for ``result.json``."""
+        """Finish writing; return the summary for ``result.json``."""
 
 
 # --- running trials ---
 
 
 class RunningTrial:
-    """The jobs of one trial, and what came of them so far.
+    """The jobs of one trial and their results so far.
 
     Args:
-        number: the trial's.
-        params: its parameters, constants too.
-        folds: how many; None: one job without a fold.
-        scores: the metrics of the folds that an earlier session finished.
-        key: its folder.
-        seed: beats the configuration's, where the trial is a repetition.
+        number: number of the trial.
+        params: parameters, constants included.
+        folds: number of folds; None for one job without a fold.
+        scores: metrics of the folds that an earlier session finished, by fold.
+        key: folder of the trial.
+        seed: replaces the configuration's seed in a re-evaluation.
     """
 
     def __init__(
@@ -193,25 +187,25 @@ class RunningTrial:
         self.number, self.params, self.folds, self.seed = number, dict(params), folds, seed
         self.key = key or folder_of(number)
         self.scores = {index: dict(metrics) for index, metrics in (scores or {}).items()}
-        """The metrics of each fold that is done."""
+        """Metrics of the finished folds, by fold."""
         todo: list[int | None] = [None] if folds is None else [*range(folds)]
         self.waiting = [fold for fold in todo if fold not in self.scores]
         self.running: dict[str, SearchJob] = {}
         self.seconds = 0.0
         self.attempts = 0
-        """How often one of its jobs was tried again."""
+        """Number of retries of its jobs."""
         self.leaving: str | None = None
-        """The state it ends in when its jobs are gone; None: it goes on."""
+        """State in which the trial ends after its last job; None while it continues."""
         self.reason: str | None = None
         self.best: dict[int | None, float] = {}
-        """The best report of each job."""
+        """Best report of each job, by fold."""
         self.first_step = 0
-        """The step of the first report: of ``nb.fit`` 1, of Optuna's pruners 0."""
-        self.told = 0
-        """How many folds' running means the study knows."""
+        """Step of the first report: 1 for ``nb.fit``; Optuna's pruners expect 0."""
+        self.folds_reported = 0
+        """Number of folds whose running mean is in the study."""
 
     def next_job(self, timeout: float | None, judged: bool) -> SearchJob:
-        """The next job; there is one waiting."""
+        """Return the next waiting job."""
         fold = self.waiting.pop(0)
         seed = {} if self.seed is None else {"seed": self.seed}
         job = SearchJob(
@@ -226,30 +220,30 @@ class RunningTrial:
         return job
 
     def leave(self, state: str, reason: str) -> None:
-        """Begin none of the jobs that wait; the first reason holds."""
+        """End the trial after its running jobs; the first reason counts."""
         if self.leaving is None:
             self.leaving, self.reason = state, reason
         self.waiting.clear()
 
-    def again(self, job: SearchJob) -> None:
-        """Try a job once more."""
+    def retry(self, job: SearchJob) -> None:
+        """Retry a job."""
         self.attempts += 1
         self.waiting.insert(0, job.fold)
 
     @property
     def over(self) -> bool:
-        """Whether nothing of it runs or waits."""
+        """True if no job of the trial runs or waits."""
         return not self.running and not self.waiting
 
     def mean(self, metric: str, folds: int) -> float:
-        """The mean of a metric over the first folds, which must be done."""
+        """Return the mean of a metric over the first ``folds`` folds, which must be finished."""
         return math.fsum(self.scores[i][metric] for i in range(folds)) / folds
 
     def complete_folds(self) -> int:
-        """How many folds are done, counted from the first without a gap."""
+        """Return the number of finished folds, counted from fold 0 up to the first gap."""
         return next(i for i in range(len(self.scores) + 1) if i not in self.scores)
 
 
 def folder_of(number: int) -> str:
-    """A trial's folder, relative to the sweep's."""
+    """Return a trial's folder, relative to the sweep's."""
     return f"trials/{number:04d}"

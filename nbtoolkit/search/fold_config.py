@@ -1,4 +1,4 @@
-"""Make the folds that a sweep's file asks for from the targets at hand."""
+"""Make the folds that a sweep's file asks for."""
 
 from __future__ import annotations
 
@@ -14,58 +14,58 @@ if TYPE_CHECKING:
     from nbtoolkit.study.sweep_config import FoldConfig
 
 _BY_NUMBER = ("kfold", "time")
-"""Kinds that need to know only how many samples there are."""
+"""Kinds of folds that need only the number of samples."""
 
 
-def configured_folds(wish: FoldConfig, task: str, targets: Any, groups: Any) -> Folds | None:
-    """Make the folds, or read them; None: none are wished.
+def configured_folds(settings: FoldConfig, task: str, targets: Any, groups: Any) -> Folds | None:
+    """Make or load the folds of a sweep; None if its file asks for none.
 
     Args:
-        wish: ``folds`` of the sweep's file.
-        task: the function's name, whose module may have the targets.
-        targets: the call's: a target for each sample, or how many samples there are.
-        groups: the call's.
+        settings: section ``folds`` of the sweep's file.
+        task: name of the training function, whose module may provide the targets.
+        targets: the call's ``targets``: shape (samples,), or the number of samples.
+        groups: the call's ``groups``: shape (samples,).
 
     Raises:
-        FoldError: there is nothing to make them from, or they cannot be made so.
+        FoldError: there are no targets, or the folds cannot be made from them.
     """
-    if wish.file is not None:
-        return Folds.load(wish.file)
-    if wish.k is None:
+    if settings.file is not None:
+        return Folds.load(settings.file)
+    if settings.k is None:
         if targets is not None or groups is not None:
             raise FoldError(
-                "the sweep was given targets, and no folds are wished",
+                "targets or groups were passed to a sweep without folds",
                 allowed="targets= and groups= together with folds of the sweep's file",
                 do="set folds: {k: 5} beside the space, or take targets= out",
             )
         return None
     if targets is None:
-        targets, groups = _of_task(task, wish, groups)
+        targets, groups = _of_task(task, settings, groups)
     if isinstance(targets, int):
-        if wish.kind not in _BY_NUMBER:
+        if settings.kind not in _BY_NUMBER:
             raise FoldError(
-                f"folds.kind is {wish.kind!r}, which needs every sample's target, not their number",
+                f"folds.kind is {settings.kind!r}, which needs each sample's target, not a number",
                 allowed=f"a number for {' and '.join(_BY_NUMBER)}",
                 do="pass targets=y, or set folds.kind: kfold",
             )
         targets = range(targets)
-    grouped = "group" in wish.kind
+    grouped = "group" in settings.kind
     return make_folds(
         targets,
-        k=wish.k,
-        kind=wish.kind,
+        k=settings.k,
+        kind=settings.kind,
         groups=groups if grouped else None,
-        seed=wish.seed,
-        repeats=wish.repeats,
+        seed=settings.seed,
+        repeats=settings.repeats,
     )
 
 
-def _of_task(task: str, wish: FoldConfig, groups: Any) -> tuple[Any, Any]:
+def _of_task(task: str, settings: FoldConfig, groups: Any) -> tuple[Any, Any]:
     try:
         data: Sequence[Any] = find_data(task)
     except ConfigError as error:
         raise FoldError(
-            f"folds.k is {wish.k}, and there are no targets to make the folds from: {error.what}",
+            f"folds.k is {settings.k}, and there are no targets for the folds: {error.what}",
             allowed="targets= of the call, folds=nb.make_folds(...), folds.file, or a module whose "
             "load() returns (inputs, targets)",
             do="pass them: nb.sweep(..., targets=y), with groups=g where folds.kind has groups",

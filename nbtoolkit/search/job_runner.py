@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import cloudpickle
+import psutil
 
 from nbtoolkit.environment.launch_plan import LaunchPlan, same_ranks
 from nbtoolkit.environment.plan import make_plan
@@ -17,109 +16,83 @@ from nbtoolkit.launcher.event_loop import ForkServerConnection, Spawner
 from nbtoolkit.launcher.failures import Failure
 from nbtoolkit.launcher.supervisor import JobListener, RunSupervisor
 from nbtoolkit.launcher.worker_group import WorkerGroup
-from nbtoolkit.run.messages import PhaseReached
 from nbtoolkit.run.paths import RunPaths, read_or_empty, write_json, write_whole
-from nbtoolkit.run.request import GroupSpec, JobSpec, RunRequest
+from nbtoolkit.run.request import JobSpec, RunRequest
 from nbtoolkit.run.resume import put_aside
 from nbtoolkit.run.serialization import one_line
-from nbtoolkit.run.transport import Connection, free_port
+from nbtoolkit.run.transport import Connection
 from nbtoolkit.search.algorithm import Fault, JobResult, JobStatus, SearchJob, SearchRequest
 from nbtoolkit.search.slots import Slot
 
-# --- warm workers ---
-# Lone ranks forked ahead of need, so that a job starts the moment a slot is free.
-#
-# A fork and what a rank does before the user's code take some 40 ms, in which a device would wait;
-# a rank in reserve did them while the job before was computing. It has not loaded the function yet,
-# and takes one job only: it is as fresh as any other.
+_GROWTH = 500_000_000  # bytes that a rank may grow by over its size after its first job, and half
 
 
-LIMIT = 8  # ranks: each holds some 20 MB of its own
-CALM = 0.3  # seconds without a new branch: while a job imports, one follows another
+class IdleWorkers:
+    """Ranks that have ended a job well and wait for another one.
 
-FOLDER = "reserve"
-"""Where, in a search's folder, ranks in reserve write before they have a job."""
-
-
-class WarmWorkers:
-    """Ranks that wait for a job.
+    To fork a rank costs 30 ms of CPU, to form a group 0.1 s, to initialize CUDA up to a second.
+    Ray Tune reuses the processes of function trainables for the same reason (``reuse_actors``).
 
     Args:
-        folder: the search's.
-        spawner: has their agents forked.
+        connection: ends the processes of those that fit no job.
     """
 
-    def __init__(self, folder: Path, spawner: Spawner) -> None:
-        self._spawner, self._connection = spawner, spawner.connection
-        self._folder = folder / FOLDER
-        self._waiting: list[tuple[WorkerGroup, int]] = []  # with the branch they came from
-        # Once one has died: where memory or the disk is full another would die too, 20 a second.
-        self._given_up = False
+    def __init__(self, connection: ForkServerConnection) -> None:
+        self._connection = connection
+        self._groups: list[WorkerGroup] = []
+        self._sizes: dict[int, int] = {}  # of each rank after its first job, in bytes
+
+    def add(self, group: WorkerGroup) -> None:
+        """Keep a group whose job is over; one whose memory has grown job by job is ended."""
+        if group.alive() and not self._has_grown(group):
+            self._groups.append(group)
+        else:
+            self._end(group)
 
     def take(self, plan: LaunchPlan) -> WorkerGroup | None:
-        """A rank for a plan, if one is there."""
-        self._drop_stale()
-        for at, (worker_group, _) in enumerate(self._waiting):
-            if _ready(worker_group) and same_ranks(worker_group.plan, plan):
-                del self._waiting[at]
-                return worker_group
-        return None
+        """A group that fits a plan; None if there is none.
 
-    def fill(self, plans: Iterable[LaunchPlan]) -> None:
-        """Have one rank wait for each plan that is at work; none any more once one has died."""
-        self._drop_stale()
-        if self._given_up or time.monotonic() - self._connection.branched_at < CALM:
-            return
-        waiting = [worker_group.plan for worker_group, _ in self._waiting]
-        for plan in [plan for plan in plans if plan.processes == 1][:LIMIT]:
-            fitting = next((one for one in waiting if same_ranks(one, plan)), None)
-            if fitting is not None:
-                waiting.remove(fitting)
-            else:
-                self._fork(plan)
+        Others on the plan's devices are ended: they hold memory there (a CUDA context: 0.3 GB).
+        """
+        for group in list(self._groups):
+            if not group.alive():
+                self._groups.remove(group)
+                self._end(group)
+        fitting = next((one for one in self._groups if same_ranks(one.plan, plan)), None)
+        for group in list(self._groups):
+            if group is fitting or set(group.plan.devices) & set(plan.devices):
+                self._groups.remove(group)
+                if group is not fitting:
+                    self._end(group)
+        return fitting
 
     def close(self) -> None:
         """End all."""
-        for worker_group, _ in self._waiting:
-            self._connection.dismiss(worker_group)
-        self._waiting.clear()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        while self._groups:
+            self._end(self._groups.pop())
 
-    def _fork(self, plan: LaunchPlan) -> None:
-        spec = GroupSpec(paths=RunPaths(self._folder), plan=plan)
-        worker_group = self._spawner.start(spec, free_port())
-        self._waiting.append((worker_group, self._connection.branches))
+    def _has_grown(self, group: WorkerGroup) -> bool:
+        for pid in filter(None, (rank.pid for rank in group.ranks)):
+            size = psutil.Process(pid).memory_info().rss
+            if size > 1.5 * self._sizes.setdefault(pid, size) + _GROWTH:
+                return True
+        return False
 
-    def _drop_stale(self) -> None:
-        """End those that died, and those without what the fork server has imported since."""
-        for one in list(self._waiting):
-            worker_group, branch = one
-            listen(worker_group)
-            self._given_up |= worker_group.exited is not None
-            if branch != self._connection.branches or worker_group.exited is not None:
-                self._connection.dismiss(worker_group)
-                self._waiting.remove(one)
+    def _end(self, group: WorkerGroup) -> None:
+        for rank in group.ranks:
+            self._sizes.pop(rank.pid or 0, None)
+        self._connection.dismiss(group)
 
 
-def listen(worker_group: WorkerGroup) -> None:
-    """Take what a rank says before it has a job."""
-    for rank, message in worker_group.hear():
-        if isinstance(message, PhaseReached):
-            rank.phase, rank.pid = message.phase, message.pid or rank.pid
-
-
-def _ready(worker_group: WorkerGroup) -> bool:
-    return worker_group.all_are("group") and worker_group.alive()
-
-
-# --- job ---
+# --- one job ---
 
 
 _KNOWN = ("function", "host", "versions", "run_id", "attempt")  # in a job's versions.json
 
-TIMEOUT_GRACE = 5.0  # seconds a job gets to come to a report once its time is used up
+TIMEOUT_GRACE = 5.0
+"""Seconds that a job gets to reach a report after its time limit."""
 
-# By the type of a job's error, what went wrong; the rest was raised by the user's code.
+# The fault by the type of a job's error. The user's code raised all others.
 _FAULTS: dict[str, Fault] = {
     "nbtoolkit.errors.WorkerDied": "died",
     "nbtoolkit.errors.WorkerHung": "hung",
@@ -132,19 +105,18 @@ _FAULTS: dict[str, Fault] = {
 
 
 class JobRunner:
-    """A job that runs on a slot.
+    """Runs a job on a slot.
 
     Args:
-        job: what is to be run.
-        slot: where.
-        search: what it is a job of.
-        spawner: has agents forked.
-        listener: hears what it says.
-        kept: ranks of a job before, which take this one if they fit its plan; else they are ended.
-        reserve: has a rank that was forked ahead, perhaps.
+        job: the job.
+        slot: its slot.
+        search: the search it belongs to.
+        spawner: starts worker groups.
+        listener: receives the job's reports.
+        idle: worker groups of earlier jobs; one that fits the job's plan is reused.
 
     Raises:
-        NbtoolkitError: the job's configuration or plan is refused.
+        NbtoolkitError: the job's configuration or plan is invalid.
     """
 
     def __init__(
@@ -154,8 +126,7 @@ class JobRunner:
         search: SearchRequest,
         spawner: Spawner,
         listener: JobListener,
-        kept: WorkerGroup | None,
-        reserve: WarmWorkers,
+        idle: IdleWorkers,
     ) -> None:
         self.job, self.slot = job, slot
         self._started = time.monotonic()
@@ -164,85 +135,60 @@ class JobRunner:
         request = self._request(search)
         config = request.job.config
         self._hang_timeout = config.runtime.hang_timeout
-        # durable=False: the study knows of it
+        # durable=False: the study holds what matters of the job
         self._supervisor = RunSupervisor(request, spawner, listener=listener, durable=False)
-        self._supervisor.begin(self._ready_ranks(request.job, kept, spawner.connection, reserve))
+        self._supervisor.begin(self._idle_ranks(request.job, idle))
         write_whole(self.paths.config, config.to_yaml(), durable=False)
 
     def lines(self) -> list[Connection]:
-        """What to wait for."""
+        """Connections to wait for."""
         return self._supervisor.lines()
 
     @property
     def exiting(self) -> bool:
-        """Whether it is known how it ended."""
+        """True once the job's outcome is known."""
         return self._supervisor.exiting
 
-    @property
-    def plan(self) -> LaunchPlan:
-        """What flies now."""
-        return self._supervisor.plan
-
-    @property
-    def leaves_room(self) -> bool:
-        """Whether another job may start in its slot, though its processes have not ended yet.
-
-        On a GPU their memory must be free first. On the CPU they do nothing any more but end, which
-        takes some 20 ms.
-        """
-        done = self._supervisor.status is not None and self._fault is None
-        return done and self._supervisor.plan.device_type == "cpu"
-
     def turn(self) -> bool:
-        """Look once; whether the job is over, its processes gone."""
-        self._keep_limits()
+        """Check the job once; return True when it is over."""
+        self._check_limits()
         return self._supervisor.turn()
 
     def stop(self, reason: str, grace: float | None, status: str) -> None:
-        """Let it leave at its next report (see :meth:`RunSupervisor.stop`)."""
+        """Stop the job at its next report (:meth:`RunSupervisor.stop`)."""
         self._supervisor.stop(reason, grace, status)
 
     def abandon(self) -> None:
-        """End its processes; nothing is written."""
+        """End its processes without a record."""
         self._supervisor.abandon()
 
     def hand_over(self) -> WorkerGroup | None:
-        """Its ranks, once it is over, where they can take another job."""
+        """Return the worker group of a job that is over; None if it cannot take another job."""
         return self._supervisor.hand_over()
 
-    def ending(self) -> JobResult:
-        """How it ended."""
+    def result(self) -> JobResult:
+        """Return the result of a job that is over."""
         seconds, status = time.monotonic() - self._started, self._supervisor.status
         metrics = self._supervisor.record.metrics
         if self._fault is not None:
-            fault, said = self._fault
+            fault, text = self._fault
         elif status is not None:
             return JobResult(status=cast(JobStatus, status), metrics=metrics, seconds=seconds)
         else:
-            fault, said = _fault(self._supervisor.outcome, self.paths)
-        return JobResult(status="failed", metrics=metrics, seconds=seconds, fault=fault, error=said)
+            fault, text = _fault(self._supervisor.outcome, self.paths)
+        return JobResult(status="failed", metrics=metrics, seconds=seconds, fault=fault, error=text)
 
-    def _ready_ranks(
-        self,
-        spec: JobSpec,
-        kept: WorkerGroup | None,
-        connection: ForkServerConnection,
-        reserve: WarmWorkers,
-    ) -> tuple[WorkerGroup, Path] | None:
-        """Ranks that are there already, and what they need to know, if any can take this job."""
-        if kept is not None and not (kept.alive() and same_ranks(kept.plan, spec.plan)):
-            connection.dismiss(kept)
-            kept = None
-        if kept is None:
-            kept = reserve.take(spec.plan)
-        if kept is None:
+    def _idle_ranks(self, spec: JobSpec, idle: IdleWorkers) -> tuple[WorkerGroup, Path] | None:
+        """Ranks that take this job, and the file with its specification; None: new ones."""
+        group = idle.take(spec.plan)
+        if group is None:
             return None
         file = self.paths.folder / "ranks" / "job.pkl"
         write_whole(file, cloudpickle.dumps(spec), durable=False)
-        return kept, file
+        return group, file
 
     def _request(self, search: SearchRequest) -> RunRequest:
-        """What is decided for this job; its folder is made."""
+        """Decide configuration and plan of the job, and make its folder."""
         job, paths, slot = self.job, self.paths, self.slot
         config = search.config.with_overrides({**slot.overrides, **job.overrides})
         plan = make_plan(config, search.host, slot.hardware)
@@ -271,29 +217,32 @@ class JobRunner:
             params=dict(job.params),
             fold=None if job.fold is None or search.folds is None else search.folds[job.fold],
             reports_judged=job.judged,
-            reuse_workers=plan.processes > 1,
+            reuse_workers=True,
         )
         return RunRequest(job=spec, host=search.host, hardware=slot.hardware, header=header)
 
-    def _keep_limits(self) -> None:
-        """Its own time; and a lone rank that does nothing, since no other one waits for it."""
+    def _check_limits(self) -> None:
+        """Stop the job at its time limit, or if it has a single rank and that one does nothing.
+
+        Hang detection proper compares ranks: it needs one that waits.
+        """
         if self._fault is not None or self.exiting:
             return
         limit = self.job.timeout
         if limit is not None and time.monotonic() - self._started > limit:
-            said = f"its time of {limit:g} s is used up"
-            self._fault = "timeout", said
-            self._supervisor.stop(said, TIMEOUT_GRACE)
+            text = f"its time of {limit:g} s is used up"
+            self._fault = "timeout", text
+            self._supervisor.stop(text, TIMEOUT_GRACE)
         elif (
             self._supervisor.plan.processes == 1 and self._supervisor.silence() > self._hang_timeout
         ):
-            said = f"it sent nothing and used under 1% CPU for {self._hang_timeout:g} s"
-            self._fault = "hung", said
-            self._supervisor.stop(said, 0.0)
+            text = f"it sent nothing and used under 1% CPU for {self._hang_timeout:g} s"
+            self._fault = "hung", text
+            self._supervisor.stop(text, 0.0)
 
 
 def _fault(outcome: Any, paths: RunPaths) -> tuple[Fault, str]:
-    """What went wrong, and in one line."""
+    """Classify a failure; return its kind and one line."""
     error = outcome.error if isinstance(outcome, Failure) else read_or_empty(paths.error)
     kind, text = str(error.get("type", "")), str(error.get("text", outcome))
     fault = _FAULTS.get(kind, "raised")

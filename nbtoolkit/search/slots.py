@@ -1,4 +1,4 @@
-"""Define where jobs run side by side, and assign jobs to free slots."""
+"""Divide the hardware into slots and assign jobs to free slots."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 Placement = Literal["auto", "device_per_trial", "all_devices_per_trial"]
 
 _ALONE = {"distributed.enabled": False, "distributed.world_size": 1}
-_CPU_MEMORY = 1_500_000_000  # bytes a process with torch and a small data set is reckoned with
+_CPU_MEMORY = 1_500_000_000  # bytes assumed for a process with torch and a small data set
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Room for one job at a time.
+    """A place for one job at a time.
 
     Attributes:
-        name: for people: ``"cpu 0"``, ``"cuda:1"``, ``"all devices"``.
-        hardware: what its jobs may compute on.
-        overrides: settings its jobs run with, by dotted name.
+        name: shown to the user: ``"cpu 0"``, ``"cuda:1"``, ``"all devices"``.
+        hardware: the devices and CPUs of its jobs.
+        overrides: settings of its jobs, by dotted name.
     """
 
     name: str
@@ -43,16 +43,16 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """All slots, the placement they stand for, and why."""
+    """All slots of a search, with the placement and the reason for it."""
 
     slots: tuple[Slot, ...]
     placement: Literal["device_per_trial", "all_devices_per_trial"]
     why: str
     together: Slot | None = None
-    """``auto``: all devices at once, for a job that is alone, or too large for one of them."""
+    """With ``auto``: all devices at once, for the last job or for one too large for one device."""
 
     def explain(self) -> str:
-        """In one sentence."""
+        """Describe the slots in one sentence."""
         names = ", ".join(slot.name for slot in self.slots)
         count = "1 slot" if len(self.slots) == 1 else f"{len(self.slots)} slots"
         return f"{count} ({names}), {self.placement}: {self.why}"
@@ -68,17 +68,17 @@ def make_slots(
 ) -> Slots:
     """Decide where the jobs of a search run.
 
-    A job on one device needs no other rank: two of them on two devices do twice as much as one on
-    both, whatever the efficiency of DDP. So ``auto`` gives each job a device, unless there are
-    fewer jobs than devices; and the scheduler has all devices work on a job that is the only one
-    left, or that did not fit into the memory of one (see slots.py).
+    Jobs on one device each never wait for another rank, so two of them on two devices do more
+    than one job on both. ``auto`` therefore gives each job one device, unless there are fewer jobs
+    than devices. The scheduler runs a job on all devices if it is the last one, or if it did not
+    fit into the memory of one device (:class:`SlotAllocator`).
 
     Args:
-        config: the configuration all jobs start from.
-        hardware: what there is.
-        placement: the wish.
-        per_device: jobs that share a GPU; on the CPU they are as many as the CPUs, at most.
-        jobs: how many jobs there will be; None: many.
+        config: the base configuration.
+        hardware: the machine's devices and CPUs.
+        placement: the requested placement.
+        per_device: jobs per GPU. Without GPUs there is at most one job per CPU.
+        jobs: number of jobs; None for many.
 
     Raises:
         PlanError: ``per_device`` is below 1.
@@ -101,9 +101,9 @@ def make_slots(
         return replace(single, why=f"placement says so; {single.why}")
     if jobs is not None and jobs < len(hardware.usable):
         return replace(together, why=f"{jobs} to run, and {len(hardware.usable)} devices")
-    wish = config.distributed.world_size
-    if not hardware.usable and isinstance(wish, int) and wish > 1:
-        return replace(together, why=f"distributed.world_size is {wish}")
+    world_size = config.distributed.world_size
+    if not hardware.usable and isinstance(world_size, int) and world_size > 1:
+        return replace(together, why=f"distributed.world_size is {world_size}")
     return replace(single, together=together.slots[0]) if len(hardware.usable) > 1 else single
 
 
@@ -120,8 +120,8 @@ def _on_gpus(hardware: Hardware, per_device: int) -> Slots:
         for turn in range(per_device)
         for device in devices
     ]
-    shared = f", {per_device} of them on each" if per_device > 1 else ""
-    why = f"each trial alone on a device{shared}, as none has to wait for another rank"
+    shared = f", {per_device} trials per device" if per_device > 1 else ""
+    why = f"one device per trial{shared}: no trial waits for another rank"
     return Slots(slots=tuple(slots), placement="device_per_trial", why=why)
 
 
@@ -138,63 +138,64 @@ def _on_cpus(hardware: Hardware, per_device: int) -> Slots:
 
 
 # --- free slots ---
-# Which slots are free, and which job goes where; ``auto`` decides by what was seen.
 
 
 class SlotAllocator:
-    """The free slots of a search.
+    """Assigns jobs to free slots.
 
-    With ``auto`` placement on several devices a job that runs out of memory on one of them is run
-    again on all (each then holds a part of the batch), and a job that is the only one left gets all
-    of them, unless those before it were slower there than others on one device.
+    With ``auto`` placement on several devices, a job that runs out of memory on one device runs
+    again on all of them (each holds a part of the batch). The last job of a search also gets all
+    devices, unless earlier jobs were slower on all devices than on one.
 
     Args:
-        slots: what :func:`~nbtoolkit.search.slots.make_slots` decided.
-        diary: is told why a job gets all devices.
+        slots: the result of :func:`make_slots`.
+        events: receives a note when a job gets all devices.
     """
 
-    def __init__(self, slots: Slots, diary: EventWriter) -> None:
+    def __init__(self, slots: Slots, events: EventWriter) -> None:
         self._free: list[Slot] = list(slots.slots)
-        self._count, self._together, self._diary = len(slots.slots), slots.together, diary
+        self._count, self._together, self._events = len(slots.slots), slots.together, events
         self._too_large: deque[SearchJob] = deque()
         self._seconds: dict[bool, list[float]] = {False: [], True: []}  # by: on all devices
         self._all_taken = False
 
     @property
     def free(self) -> int:
-        """How many jobs may be asked for now; none while a job waits for all devices."""
+        """Number of jobs that can start now; 0 while a job waits for all devices."""
         waiting = self._all_taken or self._too_large
         return 0 if waiting else len(self._free)
 
-    def places(self, jobs: list[SearchJob]) -> list[tuple[SearchJob, Slot]]:
-        """Where the new jobs go, and jobs that waited for all devices.
+    def assign(self, jobs: list[SearchJob]) -> list[tuple[SearchJob, Slot]]:
+        """Assign slots to new jobs, and all devices to a job that waits for them.
 
         Args:
-            jobs: at most :attr:`free`.
+            jobs: at most :attr:`free` jobs.
         """
         if self._idle and self._together is not None:
             if self._too_large:
                 return [(self._too_large.popleft(), self._take_all())]
             if len(jobs) == 1 and self._is_faster:
-                self._diary.note(f"{jobs[0].key} is the only one left: on all devices")
+                self._events.note(f"{jobs[0].key} is the last job: it runs on all devices")
                 return [(jobs[0], self._take_all())]
         return [(job, self._free.pop(0)) for job in jobs]
 
-    def give_back(self, slot: Slot) -> None:
-        """A job's slot is free again."""
+    def release(self, slot: Slot) -> None:
+        """Free the slot of a job that has ended."""
         if slot is self._together:
             self._all_taken = False
         else:
             self._free.append(slot)
 
-    def runs_again(self, job: SearchJob, slot: Slot, ending: JobResult) -> bool:
-        """Whether a job that has ended is to be run once more, on all devices."""
+    def should_retry(self, job: SearchJob, slot: Slot, result: JobResult) -> bool:
+        """Return True if an ended job runs again on all devices; it is queued then."""
         on_all = slot is self._together
-        if ending.status == "completed":
-            self._seconds[on_all].append(ending.seconds)
-        if ending.fault != "oom" or on_all or self._together is None:
+        if result.status == "completed":
+            self._seconds[on_all].append(result.seconds)
+        if result.fault != "oom" or on_all or self._together is None:
             return False
-        self._diary.note(f"{job.key} ran out of memory: once more, on all devices", level="warning")
+        self._events.note(
+            f"{job.key} ran out of memory: it runs again on all devices", level="warning"
+        )
         self._too_large.append(job)
         return True
 
@@ -204,7 +205,7 @@ class SlotAllocator:
 
     @property
     def _is_faster(self) -> bool:
-        """Whether all devices together were not seen to be slower than one."""
+        """False if jobs on all devices were slower than jobs on one device."""
         one, together = self._seconds[False], self._seconds[True]
         return not one or not together or median(together) < median(one)
 

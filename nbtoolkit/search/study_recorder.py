@@ -1,6 +1,6 @@
-"""Record trials in the study and in the events, estimate durations, rank the complete trials.
+"""Record the trials of a sweep in its study and in its events.
 
-Imports Optuna: load it late.
+Imports Optuna; import this module inside functions only.
 """
 
 from __future__ import annotations
@@ -23,15 +23,12 @@ from nbtoolkit.study.storage import FILE
 from nbtoolkit.study.study import IMPORTED, open_study
 from nbtoolkit.study.sweep_config import SweepConfig
 
-# --- durations ---
-# How long a trial will take, from those that are done.
-
 
 class DurationEstimator:
-    """Seconds of finished jobs, by unit of length where a parameter says how long they train.
+    """Estimates the duration of a job from finished ones.
 
-    The median, not the mean: a first trial that loads data, or one on a busy device, does not
-    count for more than one.
+    A parameter such as ``train.epochs`` scales the estimate. The estimate is a median: a first
+    trial that loads data, or one on a busy device, must not count for more than one.
     """
 
     def __init__(self) -> None:
@@ -39,30 +36,27 @@ class DurationEstimator:
         self._whole: list[float] = []
 
     def note(self, params: Mapping[str, Any], seconds: float) -> None:
-        """A job with these parameters ran to its end in so many seconds."""
+        """Note the duration of a finished job."""
         self._seconds.append(seconds / _length(params))
         self._whole.append(seconds)
 
     def predict(self, params: Mapping[str, Any]) -> float | None:
-        """Seconds that a job with these parameters takes; None: none is done yet."""
+        """Return the expected seconds of a job; None before the first has finished."""
         return median(self._seconds) * _length(params) if self._seconds else None
 
     def usual(self) -> float | None:
-        """Seconds that jobs took, whatever their parameters; None: none is done yet."""
+        """Return the median seconds of all jobs; None before the first has finished."""
         return median(self._whole) if self._whole else None
 
 
 def _length(params: Mapping[str, Any]) -> float:
-    """By how much the number of epochs (or of steps) lengthens a job."""
+    """Return the number of epochs or steps among the parameters; 1 without one."""
     for name, value in params.items():
         last = name.rpartition(".")[2]
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if last in ("epochs", "max_steps", "n_epochs", "num_epochs") and number and value > 0:
             return float(value)
     return 1.0
-
-
-# --- the recorder ---
 
 
 _STATES = {
@@ -74,22 +68,22 @@ _STATES = {
 
 
 class StudyRecorder:
-    """The study of one sweep, opened, with all that earlier sessions wrote.
+    """Reads and writes the study of a sweep, and writes its events.
 
     Args:
-        sweep_config: what is wished of the sweep.
-        folds: of each trial; None: it has none.
-        folder: the sweep's.
-        diary: where events go.
+        sweep_config: the sweep's settings.
+        folds: the folds of each trial; None for none.
+        folder: the sweep's folder.
+        events: receives an event for each change.
 
     Raises:
-        SweepError: the study in the folder was made for another search.
+        SweepError: the study in the folder belongs to another search.
     """
 
     def __init__(
-        self, sweep_config: SweepConfig, folds: Folds | None, folder: Path, diary: EventWriter
+        self, sweep_config: SweepConfig, folds: Folds | None, folder: Path, events: EventWriter
     ) -> None:
-        self.sweep_config, self._diary = sweep_config, diary
+        self.sweep_config, self._events = sweep_config, events
         self.folds = None if folds is None else len(folds)
         space = sweep_config.make_space()
         self.study = open_study(folder / FILE, sweep_config, space, _identity(sweep_config, folds))
@@ -100,10 +94,10 @@ class StudyRecorder:
         self.counts: Counter[str] = Counter()
         self._params: dict[int, dict[str, Any]] = {}
         self.interrupted: list[int] = []
-        """Trials that were running when an earlier session ended."""
+        """Numbers of the trials that an earlier session left running."""
         self.last_failure = ""
         self.begun = 0
-        """Trials that were begun, in all sessions."""
+        """Number of trials started, in all sessions."""
         self._asked: list[tuple[int, dict[str, Any]]] = []
         for trial in self.study.trials():
             self._replay(trial)
@@ -111,53 +105,53 @@ class StudyRecorder:
 
     @property
     def needed(self) -> list[str]:
-        """The metrics that a job must report."""
+        """The metrics that a job must report: objectives and constraints."""
         return list(
             dict.fromkeys([*self.sweep_config.metrics, *(one.metric for one in self.limits)])
         )
 
     @property
     def asked(self) -> int:
-        """How many trials were asked for ahead, and not begun."""
+        """Number of trials that were asked for and not started."""
         return len(self._asked)
 
     @property
     def learns(self) -> bool:
-        """Whether the parameters of the next trial depend on how others ended."""
+        """True if the next trial's parameters depend on the results of others."""
         return self.begun + self.asked + self.study.imported >= self._learns_from
 
     def ask_ahead(self) -> None:
-        """Have the next trial's parameters drawn; a session that dies now leaves it to the next."""
+        """Ask for the next trial; if this session dies, the next one runs it."""
         self._asked.append(self.study.ask())
 
     def begin(self) -> RunningTrial:
-        """Begin a new trial."""
+        """Start a new trial."""
         self.begun += 1
         number, params = self._asked.pop(0) if self._asked else self.study.ask()
         return self._running(RunningTrial(number, params, self.folds))
 
-    def take_up(self) -> RunningTrial:
-        """Go on with the oldest trial that was interrupted."""
+    def resume(self) -> RunningTrial:
+        """Resume the oldest interrupted trial."""
         number, params = self.study.resume(self.interrupted.pop(0))
         notes = self.study.user_attrs(number)
         scores = {i: notes[f"fold-{i}"] for i in range(self.folds or 0) if f"fold-{i}" in notes}
         trial = RunningTrial(number, params, self.folds, scores)
         trial.seconds = float(notes.get("seconds_before", 0.0))
         self.study.set_user_attr(number, "sessions", int(notes.get("sessions", 1)) + 1)
-        self._diary.note(f"trial {number} was interrupted; it is taken up again")
+        self._events.note(f"trial {number} was interrupted and resumes")
         return self._running(trial)
 
     def intermediate(
         self, trial: RunningTrial, value: float, step: int | None, *, first: int = 0
     ) -> tuple[int, bool]:
-        """Write a report; the step, and whether the pruner ends the trial.
+        """Record a report; return its step, and True if the pruner ends the trial.
 
-        Optuna's pruners take steps to begin at 0 (``n_warmup_steps`` of MedianPruner's
-        documentation), ``nb.fit`` counts epochs that are done: ``first`` is 1.
+        Optuna's pruners count steps from 0 (``n_warmup_steps`` in MedianPruner's documentation).
+        ``nb.fit`` counts finished epochs, so its ``first`` step is 1.
         """
         at, pruned = self.study.report(trial.number, value, None if step is None else step - first)
         at += first if step is not None else 0
-        self._diary.write(IntermediateReported(number=trial.number, step=at, value=value))
+        self._events.write(IntermediateReported(number=trial.number, step=at, value=value))
         return at, pruned
 
     def fold(
@@ -168,7 +162,7 @@ class StudyRecorder:
         metrics: Mapping[str, float],
         seconds: float,
     ) -> None:
-        """Write how a fold ended."""
+        """Record the result of a fold."""
         if state == "complete":
             self.study.set_user_attr(trial.number, f"fold-{fold}", dict(metrics))
         self.fold_event(trial, fold, state, metrics, seconds)
@@ -181,7 +175,7 @@ class StudyRecorder:
         metrics: Mapping[str, float] | None = None,
         seconds: float | None = None,
     ) -> None:
-        """Write what became of a fold."""
+        """Write an event on a fold."""
         event = FoldChanged(
             number=trial.number,
             fold=fold,
@@ -190,10 +184,10 @@ class StudyRecorder:
             seconds=seconds,
             folder=f"{trial.key}/fold-{fold}",
         )
-        self._diary.write(event)
+        self._events.write(event)
 
     def complete(self, trial: RunningTrial, metrics: Mapping[str, float]) -> None:
-        """End a trial with its metrics: complete, or infeasible where it breaks a limit."""
+        """End a trial with its metrics: complete, or infeasible if it violates a constraint."""
         values = [float(metrics[name]) for name in self.sweep_config.metrics]
         excess = {one.name: one.excess(metrics[one.metric]) for one in self.limits}
         if excess:
@@ -205,7 +199,7 @@ class StudyRecorder:
         self._end(trial, "infeasible" if reason else "complete", values, reason, best)
 
     def end(self, trial: RunningTrial, state: str, reason: str) -> None:
-        """End a trial without a value: pruned, failed or infeasible (for lack of memory)."""
+        """End a trial without a value: pruned, failed or infeasible (out of memory)."""
         if state == "infeasible":
             self.study.constrain(trial.number, {OUT_OF_MEMORY: 1.0})
         notes = {"seconds": trial.seconds, "reason": reason}
@@ -215,33 +209,35 @@ class StudyRecorder:
         self._end(trial, state, None, reason, best=False)
 
     def wait(self, trial: RunningTrial, reason: str) -> None:
-        """A trial waits for another session: it stays open in the study."""
+        """Leave a trial to the next session: it stays open in the study."""
         self.study.set_user_attr(trial.number, "seconds_before", trial.seconds)
         self._event(trial.number, "waiting", trial.params, reason=reason, seconds=trial.seconds)
 
     def repeated(self, number: int, seed: int, value: float) -> None:
-        """A leader was trained again with another seed."""
+        """Record the value of a re-evaluation."""
         self.study.optuna.set_user_attr(f"repeat:{number}:{seed}", value)
         self.leaderboard.repeats.setdefault(number, {})[seed] = value
-        self._diary.note(f"trial {number} again, with seed {seed}: {value:.6g}")
+        self._events.note(f"trial {number} re-evaluated with seed {seed}: {value:.6g}")
 
     def not_repeated(self, number: int, seed: int, reason: str) -> None:
-        """A repetition of a leader came to nothing."""
-        self._diary.note(f"trial {number} again, with seed {seed}, failed: {reason}", "warning")
+        """Record a failed re-evaluation."""
+        self._events.note(
+            f"trial {number}, re-evaluated with seed {seed}, failed: {reason}", "warning"
+        )
 
     def name_winner(self) -> None:
-        """Write the best trial's event again, with the mean of its repetitions."""
+        """Write the best trial's event again, with the mean of its re-evaluations."""
         best = self.leaderboard.best()
         if best is not None:
             values, params = [self.leaderboard.value(best)], self._params[best]
             self._event(best, "complete", params, values=values, best=True)
 
     def params(self, number: int) -> dict[str, Any]:
-        """A trial's parameters, constants too."""
+        """Return a trial's parameters, constants included."""
         return self._params[number]
 
     def summary(self) -> dict[str, Any]:
-        """Where the sweep stands, for ``result.json``."""
+        """Return the state of the sweep, for ``result.json``."""
         best = self.leaderboard.best()
         several = len(self.sweep_config.metrics) > 1
         return {
@@ -305,13 +301,13 @@ class StudyRecorder:
             folder=folder_of(number),
             best=best,
         )
-        self._diary.write(event)
+        self._events.write(event)
 
-    # --- what earlier sessions wrote ---
+    # --- earlier sessions ---
 
     def _replay(self, trial: FrozenTrial) -> None:
         if trial.state == TrialState.WAITING:
-            return  # a first trial, not begun
+            return  # one of first_trials, not started
         self.begun += 1
         if trial.state == TrialState.RUNNING:
             self.interrupted.append(trial.number)
@@ -334,7 +330,7 @@ class StudyRecorder:
 
 
 def _state(trial: FrozenTrial) -> str:
-    """How a trial ended."""
+    """Return the final state of a trial."""
     if any(one > 0 for one in trial.user_attrs.get("constraints", {}).values()):
         return "infeasible"
     states = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned"}
@@ -342,11 +338,11 @@ def _state(trial: FrozenTrial) -> str:
 
 
 def trials_in(study: optuna.Study, sweep_config: SweepConfig) -> list[TrialChanged]:
-    """The trials that have ended, as the events that told of them.
+    """Return the events of the trials that have ended, from the study.
 
     Args:
-        study: of the sweep.
-        sweep_config: of the sweep.
+        study: the sweep's study.
+        sweep_config: the sweep's settings.
     """
     space, imported = sweep_config.make_space(), int(study.user_attrs.get(IMPORTED, 0))
     found: list[TrialChanged] = []
@@ -369,7 +365,7 @@ def trials_in(study: optuna.Study, sweep_config: SweepConfig) -> list[TrialChang
 
 
 def _identity(sweep_config: SweepConfig, folds: Folds | None) -> dict[str, Any]:
-    """What must be the same when a study is gone on with."""
+    """Return what must not change when a study is resumed."""
     space = {f"space.{name}": one for name, one in sweep_config.make_space().to_dict().items()}
     return {
         **space,

@@ -47,27 +47,23 @@ if TYPE_CHECKING:
     from nbtoolkit.study.sweep_config import SweepConfig
 
 
-# --- choose ---
-# Which search a call is: a new one, or one to go on with. Who holds its lock owns the folder.
-
-
 def choose_search(
     config: Config, identity: Mapping[str, Any], name: str, resume: str | os.PathLike[str]
 ) -> ChosenRun:
     """Find or make the folder of a search, and lock it.
 
     Args:
-        config: the configuration all jobs start from.
-        identity: of :func:`identity_of`.
-        name: the end of a new folder's name.
-        resume: see :func:`~nbtoolkit.search.submit.start_search`.
+        config: the base configuration.
+        identity: the result of :func:`identity_of`.
+        name: suffix of a new folder's name.
+        resume: see :func:`start_search`.
 
     Raises:
-        ResumeError: the named search differs, or is owned.
+        ResumeError: the named search differs, or is running.
         RunFolderError: the output folder cannot be written.
     """
     if resume == "auto":
-        chosen = _to_go_on_with(Path(config.runtime.output_dir), identity)
+        chosen = _resumable(Path(config.runtime.output_dir), identity)
     elif resume == "never":
         chosen = None
     else:
@@ -84,14 +80,14 @@ def choose_search(
 def identity_of(
     train: Callable[..., Any], config: Config, kind: str, own: Mapping[str, Any], total: int | None
 ) -> dict[str, Any]:
-    """What a search's folder remembers, to be found and checked by.
+    """Return what identifies a search when it is resumed.
 
     Args:
         train: the training function.
-        config: the configuration all jobs start from.
+        config: the base configuration.
         kind: ``"sweep"`` or ``"cv"``.
-        own: what else makes it another search when it differs.
-        total: how much is asked for, over all sessions.
+        own: further values that must be equal.
+        total: number of trials over all sessions; None for no number.
     """
     return {
         "kind": kind,
@@ -101,7 +97,7 @@ def identity_of(
     }
 
 
-def _to_go_on_with(output_dir: Path, identity: Mapping[str, Any]) -> ChosenRun | None:
+def _resumable(output_dir: Path, identity: Mapping[str, Any]) -> ChosenRun | None:
     for paths in runs_in(output_dir):
         about = read_or_empty(paths.versions)
         fits = all(about.get(key) == identity[key] for key in ("kind", "fingerprint"))
@@ -112,7 +108,7 @@ def _to_go_on_with(output_dir: Path, identity: Mapping[str, Any]) -> ChosenRun |
 
 
 def _differences(paths: RunPaths, config: Config) -> dict[str, tuple[Any, Any]]:
-    """What decides results and is not as it was."""
+    """Return the settings that affect results and have changed: name -> (before, now)."""
     settings = config.to_dict()
     before = load_config(paths.config, env=None).differences(config)
     return {key: pair for key, pair in before.items() if decides_result(key, settings)}
@@ -141,7 +137,7 @@ def _named(run: str | os.PathLike[str], config: Config, identity: Mapping[str, A
             do="start a new one with resume='never'",
         )
     if differences := _differences(paths, config):
-        shown = "; ".join(f"{key}: {a!r} then, {b!r} now" for key, (a, b) in differences.items())
+        shown = "; ".join(f"{key}: {a!r} before, {b!r} now" for key, (a, b) in differences.items())
         raise ResumeError(
             f"the {kind} {paths.run_id} was made with another configuration: {shown}",
             allowed="other output, tracking, checkpoint and distributed settings",
@@ -150,47 +146,44 @@ def _named(run: str | os.PathLike[str], config: Config, identity: Mapping[str, A
     lock = lock_run(paths)
     if lock is None:
         raise ResumeError(
-            f"the {kind} {paths.run_id} is going on",
+            f"the {kind} {paths.run_id} is running",
             allowed="one supervisor at a time",
             do="attach to it with nb.attach(folder)",
         )
     return ChosenRun(paths, lock, int(about["attempt"]) + 1)
 
 
-# --- start ---
-
-
 _SCHEDULER = "nbtoolkit.search.scheduler:schedule_search"
 
-# What torch imports when the first optimizer is made, 1 s: every trial would.
+# torch imports it with the first optimizer, which takes 1 s: the fork server does it ahead.
 _LATE = ["torch._dynamo"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What is to be searched, and how its jobs are run.
+    """What to search, and how to run its jobs.
 
     Attributes:
-        kind: ``"sweep"`` or ``"cv"``: of what kind its folder is.
-        program: who decides, as ``"module:function"``; called as ``function(request, diary)`` in
-            the scheduler's process.
-        sweep_config: what is wished of a sweep; None: it is none.
-        identity: what makes it another search when it differs: with configuration and function
-            it decides which unfinished one ``resume="auto"`` goes on with.
+        kind: ``"sweep"`` or ``"cv"``.
+        algorithm: ``"module:function"``; called as ``function(request, event_writer)`` in the
+            scheduler's process.
+        sweep_config: the sweep's settings; None for a cross-validation.
+        identity: values that must be equal, besides configuration and function, for
+            ``resume="auto"`` to resume a search.
         placement: see :func:`~nbtoolkit.search.slots.make_slots`.
-        per_device: jobs that share a device.
-        jobs: how many jobs there will be; None: many, or not known.
-        total: how much is asked for in all, over all sessions: a completed search that was asked
-            for less is gone on with, too; None: no number, or never.
-        slots: where they run; None: as placement and hardware say.
-        folds: whose ``[job.fold]`` is ``ctx.fold`` in a job; None: none.
-        timeout: seconds; None: no limit but the host's.
-        preload: modules the program imports, or functions (``"module:function"``) that prepare it,
-            called once in the fork server.
+        per_device: jobs per device.
+        jobs: number of jobs; None if it is large or unknown.
+        total: number of trials over all sessions. A completed search with a smaller total resumes,
+            too. None for no number.
+        slots: where jobs run; None to derive them from placement and hardware.
+        folds: ``folds[job.fold]`` becomes ``ctx.fold``; None without folds.
+        timeout: limit in seconds; None for the host's limit only.
+        preload: modules to import in the fork server, or functions (``"module:function"``) to call
+            there.
     """
 
     kind: str
-    program: str
+    algorithm: str
     sweep_config: SweepConfig | None = None
     identity: Mapping[str, Any] = field(default_factory=dict)
     placement: Placement = "auto"
@@ -205,12 +198,12 @@ class Search:
 
 @dataclass(frozen=True)
 class Started:
-    """A search that has started.
+    """A started search.
 
     Attributes:
-        run: its folder, and whether it was gone on with.
+        run: its folder, new or resumed.
         process: its scheduler.
-        deadline: unix time at which it is to end; None: no limit.
+        deadline: unix time at which it ends; None for no limit.
     """
 
     run: ChosenRun
@@ -231,25 +224,25 @@ def start_search(
 
     Args:
         train: the training function.
-        config: what every job's settings are laid over.
-        search: what is searched.
-        name: the end of a new folder's name.
-        resume: ``"auto"`` goes on with the newest search of equal configuration, function and
-            identity that nobody owns, and that is unfinished or was asked for less; ``"never"``; or
-            a search's id or folder.
-        detach: it outlives this process.
+        config: the base configuration.
+        search: the search.
+        name: suffix of a new folder's name.
+        resume: ``"auto"`` resumes the newest search of equal configuration, function and identity
+            that is not running and unfinished, or had a smaller total; ``"never"`` starts a new
+            one; a search's id or folder resumes that one.
+        detach: the search outlives this process.
 
     Raises:
-        ResumeError: the named search differs, or is owned.
-        CannotPickle: the function captured something that cannot travel.
+        ResumeError: the named search differs, or is running.
+        CannotPickle: the function captured something that cannot be pickled.
         LaunchError: the fork server did not start.
     """
     from nbtoolkit.tracking.tracker import choose_tracking
 
     host, tracking = _not_a_rank(search), choose_tracking(config.to_dict()["tracking"])
     environment = kernel_environment()
-    pad = fork_server(tracking=tracking.on)  # it starts while everything here is prepared
-    pad.import_ahead(_LATE, environment.environ)
+    server = fork_server(tracking=tracking.on)  # it starts while everything here is prepared
+    server.import_ahead(_LATE, environment.environ)
     hardware = detect_hardware()
     slots = search.slots or make_slots(
         config, hardware, search.placement, per_device=search.per_device, jobs=search.jobs
@@ -269,20 +262,20 @@ def start_search(
             notes=(*limit.notes, *(("warning", note) for note in tracking.notes)),
             deadline=limit.deadline,
             imposed=limit.imposed,
-            program=search.program,
+            algorithm=search.algorithm,
             folds=search.folds,
             sweep_config=search.sweep_config,
         )
         try:
-            pad.preload(["nbtoolkit.search.scheduler", *search.preload])
+            server.preload(["nbtoolkit.search.scheduler", *search.preload])
             with pack_function(train, environment) as payload, pack_content(request) as content:
-                line = pad.run(_SCHEDULER, payload, content, run.lock, detached=detach)
+                line = server.run(_SCHEDULER, payload, content, run.lock, detached=detach)
         except LaunchError:
             discard(run)
             raise
         if detach:
-            pad.let_outlive(run.paths)
-    tracked = partial(pad.track, run.paths.folder) if tracking.on else None
+            server.let_outlive(run.paths)
+    tracked = partial(server.track, run.paths.folder) if tracking.on else None
     if tracked is not None:
         tracked()
     process = StartedRun(line=line, tracked=tracked, detached=detach)
@@ -290,7 +283,7 @@ def start_search(
 
 
 def _not_a_rank(search: Search) -> Host:
-    """Where this is, unless it is one process of several."""
+    """Return the host; refuse to start a search in one rank of several."""
     host = detect_host()
     if host.is_rank:
         raise PlanError(
@@ -302,5 +295,5 @@ def _not_a_rank(search: Search) -> Host:
 
 
 def _limited(config: Config, timeout: float | None) -> Config:
-    """The configuration with the search's own time as its time budget."""
+    """Return the configuration with the search's timeout as its time budget."""
     return config if timeout is None else config.with_overrides({"runtime.time_budget": timeout})

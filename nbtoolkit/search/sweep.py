@@ -24,7 +24,7 @@ from nbtoolkit.study.table import SweepTable
 if TYPE_CHECKING:
     Source = str | os.PathLike[str] | Mapping[str, Any]
 
-# What a sweep may differ in and still be the same: how much of it, and where its trials run.
+# Settings that may change when a sweep resumes: how many trials, and where they run.
 _NOT_IDENTITY = ("budget", "placement", "trials_per_device", "warm_start")
 _PRELOAD = ("nbtoolkit.search.sweep_algorithm",)
 
@@ -93,47 +93,49 @@ def sweep(
 ) -> SweepResult | SweepHandle:
     """Search for the settings with which ``train(config, ctx)`` does best.
 
-    Each trial is the function with other settings (in ``config`` and as ``ctx.params``): one
-    per device, in processes of its own, or one on all devices (``placement``). What it reports
-    with ``ctx.report`` (``nb.fit`` does) decides whether it is ended early. Its value is the
-    metric it reported last; what it returns counts as reported at its end: a dict of numbers, or
-    one number, which is the metric. A trial that raises, hangs, dies or runs out of
-    memory costs itself, not the sweep.
+    Each trial calls the function with other settings, in ``config`` and as ``ctx.params``. Trials
+    run one per device, side by side, or one at a time on all devices (``placement``). Reports
+    (``ctx.report``, which ``nb.fit`` calls) decide whether a trial is pruned. The value of a trial
+    is the metric it reported last. A returned dict of numbers counts as a last report; a single
+    returned number is the metric. A trial that raises, hangs, dies or runs out of memory fails
+    alone; the sweep continues.
 
     Args:
         train: the training function, as for :func:`nbtoolkit.launch`.
-        config: what every trial's parameters are laid over: a Config, a path to YAML, or a dict.
-        space: what is searched and how: a YAML file (see ``config/hpo``), the same as a dict, or a
-            bare space such as ``{"optim.lr": {"type": "float", "low": 1e-4, "high": 0.1}}``.
-        n_trials: trials in all, over all sessions; beats ``budget.n_trials``.
-        timeout: seconds, or a text such as ``"2h"``; beats ``budget.timeout``.
-        folds: every trial trains on each of these (``ctx.fold``); its value is the mean. None: as
-            ``folds`` of the space's file says.
-        targets: of the data set, of which that makes folds, as :func:`nbtoolkit.make_folds` takes
-            them, or their number where the kind is ``kfold`` or ``time``. None: ``load()`` of the
-            function's module returns (inputs, targets), or (inputs, targets, groups).
-        groups: a group for each sample, for the kinds with groups.
-        name: the end of the folder's name; default: the study's name.
-        resume: ``"auto"`` goes on with the newest sweep of equal configuration, function, space and
-            folds that is unfinished, or complete with fewer trials than ``n_trials``; ``"never"``;
-            or a sweep's id or folder.
+        config: the base configuration: a Config, a path to YAML, or a dict.
+        space: the search space and the sweep's settings: a YAML file (see ``config/hpo``), the same
+            as a dict, or a bare space such as
+            ``{"optim.lr": {"type": "float", "low": 1e-4, "high": 0.1}}``.
+        n_trials: number of trials over all sessions; replaces ``budget.n_trials``.
+        timeout: seconds, or a text such as ``"2h"``; replaces ``budget.timeout``.
+        folds: each trial trains on each of these folds (``ctx.fold``), and its value is the mean.
+            None: the folds of the space's file, if it has any.
+        targets: the data set's targets, shape (samples,), to make the file's folds from (see
+            :func:`nbtoolkit.make_folds`), or their number for the kinds ``kfold`` and ``time``.
+            None: ``load()`` of the function's module returns (inputs, targets) or
+            (inputs, targets, groups).
+        groups: the group of each sample, shape (samples,), for the kinds with groups.
+        name: suffix of the folder's name; default: the study's name.
+        resume: ``"auto"`` resumes the newest sweep of equal configuration, function, space and
+            folds that is unfinished, or complete with fewer trials than ``n_trials``; ``"never"``
+            starts a new one; a sweep's id or folder resumes that one.
         where: ``"local"``.
         wait: False returns a :class:`~nbtoolkit.search.sweep_result.SweepHandle` at once.
         detach: the sweep outlives this process; see :func:`nbtoolkit.attach`.
-        display: ``"auto"`` shows a live table in a notebook, a line a minute under papermill, a bar
-            in a terminal, and elsewhere a line for each trial; ``"widgets"``; ``"text"``: a line
-            for each trial; ``"off"``: nothing.
+        display: ``"auto"`` shows a live table in a notebook, one line per minute under papermill, a
+            bar in a terminal, and one line per trial elsewhere. ``"widgets"``; ``"text"``: one
+            line per trial; ``"off"``: nothing.
         on_event: called with each event of the sweep while this process waits for it.
 
     Returns:
         The :class:`~nbtoolkit.search.sweep_result.SweepResult`, or a handle.
 
     Raises:
-        SpaceError: the space or what is wished is wrong; all mistakes at once.
-        FoldError: folds are wished for, and there is nothing to make them from.
+        SpaceError: the space or the settings are invalid; the error lists all mistakes.
+        FoldError: the file asks for folds, and there are no targets to make them from.
         SweepError: too many trials failed, or the study belongs to another search.
         MissingExtra: Optuna is not installed.
-        KeyboardInterrupt: the wait was interrupted; the trials have left and are gone on with.
+        KeyboardInterrupt: the wait was interrupted; the trials have stopped and can be resumed.
     """
     __tracebackhide__ = True
     _check(
@@ -174,7 +176,7 @@ def _search(sweep_config: SweepConfig, folds: Folds | None) -> Search:
     )
     return Search(
         kind="sweep",
-        program="nbtoolkit.search.sweep_algorithm:make_algorithm",
+        algorithm="nbtoolkit.search.sweep_algorithm:make_algorithm",
         sweep_config=sweep_config,
         identity={**{k: v for k, v in whole.items() if k not in _NOT_IDENTITY}, "split": split},
         placement=sweep_config.placement,
@@ -188,7 +190,7 @@ def _search(sweep_config: SweepConfig, folds: Folds | None) -> Search:
 
 
 def _keep(paths: RunPaths, sweep_config: SweepConfig, folds: Folds | None) -> None:
-    """Write down what was wished, for people and for the next session."""
+    """Save the sweep's settings and folds, for people and for the next session."""
     try:
         write_whole(paths.folder / SWEEP_CONFIG_FILE, sweep_config.to_yaml(), durable=False)
     except OSError as error:
@@ -207,21 +209,21 @@ def _handle(
     cell.say(f"sweep -> {paths.folder}")
     if started.run.resumed:
         attempt = started.run.attempt
-        again = f"session {attempt}; resume='never' starts anew"
-        cell.say(f"going on with the sweep {paths.run_id} ({again})")
+        again = f"session {attempt}; resume='never' starts a new one"
+        cell.say(f"resuming the sweep {paths.run_id} ({again})")
     return SweepHandle(
         paths,
         SweepResult,
         started=started.process,
         cell=cell,
-        on_event=on_event,  # read from the first event on: the table is of all sessions
+        on_event=on_event,  # from the first event on: the table covers all sessions
     )
 
 
 def handle_on_sweep(
     paths: RunPaths, screen: Screen, *, on_event: Callable[[Event], None] | None = None
 ) -> SweepHandle:
-    """A handle on a sweep's folder, for :func:`nbtoolkit.attach`."""
+    """Return a handle on a sweep's folder, for :func:`nbtoolkit.attach`."""
     sweep_config = read_sweep_config(paths.folder)
     cell = _shown(paths, sweep_config, screen)
     return SweepHandle(paths, SweepResult, cell=cell, on_event=on_event)

@@ -1,4 +1,4 @@
-"""Decide which trials run, how they are judged, and when the sweep ends."""
+"""Decide which trials of a sweep run, judge their reports, and end the sweep."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from nbtoolkit.search.time_budget import TimeBudget, TopKReevaluation
 if TYPE_CHECKING:
     from nbtoolkit.search.study_recorder import StudyRecorder
 
-_RETRIED = ("raised", "died", "hung")  # out of memory, NaN and a timeout come again
-_HAND = "stopped by hand"
+_RETRIED = ("raised", "died", "hung")
+"""Faults worth a retry; out of memory, NaN and timeouts would occur again."""
 
 
 def make_algorithm(request: SearchRequest, record: EventWriter) -> SweepAlgorithm:
-    """The program of a sweep, new or gone on with.
+    """Make the algorithm of a sweep, new or resumed.
 
     Args:
-        request: what is wished of it.
-        record: where events go.
+        request: the search.
+        record: receives events.
 
     Raises:
-        SweepError: the study in the folder was made for another search.
+        SweepError: the study in the folder belongs to another search.
         MissingExtra: Optuna is not installed.
     """
     try:
@@ -50,109 +50,98 @@ def make_algorithm(request: SearchRequest, record: EventWriter) -> SweepAlgorith
 
 
 class SweepAlgorithm:
-    """One session of a sweep; see :class:`~nbtoolkit.search.algorithm.SearchAlgorithm`.
+    """The search algorithm of one session of a sweep (:class:`SearchAlgorithm`).
 
     Args:
-        study_recorder: the study, opened.
-        diary: where notes go.
-        seed: the configuration's, which repetitions differ from.
-        imposed: its time ends with the host's session, before what was wished.
+        study_recorder: the open study.
+        events: receives notes.
+        seed: the configuration's seed; re-evaluations use the following ones.
+        imposed: the deadline is the end of the host's session, not the user's own limit.
     """
 
     def __init__(
-        self, study_recorder: StudyRecorder, diary: EventWriter, seed: int, *, imposed: bool = False
+        self,
+        study_recorder: StudyRecorder,
+        events: EventWriter,
+        seed: int,
+        *,
+        imposed: bool = False,
     ) -> None:
-        self._study_recorder, self._diary, self._sweep_config = (
-            study_recorder,
-            diary,
-            study_recorder.sweep_config,
-        )
+        self._study_recorder = study_recorder
+        self._events = events
+        self._sweep_config = study_recorder.sweep_config
         self._imposed = imposed
         self._jobs: dict[str, RunningTrial] = {}
-        """The trial of every job that runs."""
+        """The trial of each running job."""
         self._live: dict[str, RunningTrial] = {}
         """Trials with jobs that run or wait, by folder."""
-        self._repeats = TopKReevaluation(study_recorder, seed)
+        self._reevaluation = TopKReevaluation(study_recorder, seed)
         self._added = int(study_recorder.study.optuna.user_attrs.get("added", 0))
-        self._points = len(self._sweep_config.make_space().grid()) if self._grid else None
-        # Where trials are counted, those that are missing come first, in the next session.
+        grid = self._sweep_config.study.sampler == "grid"
+        self._points = len(self._sweep_config.make_space().grid()) if grid else None
+        # With a fixed number of trials, the next session runs the missing ones first.
         self._time = TimeBudget(
-            study_recorder, diary, lambda: 0 if self._owed else self._repeats.to_come
+            study_recorder, events, lambda: 0 if self._owed else self._reevaluation.to_come
         )
         self._paused = self._stopped = False
         if study_recorder.begun:
-            self._diary.note(f"the study has {study_recorder.begun} trials already")
+            self._events.note(f"the study already has {study_recorder.begun} trials")
 
-    @property
-    def _grid(self) -> bool:
-        return self._sweep_config.study.sampler == "grid"
-
-    # --- what is run next ---
+    # --- the next job ---
 
     @property
     def done(self) -> bool:
-        """Whether nothing runs, as far as it knows, and nothing will."""
+        """True if no job runs and none will start."""
         if self._jobs:
             return False
         if self._stopped or self._time.over:
             return True
         if self._time.up:
-            return self._owed or not self._repeats.more
-        more = bool(
-            self._live
-            or self._study_recorder.interrupted
-            or self._study_recorder.asked
-            or self._more_wished
-        )
-        return not more and not self._repeats.more
+            return self._owed or not self._reevaluation.more
+        return not self._trials_left and not self._reevaluation.more
 
     @property
     def cut_short(self) -> bool:
-        """Whether it is done for lack of time, and another session is to go on with it."""
-        left = (
-            self._live
-            or self._study_recorder.interrupted
-            or self._study_recorder.asked
-            or self._more_wished
-        )
-        return self._time.up and self._owed and bool(left)
+        """True if only the time limit ended the sweep: a later session can resume it."""
+        return self._time.up and self._owed and self._trials_left
+
+    @property
+    def _trials_left(self) -> bool:
+        recorder = self._study_recorder
+        return bool(self._live or recorder.interrupted or recorder.asked or self._more_to_start)
 
     @property
     def _owed(self) -> bool:
-        """Whether trials are missing when the time is up: those counted, those cut off."""
+        """True if a later session should run the trials that this one had no time for."""
         known = self._sweep_config.budget.n_trials is not None or self._points is not None
         return known or self._imposed
 
     @property
     def ready(self) -> bool:
-        """Whether a trial was asked for ahead; folds wait for how the one before ended."""
+        """True if a trial was asked for; with folds, the next job depends on the one before."""
         return self._study_recorder.folds is None and self._study_recorder.asked > 0
 
     def prepare(self, jobs: int) -> None:
-        """Ask for a trial ahead, where its parameters do not depend on those that run."""
-        study_recorder, idle = self._study_recorder, self._paused or self._stopped or self._time.up
-        if (
-            not idle
-            and study_recorder.asked < jobs
-            and not study_recorder.learns
-            and self._more_wished
-        ):
-            study_recorder.ask_ahead()
+        """Ask for the next trial if its parameters do not depend on running ones."""
+        if self._paused or self._stopped or self._time.up or self._study_recorder.learns:
+            return
+        if self._study_recorder.asked < jobs and self._more_to_start:
+            self._study_recorder.ask_ahead()
 
     def next(self, left: float | None) -> SearchJob | None:
-        """The next job: of a trial that has begun, of one that was interrupted, of a new one.
+        """Return the next job: of a started trial, an interrupted one, or a new one.
 
         Args:
-            left: seconds until the sweep's deadline; None: there is none.
+            left: seconds until the sweep's deadline; None for no limit.
 
         Raises:
-            SweepError: too many trials have failed, and nothing runs any more.
+            SweepError: too many trials have failed, and no job runs.
         """
         if self._too_many_failed():
             return None
         if self._paused or self._stopped or self._time.over:
             return None
-        trial = self._trial_in_time(left) or self._repetition_in_time(left)
+        trial = self._trial_in_time(left) or self._reevaluation_in_time(left)
         if trial is None:
             return None
         judged = trial.seed is None and (
@@ -160,7 +149,7 @@ class SweepAlgorithm:
         )
         job = trial.next_job(self._sweep_config.budget.trial_timeout, judged)
         self._jobs[job.key] = trial
-        self._time.running(len(self._jobs))
+        self._time.note_running(len(self._jobs))
         if job.fold is not None and trial.seed is None:
             self._study_recorder.fold_event(trial, job.fold, "running")
         return job
@@ -169,58 +158,53 @@ class SweepAlgorithm:
         trial = None if self._time.up else self._trial(left)
         return trial if trial and self._time.suffices(trial.params, left) else None
 
-    def _repetition_in_time(self, left: float | None) -> RunningTrial | None:
-        trial = self._repetition()
-        enough = trial and self._time.suffices_for_repetition(trial.params, left)
+    def _reevaluation_in_time(self, left: float | None) -> RunningTrial | None:
+        trial = self._next_reevaluation()
+        enough = trial and self._time.suffices_for_reevaluation(trial.params, left)
         return trial if enough else None
 
     def _trial(self, left: float | None) -> RunningTrial | None:
-        """A trial with a job that waits; None: there is none now."""
+        """Return a trial with a waiting job; None if there is none."""
         waiting = (one for one in self._live.values() if one.waiting and one.seed is None)
-        if begun := next(waiting, None):
-            return begun
+        if started := next(waiting, None):
+            return started
         while self._study_recorder.interrupted:
-            trial = self._enter(self._study_recorder.take_up())
+            trial = self._enter(self._study_recorder.resume())
             if not trial.over:
                 return trial
             self._settle(trial)  # all its folds were done when its session died
-        if self._more_wished or self._study_recorder.asked:
-            return (
-                self._enter(self._study_recorder.begin())
-                if self._time.suffices_for_new(left)
-                else None
-            )
+        more = self._more_to_start or self._study_recorder.asked
+        if more and self._time.suffices_for_new(left):
+            return self._enter(self._study_recorder.begin())
         return None
 
-    def _repetition(self) -> RunningTrial | None:
-        """A leader to be trained again, once no trial runs; None: there is none now."""
+    def _next_reevaluation(self) -> RunningTrial | None:
+        """Return a trial to evaluate again once no trial runs; None if there is none."""
         trials = self._jobs if self._time.up else self._live
         if any(one.seed is None for one in trials.values()) or (self._time.up and self._owed):
             return None
         live = (one for one in self._live.values() if one.seed is not None and one.waiting)
-        if begun := next(live, None):
-            return begun
-        repetition = self._repeats.next()
-        return None if repetition is None else self._enter(repetition)
+        if started := next(live, None):
+            return started
+        trial = self._reevaluation.next()
+        return None if trial is None else self._enter(trial)
 
     def _enter(self, trial: RunningTrial) -> RunningTrial:
         self._live[trial.key] = trial
         return trial
 
     @property
-    def _more_wished(self) -> bool:
-        wished = self._sweep_config.budget.n_trials
-        total = None if wished is None else wished + self._added
+    def _more_to_start(self) -> bool:
+        n_trials = self._sweep_config.budget.n_trials
+        total = None if n_trials is None else n_trials + self._added
         if self._points is not None:
             total = min(total or self._points, self._points)
         return total is None or self._study_recorder.begun + self._study_recorder.asked < total
 
     def _too_many_failed(self) -> bool:
-        """Whether to begin nothing more; the error is raised when nothing runs any more."""
-        allowed, failed = (
-            self._sweep_config.budget.max_failures,
-            self._study_recorder.counts["failed"],
-        )
+        """Return True if no more trials may start; raise the error once no job runs."""
+        allowed = self._sweep_config.budget.max_failures
+        failed = self._study_recorder.counts["failed"]
         if allowed is None or failed <= allowed:
             return False
         if not self._jobs:
@@ -229,22 +213,22 @@ class SweepAlgorithm:
             raise SweepError(
                 f"{failed} trials have failed; the last: {last}",
                 allowed=f"budget.max_failures: {allowed}",
-                do="look into its folder; sweep again when it is mended: the study is gone on with",
+                do="look into its folder, fix the cause, and sweep again: the study resumes",
             )
         return True
 
-    # --- how jobs are judged ---
+    # --- reports ---
 
-    def reported(
+    def on_report(
         self, job: SearchJob, metrics: Mapping[str, float], step: int | None
     ) -> str | None:
-        """Judge a report: ``"pruned"`` lets the job's ranks leave, None lets them go on."""
+        """Judge a report: ``"pruned"`` ends the job, None lets it continue."""
         trial = self._jobs.get(job.key)
         if trial is None:
-            return None  # it has ended: a report that was on its way
+            return None  # the job ended while its report was on the way
         if trial.leaving is None and trial.seed is None:
             if not self._study_recorder.counts:
-                self._refuse_slips(trial, list(metrics))
+                self._refuse_misspelt(trial, list(metrics))
             given = [name for name in self._sweep_config.metrics if name in metrics]
             if wrong := missing(metrics, given):
                 trial.leave("failed", f"{wrong} at step {step}" if step is not None else wrong)
@@ -252,15 +236,15 @@ class SweepAlgorithm:
                 self._judge(job, trial, metrics[given[0]], step)
         return None if trial.leaving is None else "pruned"
 
-    def announced(
+    def on_announcement(
         self, job: SearchJob, names: Sequence[str], stems: Sequence[str], first_step: int
     ) -> None:
-        """Give up where a metric is a slip of one that the job will report."""
+        """Fail early if the sweep's metric is a misspelling of one that the job will report."""
         if (trial := self._jobs.get(job.key)) is not None:
             trial.first_step = first_step
-            self._refuse_slips(trial, names, stems)
+            self._refuse_misspelt(trial, names, stems)
 
-    def _refuse_slips(
+    def _refuse_misspelt(
         self, trial: RunningTrial, names: Sequence[str], stems: Sequence[str] = ()
     ) -> None:
         for metric in self._sweep_config.metrics:
@@ -271,16 +255,16 @@ class SweepAlgorithm:
     def _give_up(
         self, trial: RunningTrial, metric: str, names: Iterable[str], near: str | None
     ) -> NoReturn:
-        """End the sweep: no trial will have a value."""
-        told = ", ".join(names) or "nothing"
+        """End the sweep, because no trial will have a value."""
+        available = ", ".join(names) or "none"
         self._live.pop(trial.key, None)
         if trial.seed is None:
             self._study_recorder.end(
-                trial, "failed", f"no {metric} among what was reported: {told}"
+                trial, "failed", f"no {metric} among the reported metrics: {available}"
             )
         self.close("failed")
         raise SweepError(
-            f"study.metric is {metric!r}, which the first trial does not have: it has {told}",
+            f"study.metric is {metric!r}, but the first trial has the metrics: {available}",
             allowed="a metric that every trial reports or returns",
             do=f"set study.metric: {near}"
             if near
@@ -298,31 +282,31 @@ class SweepAlgorithm:
                     "pruned", f"at step {at}, with {self._sweep_config.metrics[0]} {value:.6g}"
                 )
 
-    # --- how jobs end ---
+    # --- results ---
 
-    def ended(self, job: SearchJob, ending: JobResult) -> None:
-        """Take a job's ending."""
+    def on_end(self, job: SearchJob, result: JobResult) -> None:
+        """Receive the result of a job that has ended."""
         trial = self._jobs.pop(job.key)
         trial.running.pop(job.key)
-        trial.seconds += ending.seconds
-        if ending.status in ("stopped", "deadline") and trial.leaving is None:
-            self._put_back(trial, job, ending)
-        elif ending.status == "completed":
-            self._completed(trial, job, ending)
-        elif ending.status == "failed" and not self._tried_again(trial, job, ending):
-            state = "infeasible" if ending.fault == "oom" else "failed"
-            trial.leave(state, ending.error or f"the job {ending.fault or 'failed'}")
-        elif ending.status == "pruned":
-            trial.leave("pruned", "it left its function as pruned")
-        if job.fold is not None and trial.seed is None and ending.status != "completed":
-            self._study_recorder.fold_event(trial, job.fold, ending.status, None, ending.seconds)
+        trial.seconds += result.seconds
+        if result.status in ("stopped", "deadline") and trial.leaving is None:
+            self._put_back(trial, job, result)
+        elif result.status == "completed":
+            self._completed(trial, job, result)
+        elif result.status == "failed" and not self._retried(trial, job, result):
+            state = "infeasible" if result.fault == "oom" else "failed"
+            trial.leave(state, result.error or f"the job {result.fault or 'failed'}")
+        elif result.status == "pruned":
+            trial.leave("pruned", "the function ended itself as pruned")
+        if job.fold is not None and trial.seed is None and result.status != "completed":
+            self._study_recorder.fold_event(trial, job.fold, result.status, None, result.seconds)
         if trial.over:
             self._settle(trial)
 
-    def _completed(self, trial: RunningTrial, job: SearchJob, ending: JobResult) -> None:
+    def _completed(self, trial: RunningTrial, job: SearchJob, result: JobResult) -> None:
         if trial.leaving == "pruned" and job.fold is None:
-            trial.leaving = trial.reason = None  # it was through before it could leave
-        metrics = dict(ending.metrics)
+            trial.leaving = trial.reason = None  # it completed before it could leave
+        metrics = dict(result.metrics)
         if len(self._sweep_config.metrics) == 1 and RETURNED in metrics:
             metrics.setdefault(self._sweep_config.metrics[0], metrics[RETURNED])
         if self._sweep_config.study.trial_value == "best":
@@ -335,15 +319,15 @@ class SweepAlgorithm:
             trial.leave("failed", wrong)
             return
         if trial.leaving is None and trial.seed is None:
-            self._study_recorder.costs.note(trial.params, ending.seconds)
+            self._study_recorder.costs.note(trial.params, result.seconds)
         trial.scores[job.fold or 0] = {name: float(metrics[name]) for name in needed}
         if job.fold is not None and trial.seed is None:
             scores = trial.scores[job.fold]
-            self._study_recorder.fold(trial, job.fold, "complete", scores, ending.seconds)
+            self._study_recorder.fold(trial, job.fold, "complete", scores, result.seconds)
             self._compare_folds(trial, job.fold)
 
     def _put_best(self, trial: RunningTrial, job: SearchJob, metrics: dict[str, float]) -> None:
-        """Let the best report count; those of earlier sessions are in the study."""
+        """Use the best report as the value; the study has those of earlier sessions."""
         name, direction = self._sweep_config.metrics[0], self._sweep_config.directions[0]
         seen = (
             []
@@ -355,7 +339,7 @@ class SweepAlgorithm:
                 metrics[name] = better(direction, value, metrics[name])
 
     def _compare_folds(self, trial: RunningTrial, fold: int) -> None:
-        """Let the pruner compare trials on the same folds: by the mean of the first so many.
+        """Report the running mean over folds, so that the pruner compares trials on equal folds.
 
         Wilcoxon's test compares fold by fold, in any order.
         """
@@ -365,33 +349,33 @@ class SweepAlgorithm:
         if self._sweep_config.pruner == "wilcoxon":
             new = [(fold, trial.scores[fold][metric])]
         else:
-            steps = range(trial.told, trial.complete_folds())
+            steps = range(trial.folds_reported, trial.complete_folds())
             new = [(step, trial.mean(metric, step + 1)) for step in steps]
-            trial.told = trial.complete_folds()
+            trial.folds_reported = trial.complete_folds()
         for step, value in new:
             _, pruned = self._study_recorder.intermediate(trial, value, step)
             if pruned and not trial.over:
                 trial.leave("pruned", f"after {len(trial.scores)} folds, with {metric} {value:.6g}")
 
-    def _tried_again(self, trial: RunningTrial, job: SearchJob, ending: JobResult) -> bool:
+    def _retried(self, trial: RunningTrial, job: SearchJob, result: JobResult) -> bool:
         left = self._sweep_config.budget.retries - trial.attempts
-        if ending.fault not in _RETRIED or left <= 0 or trial.leaving is not None:
+        if result.fault not in _RETRIED or left <= 0 or trial.leaving is not None:
             return False
-        self._diary.note(f"{job.key} {ending.fault}, and is tried again: {ending.error}", "warning")
-        trial.again(job)
+        self._events.note(f"{job.key} {result.fault} and is retried: {result.error}", "warning")
+        trial.retry(job)
         return True
 
-    def _put_back(self, trial: RunningTrial, job: SearchJob, ending: JobResult) -> None:
-        """A job that was stopped with the whole sweep runs on in the next session."""
+    def _put_back(self, trial: RunningTrial, job: SearchJob, result: JobResult) -> None:
+        """Leave a job that was stopped with the whole sweep to the next session."""
         trial.waiting.insert(0, job.fold)
-        if ending.status == "deadline":
+        if result.status == "deadline":
             self._time.up = True
 
     def _settle(self, trial: RunningTrial) -> None:
-        """A trial is over: write what became of it."""
+        """Record the result of a trial that is over."""
         self._live.pop(trial.key, None)
         if trial.seed is not None:
-            self._repeats.ended(trial)
+            self._reevaluation.on_end(trial)
         elif trial.leaving is not None:
             self._study_recorder.end(trial, trial.leaving, trial.reason or "")
         else:
@@ -400,10 +384,10 @@ class SweepAlgorithm:
                 trial, {m: trial.mean(m, count) for m in self._study_recorder.needed}
             )
 
-    # --- what others wish ---
+    # --- commands ---
 
-    def obey(self, command: SearchCommand) -> None:
-        """Pause, resume, stop, ``add_trials`` (n) or ``stop_trial`` (n)."""
+    def on_command(self, command: SearchCommand) -> None:
+        """Follow a command: pause, resume, stop, ``add_trials`` or ``stop_trial``."""
         match command:
             case SearchCommand(op="pause" | "resume" as op):
                 self._paused = op == "pause"
@@ -417,16 +401,17 @@ class SweepAlgorithm:
 
     def _stop_trial(self, number: int) -> None:
         for trial in [one for one in self._live.values() if one.number == number]:
-            trial.leave("pruned", _HAND)
+            trial.leave("pruned", "stopped by hand")
             if trial.over:
                 self._settle(trial)
 
     def close(self, status: str) -> dict[str, Any]:
-        """Leave what is unfinished for another session, and close the study.
+        """Leave unfinished trials to another session, and return the summary.
 
         Returns:
-            ``best`` (a number), ``best_value``, ``best_params``, ``best_folder``, ``front`` (with
-            several metrics), ``counts`` by state, ``repeats``, ``metrics`` and ``directions``.
+            ``best`` (number of the best trial), ``best_value``, ``best_params``, ``best_folder``,
+            ``front`` (with several metrics), ``counts`` by state, ``repeats``, ``metrics`` and
+            ``directions``.
         """
         for trial in self._live.values():
             if trial.seed is None:
@@ -452,6 +437,6 @@ class SweepAlgorithm:
         return SweepError(
             f"no trial of the sweep has a value: {counts or 'none has ended'}{last}",
             allowed="one complete trial or more",
-            do="look into the trials' folders; sweep again when it is mended, or with more time: "
-            "the study is gone on with",
+            do="look into the trials' folders, fix the cause, and sweep again, or sweep with more "
+            "time: the study resumes",
         )

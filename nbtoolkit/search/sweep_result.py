@@ -1,4 +1,4 @@
-"""Read from a sweep's folder what the sweep found."""
+"""Read the result of a sweep, show its progress as lines, and control a running search."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ STUDY_FILE = "study.jsonl"
 
 
 class SweepResult:
-    """How a sweep ended.
+    """The result of a sweep.
 
     Attributes:
-        status: ``"completed"``, or why it ended before: ``"stopped"``, ``"deadline"``.
-        paths: the sweep's folder; the trials' runs lie in ``trials/`` there.
+        status: ``"completed"``, ``"stopped"`` or ``"deadline"``.
+        paths: the sweep's folder; its ``trials/`` holds the trials' runs.
         seconds: wall time of the last session.
-        best_value: the winner's value (the mean with its repetitions, where there are any); the
-            first objective's where there are several; None: no trial is complete.
-        best_params: its parameters, by dotted name.
-        best_trial: its number.
+        best_value: value of the best trial, averaged with its re-evaluations; None if no trial is
+            complete or there are several objectives.
+        best_params: parameters of the best trial, by dotted name.
+        best_trial: number of the best trial.
     """
 
     def __init__(self, paths: RunPaths) -> None:
@@ -65,7 +65,7 @@ class SweepResult:
 
     @property
     def best_config(self) -> Config:
-        """The sweep's configuration with the winner's parameters: for ``nb.launch``.
+        """The base configuration with the best trial's parameters, for ``nb.launch``.
 
         Raises:
             SweepError: no trial is complete.
@@ -75,17 +75,17 @@ class SweepResult:
 
     @cached_property
     def config(self) -> Config:
-        """The configuration that all trials' parameters were laid over."""
+        """The base configuration of all trials."""
         return load_config(self.paths.config, env=None)
 
     @cached_property
     def sweep_config(self) -> SweepConfig:
-        """What was wished of the sweep: its ``sweep.yaml``."""
+        """The sweep's settings, from its ``sweep.yaml``."""
         return read_sweep_config(self.paths.folder)
 
     @cached_property
     def study(self) -> optuna.Study:
-        """The Optuna study, to be read: ``study.jsonl``, which optuna-dashboard opens as it is."""
+        """The Optuna study, read-only; optuna-dashboard opens its file ``study.jsonl``."""
         from nbtoolkit.study.storage import read_study
 
         file = self.paths.folder / STUDY_FILE
@@ -94,9 +94,9 @@ class SweepResult:
 
     @property
     def trials(self) -> pd.DataFrame:
-        """One row a trial, indexed by its number.
+        """One row per trial, indexed by its number.
 
-        Columns: ``state``; ``value``, or each metric where there are several; each parameter;
+        Columns: ``state``; ``value``, or each metric if there are several; each parameter;
         ``seconds``, ``reason``, ``folder``.
         """
         import pandas as pd
@@ -110,7 +110,7 @@ class SweepResult:
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis("trial").sort_index()
 
     def _events(self) -> list[Event]:
-        """The sweep's events; trials that its diary has lost come from the study."""
+        """Read the sweep's events; trials that the events have lost come from the study."""
         try:
             events = list(EventReader(self.paths.events).read())
         except RunFileError:
@@ -118,12 +118,13 @@ class SweepResult:
         with reading(self.paths.result):
             count = sum(self.summary["counts"].values())
         trials = (event for event in events if isinstance(event, TrialChanged))
-        told = {trial.number for trial in trials if trial.state in ENDED}
-        if len(told) >= count:
+        recorded = {trial.number for trial in trials if trial.state in ENDED}
+        if len(recorded) >= count:
             return events
         from nbtoolkit.search.study_recorder import trials_in
 
-        lost = [one for one in trials_in(self.study, self.sweep_config) if one.number not in told]
+        ended = trials_in(self.study, self.sweep_config)
+        lost = [trial for trial in ended if trial.number not in recorded]
         return [*events, *(replace(one, best=one.number == self.best_trial) for one in lost)]
 
     def _row(self, event: TrialChanged) -> dict[str, Any]:
@@ -144,19 +145,19 @@ class SweepResult:
         return file
 
     def plot_history(self) -> Figure:
-        """Each trial's value, and the best so far (needs Matplotlib)."""
+        """Plot each trial's value and the best so far (needs Matplotlib)."""
         from nbtoolkit.study.plots import plot_history
 
         return self._plotted(plot_history)
 
     def plot_importances(self) -> Figure:
-        """How much each parameter matters (needs Matplotlib)."""
+        """Plot the importance of each parameter (needs Matplotlib)."""
         from nbtoolkit.study.plots import plot_importances
 
         return self._plotted(plot_importances)
 
     def plot_slices(self) -> Figure:
-        """The value by each parameter (needs Matplotlib)."""
+        """Plot the value against each parameter (needs Matplotlib)."""
         from nbtoolkit.study.plots import plot_slices
 
         return self._plotted(plot_slices)
@@ -187,7 +188,7 @@ class SweepResult:
 
 
 def read_sweep_config(folder: Path) -> SweepConfig:
-    """What was wished of a sweep: the ``sweep.yaml`` in its folder.
+    """Read a sweep's settings, the ``sweep.yaml`` in its folder.
 
     Raises:
         RunFileError: it cannot be read.
@@ -197,31 +198,30 @@ def read_sweep_config(folder: Path) -> SweepConfig:
         return SweepConfig.model_validate(read_layer(file).values)
 
 
-# --- live ---
-# What a sweep or a cross-validation says in lines: notes, and each trial or fold.
+# --- progress as lines ---
 
 
 class Table(Protocol):
-    """What is told: SweepTable or FoldTable."""
+    """A SweepTable or FoldTable."""
 
     def update(self, event: Event) -> None:
-        """Process one event."""
+        """Receive one event."""
 
     def summary(self) -> str:
-        """How far it is, in one line."""
+        """Return the progress in one line."""
 
     def line(self, event: Event) -> str | None:
-        """What there is to say about an event; None: nothing."""
+        """Return a line about an event; None for no line."""
 
 
 class TableLines:
-    """Shows lines while somebody waits; called by the thread that waits.
+    """Prints lines while a thread waits for a search.
 
     Args:
-        table: is handed the events here.
-        shape: how it is shown. With ``"lines"`` and ``"bar"`` each trial or fold that ends is a
-            line, with ``"lines"`` the end one, too; ``"off"``: nothing is; else notes only.
-        since: unix seconds. Events before are those of earlier sessions, whose lines were shown.
+        table: receives the events.
+        shape: with ``"lines"`` and ``"bar"``, each finished trial or fold gets a line, with
+            ``"lines"`` the end, too. ``"off"`` prints nothing, any other shape notes only.
+        since: unix seconds; earlier events belong to earlier sessions and are not printed again.
     """
 
     def __init__(self, table: Table, shape: Shape, *, since: float = 0.0) -> None:
@@ -231,14 +231,14 @@ class TableLines:
         self._write: Callable[[str], object] | None = None
 
     def through(self, write: Callable[[str], object]) -> None:
-        """Write lines by this from now on: a bar of ours is on the terminal's last line."""
+        """Print lines with ``write`` from now on: a progress bar owns the terminal's last line."""
         self._write = write
 
     def open(self, *, waits: bool) -> None:
-        """Nothing: lines come as things happen."""
+        """Do nothing: lines are printed as events arrive."""
 
     def event(self, event: Event) -> None:
-        """Show what an event says."""
+        """Print what an event says."""
         self.table.update(event)
         if event.t < self._since:
             return
@@ -250,16 +250,16 @@ class TableLines:
             self.say(line)
 
     def say(self, text: str) -> None:
-        """Show a line of our own."""
+        """Print a line."""
         if self._on and self._written <= MAX_BYTES:
             self._written += len(text)
             self._print(text)
 
     def pump(self) -> None:
-        """Nothing: lines come as things happen."""
+        """Do nothing: lines are printed as events arrive."""
 
     def close(self) -> None:
-        """Say how it ended."""
+        """Print the summary."""
         if self._sums_up:
             self._print(self.table.summary())
             self._sums_up = False
@@ -274,12 +274,12 @@ class TableLines:
 
 
 class SearchHandle(RunHandle):
-    """A search that goes on.
+    """A running search.
 
     Args:
         paths: its folder.
-        make_result: reads its result from the folder.
-        options: as :class:`~nbtoolkit.launcher.handle.RunHandle`'s.
+        make_result: reads the result from the folder.
+        options: the options of :class:`~nbtoolkit.launcher.handle.RunHandle`.
     """
 
     def __init__(
@@ -289,25 +289,25 @@ class SearchHandle(RunHandle):
         self._make_result = make_result
 
     def pause(self) -> None:
-        """Finish what runs, and start nothing more until :meth:`resume`."""
+        """Finish the running jobs and start no others until :meth:`resume`."""
         self._command(SearchCommand(op="pause"))
 
     def resume(self) -> None:
-        """Go on after :meth:`pause`."""
+        """Continue after :meth:`pause`."""
         self._command(SearchCommand(op="resume"))
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the search's end and return its result, as :meth:`RunHandle.result` does.
+        """Wait for the end of the search and return its result.
 
         Args:
-            timeout: seconds to wait; None: as long as it takes.
+            timeout: seconds to wait; None for no limit.
 
         Returns:
             The ``SweepResult`` or ``CVResult``.
 
         Raises:
-            TimeoutError: it has not ended yet (it goes on).
-            KeyboardInterrupt: the wait was interrupted; what ran has left.
+            TimeoutError: the search has not ended yet (it continues).
+            KeyboardInterrupt: the wait was interrupted; the running jobs have stopped.
             NbtoolkitError: the search failed.
         """
         __tracebackhide__ = True
@@ -322,8 +322,8 @@ class SearchHandle(RunHandle):
     def _refuse_if_over(self, op: str) -> None:
         if self.done():
             raise LaunchError(
-                f"{op} was asked of {self.paths.run_id}, which goes on no more",
-                allowed="a search that is running",
+                f"cannot {op} {self.paths.run_id}: it has ended",
+                allowed="a running search",
                 do="start it again with resume=<its folder>",
             )
 
@@ -337,12 +337,12 @@ class SearchHandle(RunHandle):
 
 
 class SweepHandle(SearchHandle):
-    """A sweep that goes on, from ``nb.sweep(wait=False)`` or ``nb.attach(folder)``."""
+    """A running sweep, from ``nb.sweep(wait=False)`` or ``nb.attach(folder)``."""
 
     def stop_trial(self, number: int) -> None:
-        """Let trial ``number`` end at its next report; the sweep goes on."""
+        """Stop trial ``number`` at its next report; the sweep continues."""
         self._command(SearchCommand(op="stop_trial", n=int(number)))
 
     def add_trials(self, count: int) -> None:
-        """Run ``count`` more trials than were asked for."""
+        """Run ``count`` more trials."""
         self._command(SearchCommand(op="add_trials", n=int(count)))

@@ -1,7 +1,4 @@
-"""Start no trial that cannot end in time, and re-evaluate the best with other seeds.
-
-The best of many noisy trials is partly the luckiest one; a few more seeds tell.
-"""
+"""Keep a sweep within its time, and re-evaluate the best trials with other seeds."""
 
 from __future__ import annotations
 
@@ -15,72 +12,72 @@ if TYPE_CHECKING:
     from nbtoolkit.search.study_recorder import StudyRecorder
 
 
-# --- the time left ---
-# No trial starts that cannot end in time; time for the winner is kept back.
-
-
 class TimeBudget:
-    """Compares what is left with what a trial is expected to take.
+    """Decides whether a trial can still end in time.
+
+    It reserves time for the refit of the best trial and for re-evaluations. Once it refuses, it
+    refuses for good.
 
     Args:
-        study_recorder: what finished trials took.
-        diary: where is said that the time is up.
-        repeats: for how many repetitions of leaders time is kept back.
+        study_recorder: knows the durations of finished trials.
+        events: receives a note when the time is up.
+        reevaluations: returns the number of re-evaluations to reserve time for.
     """
 
     def __init__(
-        self, study_recorder: StudyRecorder, diary: EventWriter, repeats: Callable[[], int]
+        self, study_recorder: StudyRecorder, events: EventWriter, reevaluations: Callable[[], int]
     ) -> None:
-        self._study_recorder, self._diary, self._repeats = study_recorder, diary, repeats
+        self._study_recorder, self._events = study_recorder, events
+        self._reevaluations = reevaluations
         self._slots = 1
         self.up = False
-        """Whether no trial starts any more."""
+        """True if no more trials start."""
         self.over = False
-        """Whether no repetition of a leader starts any more either."""
+        """True if no more re-evaluations start either."""
 
-    def running(self, jobs: int) -> None:
-        """So many jobs run at once: as many slots there are, at least."""
+    def note_running(self, jobs: int) -> None:
+        """Note how many jobs run at once: there are at least as many slots."""
         self._slots = max(self._slots, jobs)
 
     def suffices(self, params: Mapping[str, Any], left: float | None) -> bool:
-        """Whether a job with these parameters can end in time; from the first no on: no."""
+        """Return True if a job with these parameters can end within ``left`` seconds."""
         return self._enough(self._study_recorder.costs.predict(params), left)
 
     def suffices_for_new(self, left: float | None) -> bool:
-        """Whether a trial like those before, with all its folds, can end in time."""
+        """Return True if a trial of typical duration, with all its folds, can end in time."""
         job = self._study_recorder.costs.usual()
         rounds = math.ceil((self._study_recorder.folds or 1) / self._slots)
         return self._enough(None if job is None else job * rounds, left)
 
-    def suffices_for_repetition(self, params: Mapping[str, Any], left: float | None) -> bool:
-        """Whether a leader can be trained once more in time; from the first no on: no."""
+    def suffices_for_reevaluation(self, params: Mapping[str, Any], left: float | None) -> bool:
+        """Return True if a re-evaluation with these parameters can end in time."""
         if (
             left is not None
             and (self._study_recorder.costs.predict(params) or 0.0) > left - self._refit()
         ):
             self.over = True
-            self._diary.note(f"no leader is trained again: {left:.3g} s are left")
+            self._events.note(f"no more re-evaluations start: {left:.3g} s are left")
         return not self.over
 
     def _enough(self, seconds: float | None, left: float | None) -> bool:
         if left is None:
             return not self.up
-        kept = self._kept_back()
-        self.up = self.up or left - kept <= 0 or (seconds or 0.0) > left - kept
+        reserved = self._reserved()
+        self.up = self.up or left - reserved <= 0 or (seconds or 0.0) > left - reserved
         if self.up:
-            told = "" if seconds is None else f"; a trial takes about {seconds:.3g} s"
-            also = f", {kept:.3g} s of them kept back for the winner" if kept else ""
-            self._diary.note(f"no trial starts any more: {left:.3g} s are left{also}{told}")
+            estimate = "" if seconds is None else f"; a trial takes about {seconds:.3g} s"
+            also = f", {reserved:.3g} s of them reserved for the refit" if reserved else ""
+            self._events.note(f"no more trials start: {left:.3g} s are left{also}{estimate}")
         return not self.up
 
-    def _kept_back(self) -> float:
-        """Seconds for the winner: its refit, and the repetitions that it is to be found by."""
+    def _reserved(self) -> float:
+        """Return the seconds to reserve for re-evaluations and the refit."""
         job = self._study_recorder.costs.usual() or 0.0
-        jobs = self._repeats() * (self._study_recorder.folds or 1)
+        jobs = self._reevaluations() * (self._study_recorder.folds or 1)
         return self._refit() + job * math.ceil(jobs / self._slots)
 
     def _refit(self) -> float:
-        """Seconds to train the winner on all data, or what is wished to be kept back."""
+        """Return the seconds to train the best trial on all data (``reserve_for_refit``)."""
         sweep_config, job = self._study_recorder.sweep_config, self._study_recorder.costs.usual()
         if sweep_config.budget.reserve_for_refit != "auto":
             return sweep_config.budget.reserve_for_refit
@@ -94,11 +91,13 @@ class TimeBudget:
 
 
 class TopKReevaluation:
-    """Which repetitions are still to be run, once all trials have ended.
+    """Re-evaluates the best trials with other seeds, once all trials have ended.
+
+    The best of many noisy trials is partly the luckiest one; further seeds show it.
 
     Args:
         study_recorder: the study.
-        seed: the trials' own; repetitions take the next ones.
+        seed: the trials' seed; re-evaluations take the following ones.
     """
 
     def __init__(self, study_recorder: StudyRecorder, seed: int) -> None:
@@ -107,30 +106,30 @@ class TopKReevaluation:
 
     @property
     def more(self) -> bool:
-        """Whether there is one to be run."""
+        """True if a re-evaluation is left to run."""
         return bool(self._missing())
 
     @property
     def to_come(self) -> int:
-        """How many will be begun, also of leaders that are not known yet."""
-        wished = self._study_recorder.sweep_config.reevaluate_top
+        """Number of re-evaluations to start, including those of trials not known yet."""
+        settings = self._study_recorder.sweep_config.reevaluate_top
         done = sum(len(by) for by in self._study_recorder.leaderboard.repeats.values())
         running = sum(
             seed not in self._study_recorder.leaderboard.repeats.get(number, {})
             for number, seed in self._begun
         )
-        return max(0, wished.k * wished.seeds - done - running)
+        return max(0, settings.k * settings.seeds - done - running)
 
     def next(self) -> RunningTrial | None:
-        """The next repetition; None: all have begun."""
+        """Return the next re-evaluation; None if all have started."""
         for number, seed in self._missing()[:1]:
             self._begun.add((number, seed))
             params, key = self._study_recorder.params(number), f"{folder_of(number)}/seed-{seed}"
             return RunningTrial(number, params, self._study_recorder.folds, key=key, seed=seed)
         return None
 
-    def ended(self, trial: RunningTrial) -> None:
-        """Take a repetition's value; one that failed is left out of the mean."""
+    def on_end(self, trial: RunningTrial) -> None:
+        """Record the value of a re-evaluation; the mean leaves out failed ones."""
         assert trial.seed is not None
         if trial.leaving is None:
             value = trial.mean(self._study_recorder.sweep_config.metrics[0], trial.folds or 1)
@@ -141,15 +140,18 @@ class TopKReevaluation:
             self._study_recorder.name_winner()
 
     def _missing(self) -> list[tuple[int, int]]:
-        """(trial, seed), by seed: when time runs out, all leaders have had as many."""
-        wished = self._study_recorder.sweep_config.reevaluate_top
-        leaders = self._study_recorder.leaderboard.leaders(wished.k)
+        """Return the missing (trial, seed) pairs, ordered by seed.
+
+        When the time runs out, all leaders then have been evaluated about equally often.
+        """
+        settings = self._study_recorder.sweep_config.reevaluate_top
+        leaders = self._study_recorder.leaderboard.leaders(settings.k)
         done = {
             (n, seed) for n, by in self._study_recorder.leaderboard.repeats.items() for seed in by
         }
         return [
             (number, self._seed + i)
-            for i in range(1, wished.seeds + 1)
+            for i in range(1, settings.seeds + 1)
             for number in leaders
             if (number, self._seed + i) not in done | self._begun
         ]

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import traceback
 import types
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,7 +32,7 @@ from nbtoolkit.run import messages
 from nbtoolkit.run.events import returned_numbers
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
 from nbtoolkit.run.rank_check import followed
-from nbtoolkit.run.request import GroupSpec, JobSpec
+from nbtoolkit.run.request import JobSpec
 from nbtoolkit.run.serialization import add_note, pack_error, pack_value
 from nbtoolkit.run.signals import ignore_warnings
 from nbtoolkit.run.transport import Connection
@@ -109,8 +110,8 @@ _GROUPS: list[Any] = []
 class RankJob:
     """What every rank of a group gets from its agent."""
 
-    spec: GroupSpec
-    """What they are for: a job, or to wait for one."""
+    spec: JobSpec
+    """Their first job."""
     load: Callable[[], Callable[..., Any]]
     """Returns the training function."""
     group: messages.GroupDescriptors
@@ -131,12 +132,16 @@ def run_rank(job: RankJob) -> None:
         return channel.send(messages.GroupNotJoined(error=f"{type(error).__name__}: {error}"))
     _hold_group()
     channel.send(messages.PhaseReached(phase="group"))
-    work = job.spec if isinstance(job.spec, JobSpec) else _following(rank, channel)
+    work: JobSpec | None = job.spec
+    state = ProcessState() if job.spec.reuse_workers else None
     while work is not None:
         alone = work.plan.processes == 1 and not work.reports_judged
         channel = OwnerChannel(*lines, alone=alone)
         _work(job, work, rank, channel)
-        work = _following(rank, channel) if work.reuse_workers else None
+        if state is None:
+            break
+        state.restore()
+        work = _next_job(rank, channel)
     _leave_group()
     return None
 
@@ -171,25 +176,60 @@ def _work(job: RankJob, spec: JobSpec, rank: int, channel: OwnerChannel) -> None
             optimizers.close()
 
 
-def _following(rank: int, channel: OwnerChannel) -> JobSpec | None:
-    """The next job of a group that is kept for several; None when there is none."""
+def _next_job(rank: int, channel: OwnerChannel) -> JobSpec | None:
+    """The next job of a group that takes several; None when there is none."""
     message = channel.wait()
     if not isinstance(message, messages.JobAssigned):
         return None
-    following: JobSpec = pickle.loads(Path(message.file).read_bytes())
-    _clear_memory()
-    os.environ[RANK_MARK] = str(following.paths.folder)
-    _write_into(following.paths, rank)
-    return following
+    spec: JobSpec = pickle.loads(Path(message.file).read_bytes())
+    os.environ[RANK_MARK] = str(spec.paths.folder)
+    _write_into(spec.paths, rank)
+    return spec
 
 
-def _clear_memory() -> None:
-    """Give back what the job before held: models and batches, also those in reference cycles."""
-    import torch
+class ProcessState:
+    """What a training function may change in its process and the next job must not see.
 
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    The next job's function is unpickled anew, so the globals of a notebook are new, too; those of
+    imported modules are not.
+    """
+
+    def __init__(self) -> None:
+        import torch
+        from torch.backends import cudnn
+
+        self._folder, self._environ = os.getcwd(), dict(os.environ)
+        self._path, self._filters = list(sys.path), list(warnings.filters)
+        settings: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+            (torch.get_num_threads, torch.set_num_threads),
+            (torch.get_default_dtype, torch.set_default_dtype),
+            (torch.is_grad_enabled, torch.set_grad_enabled),
+            (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+        ]
+        self._settings = [(read, read(), write) for read, write in settings]
+        self._cudnn = cudnn.benchmark, cudnn.deterministic
+
+    def restore(self) -> None:
+        """Restore all of it, and free the memory that the job held."""
+        import torch
+        from torch.backends import cudnn
+
+        with contextlib.suppress(OSError):
+            os.chdir(self._folder)
+        os.environ.clear()
+        os.environ.update(self._environ)
+        sys.path[:], warnings.filters[:] = self._path, self._filters  # type: ignore[index]
+        for read, value, write in self._settings:
+            if read() != value:
+                write(value)
+        cudnn.benchmark, cudnn.deterministic = self._cudnn
+        torch.set_default_device(None)
+        if "torch._dynamo" in sys.modules:
+            # else the ninth model to be compiled hits its limit of recompilations, and runs eagerly
+            torch.compiler.reset()
+        gc.collect()  # models and batches may be in reference cycles
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
 
 def _call(

@@ -42,7 +42,7 @@ STOPWATCH = """([node, event, done]) => {
 
 def figures() -> list[Figure]:
     """All figures of the panel in a browser; none where there is no browser."""
-    sys.path[:0] = [str(TESTS), str(TESTS / "browser")]
+    sys.path[:0] = [str(TESTS / "support"), str(TESTS / "browser")]
     from chromium import MISSING, find_chromium
 
     if not find_chromium():
@@ -60,7 +60,7 @@ def figures() -> list[Figure]:
 
 def measure() -> dict[str, float]:
     """Measure with a server, a browser and a sweep on two workers."""
-    sys.path[:0] = [str(TESTS), str(TESTS / "browser")]
+    sys.path[:0] = [str(TESTS / "support"), str(TESTS / "browser")]
     from chromium import chromium
     from person import person
     from server import server

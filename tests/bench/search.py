@@ -251,6 +251,31 @@ def ask_and_tell(trials: int) -> list[float]:
     return spent
 
 
+def import_seconds() -> float:
+    """Seconds of a fresh interpreter that imports what a sweep needs from others."""
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch, optuna"], check=True)
+    return time.perf_counter() - begin
+
+
+def open_seconds() -> float:
+    """Median seconds to make a sweep's study in a new file, with Optuna imported."""
+    from nbtoolkit.study.storage import FILE
+    from nbtoolkit.study.study import open_study
+    from nbtoolkit.study.sweep_config import load_sweep_config
+
+    sweep_config = load_sweep_config(SWEEP_CONFIG, nb.load_config(env=None), n_trials=1)
+    spent = []
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        for number in range(9):
+            file = Path(folder) / str(number) / FILE
+            file.parent.mkdir()
+            begin = time.perf_counter()
+            open_study(file, sweep_config, sweep_config.make_space(), {})
+            spent.append(time.perf_counter() - begin)
+    return median(spent)
+
+
 def _resources(folder: Path) -> tuple[int, int]:
     """Bytes in memory and open files of the sweep's scheduler."""
     process = Path("/proc") / str(json.loads((folder / "owner.json").read_text())["pid"])
@@ -265,6 +290,7 @@ def figures() -> list[Figure]:
     after = in_fresh_process(module, "optuna", steps, "1")
     threads = in_fresh_process(module, "optuna", steps, "2")
     processes = in_fresh_process(module, "two-processes", steps)
+    imports = median([import_seconds() for _ in range(3)])
     ours = in_fresh_process(module, "sweep", steps)
     split = in_fresh_process(module, "folds", steps)
     cost = in_fresh_process(module, "overhead", str(MANY))
@@ -275,8 +301,11 @@ def figures() -> list[Figure]:
         Figure("Optuna, two threads, against ideal", threads / best, "x"),
         Figure("Optuna, two processes, against ideal", processes / best, "x"),
         Figure("nb.sweep against ideal, fork server up", ours["warm"] / best, "x", 1.1, 1.25),
-        Figure("first nb.sweep of a kernel: more than ideal", ours["cold"] - best, "s", 3.0, 5.0),
-        Figure("a trial: more than ask and tell", 1000 * cost["all"], "ms", 25.0, 50.0),
+        Figure("first nb.sweep of a kernel: more than ideal, torch and optuna",
+               ours["cold"] - best - imports, "s", 1.5, 3.0),
+        Figure("import torch, optuna in a fresh interpreter", imports, "s"),
+        Figure("a study opens", 1000 * in_fresh_process(module, "open"), "ms", 50.0, 100.0),
+        Figure("a trial: more than ask and tell", 1000 * cost["all"], "ms", 8.0, 16.0),
         Figure("the same, first tenth of 1000", 1000 * cost["first"], "ms"),
         Figure("the same, last tenth of 1000", 1000 * cost["last"], "ms"),
         Figure("Optuna's ask and tell alone", 1000 * cost["optuna"], "ms"),
@@ -301,5 +330,6 @@ if __name__ == "__main__":
         "folds": lambda steps: folds(int(steps)),
         "overhead": lambda trials: overhead(int(trials)),
         "all-devices": all_devices,
+        "open": open_seconds,
     }
     print(json.dumps(calls[sys.argv[1]](*sys.argv[2:])))

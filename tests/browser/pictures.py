@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # as pytest does it
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # as pytest does it
 
 from chromium import chromium
 from person import Person, person

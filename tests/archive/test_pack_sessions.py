@@ -1,0 +1,87 @@
+"""Relay: a session ends at its deadline, another one, elsewhere, ends as if nothing had been."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from host_sessions import FIT, FOLDS, PIPELINE, SWEEP, Session, write_steps
+
+from nbtoolkit.archive.bundle_format import DEFAULT_NAME
+from nbtoolkit.run.events import EventReader
+from nbtoolkit.run.paths import RunPaths
+
+pytestmark = pytest.mark.timeout(900)  # three sessions
+
+# No session of this machine is an hour from its end, whatever it runs on.
+UNHURRIED = {"runtime.session_limit": None}
+CUT_OFF = {**UNHURRIED, "runtime.time_budget": 4.0}
+WAIT = 0.3  # seconds a step: 12 epochs of 6 steps take 21 s
+
+
+def relayed(home: Path, work: str, **overrides: Any) -> tuple[Session, Session, Session]:
+    """A session cut off by its deadline, one that goes on from its bundle alone, an undisturbed."""
+    first = Session(home / "first", work, WAIT, **CUT_OFF, **overrides)
+    quiet = {**overrides, "tracking.mlflow": False}
+    undisturbed = Session(home / "undisturbed", work, **UNHURRIED, **quiet)
+    assert first.told["status"] == "deadline", first.output
+    (home / "second").mkdir(exist_ok=True)
+    shutil.move(home / "first" / DEFAULT_NAME, home / "second")
+    shutil.rmtree(home / "first")
+    return first, Session(home / "second", work, **UNHURRIED, **overrides), undisturbed
+
+
+@pytest.mark.long
+def test_a_fit_goes_on_in_the_next_session_and_ends_with_the_metrics_of_an_undisturbed_one(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("mlflow")
+    first, second, undisturbed = relayed(tmp_path, FIT)
+    assert "packed for the next session: PackResult(1 run, " in first.output
+    assert "going on with the unfinished run" in second.output
+    assert second.told["status"] == "completed"
+    assert second.told["metrics"] == undisturbed.told["metrics"]
+
+    folder = Path(second.told["folder"])
+    assert [folder.name] == second.told["unpacked"] == [Path(first.told["folder"]).name]
+    events = EventReader(RunPaths(folder).events).read()
+    assert [event.attempt for event in events if event.type == "run"] == [1, 2]
+    with closing(sqlite3.connect(folder.parent / "mlflow.db")) as database:
+        ((status, uri),) = database.execute("select status, artifact_uri from runs").fetchall()
+    assert status == "FINISHED"
+    assert uri.startswith((tmp_path / "second").as_uri())
+
+
+@pytest.mark.long
+def test_a_sweep_goes_on_in_the_next_session_with_the_trials_of_an_undisturbed_one(
+    tmp_path: Path,
+) -> None:
+    first, second, undisturbed = relayed(tmp_path, SWEEP, **{"tracking.mlflow": False})
+    assert len(first.told["metrics"]) < 4
+    assert "resuming the sweep" in second.output
+    assert second.told["status"] == "completed"
+    assert second.told["metrics"] == undisturbed.told["metrics"]
+    assert second.told["best"] == undisturbed.told["best"]
+
+
+@pytest.mark.long
+def test_folds_go_on_in_the_next_session(tmp_path: Path) -> None:
+    _, second, undisturbed = relayed(tmp_path, FOLDS, **{"tracking.mlflow": False})
+    assert second.told["status"] == "completed"
+    assert second.told["metrics"] == undisturbed.told["metrics"]
+
+
+@pytest.mark.long
+def test_a_pipeline_goes_on_in_the_next_session_with_the_step_that_was_cut_off(
+    tmp_path: Path,
+) -> None:
+    for name in ("first", "second", "undisturbed"):
+        write_steps(tmp_path / name)
+    _, second, undisturbed = relayed(tmp_path, PIPELINE, **{"tracking.mlflow": False})
+    assert second.told["status"] == "completed"
+    assert second.told["steps"] == {"first": "skipped", "second": "done"}
+    assert second.told["metrics"] == undisturbed.told["metrics"]

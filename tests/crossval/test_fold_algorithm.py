@@ -1,0 +1,205 @@
+"""The program of a cross-validation, driven by a plain loop as the scheduler would."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from searches import request
+
+import nbtoolkit as nb
+from nbtoolkit.crossval.fold_algorithm import (
+    CrossValidationAlgorithm,
+    finished_folds,
+    fold_key,
+    make_algorithm,
+)
+from nbtoolkit.errors import FoldError
+from nbtoolkit.run.events import EventReader, RunRecord
+from nbtoolkit.run.messages import SearchCommand
+from nbtoolkit.run.paths import RunPaths, write_json, write_whole
+from nbtoolkit.search.algorithm import JobResult, SearchJob
+
+FOLDS = nb.make_folds([0, 1] * 10)
+DIED = JobResult(status="failed", fault="died", error="WorkerDied: signal 9", seconds=1.0)
+RAISED = JobResult(status="failed", fault="raised", error="ValueError: no", seconds=1.0)
+
+
+def score(job: SearchJob) -> JobResult:
+    assert job.fold is not None
+    return JobResult(status="completed", metrics={"acc": 0.1 * job.fold}, seconds=job.fold + 0.5)
+
+
+def begin(folder: Path, folds: nb.Folds = FOLDS, **limits: Any) -> CrossValidationAlgorithm:
+    record = RunRecord(RunPaths(folder), deadline=None)
+    if limits:
+        finished = finished_folds(folder, len(folds))
+        return CrossValidationAlgorithm(len(folds), record, finished=finished, **limits)
+    return make_algorithm(request(folder, folds=folds), record)
+
+
+def drive(
+    program: CrossValidationAlgorithm,
+    folder: Path,
+    ending: Callable[[SearchJob], JobResult],
+    *,
+    slots: int = 2,
+) -> list[str]:
+    """Run all it asks for, ``slots`` at once, the oldest ending first; the keys as they began."""
+    running: list[SearchJob] = []
+    began = []
+    while not program.done:
+        while len(running) < slots and (job := program.next(None)) is not None:
+            running.append(job)
+            began.append(job.key)
+        if not running:
+            break
+        job = running.pop(0)
+        end = ending(job)
+        if end.status == "completed":
+            write_whole(RunPaths(folder / job.key).value(0), "a value")
+        program.on_end(job, end)
+    return began
+
+
+def fold_events(folder: Path) -> list[tuple[int, str]]:
+    events = EventReader(RunPaths(folder).events).read()
+    return [(event.fold, event.state) for event in events if event.type == "fold"]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 7])
+def test_every_fold_is_run_once_and_in_order(tmp_path: Path, slots: int) -> None:
+    program = begin(tmp_path)
+    assert drive(program, tmp_path, score, slots=slots) == [f"folds/{index}" for index in range(5)]
+    assert program.done
+    summary = program.close("completed")
+    values = [0.1 * index for index in range(5)]
+    assert summary["folds"] == summary["complete"] == 5
+    assert summary["scores"]["acc"] == {
+        "mean": pytest.approx(statistics.fmean(values)),
+        "std": pytest.approx(statistics.stdev(values)),
+    }
+    assert nb.Folds.load(tmp_path / "folds.json") == FOLDS
+    assert fold_events(tmp_path).count((3, "complete")) == 1
+
+
+def test_its_jobs_are_of_their_fold_and_limited(tmp_path: Path) -> None:
+    job = begin(tmp_path, timeout=7.0).next(None)
+    assert job == SearchJob(key="folds/0", fold=0, timeout=7.0)
+    assert fold_events(tmp_path) == [(0, "running")]
+
+
+def test_a_fold_that_raised_ends_it_and_is_told_with_what_is_kept(tmp_path: Path) -> None:
+    program = begin(tmp_path)
+    assert drive(program, tmp_path, lambda job: RAISED if job.fold == 1 else score(job)) == [
+        "folds/0",
+        "folds/1",
+        "folds/2",
+    ]
+    assert program.done
+    with pytest.raises(FoldError, match=r"fold 1 failed: ValueError: no\n.*2 of 5 folds are done"):
+        program.close("completed")
+    assert program.close("stopped")["complete"] == 2
+
+
+def test_folds_that_are_done_are_not_run_again(tmp_path: Path) -> None:
+    drive(begin(tmp_path), tmp_path, lambda job: RAISED if job.fold == 1 else score(job))
+    again = begin(tmp_path)
+    assert drive(again, tmp_path, score) == ["folds/1", "folds/3", "folds/4"]
+    assert again.close("completed")["complete"] == 5
+    assert finished_folds(tmp_path, 5) == {
+        index: score(SearchJob(key=fold_key(index), fold=index)) for index in range(5)
+    }
+
+
+def test_a_fold_counts_as_done_by_its_own_result_when_its_event_was_not_written(
+    tmp_path: Path,
+) -> None:
+    begin(tmp_path)
+    result = {"status": "completed", "metrics": {"acc": 0.5}, "seconds": 2.0}
+    write_json(RunPaths(tmp_path / "folds/2").result, result)
+    write_json(RunPaths(tmp_path / "folds/3").result, {**result, "status": "stopped"})
+    write_json(RunPaths(tmp_path / "folds/4").result, {**result, "metrics": {}})
+    for index in (2, 3, 4):
+        write_whole(RunPaths(tmp_path / fold_key(index)).value(0), "a value")
+    assert set(finished_folds(tmp_path, 5)) == {2}
+    program = begin(tmp_path)
+    assert drive(program, tmp_path, score) == ["folds/0", "folds/1", "folds/3", "folds/4"]
+
+
+def test_a_fold_whose_value_is_gone_is_run_again(tmp_path: Path) -> None:
+    drive(begin(tmp_path), tmp_path, score)
+    RunPaths(tmp_path / "folds/3").value(0).unlink()
+    assert drive(begin(tmp_path), tmp_path, score) == ["folds/3"]
+
+
+@pytest.mark.parametrize(("retries", "tries"), [(0, 1), (1, 2), (3, 4)])
+def test_a_fold_whose_process_died_is_tried_again(tmp_path: Path, retries: int, tries: int) -> None:
+    program = begin(tmp_path, retries=retries)
+    began = drive(program, tmp_path, lambda job: DIED if job.fold == 0 else score(job), slots=1)
+    assert began == ["folds/0"] * tries
+    assert fold_events(tmp_path).count((0, "waiting")) == retries
+    with pytest.raises(FoldError, match="fold 0 failed: WorkerDied: signal 9"):
+        program.close("completed")
+
+
+def test_after_a_stop_nothing_begins_and_what_ran_counts_for_the_next_session(
+    tmp_path: Path,
+) -> None:
+    program = begin(tmp_path)
+    jobs = [program.next(None), program.next(None)]
+    program.on_command(SearchCommand(op="stop"))
+    assert not program.done
+    assert program.next(None) is None
+    for job in jobs:
+        assert job is not None
+        program.on_end(job, JobResult(status="stopped", metrics={"acc": 0.3}))
+    assert program.done
+    assert program.close("stopped") == {"folds": 5, "complete": 0, "scores": {}}
+    assert fold_events(tmp_path)[-2:] == [(0, "stopped"), (1, "stopped")]
+    assert len(drive(begin(tmp_path), tmp_path, score)) == 5
+
+
+def test_paused_it_starts_nothing_until_it_goes_on(tmp_path: Path) -> None:
+    program = begin(tmp_path)
+    program.on_command(SearchCommand(op="pause"))
+    assert program.next(None) is None
+    assert not program.done
+    program.on_command(SearchCommand(op="resume"))
+    assert program.next(None) is not None
+
+
+def test_no_fold_begins_when_the_time_is_used_up(tmp_path: Path) -> None:
+    program = begin(tmp_path)
+    assert program.next(0.0) is None
+    assert program.next(0.1) is not None
+
+
+def test_what_only_sweeps_can_do_is_told(tmp_path: Path) -> None:
+    begin(tmp_path).on_command(SearchCommand(op="add_trials", n=3))
+    (note,) = (e for e in EventReader(RunPaths(tmp_path).events).read() if e.type == "note")
+    assert note.text == "a cross-validation has no trials: add_trials does nothing"
+    assert note.level == "warning"
+
+
+def test_other_folds_than_those_begun_with_are_refused_and_shown(tmp_path: Path) -> None:
+    begin(tmp_path)
+    with pytest.raises(FoldError, match=r"k: 5 then, 4 now; .*hash: \w+ then") as refused:
+        begin(tmp_path, nb.make_folds([0, 1] * 10, k=4))
+    assert "resume='never'" in str(refused.value)
+    with pytest.raises(FoldError, match=r"first session: target: \w+ then, \w+ now\n"):
+        begin(tmp_path, nb.make_folds(["a", "b"] * 10))
+    assert nb.Folds.load(tmp_path / "folds.json") == FOLDS
+
+
+def test_scores_that_not_all_folds_have_are_not_summed_up(tmp_path: Path) -> None:
+    def some(job: SearchJob) -> JobResult:
+        more = {"auc": 1.0} if job.fold else {}
+        return JobResult(status="completed", metrics={"acc": 0.5, **more})
+
+    program = begin(tmp_path)
+    drive(program, tmp_path, some)
+    assert program.close("completed")["scores"] == {"acc": {"mean": 0.5, "std": 0.0}}

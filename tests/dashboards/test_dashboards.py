@@ -1,0 +1,301 @@
+"""Dashboards of others: on loopback alone, up when they answer, gone with the kernel."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import panel_functions
+import psutil
+import pytest
+from harmless import assert_harmless
+from kernels import all_gone, descendants, script, until
+from panels import SPACE, click, desk, ends, page, told
+from run_folders import write_run
+
+import nbtoolkit as nb
+from nbtoolkit.dashboards.server import Dashboard, missing, reach
+from nbtoolkit.errors import DashboardError, LaunchError
+from nbtoolkit.host import Host
+from nbtoolkit.tracking.database import open_database
+
+HERE = Host(kind="jupyter", reason="a test", working=Path(), scratch=Path())
+KAGGLE = Host(kind="kaggle", reason="a test", working=Path(), scratch=Path())
+COLAB = Host(kind="colab", reason="a test", working=Path(), scratch=Path())
+
+# SQLAlchemy 2.1 about MLflow's own queries.
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")
+
+
+@pytest.fixture
+def panel(tmp_path: Path) -> Iterator[nb.Panel]:
+    settings = {
+        "tracking.mlflow": False,
+        "runtime.output_dir": str(tmp_path / "<b>out"),
+        "model.end": str(tmp_path / "end"),
+    }
+    opened = nb.panel(panel_functions.until_told, settings, SPACE)
+    yield opened
+    (tmp_path / "end").touch()
+    opened.close()
+
+
+def asked(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, str]:
+    """What a dashboard answers."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def states(port: int) -> list[str]:
+    """The states of the trials that a dashboard of a study shows."""
+    _, text = asked(port, "/api/studies")
+    number = json.loads(text)["study_summaries"][0]["study_id"]
+    shown = json.loads(asked(port, f"/api/studies/{number}")[1])["trials"]
+    return [trial["state"] for trial in shown]
+
+
+def listens(port: int, pids: set[int]) -> set[str]:
+    """The addresses at which processes listen; that port is among theirs."""
+    sockets = [
+        socket.laddr
+        for pid in pids
+        for socket in psutil.Process(pid).net_connections()
+        if socket.status == psutil.CONN_LISTEN
+    ]
+    assert port in [address.port for address in sockets]
+    return {address.ip for address in sockets}
+
+
+def family(dashboard: Dashboard) -> set[int]:
+    guard = dashboard._guard.pid
+    return {guard, *descendants(guard)}
+
+
+# --- optuna-dashboard ---
+
+
+@pytest.mark.long
+def test_a_study_is_shown_while_its_sweep_runs_and_cannot_be_changed_there(
+    panel: nb.Panel, tmp_path: Path
+) -> None:
+    panel.press("sweep")
+    sweep = panel.folder
+    assert sweep is not None
+    until(lambda: (sweep / "study.jsonl").exists(), "the study")
+    with nb.open_dashboard(sweep) as dashboard:
+        assert nb.open_dashboard(sweep) is dashboard
+        assert f"http://127.0.0.1:{dashboard.port}/" in repr(dashboard)
+        pids = family(dashboard)
+        assert listens(dashboard.port, pids) == {"127.0.0.1"}
+        assert set(until(lambda: states(dashboard.port), "its first trials")) <= {
+            "Running",
+            "Waiting",
+        }
+        status, reason = asked(dashboard.port, "/api/studies/1", "DELETE")
+        assert (status, "nothing is changed here" in reason) == (405, True)
+        (tmp_path / "end").touch()
+        assert ends(panel) == "completed"
+        until(lambda: states(dashboard.port) == ["Complete"] * 4, "all trials")
+        own = dashboard.log.parent
+    all_gone(pids)
+    assert not own.exists()
+    assert [file.name for file in sweep.glob("study*")] == ["study.jsonl"]
+    assert len(nb.attach(sweep).result().study.trials) == 4
+    assert repr(dashboard).endswith("closed")
+    assert nb.open_dashboard(sweep, wait=False) is not dashboard
+    nb.open_dashboard(sweep, wait=False).close()
+
+
+def test_what_is_no_sweep_has_no_dashboard(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "one", events=[{"type": "run"}])
+    with pytest.raises(DashboardError, match=r"(?s)one has no study.*the folder of a sweep"):
+        nb.open_dashboard(run.folder)
+    with pytest.raises(LaunchError, match="there is no run"):
+        nb.open_dashboard(tmp_path / "nowhere")
+
+
+# --- MLflow ---
+
+
+@pytest.mark.long
+def test_what_was_tracked_is_shown_on_loopback_and_to_no_foreign_name(tmp_path: Path) -> None:
+    with pytest.raises(DashboardError, match="no run was tracked"):
+        nb.open_mlflow(tmp_path)
+    client, experiment = open_database(tmp_path, experiment="seen")
+    client.create_run(experiment)
+    with nb.open_mlflow(tmp_path) as dashboard:
+        assert dashboard.url.startswith(f"http://127.0.0.1:{dashboard.port}/#/experiments/1?")
+        pids = family(dashboard)
+        assert len(pids) >= 3  # the guard, the command and its server
+        assert listens(dashboard.port, pids) == {"127.0.0.1"}
+        api = "/api/2.0/mlflow/experiments/get-by-name?experiment_name=seen"
+        status, text = asked(dashboard.port, api)
+        assert (status, json.loads(text)["experiment"]["name"]) == (200, "seen")
+        assert asked(dashboard.port, api, Host="evil.example")[0] == 403
+    all_gone(pids)
+
+
+def test_a_store_that_is_a_server_has_a_page_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(DashboardError, match=r"http://there:5000, which has a page of its own"):
+        nb.open_mlflow(tmp_path, uri="http://there:5000")
+
+
+# --- any dashboard ---
+
+
+def test_one_that_ends_shows_what_it_wrote() -> None:
+    code = "print('no such store'); raise SystemExit(3)"
+    with Dashboard("mine", HERE, lambda port, own: [sys.executable, "-c", code], "/") as dashboard:
+        with pytest.raises(DashboardError, match=r"(?s)mine has ended.*no such store"):
+            dashboard.wait()
+        assert dashboard.closed
+
+
+def test_one_that_never_answers_is_ended_with_all_its_processes() -> None:
+    """It ignores SIGTERM, as its child does."""
+    code = (
+        "import signal, subprocess, sys, time; signal.signal(15, signal.SIG_IGN); "
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        "print('waiting', flush=True); time.sleep(600)"
+    )
+    dashboard = Dashboard("mine", HERE, lambda port, own: [sys.executable, "-c", code], "/")
+    until(lambda: "waiting" in dashboard.log.read_text(), "its start")
+    pids = family(dashboard)
+    assert len(pids) == 3
+    with pytest.raises(DashboardError, match=r"(?s)did not answer within 0.3 s.*waiting"):
+        dashboard.wait(0.3)
+    all_gone(pids)
+    dashboard.close()
+
+
+def test_one_ends_with_the_kernel_even_if_a_child_of_that_holds_its_pipes(tmp_path: Path) -> None:
+    code = """
+    import os, signal, time
+    from pathlib import Path
+    from nbtoolkit.dashboards.server import Dashboard
+    from nbtoolkit.host import detect_host
+    program = lambda port, own: [sys.executable, "-m", "http.server", str(port), "-b", "127.0.0.1"]
+    dashboard = Dashboard("files", detect_host(), program, "/").wait()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if not (child := os.fork()):
+        time.sleep(600)
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        Path("up").write_text(f"{dashboard._guard.pid} {child} {dashboard.log.parent}")
+        time.sleep(600)
+    except KeyboardInterrupt:
+        assert dashboard.up()
+        Path("interrupted").touch()
+        time.sleep(600)
+    """
+    with script(code, tmp_path) as kernel:
+        until(lambda: (tmp_path / "up").exists() and (tmp_path / "up").read_text(), "its start")
+        guard, child, folder = (tmp_path / "up").read_text().split(maxsplit=2)
+        pids = {int(guard), *descendants(int(guard))}
+        kernel.interrupt()  # is for the kernel's group alone
+        until((tmp_path / "interrupted").exists, "the interrupt")
+        kernel.kill()
+        all_gone(pids)
+        os.kill(int(child), signal.SIGKILL)
+    until(lambda: not Path(folder).exists(), "the end of its folder")
+
+
+def test_one_that_is_left_open_ends_with_a_program_without_a_word(tmp_path: Path) -> None:
+    open_database(tmp_path)
+    code = f"""
+    import warnings
+    warnings.simplefilter("error")
+    dashboard = nb.open_mlflow({str(tmp_path)!r}, wait=False)
+    print(dashboard._guard.pid, dashboard.log.parent)
+    """
+    with script(code, tmp_path) as program:
+        out, err = program.end()
+    guard, folder = out.rstrip("\n").split(maxsplit=1)
+    assert (err, Path(folder).exists(), Path(f"/proc/{guard}").exists()) == ("", False, False)
+
+
+def test_what_is_not_installed_is_named_by_its_package() -> None:
+    assert missing("optuna_dashboard", lambda name: None) == "optuna-dashboard"
+    assert missing("mlflow", lambda name: None if name == "flask" else name) == "mlflow"
+    assert missing("mlflow") == ""
+
+
+# --- how a browser gets there ---
+
+
+def test_beside_the_kernel_it_is_a_link_and_from_elsewhere_a_tunnel() -> None:
+    way = reach(8080, HERE)
+    assert way.url == "http://127.0.0.1:8080/"
+    assert "ssh -N -L 8080:127.0.0.1:8080" in way.how
+
+
+def test_on_kaggle_nothing_can_be_reached_and_that_is_said(tmp_path: Path) -> None:
+    open_database(tmp_path)
+    with pytest.raises(DashboardError, match="Kaggle lets no browser reach a port"):
+        nb.open_mlflow(tmp_path, host=KAGGLE)
+
+
+def test_colab_is_asked_for_its_own_address_from_a_cell_and_else_told_how() -> None:
+    scripts: list[Any] = []
+
+    def eval_js(script: str, timeout_sec: float) -> str:
+        scripts.append(script)
+        return "https://8080-colab.googleusercontent.com/"
+
+    modules = {"google.colab": SimpleNamespace(output=SimpleNamespace(eval_js=eval_js))}
+    assert reach(8080, COLAB, modules).url == "https://8080-colab.googleusercontent.com/"
+    assert scripts == ["google.colab.kernel.proxyPort(8080)"]
+    ways: list[Any] = []
+    thread = threading.Thread(target=lambda: ways.append(reach(8080, COLAB, modules)))
+    thread.start()
+    thread.join()
+    assert ways[0].url == ""  # a panel's thread cannot wait for the browser
+    assert "output.serve_kernel_port_as_window(8080)" in ways[0].how
+    assert reach(8080, COLAB, {}).url == ""
+
+
+# --- on the panel ---
+
+
+@pytest.mark.long
+def test_a_panels_buttons_say_why_not_or_show_address_and_port(
+    panel: nb.Panel, tmp_path: Path
+) -> None:
+    board = desk(panel).board
+    shown = page(panel, "Links")
+    assert "no sweep is watched" in shown
+    assert "no run was tracked" in shown
+    assert_harmless(shown)
+    assert [button.disabled for button in board.links.values()] == [True, True]
+    board.links["dashboard"].click()  # as a message that was under way
+    assert "no sweep is watched" in told(panel)
+    (tmp_path / "end").touch()
+    click(panel, "sweep")
+    assert ends(panel) == "completed"
+    page(panel, "Links")
+    assert not board.links["dashboard"].disabled
+    for _ in range(2):
+        board.links["dashboard"].click()
+    until(lambda: "href=" in page(panel, "Links"), "its address")
+    shown = page(panel, "Links")
+    assert shown.count("href=") == 1
+    assert 'target="_blank" rel="noopener"' in shown
+    assert_harmless(shown)
+    (dashboard,) = desk(panel)._links._opened
+    assert f"port {dashboard.port} of 127.0.0.1" in shown
+    pids = family(dashboard)
+    panel.close()
+    all_gone(pids)

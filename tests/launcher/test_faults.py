@@ -1,0 +1,600 @@
+"""What goes wrong in real processes: the right error, soon, nobody left; the next launch works."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+import socket
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import functions
+import psutil
+import pytest
+from kernels import START, all_gone, descendants, finish, ranks_up, run_folder, script, until
+from mounts import in_own_mounts
+
+import nbtoolkit as nb
+from nbtoolkit import errors
+from nbtoolkit.launcher.forkserver_client import fork_server
+
+pytestmark = pytest.mark.chaos
+
+SOON = functions.HANG
+"""Seconds that only a hang reaches; on a quiet machine it takes one to three."""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> nb.Config:
+    settings = {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path / "out")}
+    return nb.load_config(env=None, overrides=settings)
+
+
+def begin(train: Any, config: nb.Config, processes: int = 2, **options: Any) -> nb.RunHandle:
+    options = {"display": "off", "resume": "never", "wait": False, **options}
+    return nb.launch(train, config, processes=processes, **options)
+
+
+def run(train: Any, config: nb.Config, processes: int = 2) -> nb.RunResult:
+    """A launch whose end is waited for, but not for ever."""
+    result: nb.RunResult = finish(begin(train, config, processes), SOON)
+    return result
+
+
+def works(config: nb.Config) -> bool:
+    """Whether the next launch works."""
+    return [value["rank"] for value in run(functions.ranks, config).values] == [0, 1]
+
+
+def notes(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", ()))
+
+
+def line_of(function: Callable[..., Any], text: str) -> int:
+    """The number of the first line of ``function`` that contains ``text``."""
+    lines, start = inspect.getsourcelines(function)
+    return start + next(n for n, line in enumerate(lines) if text in line)
+
+
+# --- errors of the user's function ---
+
+
+@pytest.mark.parametrize(
+    "train",
+    [functions.fails_in_all_reduce, functions.fails_in_store_wait, functions.fails_in_barrier],
+)
+def test_an_error_on_rank_1_while_rank_0_waits(train: Any, config: nb.Config) -> None:
+    handle = begin(train, config)
+    with pytest.raises(ValueError, match="wrong on rank 1") as caught:
+        handle.result(timeout=SOON)
+    line = line_of(train, "raise ValueError")
+    assert f"rank 1, {functions.__file__}:{line};" in notes(caught.value)
+    assert str(handle.paths.log(1)) in notes(caught.value)
+    assert "wrong on rank 1" in handle.paths.log(1).read_text()
+    assert json.loads(handle.paths.error.read_text())["rank"] == 1
+    frames = [frame.name for frame in caught.traceback]
+    assert frames[-1] == train.__name__  # down to the user's line
+
+
+def test_an_exception_with_an_init_of_its_own(config: nb.Config) -> None:
+    with pytest.raises(functions.OwnInit, match="code 3") as caught:
+        run(functions.fails_with_own_init, config)
+    assert (caught.value.code, caught.value.extra) == (3, [1, 2])
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_builtin_exceptions_come_back_whole(config: nb.Config) -> None:
+    with pytest.raises(FileNotFoundError) as missing:
+        run(functions.fails_with_file, config, 1)
+    assert missing.value.filename == "/no/such/file"
+    with pytest.raises(UnicodeDecodeError) as undecodable:
+        run(functions.fails_with_decode, config, 1)
+    assert undecodable.value.object == b"\xff"
+
+
+def test_what_of_an_exception_cannot_be_pickled_is_left_out(config: nb.Config) -> None:
+    with pytest.raises(functions.OwnInit, match="code 4") as caught:
+        run(functions.fails_with_lock_inside, config, 1)
+    assert caught.value.extra == [1]
+    assert not hasattr(caught.value, "lock")
+
+
+def test_an_exception_that_cannot_be_rebuilt(config: nb.Config) -> None:
+    with pytest.raises(errors.WorkerError, match=r"Stubborn: the text survives") as caught:
+        run(functions.fails_beyond_rebuilding, config, 1)
+    assert 'raise Stubborn("the text survives")' in str(caught.value)
+    line = line_of(functions.fails_beyond_rebuilding, "raise Stubborn")
+    assert f"functions.py:{line};" in notes(caught.value)
+
+
+def test_a_value_that_cannot_be_pickled(config: nb.Config) -> None:
+    with pytest.raises(errors.CannotPickle, match=r"value\['lazy'\] \(a generator\)"):
+        run(functions.returns_a_generator, config)
+
+
+def test_a_launch_inside_a_rank(config: nb.Config) -> None:
+    with pytest.raises(errors.NestedLaunch, match=r"inside a rank of the run .*launches_inside"):
+        run(functions.launches_inside, config)
+
+
+# --- ranks that die ---
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("train", "what"),
+    [
+        (functions.exits_hard, "exit code 7 and no exception"),
+        (functions.exits, r"ended itself with SystemExit\(3\)"),
+        (functions.is_killed, r"signal SIGKILL \(killed from outside, usually .* memory ran out\)"),
+        (functions.crashes, "signal SIGSEGV"),
+    ],
+)
+def test_a_rank_dies(train: Any, what: str, processes: int, config: nb.Config) -> None:
+    with pytest.raises(errors.WorkerDied, match=what) as caught:
+        run(train, config, processes)
+    assert f"rank {processes - 1}" in str(caught.value)
+    if train is functions.crashes:
+        assert f"line {line_of(train, 'string_at')} in" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "match"),
+    [
+        ("import os\nos._exit(5)", errors.WorkerDied, "died with exit code 5"),
+        ("raise RuntimeError('at import')", RuntimeError, "at import"),
+    ],
+)
+def test_a_module_of_the_user_breaks_at_import(
+    text: str,
+    kind: type[Exception],
+    match: str,
+    config: nb.Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is the user's error, not a reason to fall back to one process."""
+    module = tmp_path / "breaks_in_ranks.py"
+    module.write_text("def train(config, ctx): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import breaks_in_ranks  # type: ignore[import-not-found]
+
+    module.write_text(text + "\n" * 100)
+    handle = begin(breaks_in_ranks.train, config)
+    del sys.modules["breaks_in_ranks"]
+    with pytest.raises(kind, match=match):
+        handle.result(timeout=SOON)
+    assert not [event for event in handle.events() if event.type == "note"]
+
+
+def test_packages_of_another_python_are_not_the_users_code(home: Path, tmp_path: Path) -> None:
+    """A virtual environment may add an image's packages by a .pth file, torch among them."""
+    packages = tmp_path / "base/site-packages"
+    packages.mkdir(parents=True)
+    (packages / "theirs.py").write_text("def fail():\n    raise ValueError('no luck')\n")
+    (home / "mine.py").write_text("import theirs\ndef train(config, ctx):\n    theirs.fail()\n")
+    code = f"""
+import sys
+sys.path[:0] = ["{packages}", "{home}"]
+import mine
+try:
+    run(mine.train)
+except ValueError as error:
+    print(error.__notes__)
+"""
+    with script(SCRIPT + code, home) as running:
+        assert f", {home}/mine.py:3; log: " in running.output()
+
+
+def test_helpers_of_a_killed_rank_go_with_it(config: nb.Config) -> None:
+    handle = begin(functions.is_killed_with_helpers, config)
+    with pytest.raises(errors.WorkerDied, match="SIGKILL"):
+        handle.result(timeout=SOON)
+    files = [handle.paths.folder / f"helpers-{rank}" for rank in range(2)]
+    helpers = {int(pid) for file in files for pid in file.read_text().split()}
+    assert len(helpers) == 4
+    all_gone(helpers)
+    assert works(config)
+
+
+# --- ranks that wait ---
+
+
+def test_a_rank_sleeps_while_another_waits(config: nb.Config) -> None:
+    mine = config.with_overrides({"runtime.hang_timeout": 1})
+    handle = begin(functions.sleeps_while_other_waits, mine)
+    with pytest.raises(errors.WorkerHung, match="rank 1 sent nothing") as caught:
+        handle.result(timeout=SOON)
+    said = str(caught.value)
+    first, second = said.index("stack of rank 0"), said.index("stack of rank 1")
+    assert "in barrier" in said[first:second]
+    line = line_of(functions.sleeps_while_other_waits, "time.sleep")
+    assert f"line {line} in sleeps_while_other_waits" in said[second:]
+    warned = [e.text for e in handle.events() if e.type == "note"]
+    warned = [text for text in warned if "silent and idle" in text]
+    assert len(warned) == 1
+    assert "rank 1 silent and idle for 0.5 s" in warned[0]
+    assert "stack of rank 0" in warned[0]
+
+
+def test_who_computes_or_says_so_or_is_not_waited_for_is_not_hung(config: nb.Config) -> None:
+    mine = config.with_overrides({"runtime.hang_timeout": 2, "model.seconds": 4})
+    trains = {
+        functions.computes_while_other_waits: "computed",
+        functions.sleeps_long_while_other_waits: "waited",
+        functions.all_sleep: "slept",
+    }
+    handles = [begin(train, mine) for train in trains]
+    assert [handle.result(timeout=SOON).value for handle in handles] == list(trains.values())
+
+
+@pytest.mark.parametrize(
+    ("train", "call", "why"),
+    [
+        (functions.report_and_return, "ctx.report", r"rank 1 \(which has returned\)"),
+        (functions.save_and_return, "ctx.save", r"rank 1 \(which has returned\)"),
+        (functions.report_and_barrier, "ctx.report", "which waits in another collective"),
+        (functions.report_and_save, "ctx.report", "different calls"),
+    ],
+)
+def test_a_call_for_all_ranks_on_one_rank(
+    train: Any, call: str, why: str, config: nb.Config
+) -> None:
+    with pytest.raises(errors.ReportError, match=why) as caught:
+        run(train, config)
+    assert f"functions.py:{line_of(train, call)}" in str(caught.value)
+
+
+# --- interrupts, and kernels that die ---
+
+SCRIPT = """
+config = nb.load_config("config.json", env=None)
+def run(train, **options):
+    return nb.launch(train, config, processes=2, resume="never", display="off", **options)
+"""
+
+
+@pytest.fixture
+def home(config: nb.Config, tmp_path: Path) -> Path:
+    """A working directory for scripts that start with SCRIPT; runs go to its folder ``out``."""
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    return tmp_path
+
+
+# The grace of a first interrupt, once it is changed, is longer than the test: it ends nothing.
+INTERRUPTED = f"""
+import signal
+import nbtoolkit.launcher.handle
+
+def interrupted(train, folder):
+    mine = config.with_overrides({{"runtime.output_dir": folder}})
+    try:
+        nb.launch(train, mine, processes=2, resume="never", display="off")
+    except KeyboardInterrupt:
+        print("interrupted")
+    print([value["rank"] for value in run(functions.ranks).values])
+
+def once_more(frame, event, arg):
+    if event == "return" and frame.f_code is nb.RunHandle.stop.__code__:
+        sys.setprofile(None)
+        signal.raise_signal(signal.SIGINT)
+
+interrupted(functions.reports_until_stopped, "once")
+nb.launcher.handle.INTERRUPT_GRACE = {2 * SOON}
+interrupted(functions.sleeps, "twice")
+sys.setprofile(once_more)
+interrupted(functions.sleeps, "while handed on")
+"""
+
+
+def test_an_interrupt_leaves_at_the_next_report_and_a_second_one_kills(home: Path) -> None:
+    """The second one comes after the first is handed on; in the third run, meanwhile."""
+    with script(SCRIPT + INTERRUPTED, home) as kernel:
+        once = run_folder(home / "once")
+        ranks = ranks_up(once)
+        kernel.interrupt()
+        twice = run_folder(home / "twice")
+        all_gone(ranks)
+        assert nb.attach(once).result().status == "stopped"
+
+        ranks = ranks_up(twice)
+        kernel.interrupt()
+        told = nb.attach(twice)
+        until(lambda: [e for e in told.events() if e.type == "stop"], "the first interrupt")
+        kernel.interrupt()
+        meanwhile = run_folder(home / "while handed on")
+        all_gone(ranks)
+        [stop] = [event for event in told.events() if event.type == "stop"]
+        assert stop.grace == 2 * SOON
+        assert told.result().status == "stopped"
+
+        ranks = ranks_up(meanwhile)
+        kernel.interrupt()
+        assert kernel.output().splitlines() == 3 * ["interrupted", "[0, 1]"]
+    all_gone(ranks)
+    assert nb.attach(meanwhile).result().status == "stopped"
+
+
+def test_killed_kernel_takes_everything_with_it(home: Path) -> None:
+    with script(SCRIPT + "run(functions.sleeps_with_helpers)", home) as kernel:
+        folder = run_folder(home / "out")
+        ranks_up(folder)
+        family = descendants(kernel.pid)
+        assert (
+            len(family) >= 1 + 1 + 1 + 2 + 4
+        )  # fork server, owner, agent, ranks, DataLoader workers
+        kernel.kill()
+        all_gone(family)
+    assert not (folder / "result.json").exists()
+    assert not (folder / "error.json").exists()  # unfinished: it can be gone on with
+
+
+def test_killed_kernel_whose_child_and_detached_run_live_on(home: Path) -> None:
+    """A process that the kernel forked holds a copy of every line to the owners open."""
+    code = """
+    mine = config.with_overrides({"runtime.output_dir": "mine"})
+    handle = nb.launch(functions.sleeps, mine, processes=2, wait=False, display="off")
+    apart = config.with_overrides({"model.go": "go"})
+    nb.launch(functions.waits_for_file, apart, processes=2, detach=True, wait=False, display="off")
+    import os, time
+    child = os.fork()
+    if child == 0:
+        time.sleep(functions.HANG)
+        os._exit(0)
+    open("child.new", "w").write(str(child))
+    os.rename("child.new", "child")
+    time.sleep(functions.HANG)
+    """
+    with script(SCRIPT + textwrap.dedent(code), home) as kernel:
+        ranks = ranks_up(run_folder(home / "mine"))
+        detached = run_folder(home / "out")
+        ranks_up(detached)
+        until((home / "child").exists, "the child")
+        family = descendants(kernel.pid)
+        assert ranks < family
+        kernel.kill()
+    try:
+        all_gone(ranks)
+        (home / "go").write_text("after the kernel's death")
+        values = nb.attach(detached).result(timeout=SOON).values
+        assert values == ["after the kernel's death"] * 2
+    finally:
+        os.kill(int((home / "child").read_text()), signal.SIGKILL)
+    all_gone(family)
+
+
+def test_killed_forkserver(config: nb.Config) -> None:
+    handle = begin(functions.sleeps_with_helpers, config)
+    ranks_up(handle.paths.folder)
+    family = descendants(fork_server().pid)
+    os.kill(fork_server().pid, signal.SIGKILL)
+    with pytest.raises(errors.LaunchError, match="the fork server process died"):
+        handle.result(timeout=SOON)
+    all_gone(family)
+    assert not handle.paths.ended()  # unfinished: it can be gone on with
+    assert works(config)
+
+
+def test_killed_owner(config: nb.Config) -> None:
+    handle = begin(functions.sleeps_with_helpers, config)
+    ranks_up(handle.paths.folder)
+    owner = json.loads(handle.paths.owner.read_text())["pid"]
+    family = descendants(fork_server().pid)
+    assert owner in family
+    ranks = ranks_up(handle.paths.folder)
+    os.kill(owner, signal.SIGKILL)
+    with pytest.raises(errors.LaunchError, match=r"the supervisor process of the run .* died"):
+        handle.result(timeout=SOON)
+    all_gone(ranks)
+    assert works(config)
+
+
+def test_an_owner_that_fails_does_not_blame_the_folder(config: nb.Config) -> None:
+    handle = begin(functions.sleeps_with_helpers, config)
+    ranks = ranks_up(handle.paths.folder)
+    owner = json.loads(handle.paths.owner.read_text())["pid"]
+    psutil.Process(owner).rlimit(psutil.RLIMIT_NOFILE, (3, 3))
+    with pytest.raises(
+        errors.LaunchError, match=r"that owned the run .* failed .*Too many"
+    ) as told:
+        handle.result(timeout=SOON)
+    assert not isinstance(told.value, errors.RunFolderError)
+    all_gone(ranks)
+    assert works(config)
+
+
+def test_an_owner_that_is_asked_to_end_lets_the_ranks_leave(config: nb.Config) -> None:
+    """What a pre-emption or a shutdown of the machine looks like."""
+    handle = begin(functions.reports_until_stopped, config)
+    ranks_up(handle.paths.folder)
+    os.kill(json.loads(handle.paths.owner.read_text())["pid"], signal.SIGTERM)
+    assert handle.result(timeout=SOON).status == "deadline"
+
+
+def test_a_killed_agent_takes_its_ranks_with_it(config: nb.Config) -> None:
+    handle = begin(functions.sleeps_with_helpers, config)
+    ranks = ranks_up(handle.paths.folder)
+    agent = psutil.Process(min(ranks)).ppid()
+    family = descendants(agent)
+    os.kill(agent, signal.SIGKILL)
+    with pytest.raises(errors.WorkerDied, match=r"rank \d died with"):
+        handle.result(timeout=SOON)
+    all_gone(family)
+
+
+def test_a_handle_hears_of_its_owners_death_without_waiting(config: nb.Config) -> None:
+    handle = begin(functions.sleeps, config)
+    ranks = ranks_up(handle.paths.folder)
+    os.kill(json.loads(handle.paths.owner.read_text())["pid"], signal.SIGKILL)
+    until(handle.done, "the handle's notice")
+    all_gone(ranks)
+
+
+# --- kernels that were lived in ---
+
+
+def test_a_kernel_that_was_lived_in(home: Path) -> None:
+    """It made an Accelerator, an owner of its forked ranks died, then it computed in parallel.
+
+    With OMP_NUM_THREADS=2 and one matmul, notebook_launcher in the kernel hangs for ever.
+    """
+    code = (
+        SCRIPT
+        + """
+from accelerate import Accelerator
+Accelerator()
+for start in ("forkserver", "fork"):
+    print([value["processes"] for value in run(functions.precision_and_sum, start=start).values])
+
+killed = config.with_overrides({"runtime.output_dir": "killed"})
+try:
+    nb.launch(functions.sleeps, killed, processes=2, start="fork", display="off")
+except nb.errors.LaunchError as error:
+    print(str(error).splitlines()[0])
+
+import torch
+(torch.ones(2000, 2000) @ torch.ones(2000, 2000)).exp().sum()
+print(run(functions.precision_and_sum).value)
+try:
+    run(functions.ranks, start="fork")
+except nb.errors.ForkRefused as error:
+    print("refused:", error)
+"""
+    )
+    with script(code, home, OMP_NUM_THREADS="2") as kernel:
+        folder = run_folder(home / "killed")
+        ranks = ranks_up(folder)
+        os.kill(json.loads((folder / "owner.json").read_text())["pid"], signal.SIGKILL)
+        by_forkserver, by_fork, died, value, *refused = kernel.output().splitlines()
+    all_gone(ranks)
+    assert by_forkserver == by_fork == "[2, 2]"
+    assert "died" in died
+    assert "'sum': 3.0" in value
+    assert "'threads': 2" in value
+    assert "a forked child hung in a parallel operation" in refused[0]
+    assert 'start="forkserver"' in "".join(refused)
+
+
+# --- ports and networks ---
+
+
+def test_a_busy_port_is_left_for_a_free_one(config: nb.Config) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        handle = begin(functions.ranks, config.with_overrides({"distributed.port": port}))
+        result = handle.result(timeout=SOON)
+    assert len(result.values) == 2
+    told = "".join(e.text for e in handle.events() if e.type == "note")
+    assert f"port {port} was busy" in told
+    assert result.plan.port is None
+
+
+def test_ranks_that_cannot_meet_fall_back_to_one(home: Path) -> None:
+    code = """
+    settings = {"tracking.mlflow": False, "runtime.output_dir": "out"}
+    config = nb.load_config(env=None, overrides=settings)
+    result = nb.launch(functions.reports, config, processes=2, display="text")
+    batch = result.plan.global_batch_size, config.train.batch_size
+    print(result.plan.processes, len(result.values), result.value["accuracy"], *batch)
+    """
+    # torch reads it once in a process: a kernel of its own
+    with script(START + textwrap.dedent(code), home, GLOO_DEVICE_TRANSPORT="none") as kernel:
+        out, err = kernel.end(SOON)
+        assert kernel.process.returncode == 0, err
+    assert "warning: FALLING BACK TO ONE PROCESS: 2 ranks could not form" in out
+    assert out.splitlines()[-1] == "1 1 0.75 128 128"
+
+
+# --- folders ---
+
+
+def test_a_file_where_the_folder_should_be(config: nb.Config, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("not a folder")
+    with pytest.raises(errors.RunFolderError, match=r"out cannot be written.*\n.*disk with free"):
+        run(functions.ranks, config)
+
+
+FULL_DISK = """
+for train in (functions.returns_too_much, functions.fills_the_disk, functions.ranks):
+    try:
+        run(train)
+    except nb.errors.RunFolderError as error:
+        print(train.__name__, str(error).splitlines()[0])
+"""
+
+
+def test_a_full_disk(home: Path) -> None:
+    lines = in_own_mounts(SCRIPT + FULL_DISK, home)
+    assert [line.split()[0] for line in lines] == ["returns_too_much", "fills_the_disk", "ranks"]
+    for line in lines:
+        assert f"the run folder {home}/out" in line
+        assert "No space left on device" in line
+
+
+def test_an_error_that_cannot_be_written_arrives_all_the_same(config: nb.Config) -> None:
+    with pytest.raises(ValueError, match="raised on rank 1"):
+        run(functions.cannot_write_its_error, config)
+
+
+def test_an_unwritable_folder(home: Path) -> None:
+    code = """
+try:
+    run(functions.ranks)
+except nb.errors.RunFolderError as error:
+    print(error)
+"""
+    what, allowed, do = in_own_mounts(SCRIPT + code, home, mode="ro")
+    assert what == f"the run folder {home}/out cannot be written: Read-only file system"
+    assert "a disk with free space that you may write to" in allowed
+    assert "set runtime.output_dir to another folder" in do
+
+
+# --- again and again ---
+
+
+def test_ten_launches_after_a_killed_forkserver_leave_no_trace(config: nb.Config) -> None:
+    assert leave_no_trace(config, 10) < 4_000_000
+
+
+@pytest.mark.long
+def test_fifty_launches_leave_no_trace(config: nb.Config) -> None:
+    assert leave_no_trace(config, 50) < 8_000_000
+
+
+def leave_no_trace(config: nb.Config, launches: int) -> int:
+    """Launch and look what stays: nothing; by how many bytes the memory has grown."""
+
+    def state() -> dict[str, int]:
+        kernel, pad = psutil.Process(), psutil.Process(fork_server().pid)
+        until(lambda: not pad.children(), "the last owner's end")
+        return {
+            "kernel's descriptors": kernel.num_fds(),
+            "kernel's threads": kernel.num_threads(),
+            "kernel's children": len(kernel.children()),
+            "forkserver's descriptors": pad.num_fds(),
+            "forkserver's threads": pad.num_threads(),
+        }
+
+    def memory() -> tuple[int, int]:
+        kernel, pad = psutil.Process(), psutil.Process(fork_server().pid)
+        return kernel.memory_info().rss, pad.memory_info().rss
+
+    # A new fork server: one that other tests used may track, or just be importing ahead. A killed
+    # one must be no worse than one that was shut down.
+    pid = fork_server().pid
+    os.kill(pid, signal.SIGKILL)
+    all_gone({pid})
+    for _ in range(5):
+        run(functions.ranks, config)
+    before, memory_before = state(), memory()
+    for _ in range(launches):
+        run(functions.ranks, config)
+    assert state() == before
+    return max(after - base for after, base in zip(memory(), memory_before, strict=True))

@@ -1,0 +1,132 @@
+"""The notebooks run unchanged, under papermill; test_nbval.py runs them in a plain kernel, too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import papermill
+import pytest
+from demo import IPC
+from kernels import SECONDS
+from run_folders import trained, write_run
+
+import nbtoolkit as nb
+
+pytestmark = pytest.mark.timeout(900)  # whole notebooks
+
+NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
+TRAIN, SWEEP, FOLDS, REPORT = (
+    next(path for path in NOTEBOOKS if path.name == f"{name}.ipynb")
+    for name in ("01_train", "02_sweep", "03_cross_validate", "05_report")
+)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_stored_clean(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert notebook.nbformat_minor >= 5  # cells have ids
+    tags = [tag for cell in notebook.cells for tag in cell.metadata.get("tags", [])]
+    assert tags.count("parameters") == 1
+    assert notebook.cells[0].source.startswith("# ")
+
+
+@pytest.mark.long
+def test_training_under_papermill_with_parameters(tmp_path: Path) -> None:
+    overrides = {"train.epochs": 3, "model.hidden": 32}
+    parameters = {"processes": 2, "overrides": overrides, "output_dir": str(tmp_path / "out")}
+    executed = papermill.execute_notebook(
+        TRAIN,
+        tmp_path / "executed.ipynb",
+        parameters=parameters,
+        cwd=tmp_path,
+        progress_bar=False,
+        start_timeout=SECONDS,
+        config=IPC,
+    )
+    (run,) = (tmp_path / "out").glob("*-digits-*")
+    result = json.loads((run / "result.json").read_text())
+    assert (result["status"], result["processes"]) == ("completed", 2)
+    assert result["metrics"]["val_accuracy"] > 0.6
+    assert (tmp_path / "out/mlflow.db").stat().st_size > 0
+
+    outputs = {cell.id: cell.outputs for cell in executed.cells if cell.cell_type == "code"}
+    assert "2 processes on the CPU" in outputs["plan"][-1].data["text/html"]
+    assert f"{result['metrics']['val_accuracy']:.6g}" in outputs["train"][-1].data["text/html"]
+    assert "image/png" in outputs["curves"][-1].data
+    shown = "".join(out.get("text", "") for out in outputs["train"])
+    assert "[rank 0] epoch 3/3  train_loss" in shown
+    assert str(run) in outputs["after"][-1].text
+    assert not [out for cell in outputs.values() for out in cell if out.get("name") == "stderr"]
+
+
+def executed(path: Path, folder: Path, **parameters: Any) -> dict[str, list[Any]]:
+    """The outputs of a notebook's cells, by the cells' ids."""
+    notebook = papermill.execute_notebook(
+        path,
+        folder / "executed.ipynb",
+        parameters={"output_dir": str(folder / "out"), **parameters},
+        cwd=folder,
+        progress_bar=False,
+        start_timeout=SECONDS,
+        config=IPC,
+    )
+    return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+
+
+def html_of(outputs: list[Any]) -> str:
+    return "".join(output.data.get("text/html", "") for output in outputs if "data" in output)
+
+
+@pytest.mark.long
+def test_the_sweep_shows_its_table_and_plots_and_trains_its_winner(tmp_path: Path) -> None:
+    outputs = executed(SWEEP, tmp_path, n_trials=5, overrides={"train.epochs": 2})
+    assert "digits: 5 of 5 trials; 5 complete; best val_accuracy" in html_of(outputs["search"])
+    for plot in ("history", "slices"):
+        assert "image/png" in outputs[plot][-1].data
+    assert outputs["importances"] == []  # of five trials
+    [sweep] = (tmp_path / "out").glob("*-digits-*")
+    [winner] = (tmp_path / "out").glob("*-winner-*")
+    best = json.loads((sweep / "result.json").read_text())["summary"]
+    metrics = json.loads((winner / "result.json").read_text())["metrics"]
+    assert metrics["val_accuracy"] == pytest.approx(best["best_value"])
+    assert (sweep / "best.yaml").exists()
+    assert str(sweep) in outputs["after"][-1].text
+
+
+@pytest.mark.long
+def test_the_cross_validation_predicts_every_sample_and_trains_its_winner(tmp_path: Path) -> None:
+    outputs = executed(FOLDS, tmp_path, k=3, n_trials=2, overrides={"train.epochs": 3})
+    assert "3 of 3 folds" in html_of(outputs["validate"])
+    assert "of 1500 are right" in outputs["oof"][-1].text
+    assert "3 models together" in outputs["oof"][-1].text
+    assert "2 of 2 trials" in html_of(outputs["search"])
+    assert len([*(tmp_path / "out").glob("*-winner-*/result.json")]) == 1
+
+
+def test_the_report_is_on_the_runs_in_a_folder_and_a_page_is_beside_them(tmp_path: Path) -> None:
+    for name in ("20260101T000000-one-0001", "20260102T000000-two-0002"):
+        diary = trained({"val_loss": [0.5, 0.25]})
+        ended = {"status": "completed", "metrics": {"val_loss": 0.25}}
+        value = {"labels": [0, 1], "predictions": [0, 1]}
+        write_run(tmp_path / "out", name, events=diary, result=ended, returned=value)
+    result = nb.run_notebook(
+        REPORT, tmp_path / "report.ipynb", {"folder": str(tmp_path / "out")}, html=False
+    )
+    page = tmp_path / "out/report.html"
+    assert result.values == {
+        "runs": 2,
+        "statuses": ["completed", "completed"],
+        "page": str(page),
+    }
+    assert "one-0001" in page.read_text()
+    cells = {cell.id: cell for cell in nbformat.read(result.output, as_version=4).cells}
+    assert "0.25</td>" in html_of(cells["runs"].outputs)
+    assert "mathjax_ignore" in html_of(cells["runs"].outputs)  # a name may have dollar signs
+    assert "1.0000 of 2 samples are right" in html_of(cells["predictions"].outputs)
+    for plot in ("curves", "devices"):
+        assert "image/png" in cells[plot].outputs[-1].data

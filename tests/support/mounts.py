@@ -1,0 +1,31 @@
+"""Scripts in a mount namespace, where a disk is full or read-only."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kernels import SECONDS, START
+
+
+def in_own_mounts(code: str, home: Path, *, mode: str = "rw") -> list[str]:
+    """Run ``code`` where ``out`` is a file system of 2 MB, in a mount namespace; its lines."""
+    unshare = [shutil.which("unshare") or "unshare", "-rm"]
+    if subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs a mount namespace (unshare -rm), which this machine does not allow")
+    (home / "out").mkdir()
+    (home / "mounted.py").write_text(START + code)
+    mount = f"mount -t tmpfs -o size=2m,{mode} tmpfs out"
+    done = subprocess.run(
+        [*unshare, "sh", "-c", f"{mount} && exec {shlex.quote(sys.executable)} mounted.py"],
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
