@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     from nbtoolkit import errors as errors
     from nbtoolkit import verify as verify
     from nbtoolkit.archive.pack import PackResult as PackResult
-    from nbtoolkit.archive.pack import UnpackResult as UnpackResult
     from nbtoolkit.archive.pack import pack as pack
+    from nbtoolkit.archive.unpack import UnpackResult as UnpackResult
     from nbtoolkit.archive.unpack import unpack as unpack
     from nbtoolkit.attach import attach as attach
     from nbtoolkit.config.schema import Config as Config
@@ -60,8 +60,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
 
 # Module -> the public names that it defines.
 _NAMES = {
-    "archive.pack": ("PackResult", "UnpackResult", "pack"),
-    "archive.unpack": ("unpack",),
+    "archive.pack": ("PackResult", "pack"),
+    "archive.unpack": ("UnpackResult", "unpack"),
     "attach": ("attach",),
     "config.schema": ("Config", "load_config"),
     "crossval.cross_validation": ("cross_validate",),

@@ -1,14 +1,14 @@
-"""Decide which files a bundle carries and unpacking writes: those of run folders, without code.
+"""Decide which files a bundle may carry, namely those of run folders without code and credentials.
 
 A run folder is
 
-- the folder of a launch, a sweep or a cross-validation, with all that is below it;
-- the folder of a pipeline, likewise: its notebooks are given it to write to;
+- the folder of a launch, a sweep or a cross-validation, with everything below it;
+- the folder of a pipeline, likewise, because its notebooks write to it;
 - an executed notebook with the files beside it that :class:`NotebookFiles` names, and no others;
 - MLflow's database and ``mlartifacts`` beside it.
 
-``pack`` applies these rules to an output folder, ``unpack`` once more to what a bundle holds: who
-wrote that is not known.
+``pack`` applies these rules to an output folder. ``unpack`` applies them again to the content of a
+bundle, whose author is unknown.
 """
 
 from __future__ import annotations
@@ -21,33 +21,35 @@ from pathlib import Path, PurePosixPath
 from nbtoolkit.archive.mlflow_databases import MLFLOW
 
 ARTIFACTS, LOCK = "mlartifacts", "pipeline.lock"
-ELSEWHERE = "in no run folder"
-NOT_PLAIN = "no plain file"
+
+# Reasons to leave a file out, shown to the user.
+ELSEWHERE = "not in a run folder"
+NOT_REGULAR = "not a regular file"
 UNREADABLE = "cannot be read"
 OCCUPIED = "something else has that name here"
 
 # What a later cell or shell would run: Python imports from the working directory.
 _CODE = (".py", ".pyc", ".so", ".pth", ".sh", ".whl")
-_SECRET = (
+_CREDENTIALS = (
     *("kaggle.json", ".env", ".env.*", "*.env", ".netrc", ".pypirc", ".git-credentials"),
     *("*.pem", "*.key", "*.p12", "*.pfx", "id_rsa*", "id_ecdsa*", "id_ed25519*"),
     *("credentials", "credentials.*", "client_secret*.json", "service_account*.json", "secrets.*"),
     # not tokens.txt and tokenizer.json, which belong to models
     *("token", "token.*", "*.token", "*[-_]token", "*[-_]token.*", "stored_tokens"),
 )
-_NOTEBOOK = (".run.json", ".run.log", ".runs.txt", ".done.json", ".ipynb", ".html")
-_SHOWN = 50  # names of one reason
+_NOTEBOOK_SUFFIXES = (".run.json", ".run.log", ".runs.txt", ".done.json", ".ipynb", ".html")
+_MAX_NAMES = 50  # names listed for one reason
 
 
-def is_secret(name: str) -> bool:
-    """Whether a file's name says that it may hold credentials."""
-    return any(fnmatch(name.lower(), pattern) for pattern in _SECRET)
+def may_hold_credentials(name: str) -> bool:
+    """Whether a file's name suggests that it holds credentials."""
+    return any(fnmatch(name.lower(), pattern) for pattern in _CREDENTIALS)
 
 
 def refusal(name: str) -> str | None:
-    """Why a file is in no bundle, by its path below the output folder; None: it may be."""
+    """The reason why no bundle carries a file, by its path below the output folder, or None."""
     path = PurePosixPath(name)
-    if is_secret(path.name):
+    if may_hold_credentials(path.name):
         return "may hold credentials"
     if any(part.startswith(".") for part in path.parts):
         return "hidden"
@@ -57,7 +59,7 @@ def refusal(name: str) -> str | None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's; MLflow's copies of a run's files are not."""
+    """Whether a folder is a run's. MLflow's copies of a run's files are not."""
     return all(os.path.isfile(folder / name) for name in ("versions.json", "events.jsonl"))
 
 
@@ -68,75 +70,76 @@ def is_pipeline(folder: Path) -> bool:
 
 
 def runs_below(folder: Path) -> Iterator[str]:
-    """The uppermost runs below a folder, by their paths below it."""
-    for place, folders, _ in os.walk(folder):
-        folders.sort()
-        if is_run(Path(place)):
+    """Yield the paths of the uppermost runs below a folder, without those in hidden folders."""
+    for parent, folders, _ in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if is_run(Path(parent)):
             folders.clear()
-            yield Path(place).relative_to(folder).as_posix()
+            yield Path(parent).relative_to(folder).as_posix()
 
 
-def home_of(file: Path, base: Path) -> Path | None:
-    """The run folder that a file below an output folder is in; None: it is in none."""
-    upper = [base / folder for folder in reversed(file.relative_to(base).parents)]
-    if runs := [folder for folder in upper if is_run(folder)]:
+def run_folder_of(file: Path, base: Path) -> Path | None:
+    """The run folder of a file below an output folder; None: it is in none."""
+    parents = [base / folder for folder in reversed(file.relative_to(base).parents)]
+    if runs := [folder for folder in parents if is_run(folder)]:
         return runs[0]
-    pipelines = [folder for folder in upper if is_pipeline(folder)]
-    homes = [folder for folder in pipelines if folder != base]
-    homes += [folder / ARTIFACTS for folder in upper if _in_artifacts(file, folder)]
-    homes += [file] if file.name == MLFLOW or _is_executed(file) else []
-    return next(iter([*homes, *pipelines]), None)
+    pipelines = [folder for folder in parents if is_pipeline(folder)]
+    candidates = [folder for folder in pipelines if folder != base]
+    candidates += [folder / ARTIFACTS for folder in parents if _is_artifact(file, folder)]
+    candidates += [file] if file.name == MLFLOW or _is_executed(file) else []
+    return next(iter([*candidates, *pipelines]), None)
 
 
-def may_hold(place: Path, home: Path, staged: Path, into: Path) -> bool:
-    """Whether a file of a run folder may be written: nothing of another kind is there.
+def may_write(target: Path, run_folder: Path, staged: Path, into: Path) -> bool:
+    """Whether unpacking may write a file: nothing of another kind has its name.
 
     Args:
-        place: the file, below ``into``.
-        home: its run folder, below ``staged``.
-        staged: what was unpacked.
+        target: the file, below ``into``.
+        run_folder: its run folder, below ``staged``.
+        staged: the folder with the unpacked files.
         into: the output folder.
     """
-    if place.parent.resolve() != into.resolve() / place.parent.relative_to(into):
+    if target.parent.resolve() != into.resolve() / target.parent.relative_to(into):
         return False  # through a link
-    there = into / home.relative_to(staged)
-    if not there.is_dir():
-        beside = [Path(f"{_stem(there)}{end}") for end in _NOTEBOOK] if _stem(there) else [there]
-        free = not any(map(os.path.lexists, beside))
-        return free or there.name == MLFLOW or _is_executed(there)
-    if is_run(home):
-        return (there / "versions.json").is_file()
-    # The lock says that a pipeline ran here, or was unpacked here before: no bundle brings one.
-    ours = (there / LOCK).is_file() or there.name == ARTIFACTS
-    return ours or not any(there.glob("[!.]*"))
+    existing = into / run_folder.relative_to(staged)
+    if not existing.is_dir():
+        stem = _notebook_stem(existing)
+        names = [f"{stem}{suffix}" for suffix in _NOTEBOOK_SUFFIXES] if stem else [existing]
+        free = not any(map(os.path.lexists, names))
+        return free or existing.name == MLFLOW or _is_executed(existing)
+    if is_run(run_folder):
+        return (existing / "versions.json").is_file()
+    # The lock shows that a pipeline ran here or was unpacked here before: no bundle holds a lock.
+    same_kind = (existing / LOCK).is_file() or existing.name == ARTIFACTS
+    return same_kind or not any(existing.glob("[!.]*"))
 
 
-def named(left: Mapping[str, Sequence[str]]) -> list[str]:
-    """What was left out, in words: for every reason the names."""
-    return [f"{_listed(names)} ({why})" for why, names in left.items()]
+def describe(left_out: Mapping[str, Sequence[str]]) -> list[str]:
+    """A text for each reason, with the names of the files."""
+    return [f"{_listed(names)} ({reason})" for reason, names in left_out.items()]
 
 
-def plain(text: str) -> str:
+def printable(text: str) -> str:
     """A path as text that can be printed and sent: names of files may hold any bytes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return plain(", ".join(sorted(names)[:_SHOWN])) + more
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return printable(", ".join(sorted(names)[:_MAX_NAMES])) + more
 
 
-def _in_artifacts(file: Path, folder: Path) -> bool:
+def _is_artifact(file: Path, folder: Path) -> bool:
     return file.is_relative_to(folder / ARTIFACTS) and os.path.isfile(folder / MLFLOW)
 
 
 def _is_executed(file: Path) -> bool:
-    """Whether it is of an executed notebook: the log or the record of that lies beside it."""
-    stem = _stem(file)
-    return bool(stem) and any(os.path.isfile(f"{stem}{end}") for end in (".run.log", ".run.json"))
+    """Whether a file is an executed notebook's: its log or its record lies beside it."""
+    stem = _notebook_stem(file)
+    return bool(stem) and any(os.path.isfile(stem + suffix) for suffix in (".run.log", ".run.json"))
 
 
-def _stem(file: Path) -> str:
-    """The path of an executed notebook's file without its end; empty: that of another file."""
-    end = next((end for end in _NOTEBOOK if file.name.endswith(end)), None)
-    return str(file)[: -len(end)] if end else ""
+def _notebook_stem(file: Path) -> str:
+    """The path of an executed notebook's file without its suffix; empty for any other file."""
+    suffix = next((suffix for suffix in _NOTEBOOK_SUFFIXES if file.name.endswith(suffix)), None)
+    return str(file)[: -len(suffix)] if suffix else ""

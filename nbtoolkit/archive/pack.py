@@ -10,22 +10,30 @@ import stat
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from nbtoolkit.archive.bundle_format import (
     DEFAULT_NAME,
-    NO_ROOM,
+    DISK_FULL,
+    FORMAT,
     SUFFIX,
     BundleWriter,
-    size_of_frame,
+    Header,
+    size_without_files,
 )
-from nbtoolkit.archive.file_rules import UNREADABLE, named, plain
+from nbtoolkit.archive.file_rules import UNREADABLE, describe, printable
 from nbtoolkit.archive.mlflow_databases import copy_database, is_database
-from nbtoolkit.archive.selection import ORDER, SAID, Item, OutputContents, choose, look_into
+from nbtoolkit.archive.selection import (
+    DESCRIPTIONS,
+    PRIORITIES,
+    Item,
+    OutputContents,
+    choose_items,
+)
 from nbtoolkit.config.schema import ConfigLike, as_config, load_config
 from nbtoolkit.environment.resources import free_space, read_size, size_text
 from nbtoolkit.errors import BundleError, NbtoolkitError
@@ -34,127 +42,47 @@ from nbtoolkit.run.paths import RunPaths, read_json, write_json
 from nbtoolkit.text_table import html_table
 from nbtoolkit.version import __version__
 
-# --- result ---
-# What nb.pack and nb.unpack did.
+SEEN_FILE = ".nbtoolkit-bundles.json"
+"""Creation times of the bundles that an output folder was packed into or unpacked from."""
+
+_MAX_SEEN = 100
+_MARGIN = 16 * 2**20  # bytes to leave free on a disk: a bundle must not fill it
+_ENDING_HOSTS = ("kaggle", "colab")  # their sessions end and take their disk with them
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PackResult:
-    """A bundle that was written; :func:`nbtoolkit.unpack` takes it."""
+    """A bundle that :func:`nbtoolkit.pack` wrote and :func:`nbtoolkit.unpack` reads."""
 
     path: Path
     """The bundle."""
     size: int
-    """Its bytes."""
+    """Its size in bytes."""
     files: int
-    """How many files are in it."""
+    """The number of files in it."""
     runs: tuple[str, ...]
-    """The runs, sweeps and cross-validations in it, by their folders."""
+    """The folders of the runs, sweeps and cross-validations in it."""
     left_out: tuple[str, ...]
-    """What was left out, in words: for lack of room, or for what it is."""
+    """Texts on what was left out, for lack of space or by the file rules."""
     notes: tuple[str, ...]
-    """What else is to be known: runs that were going on."""
+    """Other notes for the user, such as runs that were running."""
     seconds: float
-    """How long it took."""
+    """How long packing took."""
 
     def __repr__(self) -> str:
-        left_out = "".join(f", without {what}" for what in self.left_out)
-        return f"PackResult({_runs(self.runs)}, {size_text(self.size)}{left_out}, {self.path})"
+        left_out = "".join(f", without {text}" for text in self.left_out)
+        return f"PackResult({runs_text(self.runs)}, {size_text(self.size)}{left_out}, {self.path})"
 
     def _repr_html_(self) -> str:
-        rows = [
-            ("bundle", str(self.path)),
-            ("holds", f"{_runs(self.runs)}, {self.files} files, {size_text(self.size)}"),
-        ]
-        return html_table("packed", rows, [*(f"left out: {t}" for t in self.left_out), *self.notes])
+        content = f"{runs_text(self.runs)}, {self.files} files, {size_text(self.size)}"
+        rows = [("bundle", str(self.path)), ("holds", content)]
+        left_out = [f"left out: {text}" for text in self.left_out]
+        return html_table("packed", rows, [*left_out, *self.notes])
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class UnpackResult:
-    """What a bundle brought into an output folder."""
-
-    bundle: Path | None
-    """The bundle, or the folder of runs; None: none was found, and nothing was done."""
-    folder: Path
-    """The output folder."""
-    new: tuple[str, ...] = ()
-    """Runs that were not there before, by their folders."""
-    advanced: tuple[str, ...] = ()
-    """Runs that were there, and are now as far as in the bundle."""
-    unchanged: tuple[str, ...] = ()
-    """Runs that were left as they were: equally far, further, or going on."""
-    files: int = 0
-    """Files beside the runs that were written."""
-    tracked: tuple[str, ...] = ()
-    """Runs that MLflow's database has by this call, by their folders."""
-    notes: tuple[str, ...] = ()
-    """What else is to be known: what the bundle lacks, what was not taken and why."""
-
-    def __repr__(self) -> str:
-        if self.bundle is None:
-            return f"UnpackResult(nothing found to unpack into {self.folder})"
-        return f"UnpackResult({self._taken()}, from {self.bundle}, in {self.folder})"
-
-    def _repr_html_(self) -> str:
-        if self.bundle is None:
-            return html_table("unpacked: nothing was found", [("folder", str(self.folder))])
-        rows = [("bundle", str(self.bundle)), ("folder", str(self.folder)), ("took", self._taken())]
-        return html_table("unpacked", rows, self.notes)
-
-    def _taken(self) -> str:
-        parts = [("new", self.new), ("advanced", self.advanced), ("unchanged", self.unchanged)]
-        told = [f"{len(runs)} {what}" for what, runs in parts if runs]
-        mlflow = f"; MLflow: {_runs(self.tracked)}" if self.tracked else ""
-        return f"runs: {', '.join(told) or 'none'}; other files: {self.files}{mlflow}"
-
-
-def _runs(runs: tuple[str, ...]) -> str:
+def runs_text(runs: tuple[str, ...]) -> str:
+    """The number of runs as ``"1 run"`` or ``"3 runs"``."""
     return f"{len(runs)} run{'' if len(runs) == 1 else 's'}"
-
-
-# --- bundles seen before ---
-# What an output folder has been packed into or unpacked from, by when that was made.
-#
-# ``nb.unpack()`` at the top of a notebook finds the same bundle whenever the notebook is run: it
-# need not be read through again.
-
-
-SEEN_FILE = ".nbtoolkit-bundles.json"
-_KEPT = 100  # the newest ones
-
-
-def note_bundle(folder: Path, created: float) -> None:
-    """Remember a bundle; where that cannot be written it is read through again.
-
-    Args:
-        folder: the output folder.
-        created: when it was packed, in unix seconds; of a folder of runs :func:`changed_last`.
-    """
-    with contextlib.suppress(OSError):
-        write_json(folder / SEEN_FILE, [*_stamps(folder), created][-_KEPT:], durable=False)
-
-
-def was_seen(folder: Path, runs: Iterable[str], created: float) -> bool:
-    """Whether these runs are in a folder by way of that bundle, or came from there."""
-    return all((folder / run).is_dir() for run in runs) and created in _stamps(folder)
-
-
-def changed_last(folder: Path, runs: Iterable[str]) -> float:
-    """When any of the runs below a folder wrote to its diary last, in unix seconds."""
-    return max((RunPaths(folder / run).events.stat().st_mtime for run in runs), default=0.0)
-
-
-def _stamps(folder: Path) -> list[float]:
-    try:
-        return list(read_json(folder / SEEN_FILE) or ())
-    except (OSError, ValueError):
-        return []
-
-
-# --- pack ---
-
-
-_MARGIN = 16 * 2**20  # bytes of a disk that are left free: a bundle must not fill it
 
 
 def pack(
@@ -165,59 +93,64 @@ def pack(
 ) -> PackResult:
     """Write what is worth keeping of an output folder into one file.
 
-    In it are the records of all runs, the studies of sweeps, MLflow's database, what unfinished
-    runs go on from (their newest checkpoint and their best one) and the best checkpoint of
-    finished ones. Runs may go on meanwhile: they are packed as they are then. What is left out
-    first where room is short stands in :mod:`nbtoolkit.archive.selection`, and is told. Files of
-    no run folder, code and what may hold credentials are left out, and named (see
-    :mod:`nbtoolkit.archive.file_rules`); so is what cannot be read: it does not stop the
+    The file holds the records of all runs, the studies of sweeps, MLflow's database, what
+    unfinished runs resume from (their newest checkpoint and their best one) and the best checkpoint
+    of finished runs. Running runs are packed in their present state. What is left out first if
+    space is short is documented in :mod:`nbtoolkit.archive.selection`, and is reported. Files
+    outside run folders, code and files that may hold credentials are left out and listed (see
+    :mod:`nbtoolkit.archive.file_rules`). So are files that cannot be read: they do not stop the
     rest.
 
     Args:
         output: the file, or the folder for ``nbtoolkit-relay.bundle``; None: that name in the
             host's kept folder (``/kaggle/working``, a mounted Drive, else the working directory).
-            A file of that name is replaced once the new one is whole.
-        source: the output folder; None: ``runtime.output_dir`` of the default configuration. Of a
-            folder below that one, where it lies there is kept.
-        size_limit: the file's largest size in bytes, or a text such as ``"15GB"``; None: what the
-            disk has room for.
+            An existing file is replaced once the new one is complete.
+        source: the output folder; None: ``runtime.output_dir`` of the default configuration. If it
+            is a folder below that one, its runs keep their path below it.
+        size_limit: the largest size of the file in bytes, or a text such as ``"15GB"``; None: what
+            the disk has room for.
 
     Raises:
-        BundleError: there are no runs, the file cannot be written, or what unfinished runs go on
+        BundleError: there are no runs, the file cannot be written, or what unfinished runs resume
             from does not fit.
-        ConfigError: ``size_limit`` is no size.
+        ConfigError: ``size_limit`` is not a size.
     """
-    begun = time.monotonic()
+    start = time.monotonic()
     host = detect_host()
-    folder, target = _folder(source), _target(output, host)
-    contents = look_into(folder, default_output_of(folder))
-    named_out = named(contents.left_out)
-    about = {**_about(contents, host), "left_out": named_out}
-    room, bound = _room(target, size_limit, about)
-    kept, left_out = choose(contents.pieces, room)
-    told = _summaries(left_out)
-    needed = sum(piece.size for piece in kept if piece.worth == "needed")
+    folder, target = _source_folder(source), _target(output, host)
+    contents = OutputContents.scan(folder, default_output_of(folder))
+    by_rules = describe(contents.left_out)
+    header = _header(contents, by_rules, host)
+    room, bound = _room(target, size_limit, header)
+    kept, dropped = choose_items(contents.items, room)
+    needed = sum(item.size for item in kept if item.priority == "needed")
     if needed > room:
-        raise _does_not_fit(target, needed, room, bound)
-    about["left_out"] = [*told, *named_out]
-    names, unreadable = _write(target, contents.folder, about, _files(kept))
-    more = named({UNREADABLE: unreadable}) if unreadable else []
-    note_bundle(folder, about["created"])
+        raise _does_not_fit(needed, room, bound)
+    for_space = _summaries(dropped)
+    header = header.model_copy(update={"left_out": (*for_space, *by_rules)})
+    # Databases last: they then have what the records say was written to them.
+    files = sorted((file for item in kept for file in item.files), key=lambda f: f.suffix == ".db")
+    count, unreadable = _write(target, contents.folder, header, files)
+    note_bundle(folder, header.created)
     return PackResult(
         path=target,
         size=target.stat().st_size,
-        files=names,
-        runs=tuple(run["folder"] for run in contents.runs),
-        left_out=(*(f"{what} ({bound})" for what in told), *named_out, *more),
-        notes=tuple(_notes(contents)),
-        seconds=time.monotonic() - begun,
+        files=count,
+        runs=tuple(run.folder for run in header.runs),
+        left_out=(
+            *(f"{text} ({bound})" for text in for_space),
+            *by_rules,
+            *(describe({UNREADABLE: unreadable}) if unreadable else ()),
+        ),
+        notes=_notes(header),
+        seconds=time.monotonic() - start,
     )
 
 
-# --- what, where, how much ------------------------------------------------------------------------
+# --- source and target ---
 
 
-def _folder(source: str | os.PathLike[str] | None) -> Path:
+def _source_folder(source: str | os.PathLike[str] | None) -> Path:
     folder = output_folder() if source is None else Path(source).expanduser().absolute()
     if not folder.is_dir():
         raise BundleError(
@@ -234,9 +167,9 @@ def output_folder(config: ConfigLike = None) -> Path:
 
 
 def default_output_of(folder: Path) -> Path | None:
-    """``runtime.output_dir`` of the default configuration; None: a folder is not below it.
+    """``runtime.output_dir`` of the default configuration if a folder is below it, else None.
 
-    A pipeline's folder, say, is below it: unpacked, it is to be where that looks for it.
+    The folder of a pipeline is below it. Unpacking writes it to where the pipeline looks for it.
     """
     with contextlib.suppress(NbtoolkitError):
         if folder.is_relative_to(output := output_folder()):
@@ -252,89 +185,80 @@ def _target(output: str | os.PathLike[str] | None, host: Host) -> Path:
         return path / DEFAULT_NAME
     if path.suffix != SUFFIX:
         raise BundleError(
-            f"the output {path} is no bundle's name",
-            allowed=f"a folder that is there, or a file whose name ends in {SUFFIX}",
+            f"the output {path} is not named like a bundle",
+            allowed=f"an existing folder, or a file whose name ends in {SUFFIX}",
             do=f"output={str(path.with_suffix(SUFFIX))!r}",
         )
     return path
 
 
-def _about(contents: OutputContents, host: Host) -> dict[str, Any]:
+# --- header and size ---
+
+
+def _header(contents: OutputContents, left_out: list[str], host: Host) -> Header:
+    folder, working = contents.folder, Path.cwd()
     if not contents.runs:
         raise BundleError(
-            f"there are no runs in {contents.folder}",
+            f"there are no runs in {folder}",
             allowed="an output folder in which something was launched",
             do='nb.pack(source="..."), or --source in a shell',
         )
-    runs = [{**run, "folder": plain(run["folder"])} for run in contents.runs]
-    return {
-        "created": time.time(),
-        "source": plain(str(contents.folder)),
-        "place": _place(contents.folder),
-        "host": host.kind,
-        "nbtoolkit": __version__,
-        "runs": runs,
-    }
+    below_working = folder != working and folder.is_relative_to(working)
+    return Header(
+        format=FORMAT,
+        created=time.time(),
+        source=printable(str(folder)),
+        place=printable(folder.relative_to(working).as_posix()) if below_working else None,
+        host=host.kind,
+        nbtoolkit=__version__,
+        runs=tuple(contents.runs),
+        left_out=tuple(left_out),
+    )
 
 
-def _place(folder: Path) -> str | None:
-    """The folder below the working directory, where it is below it."""
-    here = Path.cwd()
-    below = folder != here and folder.is_relative_to(here)
-    return plain(folder.relative_to(here).as_posix()) if below else None
-
-
-def _room(target: Path, limit: int | str | None, about: dict[str, Any]) -> tuple[int, str]:
-    """Bytes there are for files, and what sets that bound."""
+def _room(target: Path, limit: int | str | None, header: Header) -> tuple[int, str]:
+    """Bytes available for files, and the reason for that bound."""
+    longest = header.model_copy(update={"left_out": (*DESCRIPTIONS.values(), *header.left_out)})
+    overhead = size_without_files(longest)
     free = max(0, free_space(target.parent) - _MARGIN)
-    frame = size_of_frame({**about, "left_out": [*SAID.values(), *about["left_out"]]})
-    wished = None if limit is None else read_size(limit)
-    if wished is not None and wished <= free:
-        return wished - frame, f"size_limit is {size_text(wished)}"
-    before = f", beside the {target.name} that is there" if target.exists() else ""
-    return free - frame, f"{target.parent} has {size_text(free)} free{before}"
+    if limit is not None and (limit_bytes := read_size(limit)) <= free:
+        return limit_bytes - overhead, f"size_limit is {size_text(limit_bytes)}"
+    beside = f", beside the existing {target.name}" if target.exists() else ""
+    return free - overhead, f"{target.parent} has {size_text(free)} free{beside}"
 
 
 def _summaries(left_out: Iterable[Item]) -> list[str]:
-    """What is left out, in words, with its size."""
+    """A text with the size for each priority."""
     sizes: Counter[str] = Counter()
-    for piece in left_out:
-        sizes[piece.worth] += piece.size
-    return [f"{SAID[worth]}, {size_text(sizes[worth])}" for worth in ORDER if sizes[worth]]
+    for item in left_out:
+        sizes[item.priority] += item.size
+    return [f"{DESCRIPTIONS[name]}, {size_text(sizes[name])}" for name in PRIORITIES if sizes[name]]
 
 
-def _notes(contents: OutputContents) -> Iterator[str]:
-    alive = [run["folder"] for run in contents.runs if run["alive"]]
-    if alive:
-        yield (
-            f"packed as it was at that moment, since it goes on: {', '.join(alive)} (what it does "
-            "from now on is not in the bundle)"
-        )
+def _notes(header: Header) -> tuple[str, ...]:
+    alive = ", ".join(run.folder for run in header.runs if run.alive)
+    if not alive:
+        return ()
+    return (f"packed while running: {alive} (what comes from now on is not in the bundle)",)
 
 
-def _files(kept: Iterable[Item]) -> list[Path]:
-    """All files, databases last: what records say was written to them is then in them."""
-    files = [file for piece in kept for file in piece.files]
-    return sorted(files, key=lambda file: file.suffix == ".db")
-
-
-# --- writing --------------------------------------------------------------------------------------
+# --- writing ---
 
 
 def _write(
-    target: Path, folder: Path, about: dict[str, Any], files: Iterable[Path]
+    target: Path, folder: Path, header: Header, files: Iterable[Path]
 ) -> tuple[int, list[str]]:
-    """Write the bundle whole; returns how many files are in it, and those that cannot be read."""
+    """Write the bundle; returns the number of files in it, and the files that cannot be read."""
     temporary, unreadable = None, []
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_left_over(target)
+        _remove_abandoned(target)
         fd, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        fcntl.flock(fd, fcntl.LOCK_EX)  # it is not left over as long as this process lives
-        # Not flushed to the disk: a session's end ends processes, and the files stay; a crash of
-        # the machine is told by the digests. A flush of 1 GB takes seconds.
+        fcntl.flock(fd, fcntl.LOCK_EX)  # not abandoned as long as this process lives
+        # No fsync: the end of a session kills processes, and their files stay. After a crash of the
+        # machine the digests show the damage. An fsync of 1 GB takes seconds.
         with open(fd, "wb") as out, ThreadPoolExecutor(1) as thread:
-            writer = BundleWriter(out, about, thread)
+            writer = BundleWriter(out, header, thread)
             for path in files:
                 name = path.relative_to(folder).as_posix()
                 if not _add(writer, path, name):
@@ -343,15 +267,15 @@ def _write(
         os.replace(temporary, target)
         temporary = None
     except OSError as error:
-        raise _not_written(target, error) from error
+        raise _cannot_write(target, error) from error
     finally:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
     return count, unreadable
 
 
-def _remove_left_over(target: Path) -> None:
-    """Remove what a process wrote that was killed while it packed; it may be large."""
+def _remove_abandoned(target: Path) -> None:
+    """Remove the temporary files, maybe large, of processes that were killed while packing."""
     for file in filter(Path.is_file, target.parent.glob(f".{target.name}.*")):
         with file.open("rb") as opened, contextlib.suppress(BlockingIOError):
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -359,34 +283,34 @@ def _remove_left_over(target: Path) -> None:
 
 
 def _add(writer: BundleWriter, path: Path, name: str) -> bool:
-    """Copy one file; False: it cannot be read. One that is gone (a checkpoint) is no matter."""
+    """Copy one file; False if it cannot be read. A file that is gone (a checkpoint) is skipped."""
     try:
-        # Not waiting: since it was looked at, a FIFO may have come in its place, or a link.
+        # O_NONBLOCK, O_NOFOLLOW: a FIFO or a link may have replaced the file since the scan.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return True
     except OSError:
         return False
     with open(fd, "rb") as file:
-        about = os.fstat(fd)
-        if not stat.S_ISREG(about.st_mode):
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
             return False
         try:
             if is_database(path):
                 return _add_database(writer, path, name)
-            size = about.st_size if path.suffix != ".jsonl" else _whole_lines(file, about.st_size)
+            size = info.st_size if path.suffix != ".jsonl" else _whole_lines(file, info.st_size)
         except FileNotFoundError:
             return True
         except OSError as error:
-            if error.errno in NO_ROOM:
+            if error.errno in DISK_FULL:
                 raise
             return False
-        return writer.add(name, file, size, about.st_mtime_ns)
+        return writer.add(name, file, size, info.st_mtime_ns)
 
 
 def _add_database(writer: BundleWriter, path: Path, name: str) -> bool:
-    """Copy a database; False: it is damaged, or somebody does not let go of it."""
-    with tempfile.TemporaryDirectory(prefix="nbtoolkit-relay-") as folder:
+    """Copy a database; False if it is damaged or stays locked."""
+    with tempfile.TemporaryDirectory(prefix="nbtoolkit-archive-") as folder:
         copy = Path(folder) / path.name
         try:
             copy_database(path, copy)
@@ -397,66 +321,96 @@ def _add_database(writer: BundleWriter, path: Path, name: str) -> bool:
 
 
 def _whole_lines(file: IO[bytes], size: int) -> int:
-    """Bytes up to the end of the last line: its writer may be in the midst of one."""
-    begin = max(0, size - 2**20)
-    end = os.pread(file.fileno(), size - begin, begin).rfind(b"\n")
-    return begin + end + 1
+    """Bytes up to the end of the last line: a writer may be in the middle of the next one."""
+    tail_start = max(0, size - 2**20)
+    tail = os.pread(file.fileno(), size - tail_start, tail_start)
+    return tail_start + tail.rfind(b"\n") + 1
 
 
-def _not_written(target: Path, error: OSError) -> BundleError:
-    full = error.errno in NO_ROOM
+def _cannot_write(target: Path, error: OSError) -> BundleError:
+    full = error.errno in DISK_FULL
     return BundleError(
         f"the bundle {target} cannot be written: {error.strerror or error}",
         allowed="a folder on a disk with free space that you may write to",
-        do="free some space, or set size_limit" if full else 'another place: nb.pack("...")',
+        do="free some space, or set size_limit" if full else 'another folder: nb.pack("...")',
     )
 
 
-def _does_not_fit(target: Path, needed: int, room: int, bound: str) -> BundleError:
+def _does_not_fit(needed: int, room: int, bound: str) -> BundleError:
     return BundleError(
-        f"the bundle needs {size_text(needed)} for the records and for what unfinished runs go on "
+        f"the bundle needs {size_text(needed)} for records and for what unfinished runs resume "
         f"from, and has {size_text(max(0, room))}: {bound}",
-        allowed="a bundle that any of its runs can go on from",
+        allowed="a bundle from which any of its runs can resume",
         do="raise size_limit, free space, choose another output, or delete runs from "
         "runtime.output_dir",
     )
 
 
-# --- deadline ---
-# A run or search that ended with its session's time is packed by itself.
+# --- bundles seen before ---
 
 
-_ENDING_HOSTS = ("kaggle", "colab")  # their sessions end, and take their disk with them
+def note_bundle(folder: Path, created: float) -> None:
+    """Record a bundle, so that ``nb.unpack()`` does not read it again in every session.
+
+    If the record cannot be written, the bundle is read again.
+
+    Args:
+        folder: the output folder.
+        created: when the bundle was packed, in unix seconds; of a folder of runs
+            :func:`last_change`.
+    """
+    with contextlib.suppress(OSError):
+        write_json(folder / SEEN_FILE, [*_seen(folder), created][-_MAX_SEEN:], durable=False)
+
+
+def was_seen(folder: Path, runs: Iterable[str], created: float) -> bool:
+    """Whether a folder has these runs, and was packed into or unpacked from that bundle."""
+    return all((folder / run).is_dir() for run in runs) and created in _seen(folder)
+
+
+def last_change(folder: Path, runs: Iterable[str]) -> float:
+    """When any of the runs below a folder last wrote an event, in unix seconds."""
+    return max((RunPaths(folder / run).events.stat().st_mtime for run in runs), default=0.0)
+
+
+def _seen(folder: Path) -> list[float]:
+    try:
+        return list(read_json(folder / SEEN_FILE) or ())
+    except (OSError, ValueError):
+        return []
+
+
+# --- packing at the deadline ---
 
 
 def pack_for_next_session(
     paths: RunPaths, say: Callable[[str], None], *, host: Host | None = None
 ) -> PackResult | None:
-    """Pack the output folder of a run into the host's kept folder, where ``runtime.pack`` says so.
+    """Pack the output folder of a run into the host's kept folder, as ``runtime.pack`` says.
 
-    What goes wrong is said and no error: how the run ended matters more.
+    It reports a failure instead of raising it: how the run ended matters more.
 
     Args:
         paths: the run.
         say: shows a sentence to the user.
-        host: where this is; None: detected.
+        host: the host; None: detected.
 
     Returns:
-        The bundle; None: none was wanted, or none could be written.
+        The bundle; None: none was requested, or none could be written.
     """
     folder = paths.folder.parent
     try:
         host = host or detect_host()
-        wish = load_config(paths.config, env=None).runtime.pack
-        if not (host.kind in _ENDING_HOSTS if wish == "auto" else wish):
+        setting = load_config(paths.config, env=None).runtime.pack
+        if not (host.kind in _ENDING_HOSTS if setting == "auto" else setting):
             return None
         packed = pack(host.kept or host.working, source=folder)
         default = default_output_of(folder)
-    except Exception as error:  # whatever it is, the run's own result is to come back
+    except Exception as error:  # the run's own result must be returned
         say(f"warning: nothing was packed for the next session: {error}")
         return None
     call = "nb.unpack()" if default else "nb.unpack(config=...) with this configuration"
-    say(f"packed for the next session: {packed}; there, {call} and the same call go on")
+    say(f"packed for the next session: {packed}; there, {call} and the same call resume it")
     if host.kept is None:
         say(
             f"warning: {packed.path} ends with this session: download it, or mount Google Drive "

@@ -10,57 +10,215 @@ import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from nbtoolkit.archive.bundle_format import SUFFIX, Bundle
-from nbtoolkit.archive.merge import merge
+from nbtoolkit.archive.file_rules import runs_below
+from nbtoolkit.archive.merge import Merger
 from nbtoolkit.archive.pack import (
-    UnpackResult,
-    changed_last,
     default_output_of,
+    last_change,
     note_bundle,
     output_folder,
     pack,
+    runs_text,
     was_seen,
 )
-from nbtoolkit.archive.selection import look_into
 from nbtoolkit.config.schema import ConfigLike
 from nbtoolkit.environment.resources import free_space, size_text
 from nbtoolkit.errors import BundleError
 from nbtoolkit.host import Host, detect_host
-
-# --- find ---
-# Where the bundle of an earlier session lies on this host.
-
+from nbtoolkit.text_table import html_table
 
 # Kaggle mounts the output of an earlier session at /kaggle/input/<name>, or deeper:
 # /kaggle/input/notebooks/<owner>/<name>. Data sets beside it may hold millions of files.
-_DEPTH = 5
-_ENTRIES = 5_000  # of one folder that are looked at
-_IN_ALL = 50_000  # a second or two on a slow disk; upper folders come first
+_MAX_DEPTH = 5
+_MAX_ENTRIES = 5_000  # of one folder
+_MAX_TOTAL = 50_000  # entries: a second or two on a slow disk; upper folders come first
+
+_STAGING = ".nbtoolkit-unpacking-"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class UnpackResult:
+    """What :func:`nbtoolkit.unpack` wrote into an output folder."""
+
+    bundle: Path | None
+    """The bundle, or the folder of runs; None: none was found, and nothing was done."""
+    folder: Path
+    """The output folder."""
+    new: tuple[str, ...] = ()
+    """The folders of runs that were not there before."""
+    advanced: tuple[str, ...] = ()
+    """The folders of runs that were there in an older state than in the bundle."""
+    unchanged: tuple[str, ...] = ()
+    """The folders of runs that were left as they were: not older, or running."""
+    files: int = 0
+    """The number of files written that belong to no run."""
+    tracked: tuple[str, ...] = ()
+    """The folders of runs that this call added to MLflow's database."""
+    notes: tuple[str, ...] = ()
+    """Notes for the user: what the bundle lacks, what was not unpacked and why."""
+
+    def __repr__(self) -> str:
+        if self.bundle is None:
+            return f"UnpackResult(nothing found to unpack into {self.folder})"
+        return f"UnpackResult({self._written()}, from {self.bundle}, in {self.folder})"
+
+    def _repr_html_(self) -> str:
+        if self.bundle is None:
+            return html_table("unpacked: nothing was found", [("folder", str(self.folder))])
+        rows = [("bundle", self.bundle), ("folder", self.folder), ("wrote", self._written())]
+        return html_table("unpacked", rows, self.notes)
+
+    def _written(self) -> str:
+        groups = [("new", self.new), ("advanced", self.advanced), ("unchanged", self.unchanged)]
+        counts = [f"{len(runs)} {name}" for name, runs in groups if runs]
+        mlflow = f"; MLflow: {runs_text(self.tracked)}" if self.tracked else ""
+        return f"runs: {', '.join(counts) or 'none'}; other files: {self.files}{mlflow}"
+
+
+def unpack(
+    where: str | os.PathLike[str] = "auto",
+    *,
+    into: str | os.PathLike[str] | None = None,
+    config: ConfigLike = None,
+    host: Host | None = None,
+) -> UnpackResult:
+    """Write the runs of an earlier session into the output folder; later launches resume them.
+
+    The whole bundle is checked before anything is taken from it. A run that is newer here, or
+    running, stays as it is; unpacking twice changes nothing. Nothing is loaded or executed. Only
+    run folders are written (see :mod:`nbtoolkit.archive.file_rules`); all other content is listed.
+
+    Args:
+        where: ``"auto"`` (the newest bundle in ``/kaggle/input``, in a mounted Drive, or in the
+            working directory; does nothing if there is none), a bundle, or a folder that holds a
+            bundle or runs, such as the output of a session that ended before it could pack.
+        into: the output folder; None: ``runtime.output_dir`` of ``config``.
+        config: the configuration of later launches; None: the default configuration.
+        host: the host; None: detected.
+
+    Raises:
+        BundleError: there is no such bundle; it is damaged, foreign, unsafe or dated in the future;
+            or the folder cannot be written.
+        ConfigError: ``config`` is not a configuration.
+    """
+    folder = output_folder(config) if into is None else Path(into).expanduser().absolute()
+    source = find_source(where, host or detect_host())
+    if source is None:
+        return UnpackResult(bundle=None, folder=folder)
+    if source.is_dir():
+        return _unpack_runs(source, folder, skip_seen=where == "auto")
+    bundle = Bundle.open(source)
+    runs = bundle.runs()
+    if where == "auto" and was_seen(folder, runs, bundle.header.created):
+        return UnpackResult(bundle=source, folder=folder, unchanged=tuple(runs))
+    result = _unpack(bundle, folder, source)
+    place = bundle.header.place
+    if into is None and place and Path(place).absolute() != folder:
+        note = f"its runs were in {place!r}: to unpack them there, nb.unpack(into={place!r})"
+        result = replace(result, notes=(*result.notes, note))
+    return result
+
+
+def _unpack_runs(source: Path, folder: Path, *, skip_seen: bool) -> UnpackResult:
+    """Unpack a folder of runs by packing it first, which copies open databases correctly."""
+    base = default_output_of(source) or source
+    runs = [(source / run).relative_to(base).as_posix() for run in runs_below(source)]
+    changed = last_change(base, runs)
+    if base == folder or (skip_seen and was_seen(folder, runs, changed)):
+        return UnpackResult(bundle=source, folder=folder, unchanged=tuple(runs))
+    with tempfile.TemporaryDirectory(prefix="nbtoolkit-archive-") as temporary:
+        packed = pack(temporary, source=source)
+        result = _unpack(Bundle.open(packed.path), folder, source)
+    note_bundle(folder, changed)
+    return result
+
+
+def _unpack(bundle: Bundle, folder: Path, source: Path) -> UnpackResult:
+    """Unpack a bundle; ``source`` is the path that the user knows it by."""
+    _need_room(bundle, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _staging(folder) as staged:
+            bundle.extract(staged)
+            merger = Merger(staged, folder, Path(bundle.header.source))
+            merger.merge()
+            note_bundle(folder, bundle.header.created)
+    except OSError as error:
+        raise BundleError(
+            f"the bundle {source} cannot be unpacked into {folder}: {error.strerror or error}",
+            allowed="a folder on a disk with free space that you may write to",
+            do='free some space, or choose another folder: nb.unpack(into="...")',
+        ) from error
+    left_out = [f"the bundle was packed without {text}" for text in bundle.header.left_out]
+    return UnpackResult(
+        bundle=source,
+        folder=folder,
+        new=tuple(merger.new),
+        advanced=tuple(merger.advanced),
+        unchanged=tuple(merger.unchanged),
+        files=merger.files,
+        tracked=tuple(merger.tracked),
+        notes=(*left_out, *merger.notes),
+    )
+
+
+def _need_room(bundle: Bundle, folder: Path) -> None:
+    needed, free = bundle.path.stat().st_size, free_space(folder)
+    if needed > free:
+        raise BundleError(
+            f"{folder} has {size_text(free)} free, and {bundle.path} needs {size_text(needed)}",
+            allowed="a disk with room for everything in the bundle",
+            do='free some space, or choose another folder: nb.unpack(into="...")',
+        )
+
+
+@contextmanager
+def _staging(folder: Path) -> Iterator[Path]:
+    """A temporary folder on the same disk, whose files need only be renamed; one at a time.
+
+    It first removes what a killed process left.
+    """
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for abandoned in folder.glob(f"{_STAGING}*"):
+            shutil.rmtree(abandoned, ignore_errors=True)
+        staged = Path(tempfile.mkdtemp(prefix=_STAGING, dir=folder))
+        try:
+            yield staged
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+# --- finding the source ---
 
 
 def find_source(where: str | os.PathLike[str], host: Host) -> Path | None:
-    """The newest bundle, or else a folder of runs.
+    """Find the newest bundle, or else a folder of runs.
 
     Args:
-        where: ``"auto"`` (all of the host's input; its kept and its working folder themselves), a
-            folder that is searched like the input, or a file.
-        host: this one.
+        where: ``"auto"`` (below the host's input; directly in its kept and its working folder), a
+            folder to search like the input, or a file.
+        host: this host.
 
     Raises:
-        BundleError: ``where`` is a path that is not there, or holds neither.
+        BundleError: the path ``where`` does not exist, or holds neither.
     """
     if where == "auto":
-        near = [place for place in dict.fromkeys((host.kept, host.working)) if place is not None]
-        beside = [file for place in near for file in next(_walk(place))[1]]
-        return _newest(host.input, beside)
+        folders = dict.fromkeys(folder for folder in (host.kept, host.working) if folder)
+        return _newest(host.input, [file for top in folders for file in next(_walk(top))[1]])
     path = Path(where).expanduser().absolute()
     if path.is_file():
         return path
-    if path.is_dir() and (found := _newest(path, ())):
-        return found
+    if path.is_dir() and (newest := _newest(path, ())):
+        return newest
     raise BundleError(
         f"there is no bundle in {path}" if path.is_dir() else f"there is no {path}",
         allowed=f"a file written by nb.pack (*{SUFFIX}), a folder with one, or a folder of runs",
@@ -68,25 +226,23 @@ def find_source(where: str | os.PathLike[str], host: Host) -> Path | None:
     )
 
 
-def _newest(place: Path | None, beside: Iterable[Path]) -> Path | None:
-    """The newest bundle below a folder or among the files beside it; else the uppermost runs."""
-    found = [] if place is None else list(_walk(place))
-    bundles = [*_bundles(beside), *_bundles(file for _, files in found for file in files)]
+def _newest(top: Path | None, more_files: Iterable[Path]) -> Path | None:
+    """The newest bundle below a folder or among more files; else the uppermost folder of runs."""
+    walked = [] if top is None else list(_walk(top))
+    bundles = [*_bundles(more_files), *_bundles(file for _, files in walked for file in files)]
     if bundles:
-        return max(bundles, key=lambda bundle: bundle.created).path
-    runs = [folder for folder, files in found if _is_run(files)]
+        return max(bundles, key=lambda bundle: bundle.header.created).path
+    runs = [folder for folder, files in walked if _is_run(files)]
     upper = min((len(run.parts) for run in runs), default=0)
-    newest = max((run for run in runs if len(run.parts) == upper), key=_begin_time, default=None)
+    # A folder's name begins with the time at which its run began.
+    newest = max(
+        (run for run in runs if len(run.parts) == upper), key=lambda run: run.name, default=None
+    )
     return None if newest is None else newest.parent
 
 
-def _begin_time(run: Path) -> str:
-    """When a run began: its folder's name says so first."""
-    return run.name
-
-
 def _bundles(files: Iterable[Path]) -> Iterator[Bundle]:
-    """Those of the files that are bundles; git calls files of its own so, too."""
+    """Those of the files that are bundles: git gives its bundles the same suffix."""
     for file in files:
         if file.name.endswith(SUFFIX):
             with contextlib.suppress(BundleError):
@@ -97,148 +253,21 @@ def _is_run(files: list[Path]) -> bool:
     return {"versions.json", "events.jsonl"} <= {file.name for file in files}
 
 
-def _walk(place: Path) -> Iterator[tuple[Path, list[Path]]]:
-    """Folders and their files, the upper ones first; nothing hidden, and nothing inside a run."""
-    waiting, seen = deque([(place, 0)]), 0
-    while waiting and seen < _IN_ALL:
+def _walk(top: Path) -> Iterator[tuple[Path, list[Path]]]:
+    """Folders and their files, upper folders first; nothing hidden, and nothing inside a run."""
+    waiting, total = deque([(top, 0)]), 0
+    while waiting and total < _MAX_TOTAL:
         folder, depth = waiting.popleft()
         entries = list(_entries(folder))
-        seen += len(entries)
+        total += len(entries)
         files = [Path(entry.path) for entry in entries if not entry.is_dir()]
         yield folder, files
-        if depth < _DEPTH and not _is_run(files):
+        if depth < _MAX_DEPTH and not _is_run(files):
             waiting += [(Path(entry.path), depth + 1) for entry in entries if entry.is_dir()]
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as found:
-            for count, entry in enumerate(found):
-                if count >= _ENTRIES:
-                    return
-                if not entry.name.startswith("."):
-                    yield entry
-    except OSError:  # not ours to look into
-        return
-
-
-# --- unpack ---
-
-
-_STAGED = ".nbtoolkit-unpacking-"
-
-
-def unpack(
-    where: str | os.PathLike[str] = "auto",
-    *,
-    into: str | os.PathLike[str] | None = None,
-    config: ConfigLike = None,
-    host: Host | None = None,
-) -> UnpackResult:
-    """Bring the runs of an earlier session into the output folder; launches then go on with them.
-
-    The bundle is checked whole before anything is taken from it. A run that is here and further, or
-    going on, stays as it is; unpacking twice changes nothing. Nothing is loaded or run. Written are
-    run folders alone (see :mod:`nbtoolkit.archive.file_rules`); what else is in it is named.
-
-    Args:
-        where: ``"auto"`` (the newest bundle in ``/kaggle/input``, in a mounted Drive, or in the
-            working directory; nothing is done where there is none), a bundle, or a folder: with a
-            bundle in it, or with runs, such as the output of a session that ended before it could
-            pack.
-        into: the output folder; None: ``runtime.output_dir`` of ``config``.
-        config: what will be launched with; None: the default configuration.
-        host: where this is; None: detected.
-
-    Raises:
-        BundleError: there is no such bundle, or it is damaged, foreign, unsafe or dated in the
-            future, or the folder cannot be written.
-        ConfigError: ``config`` is none.
-    """
-    folder = output_folder(config) if into is None else Path(into).expanduser().absolute()
-    source = find_source(where, host or detect_host())
-    if source is None:
-        return UnpackResult(bundle=None, folder=folder)
-    if source.is_dir():
-        return _unpack_runs(source, folder, again=where != "auto")
-    bundle = Bundle.open(source)
-    runs = bundle.runs()
-    if where == "auto" and was_seen(folder, runs, bundle.created):
-        return UnpackResult(bundle=source, folder=folder, unchanged=tuple(runs))
-    done = _unpack(bundle, folder, told=source)
-    place = bundle.header.place
-    if into is None and place and Path(place).absolute() != folder:
-        note = f"its runs lay in {place!r}: to have them there, nb.unpack(into={place!r})"
-        done = replace(done, notes=(*done.notes, note))
-    return done
-
-
-def _unpack_runs(source: Path, folder: Path, *, again: bool) -> UnpackResult:
-    """Take a folder of runs: by way of a bundle, which copies open databases as they should be."""
-    base = default_output_of(source) or source
-    runs = [str(run["folder"]) for run in look_into(source, base).runs]
-    created = changed_last(base, runs)
-    if base == folder or (not again and was_seen(folder, runs, created)):
-        return UnpackResult(bundle=source, folder=folder, unchanged=tuple(runs))
-    with tempfile.TemporaryDirectory(prefix="nbtoolkit-relay-") as passing:
-        packed = pack(passing, source=source)
-        done = _unpack(Bundle.open(packed.path), folder, told=source)
-    note_bundle(folder, created)
-    return done
-
-
-def _unpack(bundle: Bundle, folder: Path, *, told: Path) -> UnpackResult:
-    _need_room(bundle, folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _staging(folder) as staged:
-            bundle.extract(staged)
-            merged = merge(staged, folder, Path(bundle.header.source))
-            note_bundle(folder, bundle.created)
-    except OSError as error:
-        raise BundleError(
-            f"the bundle {told} cannot be unpacked into {folder}: {error.strerror or error}",
-            allowed="a folder on a disk with free space that you may write to",
-            do='free some space, or choose another folder: nb.unpack(into="...")',
-        ) from error
-    left_out = [f"the bundle was packed without {what}" for what in bundle.header.left_out]
-    return UnpackResult(
-        bundle=told,
-        folder=folder,
-        new=tuple(merged.new),
-        advanced=tuple(merged.advanced),
-        unchanged=tuple(merged.unchanged),
-        files=merged.files,
-        tracked=tuple(merged.tracked),
-        notes=(*left_out, *merged.notes),
-    )
-
-
-def _need_room(bundle: Bundle, folder: Path) -> None:
-    needed, free = bundle.path.stat().st_size, free_space(folder)
-    if needed > free:
-        raise BundleError(
-            f"{folder} has {size_text(free)} free, and {bundle.path} needs {size_text(needed)}",
-            allowed="a disk with room for all that is in the bundle",
-            do='free some space, or choose another folder: nb.unpack(into="...")',
-        )
-
-
-@contextmanager
-def _staging(folder: Path) -> Iterator[Path]:
-    """A folder on the same disk, whose files need only be renamed; one at a time, gone in the end.
-
-    What a process left that was killed here is removed by the next one.
-    """
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        for left_over in folder.glob(f"{_STAGED}*"):
-            shutil.rmtree(left_over, ignore_errors=True)
-        staged = Path(tempfile.mkdtemp(prefix=_STAGED, dir=folder))
-        try:
-            yield staged
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
-    finally:
-        os.close(lock)
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:  # not readable for us
+        for entry in islice(entries, _MAX_ENTRIES):
+            if not entry.name.startswith("."):
+                yield entry

@@ -1,4 +1,4 @@
-"""Cross-validate the training function, several folds at once where there is room."""
+"""Cross-validate the training function, several folds at once if there are devices for them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,13 @@ from nbtoolkit.search.slots import Placement
 from nbtoolkit.search.submit import Search, start_search
 from nbtoolkit.search.sweep_result import SearchHandle, TableLines
 
-# --- cv handle ---
-# A cross-validation that goes on, ours or another kernel's.
-
 
 class CVHandle(SearchHandle):
-    """A cross-validation that goes on, from ``wait=False`` or ``nb.attach(folder)``.
+    """A running cross-validation, from ``wait=False`` or ``nb.attach(folder)``.
 
     Args:
         paths: its folder.
-        options: as :class:`~nbtoolkit.launcher.handle.RunHandle`'s.
+        options: as for :class:`~nbtoolkit.launcher.handle.RunHandle`.
     """
 
     def __init__(self, paths: RunPaths, **options: Any) -> None:
@@ -47,28 +44,29 @@ class CVHandle(SearchHandle):
             timeout: seconds to wait; None: as long as it takes.
 
         Raises:
-            TimeoutError: it has not ended yet (it goes on).
+            TimeoutError: it has not ended yet; it continues.
             KeyboardInterrupt: the wait was interrupted, and the cross-validation ended.
             Exception: what the training function raised in a fold, with its own type.
         """
         __tracebackhide__ = True
-        found: Any = super().result(timeout)
-        result: CVResult = found
+        result: CVResult = super().result(timeout)
         return result
 
     def _outcome(self) -> Any:
         __tracebackhide__ = True
         if self._lost is None and self.paths.error.exists():
-            raise_failed_fold(self.paths)
+            _raise_failed_fold(self.paths)
         return super()._outcome()
 
 
-def raise_failed_fold(paths: RunPaths) -> None:
-    """Raise what the fold that failed had raised; nothing where none left an exception."""
+def _raise_failed_fold(paths: RunPaths) -> None:
+    """Raise what the failed fold raised; does nothing if no fold left an exception."""
     __tracebackhide__ = True
-    index = _failed(paths)
-    fold = RunPaths(paths.folder / fold_key(index or 0))
-    if index is None or not fold.error_pickle.exists():
+    index = _first_failed(paths)
+    if index is None:
+        return
+    fold = RunPaths(paths.folder / fold_key(index))
+    if not fold.error_pickle.exists():
         return
     try:
         raise_failure(fold)
@@ -77,7 +75,7 @@ def raise_failed_fold(paths: RunPaths) -> None:
         raise
 
 
-def _failed(paths: RunPaths) -> int | None:
+def _first_failed(paths: RunPaths) -> int | None:
     """The first fold that failed in this session."""
     failed: list[int] = []
     for event in EventReader(paths.events).read():
@@ -86,9 +84,6 @@ def _failed(paths: RunPaths) -> int | None:
         elif isinstance(event, FoldChanged) and event.state == "failed":
             failed.append(event.fold)
     return failed[0] if failed else None
-
-
-# --- cross validation ---
 
 
 @overload
@@ -133,50 +128,52 @@ def cross_validate(
     detach: bool = False,
     display: Display = "auto",
 ) -> CVResult | CVHandle:
-    """Run ``train(config, ctx)`` once a fold, several folds at once where there is room.
+    """Run ``train(config, ctx)`` once per fold, several folds at once if there are devices.
 
     Inside, ``ctx.fold`` has ``index``, ``train_indices`` and ``valid_indices``. All folds have the
     configuration's seed. Each is a run of its own, in ``folds/<index>`` of the folder.
 
     Args:
-        train: the training function. Where it returns a dict with ``"predictions"`` for the
-            validation samples, in their order, the result has them for the whole data set.
-        config: a Config, a path to YAML, or a dict; the defaults when None.
+        train: the training function. If it returns a dict with ``"predictions"`` for the validation
+            samples, in their order, the result has them for the whole data set.
+        config: a Config, a path to YAML, or a dict; None: the defaults.
         folds: from :func:`nbtoolkit.make_folds`.
-        processes: ranks of each fold. None: a device a fold, side by side; with fewer folds than
-            devices all devices for one fold after the other.
+        processes: ranks of each fold. None: one device per fold, side by side; with fewer folds
+            than devices, all devices for one fold after the other.
         name: the end of the folder's name; default the function's name and ``cv``.
-        resume: ``"auto"`` goes on with the newest unfinished, ownerless cross-validation of equal
-            configuration, function and folds: folds that are done are not run again, others go on
+        resume: ``"auto"`` resumes the newest unfinished cross-validation with equal configuration,
+            function and folds that no process owns: finished folds do not run again, others resume
             from their checkpoint; ``"never"``; or a folder or its name.
         wait: False returns a :class:`CVHandle` at once.
         detach: it outlives this process; see :func:`nbtoolkit.attach`.
-        display: ``"auto"`` shows a live table in a notebook, a line a minute under papermill, a bar
-            in a terminal, and elsewhere a line for each fold; ``"widgets"``; ``"text"``: a line for
-            each fold; ``"off"``: nothing.
+        display: ``"auto"`` shows a live table in a notebook, one line per minute under papermill, a
+            bar in a terminal, and elsewhere a line for each fold; ``"widgets"``; ``"text"``: a line
+            for each fold; ``"off"``: nothing.
 
     Returns:
         The :class:`~nbtoolkit.crossval.cv_result.CVResult`; with ``wait=False`` a
         :class:`CVHandle`.
 
     Raises:
-        FoldError: ``folds`` are no folds, or not those of the run to go on with.
+        FoldError: ``folds`` is not a ``Folds``, or not that of the run to resume.
         NbtoolkitError: it could not be planned or started, or a fold's rank died or hung again.
         KeyboardInterrupt: the wait was interrupted; all processes have ended.
-        Exception: what the training function raised, with its own type. The folds that were done
-            are kept.
+        Exception: what the training function raised, with its own type. Finished folds are kept.
     """
     __tracebackhide__ = True
-    _check(
-        train,
-        folds,
-        processes=processes,
-        name=name,
-        resume=resume,
-        wait=wait,
-        detach=detach,
-        display=display,
-    )
+    arguments = {
+        "start": "forkserver",
+        "where": "local",
+        "on_event": None,
+        "processes": processes,
+        "name": name,
+        "resume": resume,
+        "wait": wait,
+        "detach": detach,
+        "display": display,
+    }
+    check_call(train, arguments)
+    _check_folds(folds)
     screen = choose_screen(display, find_display())
     config = as_config(config, processes).with_overrides({"task": task_name(train)})
     _check_resumed(resume, config, folds)
@@ -190,10 +187,10 @@ def cross_validate(
         detach=detach,
     )
     run = started.run
-    cell = _shown(run.paths, len(folds), screen, since=now)
+    cell = _output(run.paths, len(folds), screen, since=now)
     cell.say(f"cross-validation, {len(folds)} folds -> {run.paths.folder}")
     if run.resumed:
-        cell.say(f"going on with it (attempt {run.attempt}; resume='never' starts anew)")
+        cell.say(f"resuming it (attempt {run.attempt}; resume='never' starts a new one)")
     handle = CVHandle(run.paths, started=started.process, cell=cell)
     cell.open(waits=wait)
     return handle.result() if wait else handle
@@ -202,63 +199,60 @@ def cross_validate(
 def handle_on_folds(
     paths: RunPaths, screen: Screen, *, on_event: Callable[[Event], None] | None = None
 ) -> CVHandle:
-    """A handle on a cross-validation by its folder; :func:`nbtoolkit.attach` makes it.
+    """Make a handle on a cross-validation for :func:`nbtoolkit.attach`.
 
     Args:
         paths: its folder.
-        screen: what ``result()`` is shown on.
+        screen: where ``result()`` shows its output.
         on_event: called with each event while ``result()`` waits.
     """
-    begun = (paths.folder / FOLDS_FILE).exists()
-    count = len(Folds.load(paths.folder / FOLDS_FILE)) if begun else None
-    return CVHandle(paths, cell=_shown(paths, count, screen), on_event=on_event)
+    file = paths.folder / FOLDS_FILE
+    count = len(Folds.load(file)) if file.exists() else None
+    return CVHandle(paths, cell=_output(paths, count, screen), on_event=on_event)
 
 
-def _shown(paths: RunPaths, folds: int | None, screen: Screen, *, since: float = 0.0) -> Shown:
+def _output(paths: RunPaths, folds: int | None, screen: Screen, *, since: float = 0.0) -> Shown:
     lines = TableLines(FoldTable(name=paths.run_id, folds=folds), screen.shape, since=since)
     return displays().show_search(lines, paths, screen, folds=folds)
 
 
 def _search(folds: Folds, processes: int | None) -> Search:
-    """The folds as what a scheduler runs."""
+    """The search that a scheduler runs."""
+    if processes is None:
+        placement: Placement = "auto"
+    else:
+        placement = "device_per_trial" if processes == 1 else "all_devices_per_trial"
     module = "nbtoolkit.crossval.fold_algorithm"
     return Search(
         kind="cv",
         algorithm=f"{module}:make_algorithm",
         identity={"folds": folds.hash, "target": folds.target},
-        placement=_placement(processes),
+        placement=placement,
         jobs=len(folds),
         folds=folds,
         preload=(module,),
     )
 
 
-def _placement(processes: int | None) -> Placement:
-    if processes is None:
-        return "auto"
-    return "device_per_trial" if processes == 1 else "all_devices_per_trial"
+# --- argument checks ---
 
 
-# --- what is refused ---
-
-
-def _check(train: Train, folds: Folds, **arguments: Any) -> None:
-    check_call(train, {"start": "forkserver", "where": "local", "on_event": None, **arguments})
+def _check_folds(folds: object) -> None:
     if not isinstance(folds, Folds):
         raise FoldError(
             f"cross_validate was given {reprlib.repr(folds)} as folds",
-            allowed="what nb.make_folds returns",
+            allowed="the return value of nb.make_folds",
             do="nb.make_folds(y, k=5); for pairs of your own kind='predefined', predefined=pairs",
         )
 
 
 def _check_resumed(resume: str | os.PathLike[str], config: Config, folds: Folds) -> None:
-    """Refuse a named cross-validation of other folds or another configuration."""
+    """Refuse to resume a named cross-validation with other folds or another configuration."""
     if resume in ("auto", "never"):
         return
     try:
         paths = find_run(resume, config.runtime.output_dir)
-    except LaunchError:  # there is none: start_search says so
+    except LaunchError:  # there is none: start_search raises
         return
     folder = paths.folder
     if not (folder / FOLDS_FILE).exists():  # something else, or cut off before it began
@@ -266,14 +260,14 @@ def _check_resumed(resume: str | os.PathLike[str], config: Config, folds: Folds)
     refuse_old_run(paths, read_or_empty(paths.versions))
     check_same(Folds.load(folder / FOLDS_FILE), folds)
     differences = load_config(paths.config, env=None).differences(config)
-    shown = "; ".join(
+    lines = "; ".join(
         f"{key}: {old!r} then, {new!r} now"
         for key, (old, new) in differences.items()
         if decides_result(key, config.to_dict())
     )
-    if shown:
+    if lines:
         raise ResumeError(
-            f"{folder.name} was made with another configuration: {shown}",
-            allowed="other output, tracking and checkpoint settings",
-            do="load its own config.yaml, or begin anew with resume='never'",
+            f"{folder.name} was made with another configuration: {lines}",
+            allowed="changes of output, tracking and checkpoint settings",
+            do="load its own config.yaml, or start a new one with resume='never'",
         )

@@ -1,12 +1,11 @@
-"""Read from its folder what a cross-validation found."""
+"""Read the result of a cross-validation from its folder."""
 
 from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, finished_folds, fold_key
@@ -16,38 +15,35 @@ from nbtoolkit.folds.folds import Folds
 from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunEnded, RunStarted
 from nbtoolkit.run.paths import RunPaths, read_record, reading
 from nbtoolkit.run.serialization import unpack_value
-from nbtoolkit.study.table import short
-from nbtoolkit.text_table import html_columns, text_columns
+from nbtoolkit.study.table import EventTable, short
 
 if TYPE_CHECKING:
+    import numpy as np
     import pandas as pd
     import torch
     from numpy.typing import NDArray
 
+    from nbtoolkit.crossval.out_of_fold import Array
     from nbtoolkit.launcher.handle import Status
 
 
-class FoldTable:
-    """A cross-validation as a table, for a cell (HTML) or as text.
+class FoldTable(EventTable):
+    """A cross-validation as a table, made from its events.
 
     Args:
-        name: what it is called.
-        folds: how many folds there are; None: not known.
+        name: its name.
+        folds: the number of folds; None: unknown.
     """
 
     def __init__(self, *, name: str = "cross-validation", folds: int | None = None) -> None:
-        self.name, self.folds = name, folds
+        self.name = name
+        self.folds = folds
         self.status = "running"
         """How it ended, once it has."""
         self._folds: dict[int, FoldChanged] = {}
 
-    def read(self, events: Iterable[Event]) -> None:
-        """Take new events, in their order."""
-        for event in events:
-            self.take(event)
-
-    def take(self, event: Event) -> None:
-        """Take one event; those of other kinds change nothing."""
+    def update(self, event: Event) -> None:
+        """Process one event; those of other types change nothing."""
         match event:
             case FoldChanged(number=None):
                 self._folds[event.fold] = event
@@ -56,35 +52,24 @@ class FoldTable:
             case RunEnded():
                 self.status = event.status
 
-    def summary(self) -> str:
-        """One line: how many folds are done, and the mean and standard deviation of each score."""
+    def summary(self, now: float | None = None) -> str:
+        """One line: the number of folds, and the mean and standard deviation of each score."""
         done = [fold for fold in self._folds.values() if fold.state == "complete"]
         of = f" of {self.folds}" if self.folds is not None else ""
         scores = [f"{name} {_spread(self._scores(name))}" for name in self._names()]
         ended = [self.status] if self.status != "running" else []
         return f"{self.name}: " + "; ".join([f"{len(done)}{of} folds", *scores, *ended])
 
-    def text(self) -> str:
-        """Summary and table as lines of text."""
-        header, rows = self._columns()
-        return self.summary() + ("\n" + text_columns(header, rows) if rows else "")
-
-    def html(self) -> str:
-        """Summary and table for a cell; all values escaped."""
-        header, rows = self._columns()
-        return f"<p>{escape(self.summary())}</p>" + (html_columns(header, rows) if rows else "")
-
     def line(self, event: Event) -> str | None:
-        """An event as a line of text: a fold that ended; None for every other event."""
+        """A line of text on a fold that ended; None for every other event."""
         if not isinstance(event, FoldChanged) or event.state == "running":
             return None
         scores = [f"{name} {short(value)}" for name, value in event.metrics.items()]
         return "  ".join([f"fold {event.fold}", event.state, *scores])
 
-    def _columns(self) -> tuple[list[str], list[list[str]]]:
+    def _columns(self, now: float | None) -> tuple[list[str], list[list[str]]]:
         names = self._names()
-        folds = sorted(self._folds.items())
-        rows = [self._row(number, fold, names) for number, fold in folds]
+        rows = [self._row(number, fold, names) for number, fold in sorted(self._folds.items())]
         return ["fold", "state", *names, "seconds"], rows
 
     def _row(self, number: int, fold: FoldChanged, names: Sequence[str]) -> list[str]:
@@ -93,11 +78,11 @@ class FoldTable:
         return [str(number), fold.state, *values, seconds]
 
     def _names(self) -> list[str]:
-        """The scores of all folds, in the order in which they came."""
+        """The names of all scores, in the order in which they came."""
         return list(dict.fromkeys(name for fold in self._folds.values() for name in fold.metrics))
 
     def _scores(self, name: str) -> list[float]:
-        """The score of the folds that are done."""
+        """A score of the folds that are done."""
         done = (fold for fold in self._folds.values() if fold.state == "complete")
         return [fold.metrics[name] for fold in done if name in fold.metrics]
 
@@ -109,13 +94,13 @@ def _spread(scores: Sequence[float]) -> str:
 
 
 class CVResult:
-    """The scores of all folds, and what their models say of the samples they have not seen.
+    """The scores of all folds, and their models' predictions for the samples they have not seen.
 
     Attributes:
-        status: ``"completed"``, or why it ended before all folds were through: ``"stopped"``,
-            ``"deadline"``. Then some folds are missing in what follows.
+        status: ``"completed"``, or why it ended before all folds were done: ``"stopped"``,
+            ``"deadline"``. Some folds are then missing in the other attributes.
         folds: the folds.
-        paths: the cross-validation's folder; the folds' runs lie in ``folds/`` there.
+        paths: the cross-validation's folder, with the folds' runs in ``folds/``.
         seconds: wall time of the last session.
     """
 
@@ -131,93 +116,99 @@ class CVResult:
             self.status: Status = ended["status"]
             self.seconds: float = ended["seconds"]
         self.folds = Folds.load(paths.folder / FOLDS_FILE)
-        self._ended = finished_folds(paths.folder, len(self.folds))
+        self._finished = finished_folds(paths.folder, len(self.folds))
 
     @cached_property
-    def scores(self) -> dict[str, NDArray[Any]]:
-        """Each metric's value in every fold: float64 of shape (folds,); NaN where one has none."""
+    def scores(self) -> dict[str, NDArray[np.float64]]:
+        """Each metric's value in every fold, of shape (folds,); NaN in folds without the metric."""
         import numpy as np
 
-        names = dict.fromkeys(name for end in self._ended.values() for name in end.metrics)
-        found = {name: np.full(len(self.folds), np.nan) for name in names}
-        for index, end in self._ended.items():
-            for name, value in end.metrics.items():
-                found[name][index] = value
-        return found
+        names = dict.fromkeys(name for fold in self._finished.values() for name in fold.metrics)
+        scores = {name: np.full(len(self.folds), np.nan) for name in names}
+        for index, fold in self._finished.items():
+            for name, value in fold.metrics.items():
+                scores[name][index] = value
+        return scores
 
     @property
     def mean(self) -> dict[str, float]:
         """Each metric's mean over the folds that are done.
 
         Raises:
-            FoldError: none is.
+            FoldError: no fold is done.
         """
-        self._need_a_fold()
-        return {name: float(values[self._done].mean()) for name, values in self.scores.items()}
+        done = self._done()
+        return {name: float(values[done].mean()) for name, values in self.scores.items()}
 
     @property
     def std(self) -> dict[str, float]:
         """Each metric's sample standard deviation (n - 1) over these folds; NaN for one fold.
 
         Raises:
-            FoldError: none is done.
+            FoldError: no fold is done.
         """
-        self._need_a_fold()
-        some = len(self._done) > 1
-        return {
-            name: float(values[self._done].std(ddof=1)) if some else float("nan")
-            for name, values in self.scores.items()
-        }
+        done = self._done()
+        if len(done) == 1:
+            return dict.fromkeys(self.scores, float("nan"))
+        return {name: float(values[done].std(ddof=1)) for name, values in self.scores.items()}
 
     @property
     def table(self) -> pd.DataFrame:
-        """One row a fold: its metrics, ``n_train``, ``n_valid``, ``seconds``; indexed by fold.
+        """One row per fold: its metrics, ``n_train``, ``n_valid``, ``seconds``; indexed by fold.
 
         Raises:
             MissingExtra: pandas is not installed.
         """
-        pd = _pandas()
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise MissingExtra(
+                "CVResult.table is a pandas DataFrame, and pandas is not installed",
+                do="pip install pandas",
+            ) from error
         sizes = {
             "n_train": [len(train) for train, _ in self.folds.pairs],
             "n_valid": [len(valid) for _, valid in self.folds.pairs],
         }
-        ends = [self._ended.get(index) for index in range(len(self.folds))]
-        seconds = [end.seconds if end else None for end in ends]
+        finished = [self._finished.get(index) for index in range(len(self.folds))]
+        seconds = [fold.seconds if fold else None for fold in finished]
         index = pd.RangeIndex(len(self.folds), name="fold")
         return pd.DataFrame({**self.scores, **sizes, "seconds": seconds}, index=index)
 
     @cached_property
     def values(self) -> list[Any]:
         """What ``train`` returned in every fold, from rank 0; None for folds that are not done."""
-        return [self._value(index) for index in range(len(self.folds))]
+        return [
+            unpack_value(self.run(index).value(0)) if index in self._finished else None
+            for index in range(len(self.folds))
+        ]
 
     @cached_property
-    def oof(self) -> NDArray[Any]:
+    def oof(self) -> Array:
         """Out-of-fold predictions: :meth:`out_of_fold` of ``"predictions"``."""
         return self.out_of_fold("predictions")
 
-    def out_of_fold(self, name: str = "predictions") -> NDArray[Any]:
-        """What the folds' models predict for the samples they have not seen, in the data's order.
+    def out_of_fold(self, name: str = "predictions") -> Array:
+        """The folds' predictions for the samples they have not seen, in the order of the data set.
 
         Args:
-            name: the key of the dict that ``train`` returns; under it lies one prediction for each
-                of ``ctx.fold.valid_indices``, in their order.
+            name: a key of the dict that ``train`` returns; its value is one prediction for each of
+                ``ctx.fold.valid_indices``, in their order.
 
         Returns:
             Shape (n_samples, ...); see :func:`~nbtoolkit.crossval.out_of_fold.assemble` for samples
             that several folds validate on, or none.
 
         Raises:
-            FoldError: a fold returned nothing of this name, or not one for each sample.
+            FoldError: no fold is done, or a fold did not return one prediction for each sample.
         """
-        self._need_a_fold()
-        return assemble(self.folds, {index: self._part(index, name) for index in self._done})
+        return assemble(self.folds, {index: self._part(index, name) for index in self._done()})
 
     def models(self, model: torch.nn.Module) -> list[torch.nn.Module]:
-        """Every finished fold's model, with the weights that ``checkpoint.weights`` says.
+        """The model of every finished fold, with the weights that ``checkpoint.weights`` names.
 
         Args:
-            model: the architecture; it is copied for each fold, and stays as it is.
+            model: the architecture; it is copied for each fold and not changed.
 
         Returns:
             Models in evaluation mode, in the folds' order.
@@ -225,7 +216,7 @@ class CVResult:
         Raises:
             CheckpointError: a fold saved none, or another model's.
         """
-        return [self._model(index, copy.deepcopy(model)) for index in self._done]
+        return [self._model(index, copy.deepcopy(model)) for index in sorted(self._finished)]
 
     def ensemble(self, model: torch.nn.Module) -> Ensemble:
         """The folds' models as one predictor: the mean of their outputs.
@@ -235,39 +226,36 @@ class CVResult:
         """
         return Ensemble(self.models(model))
 
-    def _need_a_fold(self) -> None:
-        if not self._done:
+    def _done(self) -> list[int]:
+        """The folds that are done.
+
+        Raises:
+            FoldError: there are none.
+        """
+        if not self._finished:
             raise FoldError(
                 f"none of {len(self.folds)} folds is done: the cross-validation ended as "
                 f"{self.status} after {self.seconds:.0f} s",
-                allowed="one fold or more that is through",
-                do="cross-validate again: folds that saved a checkpoint go on from it; with a "
-                "larger runtime.time_budget if that ended it",
+                allowed="at least one finished fold",
+                do="cross-validate again: folds resume from their checkpoint; use a larger "
+                "runtime.time_budget if that ended it",
             )
+        return sorted(self._finished)
 
     # --- one fold ---
-
-    @property
-    def _done(self) -> list[int]:
-        return sorted(self._ended)
 
     def run(self, index: int) -> RunPaths:
         """The folder of a fold's run."""
         return RunPaths(self.paths.folder / fold_key(range(len(self.folds))[index]))
 
-    def _value(self, index: int) -> Any:
-        return unpack_value(self.run(index).value(0)) if index in self._ended else None
-
-    def _part(self, index: int, name: str) -> Any:
+    def _part(self, index: int, name: str) -> object:
         value = self.values[index]
         if isinstance(value, Mapping) and name in value:
             return value[name]
-        had = (
-            f"a dict with {', '.join(map(str, value))}" if isinstance(value, Mapping) else "no dict"
-        )
+        keys = f"a dict with {', '.join(map(str, value))}" if isinstance(value, Mapping) else ""
         raise FoldError(
-            f"fold {index} returned {had}: there is no {name!r} to be put together",
-            allowed="a train function that returns a dict with one for each validation sample",
+            f"fold {index} returned {keys or 'no dict'}: there is no {name!r} to assemble",
+            allowed=f"a train function that returns a dict with {name!r}, one per sample",
             do=f'return {{**scores, "{name}": nb.predict(ctx, model, inputs[valid]).tolist()}}',
         )
 
@@ -281,32 +269,17 @@ class CVResult:
                 f"fold {index}: {error.what}", allowed=error.allowed, do=error.do
             ) from None
 
-    # --- shown ---
+    # --- display ---
 
     def __repr__(self) -> str:
         scores = []
-        if self._done:
-            spread = self.std
-            scores = [f"{name}={mean:.4g} ± {spread[name]:.2g}" for name, mean in self.mean.items()]
-        done = f"{len(self._done)} of {len(self.folds)} folds"
+        if self._finished:
+            std = self.std
+            scores = [f"{name}={mean:.4g} ± {std[name]:.2g}" for name, mean in self.mean.items()]
+        done = f"{len(self._finished)} of {len(self.folds)} folds"
         return f"CVResult({', '.join([self.status, done, *scores])}, {self.paths.folder})"
 
     def _repr_html_(self) -> str:
         table = FoldTable(name=self.paths.run_id, folds=len(self.folds))
         table.read(EventReader(self.paths.events).read())
         return table.html()
-
-
-def _pandas() -> Any:
-    """The module.
-
-    Raises:
-        MissingExtra: it is not installed.
-    """
-    try:
-        import pandas
-    except ImportError as error:
-        raise MissingExtra(
-            "tables are pandas' DataFrames, and pandas is not installed", do="pip install pandas"
-        ) from error
-    return pandas

@@ -1,4 +1,4 @@
-"""Define the jobs of a cross-validation, one per fold, and what their ends mean."""
+"""Define the jobs of a cross-validation, one per fold, and the handling of their results."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from nbtoolkit.search.algorithm import EventWriter, JobResult, SearchJob, Search
 
 FOLDS_FILE = "folds.json"
 
-_RETRIED = ("died", "hung")  # not the function's doing: memory, a signal, a device
+_RETRIED = ("died", "hung")  # not caused by the function, but by memory, a signal, a device
 
 
 class CrossValidationAlgorithm:
-    """Each fold once, in order; those that are through are not run again.
+    """Runs each fold once, in order; finished folds do not run again.
 
     A fold that raises ends the cross-validation: without it there is no mean, and the others would
-    mostly raise too. What runs then ends as it may, and is not run again after a resume.
+    mostly raise too. The folds that run then may finish, and do not run again after a resume.
 
     Args:
-        count: folds.
-        record: where their events go.
+        count: number of folds.
+        record: the writer of their events.
         finished: folds that earlier sessions finished.
         timeout: seconds a fold may take; None: no limit.
-        retries: how often a fold whose process died or hung is run again, from its checkpoint.
+        retries: how often a fold whose process died or hung is retried, from its checkpoint.
     """
 
     def __init__(
@@ -43,48 +43,46 @@ class CrossValidationAlgorithm:
         timeout: float | None = None,
         retries: int = 1,
     ) -> None:
-        self._count, self._record = count, record
-        self._timeout, self._retries = timeout, retries
+        self._count = count
+        self._record = record
+        self._timeout = timeout
+        self._retries = retries
         self._complete = dict(finished)
         self._waiting = [index for index in range(count) if index not in finished]
         self._running: set[int] = set()
         self._failed: dict[int, JobResult] = {}
         self._tries: Counter[int] = Counter()
-        self._paused, self._stopped = False, False
+        self._paused = False
+        self._stopped = False
         if finished:
             record.note(f"{len(finished)} of {count} folds are done already")
 
     @property
     def done(self) -> bool:
         """Whether nothing runs and nothing will."""
-        return not self._running and not self._more
-
-    @property
-    def _more(self) -> bool:
-        """Whether there is something left to start."""
-        return bool(self._waiting) and not self._failed and not self._stopped
+        return not self._running and not self.ready
 
     @property
     def cut_short(self) -> bool:
-        """Never: a fold may start that the deadline cuts off."""
+        """Always false: a fold starts even if the deadline will cut it off."""
         return False
 
     @property
     def ready(self) -> bool:
-        """Whether there is another fold: none depends on another."""
-        return self._more
+        """Whether another fold may start. No fold depends on another."""
+        return bool(self._waiting) and not self._failed and not self._stopped
 
     def prepare(self, jobs: int) -> None:
-        """There is nothing to be prepared."""
+        """Do nothing: folds need no preparation."""
 
     def next(self, left: float | None) -> SearchJob | None:
-        """The next fold; None: none, now or at all.
+        """The next fold; None: there is none now.
 
         Args:
-            left: seconds until the deadline. A fold may start that it will cut off: the next
-                session goes on from its checkpoint.
+            left: seconds until the deadline. A fold starts even if the deadline will cut it off:
+                the next session resumes it from its checkpoint.
         """
-        if not self._more or self._paused or (left is not None and left <= 0):
+        if not self.ready or self._paused or (left is not None and left <= 0):
             return None
         index = self._waiting.pop(0)
         self._running.add(index)
@@ -93,15 +91,15 @@ class CrossValidationAlgorithm:
         return SearchJob(key=fold_key(index), fold=index, timeout=self._timeout)
 
     def on_report(self, job: SearchJob, metrics: Mapping[str, float], step: int | None) -> None:
-        """Nothing is decided within a fold."""
+        """Do nothing: a fold always runs to its end."""
 
     def on_announcement(
         self, job: SearchJob, names: Sequence[str], stems: Sequence[str], first_step: int
     ) -> None:
-        """Nothing depends on names."""
+        """Do nothing: the names of metrics do not matter."""
 
     def on_end(self, job: SearchJob, ending: JobResult) -> None:
-        """Note how a fold ended; one whose process died comes again."""
+        """Record how a fold ended; a fold whose process died runs again."""
         index = job.fold
         assert index is not None
         self._running.discard(index)
@@ -117,27 +115,27 @@ class CrossValidationAlgorithm:
             self._write(index, ending.status, ending)
 
     def on_command(self, command: SearchCommand) -> None:
-        """``pause``, ``resume`` and ``stop``; the others are for sweeps."""
+        """Follow ``pause``, ``resume`` and ``stop``; the others are for sweeps."""
         if command.op in ("pause", "resume"):
             self._paused = command.op == "pause"
         elif command.op == "stop":
             self._stopped = True
         else:
-            said = f"a cross-validation has no trials: {command.op} does nothing"
-            self._record.note(said, level="warning")
+            text = f"a cross-validation has no trials: {command.op} does nothing"
+            self._record.note(text, level="warning")
 
     def close(self, status: str) -> dict[str, Any]:
-        """How many folds are done, and the mean and spread of their scores.
+        """The number of finished folds, and the mean and standard deviation of their scores.
 
         Raises:
-            FoldError: a fold failed; it is run again when the cross-validation is resumed.
+            FoldError: a fold failed; it runs again when the cross-validation is resumed.
         """
         if self._failed and status == "completed":
             index, ending = next(iter(self._failed.items()))
             raise FoldError(
                 f"fold {index} failed: {ending.error}",
                 allowed=f"{len(self._complete)} of {self._count} folds are done, and are kept",
-                do="cross-validate again once it is mended: only the others are run",
+                do="fix it and cross-validate again: only the unfinished folds run",
             )
         done = [dict(ending.metrics) for ending in self._complete.values()]
         return {"folds": self._count, "complete": len(done), "scores": summary(done)}
@@ -155,44 +153,38 @@ class CrossValidationAlgorithm:
 
 
 def make_algorithm(request: SearchRequest, record: EventWriter) -> CrossValidationAlgorithm:
-    """The program of a cross-validation's folder, which keeps the folds as ``folds.json``.
+    """Make the algorithm of a cross-validation, and store its folds as ``folds.json``.
 
     Args:
         request: has the folds.
-        record: the search's diary.
+        record: the writer of the search's events.
 
     Raises:
         FoldError: the folder was made with other folds.
     """
     folds, folder = request.folds, request.paths.folder
     assert folds is not None
-    _keep(folds, folder / FOLDS_FILE)
+    if (folder / FOLDS_FILE).exists():
+        check_same(Folds.load(folder / FOLDS_FILE), folds)
+    else:
+        folds.save(folder / FOLDS_FILE)
     return CrossValidationAlgorithm(len(folds), record, finished=finished_folds(folder, len(folds)))
 
 
-def _keep(folds: Folds, path: Path) -> None:
-    """Write the folds; on a resume compare them with those written."""
-    if path.exists():
-        check_same(Folds.load(path), folds)
-    else:
-        folds.save(path)
-
-
 def check_same(before: Folds, now: Folds) -> None:
-    """Refuse to go on with other folds: the scores of the two could not be compared.
+    """Refuse to resume with other folds: the scores could not be compared.
 
     Raises:
-        FoldError: shows what differs.
+        FoldError: lists what differs.
     """
-    differences = before.differences(now)
+    differences = "; ".join(
+        f"{name}: {old} then, {new} now" for name, (old, new) in before.differences(now).items()
+    )
     if differences:
-        shown = "; ".join(
-            f"{name}: {was} then, {new} now" for name, (was, new) in differences.items()
-        )
         raise FoldError(
-            f"the folds are not those that were begun with: {shown}",
+            f"the folds are not those of the first session: {differences}",
             allowed="the same folds: Folds.load(folder + '/folds.json') reads them",
-            do="pass these, or begin anew with resume='never'",
+            do="pass these, or start a new cross-validation with resume='never'",
         )
 
 
@@ -202,22 +194,22 @@ def fold_key(index: int) -> str:
 
 
 def finished_folds(folder: Path, count: int) -> dict[int, JobResult]:
-    """The folds that are through, and how they ended.
+    """The finished folds, and how they ended.
 
-    A fold is through when its value is there and its event, or its own result, says so: a scheduler
-    may be killed between the two, in either order.
+    A fold is finished if its value exists and its event or its own result says so: a scheduler may
+    be killed between the two, in either order.
     """
-    told, finished = _recorded_results(folder), {}
+    recorded, finished = _recorded_results(folder), {}
     for index in range(count):
         paths = RunPaths(folder / fold_key(index))
-        ending = told.get(index) or _result(paths)
-        if ending is not None and paths.value(0).exists():
-            finished[index] = ending
+        result = recorded.get(index) or _own_result(paths)
+        if result is not None and paths.value(0).exists():
+            finished[index] = result
     return finished
 
 
-def _result(paths: RunPaths) -> JobResult | None:
-    """How a run that completed ended, if it has scores; returned ones stand in events alone."""
+def _own_result(paths: RunPaths) -> JobResult | None:
+    """How a completed run ended, if it has scores; returned scores are in the events only."""
     result = read_or_empty(paths.result)
     if result.get("status") != "completed" or not result["metrics"]:
         return None
@@ -225,7 +217,7 @@ def _result(paths: RunPaths) -> JobResult | None:
 
 
 def _recorded_results(folder: Path) -> dict[int, JobResult]:
-    """How each fold ended that was complete by its last event."""
+    """The results of the folds that are complete by their last event."""
     events = EventReader(RunPaths(folder).events).read()
     last = {event.fold: event for event in events if isinstance(event, FoldChanged)}
     return {
@@ -237,10 +229,10 @@ def _recorded_results(folder: Path) -> dict[int, JobResult]:
 
 def summary(scores: list[dict[str, float]]) -> dict[str, dict[str, float | None]]:
     """Mean and sample standard deviation of each score that all folds have."""
-    names = [name for name in (scores[0] if scores else {}) if all(name in one for one in scores)]
-    found: dict[str, dict[str, float | None]] = {}
-    for name in names:
-        values = [one[name] for one in scores]
-        spread = statistics.stdev(values) if len(values) > 1 else None
-        found[name] = {"mean": statistics.fmean(values), "std": spread}
-    return found
+    summaries: dict[str, dict[str, float | None]] = {}
+    for name in scores[0] if scores else ():
+        values = [fold[name] for fold in scores if name in fold]
+        if len(values) == len(scores):
+            std = statistics.stdev(values) if len(values) > 1 else None
+            summaries[name] = {"mean": statistics.fmean(values), "std": std}
+    return summaries

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbtoolkit.errors import FoldError
 from nbtoolkit.folds.folds import Folds
@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-
-# --- ensemble ---
-# The folds' models as one, which answers with the mean of what they answer.
+    Array: TypeAlias = NDArray[Any]
 
 
 class Ensemble:
@@ -29,11 +27,11 @@ class Ensemble:
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         self.models = tuple(models)
 
-    def __call__(self, *inputs: Any) -> Tensor:
-        """The models' mean output: of logits, where they give logits.
+    def __call__(self, *inputs: object) -> Tensor:
+        """The mean of the models' outputs: of logits, if the models return logits.
 
         Args:
-            inputs: what one model takes, on the models' device.
+            inputs: the arguments of one model, on the models' device.
 
         Raises:
             FoldError: the outputs are not tensors of one shape.
@@ -47,7 +45,7 @@ class Ensemble:
             raise FoldError(
                 f"the outputs of the {len(outputs)} models ({', '.join(kinds)}) have no mean",
                 allowed="models whose output is one tensor, of the same shape for all",
-                do="call ensemble.models one by one, and put their outputs together yourself",
+                do="call each of ensemble.models, and combine their outputs yourself",
             )
         return torch.stack(outputs).mean(dim=0)
 
@@ -59,37 +57,35 @@ class Ensemble:
         return f"Ensemble({len(self.models)} x {kinds})"
 
 
-# --- out of fold ---
-
-
-def assemble(folds: Folds, parts: Mapping[int, Any]) -> NDArray[Any]:
-    """One prediction for each sample, made by the model that did not see it.
+def assemble(folds: Folds, parts: Mapping[int, object]) -> Array:
+    """Assemble one prediction for each sample, made by the model that did not see it.
 
     Args:
-        folds: n samples.
-        parts: by fold, its predictions for ``valid_indices`` in their order: lists, arrays or
+        folds: folds of n samples.
+        parts: fold -> its predictions for ``valid_indices`` in their order: lists, arrays or
             tensors of shape (n_valid, ...).
 
     Returns:
         Shape (n, ...). A sample that several folds validate on (``repeats``) has the mean of
-        fractions, and the most frequent one of classes (whole numbers, booleans, texts; of equally
-        frequent ones the least). One that none validates on has NaN (None among texts).
+        fractions, and the most frequent one of classes (whole numbers, booleans, texts; the least
+        of equally frequent ones). A sample that no fold validates on has NaN (None among texts).
 
     Raises:
-        FoldError: a fold's predictions are not one for each of its samples, or the folds' differ
-            in shape.
+        FoldError: a fold does not have one prediction for each of its samples, or the shapes of
+            the folds' predictions differ.
     """
     import numpy as np
 
     arrays = {index: _checked(folds, index, part) for index, part in sorted(parts.items())}
     samples = np.concatenate([folds.valid_indices(index) for index in arrays])
-    rows = _joined(list(arrays.values()))
-    seen = np.bincount(samples, minlength=folds.n_samples)
-    whole = _mean(rows, samples, seen) if rows.dtype.kind in "fc" else _vote(rows, samples, seen)
-    return whole if seen.all() else _with_gaps(whole, seen == 0)
+    rows = _concatenate(list(arrays.values()))
+    counts = np.bincount(samples, minlength=folds.n_samples)
+    combine = _mean if rows.dtype.kind in "fc" else _most_frequent
+    predictions = combine(rows, samples, counts)
+    return predictions if counts.all() else _with_gaps(predictions, counts == 0)
 
 
-def _checked(folds: Folds, index: int, part: Any) -> NDArray[Any]:
+def _checked(folds: Folds, index: int, part: object) -> Array:
     array, size = _as_array(part), len(folds.valid_indices(index))
     if array.ndim == 0 or len(array) != size:
         got = "a single value" if array.ndim == 0 else f"{len(array)} predictions"
@@ -101,17 +97,17 @@ def _checked(folds: Folds, index: int, part: Any) -> NDArray[Any]:
     return array
 
 
-def _as_array(part: Any) -> NDArray[Any]:
+def _as_array(part: object) -> Array:
     import numpy as np
 
     if hasattr(part, "detach"):
         part = part.detach().cpu()
     elif isinstance(part, (list, tuple)) and part and hasattr(part[0], "detach"):
-        part = [one.detach().cpu().numpy() for one in part]
+        part = [row.detach().cpu().numpy() for row in part]
     return np.asarray(part)
 
 
-def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+def _concatenate(arrays: list[Array]) -> Array:
     import numpy as np
 
     shapes = {array.shape[1:] for array in arrays}
@@ -119,45 +115,45 @@ def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
         raise FoldError(
             f"the folds' predictions differ in shape: {', '.join(map(str, sorted(shapes)))}",
             allowed="predictions of one shape",
-            do="return scores of all classes, also of those that a fold has not seen",
+            do="return scores of all classes, with those that a fold has not seen",
         )
     return np.concatenate(arrays)
 
 
-def _mean(rows: NDArray[Any], samples: NDArray[Any], seen: NDArray[Any]) -> NDArray[Any]:
+def _mean(rows: Array, samples: Array, counts: Array) -> Array:
+    """The mean of the rows of each sample; ``counts``: rows per sample."""
     import numpy as np
 
-    whole = np.zeros((len(seen), *rows.shape[1:]), dtype=rows.dtype)
-    np.add.at(whole, samples, rows)
-    counts = np.maximum(seen, 1).astype(whole.real.dtype)
-    mean: NDArray[Any] = whole / counts.reshape(-1, *[1] * (rows.ndim - 1))
+    sums = np.zeros((len(counts), *rows.shape[1:]), dtype=rows.dtype)
+    np.add.at(sums, samples, rows)
+    divisors = np.maximum(counts, 1).astype(sums.real.dtype)
+    mean: Array = sums / divisors.reshape(-1, *[1] * (rows.ndim - 1))
     return mean
 
 
-def _vote(rows: NDArray[Any], samples: NDArray[Any], seen: NDArray[Any]) -> NDArray[Any]:
-    """The most frequent value of each sample (and column)."""
+def _most_frequent(rows: Array, samples: Array, counts: Array) -> Array:
+    """The most frequent value of each sample (and column); ``counts``: rows per sample."""
     import numpy as np
 
-    whole = np.zeros((len(seen), *rows.shape[1:]), dtype=rows.dtype)
-    if seen.max() <= 1:
-        whole[samples] = rows
-        return whole
-    names, codes = np.unique(rows, return_inverse=True)
+    result = np.zeros((len(counts), *rows.shape[1:]), dtype=rows.dtype)
+    if counts.max() <= 1:
+        result[samples] = rows
+        return result
+    classes, codes = np.unique(rows, return_inverse=True)
     width = int(np.prod(rows.shape[1:], dtype=int))
     cells = (samples[:, None] * width + np.arange(width)).ravel()
-    ballots, votes = np.unique(
-        np.stack([cells, codes.ravel()]), axis=1, return_counts=True
-    )  # by cell, then by value
-    order = np.lexsort((ballots[1], -votes, ballots[0]))
-    voted, first = np.unique(ballots[0][order], return_index=True)
-    whole.reshape(-1)[voted] = names[ballots[1][order][first]]
-    return whole
+    # The votes of each pair of cell and class, by cell, then by class.
+    pairs, votes = np.unique(np.stack([cells, codes.ravel()]), axis=1, return_counts=True)
+    order = np.lexsort((pairs[1], -votes, pairs[0]))
+    voted_cells, first = np.unique(pairs[0][order], return_index=True)
+    result.reshape(-1)[voted_cells] = classes[pairs[1][order][first]]
+    return result
 
 
-def _with_gaps(whole: NDArray[Any], gaps: NDArray[np.bool_]) -> NDArray[Any]:
-    """The array with NaN (or None) where there is no prediction."""
-    numeric = whole.dtype.kind in "biufc"
-    if whole.dtype.kind not in "fc":
-        whole = whole.astype(float if numeric else object)
-    whole[gaps] = float("nan") if numeric else None
-    return whole
+def _with_gaps(predictions: Array, gaps: NDArray[np.bool_]) -> Array:
+    """The predictions with NaN (or None) for samples without one."""
+    numeric = predictions.dtype.kind in "biufc"
+    if predictions.dtype.kind not in "fc":
+        predictions = predictions.astype(float if numeric else object)
+    predictions[gaps] = float("nan") if numeric else None
+    return predictions

@@ -133,11 +133,11 @@ class StudyRecorder:
     def resume(self) -> RunningTrial:
         """Resume the oldest interrupted trial."""
         number, params = self.study.resume(self.interrupted.pop(0))
-        notes = self.study.notes(number)
+        notes = self.study.user_attrs(number)
         scores = {i: notes[f"fold-{i}"] for i in range(self.folds or 0) if f"fold-{i}" in notes}
         trial = RunningTrial(number, params, self.folds, scores)
         trial.seconds = float(notes.get("seconds_before", 0.0))
-        self.study.note(number, "sessions", int(notes.get("sessions", 1)) + 1)
+        self.study.set_user_attr(number, "sessions", int(notes.get("sessions", 1)) + 1)
         self._events.note(f"trial {number} was interrupted and resumes")
         return self._running(trial)
 
@@ -164,7 +164,7 @@ class StudyRecorder:
     ) -> None:
         """Record the result of a fold."""
         if state == "complete":
-            self.study.note(trial.number, f"fold-{fold}", dict(metrics))
+            self.study.set_user_attr(trial.number, f"fold-{fold}", dict(metrics))
         self.fold_event(trial, fold, state, metrics, seconds)
 
     def fold_event(
@@ -210,12 +210,12 @@ class StudyRecorder:
 
     def wait(self, trial: RunningTrial, reason: str) -> None:
         """Leave a trial to the next session: it stays open in the study."""
-        self.study.note(trial.number, "seconds_before", trial.seconds)
+        self.study.set_user_attr(trial.number, "seconds_before", trial.seconds)
         self._event(trial.number, "waiting", trial.params, reason=reason, seconds=trial.seconds)
 
     def repeated(self, number: int, seed: int, value: float) -> None:
         """Record the value of a re-evaluation."""
-        self.study.remember(f"repeat:{number}:{seed}", value)
+        self.study.optuna.set_user_attr(f"repeat:{number}:{seed}", value)
         self.leaderboard.repeats.setdefault(number, {})[seed] = value
         self._events.note(f"trial {number} re-evaluated with seed {seed}: {value:.6g}")
 
@@ -312,7 +312,7 @@ class StudyRecorder:
         if trial.state == TrialState.RUNNING:
             self.interrupted.append(trial.number)
             return
-        params = self.sweep_config.make_space().meant(trial.params)
+        params = self.sweep_config.make_space().decode(trial.params)
         self._params[trial.number] = params
         reason = trial.user_attrs.get("reason")
         self.counts[_state(trial)] += 1
@@ -323,7 +323,7 @@ class StudyRecorder:
                 self.leaderboard.add(trial.number, trial.values)
 
     def _replay_repeats(self) -> None:
-        for key, value in self.study.remembered().items():
+        for key, value in self.study.optuna.user_attrs.items():
             if key.startswith("repeat:"):
                 _, number, seed = key.split(":")
                 self.leaderboard.repeats.setdefault(int(number), {})[int(seed)] = value
@@ -353,7 +353,7 @@ def trials_in(study: optuna.Study, sweep_config: SweepConfig) -> list[TrialChang
                 t=trial.datetime_complete.timestamp() if trial.datetime_complete else 0.0,
                 number=trial.number,
                 state=_state(trial),
-                params=space.meant(trial.params),
+                params=space.decode(trial.params),
                 value=trial.value if complete and len(sweep_config.metrics) == 1 else None,
                 values=trial.values if complete else [],
                 seconds=trial.user_attrs.get("seconds"),

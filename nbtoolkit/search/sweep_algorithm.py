@@ -76,7 +76,7 @@ class SweepAlgorithm:
         self._live: dict[str, RunningTrial] = {}
         """Trials with jobs that run or wait, by folder."""
         self._reevaluation = TopKReevaluation(study_recorder, seed)
-        self._added = int(study_recorder.study.remembered().get("added", 0))
+        self._added = int(study_recorder.study.optuna.user_attrs.get("added", 0))
         grid = self._sweep_config.study.sampler == "grid"
         self._points = len(self._sweep_config.make_space().grid()) if grid else None
         # With a fixed number of trials, the next session runs the missing ones first.
@@ -395,7 +395,7 @@ class SweepAlgorithm:
                 self._stopped = True
             case SearchCommand(op="add_trials", n=int(count)):
                 self._added += count
-                self._study_recorder.study.remember("added", self._added)
+                self._study_recorder.study.optuna.set_user_attr("added", self._added)
             case SearchCommand(op="stop_trial", n=int(number)):
                 self._stop_trial(number)
 

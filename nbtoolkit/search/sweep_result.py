@@ -204,7 +204,7 @@ def read_sweep_config(folder: Path) -> SweepConfig:
 class Table(Protocol):
     """A SweepTable or FoldTable."""
 
-    def take(self, event: Event) -> None:
+    def update(self, event: Event) -> None:
         """Receive one event."""
 
     def summary(self) -> str:
@@ -239,7 +239,7 @@ class TableLines:
 
     def event(self, event: Event) -> None:
         """Print what an event says."""
-        self.table.take(event)
+        self.table.update(event)
         if event.t < self._since:
             return
         if isinstance(event, NoteAdded):

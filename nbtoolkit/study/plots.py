@@ -1,8 +1,8 @@
 """Plot a study's history, importances, and the value by each parameter.
 
-Matplotlib figures out of the study's trials alone: they work on a sweep that goes on, and on any
-Optuna study. More of them are in Optuna (``optuna.visualization.matplotlib``) and in
-optuna-dashboard, which opens the sweep's ``study.jsonl`` as it is.
+The Matplotlib figures need only the study's trials: they work on a running sweep and on any Optuna
+study. Optuna has more of them (``optuna.visualization.matplotlib``), and so has optuna-dashboard,
+which opens the sweep's ``study.jsonl`` directly.
 """
 
 from __future__ import annotations
@@ -22,36 +22,11 @@ if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import FrozenTrial
 
-
-# --- labels ---
-# Names as they stand in a plot or a table's head: in one line, short, and no formulas.
-
-
-def shortened(text: str, length: int) -> str:
-    """A text in one line of at most ``length`` characters; what is left out is its middle.
-
-    Names of runs and settings often differ at their ends.
-    """
-    line = "".join(" " if unicodedata.category(one)[0] == "C" else one for one in text)
-    if len(line) <= length:
-        return line
-    end = (length - 1) // 2
-    return f"{line[: length - 1 - end]}…{line[-end:]}"
-
-
-def plain(text: str, length: int = 28) -> str:
-    """A name for a plot, where two dollar signs would enclose a formula."""
-    return shortened(text, length).replace("$", r"\$")
-
-
-# --- plots ---
-
-
 COLOURS = ("#2a7fc9", "#d55e00", "#009e73", "#8a63d2", "#a07800", "#c44e9b", "#0f8f9f", "#b5651d")
-"""Of lines and bars: each has a contrast of 3 and more to white, #111111 and #1e1e1e, as
-https://www.w3.org/TR/WCAG21/#non-text-contrast wants it of graphics."""
+"""Of lines and bars. Each has a contrast of at least 3 to white, #111111 and #1e1e1e, as
+https://www.w3.org/TR/WCAG21/#non-text-contrast requires of graphics."""
 
-# Dark grey on nothing: a light page shows it as it is, a dark one puts a white card behind it.
+# Grey on transparent: a light page shows it as it is, a dark one puts a white card behind it.
 STYLE: dict[Any, Any] = {
     **{f"{part}.color": "#777" for part in ("text", "xtick", "ytick")},
     **{"axes.edgecolor": "#777", "axes.labelcolor": "#777", "axes.facecolor": "none"},
@@ -59,30 +34,47 @@ STYLE: dict[Any, Any] = {
     "axes.prop_cycle": f"cycler(color={list(COLOURS)})",
 }
 
-_CHOICE, _CHOICES = 20, 24  # letters of one choice; of all that stand side by side below a panel
+_MAX_CHOICE, _MAX_CHOICES = 20, 24  # characters of one choice; of all choices side by side
 _LINE = 64  # characters of a line below a panel
-_WIDTH, _HEIGHT, _IN_A_ROW = 3.4, 3.0, 4  # inches of a panel; panels side by side
+_WIDTH, _HEIGHT, _PER_ROW = 3.4, 3.0, 4  # inches of a panel; panels per row
+
+
+def shortened(text: str, length: int) -> str:
+    """The text in one line of at most ``length`` characters, without its middle if it is longer.
+
+    Names of runs and settings often differ at their ends.
+    """
+    line = "".join(" " if unicodedata.category(char)[0] == "C" else char for char in text)
+    if len(line) <= length:
+        return line
+    end = (length - 1) // 2
+    return f"{line[: length - 1 - end]}…{line[-end:]}"
+
+
+def plain(text: str, length: int = 28) -> str:
+    """A name for a plot, in which two dollar signs would enclose a formula."""
+    return shortened(text, length).replace("$", r"\$")
 
 
 def plot_history(study: Study, *, metric: str = "value", objective: int = 0) -> Figure:
-    """Each trial's value by its number, with the best so far; pruned ones by their last report.
+    """Plot each trial's value by its number, the best so far, and pruned trials by last report.
 
     Args:
         study: the study.
-        metric: what the value is called.
-        objective: which of several objectives.
+        metric: the name of the value.
+        objective: index of the objective.
 
     Returns:
-        A figure that no other plot draws into; a cell shows it when it is its last value.
+        A new figure; a cell shows it if it is the cell's last value.
 
     Raises:
-        SweepError: no trial has ended well yet.
+        SweepError: no trial is complete yet.
         MissingExtra: Matplotlib is not installed.
     """
-    trials = _complete(study, 1)
+    trials = _complete(study)
     values = [trial.values[objective] for trial in trials]
     best = _best_so_far(trials, objective, study.directions[objective].name)
-    pruned = _pruned(study) if objective == 0 else []  # what they reported is the first one's
+    pruned = _pruned(study) if objective == 0 else []  # they report the first objective
     figure, [panel] = _panels(1, width=2)
     panel.plot([trial.number for trial in trials], values, "o", markersize=4, label="complete")
     if pruned:
@@ -90,23 +82,23 @@ def plot_history(study: Study, *, metric: str = "value", objective: int = 0) -> 
     panel.step([number for number, _ in best], [v for _, v in best], where="post", label="best")
     panel.set(xlabel="trial", ylabel=plain(metric))
     panel.locator_params(axis="x", integer=True)
-    # beside the panel, where it lies over no trial
+    # beside the panel, where it covers no trial
     panel.legend(frameon=False, labelcolor="#777", loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
 def plot_importances(study: Study, *, metric: str = "value", objective: int = 0) -> Figure:
-    """How much of the value's variance each parameter explains, with ranges and what is doubtful.
+    """Plot how much of the value's variance each parameter explains, with ranges and notes.
 
-    See :func:`nbtoolkit.study.importance.importance` for how they are computed.
+    See :func:`nbtoolkit.study.importance.importance` for the method.
 
     Args:
         study: the study.
-        metric: what the value is called.
-        objective: which of several objectives.
+        metric: the name of the value.
+        objective: index of the objective.
 
     Returns:
-        A figure that no other plot draws into.
+        A new figure.
 
     Raises:
         SweepError: fewer than ten trials are complete, or all have the same value.
@@ -114,16 +106,16 @@ def plot_importances(study: Study, *, metric: str = "value", objective: int = 0)
     """
     maximize = study.directions[objective].name == "MAXIMIZE"
     trials = study.get_trials(deepcopy=False)
-    found = importance(trials, maximize=maximize, objective=objective)
-    shares = found.shares[::-1]  # the largest is on top
+    result = importance(trials, maximize=maximize, objective=objective)
+    shares = result.shares[::-1]  # the largest is on top
     figure, [panel] = _panels(1, width=2)
-    values = [one.value for one in shares]
-    below = [one.value - one.low for one in shares]
-    above = [one.high - one.value for one in shares]
+    values = [share.value for share in shares]
+    below = [share.value - share.low for share in shares]
+    above = [share.high - share.value for share in shares]
     panel.barh(range(len(shares)), values, xerr=[below, above], ecolor="#777", capsize=3)
-    panel.set_yticks(range(len(shares)), [f"{plain(one.name)}  {one.text}" for one in shares])
+    panel.set_yticks(range(len(shares)), [f"{plain(share.name)}  {share.text}" for share in shares])
     # two dollar signs would enclose a formula
-    notes = [fill(note.replace("$", r"\$"), _LINE) for note in found.notes()]
+    notes = [fill(note.replace("$", r"\$"), _LINE) for note in result.notes()]
     panel.set_xlabel("\n".join([f"importance for {plain(metric)}", *notes]))
     return figure
 
@@ -135,31 +127,31 @@ def plot_slices(
     metric: str = "value",
     objective: int = 0,
 ) -> Figure:
-    """The value by each parameter, a panel each: first trials are grey, the last ones orange.
+    """Plot the value by each parameter in a panel: the first trials grey, the last ones orange.
 
-    A panel is as wide as the space.
+    A panel is as wide as the parameter's range.
 
     Args:
         study: the study.
-        params: which parameters; None: all of them.
-        metric: what the value is called.
-        objective: which of several objectives.
+        params: the parameters; None: all of them.
+        metric: the name of the value.
+        objective: index of the objective.
 
     Returns:
-        A figure that no other plot draws into.
+        A new figure.
 
     Raises:
-        SweepError: no trial has ended well yet, or a parameter is unknown.
+        SweepError: no trial is complete yet, or a parameter is unknown.
         MissingExtra: Matplotlib is not installed.
     """
-    trials = _complete(study, 1)
+    trials = _complete(study)
     known = list(dict.fromkeys(name for trial in trials for name in trial.params))
     names = list(params) if params is not None else known
     if unknown := [name for name in names if name not in known]:
         raise SweepError(
             f"no trial has a parameter {', '.join(map(repr, unknown))}",
             allowed=", ".join(known),
-            do="choose some of these, or leave params out",
+            do="choose some of these, or omit params",
         )
     figure, panels = _panels(len(names))
     for name, panel in zip(names, panels, strict=True):
@@ -170,14 +162,16 @@ def plot_slices(
 
 def _slice(panel: Axes, name: str, trials: Sequence[FrozenTrial], objective: int) -> None:
     from matplotlib.colors import LinearSegmentedColormap
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    distribution: Any = trials[-1].distributions[name]
-    values: list[Any] = [trial.params[name] for trial in trials]
-    if hasattr(distribution, "choices"):
-        values = [plain(str(value), _CHOICE) for value in values]
+    distribution = trials[-1].distributions[name]
+    is_choice = isinstance(distribution, CategoricalDistribution)
+    values = [trial.params[name] for trial in trials]
+    if is_choice:
+        values = [plain(str(value), _MAX_CHOICE) for value in values]
     elif getattr(distribution, "log", False):
         panel.set_xscale("log")
-        panel.xaxis.set_minor_formatter("")  # over two decades and less its labels overlap
+        panel.xaxis.set_minor_formatter("")  # over two decades or less its labels overlap
     panel.scatter(
         values,
         [trial.values[objective] for trial in trials],
@@ -188,32 +182,36 @@ def _slice(panel: Axes, name: str, trials: Sequence[FrozenTrial], objective: int
         s=20,
         clip_on=False,
     )
-    if hasattr(distribution, "low") and distribution.low < distribution.high:
-        panel.set_xlim(distribution.low, distribution.high)  # what was searched, found or not
+    if isinstance(distribution, (FloatDistribution, IntDistribution)) and not distribution.single():
+        panel.set_xlim(distribution.low, distribution.high)  # the whole range
     panel.margins(x=0.1)
     panel.set_xlabel(plain(name))
-    if hasattr(distribution, "choices") and len("".join(set(values))) > _CHOICES:
+    if is_choice and len("".join(set(values))) > _MAX_CHOICES:
         panel.tick_params(axis="x", rotation=30)
         for label in panel.get_xticklabels():
             label.set_horizontalalignment("right")
 
 
-def _complete(study: Study, least: int) -> list[FrozenTrial]:
-    """The trials that have a value, by number."""
+def _complete(study: Study) -> list[FrozenTrial]:
+    """The trials that have a value, by number.
+
+    Raises:
+        SweepError: there are none.
+    """
     from optuna.trial import TrialState
 
     trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    if len(trials) < least:
+    if not trials:
         raise SweepError(
-            f"{len(trials)} trials of the study {study.study_name!r} have ended well",
-            allowed=f"at least {least} for this plot",
-            do="wait for more trials, or look at .trials for how they ended",
+            f"0 trials of the study {study.study_name!r} are complete",
+            allowed="at least 1 for this plot",
+            do="wait for more trials, or see in .trials how they ended",
         )
     return trials
 
 
 def _pruned(study: Study) -> list[tuple[int, float]]:
-    """Number and last report of the trials that were ended early."""
+    """Number and last report of the pruned trials."""
     from optuna.trial import TrialState
 
     trials = study.get_trials(deepcopy=False, states=(TrialState.PRUNED,))
@@ -224,7 +222,7 @@ def _pruned(study: Study) -> list[tuple[int, float]]:
 def _best_so_far(
     trials: Sequence[FrozenTrial], objective: int, direction: str
 ) -> list[tuple[int, float]]:
-    """Number and value of the best trial at every trial; those that keep a constraint count."""
+    """Number of each feasible trial, and the best value up to it."""
     choose = max if direction == "MAXIMIZE" else min
     feasible = [trial for trial in trials if _feasible(trial)]
     values = accumulate((trial.values[objective] for trial in feasible), choose)
@@ -232,17 +230,19 @@ def _best_so_far(
 
 
 def _feasible(trial: FrozenTrial) -> bool:
-    """Whether every constraint is at most 0; Optuna keeps them as one list, or (5) by name."""
-    kept = [v for key, v in trial.system_attrs.items() if key.partition(":")[0] == "constraints"]
-    values = [one for value in kept for one in (value if isinstance(value, list) else [value])]
-    return all(value <= 0 for value in values)
+    """Whether every constraint is at most 0. Optuna 4 stores them as one list, 5 by name."""
+    excess: list[float] = []
+    for key, value in trial.system_attrs.items():
+        if key.partition(":")[0] == "constraints":
+            excess += value if isinstance(value, list) else [value]
+    return all(value <= 0 for value in excess)
 
 
 def _panels(count: int, width: int = 1) -> tuple[Figure, list[Axes]]:
     """A figure with ``count`` panels.
 
-    It is taken from pyplot, which makes notebooks show figures, and given back at once: else a cell
-    would show it twice, and a kernel would keep every figure it ever drew.
+    pyplot makes it, so that notebooks show it, and closes it at once: otherwise a cell would show
+    it twice, and the kernel would keep all figures.
     """
     try:
         from matplotlib import pyplot
@@ -250,7 +250,7 @@ def _panels(count: int, width: int = 1) -> tuple[Figure, list[Axes]]:
         raise MissingExtra(
             f"Matplotlib cannot be imported: {error}", do="pip install matplotlib"
         ) from error
-    across = min(count, _IN_A_ROW) or 1
+    across = min(count, _PER_ROW) or 1
     down = -(-count // across) or 1
     size = (_WIDTH * width * across, _HEIGHT * down)
     with pyplot.rc_context(STYLE):

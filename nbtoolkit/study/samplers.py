@@ -1,11 +1,11 @@
-"""Build Optuna's samplers and pruners; samplers are seeded by (seed, trial number).
+"""Build Optuna's samplers and pruners; every trial has a sampler seeded by (seed, trial number).
 
-A sampler is made anew for each trial, so that a resumed sweep draws what it would have drawn, and
-nothing twice. Random, qmc and grid searches are pure functions of the trial's number: the same
-trials on any number of slots. (Optuna's own QMC and grid count the trials that have ended, and
-sample the first ones of a parallel study apart: optuna/samplers/_qmc.py.)
+With a new sampler for each trial, a resumed sweep draws what it would have drawn, and nothing
+twice. Random, qmc and grid searches are pure functions of the trial's number: the same trials on
+any number of slots. (Optuna's own QMC and grid samplers count the trials that have ended, and treat
+the first trials of a parallel study differently: optuna/samplers/_qmc.py.)
 
-Imports Optuna: load it late.
+This module imports Optuna: import it late.
 """
 
 from __future__ import annotations
@@ -14,34 +14,32 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import numpy as np
 import optuna
 from optuna.pruners import BasePruner
-from optuna.samplers import BaseSampler
+from optuna.samplers import BaseSampler, PartialFixedSampler, RandomSampler
 
 from nbtoolkit.errors import MissingExtra, SpaceError
-from nbtoolkit.study.parameter import stored
 
 if TYPE_CHECKING:
-    from optuna.distributions import BaseDistribution
-    from optuna.study import Study
-    from optuna.trial import FrozenTrial, TrialState
+    from optuna.trial import FrozenTrial
 
+    from nbtoolkit.study.parameter import Params
     from nbtoolkit.study.space import Space
     from nbtoolkit.study.sweep_config import SweepConfig
 
+_Made = TypeVar("_Made", BasePruner, BaseSampler)
 
-# --- limits ---
-# Constraints on metrics that are not themselves made best.
-
+# --- constraints ---
 
 OUT_OF_MEMORY = "out_of_memory"
-"""The limit that a trial breaks when a device's memory does not suffice."""
+"""The limit that a trial breaks if it needs more memory than a device has."""
 
 
 class Limit(NamedTuple):
-    """One side of a constraint."""
+    """One side of a constraint on a metric that is not itself an objective."""
 
     metric: str
     side: str
@@ -49,16 +47,16 @@ class Limit(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is called in the study."""
+        """Its name in the study."""
         return f"{self.metric}_{self.side}"
 
     def excess(self, value: float) -> float:
-        """By how much a value breaks it; 0 or less: it is kept."""
+        """By how much a value exceeds it; 0 or less if it does not."""
         return value - self.bound if self.side == "max" else self.bound - value
 
 
 def limits_of(sweep_config: SweepConfig) -> list[Limit]:
-    """The limits that are wished for."""
+    """The limits in the sweep's constraints."""
     return [
         Limit(metric, side, float(bound))
         for metric, sides in sweep_config.constraints.items()
@@ -67,20 +65,18 @@ def limits_of(sweep_config: SweepConfig) -> list[Limit]:
 
 
 def broken(limits: list[Limit], metrics: Mapping[str, float]) -> str | None:
-    """Which limits these metrics break, as a sentence; None: none."""
+    """A sentence on the limits that these metrics exceed; None: there are none."""
     texts = [
-        f"{one.metric} is {metrics[one.metric]:g}, {one.side} {one.bound:g}"
-        for one in limits
-        if one.excess(metrics[one.metric]) > 0
+        f"{limit.metric} is {metrics[limit.metric]:g}, {limit.side} {limit.bound:g}"
+        for limit in limits
+        if limit.excess(metrics[limit.metric]) > 0
     ]
     return "; ".join(texts) or None
 
 
 # --- pruners ---
-# What ends hopeless trials early. Imports Optuna: load it late.
 
-
-_PRUNERS: dict[str, Callable[..., BasePruner]] = {
+_PRUNERS: dict[str, type[BasePruner]] = {
     "median": optuna.pruners.MedianPruner,
     "percentile": optuna.pruners.PercentilePruner,
     "successive_halving": optuna.pruners.SuccessiveHalvingPruner,
@@ -92,168 +88,93 @@ _PRUNERS: dict[str, Callable[..., BasePruner]] = {
 
 
 def make_pruner(sweep_config: SweepConfig) -> BasePruner:
-    """The pruner that is wished for.
+    """Make the sweep's pruner.
 
-    ``patient`` waits ``patience`` reports (5) without a better one, then asks the median.
+    ``patient`` waits for ``patience`` reports (5) without an improvement, then asks the median.
 
     Raises:
-        SpaceError: the pruner does not know one of its options, or does not take its value.
+        SpaceError: the pruner does not accept one of the options.
     """
-    options: dict[str, Any] = sweep_config.study.pruner_options.to_dict()
+    options: dict[str, object] = sweep_config.study.pruner_options.to_dict()
     if sweep_config.pruner == "patient":
         options = {"wrapped_pruner": optuna.pruners.MedianPruner(), "patience": 5, **options}
+    return _make(_PRUNERS[sweep_config.pruner], options, "study.pruner_options")
+
+
+def _make(kind: Callable[..., _Made], options: Mapping[str, object], setting: str) -> _Made:
+    """Make a pruner or a sampler from the options in a setting."""
     try:
-        with warnings.catch_warnings():  # Optuna calls two of them experimental
+        with warnings.catch_warnings():  # Optuna calls several classes and options experimental
             warnings.simplefilter("ignore")
-            return _PRUNERS[sweep_config.pruner](**options)
+            return kind(**options)
     except (TypeError, ValueError) as error:
-        cls = getattr(_PRUNERS[sweep_config.pruner], "__name__", sweep_config.pruner)
-        allowed = f"the arguments of Optuna's {cls}"
-        raise SpaceError(f"study.pruner_options: {error}", allowed=allowed) from error
+        allowed = f"the arguments of Optuna's {getattr(kind, '__name__', kind)}"
+        raise SpaceError(f"{setting}: {error}", allowed=allowed) from error
 
 
 # --- samplers ---
 
-
 BY_NUMBER = ("random", "qmc", "grid")
 """Samplers for which a trial's number alone decides its parameters."""
 
-
-class Seeded(BaseSampler):
-    """Hands every trial to a sampler made for its number.
-
-    Args:
-        make: number -> sampler.
-    """
-
-    def __init__(self, make: Callable[[int], BaseSampler]) -> None:
-        self._make = make
-        self._number = -1
-        self._sampler: BaseSampler | None = None
-
-    def _of(self, trial: FrozenTrial) -> BaseSampler:
-        sampler = self._sampler
-        if sampler is None or self._number != trial.number:
-            sampler = self._make(trial.number)
-            self._number, self._sampler = trial.number, sampler
-        return sampler
-
-    def infer_relative_search_space(
-        self, study: Study, trial: FrozenTrial
-    ) -> dict[str, BaseDistribution]:
-        """As the trial's sampler does."""
-        return self._of(trial).infer_relative_search_space(study, trial)
-
-    def sample_relative(
-        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        """As the trial's sampler does."""
-        return self._of(trial).sample_relative(study, trial, search_space)
-
-    def sample_independent(
-        self,
-        study: Study,
-        trial: FrozenTrial,
-        param_name: str,
-        param_distribution: BaseDistribution,
-    ) -> Any:
-        """As the trial's sampler does."""
-        return self._of(trial).sample_independent(study, trial, param_name, param_distribution)
-
-    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        """As the trial's sampler does."""
-        self._of(trial).before_trial(study, trial)
-
-    def after_trial(
-        self,
-        study: Study,
-        trial: FrozenTrial,
-        state: TrialState,
-        values: Sequence[float] | None,
-    ) -> None:
-        """As the trial's sampler does."""
-        self._of(trial).after_trial(study, trial, state, values)
-
-
-class Listed(BaseSampler):
-    """Gives every trial the point that was computed for it.
-
-    Args:
-        point: the parameters, those whose condition holds.
-        space: what is searched.
-    """
-
-    def __init__(self, point: Mapping[str, Any], space: Space) -> None:
-        self._point, self._space = point, space
-
-    def infer_relative_search_space(
-        self, study: Study, trial: FrozenTrial
-    ) -> dict[str, BaseDistribution]:
-        """The searched parameters of the point."""
-        return {
-            name: one for name, one in self._space.distributions().items() if name in self._point
-        }
-
-    def sample_relative(
-        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        """The point."""
-        return {name: stored(self._point[name]) for name in search_space}
-
-    def sample_independent(
-        self,
-        study: Study,
-        trial: FrozenTrial,
-        param_name: str,
-        param_distribution: BaseDistribution,
-    ) -> Any:
-        """A parameter that a condition hides at this point, and a first trial's own does not."""
-        return optuna.samplers.RandomSampler(seed=trial.number).sample_independent(
-            study, trial, param_name, param_distribution
-        )
+_SAMPLERS: dict[str, type[BaseSampler]] = {
+    "tpe": optuna.samplers.TPESampler,
+    "gp": optuna.samplers.GPSampler,
+    "cmaes": optuna.samplers.CmaEsSampler,
+}
+# group: parameters that exist together are sampled together, which conditions need. constant_liar
+# keeps trials that run at the same time apart.
+_DEFAULTS: dict[str, dict[str, bool]] = {
+    "tpe": {"multivariate": True, "group": True, "constant_liar": True},
+    "gp": {"warn_independent_sampling": False},
+    "cmaes": {"warn_independent_sampling": False},
+}
+# Trials that Optuna's samplers draw at random before they learn; each counts those in the study.
+_STARTUP = {"tpe": 10, "gp": 10, "cmaes": 1}
 
 
 def make_sampler(
     sweep_config: SweepConfig, space: Space, number: int, offset: int = 0
 ) -> BaseSampler:
-    """The sampler of one trial.
+    """Make the sampler of one trial.
 
     Args:
         sweep_config: name, options and seed.
         space: what is searched.
         number: the trial's.
-        offset: how many trials before were not drawn: first trials, a warm start's.
+        offset: the number of trials before that were not drawn: first trials and a warm start's.
 
     Raises:
-        SpaceError: the sampler does not know one of its options.
+        SpaceError: the sampler does not accept one of the options.
         MissingExtra: it needs a package that is not installed.
     """
-    name, seed = sweep_config.study.sampler, sweep_config.study.seed
+    name, options = sweep_config.study.sampler, sweep_config.study.sampler_options.to_dict()
+    setting = "study.sampler_options"
     if name in BY_NUMBER:
-        return Listed(_point(name, sweep_config, space, max(number - offset, 0)), space)
-    mixed = _mixed(seed, number)
-    defaults = {**_known(name), **sweep_config.study.sampler_options.to_dict(), "seed": mixed}
-    if name != "cmaes":
-        defaults.update(_constraints_before_5(sweep_config))
-    return _made(name, _SAMPLERS[name], defaults)
+        point = space.encode(_point(sweep_config, space, max(number - offset, 0)))
+        # The base sampler draws what a condition hides at this point: a first trial may need it.
+        fixed = {"fixed_params": point, "base_sampler": RandomSampler(seed=number)}
+        return _make(PartialFixedSampler, fixed, setting)
+    accepted = inspect.signature(_SAMPLERS[name]).parameters
+    defaults = {key: value for key, value in _DEFAULTS[name].items() if key in accepted}
+    # A seed for each (seed, number), far from its neighbours'.
+    seed = np.random.SeedSequence([sweep_config.study.seed, number]).generate_state(1)[0]
+    options = {**defaults, **options, "seed": int(seed)}
+    if name != "cmaes" and not hasattr(optuna.trial.Trial, "set_constraint"):
+        # Optuna 4 asks the sampler for constraints; 5 stores them with the trial.
+        limits = [*(limit.name for limit in limits_of(sweep_config)), OUT_OF_MEMORY]
+        if sweep_config.constraints:
+            options["constraints_func"] = lambda trial: _excess(trial, limits)
+    try:
+        return _make(_SAMPLERS[name], options, setting)
+    except ImportError as error:
+        package = "cmaes" if name == "cmaes" else "scipy"
+        raise MissingExtra(f"the {name} sampler: {error}", do=f"pip install {package}") from error
 
 
-_SAMPLERS: dict[str, Callable[..., BaseSampler]] = {
-    "tpe": optuna.samplers.TPESampler,
-    "gp": optuna.samplers.GPSampler,
-    "cmaes": optuna.samplers.CmaEsSampler,
-}
-# Groups: parameters that exist together are sampled together, which conditions need. The liar keeps
-# trials that run at the same time apart.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "tpe": {"multivariate": True, "group": True, "constant_liar": True},
-    "gp": {"warn_independent_sampling": False},
-    "cmaes": {"warn_independent_sampling": False},
-}
-
-
-# Trials that Optuna's samplers draw at random before they learn; each counts those that are there.
-_STARTUP = {"tpe": 10, "gp": 10, "cmaes": 1}
+def _excess(trial: FrozenTrial, limits: Sequence[str]) -> list[float]:
+    exceeded = trial.user_attrs.get("constraints", {})
+    return [float(exceeded.get(name, 0.0)) for name in limits]
 
 
 def learns_from(sweep_config: SweepConfig) -> float:
@@ -264,66 +185,21 @@ def learns_from(sweep_config: SweepConfig) -> float:
     return int(sweep_config.study.sampler_options.get("n_startup_trials", _STARTUP[name]))
 
 
-def _known(name: str) -> dict[str, Any]:
-    """Our defaults, those that this Optuna has."""
-    takes = inspect.signature(_SAMPLERS[name]).parameters
-    return {key: value for key, value in _DEFAULTS[name].items() if key in takes}
-
-
-def _made(name: str, cls: Callable[..., BaseSampler], options: dict[str, Any]) -> BaseSampler:
-    try:
-        with warnings.catch_warnings():  # Optuna calls several of its options experimental
-            warnings.simplefilter("ignore")
-            return cls(**options)
-    except TypeError as error:
-        allowed = "the arguments of Optuna's " + getattr(cls, "__name__", name)
-        raise SpaceError(f"study.sampler_options: {error}", allowed=allowed) from error
-    except ImportError as error:
-        package = "cmaes" if name == "cmaes" else "scipy"
-        raise MissingExtra(f"the {name} sampler: {error}", do=f"pip install {package}") from error
-
-
-def _point(name: str, sweep_config: SweepConfig, space: Space, index: int) -> dict[str, Any]:
-    if name == "grid":
+def _point(sweep_config: SweepConfig, space: Space, index: int) -> Params:
+    """The parameters of a trial that its number alone decides."""
+    study, size = sweep_config.study, len(space.searched)
+    if study.sampler == "grid":
         points = space.grid()
         return points[index % len(points)]
-    return space.at(_shares(name, sweep_config, len(space.searched), index))
-
-
-def _shares(name: str, sweep_config: SweepConfig, size: int, index: int) -> list[float]:
-    """Where in the unit cube a trial lies."""
-    import numpy as np
-
-    if name == "random":
-        return [
-            float(x) for x in np.random.default_rng([sweep_config.study.seed, index]).random(size)
-        ]
+    if study.sampler == "random":
+        return space.at(np.random.default_rng([study.seed, index]).random(size).tolist())
     from scipy.stats import qmc
 
-    kind = sweep_config.study.sampler_options.get("qmc_type", "sobol")
-    engine = {"sobol": qmc.Sobol, "halton": qmc.Halton}[kind]
-    scramble = sweep_config.study.sampler_options.get("scramble", True)
-    sequence = engine(size, scramble=scramble, seed=sweep_config.study.seed)
+    engine = {"sobol": qmc.Sobol, "halton": qmc.Halton}[
+        study.sampler_options.get("qmc_type", "sobol")
+    ]
+    scramble = study.sampler_options.get("scramble", True)
+    sequence = engine(size, scramble=scramble, seed=study.seed)
     if index:
         sequence.fast_forward(index)
-    return [min(float(x), 1 - 2**-53) for x in sequence.random(1)[0]]
-
-
-def _mixed(seed: int, number: int) -> int:
-    """A seed for each (seed, number), far from its neighbours' (numpy's SeedSequence)."""
-    import numpy as np
-
-    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
-
-
-def _constraints_before_5(sweep_config: SweepConfig) -> dict[str, Any]:
-    """Optuna 4 asks the sampler for constraints; 5 keeps them with the trial."""
-    if not sweep_config.constraints or hasattr(optuna.trial.Trial, "set_constraint"):
-        return {}
-    return {"constraints_func": lambda trial: _excess(sweep_config, trial)}
-
-
-def _excess(sweep_config: SweepConfig, trial: FrozenTrial) -> list[float]:
-    exceeded = trial.user_attrs.get("constraints", {})
-    names = [*(limit.name for limit in limits_of(sweep_config)), OUT_OF_MEMORY]
-    return [float(exceeded.get(name, 0.0)) for name in names]
+    return space.at([min(float(share), 1 - 2**-53) for share in sequence.random(1)[0]])

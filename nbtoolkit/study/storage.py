@@ -1,7 +1,7 @@
-"""Store a sweep's study in a file, Optuna's journal, one line of JSON for each change.
+"""Store the study of a sweep in Optuna's journal, a file with one line of JSON per change.
 
-A sweep's study has one writer, its scheduler; anybody may read the file meanwhile, also from a
-folder that cannot be written. Imports Optuna: load it late.
+The study has one writer, the sweep's scheduler. Others may read the file meanwhile, also in a
+folder that is read-only. This module imports Optuna: import it late.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
-from typing import Any
 
 import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
@@ -22,9 +21,9 @@ _SQLITE = b"SQLite format 3\0"
 
 
 class FileLock(JournalFileOpenLock):
-    """The lock of a journal: ``flock`` on the file itself.
+    """Locks a journal with ``flock`` on the file itself.
 
-    Optuna's own locks are files that a killed process leaves behind; the next one waits for 30 s.
+    Optuna's own locks are files: a killed process leaves its lock, and the next one waits for 30 s.
     """
 
     def __init__(self, file: Path) -> None:
@@ -32,56 +31,54 @@ class FileLock(JournalFileOpenLock):
         self._fd = -1
 
     def acquire(self) -> bool:
-        """Wait until nobody else writes."""
+        """Wait for the lock."""
         self._fd = os.open(self._file, os.O_RDWR | os.O_CLOEXEC)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         return True
 
     def release(self) -> None:
-        """Let others write."""
+        """Release the lock."""
         os.close(self._fd)
 
 
 class ReadOnlyBackend(JournalFileBackend):
-    """A journal that is only read."""
+    """Reads a journal, and refuses to write."""
 
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Refuse a change.
+    def append_logs(self, logs: list[dict[str, object]]) -> None:
+        """Refuse to write.
 
         Raises:
             SweepError: always.
         """
         raise SweepError(
-            "the study of a sweep was opened for reading, and was asked to change",
-            allowed="its trials, parameters and values",
+            "the study of a sweep cannot be changed: it was opened for reading",
+            allowed="reading its trials, parameters and values",
             do="copy it with optuna.copy_study, and change the copy",
         )
 
 
 def open_journal(file: Path) -> JournalStorage:
-    """Open a study's file for writing, or make it; the caller holds the sweep's lock.
+    """Open a journal for writing, or create it; the caller holds the sweep's lock.
 
-    Args:
-        file: the journal. A last line that a killed session left unfinished is taken off: Optuna
-            passes over it only as long as nothing follows.
+    It removes a last line that a killed session left unfinished: Optuna skips such a line only as
+    long as nothing follows it.
     """
     if file.exists():
         with file.open("rb+") as opened:
-            content = opened.read()
-            opened.truncate(content.rfind(b"\n") + 1)
+            opened.truncate(opened.read().rfind(b"\n") + 1)
     return JournalStorage(JournalFileBackend(str(file), FileLock(file)))
 
 
 def read_study(file: Path) -> optuna.Study:
-    """The only study in a file: a journal, or the SQLite file of version 0.1.
+    """Open the only study in a file for reading: a journal, or an SQLite file of version 0.1.
 
     Raises:
-        SweepError: there is none, it holds several, or it cannot be read.
+        SweepError: there is no study or more than one, or the file cannot be read.
     """
     try:
         storage = _storage(file)
         names = optuna.get_all_study_names(storage)
-    except Exception as error:  # a damaged journal raises what its lines make of it
+    except Exception as error:  # a damaged journal may raise anything
         raise SweepError(
             f"the study {file.name} cannot be read: {type(error).__name__}: {error}",
             allowed="the file that a sweep writes",
@@ -95,7 +92,7 @@ def read_study(file: Path) -> optuna.Study:
 
 
 def _storage(file: Path) -> BaseStorage:
-    with file.open("rb") as opened:  # both would make a file that is not there
+    with file.open("rb") as opened:  # both storages would create a missing file
         if opened.read(len(_SQLITE)) != _SQLITE:
             return JournalStorage(ReadOnlyBackend(str(file)))
     from sqlalchemy.pool import NullPool

@@ -1,7 +1,7 @@
-"""Open Optuna's study of a sweep for its one writer, warm-started where wished.
+"""Open the Optuna study of a sweep for its one writer, the scheduler.
 
-Trials that were running when a session died are taken up again: the same number, parameters and
-folder, hence the same checkpoint. Imports Optuna: load it late.
+Trials that were running when a session died resume with the same number, parameters and folder,
+hence from the same checkpoint. This module imports Optuna: import it late.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import optuna
 from optuna.storages import JournalStorage
@@ -17,131 +17,65 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from nbtoolkit.errors import SweepError
 from nbtoolkit.run.paths import reading
-from nbtoolkit.study.samplers import Seeded, make_pruner, make_sampler
+from nbtoolkit.study.samplers import make_pruner, make_sampler
 from nbtoolkit.study.storage import FILE, open_journal, read_study
 
 if TYPE_CHECKING:
+    from nbtoolkit.study.parameter import Params
     from nbtoolkit.study.space import Space
     from nbtoolkit.study.sweep_config import SweepConfig
-
-
-# --- warm start ---
-# Warm start: complete trials of another study, for the sampler to learn from.
-
-
-def import_trials(study: optuna.Study, sweep_config: SweepConfig, space: Space) -> int:
-    """Add another study's complete trials to a new one.
-
-    Trials whose parameters the space cannot take are left out. The others keep their values, and
-    are marked by the user attribute ``warm_start``.
-
-    Returns:
-        How many were added.
-
-    Raises:
-        SweepError: there is no such study, it is another objective's, or none of its trials fits.
-    """
-    source = str(sweep_config.warm_start)
-    other = _load(source)
-    if other.directions != study.directions:
-        raise SweepError(
-            f"warm_start: the study {source} has other directions",
-            allowed=f"a study that would {', '.join(sweep_config.directions)}",
-        )
-    complete = other.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    fitting = [trial for trial in complete if _fits(trial, space)]
-    if not fitting:
-        raise SweepError(
-            f"warm_start: none of the {len(complete)} complete trials in {source} fits the space",
-            allowed=f"trials with values of {', '.join(space.searched)}",
-            do="take warm_start out, or widen the space",
-        )
-    study.add_trials([_imported(trial, space, source) for trial in fitting])
-    return len(fitting)
-
-
-def _load(source: str) -> optuna.Study:
-    path = Path(source).expanduser()
-    files = [path / FILE, path / "study.db"] if path.is_dir() else [path]  # the second: of 0.1
-    file = next(filter(Path.is_file, files), None)
-    if file is None:
-        raise SweepError(
-            f"warm_start: there is no study {source}",
-            allowed="a sweep's folder, or a study's file: Optuna's journal, or SQLite",
-        )
-    return read_study(file)
-
-
-def _fits(trial: FrozenTrial, space: Space) -> bool:
-    """Whether the space could have drawn these parameters, and all of them."""
-    distributions = space.distributions()
-    if set(trial.params) - set(distributions):
-        return False
-    try:
-        meant = space.meant(trial.params)
-        inside = [distributions[name].to_internal_repr(one) for name, one in trial.params.items()]
-    except (KeyError, ValueError, TypeError):
-        return False  # one is missing, or of another kind
-    ranged = zip(trial.params, inside, strict=True)
-    return set(trial.params) <= set(meant) and all(
-        distributions[name]._contains(one) for name, one in ranged
-    )
-
-
-def _imported(trial: FrozenTrial, space: Space, source: str) -> FrozenTrial:
-    distributions = space.distributions()
-    return create_trial(
-        state=TrialState.COMPLETE,
-        params=trial.params,
-        distributions={name: distributions[name] for name in trial.params},
-        values=trial.values,
-        user_attrs={"warm_start": source, "number": trial.number},
-    )
-
-
-# --- study ---
-
 
 _IDENTITY, _PREPARED, IMPORTED = "identity", "prepared", "imported"
 
 
 class SearchStudy:
-    """An open study: asks and tells, for one program. Made by :func:`open_study`."""
+    """An open study. Made by :func:`open_study`."""
 
-    def __init__(self, study: optuna.Study, storage: JournalStorage, space: Space) -> None:
-        self.optuna, self._storage, self._space = study, storage, space
+    def __init__(
+        self, study: optuna.Study, storage: JournalStorage, sweep_config: SweepConfig, space: Space
+    ) -> None:
+        self.optuna = study
+        self._storage = storage
+        self._sweep_config = sweep_config
+        self._space = space
+        # first trials and a warm start's, which no sampler draws
+        self._not_drawn = self.imported + len(sweep_config.first_trials)
         self._trials: dict[int, Trial] = {}
         self._steps: dict[int, set[int]] = {}
 
     @property
     def imported(self) -> int:
-        """How many trials came from a warm start; they are the first, and do not count."""
+        """The number of trials from a warm start. They are the first ones, and do not count."""
         return int(self.optuna.user_attrs.get(IMPORTED, 0))
 
     def trials(self) -> list[FrozenTrial]:
-        """This sweep's own trials by number, those that wait too. They must not be changed."""
+        """This sweep's own trials by number, with those that wait. They must not be changed."""
         return self.optuna.get_trials(deepcopy=False)[self.imported :]
 
-    def ask(self) -> tuple[int, dict[str, Any]]:
-        """Begin a trial: its number, and its parameters as the study holds them."""
-        return self._with_params(self.optuna.ask())
+    def ask(self) -> tuple[int, Params]:
+        """Begin a trial; returns its number, and its parameters as the study holds them."""
+        trials = self.optuna.get_trials(deepcopy=False)
+        waiting = (trial.number for trial in trials if trial.state == TrialState.WAITING)
+        self._set_sampler(next(waiting, len(trials)))
+        return self._suggest(self.optuna.ask())
 
-    def resume(self, number: int) -> tuple[int, dict[str, Any]]:
-        """Go on with a trial that was running when its session died."""
+    def resume(self, number: int) -> tuple[int, Params]:
+        """Continue a trial that was running when its session died."""
         trial_id = self._id_of(number)
-        begun = self._with_params(Trial(self.optuna, trial_id))
+        self._set_sampler(number)
+        number, params = self._suggest(Trial(self.optuna, trial_id))
         self._steps[number] = set(self._storage.get_trial(trial_id).intermediate_values)
-        return begun
+        return number, params
 
     def reports(self, number: int) -> dict[int, float]:
         """What a running trial has reported, by step."""
         return dict(self._storage.get_trial(self._id_of(number)).intermediate_values)
 
     def report(self, number: int, value: float, step: int | None) -> tuple[int, bool]:
-        """Store what a running trial reports; a step that it reported before counts once.
+        """Store a report of a running trial; a repeated step is ignored.
 
         Returns:
-            The step (the next one where there was none), and whether the pruner ends the trial.
+            The step (by default the next one), and whether the pruner ends the trial.
         """
         trial, steps = self._trials[number], self._steps[number]
         at = max(steps, default=-1) + 1 if step is None else step
@@ -151,54 +85,50 @@ class SearchStudy:
         return at, trial.should_prune()
 
     def tell(
-        self, number: int, state: TrialState, values: Sequence[float], notes: Mapping[str, Any]
+        self, number: int, state: TrialState, values: Sequence[float], attrs: Mapping[str, object]
     ) -> None:
         """End a trial.
 
         Args:
             number: the trial's.
             state: ``COMPLETE``, ``PRUNED`` or ``FAIL``.
-            values: one for each metric, of a complete one.
-            notes: become the trial's user attributes.
+            values: one for each metric, of a complete trial.
+            attrs: user attributes to store with it.
         """
         trial = self._trials.pop(number)
         self._steps.pop(number)
-        for key, value in notes.items():
+        for key, value in attrs.items():
             trial.set_user_attr(key, value)
         complete = state == TrialState.COMPLETE
         self.optuna.tell(trial, list(values) if complete else None, state=state)
 
-    def constrain(self, number: int, amounts: Mapping[str, float]) -> None:
-        """Store by how much limits are exceeded (0 or less: kept)."""
+    def constrain(self, number: int, excess: Mapping[str, float]) -> None:
+        """Store by how much a trial exceeds each limit (0 or less if it does not)."""
         trial = self._trials[number]
-        trial.set_user_attr("constraints", dict(amounts))
+        trial.set_user_attr("constraints", dict(excess))
         if hasattr(trial, "set_constraint"):  # Optuna 5
-            for name, amount in amounts.items():
+            for name, amount in excess.items():
                 trial.set_constraint(name, amount)
 
-    def note(self, number: int, key: str, value: Any) -> None:
+    def set_user_attr(self, number: int, key: str, value: object) -> None:
         """Store a user attribute of a running trial."""
         self._trials[number].set_user_attr(key, value)
 
-    def notes(self, number: int) -> dict[str, Any]:
+    def user_attrs(self, number: int) -> Params:
         """The user attributes of a trial."""
         return dict(self._storage.get_trial(self._id_of(number)).user_attrs)
 
-    def remember(self, key: str, value: Any) -> None:
-        """Store a user attribute of the study."""
-        self.optuna.set_user_attr(key, value)
+    def _set_sampler(self, number: int) -> None:
+        """Give the trial that begins next a sampler of its own."""
+        self.optuna.sampler = make_sampler(self._sweep_config, self._space, number, self._not_drawn)
 
-    def remembered(self) -> dict[str, Any]:
-        """The user attributes of the study."""
-        return dict(self.optuna.user_attrs)
-
-    def _with_params(self, trial: Trial) -> tuple[int, dict[str, Any]]:
+    def _suggest(self, trial: Trial) -> tuple[int, Params]:
         self._space.suggest(trial)
         number = trial.number
         self._trials[number], self._steps[number] = trial, set()
-        # Read back, so that what is trained with is what is stored.
+        # Read back, so that the trial trains with exactly what is stored.
         frozen = self._storage.get_trial(self._id_of(number))
-        return number, self._space.meant(frozen.params)
+        return number, self._space.decode(frozen.params)
 
     @functools.cached_property
     def _id(self) -> int:
@@ -209,65 +139,137 @@ class SearchStudy:
 
 
 def open_study(
-    file: Path, sweep_config: SweepConfig, space: Space, identity: Mapping[str, Any]
+    file: Path, sweep_config: SweepConfig, space: Space, identity: Mapping[str, object]
 ) -> SearchStudy:
-    """Open a sweep's study, or make it.
+    """Open a sweep's study, or create it.
 
     Args:
         file: its journal; the folder exists.
         sweep_config: objective, sampler, pruner, first trials, warm start.
         space: what is searched.
-        identity: what must be the same whenever the study is gone on with, as plain values.
+        identity: what must be the same whenever the study is resumed, as plain values.
 
     Raises:
-        SweepError: the study in the file was made with another space, objective or folds.
+        SweepError: the study in the file has another space, objective or folds.
         RunFileError: the file is damaged.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     name = sweep_config.study.name
     with reading(file):
         storage = open_journal(file)
-        known = {one.study_name: one for one in optuna.get_all_study_summaries(storage=storage)}
-    if name in known and not known[name].user_attrs.get(_PREPARED):
+        summaries = optuna.get_all_study_summaries(storage=storage)
+    existing = next((summary for summary in summaries if summary.study_name == name), None)
+    if existing is not None and not existing.user_attrs.get(_PREPARED):
         optuna.delete_study(study_name=name, storage=storage)  # cut off before its first trial
-        known.pop(name)
-    if name in known:
-        study = optuna.load_study(study_name=name, storage=storage)
-        _refuse_another(study, identity, file)
+        existing = None
+    if existing is not None:
+        _refuse_another(existing.user_attrs.get(_IDENTITY, {}), identity, file)
     else:
-        directions = list(sweep_config.directions)
-        study = optuna.create_study(study_name=name, storage=storage, directions=directions)
-        _prepare(study, sweep_config, space, identity)
-    drawn_from = int(study.user_attrs[IMPORTED]) + len(sweep_config.first_trials)
-    sampler = Seeded(lambda number: make_sampler(sweep_config, space, number, drawn_from))
-    study = optuna.load_study(
-        study_name=name, storage=storage, sampler=sampler, pruner=make_pruner(sweep_config)
-    )
-    return SearchStudy(study, storage, space)
+        _create(storage, sweep_config, space, identity)
+    study = optuna.load_study(study_name=name, storage=storage, pruner=make_pruner(sweep_config))
+    return SearchStudy(study, storage, sweep_config, space)
 
 
-def _prepare(
-    study: optuna.Study, sweep_config: SweepConfig, space: Space, identity: Mapping[str, Any]
+def _create(
+    storage: JournalStorage,
+    sweep_config: SweepConfig,
+    space: Space,
+    identity: Mapping[str, object],
 ) -> None:
-    """Write what comes before the first trial; the last line says that all of it is there."""
+    """Create the study with all that precedes the first trial; ``_PREPARED`` marks it complete."""
+    study = optuna.create_study(
+        study_name=sweep_config.study.name,
+        storage=storage,
+        directions=list(sweep_config.directions),
+    )
     imported = import_trials(study, sweep_config, space) if sweep_config.warm_start else 0
     study.set_user_attr(IMPORTED, imported)
     for point in sweep_config.first_trials:
-        study.enqueue_trial(space.stored(point))
+        study.enqueue_trial(space.encode(point))
     study.set_user_attr(_IDENTITY, dict(identity))
     study.set_user_attr(_PREPARED, True)
 
 
-def _refuse_another(study: optuna.Study, identity: Mapping[str, Any], file: Path) -> None:
-    was = study.user_attrs.get(_IDENTITY, {})
+def _refuse_another(
+    stored: Mapping[str, object], identity: Mapping[str, object], file: Path
+) -> None:
     lines = [
-        f"\n    {name}: was {was.get(name)!r}, is {identity.get(name)!r}"
-        for name in dict.fromkeys([*was, *identity])
-        if was.get(name) != identity.get(name)
+        f"\n    {name}: was {stored.get(name)!r}, is {identity.get(name)!r}"
+        for name in dict.fromkeys([*stored, *identity])
+        if stored.get(name) != identity.get(name)
     ]
     if lines:
         raise SweepError(
             f"the study in {file} was made for another search:{''.join(lines)}",
-            allowed="a study is gone on with as it was made (its budget and placement may change)",
-            do='set them back, or begin anew with resume="never"',
+            allowed="the same space, objective and folds (budget and placement may change)",
+            do='restore them, or start again with resume="never"',
         )
+
+
+# --- warm start ---
+
+
+def import_trials(study: optuna.Study, sweep_config: SweepConfig, space: Space) -> int:
+    """Add another study's complete trials to a new one, for the sampler to learn from.
+
+    Trials with parameters outside the space are left out. The others keep their values, and
+    have the user attribute ``warm_start``.
+
+    Returns:
+        The number of trials added.
+
+    Raises:
+        SweepError: there is no such study, it has other directions, or none of its trials fits.
+    """
+    source = str(sweep_config.warm_start)
+    other = _load(source)
+    if other.directions != study.directions:
+        raise SweepError(
+            f"warm_start: the study {source} has other directions",
+            allowed=f"a study with these: {', '.join(sweep_config.directions)}",
+        )
+    complete = other.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    fitting = [trial for trial in complete if _fits(trial, space)]
+    if not fitting:
+        raise SweepError(
+            f"warm_start: none of the {len(complete)} complete trials in {source} fits the space",
+            allowed=f"trials with values of {', '.join(space.searched)}",
+            do="remove warm_start, or widen the space",
+        )
+    distributions = space.distributions()
+    for trial in fitting:
+        imported = create_trial(
+            params=trial.params,
+            distributions={name: distributions[name] for name in trial.params},
+            values=trial.values,
+            user_attrs={"warm_start": source, "number": trial.number},
+        )
+        study.add_trial(imported)
+    return len(fitting)
+
+
+def _load(source: str) -> optuna.Study:
+    path = Path(source).expanduser()
+    # study.db: of version 0.1
+    files = [path / FILE, path / "study.db"] if path.is_dir() else [path]
+    file = next(filter(Path.is_file, files), None)
+    if file is None:
+        raise SweepError(
+            f"warm_start: there is no study {source}",
+            allowed="a sweep's folder, or the file of a study: Optuna's journal, or SQLite",
+        )
+    return read_study(file)
+
+
+def _fits(trial: FrozenTrial, space: Space) -> bool:
+    """Whether the space could have drawn exactly these parameters."""
+    distributions = space.distributions()
+    try:
+        if set(trial.params) - set(space.decode(trial.params)):
+            return False
+        return all(
+            distributions[name]._contains(distributions[name].to_internal_repr(value))
+            for name, value in trial.params.items()
+        )
+    except (KeyError, ValueError, TypeError):
+        return False  # a parameter is unknown or missing, or its value of another kind

@@ -1,52 +1,95 @@
-"""Summarise a sweep from its events (the best, what runs, what ended last)."""
+"""Summarise a sweep from its events, as a table of its best, running and last ended trials."""
 
 from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbtoolkit.run import events
-from nbtoolkit.run.events import TrialChanged
+from nbtoolkit.run.events import Event, TrialChanged
 from nbtoolkit.text_table import html_columns, text_columns
 
 if TYPE_CHECKING:
+    from nbtoolkit.study.parameter import Params
     from nbtoolkit.study.sweep_config import SweepConfig
 
-
-# --- trial ---
-
-
 ENDED = ("complete", "pruned", "failed", "infeasible")
-"""States of a trial that has ended; the others are running and waiting (to run again)."""
+"""States of a trial that has ended. The others are running and waiting (to run again)."""
+
+LAST = 5
+"""Trials that ended last, shown below the best and the running ones."""
+
+_MAX_BEST, _MAX_RUNNING, _MAX_PARAMS = 10, 16, 8  # rows and columns
+_MAX_TEXT = 40  # characters of one value
+_WAITING_PRUNERS = ("median", "percentile", "patient")
+
+
+class EventTable(ABC):
+    """A table made from events, for a cell (HTML) or as text."""
+
+    @abstractmethod
+    def update(self, event: Event) -> None:
+        """Process one event; those of other types change nothing."""
+
+    @abstractmethod
+    def summary(self, now: float | None = None) -> str:
+        """The progress in one line; ``now``: unix seconds."""
+
+    @abstractmethod
+    def line(self, event: Event) -> str | None:
+        """A line of text on a trial or fold that ended; None for every other event."""
+
+    @abstractmethod
+    def _columns(self, now: float | None) -> tuple[list[str], list[list[str]]]:
+        """The header and the rows."""
+
+    def read(self, events: Iterable[Event]) -> None:
+        """Process new events, in their order."""
+        for event in events:
+            self.update(event)
+
+    def text(self, now: float | None = None) -> str:
+        """Summary and table as lines of text."""
+        header, rows = self._columns(now)
+        return self.summary(now) + ("\n" + text_columns(header, rows) if rows else "")
+
+    def html(self, now: float | None = None) -> str:
+        """Summary and table for a cell; all values escaped."""
+        header, rows = self._columns(now)
+        return f"<p>{escape(self.summary(now))}</p>" + (html_columns(header, rows) if rows else "")
+
+
+# --- trials ---
 
 
 @dataclass(eq=False)
 class Trial:
-    """What is known of a trial.
+    """The state of a trial.
 
     Attributes:
         number: its number in the study.
         state: one of :data:`ENDED`, ``"running"`` or ``"waiting"``.
         params: its parameters by dotted name.
-        values: its objectives' values; empty as long as it has none.
+        values: its objectives' values; empty until it has them.
         seconds: how long it took; None: it has not ended.
         reason: why it failed or was pruned.
         began: unix seconds of its start.
         step: the step of its last report (with folds: the fold's number).
-        latest: what it reported then.
+        latest: the value of that report.
         folds: the state of each of its folds.
     """
 
     number: int
     state: str = "waiting"
-    params: dict[str, Any] = field(default_factory=dict)
+    params: Params = field(default_factory=dict)
     values: tuple[float, ...] = ()
     seconds: float | None = None
     reason: str | None = None
@@ -60,82 +103,69 @@ class Trial:
         """Whether it has ended."""
         return self.state in ENDED
 
-    def take(self, event: TrialChanged) -> None:
-        """Take an event of this trial."""
+    def update(self, event: TrialChanged) -> None:
+        """Process an event of this trial."""
         if event.state == "running" and self.state != "running":
             self.began, self.step, self.latest = event.t, None, None
             self.folds.clear()
         self.state = event.state
         self.params = event.params or self.params
-        self.values = tuple(event.values or [one for one in [event.value] if one is not None])
+        self.values = tuple(event.values or ([] if event.value is None else [event.value]))
         self.seconds = event.seconds
         self.reason = event.reason
 
 
-# --- best ---
-# The best trials of a sweep so far: one, or a front when there are several objectives.
+class BestTrials:
+    """The best ones of the complete trials.
 
-
-class Best:
-    """The best trials among those that ended well.
-
-    With one objective it is the trial last marked as best: the study's owner knows of constraints
-    and of repeated runs. With several it is the Pareto front: trials that no other one beats in
-    everything.
+    With one objective it is the trial that an event last marked as the best: the scheduler knows of
+    constraints and repeated runs. With several it is the Pareto front: trials that no other trial
+    beats in every objective.
 
     Args:
         directions: ``"minimize"`` or ``"maximize"`` for each objective.
     """
 
     def __init__(self, directions: Sequence[str]) -> None:
-        self._signs = tuple(-1.0 if direction == "maximize" else 1.0 for direction in directions)
+        self._signs = [-1.0 if direction == "maximize" else 1.0 for direction in directions]
         self.trials: list[Trial] = []
-        """The best; with one objective, one or none."""
+        """The best trials; with one objective, one or none."""
 
-    def take(self, trial: Trial, marked: bool) -> None:
-        """Look at a trial that has a new state; ``marked``: its event called it the best."""
+    def update(self, trial: Trial, marked: bool) -> None:
+        """Process a trial's new state; ``marked``: its event called it the best."""
         if len(self._signs) == 1:
             self.trials = [trial] if marked else self.trials
             return
-        others = [one for one in self.trials if one is not trial]
-        if not _whole(trial, len(self._signs)) or any(self._beats(one, trial) for one in others):
+        others = [other for other in self.trials if other is not trial]
+        complete = trial.state == "complete" and len(trial.values) == len(self._signs)
+        if not complete or any(self._beats(other, trial) for other in others):
             self.trials = others
         else:
-            self.trials = [one for one in others if not self._beats(trial, one)] + [trial]
+            self.trials = [other for other in others if not self._beats(trial, other)] + [trial]
 
-    def _beats(self, one: Trial, other: Trial) -> bool:
-        """At least as good in everything, and better in something."""
-        mine, theirs = self._costs(one), self._costs(other)
-        return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
+    def _beats(self, trial: Trial, other: Trial) -> bool:
+        """Whether a trial is at least as good in everything, and better in something."""
+        costs, other_costs = self._costs(trial), self._costs(other)
+        no_worse = all(a <= b for a, b in zip(costs, other_costs, strict=True))
+        return costs != other_costs and no_worse
 
     def _costs(self, trial: Trial) -> list[float]:
         return [sign * value for sign, value in zip(self._signs, trial.values, strict=True)]
 
 
-def _whole(trial: Trial, objectives: int) -> bool:
-    return trial.state == "complete" and len(trial.values) == objectives
+# --- table ---
 
 
-LAST = 5
-"""Trials that ended last, below the best and those that run."""
-
-_BEST, _RUNNING, _PARAMS = 10, 16, 8  # rows and columns beyond these make no one wiser
-_TEXT = 40  # characters of one value
-_WAITING = ("median", "percentile", "patient")
-
-
-class SweepTable:
-    """A sweep as a table, for a cell (HTML) or as text.
-
-    Hand it the sweep's events in their order, as often as there are new ones.
+class SweepTable(EventTable):
+    """A sweep as a table, made from its events.
 
     Args:
         name: the study's name.
         metrics: the objectives' names.
         directions: ``"minimize"`` or ``"maximize"`` for each of them.
-        n_trials: how many trials the sweep is to have; None: as many as the time allows.
-        deadline: unix seconds at which it ends at the latest; None: there is no limit.
-        unpruned: complete trials before which the pruner ends none; None: there is no pruner.
+        n_trials: the number of trials planned; None: as many as the time allows.
+        deadline: unix seconds at which the sweep ends at the latest; None: no limit.
+        unpruned: complete trials before the pruner ends any; None: there is no pruner.
     """
 
     def __init__(
@@ -148,15 +178,18 @@ class SweepTable:
         deadline: float | None = None,
         unpruned: int | None = None,
     ) -> None:
-        self.name, self.metrics = name, tuple(metrics)
+        self.name = name
+        self.metrics = tuple(metrics)
         self.directions = tuple(directions)
-        self.n_trials, self.deadline, self._unpruned = n_trials, deadline, unpruned
+        self.n_trials = n_trials
+        self.deadline = deadline
+        self._unpruned = unpruned
         self.paused = False
         """Whether it starts nothing more until it is resumed."""
         self.trials: dict[int, Trial] = {}
         self.status = "running"
         """How the sweep ended, once it has."""
-        self._best = Best(directions)
+        self._best = BestTrials(directions)
         self._ended: list[Trial] = []  # in the order in which they ended
         self._running: dict[int, Trial] = {}
         self._counts: Counter[str] = Counter()
@@ -165,8 +198,9 @@ class SweepTable:
     def of(cls, sweep_config: SweepConfig, *, deadline: float | None = None) -> SweepTable:
         """The table of a sweep of this configuration, before its first event."""
         options = sweep_config.study.pruner_options
-        # Optuna's median and percentile wait for so many trials, the others for none.
-        waits = options.get("n_startup_trials", 5) if sweep_config.pruner in _WAITING else 0
+        # Optuna's median and percentile pruners wait for this many trials, the others for none.
+        startup = options.get("n_startup_trials", 5)
+        waits = startup if sweep_config.pruner in _WAITING_PRUNERS else 0
         return cls(
             name=sweep_config.study.name,
             metrics=sweep_config.metrics,
@@ -176,21 +210,16 @@ class SweepTable:
             unpruned=None if sweep_config.pruner == "none" else waits,
         )
 
-    def read(self, events: Iterable[events.Event]) -> None:
-        """Take new events."""
-        for event in events:
-            self.take(event)
-
-    def take(self, event: events.Event) -> None:
-        """Take one event; those of other kinds change nothing."""
+    def update(self, event: Event) -> None:
+        """Process one event; those of other types change nothing."""
         match event:
             case events.RunStarted():
                 self.paused = False
-                self._rest("running")
+                self._set_status("running")
             case events.RunEnded():
-                self._rest(event.status)
+                self._set_status(event.status)
             case events.TrialChanged():
-                self._trial(event)
+                self._update_trial(event)
             case events.IntermediateReported():
                 if trial := self.trials.get(event.number):
                     trial.step, trial.latest = event.step, event.value
@@ -204,159 +233,150 @@ class SweepTable:
 
     @property
     def best(self) -> list[Trial]:
-        """The best trial, or those on the front of several objectives; none yet: empty."""
+        """The best trial, or the Pareto front of several objectives; empty if there is none."""
         return self._best.trials
 
     @property
     def running(self) -> list[Trial]:
-        """What runs now, by number."""
-        return sorted(self._running.values(), key=lambda trial: trial.number)
+        """The trials that run, by number."""
+        return [trial for _, trial in sorted(self._running.items())]
 
     @property
     def waiting(self) -> list[Trial]:
-        """What ran when the sweep ended, or is to be run again, by number."""
+        """The trials that ran when the sweep ended, or that run again, by number."""
         if not self._counts["waiting"]:
             return []
-        return [one for _, one in sorted(self.trials.items()) if one.state == "waiting"]
+        return [trial for _, trial in sorted(self.trials.items()) if trial.state == "waiting"]
 
     def last(self, count: int = LAST) -> list[Trial]:
-        """The trials that ended last, the last one first."""
+        """The trials that ended last, the latest first."""
         return self._ended[: -count - 1 : -1]
 
     def count(self, state: str) -> int:
-        """How many trials are in a state."""
+        """The number of trials in a state."""
         return self._counts[state]
 
     def ends_at(self, now: float) -> float | None:
-        """When the sweep is going to end: what is left, at the pace so far, or its deadline.
+        """Estimate when the sweep ends: the rest at the pace so far, at the latest its deadline.
 
-        A trial that the pruner may end is expected to last as those that it could end so far. To
-        these, one that is pruned at once and one that is not are added: the median rule ends
-        about every second trial, and the first ones, which it spares, do not show it.
+        A trial that the pruner may end is expected to last as long as those that it could end so
+        far. One that is pruned at once and one that is not are added to these, because the median
+        rule ends about every second trial, and the first ones, which it spares, do not show it.
 
         Args:
             now: unix seconds.
 
         Returns:
-            Unix seconds; None: nothing ended yet, nothing runs, it is paused, or there is no end
-            in sight.
+            Unix seconds; None: nothing has ended yet, nothing runs, the sweep is paused, or it
+            has no limit.
         """
         if self.paused:
             return None
         if not self._ended or not self._running or self.n_trials is None:
             return self.deadline
-        complete = [one for one in self._ended if one.state == "complete"]
-        whole = _mean_seconds(complete or self._ended)
+        complete = [trial for trial in self._ended if trial.state == "complete"]
+        mean = _mean_seconds(complete or self._ended)
         to_start = max(self.n_trials - len(self._ended) - len(self._running), 0)
-        since, first, added = 0.0, 0, []
-        reports = any(one.step is not None for one in self.trials.values())  # else none is pruned
-        if self._unpruned is not None and reports:
-            added = [0.0, whole]
-            first = max(self._unpruned - len(complete) - len(self._running), 0)
-            waited = complete[: self._unpruned]
+        # Trials that began from `since` on are those that the pruner could end.
+        since, spared, added = 0.0, 0, []
+        reports = any(trial.step is not None for trial in self.trials.values())
+        if self._unpruned is not None and reports:  # without reports it ends none
+            added = [0.0, mean]
+            spared = min(max(self._unpruned - len(complete) - len(self._running), 0), to_start)
+            first_complete = complete[: self._unpruned]
             if len(complete) < self._unpruned:
                 since = math.inf
-            elif waited:
-                since = waited[-1].began + (waited[-1].seconds or 0.0)
-        lasted = [one.seconds or 0.0 for one in self._ended if one.began >= since]
-        lasted = sorted([*lasted, *added])
-        ages = sorted(now - one.began for one in self._running.values() if one.began >= since)
-        first = min(first, to_start)
-        left = first * whole + (to_start - first) * _expected(lasted, ages, 0.0)
-        for one in self._running.values():
-            left += _expected(lasted, ages, now - one.began)
+            elif first_complete:
+                since = first_complete[-1].began + (first_complete[-1].seconds or 0.0)
+        durations = [trial.seconds or 0.0 for trial in self._ended if trial.began >= since]
+        durations = sorted([*durations, *added])
+        ages = sorted(now - trial.began for trial in self._running.values() if trial.began >= since)
+        left = spared * mean + (to_start - spared) * _expected_rest(durations, ages, 0.0)
+        for trial in self._running.values():
+            left += _expected_rest(durations, ages, now - trial.began)
         end = now + left / len(self._running)
         return end if self.deadline is None else min(end, self.deadline)
 
     def summary(self, now: float | None = None) -> str:
-        """One line: how many of how many, the best value, and when it is going to end."""
-        parts = [self._progress(), self._states(), *map(self._sentence, self.best[:1])]
+        """One line: number of trials, their states, the best value, and the estimated end."""
+        of = f" of {self.n_trials}" if self.n_trials is not None else ""
+        states = [state for state in (*ENDED, "running", "waiting") if self.count(state)]
+        parts = [
+            f"{len(self._ended)}{of} trials",
+            ", ".join(f"{self.count(state)} {state}" for state in states),
+        ]
         if len(self.best) > 1:
-            parts[-1] = f"{len(self.best)} trials on the front"
+            parts.append(f"{len(self.best)} trials on the front")
+        elif self.best:
+            best = self.best[0]
+            parts.append(f"best {', '.join(self._values(best))} (trial {best.number})")
         if self.status != "running" or self.paused:
             parts.append("paused" if self.status == "running" else self.status)
         elif end := self.ends_at(time.time() if now is None else now):
             parts.append(f"ends about {time.strftime('%H:%M', time.localtime(end))}")
         return f"{self.name}: " + "; ".join(part for part in parts if part)
 
-    def text(self, now: float | None = None) -> str:
-        """Summary and table as lines of text."""
-        header, rows = self._columns(time.time() if now is None else now)
-        return self.summary(now) + ("\n" + text_columns(header, rows) if rows else "")
-
-    def html(self, now: float | None = None) -> str:
-        """Summary and table for a cell; all values escaped."""
-        header, rows = self._columns(time.time() if now is None else now)
-        return f"<p>{escape(self.summary(now))}</p>" + (html_columns(header, rows) if rows else "")
-
-    def line(self, event: events.Event) -> str | None:
-        """An event as a line of text: a trial that ended; None for every other event."""
-        if not isinstance(event, events.TrialChanged) or event.state not in ENDED:
+    def line(self, event: Event) -> str | None:
+        """A line of text on a trial that ended; None for every other event."""
+        if not isinstance(event, TrialChanged) or event.state not in ENDED:
             return None
         trial = self.trials[event.number]
-        values = [f"{name} {short(v)}" for name, v in zip(self.metrics, trial.values, strict=False)]
-        mark = ["(best)"] if trial in self.best else []
-        params = [f"{name}={short(value)}" for name, value in trial.params.items()]
-        took = [f"{trial.seconds:.1f} s"] if trial.seconds is not None else []
-        words = [f"trial {trial.number}", trial.state, *values, *mark, *params, *took]
-        return "  ".join(words + ([trial.reason] if trial.reason else []))
+        parts = [f"trial {trial.number}", trial.state, *self._values(trial)]
+        parts += ["(best)"] if trial in self.best else []
+        parts += [f"{name}={short(value)}" for name, value in trial.params.items()]
+        parts += [f"{trial.seconds:.1f} s"] if trial.seconds is not None else []
+        parts += [trial.reason] if trial.reason else []
+        return "  ".join(parts)
+
+    def _values(self, trial: Trial) -> list[str]:
+        """The names and values of a trial's objectives."""
+        pairs = zip(self.metrics, trial.values, strict=False)
+        return [f"{name} {short(value)}" for name, value in pairs]
 
     # --- events ---
 
-    def _rest(self, status: str) -> None:
-        """An attempt begins or ends: what ran before does not run any more."""
+    def _set_status(self, status: str) -> None:
+        """Begin or end an attempt: the trials that ran before wait now."""
         self.status = status
         for trial in self.running:
-            self._leave(trial)
+            self._remove(trial)
             trial.state = "waiting"
-            self._enter(trial)
+            self._add(trial)
 
-    def _trial(self, event: events.TrialChanged) -> None:
+    def _update_trial(self, event: TrialChanged) -> None:
         if event.number in self.trials:
-            self._leave(self.trials[event.number])
+            self._remove(self.trials[event.number])
         trial = self.trials.setdefault(event.number, Trial(event.number))
-        trial.take(event)
-        self._enter(trial)
-        self._best.take(trial, event.best)
+        trial.update(event)
+        self._add(trial)
+        self._best.update(trial, event.best)
 
-    def _leave(self, trial: Trial) -> None:
-        """Undo :meth:`_enter`, before the trial's state changes."""
+    def _remove(self, trial: Trial) -> None:
+        """Undo :meth:`_add`, before the trial's state changes."""
         self._counts[trial.state] -= 1
         self._running.pop(trial.number, None)
         if trial.ended:
             self._ended.remove(trial)
 
-    def _enter(self, trial: Trial) -> None:
+    def _add(self, trial: Trial) -> None:
         self._counts[trial.state] += 1
         if trial.state == "running":
             self._running[trial.number] = trial
         elif trial.ended:
             self._ended.append(trial)
 
-    # --- words ---
+    # --- rows ---
 
-    def _progress(self) -> str:
-        of = f" of {self.n_trials}" if self.n_trials is not None else ""
-        return f"{len(self._ended)}{of} trials"
-
-    def _states(self) -> str:
-        states = (*ENDED, "running", "waiting")
-        return ", ".join(f"{self.count(one)} {one}" for one in states if self.count(one))
-
-    def _sentence(self, trial: Trial) -> str:
-        values = zip(self.metrics, trial.values, strict=False)
-        named = ", ".join(f"{name} {short(value)}" for name, value in values)
-        return f"best {named} (trial {trial.number})"
-
-    def _columns(self, now: float) -> tuple[list[str], list[list[str]]]:
-        shown = [*self.best[:_BEST], *self.running[:_RUNNING], *self.last()]
+    def _columns(self, now: float | None) -> tuple[list[str], list[list[str]]]:
+        now = time.time() if now is None else now
+        shown = [*self.best[:_MAX_BEST], *self.running[:_MAX_RUNNING], *self.last()]
         shown = list({trial.number: trial for trial in shown}.values())
-        names = list(dict.fromkeys(name for trial in shown for name in trial.params))[:_PARAMS]
+        names = list(dict.fromkeys(name for trial in shown for name in trial.params))[:_MAX_PARAMS]
         header = ["", "trial", "state", *self.metrics, "seconds", *names]
         return header, [self._row(trial, names, now) for trial in shown]
 
     def _row(self, trial: Trial, names: Sequence[str], now: float) -> list[str]:
-        values = [short(value) for value in trial.values] or [_under_way(trial)]
+        values = [short(value) for value in trial.values] or [_progress(trial)]
         values += [""] * (len(self.metrics) - len(values))
         running = max(now - trial.began, 0.0) if trial.state == "running" else None
         seconds = trial.seconds if running is None else running
@@ -370,37 +390,38 @@ class SweepTable:
         ]
 
 
-def short(value: Any) -> str:
-    """A value as a person reads it: four digits of a number, the beginning of a long text."""
+def short(value: object) -> str:
+    """A value as short text: four digits of a number, the beginning of a long text."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= _TEXT else text[: _TEXT - 3] + "..."
+    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
 
 
 def _mean_seconds(trials: Sequence[Trial]) -> float:
-    return sum(one.seconds or 0.0 for one in trials) / len(trials)
+    return sum(trial.seconds or 0.0 for trial in trials) / len(trials)
 
 
-def _expected(lasted: list[float], ages: list[float], age: float) -> float:
-    """Seconds that a trial of some age goes on: the area below Kaplan and Meier's curve.
+def _expected_rest(durations: list[float], ages: list[float], age: float) -> float:
+    """Expected seconds that a trial of some age still takes: the area under the survival curve.
 
-    The mean of those that have ended is too short, as the short ones end first: trials that run
-    count as long as they did (https://doi.org/10.1080/01621459.1958.10501452).
+    The curve is Kaplan and Meier's (https://doi.org/10.1080/01621459.1958.10501452). The mean of
+    the ended trials is too short, because short trials end first: trials that run count as long as
+    they have lasted.
 
     Args:
-        lasted: of those that have ended, sorted.
-        ages: of those that run, sorted.
+        durations: seconds of the ended trials, sorted.
+        ages: seconds of the running trials so far, sorted.
         age: seconds.
     """
-    left, alive, before = 0.0, 1.0, age
-    for at, ended in groupby(lasted[bisect_left(lasted, age) :]):
-        left, before = left + alive * (at - before), at
-        beyond = len(lasted) - bisect_left(lasted, at) + len(ages) - bisect_left(ages, at)
-        alive *= 1 - len([*ended]) / beyond
-    return left
+    rest, alive, before = 0.0, 1.0, age
+    for at, ended in groupby(durations[bisect_left(durations, age) :]):
+        rest, before = rest + alive * (at - before), at
+        at_risk = len(durations) - bisect_left(durations, at) + len(ages) - bisect_left(ages, at)
+        alive *= 1 - len([*ended]) / at_risk
+    return rest
 
 
-def _under_way(trial: Trial) -> str:
-    """What a trial without a value has said so far."""
+def _progress(trial: Trial) -> str:
+    """What a trial without a value has reported so far."""
     if trial.latest is not None:
         return f"{short(trial.latest)} (step {trial.step})"
     done = sum(state == "complete" for state in trial.folds.values())

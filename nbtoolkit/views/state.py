@@ -132,7 +132,7 @@ class State:
         # Gone on with: how it ended is put aside before the diary says anything of the new attempt.
         self._again = self._owned and self.ended is not None and not self.paths.ended()
         if self.table is not None and self.status == "cut off":  # nobody was left to say so
-            self.table.take(events.RunEnded(status="cut off"))
+            self.table.update(events.RunEnded(status="cut off"))
 
     @property
     def status(self) -> str:
@@ -221,7 +221,7 @@ class State:
 
     def _take(self, event: events.Event) -> None:
         if self.table is not None:
-            self.table.take(event)
+            self.table.update(event)
         match event:
             case events.RunStarted():
                 self._begins(event)

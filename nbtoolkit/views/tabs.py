@@ -167,7 +167,7 @@ def _trials(state: State) -> list[FrozenTrial]:
     known = space.distributions()
     found = [create_trial(state=TrialState.PRUNED)] * state.table.count("pruned")
     for number, value in sorted(state.values.items()):
-        params = space.stored(state.table.trials[number].params)
+        params = space.encode(state.table.trials[number].params)
         kinds = {name: known[name] for name in params}
         found.append(create_trial(params=params, distributions=kinds, value=value))
     return found

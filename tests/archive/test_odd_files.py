@@ -214,7 +214,7 @@ def test_many_names_of_one_reason_are_counted(outputs: Path, many: int) -> None:
     for number in range(many):
         (outputs / f"{number:02}.txt").write_text("x")
     left_out, _ = packed(outputs)
-    assert "49.txt and 10 more (in no run folder)" in left_out
+    assert "49.txt and 10 more (not in a run folder)" in left_out
 
 
 @pytest.mark.timeout(120)

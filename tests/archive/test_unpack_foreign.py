@@ -181,7 +181,7 @@ def test_a_header_of_another_form_is_refused(
     genuine: Path, tmp_path: Path, header: dict[str, Any], told: str
 ) -> None:
     bundle = forged(genuine, tmp_path / "x.bundle", {}, **header)
-    with pytest.raises(BundleError, match=rf"is no bundle of nbtoolkit: {told}(?s:.*)Allowed: "):
+    with pytest.raises(BundleError, match=rf"is not an nbtoolkit bundle: {told}(?s:.*)Allowed: "):
         nb.unpack(bundle, into=tmp_path / "mine")
     assert not (tmp_path / "mine").exists()
 

@@ -73,7 +73,7 @@ def study(task: str, sampler: str, seed: int, trials: int) -> Any:
     """A study by the toolkit's own sampler, with its defaults."""
     import optuna
 
-    from nbtoolkit.study.samplers import Seeded, make_sampler
+    from nbtoolkit.study.samplers import make_sampler
     from nbtoolkit.study.sweep_config import load_sweep_config
 
     about = {"metric": "rmse", "direction": "minimize", "sampler": sampler, "seed": seed}
@@ -81,8 +81,9 @@ def study(task: str, sampler: str, seed: int, trials: int) -> Any:
         {"study": about, "space": space(task)}, nb.load_config(env=None), n_trials=trials
     )
     searched = sweep_config.make_space()
-    made = optuna.create_study(sampler=Seeded(lambda n: make_sampler(sweep_config, searched, n)))
-    for _ in range(trials):
+    made = optuna.create_study()
+    for number in range(trials):
+        made.sampler = make_sampler(sweep_config, searched, number)
         trial = made.ask(searched.distributions())
         made.tell(trial, train(trial.params))
     return made

@@ -212,7 +212,7 @@ def test_it_is_attached_to_by_its_folder(config: nb.Config) -> None:
 def test_a_named_one_must_have_the_same_folds_and_configuration(config: nb.Config) -> None:
     cv = quiet(functions.nothing, config)
     folder = cv.paths.folder
-    with pytest.raises(FoldError, match=r"not those that were begun with: k: 3 then, 2 now"):
+    with pytest.raises(FoldError, match=r"not those of the first session: k: 3 then, 2 now"):
         quiet(functions.nothing, config, nb.make_folds([0, 1, 2] * 10, k=2), resume=folder)
     other = config.with_overrides({"optim.lr": 0.5, "checkpoint.every_minutes": 3})
     with pytest.raises(

@@ -192,7 +192,7 @@ def test_other_folds_than_those_begun_with_are_refused_and_shown(tmp_path: Path)
     with pytest.raises(FoldError, match=r"k: 5 then, 4 now; .*hash: \w+ then") as refused:
         begin(tmp_path, nb.make_folds([0, 1] * 10, k=4))
     assert "resume='never'" in str(refused.value)
-    with pytest.raises(FoldError, match=r"with: target: \w+ then, \w+ now\n"):
+    with pytest.raises(FoldError, match=r"first session: target: \w+ then, \w+ now\n"):
         begin(tmp_path, nb.make_folds(["a", "b"] * 10))
     assert nb.Folds.load(tmp_path / "folds.json") == FOLDS
 

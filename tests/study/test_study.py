@@ -127,7 +127,7 @@ def test_a_trial_cut_off_while_it_was_drawn_gets_its_missing_parameters(opened: 
 
 def test_a_study_for_another_search_is_refused_and_the_difference_shown(opened: Opened) -> None:
     finished(opened(plain(), {"space.optim.lr": LR, "folds": "abc"}))
-    with pytest.raises(SweepError, match=r"folds: was 'abc', is 'def'(.|\n)*begin anew"):
+    with pytest.raises(SweepError, match=r"folds: was 'abc', is 'def'(.|\n)*start again"):
         opened(plain(), {"space.optim.lr": LR, "folds": "def"})
     with pytest.raises(SweepError, match=r"space.optim.lr: was {.*}, is None"):
         opened(plain(), {"folds": "abc"})
@@ -171,7 +171,7 @@ def test_a_study_is_the_same_when_it_is_opened_again(opened: Opened, tmp_path: P
         study.constrain(number, {"memory": float(i)})
         if i < 3:
             study.tell(number, COMPLETE, [i / 7], {"seconds": 1.5, "fold-0": {"val_loss": 0.5}})
-    study.remember("added", 2)
+    study.optuna.set_user_attr("added", 2)
     own = seen(study.optuna)
     assert own == seen(opened(plain(sampler="tpe", pruner="median")).optuna)
     assert own == seen(read_study(tmp_path / FILE))

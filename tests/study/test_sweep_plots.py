@@ -118,7 +118,7 @@ def test_an_unknown_parameter_is_refused_with_those_that_are_there() -> None:
 @pytest.mark.parametrize("plot", [plot_history, plot_importances, plot_slices])
 def test_a_study_without_values_says_so_instead_of_an_empty_plot(plot: Any) -> None:
     study = study_of(trial(0.01, None, TrialState.FAIL))
-    with pytest.raises(SweepError, match=r"0 trials (of the study 'digits' have|are complete)"):
+    with pytest.raises(SweepError, match=r"0 trials (of the study 'digits' )?are complete"):
         plot(study)
 
 

@@ -105,10 +105,10 @@ def test_the_end_is_expected_at_the_pace_so_far_or_at_the_deadline() -> None:
     table = SweepTable(n_trials=8)
     assert table.ends_at(0.0) is None
     for number in range(4):
-        table.take(TrialChanged(number=number, state="running"))
+        table.update(TrialChanged(number=number, state="running"))
     for number in range(2):
         ended = {"state": "complete", "value": 1.0, "seconds": 10.0}
-        table.take(TrialChanged(t=10.0, number=number, **ended))
+        table.update(TrialChanged(t=10.0, number=number, **ended))
     # 4 to start and 2 half done, 10 s each, two at a time
     assert table.ends_at(5.0) == pytest.approx(5.0 + (4 * 10 + 2 * 5) / 2)
     table.deadline = 12.0
@@ -125,7 +125,7 @@ def test_trials_that_a_handle_adds_count_too(diary: EventLog, tmp_path: Path) ->
 def test_several_objectives_have_a_front() -> None:
     table = SweepTable(metrics=["accuracy", "seconds"], directions=["maximize", "minimize"])
     for number, values in enumerate([(0.9, 5.0), (0.8, 1.0), (0.7, 2.0), (0.95, 5.0), (0.8, 1.0)]):
-        table.take(TrialChanged(number=number, state="complete", values=list(values)))
+        table.update(TrialChanged(number=number, state="complete", values=list(values)))
     # 2 is beaten by 1, and 0 by 3; 1 and 4 are equal
     assert [trial.number for trial in table.best] == [1, 3, 4]
     assert "3 trials on the front" in table.summary()
@@ -143,7 +143,7 @@ def test_the_table_of_a_thousand_trials_stays_small(diary: EventLog, tmp_path: P
 def test_html_escapes_what_a_parameter_or_an_error_says() -> None:
     table = SweepTable(name="<b>mine</b>", metrics=["<i>"])
     params = {"optim.<script>": "<img src=x>"}
-    table.take(TrialChanged(number=0, state="running", params=params))
+    table.update(TrialChanged(number=0, state="running", params=params))
     text = table.html()
     assert not re.findall(r"<(script|img|i|b)\b", text)
     assert "<img src=x>" in html.unescape(text)
@@ -152,24 +152,24 @@ def test_html_escapes_what_a_parameter_or_an_error_says() -> None:
 def test_folds_have_scores_a_mean_and_a_spread() -> None:
     table = FoldTable(folds=3)
     for fold, score in enumerate([0.9, 0.8, 1.0]):
-        table.take(FoldChanged(fold=fold, state="running"))
+        table.update(FoldChanged(fold=fold, state="running"))
         scores = {"val_accuracy": score}
-        table.take(FoldChanged(fold=fold, state="complete", seconds=2.0, metrics=scores))
+        table.update(FoldChanged(fold=fold, state="complete", seconds=2.0, metrics=scores))
     assert table.summary() == "cross-validation: 3 of 3 folds; val_accuracy 0.9 ± 0.1"
     assert table.text().splitlines()[2].split() == ["0", "complete", "0.9", "2.0"]
 
 
 def test_folds_of_trials_are_no_rows_of_a_cross_validation() -> None:
     table = FoldTable()
-    table.take(FoldChanged(number=4, fold=1, state="complete"))
+    table.update(FoldChanged(number=4, fold=1, state="complete"))
     assert table.text() == "cross-validation: 0 folds"
 
 
 def test_a_trial_with_folds_says_how_many_are_done() -> None:
     table = SweepTable()
-    table.take(TrialChanged(number=0, state="running", params={"a": 1}))
+    table.update(TrialChanged(number=0, state="running", params={"a": 1}))
     for fold in (0, 1):
-        table.take(FoldChanged(t=1.0, number=0, fold=fold, state="complete"))
+        table.update(FoldChanged(t=1.0, number=0, fold=fold, state="complete"))
     assert "2 folds" in table.text()
 
 
