@@ -288,7 +288,7 @@ def copied(whole: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
 def test_the_error_has_three_parts(copied: Callable[[str], Path]) -> None:
     folder = copied("run")
     (folder / "result.json").write_text("")
-    told = r"(?s)result.json cannot be read: .*\n  Allowed: a file as .*\n  Do now:  .*resumes"
+    told = r"(?s)result.json cannot be read: .*\n  Allowed: an undamaged file .*\n  Do now:  .*resumes"
     with pytest.raises(NbtoolkitError, match=told):
         nb.attach(folder, display="off").result()
 

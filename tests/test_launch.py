@@ -587,7 +587,7 @@ def test_auto_never_takes_an_owned_run(config: nb.Config, tmp_path: Path) -> Non
     ranks_up(first.paths.folder)
     second = begin(functions.saves_then_waits_for_file, mine, resume="auto")
     assert second.paths.folder != first.paths.folder
-    with pytest.raises(ResumeError, match=r"is going on, owned by process \d+"):
+    with pytest.raises(ResumeError, match=r"is still running, owned by process \d+"):
         quiet(functions.saves_then_waits_for_file, mine, resume=first.paths.folder)
     go.write_text("both")
     assert [handle.result(timeout=SECONDS).value for handle in (first, second)] == ["both", "both"]

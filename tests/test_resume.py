@@ -53,7 +53,7 @@ def made_by_the_first_version(folder: Path) -> None:
 
 
 REFUSED = (
-    r"was made by nbtoolkit 0\.1\.0; version 0\.2.* shows it and does not resume it\n"
+    r"was made by nbtoolkit 0\.1\.0; version 0\.2.* cannot resume it\n"
     r".*nb\.attach and nb\.report show it, nb\.load_model.*\n.*resume='never'"
 )
 
@@ -215,4 +215,4 @@ def test_of_two_kernels_that_name_a_run_one_is_refused(config: nb.Config, tmp_pa
         (tmp_path / "go").write_text("gone on")
         mine, refused = sorted(kernel.output() for kernel in kernels)  # a run's id is a date
     assert mine == f"{paths.run_id} gone on\n"
-    assert refused.startswith(f"refused: the run {paths.run_id} is going on, ")
+    assert refused.startswith(f"refused: the run {paths.run_id} is still running, ")

@@ -18,7 +18,7 @@ from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.launch import Train
 from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunStarted
 from nbtoolkit.run.output import Display, Screen, Shown, choose_screen, displays, find_display
-from nbtoolkit.run.paths import RunPaths, decides_result, find_run, read_or_empty
+from nbtoolkit.run.paths import RunPaths, decides_result, find_run
 from nbtoolkit.run.resume import refuse_old_run
 from nbtoolkit.run.serialization import add_note
 from nbtoolkit.search.slots import Placement
@@ -263,7 +263,7 @@ def _check_resumed(resume: str | os.PathLike[str], config: Config, folds: Folds)
     folder = paths.folder
     if not (folder / FOLDS_FILE).exists():  # something else, or cut off before it began
         return
-    refuse_old_run(paths, read_or_empty(paths.versions))
+    refuse_old_run(paths)
     check_same(Folds.load(folder / FOLDS_FILE), folds)
     differences = load_config(paths.config, env=None).differences(config)
     shown = "; ".join(

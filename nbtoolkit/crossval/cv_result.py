@@ -13,8 +13,16 @@ from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, finished_folds, fold_k
 from nbtoolkit.crossval.out_of_fold import Ensemble, assemble
 from nbtoolkit.errors import CheckpointError, FoldError, LaunchError, MissingExtra
 from nbtoolkit.folds.folds import Folds
-from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunEnded, RunStarted
-from nbtoolkit.run.paths import RunPaths, read_record, reading
+from nbtoolkit.run.events import (
+    Event,
+    EventReader,
+    FoldChanged,
+    RunEnded,
+    RunStarted,
+    Status,
+    read_result,
+)
+from nbtoolkit.run.paths import RunPaths, reading
 from nbtoolkit.run.serialization import unpack_value
 from nbtoolkit.study.table import short
 from nbtoolkit.text_table import html_columns, text_columns
@@ -23,8 +31,6 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
     from numpy.typing import NDArray
-
-    from nbtoolkit.launcher.handle import Status
 
 
 class FoldTable:
@@ -120,7 +126,7 @@ class CVResult:
     """
 
     def __init__(self, paths: RunPaths) -> None:
-        ended = read_record(paths.result)
+        ended = read_result(paths)
         if ended is None:
             raise LaunchError(
                 f"the cross-validation {paths.folder} has no result",

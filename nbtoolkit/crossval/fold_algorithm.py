@@ -218,7 +218,7 @@ def finished_folds(folder: Path, count: int) -> dict[int, JobResult]:
 
 def _result(paths: RunPaths) -> JobResult | None:
     """How a run that completed ended, if it has scores; returned ones stand in events alone."""
-    result = read_or_empty(paths.result)
+    result: dict[str, Any] = read_or_empty(paths.result)
     if result.get("status") != "completed" or not result["metrics"]:
         return None
     return JobResult(status="completed", metrics=result["metrics"], seconds=result["seconds"])

@@ -18,7 +18,7 @@ from nbtoolkit.launcher.worker_group import WorkerGroup
 from nbtoolkit.run import messages
 from nbtoolkit.run.payload import PackedFunction, pack_content, unpack
 from nbtoolkit.run.request import GroupSpec
-from nbtoolkit.run.signals import ENDING, announcement
+from nbtoolkit.run.signals import ENDING, describe_signal
 from nbtoolkit.run.transport import (
     Connection,
     GroupConnections,
@@ -225,4 +225,4 @@ def _request(number: int) -> messages.StopRequest:
     """An interrupt is somebody's wish; other signals announce an end that nobody here chose."""
     if number == signal.SIGINT:
         return messages.StopRequest(reason="the supervisor was interrupted")
-    return messages.StopRequest(reason=announcement(number), status="deadline")
+    return messages.StopRequest(reason=describe_signal(number), status="deadline")

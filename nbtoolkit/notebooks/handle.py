@@ -24,7 +24,7 @@ from nbtoolkit.errors import (
     NotebookFailed,
     NotebookTimeout,
 )
-from nbtoolkit.run.paths import read_json, read_made, write_whole
+from nbtoolkit.run.paths import announced_runs, read_json, write_whole
 from nbtoolkit.text_table import html_table
 
 # <name>.ipynb        the executed copy, whole after every cell
@@ -246,7 +246,7 @@ def outcome(files: NotebookFiles, record: Mapping[str, Any]) -> NotebookResult:
         output=files.copy,
         html=files.html if record["html"] else None,
         log=files.log,
-        runs=read_made(files.runs),
+        runs=announced_runs(files.runs),
         seconds=record["seconds"],
     )
 
@@ -310,7 +310,7 @@ class NotebookHandle:
     @property
     def runs(self) -> list[Path]:
         """The folders of the runs, sweeps and cross-validations started so far, oldest first."""
-        return read_made(self._files.runs)
+        return announced_runs(self._files.runs)
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""

@@ -31,8 +31,7 @@ from nbtoolkit.notebooks.handle import (
 )
 from nbtoolkit.notebooks.progress import CellProgress, Display
 from nbtoolkit.notebooks.publish import TARGET as PUBLISHED
-from nbtoolkit.run.paths import TARGET as MADE
-from nbtoolkit.run.paths import read_json, write_json, write_whole
+from nbtoolkit.run.paths import RUNS_FILE, read_json, write_json, write_whole
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -108,7 +107,7 @@ def kernel_environ(folder: Path, runs: Path) -> dict[str, str]:
         **os.environ,
         "IPYTHONDIR": str(folder / "ipython"),
         PUBLISHED: str(published_file(folder)),
-        MADE: str(runs),
+        RUNS_FILE: str(runs),
     }
 
 

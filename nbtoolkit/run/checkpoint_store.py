@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from nbtoolkit.errors import CheckpointError
-from nbtoolkit.run.paths import unused_beside
+from nbtoolkit.run.paths import temporary_beside
 
 # --- checkpoint ---
 # One state on disk: written whole, without pickled code (``weights_only=True`` reads it).
@@ -39,7 +39,7 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
             or the disk is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = unused_beside(path)
+    temporary = temporary_beside(path)
     try:
         with temporary.open("xb") as file:
             dump_state(state, file)
@@ -226,7 +226,7 @@ class CheckpointStore:
                 before is untouched.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        building = unused_beside(self.folder / "new-")
+        building = temporary_beside(self.folder / "new-")
         try:
             building.mkdir()
             files = {f"{name}.pt": _write(building, name, state) for name, state in parts.items()}

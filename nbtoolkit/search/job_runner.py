@@ -20,7 +20,7 @@ from nbtoolkit.launcher.worker_group import WorkerGroup
 from nbtoolkit.run.messages import PhaseReached
 from nbtoolkit.run.paths import RunPaths, read_or_empty, write_json, write_whole
 from nbtoolkit.run.request import GroupSpec, JobSpec, RunRequest
-from nbtoolkit.run.resume import put_aside
+from nbtoolkit.run.resume import archive_attempt, read_versions
 from nbtoolkit.run.serialization import one_line
 from nbtoolkit.run.transport import Connection, free_port
 from nbtoolkit.search.algorithm import Fault, JobResult, JobStatus, SearchJob, SearchRequest
@@ -248,8 +248,8 @@ class JobRunner:
         plan = make_plan(config, search.host, slot.hardware)
         paths.folder.mkdir(parents=True, exist_ok=True)
         if paths.versions.exists():
-            put_aside(paths)
-        attempt = 1 + int(read_or_empty(paths.versions).get("attempt", 0))
+            archive_attempt(paths)
+        attempt = 1 + read_versions(paths).get("attempt", 0)
         header = replace(
             search.header,
             run_id=paths.run_id,
@@ -294,8 +294,11 @@ class JobRunner:
 
 def _fault(outcome: Any, paths: RunPaths) -> tuple[Fault, str]:
     """What went wrong, and in one line."""
-    error = outcome.error if isinstance(outcome, Failure) else read_or_empty(paths.error)
-    kind, text = str(error.get("type", "")), str(error.get("text", outcome))
+    if isinstance(outcome, Failure):
+        kind, text = outcome.error.type, outcome.error.text
+    else:
+        error = read_or_empty(paths.error)
+        kind, text = str(error.get("type", "")), str(error.get("text", outcome))
     fault = _FAULTS.get(kind, "raised")
     if fault == "raised" and "out of memory" in text:  # torch 2.6's RuntimeErrors of cuBLAS
         fault = "oom"

@@ -216,7 +216,7 @@ class SearchScheduler:
                     self._stop_trial(request.n)
 
     def _stop(self, reason: str, grace: float | None, status: str) -> None:
-        self._record.ask_to_stop(status, reason, grace)
+        self._record.request_stop(status, reason, grace)
         self._program.obey(messages.SearchCommand(op="stop"))
         for job_runner in self._running:
             job_runner.stop(reason, grace, self._record.leaving or status)

@@ -24,17 +24,17 @@ from nbtoolkit.run.paths import (
     decides_result,
     find_run,
     fingerprint,
-    read_or_empty,
     read_record,
     runs_in,
 )
 from nbtoolkit.run.payload import pack_content, pack_function
 from nbtoolkit.run.resume import (
     ChosenRun,
-    discard,
+    archive_attempt,
     lock_run,
-    put_aside,
+    read_versions,
     refuse_old_run,
+    roll_back,
     source_hash,
     write_header,
 )
@@ -73,7 +73,7 @@ def choose_search(
     else:
         chosen = _named(resume, config, identity)
     if chosen is not None:
-        put_aside(chosen.paths)
+        archive_attempt(chosen.paths)
         return chosen
     paths = RunPaths.create(config.runtime.output_dir, name)
     lock = lock_run(paths)
@@ -103,11 +103,11 @@ def identity_of(
 
 def _to_go_on_with(output_dir: Path, identity: Mapping[str, Any]) -> ChosenRun | None:
     for paths in runs_in(output_dir):
-        about = read_or_empty(paths.versions)
+        about = read_versions(paths)
         fits = all(about.get(key) == identity[key] for key in ("kind", "fingerprint"))
         more = (identity["total"] or 0) > (about.get("total") or sys.maxsize)
         if fits and (more or not paths.completed()) and (lock := lock_run(paths)) is not None:
-            return ChosenRun(paths, lock, int(about["attempt"]) + 1)
+            return ChosenRun(paths, lock, about["attempt"] + 1)
     return None
 
 
@@ -125,14 +125,14 @@ def _named(run: str | os.PathLike[str], config: Config, identity: Mapping[str, A
     except LaunchError as error:
         allowed = f'"auto", "never", {error.allowed}'
         raise ResumeError(error.what, allowed=allowed, do=error.do) from None
-    about = read_record(paths.versions) or {}
+    about: dict[str, Any] = read_record(paths.versions) or {}
     if about.get("kind") != kind:
         raise ResumeError(
             f"{paths.folder} is no {kind}, but a {about.get('kind', 'run')}",
             allowed=f"the folder of a {kind}",
             do="look into the folders' versions.json for their kind",
         )
-    refuse_old_run(paths, about)
+    refuse_old_run(paths)
     if about.get("source") != identity["source"]:
         raise ResumeError(
             f"the {kind} {paths.run_id} was made by another function: the source of "
@@ -278,7 +278,7 @@ def start_search(
             with pack_function(train, environment) as payload, pack_content(request) as content:
                 line = pad.run(_SCHEDULER, payload, content, run.lock, detached=detach)
         except LaunchError:
-            discard(run)
+            roll_back(run)
             raise
         if detach:
             pad.let_outlive(run.paths)

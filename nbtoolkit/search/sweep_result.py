@@ -16,10 +16,18 @@ from nbtoolkit.config.yaml_source import read_layer
 from nbtoolkit.errors import LaunchError, RunFileError, SweepError
 from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.handle import RunHandle
-from nbtoolkit.run.events import Event, EventReader, NoteAdded, StopRequested, TrialChanged
+from nbtoolkit.run.events import (
+    Event,
+    EventReader,
+    NoteAdded,
+    Status,
+    StopRequested,
+    TrialChanged,
+    read_result,
+)
 from nbtoolkit.run.messages import SearchCommand
 from nbtoolkit.run.output import MAX_BYTES, Shape, to_stdout
-from nbtoolkit.run.paths import RunPaths, read_record, reading, write_json, write_whole
+from nbtoolkit.run.paths import RunPaths, reading, write_json, write_whole
 from nbtoolkit.study.sweep_config import SweepConfig
 from nbtoolkit.study.table import ENDED, SweepTable
 
@@ -27,8 +35,6 @@ if TYPE_CHECKING:
     import optuna
     import pandas as pd
     from matplotlib.figure import Figure
-
-    from nbtoolkit.launcher.handle import Status
 
 
 STUDY_FILE = "study.jsonl"
@@ -48,7 +54,7 @@ class SweepResult:
     """
 
     def __init__(self, paths: RunPaths) -> None:
-        ended = read_record(paths.result)
+        ended = read_result(paths)
         if ended is None:
             raise LaunchError(
                 f"the sweep {paths.folder} has no result",

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.run.serialization import add_note, pack_error, unpack_error
+from nbtoolkit.run.serialization import PackedError, add_note, pack_error, unpack_error
 from nbtoolkit.training.rng import seed_sample, undisturbed
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class _Failure:
 class _FailureElsewhere(_Failure):
     """One that came from a worker."""
 
-    def __init__(self, packed: dict[str, Any]) -> None:
+    def __init__(self, packed: PackedError) -> None:
         self._packed = packed
 
     def error(self) -> BaseException:
