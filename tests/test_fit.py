@@ -409,7 +409,7 @@ def test_load_model_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         nb.load_model(tmp_path, model_of())
     torch.save({"epoch": 3}, tmp_path / "best.pt")
-    with pytest.raises(CheckpointError, match=r"best\.pt holds no model but epoch"):
+    with pytest.raises(CheckpointError, match=r"best\.pt has no model, only epoch"):
         nb.load_model(tmp_path, model_of())
     (tmp_path / "best.pt").write_bytes(b"PK\x03\x04 cut off")
     with pytest.raises(CheckpointError, match=r"best\.pt cannot be read"):

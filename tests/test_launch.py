@@ -554,7 +554,7 @@ def test_auto_goes_on_with_an_unfinished_run_and_says_so(
     result = quiet(functions.saves_then_waits, config, resume="auto", display="text")
     assert result.paths.folder == folder
     assert result.values == [{"epoch": 3}, {"epoch": 3}]
-    assert f"going on with the unfinished run {folder.name} (attempt 2" in capsys.readouterr().out
+    assert f"resuming the unfinished run {folder.name} (attempt 2" in capsys.readouterr().out
     attempts = [e.attempt for e in nb.attach(folder).events() if e.type == "run"]
     assert attempts == [1, 2]
 

@@ -17,7 +17,8 @@ from kernels import SECONDS, finish, ranks_up, script, until
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, ResumeError
 from nbtoolkit.run.checkpoint_store import has_checkpoint
-from nbtoolkit.run.paths import RunPaths, fingerprint
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.resume import fingerprint
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def test_auto_goes_on_with_another_number_of_ranks_and_says_so(
     assert result.paths == paths
     assert result.values == [{"epoch": 3}] * now
     made = "1 process" if before == 1 else "2 processes"
-    assert f"(attempt 2; made with {made}, going on with {now}; " in capsys.readouterr().out
+    assert f"(attempt 2; {made} before, {now} now; " in capsys.readouterr().out
 
 
 def test_a_named_run_may_go_on_with_other_ranks_workers_and_accumulation(

@@ -360,7 +360,7 @@ def _on_store(store: CheckpointStore, *, finished: bool) -> Iterator[list[Path]]
     wanted = [best or newest] if finished else [newest, best]
     for entry in wanted:
         if entry is not None:
-            names = ["manifest.json", *entry.about["files"]]
+            names = ["manifest.json", *entry.manifest["files"]]
             yield [entry.folder / name for name in names]
 
 
@@ -369,7 +369,7 @@ def _whole(entry: StoredCheckpoint) -> bool:
     try:
         return all(
             "/" not in name and (entry.folder / name).stat().st_size == file["bytes"]
-            for name, file in entry.about["files"].items()
+            for name, file in entry.manifest["files"].items()
         )
     except (OSError, LookupError, TypeError, AttributeError):  # gone, or damaged
         return False

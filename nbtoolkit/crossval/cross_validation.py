@@ -17,9 +17,9 @@ from nbtoolkit.launcher.arguments import check_call, task_name
 from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.launch import Train
 from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunStarted
-from nbtoolkit.run.output import Display, Screen, Shown, choose_screen, displays, find_display
-from nbtoolkit.run.paths import RunPaths, decides_result, find_run
-from nbtoolkit.run.resume import refuse_old_run
+from nbtoolkit.run.output import Display, RunDisplay, Screen, choose_screen, displays, find_display
+from nbtoolkit.run.paths import RunPaths, find_run
+from nbtoolkit.run.resume import changed_settings, refuse_old_run
 from nbtoolkit.run.serialization import add_note
 from nbtoolkit.search.slots import Placement
 from nbtoolkit.search.submit import Search, start_search
@@ -214,7 +214,7 @@ def handle_on_folds(
     return CVHandle(paths, cell=_shown(paths, count, screen), on_event=on_event)
 
 
-def _shown(paths: RunPaths, folds: int | None, screen: Screen, *, since: float = 0.0) -> Shown:
+def _shown(paths: RunPaths, folds: int | None, screen: Screen, *, since: float = 0.0) -> RunDisplay:
     lines = TableLines(FoldTable(name=paths.run_id, folds=folds), screen.shape, since=since)
     return displays().show_search(lines, paths, screen, folds=folds)
 
@@ -265,15 +265,9 @@ def _check_resumed(resume: str | os.PathLike[str], config: Config, folds: Folds)
         return
     refuse_old_run(paths)
     check_same(Folds.load(folder / FOLDS_FILE), folds)
-    differences = load_config(paths.config, env=None).differences(config)
-    shown = "; ".join(
-        f"{key}: {old!r} then, {new!r} now"
-        for key, (old, new) in differences.items()
-        if decides_result(key, config.to_dict())
-    )
-    if shown:
+    if changes := changed_settings(load_config(paths.config, env=None), config):
         raise ResumeError(
-            f"{folder.name} was made with another configuration: {shown}",
+            f"{folder.name} was made with another configuration: {changes}",
             allowed="other output, tracking and checkpoint settings",
             do="load its own config.yaml, or begin anew with resume='never'",
         )

@@ -13,16 +13,8 @@ from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, finished_folds, fold_k
 from nbtoolkit.crossval.out_of_fold import Ensemble, assemble
 from nbtoolkit.errors import CheckpointError, FoldError, LaunchError, MissingExtra
 from nbtoolkit.folds.folds import Folds
-from nbtoolkit.run.events import (
-    Event,
-    EventReader,
-    FoldChanged,
-    RunEnded,
-    RunStarted,
-    Status,
-    read_result,
-)
-from nbtoolkit.run.paths import RunPaths, reading
+from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunEnded, RunStarted
+from nbtoolkit.run.paths import RunPaths, Status, read_result, reading
 from nbtoolkit.run.serialization import unpack_value
 from nbtoolkit.study.table import short
 from nbtoolkit.text_table import html_columns, text_columns

@@ -19,10 +19,18 @@ from nbtoolkit.environment.resources import Activity, wait_while_active
 from nbtoolkit.errors import CheckpointError, LaunchError, RunFolderError
 from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.fork_launch import ForkedAgent
-from nbtoolkit.run.events import Event, EventReader, RunEnded, RunStarted, Status, read_result
+from nbtoolkit.run.events import Event, EventReader, RunEnded, RunStarted
 from nbtoolkit.run.messages import KillRequest, StopRequest, SupervisorLost
-from nbtoolkit.run.output import Shown, displays
-from nbtoolkit.run.paths import RunPaths, read_or_empty, read_record, reading, write_json
+from nbtoolkit.run.output import RunDisplay, displays
+from nbtoolkit.run.paths import (
+    RunPaths,
+    Status,
+    read_or_empty,
+    read_record,
+    read_result,
+    reading,
+    write_json,
+)
 from nbtoolkit.run.serialization import unpack_value
 from nbtoolkit.run.signals import SignalFlag, catch_termination_signals, describe_signal
 from nbtoolkit.run.transport import Connection
@@ -185,7 +193,7 @@ class RunHandle:
         paths: RunPaths,
         started: StartedRun | None = None,
         *,
-        cell: Shown | None = None,
+        cell: RunDisplay | None = None,
         on_event: Callable[[Event], None] | None = None,
         offset: int = 0,
     ) -> None:

@@ -99,7 +99,7 @@ class WorkerGroup:
         cls, plan: LaunchPlan, port: int, group: messages.GroupDescriptors, agent_pid: int | None
     ) -> WorkerGroup:
         """Take over an agent that the kernel forked (``start="fork"``), and let it go."""
-        lines = GroupConnections.of(group)
+        lines = GroupConnections.from_descriptors(group)
         worker_group = cls(plan, port, lines)
         worker_group.agent_pid, worker_group._foreign = agent_pid, True
         lines.agent.send(messages.StartRanks(port=port))

@@ -34,16 +34,14 @@ from typing import (
     Any,
     Literal,
     TypeAlias,
-    TypedDict,
     Union,
-    cast,
     get_args,
     get_origin,
     get_type_hints,
 )
 
 from nbtoolkit.run.messages import StopRequest
-from nbtoolkit.run.paths import RunPaths, read_record, reading, write_json, write_whole
+from nbtoolkit.run.paths import RunPaths, reading, write_json, write_whole
 from nbtoolkit.run.rank_check import Weights, divergence_warning
 
 if TYPE_CHECKING:
@@ -337,29 +335,6 @@ class EventReader:
                     self.offset += len(line)
                     if (event := decode(line)) is not None:
                         yield event
-
-
-Status = Literal["completed", "pruned", "stopped", "deadline"]
-
-
-class ResultRecord(TypedDict, total=False):
-    """The content of ``result.json``; ``summary`` is a search's."""
-
-    status: Status
-    metrics: dict[str, float]
-    seconds: float
-    processes: int
-    checkpoint: str | None
-    summary: dict[str, Any]
-
-
-def read_result(paths: RunPaths) -> ResultRecord | None:
-    """The content of ``result.json``; None if the run has no result.
-
-    Raises:
-        RunFileError: it is damaged, or another user's.
-    """
-    return cast("ResultRecord | None", read_record(paths.result))
 
 
 RETURNED = "value"

@@ -23,41 +23,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
-import hashlib
-import inspect
 import json
 import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, cast
 
 from nbtoolkit.errors import LaunchError, RunFileError, RunFolderError
-
-# Settings that do not change what a run computes (up to the order of sums), and so are not part of
-# its fingerprint. The number of ranks is among them, since the batch of a step is global.
-_NOT_IDENTITY = (
-    "task",
-    "tracking.",
-    "runtime.",
-    "checkpoint.",
-    "distributed.",
-    "train.num_workers",
-)
-_IDENTITY = (
-    "distributed.sync_batchnorm",
-    "distributed.compression",
-    "distributed.powersgd_rank",
-    "checkpoint.monitor",  # early stopping and the plateau schedule depend on the best value
-    "checkpoint.mode",
-    "checkpoint.weights",  # which weights predict at the end
-)
-_STEP_SIZE = ("distributed.world_size", "train.gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -348,76 +325,27 @@ def read_or_empty(path: Path) -> dict[str, object]:
         return {}
 
 
-def function_source(function: Callable[..., Any]) -> str:
-    """A function as text: its source (or byte code) and the plain values bound to it.
+Status = Literal["completed", "pruned", "stopped", "deadline"]
 
-    Bound values are the arguments of a partial, defaults, closure variables and the attributes of
-    an object.
+
+class ResultRecord(TypedDict, total=False):
+    """The content of ``result.json``; ``summary`` is a search's."""
+
+    status: Status
+    metrics: dict[str, float]
+    seconds: float
+    processes: int
+    checkpoint: str | None
+    summary: dict[str, Any]
+
+
+def read_result(paths: RunPaths) -> ResultRecord | None:
+    """The content of ``result.json``; None if the run has no result.
+
+    Raises:
+        RunFileError: it is damaged, or another user's.
     """
-    if isinstance(function, functools.partial):
-        bound = function.args, sorted(function.keywords.items())
-        return f"{function_source(function.func)} {bound!r}"
-    routine = inspect.isroutine(function) or inspect.isclass(function)
-    text = _code_text(function if routine else type(function))
-    return " ".join([text, *map(repr, _bound_values(function))])
-
-
-def _code_text(function: Callable[..., Any]) -> str:
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        code = getattr(function, "__code__", None)
-        if code is None:
-            return repr(getattr(function, "__qualname__", type(function)))
-        constants = [value for value in code.co_consts if isinstance(value, (int, float, str))]
-        return f"{code.co_code.hex()} {code.co_names} {constants}"
-
-
-def _bound_values(function: Callable[..., Any]) -> list[tuple[str, int | float | str]]:
-    """The numbers and texts in which two functions with the same source may differ, by name."""
-    owner = getattr(function, "__self__", function)
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    bound = list(getattr(owner, "__dict__", {}).items())
-    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
-        with contextlib.suppress(ValueError):  # an empty cell: not assigned yet
-            bound.append((name, cell.cell_contents))
-    bound += [("default", value) for value in getattr(function, "__defaults__", None) or ()]
-    return [(name, value) for name, value in bound if isinstance(value, (int, float, str))]
-
-
-def fingerprint(config: Mapping[str, object], function: Callable[..., Any]) -> str:
-    """Hash what decides the result of a run, to 16 hex digits.
-
-    Args:
-        config: the resolved configuration as plain Python; output and tracking keys do not count.
-        function: the training function; its source counts, the name of its module does not.
-    """
-    flat = _flat(config)
-    kept = {key: value for key, value in flat.items() if decides_result(key, config)}
-    text = json.dumps(kept, sort_keys=True, default=str) + "\n" + function_source(function)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def decides_result(key: str, config: Mapping[str, Any]) -> bool:
-    """Whether a setting changes what a run computes.
-
-    Args:
-        key: its dotted name.
-        config: the resolved configuration as plain Python: with ``train.batch_size_per_device`` the
-            number of ranks and accumulation steps decides the batch size of a step.
-    """
-    if key in _STEP_SIZE:
-        return (config.get("train") or {}).get("batch_size_per_device") is not None
-    return key in _IDENTITY or not key.startswith(_NOT_IDENTITY)
-
-
-def _flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Nested settings by dotted name."""
-    flat: dict[str, object] = {}
-    for key, value in config.items():
-        inner = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
-        flat.update(inner or {f"{prefix}{key}": value})
-    return flat
+    return cast("ResultRecord | None", read_record(paths.result))
 
 
 def runs_in(output_dir: str | Path) -> list[RunPaths]:

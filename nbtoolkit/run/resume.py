@@ -1,17 +1,23 @@
-"""Decide whether a launch starts a new run or resumes one, and lock the run's folder."""
+"""Decide whether a launch starts a new run or resumes one, and lock the run's folder.
+
+The fingerprint of a run is a hash of the settings and the function that decide its result.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import hashlib
 import importlib.metadata
+import inspect
+import json
 import os
 import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
@@ -22,11 +28,8 @@ from nbtoolkit.run.events import RunStarted
 from nbtoolkit.run.paths import (
     RunPaths,
     announce_run,
-    decides_result,
     find_run,
-    fingerprint,
     folder_error,
-    function_source,
     read_or_empty,
     runs_in,
     write_json,
@@ -144,12 +147,21 @@ def choose_run(
     else:
         chosen = _named(resume, output_dir, config, train)
     if chosen is None:
-        paths = RunPaths.create(output_dir, name or str(getattr(train, "__name__", "run")))
-        lock = lock_run(paths)
-        assert lock is not None
-        return ChosenRun(paths, lock, 1)
+        return new_run(output_dir, name or str(getattr(train, "__name__", "run")))
     archive_attempt(chosen.paths)
     return chosen
+
+
+def new_run(output_dir: str | Path, name: str) -> ChosenRun:
+    """Create a run folder and lock it.
+
+    Raises:
+        RunFolderError: the output folder cannot be written.
+    """
+    paths = RunPaths.create(output_dir, name)
+    lock = lock_run(paths)
+    assert lock is not None
+    return ChosenRun(paths, lock, 1)
 
 
 def archive_attempt(paths: RunPaths) -> None:
@@ -186,6 +198,19 @@ def _newest_unfinished(output_dir: Path, wanted: str) -> ChosenRun | None:
     return None
 
 
+def find_named_run(run: str | os.PathLike[str], output_dir: Path) -> RunPaths:
+    """The run with this id, or in this folder.
+
+    Raises:
+        ResumeError: there is no such run.
+    """
+    try:
+        return find_run(run, output_dir)
+    except LaunchError as error:
+        allowed = f'"auto", "never", {error.allowed}'
+        raise ResumeError(error.what, allowed=allowed, do=error.do) from None
+
+
 def refuse_old_run(paths: RunPaths) -> None:
     """Refuse to resume a run or search of version 0.1, whose settings have other names.
 
@@ -207,12 +232,7 @@ def _named(
 ) -> ChosenRun:
     from nbtoolkit.config.schema import load_config
 
-    try:
-        paths = find_run(run, output_dir)
-    except LaunchError as error:
-        raise ResumeError(
-            error.what, allowed='"auto", "never", ' + error.allowed, do=error.do
-        ) from None
+    paths = find_named_run(run, output_dir)
     versions_record = read_versions(paths)
     if not versions_record:
         raise ResumeError(
@@ -222,13 +242,9 @@ def _named(
         )
     refuse_old_run(paths)
     before = load_config(paths.config, env=None)
-    differences = _differences(before, config)
-    if differences:
-        shown = "; ".join(
-            f"{key}: {old!r} then, {new!r} now" for key, (old, new) in differences.items()
-        )
+    if changes := changed_settings(before, config, may_train_longer=True):
         raise ResumeError(
-            f"the run {paths.run_id} was made with another configuration: {shown}",
+            f"the run {paths.run_id} was made with another configuration: {changes}",
             allowed="a larger train.epochs; another number of processes (with train.batch_size); "
             "other output, tracking and checkpoint settings",
             do="load the run's own config.yaml, or launch with resume='never'",
@@ -258,14 +274,21 @@ def _named(
     return ChosenRun(paths, lock, read_versions(paths)["attempt"] + 1)
 
 
-def _differences(before: Config, config: Config) -> dict[str, tuple[Any, Any]]:
-    """The settings that decide the result and differ, except more epochs: key -> (old, new)."""
+def changed_settings(before: Config, config: Config, *, may_train_longer: bool = False) -> str:
+    """The settings that decide the result and have changed, as text; empty: there are none.
+
+    Args:
+        before: the configuration of the run.
+        config: the configuration of the launch.
+        may_train_longer: do not count a larger ``train.epochs``.
+    """
     settings = config.to_dict()
-    return {
-        key: (old, new)
+    return "; ".join(
+        f"{key}: {old!r} then, {new!r} now"
         for key, (old, new) in before.differences(config).items()
-        if decides_result(key, settings) and not (key == "train.epochs" and new > old)
-    }
+        if decides_result(key, settings)
+        and not (may_train_longer and key == "train.epochs" and new > old)
+    )
 
 
 def lock_run(paths: RunPaths) -> RunLock | None:
@@ -351,12 +374,7 @@ def write_header(
     return header
 
 
-def source_hash(train: Callable[..., Any]) -> str:
-    """16 hex digits over the function's source."""
-    return fingerprint({}, train) if function_source(train) else ""
-
-
-@lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
     """Versions of Python, the platform and the libraries that matter to a result."""
     known = {"python": platform.python_version(), "platform": platform.platform()}
@@ -365,3 +383,104 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             known[name] = importlib.metadata.version(name)
     return known
+
+
+# --- identity of a run ---
+
+
+# Settings that do not change what a run computes (up to the order of sums), and so are not part of
+# its fingerprint. The number of ranks is among them, since the batch of a step is global.
+_NOT_IDENTITY = (
+    "task",
+    "tracking.",
+    "runtime.",
+    "checkpoint.",
+    "distributed.",
+    "train.num_workers",
+)
+_IDENTITY = (
+    "distributed.sync_batchnorm",
+    "distributed.compression",
+    "distributed.powersgd_rank",
+    "checkpoint.monitor",  # early stopping and the plateau schedule depend on the best value
+    "checkpoint.mode",
+    "checkpoint.weights",  # which weights predict at the end
+)
+_STEP_SIZE = ("distributed.world_size", "train.gradient_accumulation_steps")
+
+
+def function_source(function: Callable[..., Any]) -> str:
+    """A function as text: its source (or byte code) and the plain values bound to it.
+
+    Bound values are the arguments of a partial, defaults, closure variables and the attributes of
+    an object.
+    """
+    if isinstance(function, functools.partial):
+        bound = function.args, sorted(function.keywords.items())
+        return f"{function_source(function.func)} {bound!r}"
+    routine = inspect.isroutine(function) or inspect.isclass(function)
+    text = _code_text(function if routine else type(function))
+    return " ".join([text, *map(repr, _bound_values(function))])
+
+
+def _code_text(function: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        code = getattr(function, "__code__", None)
+        if code is None:
+            return repr(getattr(function, "__qualname__", type(function)))
+        constants = [value for value in code.co_consts if isinstance(value, (int, float, str))]
+        return f"{code.co_code.hex()} {code.co_names} {constants}"
+
+
+def _bound_values(function: Callable[..., Any]) -> list[tuple[str, int | float | str]]:
+    """The numbers and texts in which two functions with the same source may differ, by name."""
+    owner = getattr(function, "__self__", function)
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    bound = list(getattr(owner, "__dict__", {}).items())
+    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
+        with contextlib.suppress(ValueError):  # an empty cell: not assigned yet
+            bound.append((name, cell.cell_contents))
+    bound += [("default", value) for value in getattr(function, "__defaults__", None) or ()]
+    return [(name, value) for name, value in bound if isinstance(value, (int, float, str))]
+
+
+def fingerprint(config: Mapping[str, object], function: Callable[..., Any]) -> str:
+    """Hash what decides the result of a run, to 16 hex digits.
+
+    Args:
+        config: the resolved configuration as plain Python; output and tracking keys do not count.
+        function: the training function; its source counts, the name of its module does not.
+    """
+    flat = _flat(config)
+    kept = {key: value for key, value in flat.items() if decides_result(key, config)}
+    text = json.dumps(kept, sort_keys=True, default=str) + "\n" + function_source(function)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def decides_result(key: str, config: Mapping[str, Any]) -> bool:
+    """Whether a setting changes what a run computes.
+
+    Args:
+        key: its dotted name.
+        config: the resolved configuration as plain Python: with ``train.batch_size_per_device`` the
+            number of ranks and accumulation steps decides the batch size of a step.
+    """
+    if key in _STEP_SIZE:
+        return (config.get("train") or {}).get("batch_size_per_device") is not None
+    return key in _IDENTITY or not key.startswith(_NOT_IDENTITY)
+
+
+def source_hash(train: Callable[..., Any]) -> str:
+    """Hash the function's source, to 16 hex digits."""
+    return fingerprint({}, train)
+
+
+def _flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Nested settings by dotted name."""
+    flat: dict[str, object] = {}
+    for key, value in config.items():
+        inner = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
+        flat.update(inner or {f"{prefix}{key}": value})
+    return flat

@@ -270,7 +270,7 @@ class JobRunner:
             deadline=search.deadline,
             params=dict(job.params),
             fold=None if job.fold is None or search.folds is None else search.folds[job.fold],
-            reports_judged=job.judged,
+            synchronous_reports=job.judged,
             reuse_workers=plan.processes > 1,
         )
         return RunRequest(job=spec, host=search.host, hardware=slot.hardware, header=header)

@@ -20,7 +20,7 @@ from nbtoolkit.run import messages
 from nbtoolkit.run.events import CommandReceived, RunRecord
 from nbtoolkit.run.payload import unpack
 from nbtoolkit.run.serialization import pack_error
-from nbtoolkit.run.transport import wake
+from nbtoolkit.run.transport import notify_files_changed
 from nbtoolkit.search.algorithm import JobResult, SearchAlgorithm, SearchJob, SearchRequest
 from nbtoolkit.search.job_runner import JobRunner, WarmWorkers
 from nbtoolkit.search.slots import Slot, SlotAllocator
@@ -237,12 +237,12 @@ class SearchScheduler:
     def _settle(self, status: str) -> None:
         summary = self._program.close(status)
         self._record.complete(status, 1, summary=summary)
-        wake(self._desk.kernel)
+        notify_files_changed(self._desk.kernel)
 
     def _fail(self, error: BaseException) -> None:
         self._end_all()
         self._record.fail(pack_error(error), rank=None, notes=[])
-        wake(self._desk.kernel)
+        notify_files_changed(self._desk.kernel)
 
     def _abandon(self, why: str) -> None:
         self._end_all()

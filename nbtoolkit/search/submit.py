@@ -19,19 +19,16 @@ from nbtoolkit.errors import LaunchError, PlanError, ResumeError
 from nbtoolkit.host import Host, detect_host
 from nbtoolkit.launcher.forkserver_client import fork_server
 from nbtoolkit.launcher.handle import StartedRun
-from nbtoolkit.run.paths import (
-    RunPaths,
-    decides_result,
-    find_run,
-    fingerprint,
-    read_record,
-    runs_in,
-)
+from nbtoolkit.run.paths import read_record, runs_in
 from nbtoolkit.run.payload import pack_content, pack_function
 from nbtoolkit.run.resume import (
     ChosenRun,
     archive_attempt,
+    changed_settings,
+    find_named_run,
+    fingerprint,
     lock_run,
+    new_run,
     read_versions,
     refuse_old_run,
     roll_back,
@@ -75,10 +72,7 @@ def choose_search(
     if chosen is not None:
         archive_attempt(chosen.paths)
         return chosen
-    paths = RunPaths.create(config.runtime.output_dir, name)
-    lock = lock_run(paths)
-    assert lock is not None
-    return ChosenRun(paths, lock, 1)
+    return new_run(config.runtime.output_dir, name)
 
 
 def identity_of(
@@ -111,20 +105,9 @@ def _to_go_on_with(output_dir: Path, identity: Mapping[str, Any]) -> ChosenRun |
     return None
 
 
-def _differences(paths: RunPaths, config: Config) -> dict[str, tuple[Any, Any]]:
-    """What decides results and is not as it was."""
-    settings = config.to_dict()
-    before = load_config(paths.config, env=None).differences(config)
-    return {key: pair for key, pair in before.items() if decides_result(key, settings)}
-
-
 def _named(run: str | os.PathLike[str], config: Config, identity: Mapping[str, Any]) -> ChosenRun:
     kind, output_dir = identity["kind"], Path(config.runtime.output_dir)
-    try:
-        paths = find_run(run, output_dir)
-    except LaunchError as error:
-        allowed = f'"auto", "never", {error.allowed}'
-        raise ResumeError(error.what, allowed=allowed, do=error.do) from None
+    paths = find_named_run(run, output_dir)
     about: dict[str, Any] = read_record(paths.versions) or {}
     if about.get("kind") != kind:
         raise ResumeError(
@@ -140,10 +123,9 @@ def _named(run: str | os.PathLike[str], config: Config, identity: Mapping[str, A
             allowed="the same training function",
             do="start a new one with resume='never'",
         )
-    if differences := _differences(paths, config):
-        shown = "; ".join(f"{key}: {a!r} then, {b!r} now" for key, (a, b) in differences.items())
+    if changes := changed_settings(load_config(paths.config, env=None), config):
         raise ResumeError(
-            f"the {kind} {paths.run_id} was made with another configuration: {shown}",
+            f"the {kind} {paths.run_id} was made with another configuration: {changes}",
             allowed="other output, tracking, checkpoint and distributed settings",
             do="load its own config.yaml, or start a new one with resume='never'",
         )

@@ -16,18 +16,10 @@ from nbtoolkit.config.yaml_source import read_layer
 from nbtoolkit.errors import LaunchError, RunFileError, SweepError
 from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.handle import RunHandle
-from nbtoolkit.run.events import (
-    Event,
-    EventReader,
-    NoteAdded,
-    Status,
-    StopRequested,
-    TrialChanged,
-    read_result,
-)
+from nbtoolkit.run.events import Event, EventReader, NoteAdded, StopRequested, TrialChanged
 from nbtoolkit.run.messages import SearchCommand
 from nbtoolkit.run.output import MAX_BYTES, Shape, to_stdout
-from nbtoolkit.run.paths import RunPaths, reading, write_json, write_whole
+from nbtoolkit.run.paths import RunPaths, Status, read_result, reading, write_json, write_whole
 from nbtoolkit.study.sweep_config import SweepConfig
 from nbtoolkit.study.table import ENDED, SweepTable
 
@@ -236,7 +228,7 @@ class TableLines:
         self._written = 0
         self._write: Callable[[str], object] | None = None
 
-    def through(self, write: Callable[[str], object]) -> None:
+    def redirect(self, write: Callable[[str], object]) -> None:
         """Write lines by this from now on: a bar of ours is on the terminal's last line."""
         self._write = write
 

@@ -341,7 +341,7 @@ class CheckpointManager:
         for damage in wrong:
             text = f"passed over a damaged checkpoint, {damage}: going on from {entry.folder.name}"
             self._ctx.message(text, level="warning")
-        return {"folder": str(entry.folder), "about": entry.about}
+        return {"folder": str(entry.folder), "about": entry.manifest}
 
 
 def _agreed(ctx: RunContext, look: Callable[[], State | None]) -> State | None:

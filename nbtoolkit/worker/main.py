@@ -133,7 +133,7 @@ def run_rank(job: RankJob) -> None:
     channel.send(messages.PhaseReached(phase="group"))
     work = job.spec if isinstance(job.spec, JobSpec) else _following(rank, channel)
     while work is not None:
-        alone = work.plan.processes == 1 and not work.reports_judged
+        alone = work.plan.processes == 1 and not work.synchronous_reports
         channel = OwnerChannel(*lines, alone=alone)
         _work(job, work, rank, channel)
         work = _following(rank, channel) if work.reuse_workers else None
