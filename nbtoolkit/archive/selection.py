@@ -355,7 +355,7 @@ def _checkpoints(folder: Path, *, finished: bool) -> Iterator[list[Path]]:
         newest = next(filter(_is_whole, store.entries("step")), None)
         for checkpoint in [best or newest] if finished else [newest, best]:
             if checkpoint is not None:
-                names = ["manifest.json", *checkpoint.about["files"]]
+                names = ["manifest.json", *checkpoint.manifest["files"]]
                 yield [checkpoint.folder / name for name in names]
 
 
@@ -364,7 +364,7 @@ def _is_whole(checkpoint: StoredCheckpoint) -> bool:
     try:
         return all(
             "/" not in name and (checkpoint.folder / name).stat().st_size == file["bytes"]
-            for name, file in checkpoint.about["files"].items()
+            for name, file in checkpoint.manifest["files"].items()
         )
     except (OSError, LookupError, TypeError, AttributeError):  # gone, or damaged
         return False

@@ -17,9 +17,9 @@ from nbtoolkit.launcher.arguments import check_call, task_name
 from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.launch import Train
 from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunStarted
-from nbtoolkit.run.output import Display, Screen, Shown, choose_screen, displays, find_display
-from nbtoolkit.run.paths import RunPaths, decides_result, find_run, read_or_empty
-from nbtoolkit.run.resume import refuse_old_run
+from nbtoolkit.run.output import Display, RunDisplay, Screen, choose_screen, displays, find_display
+from nbtoolkit.run.paths import RunPaths, find_run
+from nbtoolkit.run.resume import changed_settings, refuse_old_run
 from nbtoolkit.run.serialization import add_note
 from nbtoolkit.search.slots import Placement
 from nbtoolkit.search.submit import Search, start_search
@@ -211,7 +211,9 @@ def handle_on_folds(
     return CVHandle(paths, cell=_output(paths, count, screen), on_event=on_event)
 
 
-def _output(paths: RunPaths, folds: int | None, screen: Screen, *, since: float = 0.0) -> Shown:
+def _output(
+    paths: RunPaths, folds: int | None, screen: Screen, *, since: float = 0.0
+) -> RunDisplay:
     lines = TableLines(FoldTable(name=paths.run_id, folds=folds), screen.shape, since=since)
     return displays().show_search(lines, paths, screen, folds=folds)
 
@@ -257,17 +259,11 @@ def _check_resumed(resume: str | os.PathLike[str], config: Config, folds: Folds)
     folder = paths.folder
     if not (folder / FOLDS_FILE).exists():  # something else, or cut off before it began
         return
-    refuse_old_run(paths, read_or_empty(paths.versions))
+    refuse_old_run(paths)
     check_same(Folds.load(folder / FOLDS_FILE), folds)
-    differences = load_config(paths.config, env=None).differences(config)
-    lines = "; ".join(
-        f"{key}: {old!r} then, {new!r} now"
-        for key, (old, new) in differences.items()
-        if decides_result(key, config.to_dict())
-    )
-    if lines:
+    if changes := changed_settings(load_config(paths.config, env=None), config):
         raise ResumeError(
-            f"{folder.name} was made with another configuration: {lines}",
-            allowed="changes of output, tracking and checkpoint settings",
-            do="load its own config.yaml, or start a new one with resume='never'",
+            f"{folder.name} was made with another configuration: {changes}",
+            allowed="other output, tracking and checkpoint settings",
+            do="load its own config.yaml, or begin anew with resume='never'",
         )

@@ -13,7 +13,7 @@ from nbtoolkit.crossval.out_of_fold import Ensemble, assemble
 from nbtoolkit.errors import CheckpointError, FoldError, LaunchError, MissingExtra
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunEnded, RunStarted
-from nbtoolkit.run.paths import RunPaths, read_record, reading
+from nbtoolkit.run.paths import RunPaths, Status, read_result, reading
 from nbtoolkit.run.serialization import unpack_value
 from nbtoolkit.study.table import EventTable, short
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from nbtoolkit.crossval.out_of_fold import Array
-    from nbtoolkit.launcher.handle import Status
 
 
 class FoldTable(EventTable):
@@ -105,7 +104,7 @@ class CVResult:
     """
 
     def __init__(self, paths: RunPaths) -> None:
-        ended = read_record(paths.result)
+        ended = read_result(paths)
         if ended is None:
             raise LaunchError(
                 f"the cross-validation {paths.folder} has no result",

@@ -210,7 +210,7 @@ def finished_folds(folder: Path, count: int) -> dict[int, JobResult]:
 
 def _own_result(paths: RunPaths) -> JobResult | None:
     """How a completed run ended, if it has scores; returned scores are in the events only."""
-    result = read_or_empty(paths.result)
+    result: dict[str, Any] = read_or_empty(paths.result)
     if result.get("status") != "completed" or not result["metrics"]:
         return None
     return JobResult(status="completed", metrics=result["metrics"], seconds=result["seconds"])

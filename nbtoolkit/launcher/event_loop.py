@@ -17,7 +17,7 @@ from nbtoolkit.launcher.worker_group import WorkerGroup
 from nbtoolkit.run import messages
 from nbtoolkit.run.payload import PackedFunction, pack_content, unpack
 from nbtoolkit.run.request import JobSpec
-from nbtoolkit.run.signals import ENDING, announcement
+from nbtoolkit.run.signals import ENDING, describe_signal
 from nbtoolkit.run.transport import (
     Connection,
     GroupConnections,
@@ -217,4 +217,4 @@ def _request(number: int) -> messages.StopRequest:
     """Return the stop request for a signal: an interrupt is a user's, others announce an end."""
     if number == signal.SIGINT:
         return messages.StopRequest(reason="the supervisor was interrupted")
-    return messages.StopRequest(reason=announcement(number), status="deadline")
+    return messages.StopRequest(reason=describe_signal(number), status="deadline")

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import base64
 import itertools
-import pickle
 import signal
 import sys
 import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from nbtoolkit.environment.plan import GroupFailure, PortBusy
 from nbtoolkit.errors import RunFileError, WorkerDied, WorkerHung
 from nbtoolkit.launcher.worker_group import RankView, WorkerGroup
 from nbtoolkit.run import messages
 from nbtoolkit.run.paths import RunPaths, read_record, reading
-from nbtoolkit.run.serialization import add_note, pack_error, stand_in, unpack_error, user_line
+from nbtoolkit.run.serialization import (
+    PackedError,
+    add_note,
+    as_worker_error,
+    pack_error,
+    unpack_error,
+    user_line,
+)
 
 if TYPE_CHECKING:
     from nbtoolkit.launcher.supervisor import RunSupervisor
@@ -41,9 +47,9 @@ def raise_failure(paths: RunPaths) -> NoReturn:
     try:
         error = _failure(paths)
     except RunFileError:
-        told = read_record(paths.error)
+        record = read_record(paths.error) or {}
         with reading(paths.error):
-            error = stand_in(told or {})
+            error = as_worker_error(PackedError.from_fields(record))
     _show_notes(error)
     raise error
 
@@ -57,13 +63,13 @@ def _show_notes(error: BaseException) -> None:
 
 def _failure(paths: RunPaths) -> BaseException:
     with reading(paths.error_pickle):
-        packed = pickle.loads(paths.error_pickle.read_bytes())
+        packed = PackedError.decode(paths.error_pickle.read_bytes())
         error = unpack_error(packed)
-        if packed["rank"] is not None:
+        if packed.rank is not None:
             place = user_line(packed)
-            where = f"rank {packed['rank']}" + (f", {cell_name(*place)}" if place else "")
-            add_note(error, f"[nbtoolkit] {where}; log: {paths.log(packed['rank'])}")
-        for note in packed["notes"]:
+            where = f"rank {packed.rank}" + (f", {cell_name(*place)}" if place else "")
+            add_note(error, f"[nbtoolkit] {where}; log: {paths.log(packed.rank)}")
+        for note in packed.notes:
             add_note(error, f"[nbtoolkit] {note}")
     return error
 
@@ -119,7 +125,7 @@ _ALONE = "to use a model on one rank alone call ctx.unwrap(model)(...)"
 class Failure:
     """The error the launch raises: packed, with the rank that failed first."""
 
-    error: dict[str, Any]
+    error: PackedError
     rank: int | None
     notes: list[str] = field(default_factory=list)
 
@@ -176,15 +182,15 @@ def _error(paths: RunPaths, cause: RankView) -> Failure:
     # where its disk is full, in the message itself
     said = word.packed if isinstance(word, messages.FunctionRaised) else None
     raw = base64.b64decode(said) if said else paths.rank_error(cause.rank).read_bytes()
-    packed: dict[str, Any] = pickle.loads(raw)
-    if packed["exit"]:
-        kind = packed["type"].removeprefix("builtins.")
+    packed = PackedError.decode(raw)
+    if packed.exit:
+        kind = packed.type.removeprefix("builtins.")
         died = WorkerDied(
-            f"rank {cause.rank} ended itself with {kind}({packed['text']})",
+            f"rank {cause.rank} ended itself with {kind}({packed.text})",
             allowed="the training function returns a value or raises an Exception",
-            do=packed.get("advice") or "return instead of calling sys.exit()",
+            do=packed.advice or "return instead of calling sys.exit()",
         )
-        packed = {**pack_error(died), "frames": packed["frames"]}
+        packed = replace(pack_error(died), frames=packed.frames)
     return Failure(packed, cause.rank)
 
 

@@ -6,10 +6,9 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from nbtoolkit.errors import ForkRefused
 from nbtoolkit.launcher.preload import preload
 from nbtoolkit.run.messages import GroupDescriptors, StartRanks
 from nbtoolkit.run.request import JobSpec
+from nbtoolkit.run.signals import without_interrupts
 from nbtoolkit.run.transport import GroupConnections
 
 
@@ -35,6 +35,7 @@ class ForkedAgent:
         self._lines, theirs = GroupConnections.pair(job.plan.processes)
         self._reaped = True
         try:
+            # A torch that was interrupted during its import cannot be imported again.
             with without_interrupts():
                 self._fork(train, job, environment, theirs)
         except BaseException:  # an interrupt that was held back, or no memory for a child
@@ -90,22 +91,6 @@ class ForkedAgent:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
         self._reaped = True
-
-
-@contextlib.contextmanager
-def without_interrupts() -> Iterator[None]:
-    """Hold an interrupt back: a torch interrupted at its import cannot be imported again."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # interrupts are raised in the main thread only
-        return
-    held: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before or signal.default_int_handler)
-    if held:
-        raise KeyboardInterrupt
 
 
 def _child(

@@ -21,7 +21,7 @@ from importlib import import_module
 
 from nbtoolkit.launcher.preload import FIRST, Preloader, preload
 from nbtoolkit.run import messages
-from nbtoolkit.run.signals import ignore_warnings
+from nbtoolkit.run.signals import ignore_warning_signals
 from nbtoolkit.run.transport import packet_pair, receive_packet, send_packet
 from nbtoolkit.worker.forking import Forker, close_all, kill_group
 
@@ -261,7 +261,8 @@ def main(kernel_fd: int, tracking: bool) -> None:
     # Python 3.12 warns on fork beside threads; the idle BLAS threads that numpy leaves here are
     # harmless (see fork_diagnosis.py).
     warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
-    ignore_warnings()  # of a cluster: it ends with the kernel and the supervisors, which heed them
+    # A cluster's warning is for the kernel and the supervisors, with which this process ends.
+    ignore_warning_signals()
     gc.disable()  # until all is imported: it would look through what stays again and again
     kernel = socket.socket(fileno=kernel_fd)
     forkserver = ForkServer(kernel)

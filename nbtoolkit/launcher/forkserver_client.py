@@ -21,6 +21,7 @@ from nbtoolkit.environment.resources import STALL_SECONDS, Activity, has_ended, 
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.run import messages
 from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.signals import without_interrupts
 from nbtoolkit.run.transport import (
     Connection,
     packet_pair,
@@ -211,9 +212,8 @@ class ForkServerClient:
             return answer
 
     def _wait_ready(self) -> None:
-        if not self._ready:
+        while not self._ready:
             self._receive()
-            self._ready = True
 
     def _receive(self) -> messages.Message:
         news = select.poll()  # select() refuses descriptors above 1023
@@ -225,7 +225,10 @@ class ForkServerClient:
         if wait_while_active(
             lambda seconds: news.poll(seconds * 1000), activity, what, stalled=self._stalled
         ):
-            packet = receive_packet(self._socket)
+            # An interrupt between the two would lose ServerReady, for which the next call waits.
+            with without_interrupts():
+                packet = receive_packet(self._socket)
+                self._ready |= isinstance(packet, messages.ServerReady)
             end = "closed its connection"
         else:
             end = f"does not answer: no progress for {self._stalled:g} s"

@@ -21,16 +21,22 @@ from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.fork_launch import ForkedAgent
 from nbtoolkit.run.events import Event, EventReader, RunEnded, RunStarted
 from nbtoolkit.run.messages import KillRequest, StopRequest, SupervisorLost
-from nbtoolkit.run.output import Shown, displays
-from nbtoolkit.run.paths import RunPaths, read_or_empty, read_record, reading, write_json
+from nbtoolkit.run.output import RunDisplay, displays
+from nbtoolkit.run.paths import (
+    RunPaths,
+    Status,
+    read_or_empty,
+    read_record,
+    read_result,
+    reading,
+    write_json,
+)
 from nbtoolkit.run.serialization import unpack_value
-from nbtoolkit.run.signals import Heard, announcement, heeded
+from nbtoolkit.run.signals import SignalFlag, catch_termination_signals, describe_signal
 from nbtoolkit.run.transport import Connection
 
 if TYPE_CHECKING:
     import torch
-
-Status = Literal["completed", "pruned", "stopped", "deadline"]
 
 INTERRUPT_GRACE = 5.0  # seconds the ranks get to come to a report after the first interrupt
 # So long a launch waits for tracking to catch up: a new folder takes 2 s, on a loaded machine 20 s.
@@ -54,7 +60,7 @@ class RunResult:
     """
 
     def __init__(self, paths: RunPaths) -> None:
-        ended = read_record(paths.result)
+        ended = read_result(paths)
         if ended is None:
             raise LaunchError(
                 f"the run {paths.folder} has no result", do="attach to it with nb.attach(folder)"
@@ -187,7 +193,7 @@ class RunHandle:
         paths: RunPaths,
         started: StartedRun | None = None,
         *,
-        cell: Shown | None = None,
+        cell: RunDisplay | None = None,
         on_event: Callable[[Event], None] | None = None,
         offset: int = 0,
     ) -> None:
@@ -270,11 +276,12 @@ class RunHandle:
 
     def _wait_heeding(self, limit: float | None) -> int | None:
         """Wait; a signal that announces this process's end is handed on to a run it would end."""
-        heard, started = Heard(), self._started
-        with heeded(heard) if started is not None and not started.detached else nullcontext():
+        heard, started = SignalFlag(), self._started
+        ends_with_us = started is not None and not started.detached
+        with catch_termination_signals(heard) if ends_with_us else nullcontext():
             return self._wait_for_end(limit, heard)
 
-    def _wait_for_end(self, limit: float | None, heard: Heard) -> int | None:
+    def _wait_for_end(self, limit: float | None, heard: SignalFlag) -> int | None:
         """How often the wait was interrupted; None when the limit came first."""
         interrupts = handed_on = 0
         while True:
@@ -291,10 +298,10 @@ class RunHandle:
             except KeyboardInterrupt:
                 interrupts += 1
 
-    def _pass_on(self, heard: Heard) -> None:
+    def _pass_on(self, heard: SignalFlag) -> None:
         """Let the run end as if its supervisor had got the signal itself."""
         if heard.number and self._line is not None:
-            reason = announcement(heard.number)
+            reason = describe_signal(heard.number)
             self._line.send(StopRequest(reason=reason, status="deadline"))
             heard.number = 0
 
@@ -475,10 +482,11 @@ def wait_for_tracking(
 def _tracking_state(paths: RunPaths) -> tuple[bool, str]:
     """Whether tracking has written the whole run, and why it gave up."""
     try:
-        state, written = read_or_empty(paths.tracking), paths.tracking.stat().st_mtime
+        state: dict[str, Any] = read_or_empty(paths.tracking)
+        written = paths.tracking.stat().st_mtime
     except FileNotFoundError:
         return False, ""
     # What an earlier attempt left has read less, and failed before this one began.
     done = state.get("done") and state.get("read", 0) >= paths.events.stat().st_size
-    begun = read_or_empty(paths.owner).get("since", 0.0)
-    return bool(done), state.get("error", "") if written >= begun else ""
+    owner: dict[str, Any] = read_or_empty(paths.owner)
+    return bool(done), state.get("error", "") if written >= owner.get("since", 0.0) else ""

@@ -237,7 +237,7 @@ class DeviceMonitor:
         self._record.write(DevicesSampled(readings=readings))
 
     def _ranks(self, elapsed: float) -> list[Reading]:
-        readings = []
+        readings: list[Reading] = []
         for rank in self._worker_group.ranks:
             fields = process_fields(rank.pid) if rank.pid is not None else None
             if fields is None:

@@ -31,11 +31,11 @@ from nbtoolkit.run.events import Event, EventReader, RunRecord, returned_numbers
 from nbtoolkit.run.messages import Question, Reply, Statement
 from nbtoolkit.run.output import CellOutput, Display
 from nbtoolkit.run.paths import RunPaths, boot_id, folder_error, write_json, write_whole
-from nbtoolkit.run.rank_check import followed
+from nbtoolkit.run.rank_check import track_optimizers
 from nbtoolkit.run.request import JobSpec, RunRequest
 from nbtoolkit.run.resume import ChosenRun, write_header
 from nbtoolkit.run.serialization import add_note, pack_error, pack_value
-from nbtoolkit.run.signals import heeded
+from nbtoolkit.run.signals import catch_termination_signals
 from nbtoolkit.worker.channel import GroupChannel, RecordChannel
 from nbtoolkit.worker.context import RunContext
 from nbtoolkit.worker.main import advice
@@ -172,7 +172,11 @@ def run_inline(
     variables = {**without_stale(os.environ), **plan_variables(plan, run.paths.folder)}
     with InProcessRecorder(run, request, cell, on_event) as recorder:
         ctx = RunContext(request.job, recorder, local_rank=_device_index(plan, request.hardware))
-        with heeded(recorder.heard), temporary_variables(variables), own_accelerate_state():
+        with (
+            catch_termination_signals(recorder.heard),
+            temporary_variables(variables),
+            own_accelerate_state(),
+        ):
             settle(ctx)
             call(train, ctx, recorder.record)
     refuse_deleted(run.paths)
@@ -217,7 +221,7 @@ def call(
         status = leave.status
     except KeyboardInterrupt:
         if record is not None:
-            record.ask_to_stop("stopped", "interrupted")
+            record.request_stop("stopped", "interrupted")
             record.complete("stopped", ctx.world_size)
         raise
     except BaseException as error:
@@ -361,7 +365,7 @@ def _run_rank(
 ) -> None:
     alone = host.world_size == 1
     channel = recorder if recorder is not None and alone else GroupChannel(recorder)
-    optimizers = followed(job.config, host.world_size)
+    optimizers = track_optimizers(job.config, host.world_size)
     ctx = RunContext(
         job,
         channel,
@@ -372,7 +376,11 @@ def _run_rank(
     )
     record = recorder.record if recorder is not None else None
     variables = {**os.environ, **plan_variables(job.plan, job.paths.folder)}
-    with heeded(channel.heard), temporary_variables(variables), ExitStack() as stack:
+    with (
+        catch_termination_signals(channel.heard),
+        temporary_variables(variables),
+        ExitStack() as stack,
+    ):
         stack.callback(ctx.close)
         if optimizers is not None:
             stack.callback(optimizers.close)

@@ -24,7 +24,7 @@ from nbtoolkit.run.events import Event
 from nbtoolkit.run.output import CellOutput, Display, choose_screen, displays, find_display
 from nbtoolkit.run.payload import pack_content, pack_function
 from nbtoolkit.run.request import JobSpec, RunRequest
-from nbtoolkit.run.resume import ChosenRun, choose_run, discard, write_header
+from nbtoolkit.run.resume import ChosenRun, choose_run, roll_back, write_header
 
 if TYPE_CHECKING:
     from nbtoolkit.worker.context import RunContext
@@ -75,7 +75,7 @@ def submit(
         if isinstance(
             error, LaunchError
         ):  # it did not start; an interrupt may have come when it had
-            discard(run)
+            roll_back(run)
         raise
     finally:
         if forked is not None:

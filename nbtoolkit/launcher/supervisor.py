@@ -143,7 +143,7 @@ class RunSupervisor:
             grace: seconds after which they are killed; None for no limit.
             status: the run's final status.
         """
-        self.record.ask_to_stop(status, reason, grace)
+        self.record.request_stop(status, reason, grace)
         if grace is not None:
             limit = time.monotonic() + grace
             self._kill_at = limit if self._kill_at is None else min(limit, self._kill_at)
@@ -327,7 +327,7 @@ class RunSupervisor:
             return
         status = self._listener.reported(report.values, report.step)
         if status is not None:
-            self.record.ask_to_stop(status, "judged by what it reported")
+            self.record.request_stop(status, "judged by what it reported")
 
     # --- stopping ---
 

@@ -109,7 +109,7 @@ class WorkerGroup:
         agent_pid: int | None,
     ) -> WorkerGroup:
         """Take over an agent that the kernel forked (``start="fork"``), and start it."""
-        lines = GroupConnections.of(group)
+        lines = GroupConnections.from_descriptors(group)
         worker_group = cls(spec.plan, port, lines, spec.paths.elastic)
         worker_group.agent_pid, worker_group._foreign = agent_pid, True
         lines.agent.send(messages.StartRanks(port=port))

@@ -23,7 +23,7 @@ from nbtoolkit.errors import (
     NotebookFailed,
     NotebookTimeout,
 )
-from nbtoolkit.run.paths import read_json, read_made, write_whole
+from nbtoolkit.run.paths import announced_runs, read_json, write_whole
 from nbtoolkit.text_table import html_table
 
 _LOCK_TRIES = 3
@@ -262,7 +262,7 @@ def result_of(files: NotebookFiles, record: NotebookRecord) -> NotebookResult:
         output=files.copy,
         html=files.html if record["html"] else None,
         log=files.log,
-        runs=read_made(files.runs),
+        runs=announced_runs(files.runs),
         seconds=record["seconds"],
     )
 
@@ -321,7 +321,7 @@ class NotebookHandle:
     @property
     def runs(self) -> list[Path]:
         """Folders of the runs, sweeps and cross-validations started so far, oldest first."""
-        return read_made(self._files.runs)
+        return announced_runs(self._files.runs)
 
     def done(self) -> bool:
         """Whether the run has ended, successfully or not."""

@@ -44,8 +44,7 @@ from nbtoolkit.notebooks.handle import (
 )
 from nbtoolkit.notebooks.parameters import check_parameters
 from nbtoolkit.notebooks.publish import TARGET as PUBLISHED
-from nbtoolkit.run.paths import TARGET as STARTED_RUNS
-from nbtoolkit.run.paths import read_json, write_json, write_whole
+from nbtoolkit.run.paths import RUNS_FILE, read_json, write_json, write_whole
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -95,7 +94,7 @@ class NotebookJob:
                     **os.environ,
                     "IPYTHONDIR": str(folder / "ipython"),
                     PUBLISHED: str(_published_file(folder)),
-                    STARTED_RUNS: str(self.files.runs),
+                    RUNS_FILE: str(self.files.runs),
                 },
                 cwd=self.cwd,
                 folder=folder,

@@ -190,7 +190,7 @@ def _rate(story: RunSummary) -> str:
 def _ranks_memory(story: RunSummary) -> str:
     """The most that any rank used, in GB; logged by fit, else read by the supervisor."""
     logged = [v for _, values in story.logged for k, v in values.items() if k.startswith(_MEMORY)]
-    read = [r["memory"] / 1e9 for r in story.readings if "rank" in r and "memory" in r]
+    read = [float(r["memory"]) / 1e9 for r in story.readings if "rank" in r and "memory" in r]
     return number(max(logged or read, default=None))
 
 
@@ -200,8 +200,8 @@ def _mean(name: str, of: str) -> Callable[[RunSummary], str]:
     def told(story: RunSummary) -> str:
         by: dict[object, list[float]] = {}
         for reading in story.readings:
-            if of in reading and isinstance(reading.get(name), (int, float)):
-                by.setdefault(reading[of], []).append(reading[name])
+            if of in reading and isinstance(value := reading.get(name), (int, float)):
+                by.setdefault(reading[of], []).append(value)
         return ", ".join(number(fmean(by[one])) for one in sorted(by, key=str))
 
     return told
@@ -209,7 +209,11 @@ def _mean(name: str, of: str) -> Callable[[RunSummary], str]:
 
 def _gpu_memory(story: RunSummary) -> str:
     """The most that was used of any GPU, in GB; all processes of the machine together."""
-    read = [r["memory_used"] / 1e9 for r in story.readings if "index" in r and "memory_used" in r]
+    read = [
+        float(r["memory_used"]) / 1e9
+        for r in story.readings
+        if {"index", "memory_used"} <= r.keys()
+    ]
     return number(max(read, default=None))
 
 

@@ -13,7 +13,7 @@ from nbtoolkit.report.charts import confusion, curves, throughput
 from nbtoolkit.report.run_summary import RunSummary, counted, read_run_summary
 from nbtoolkit.report.section import Picture, ReportSection
 from nbtoolkit.report.sections import differences, folds, overview, sweeps
-from nbtoolkit.run.paths import RunPaths, by_age, write_whole
+from nbtoolkit.run.paths import RunPaths, age_key, write_whole
 
 # --- page ---
 # A report as one HTML file that needs nothing else, light or dark as its reader's system.
@@ -172,7 +172,7 @@ def read_report(folder: str | os.PathLike[str]) -> RunsReport:
 
 def runs_below(folder: Path) -> list[RunPaths]:
     """The runs in a folder, oldest first; not the trials and folds inside."""
-    return sorted(_found(folder, DEPTH), key=lambda paths: (by_age(paths.folder), paths.folder))
+    return sorted(_found(folder, DEPTH), key=lambda paths: (age_key(paths.folder), paths.folder))
 
 
 def _found(folder: Path, depth: int) -> Iterator[RunPaths]:

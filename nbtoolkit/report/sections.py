@@ -12,7 +12,7 @@ from nbtoolkit.errors import RunFileError, SweepError
 from nbtoolkit.report.charts import add_curves
 from nbtoolkit.report.run_summary import RunSummary, counted, duration, moment, number, setting
 from nbtoolkit.report.section import Picture, ReportSection
-from nbtoolkit.run.paths import decides_result
+from nbtoolkit.run.resume import decides_result
 from nbtoolkit.search.sweep_result import STUDY_FILE, read_sweep_config
 from nbtoolkit.study.plots import plot_history, plot_importances, plot_slices, shortened
 from nbtoolkit.study.sweep_config import SweepConfig

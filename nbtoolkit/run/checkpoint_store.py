@@ -1,11 +1,11 @@
-"""Save states as whole files without pickled code, and keep the checkpoints of one fit on disk.
+"""Write states atomically and without pickled code, and keep the checkpoints of a fit on disk.
 
     checkpoints/
-      step-000001200/   model.pt  training.pt  manifest.json    everything to go on from
+      step-000001200/   model.pt  training.pt  manifest.json    everything needed to resume
       best-000000900/   model.pt  manifest.json                 the best epoch's weights
       fit-2/            the same for the second fit of a training function
 
-A checkpoint is built in a folder whose name begins with a dot, its manifest (sizes and SHA-256 of
+A checkpoint is written to a folder whose name begins with a dot, its manifest (sizes and SHA-256 of
 the files) last, and then renamed: a kill at any moment leaves the earlier ones as they were.
 """
 
@@ -16,30 +16,31 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeAlias, TypedDict
 
 from nbtoolkit.errors import CheckpointError
-from nbtoolkit.run.paths import unused_beside
+from nbtoolkit.run.paths import temporary_beside
 
-# --- checkpoint ---
-# One state on disk: written whole, without pickled code (``weights_only=True`` reads it).
-
+State: TypeAlias = dict[str, Any]
+"""A state that was read: tensors, numbers, strings, and dicts, lists and tuples of them."""
 
 _PLAIN = (str, int, float, bool, type(None))
 
 
-def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write ``state`` to ``path``: temporary file beside it, fsync, ``os.replace``.
+def write_state(path: Path, state: Mapping[str, object]) -> None:
+    """Write ``state`` to ``path`` atomically: temporary file, fsync, ``os.replace``.
+
+    ``torch.load(path, weights_only=True)`` reads it.
 
     Raises:
         CheckpointError: the state holds something that is not a tensor or a plain value (names it),
             or the disk is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = unused_beside(path)
+    temporary = temporary_beside(path)
     try:
         with temporary.open("xb") as file:
             dump_state(state, file)
@@ -49,14 +50,14 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint {path} could not be written: {error}",
-            allowed="a folder on a disk with free space (the last good checkpoint is untouched)",
+            allowed="a folder on a disk with free space (the last good checkpoint is unchanged)",
             do="free some space, save fewer checkpoints, or set runtime.output_dir to another disk",
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def dump_state(state: Mapping[str, Any], file: Any) -> None:
+def dump_state(state: Mapping[str, object], file: Any) -> None:
     """Write ``state`` into an open file, in torch's format.
 
     Raises:
@@ -67,7 +68,7 @@ def dump_state(state: Mapping[str, Any], file: Any) -> None:
 
     if not isinstance(state, Mapping):
         raise CheckpointError(
-            f"a checkpoint was to be made of a {type(state).__name__}, not a dict",
+            f"cannot save a {type(state).__name__} as a checkpoint: it is not a dict",
             allowed="a dict of tensors, numbers, strings, and dicts, lists, tuples of them",
             do='save {"model": model.state_dict()}',
         )
@@ -78,12 +79,12 @@ def dump_state(state: Mapping[str, Any], file: Any) -> None:
         raise OSError(str(error)) from error
 
 
-def read_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """Read what :func:`write_state` wrote, on the CPU.
+def read_state(path: Path, *, mmap: bool = False) -> State:
+    """Read a file of :func:`write_state`; tensors are on the CPU.
 
     Args:
         path: the file.
-        mmap: map the tensors from the file instead of reading them (writes to them stay private).
+        mmap: map the tensors from the file instead of reading them (writes stay private).
 
     Raises:
         CheckpointError: the file is missing or damaged, or holds more than tensors and plain
@@ -92,24 +93,25 @@ def read_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     import torch
 
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        state: State = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # torch raises half a dozen types for a bad file
         raise CheckpointError(
             f"the checkpoint {path} cannot be read: {type(error).__name__}: {error}",
-            allowed="a file written by ctx.save or fit, whole",
-            do="use another one of the run's folder (checkpoints/best.pt, checkpoints/last.pt)",
+            allowed="an undamaged file of ctx.save or fit",
+            do="use another file of the run (checkpoints/best.pt, checkpoints/last.pt)",
         ) from error
     return state
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether a run's ``checkpoints`` folder has something to go on from (ctx.save's, or fit's)."""
+    """Whether a run's ``checkpoints`` folder has a checkpoint to resume from."""
     patterns = ("last.pt", "step-*/manifest.json", "fit-*/step-*/manifest.json")
     return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
 
 
-def _plain(value: Any, where: str) -> Any:
-    """``value`` of plain containers and tensors; raises for what weights-only loading refuses."""
+def _plain(value: object, where: str) -> object:
+    """``value`` as plain containers and tensors; raises where weights-only loading would fail."""
+    import numpy as np
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -121,11 +123,11 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, (list, tuple)):
         items = [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
-    if type(value).__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biuf":
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biuf":
         return torch.as_tensor(value)
     raise CheckpointError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}: "
-        "a checkpoint cannot hold that",
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
+        "cannot hold",
         allowed="tensors, numbers, strings, None, and dicts, lists, tuples of them",
         do="save its state_dict() or its plain values",
     )
@@ -138,20 +140,30 @@ Kind = Literal["step", "best"]
 
 FORMAT = "nbtoolkit checkpoint 1"
 _MANIFEST = "manifest.json"
-_BLOCK = 2**20
+
+
+class StoredFile(TypedDict):
+    """Size and SHA-256 of one file."""
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(TypedDict):
+    """The content of ``manifest.json``, which also holds the writer's own fields."""
+
+    format: str
+    kind: Kind
+    step: int
+    files: dict[str, StoredFile]
 
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """One checkpoint whose manifest could be read.
-
-    Attributes:
-        folder: where it lies.
-        about: its manifest: ``format, step, files`` and what the writer added.
-    """
+    """One checkpoint with a readable manifest."""
 
     folder: Path
-    about: dict[str, Any]
+    manifest: Manifest
 
     @classmethod
     def at(cls, folder: Path) -> StoredCheckpoint:
@@ -160,38 +172,38 @@ class StoredCheckpoint:
         Raises:
             CheckpointError: its manifest is missing, damaged, or of another format.
         """
-        about = _manifest(folder)
-        if about is None:
+        manifest = _read_manifest(folder)
+        if manifest is None:
             raise CheckpointError(
-                f"{folder / _MANIFEST} cannot be read, or is not one of ours",
+                f"{folder / _MANIFEST} cannot be read, or is not a checkpoint's",
                 allowed=f"a folder that fit wrote ({FORMAT})",
-                do="use another checkpoint of the run, or put this one back from a copy",
+                do="use another checkpoint of the run, or restore this one from a copy",
             )
-        return cls(folder, about)
+        return cls(folder, manifest)
 
     @property
     def step(self) -> int:
         """Optimizer steps done when it was saved."""
-        return int(self.about["step"])
+        return int(self.manifest["step"])
 
-    def read(self, part: str) -> dict[str, Any]:
+    def read(self, part: str) -> State:
         """The state in ``<part>.pt``, on the CPU.
 
         Raises:
-            CheckpointError: it is not there, or damaged.
+            CheckpointError: the file is missing or damaged.
         """
         return read_state(self.folder / f"{part}.pt")
 
     def damage(self) -> str:
-        """What is wrong with its files, by size and SHA-256; empty: nothing is."""
-        for name, file in self.about["files"].items():
+        """The first file whose size or SHA-256 is wrong, as text; empty: all are right."""
+        for name, file in self.manifest["files"].items():
             path = self.folder / name
             if not path.is_file():
                 return f"{name} is missing"
             if path.stat().st_size != file["bytes"]:
                 return f"{name} has {path.stat().st_size} bytes of {file['bytes']}"
             try:
-                digest = _hash(path)
+                digest = _sha256(path)
             except OSError as error:
                 return f"{name} cannot be read: {error.strerror}"
             if digest != file["sha256"]:
@@ -200,111 +212,121 @@ class StoredCheckpoint:
 
 
 class CheckpointStore:
-    """The checkpoints in one folder. One process writes; any may read.
+    """The checkpoints in one folder. One process writes; any process may read.
 
     Args:
-        folder: made with the first checkpoint.
-        keep: how many of the newest ``step`` checkpoints stay; of ``best`` one does.
+        folder: created with the first checkpoint.
+        keep: number of ``step`` checkpoints to keep, the newest ones; of ``best``, one is kept.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
         self.folder, self._keep = folder, keep
 
     def put(
-        self, kind: Kind, step: int, parts: Mapping[str, Mapping[str, Any]], about: dict[str, Any]
+        self,
+        kind: Kind,
+        step: int,
+        parts: Mapping[str, Mapping[str, object]],
+        fields: Mapping[str, object],
     ) -> Path:
-        """Write a checkpoint whole, then take away what is older than wanted.
+        """Write a checkpoint atomically, then delete older ones.
 
         Args:
-            kind: ``"step"`` to go on from, ``"best"`` to predict with.
+            kind: ``"step"`` to resume from, ``"best"`` to predict with.
             step: optimizer steps done.
             parts: file name (without ``.pt``) -> state of tensors and plain values.
-            about: plain values for the manifest.
+            fields: further fields of the manifest, plain values.
 
         Raises:
-            CheckpointError: the disk is full, or a state holds something else. What was there
-                before is untouched.
+            CheckpointError: the disk is full, or a state holds something else. The earlier
+                checkpoints are unchanged.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        building = unused_beside(self.folder / "new-")
+        building = temporary_beside(self.folder / "new-")
         try:
             building.mkdir()
             files = {f"{name}.pt": _write(building, name, state) for name, state in parts.items()}
-            manifest = {"format": FORMAT, "kind": kind, "step": step, **about, "files": files}
+            manifest = {"format": FORMAT, "kind": kind, "step": step, **fields, "files": files}
             _write_synced(building / _MANIFEST, json.dumps(manifest, indent=1).encode())
-            place = self._place(building, self.folder / f"{kind}-{step:09d}")
+            folder = self._publish(building, self.folder / f"{kind}-{step:09d}")
         except OSError as error:
             raise _cannot_write(self.folder, error) from error
         finally:
             shutil.rmtree(building, ignore_errors=True)
-        self._prune(kind, place)
-        return place
+        self._prune(kind, folder)
+        return folder
 
     def entries(self, kind: Kind) -> list[StoredCheckpoint]:
         """The checkpoints whose manifest can be read, newest first."""
-        folders = sorted(self.folder.glob(f"{kind}-*"), reverse=True)
-        found = [(folder, _manifest(folder)) for folder in folders]
-        return [StoredCheckpoint(folder, about) for folder, about in found if about is not None]
+        folders = self._folders(kind)
+        manifests = [(folder, _read_manifest(folder)) for folder in folders]
+        return [StoredCheckpoint(folder, item) for folder, item in manifests if item is not None]
 
     def good(self, kind: Kind) -> tuple[StoredCheckpoint | None, list[str]]:
-        """The newest undamaged checkpoint, and what is wrong with those newer than it.
+        """The newest undamaged checkpoint, and the damage of each newer one.
 
         Raises:
             CheckpointError: there are checkpoints, and all of them are damaged.
         """
-        wrong: list[str] = []
-        for folder in sorted(self.folder.glob(f"{kind}-*"), reverse=True):
-            about = _manifest(folder)
-            damage = (
-                StoredCheckpoint(folder, about).damage() if about else "its manifest cannot be read"
-            )
-            if about and not damage:
-                return StoredCheckpoint(folder, about), wrong
-            wrong.append(f"{folder.name}: {damage}")
-        if wrong:
+        damages: list[str] = []
+        for folder in self._folders(kind):
+            manifest = _read_manifest(folder)
+            if manifest is None:
+                damages.append(f"{folder.name}: its manifest cannot be read")
+                continue
+            checkpoint = StoredCheckpoint(folder, manifest)
+            damage = checkpoint.damage()
+            if not damage:
+                return checkpoint, damages
+            damages.append(f"{folder.name}: {damage}")
+        if damages:
             raise CheckpointError(
-                f"every checkpoint in {self.folder} is damaged: {'; '.join(wrong)}",
-                allowed="one that is whole",
-                do="put one back from a copy, or launch with resume='never'",
+                f"every checkpoint in {self.folder} is damaged: {'; '.join(damages)}",
+                allowed="an undamaged checkpoint",
+                do="restore one from a copy, or launch with resume='never'",
             )
         return None, []
 
     def tidy(self) -> None:
-        """Remove what a killed writer left half-built."""
+        """Remove the unfinished folders of a killed writer."""
         for folder in self.folder.glob(".*-*"):
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _place(self, building: Path, place: Path) -> Path:
-        """Give a whole checkpoint its name; one of the same step makes room."""
-        if place.exists():  # a step taken again after a damaged or an older checkpoint
-            os.rename(place, building.with_name(building.name.replace("new", "old")))
-        os.rename(building, place)
+    def _folders(self, kind: Kind) -> list[Path]:
+        return sorted(self.folder.glob(f"{kind}-*"), reverse=True)
+
+    def _publish(self, building: Path, folder: Path) -> Path:
+        """Rename a finished checkpoint to its folder, replacing one of the same step."""
+        replaced = building.with_name(building.name.replace("new", "old"))
+        if folder.exists():  # a step repeated after a damaged or an older checkpoint
+            os.rename(folder, replaced)
+        os.rename(building, folder)
         _sync_folder(self.folder)
-        shutil.rmtree(building.with_name(building.name.replace("new", "old")), ignore_errors=True)
-        return place
+        shutil.rmtree(replaced, ignore_errors=True)
+        return folder
 
     def _prune(self, kind: Kind, newest: Path) -> None:
-        """Take away what is old, and what is later than ``newest``: a future that was given up."""
-        folders = sorted(self.folder.glob(f"{kind}-*"), reverse=True)
-        place = folders.index(newest)
-        keep = folders[place : place + (self._keep if kind == "step" else 1)]
+        """Delete old checkpoints, and those after ``newest``: the run has resumed before them."""
+        folders = self._folders(kind)
+        first = folders.index(newest)
+        keep = folders[first : first + (self._keep if kind == "step" else 1)]
         for folder in set(folders) - set(keep):
             with contextlib.suppress(OSError):  # damaged: a folder in its place, or a file
-                (folder / _MANIFEST).unlink()  # no longer one, whatever comes
+                (folder / _MANIFEST).unlink()  # first, so that a kill leaves no partial checkpoint
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Hashing:
-    """A file that notes size and SHA-256 of what goes through it.
+class _HashingFile:
+    """A file that records the size and SHA-256 of its content.
 
-    Its errors are kept for :meth:`close`: torch's zip writer calls from C, where none may pass.
+    Keeps errors for :meth:`close`: torch's zip writer calls from C, which no exception can pass.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._hash, self._size = file, hashlib.sha256(), 0
         self._error: OSError | None = None
 
-    def write(self, data: Any) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         size = memoryview(data).nbytes
         try:
             if self._error is None:
@@ -316,10 +338,10 @@ class _Hashing:
         return size
 
     def flush(self) -> None:
-        """For torch; the end is what counts."""
+        """For torch; :meth:`close` flushes."""
 
-    def close(self) -> dict[str, Any]:
-        """Have everything on disk; returns what the manifest says of the file."""
+    def close(self) -> StoredFile:
+        """Flush the file to disk; returns its entry for the manifest."""
         if self._error is not None:
             raise self._error
         self._file.flush()
@@ -327,9 +349,9 @@ class _Hashing:
         return {"bytes": self._size, "sha256": self._hash.hexdigest()}
 
 
-def _write(folder: Path, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+def _write(folder: Path, name: str, state: Mapping[str, object]) -> StoredFile:
     with (folder / f"{name}.pt").open("wb") as file:
-        hashing = _Hashing(file)
+        hashing = _HashingFile(file)
         dump_state(state, hashing)
         return hashing.close()
 
@@ -349,34 +371,28 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _manifest(folder: Path) -> dict[str, Any] | None:
+def _read_manifest(folder: Path) -> Manifest | None:
     try:
-        if not (folder / _MANIFEST).is_file():  # a FIFO would be waited for
+        if not (folder / _MANIFEST).is_file():  # reading a FIFO would block
             return None
-        about = json.loads((folder / _MANIFEST).read_text())
+        content = json.loads((folder / _MANIFEST).read_text())
     except (OSError, ValueError, RecursionError):
         return None
-    known = isinstance(about, dict) and about.get("format") == FORMAT
-    known = known and isinstance(about.get("files"), dict)
-    return about if known else None
+    known = isinstance(content, dict) and content.get("format") == FORMAT
+    return content if known and isinstance(content.get("files"), dict) else None
 
 
-def _hash(path: Path) -> str:
+def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        for block in _blocks(file):
+        while block := file.read(2**20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _blocks(file: IO[bytes]) -> Iterator[bytes]:
-    while block := file.read(_BLOCK):
-        yield block
 
 
 def _cannot_write(folder: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"a checkpoint could not be written to {folder}: {error.strerror or error}",
-        allowed="a folder on a disk with free space (the earlier checkpoints are untouched)",
+        allowed="a folder on a disk with free space (the earlier checkpoints are unchanged)",
         do="free some space, lower checkpoint.keep_last, or set runtime.output_dir to another disk",
     )

@@ -1,11 +1,11 @@
-"""Define every message between our processes as a frozen dataclass, encoded to JSON and back."""
+"""Define the messages between nbtoolkit's processes: frozen dataclasses, encoded as JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from nbtoolkit.run.rank_check import Weights
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 else:
 
     def dataclass_transform(**_):
-        """Stand in for what only mypy needs; the standard library has it from Python 3.11 on."""
+        """A placeholder: only mypy needs it, and ``typing`` has it from Python 3.11 on."""
         return lambda kind: kind
 
 
@@ -23,7 +23,7 @@ _TYPES: dict[str, type[Message]] = {}
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Message:
-    """Each subclass is a frozen dataclass with keyword-only fields; its name is the tag in JSON."""
+    """Base class: each subclass is a frozen keyword-only dataclass, tagged in JSON by its name."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -31,22 +31,22 @@ class Message:
         _TYPES[cls.__name__] = dataclass(frozen=True, kw_only=True)(cls)
 
 
-# --- a rank to its supervisor, without an answer ---
+# --- from a rank to its supervisor, without an answer ---
 
 
 class Statement(Message):
-    """What one rank says by itself."""
+    """A message that one rank sends by itself."""
 
 
 class PhaseReached(Statement):
-    """The rank's process runs (started), is in its process group, or has the function (ready)."""
+    """The rank has started, has joined its process group, or has the function (ready)."""
 
     phase: Literal["started", "group", "ready"]
     pid: int | None = None
 
 
 class MetricsAnnounced(Statement):
-    """Which metrics the function will report; ``stems`` are beginnings of names."""
+    """The metrics that the function will report; ``stems`` are prefixes of names."""
 
     names: list[str]
     stems: list[str]
@@ -54,13 +54,13 @@ class MetricsAnnounced(Statement):
 
 
 class ModulesImported(Statement):
-    """Installed modules that the rank begins to import."""
+    """Installed modules that the rank imports."""
 
     names: list[str]
 
 
 class CollectivesStarted(Statement):
-    """How many collectives of the default process group the rank has started so far."""
+    """The number of collectives of the default process group that the rank has started."""
 
     count: int
 
@@ -73,7 +73,7 @@ class LongOperation(Statement):
 
 
 class Recorded(Statement):
-    """What is written down in the run's record."""
+    """A message that is written to the run's events."""
 
 
 class MetricsSent(Recorded):
@@ -84,14 +84,14 @@ class MetricsSent(Recorded):
 
 
 class Reported(Recorded):
-    """Metrics from a ``ctx.report`` that need not wait for an answer."""
+    """Metrics from a ``ctx.report`` that does not wait for an answer."""
 
     values: dict[str, float]
     step: int | None
 
 
 class CheckpointWritten(Recorded):
-    """A checkpoint that was written without the other ranks."""
+    """A checkpoint that one rank has written without the others."""
 
     path: str
     step: int | None
@@ -99,7 +99,7 @@ class CheckpointWritten(Recorded):
 
 
 class NoteSent(Recorded):
-    """A sentence for the user."""
+    """A note for the user."""
 
     text: str
     level: str
@@ -112,13 +112,13 @@ class SettingsUnread(Recorded):
 
 
 class LastWord(Statement):
-    """How the function ended, and the phase that ends the rank in."""
+    """How the function ended; ``phase``: the rank's phase from then on."""
 
     phase: ClassVar[str]
 
 
 class FunctionReturned(LastWord):
-    """The function returned; its value is in the run's folder."""
+    """The function returned; its value is in the run's folder, its numbers here."""
 
     phase: ClassVar[str] = "done"
     numbers: dict[str, float]
@@ -133,7 +133,7 @@ class FunctionLeft(LastWord):
 
 
 class FunctionRaised(LastWord):
-    """The function raised; ``packed`` is the error (base64) where the folder takes no file."""
+    """The function raised; ``packed``: the error (base64) if it could not be written to disk."""
 
     phase: ClassVar[str] = "failed"
     packed: str | None = None
@@ -146,11 +146,11 @@ class GroupNotJoined(LastWord):
     error: str
 
 
-# --- a rank to its supervisor, who answers when every rank has asked ---
+# --- from a rank to its supervisor, which answers once every rank has asked ---
 
 
 class Question(Message):
-    """What every rank asks at the same place; ``where`` is the line of the user's call."""
+    """A call that all ranks make together; ``where``: the line of the user's call."""
 
     call: ClassVar[str]
     where: str
@@ -166,20 +166,20 @@ class ReportRequest(Question):
 
 
 class StopCheck(Question):
-    """``ctx.raise_if_stopped``; ``reserve``: seconds that saving takes."""
+    """``ctx.raise_if_stopped``; ``reserve``: seconds needed for saving."""
 
     call: ClassVar[str] = "check"
     reserve: float
 
 
 class SaveRequest(Question):
-    """``ctx.save`` before it writes: no rank may still read what is replaced."""
+    """``ctx.save`` before it writes: no rank may still read the old file."""
 
     call: ClassVar[str] = "saving"
 
 
 class CheckpointRequest(Question):
-    """``ctx.save`` when it has written."""
+    """``ctx.save`` after it has written."""
 
     call: ClassVar[str] = "checkpoint"
     path: str
@@ -187,31 +187,31 @@ class CheckpointRequest(Question):
     kind: str
 
 
-# --- a supervisor to its ranks, and with its agent ---
+# --- from a supervisor to its ranks, and with its agent ---
 
 
 class Go(Message):
-    """All ranks are as far as this one."""
+    """All ranks have reached the same phase: continue."""
 
 
 class StopPending(Message):
-    """The run is to end: rank 0 is to bring all ranks to a check."""
+    """The run must end: rank 0 should call all ranks to a check."""
 
 
 class JobAssigned(Message):
-    """The next job of ranks that are kept: the file of a pickled JobSpec."""
+    """The next job of reused ranks: the file of a pickled JobSpec."""
 
     file: str
 
 
 class Answer(Message):
-    """The answer to a question; ``leave``: the status to leave the function with, None: go on."""
+    """The answer to a question; ``leave``: the status to stop with, None: continue."""
 
     leave: str | None = None
 
 
 class CallRefused(Message):
-    """The answer where the ranks do not make the same call: the parts of an error."""
+    """The answer if the ranks make different calls: the parts of an error."""
 
     what: str
     allowed: str
@@ -222,19 +222,19 @@ Reply = Answer | CallRefused
 
 
 class StartRanks(Message):
-    """To an agent that the kernel has forked: where its ranks are to meet."""
+    """To an agent that the kernel has forked: the port of the ranks' rendezvous."""
 
     port: int
 
 
 class RanksExited(Message):
-    """From the agent: the launcher is through; exit codes of the ranks that failed, by rank."""
+    """From the agent: the launcher has returned; exit codes of the failed ranks, by rank."""
 
     codes: dict[str, int]
 
 
 class RanksNotStarted(Message):
-    """From the agent: the launcher could not start the ranks; ``busy``: their port is taken."""
+    """From the agent: the launcher could not start the ranks; ``busy``: the port is taken."""
 
     error: str
     busy: bool
@@ -247,11 +247,11 @@ AgentResult = RanksExited | RanksNotStarted
 
 
 class KernelRequest(Message):
-    """What a handle asks for."""
+    """A request from a handle."""
 
 
 class StopRequest(KernelRequest):
-    """Let the ranks leave with ``status``; after ``grace`` seconds (None: never) kill them."""
+    """Stop the ranks with ``status``; after ``grace`` seconds (None: never) kill them."""
 
     reason: str
     grace: float | None = None
@@ -259,22 +259,22 @@ class StopRequest(KernelRequest):
 
 
 class KillRequest(KernelRequest):
-    """End the ranks at once."""
+    """Kill the ranks at once."""
 
 
 class SearchCommand(KernelRequest):
-    """A command to a search; ``n``: how many trials to add, or which trial to stop."""
+    """A command to a search; ``n``: the number of trials to add, or the trial to stop."""
 
     op: Literal["pause", "resume", "stop", "add_trials", "stop_trial"]
     n: int | None = None
 
 
 class FilesChanged(Message):
-    """From the supervisor: there is something new in the run's folder."""
+    """From the supervisor: the files in the run's folder have changed."""
 
 
 class SupervisorLost(Message):
-    """From a supervisor that cannot go on: an error's type and its parts."""
+    """From a supervisor that fails: an error's type and its parts."""
 
     error: str
     what: str
@@ -283,17 +283,17 @@ class SupervisorLost(Message):
 
 
 class Descriptors(Message):
-    """Open file descriptors by name: one each, a list, more of them, or None."""
+    """Open file descriptors by name: an int, a list, another :class:`Descriptors`, or None."""
 
     def numbers(self) -> list[int]:
         """All of them, in the order in which they are sent."""
-        found: list[int] = []
-        _places(self, found)
-        return found
+        fds: list[int] = []
+        _to_indices(self, fds)
+        return fds
 
 
 class GroupDescriptors(Descriptors):
-    """One end of every connection of an agent and, by rank, of its ranks: ours, or theirs."""
+    """One end of every connection of an agent and, by rank, of its ranks."""
 
     agent: int
     connections: list[int]
@@ -309,7 +309,7 @@ class AgentDescriptors(Descriptors):
 
 
 class SupervisorDescriptors(Descriptors):
-    """Packed function and request, line to the kernel, lock; ranks that the kernel has forked."""
+    """Packed function and request, connection to the kernel, lock; the group the kernel forked."""
 
     payload: int
     request: int
@@ -319,22 +319,22 @@ class SupervisorDescriptors(Descriptors):
 
 
 class FileDescriptor(Descriptors):
-    """The one of a file or a socket."""
+    """A file or a socket."""
 
     file: int
 
 
 class Enclosed(Message):
-    """A packet that is too large: it is in the file."""
+    """A message that is too large for a packet: the file holds it."""
 
     descriptors: FileDescriptor
 
 
-# --- packets: the fork server with the kernel, with supervisors and with its branches ---
+# --- packets: the fork server with the kernel, supervisors and its branches ---
 
 
 class ServerReady(Message):
-    """From the fork server, or a branch of it: it has imported everything, and is fork-safe."""
+    """From the fork server or a branch: it has imported everything and can fork."""
 
 
 class ForkSupervisor(Message):
@@ -350,7 +350,7 @@ class SupervisorForked(Message):
 
 
 class PreloadModules(Message):
-    """Import modules, and call functions ("module:function"), in the fork server itself."""
+    """Import modules and call functions ("module:function") in the fork server itself."""
 
     names: list[str]
 
@@ -360,14 +360,14 @@ class ModulesPreloaded(Message):
 
 
 class ImportModules(Message):
-    """Import modules, under ``environ``, for the ranks of the next launch."""
+    """Import modules for the ranks of the next launch, with the variables ``environ``."""
 
     names: list[str]
     environ: dict[str, str]
 
 
 class ListProcesses(Message):
-    """Ask which processes stay between launches."""
+    """List the processes that stay alive between launches."""
 
 
 class ProcessList(Message):
@@ -377,9 +377,9 @@ class ProcessList(Message):
 
 
 class ForkAgent(Message):
-    """Fork an agent, from the branch for ``environment`` (an environment_key) if there is one.
+    """Fork an agent from the branch for ``environment`` (an environment_key), if there is one.
 
-    ``ticket`` comes back in the answer; ``patient``: wait for a first branch that is being made.
+    The answer repeats ``ticket``; ``patient``: wait for a first branch that is still importing.
     """
 
     ticket: int
@@ -404,31 +404,31 @@ class AgentExited(Message):
 
 
 class BranchStarted(Message):
-    """From a branch: its process runs."""
+    """From a branch: its process has started."""
 
     pid: int
 
 
 class GrowBranch(Message):
-    """To a branch: fork the next one, which imports ``names``, too, and has this socket."""
+    """To a branch: fork the next branch, which also imports ``names``; the file is its socket."""
 
     names: list[str]
     descriptors: FileDescriptor
 
 
 class RetireBranch(Message):
-    """To a branch: end with the last agent."""
+    """To a branch: exit with the last agent."""
 
 
 class TrackRun(Message):
-    """To the tracking service: follow a run's events; a second time: look now."""
+    """To the tracking service: follow a run's events; sent again: read them now."""
 
     folder: str
     output_dir: str | None = None
 
 
 class RunTracked(Message):
-    """From the tracking service: the run is written through."""
+    """From the tracking service: the whole run is written."""
 
     folder: str
     mlflow_run_id: str | None
@@ -443,48 +443,52 @@ class TrackingFailed(Message):
 
 _to_json = json.JSONEncoder(default=str).encode
 
+# In JSON, a descriptor is an index into the list of descriptors that goes with the message.
+_Named: TypeAlias = "Message | list[int] | int | None"
+_Indices: TypeAlias = "dict[str, Any] | list[int] | int | None"
+
 
 def encode(message: Message, fds: list[int] | None = None) -> bytes:
-    """A message as JSON; the descriptors that go with it are added to ``fds``."""
+    """Encode a message as JSON; appends its descriptors to ``fds``."""
     fields = {"type": type(message).__name__, **vars(message)}
     if fds is not None and "descriptors" in fields:
-        fields["descriptors"] = _places(fields["descriptors"], fds)
+        fields["descriptors"] = _to_indices(fields["descriptors"], fds)
     return _to_json(fields).encode()
 
 
 def decode(data: bytes, fds: Sequence[int] = ()) -> Message:
-    """The message that :func:`encode` made this of.
+    """Decode a message of :func:`encode`.
 
     Raises:
-        ValueError: its type is not known.
+        ValueError: its type is unknown.
     """
     fields = json.loads(data)
     name = fields.pop("type", None)
     if name not in _TYPES:
         raise ValueError(f"a message has the type {name!r}, which is not known")
     if "descriptors" in fields:
-        fields["descriptors"] = _named(fields["descriptors"], fds)
+        fields["descriptors"] = _from_indices(fields["descriptors"], fds)
     return _TYPES[name](**fields)
 
 
-def _places(named: Any, fds: list[int]) -> Any:
-    """Descriptors as JSON: each stands as its place among ``fds``, to which it is added."""
-    if isinstance(named, Descriptors):
-        fields = {name: _places(item, fds) for name, item in vars(named).items()}
+def _to_indices(named: _Named, fds: list[int]) -> _Indices:
+    if isinstance(named, Message):
+        fields = {name: _to_indices(value, fds) for name, value in vars(named).items()}
         return {"type": type(named).__name__, **fields}
-    if isinstance(named, list):
-        return [_places(fd, fds) for fd in named]
     if named is None:
         return None
+    first = len(fds)
+    if isinstance(named, list):
+        fds += named
+        return list(range(first, len(fds)))
     fds.append(named)
-    return len(fds) - 1
+    return first
 
 
-def _named(places: Any, fds: Sequence[int]) -> Any:
-    """The descriptors that :func:`_places` made this of."""
-    if isinstance(places, dict):
-        kind = _TYPES[places.pop("type")]
-        return kind(**{name: _named(place, fds) for name, place in places.items()})
-    if isinstance(places, list):
-        return [fds[place] for place in places]
-    return None if places is None else fds[places]
+def _from_indices(indices: _Indices, fds: Sequence[int]) -> _Named:
+    if isinstance(indices, dict):
+        kind = _TYPES[indices.pop("type")]
+        return kind(**{name: _from_indices(index, fds) for name, index in indices.items()})
+    if isinstance(indices, list):
+        return [fds[index] for index in indices]
+    return None if indices is None else fds[indices]

@@ -1,4 +1,4 @@
-"""Show a run's notes and rank 0's lines in the cell, as whole lines, tagged, limited in number."""
+"""Show a run in the cell: its notes and rank 0's lines, and the choice of a display."""
 
 from __future__ import annotations
 
@@ -23,45 +23,45 @@ if TYPE_CHECKING:
 
 Display = Literal["auto", "widgets", "text", "off"]
 
-# Shown of one run; a browser still scrolls through that, and papermill still saves it.
+# Characters shown per run: browsers can still scroll it, and papermill can still save it.
 MAX_BYTES = 200_000
-MAX_REST = 1 << 20  # characters kept of a line that does not end
-MAX_LINE = 2_000  # characters shown of one line
+MAX_REST = 1 << 20  # characters kept of an unfinished line
+MAX_LINE = 2_000  # characters shown per line
 _BAR_SECONDS = 1.0  # between two states of a progress bar that overwrites its line
 
 
-class Shown(Protocol):
-    """What a wait shows in the cell."""
+class RunDisplay(Protocol):
+    """Shows a run in the cell while a caller waits for it."""
 
     def open(self, *, waits: bool) -> None:
-        """Begin to show; twice does no harm.
+        """Start to show; may be called twice.
 
         Args:
-            waits: whether somebody waits, and calls :meth:`pump`.
+            waits: whether the caller waits, and calls :meth:`pump`.
         """
 
     def event(self, event: Event) -> None:
-        """Show what an event says to the user."""
+        """Show an event, if it concerns the user."""
 
     def say(self, text: str) -> None:
-        """Show a line of our own."""
+        """Show a line of nbtoolkit's own."""
 
     def pump(self) -> None:
         """Show what is new."""
 
     def close(self) -> None:
-        """Show what is left: the run has ended."""
+        """Show the rest: the run has ended."""
 
 
 class CellOutput:
-    """Follows rank 0's log; prints in the thread that waits (ipykernel 7 loses other threads')."""
+    """Prints rank 0's log, in the waiting thread (ipykernel 7 loses other threads' output)."""
 
     def __init__(self, paths: RunPaths, display: Display, *, offset: int = 0) -> None:
         self._paths, self._on = paths, display != "off"
         self._offset, self._tag = offset, ""
         self._shown = 0
         self._hidden = 0
-        # Characters of several bytes (a bar's blocks) may be half written when the file is read.
+        # A character of several bytes (a bar's blocks) may be incomplete when the file is read.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest = ""
         self._bar = False
@@ -69,26 +69,26 @@ class CellOutput:
         self._write: Callable[[str], object] | None = None
 
     def open(self, *, waits: bool) -> None:
-        """Nothing: lines come as they are written."""
+        """Do nothing: :meth:`pump` prints."""
 
-    def through(self, write: Callable[[str], object]) -> None:
-        """Write lines by this from now on: a bar of ours is on the terminal's last line.
+    def redirect(self, write: Callable[[str], object]) -> None:
+        """Print with ``write`` from now on: nbtoolkit's own bar is on the terminal's last line.
 
-        Bars of rank 0 then come as lines, too, in their last state.
+        Then rank 0's bars are printed as lines, in their last state.
         """
         self._write = write
 
     def begin(self, plan: LaunchPlan, run: ChosenRun) -> None:
-        """Show what is launched, and where."""
+        """Show the plan and the run's folder."""
         self.say(f"{plan.explain().splitlines()[0]} -> {run.paths.folder}")
         if run.resumed:
             self.say(
-                f"going on with the unfinished run {run.paths.run_id} (attempt {run.attempt}"
-                f"{_other_ranks(plan, run)}; resume='never' starts anew)"
+                f"resuming the unfinished run {run.paths.run_id} (attempt {run.attempt}"
+                f"{_changed_ranks(plan, run)}; resume='never' starts a new run)"
             )
 
     def event(self, event: Event) -> None:
-        """Show what an event says to the user."""
+        """Show an event, if it concerns the user."""
         match event:
             case RunStarted():
                 self._tag = "[rank 0] " if event.plan.get("processes", 1) > 1 else ""
@@ -98,13 +98,13 @@ class CellOutput:
                 self.say(f"stopping: {event.reason}")
 
     def say(self, text: str) -> None:
-        """Show a line of our own, below a bar that has not ended its line."""
+        """Show a line of nbtoolkit's own, below an unfinished progress bar."""
         start = "\n" if self._bar else ""
         self._bar = False
         self._print(f"{start}{text}\n")
 
     def pump(self) -> None:
-        """Show what rank 0 has written since."""
+        """Show rank 0's new lines."""
         if not self._on:
             return
         while chunk := self._read():
@@ -115,7 +115,7 @@ class CellOutput:
         self._show_bar()
 
     def close(self) -> None:
-        """Show what is left, and say what was not shown."""
+        """Show the rest of rank 0's lines, and the number of hidden ones."""
         self.pump()
         if self._rest:
             self._line(self._rest)
@@ -149,7 +149,7 @@ class CellOutput:
         self._print(f"{start}{self._tag}{text}\n")
 
     def _show_bar(self) -> None:
-        """A bar that has not ended its line: show its last state now and then."""
+        """Show the last state of an unfinished progress bar, at most once a second."""
         now = time.monotonic()
         if (
             self._write is not None
@@ -168,42 +168,37 @@ class CellOutput:
 
 
 def to_stdout(text: str) -> None:
-    """Write to stdout; nothing where a process without a console has none (it is None then)."""
+    """Write to stdout, if this process has one (``sys.stdout`` may be None)."""
     print(text, end="")
 
 
-def _other_ranks(plan: LaunchPlan, run: ChosenRun) -> str:
+def _changed_ranks(plan: LaunchPlan, run: ChosenRun) -> str:
     before = run.processes_before
     if before in (None, plan.processes):
         return ""
-    made = "1 process" if before == 1 else f"{before} processes"
-    return f"; made with {made}, going on with {plan.processes}"
+    return f"; {before} {'process' if before == 1 else 'processes'} before, {plan.processes} now"
 
 
 def _last_state(text: str) -> str:
-    """What is seen of a line that a progress bar has overwritten: from its last return on."""
+    """The visible part of a line that a progress bar overwrites: from its last return on."""
     start = text.rstrip("\r").rfind("\r")
     return text[max(start, 0) :]
 
 
-# Imports point one way: what draws imports what runs. What runs asks for the module by its name.
-
-
-# --- screen ---
-# How a run is shown where it was started, and why: widgets, a bar in a terminal, lines.
+# --- choice of a display ---
 
 
 Shape = Literal["widgets", "html", "minutes", "bar", "lines", "off"]
-"""``"html"``: a picture that the waiting cell writes anew; ``"minutes"``: a line a minute."""
+"""``"html"``: HTML that the waiting cell replaces; ``"minutes"``: one line per minute."""
 
 
 @dataclass(frozen=True)
 class DisplayFacts:
-    """What there is to show something on.
+    """What this process can display on.
 
     Attributes:
         kernel: whether this is a Jupyter kernel.
-        front_end: whether a person's front end sent the cell; None: the kernel does not say.
+        front_end: whether an interactive front end sent the cell; None: unknown.
         widgets: whether ipywidgets is installed.
         terminal: whether stderr is a terminal.
     """
@@ -216,56 +211,56 @@ class DisplayFacts:
 
 @dataclass(frozen=True)
 class Screen:
-    """What was chosen, and why."""
+    """The chosen display, and the reason."""
 
     shape: Shape
     reason: str
 
 
-def choose_screen(display: Display, around: DisplayFacts) -> Screen:
+def choose_screen(display: Display, facts: DisplayFacts) -> Screen:
     """Choose how a run is shown; a pure function.
 
     Args:
-        display: what the user asked for.
-        around: what there is.
+        display: the user's choice.
+        facts: what is available.
 
     Raises:
-        LaunchError: widgets are asked for outside a notebook.
-        MissingExtra: widgets are asked for, and ipywidgets is not installed.
+        LaunchError: widgets outside a notebook.
+        MissingExtra: widgets without ipywidgets.
     """
     if display == "off":
         return Screen("off", 'display="off"')
     if display == "text":
         return Screen("lines", 'display="text"')
     if display == "widgets":
-        _check_widgets(around)
+        _check_widgets(facts)
         return Screen("widgets", 'display="widgets"')
-    if not around.kernel:
-        if around.terminal:
+    if not facts.kernel:
+        if facts.terminal:
             return Screen("bar", "a terminal")
         return Screen("lines", "neither a notebook nor a terminal")
-    if around.front_end is False:
-        return Screen("minutes", "a notebook that nobody looks at (papermill, nbclient, nbval)")
-    if around.widgets:
+    if facts.front_end is False:
+        return Screen("minutes", "a notebook run in the background (papermill, nbclient, nbval)")
+    if facts.widgets:
         return Screen("widgets", "a notebook, and ipywidgets is installed")
     return Screen("html", "a notebook without ipywidgets (pip install 'nbtoolkit-torch[panel]')")
 
 
-def _check_widgets(around: DisplayFacts) -> None:
-    if not around.kernel:
+def _check_widgets(facts: DisplayFacts) -> None:
+    if not facts.kernel:
         raise LaunchError(
             'display="widgets" was asked for outside a notebook',
             allowed='"auto", "text", "off"',
-            do='leave display out: "auto" shows a bar in a terminal, and lines elsewhere',
+            do='omit display: "auto" shows a bar in a terminal, and lines elsewhere',
         )
-    if not around.widgets:
+    if not facts.widgets:
         raise MissingExtra(
             'display="widgets" needs ipywidgets', do="pip install 'nbtoolkit-torch[panel]'"
         )
 
 
 def find_display() -> DisplayFacts:
-    """What there is to show something on, here and now; imports nothing."""
+    """Find out what this process can display on; imports nothing."""
     kernel = in_kernel(sys.modules)
     return DisplayFacts(
         kernel=kernel,
@@ -276,10 +271,10 @@ def find_display() -> DisplayFacts:
 
 
 def _front_end() -> bool | None:
-    """Whether the running cell was sent by who could answer an ``input()``.
+    """Whether the client that sent the running cell can answer an ``input()``; None: unknown.
 
-    nbclient (and so papermill and nbconvert) and nbval say in each request that they cannot;
-    JupyterLab, Notebook, VS Code, Colab and Kaggle's editor say that they can.
+    Each request says so: nbclient (and so papermill and nbconvert) and nbval cannot; JupyterLab,
+    Notebook, VS Code, Colab and Kaggle's editor can.
     """
     kernel: Any = sys.modules["IPython"].get_ipython().kernel
     request = kernel.get_parent("shell") or {}
@@ -290,33 +285,30 @@ def _front_end() -> bool | None:
 # --- displays ---
 
 
-_MODULE = "nbtoolkit.views.live"
-
-
 class Displays(Protocol):
-    """The functions of the module that draws."""
+    """The functions of ``nbtoolkit.views.live``."""
 
-    def show_run(self, cell: CellOutput, paths: RunPaths, screen: Screen) -> Shown:
-        """What is shown of a run: rank 0's lines, and how far it is."""
+    def show_run(self, cell: CellOutput, paths: RunPaths, screen: Screen) -> RunDisplay:
+        """Show a run: rank 0's lines and the progress."""
 
     def show_search(
         self,
-        lines: Shown,
+        lines: RunDisplay,
         paths: RunPaths,
         screen: Screen,
         *,
         deadline: float | None = None,
         folds: int | None = None,
-    ) -> Shown:
-        """What is shown of a sweep or of folds: notes, and how far it is."""
+    ) -> RunDisplay:
+        """Show a sweep or a cross-validation: notes and the progress."""
 
-    def show_handle(self, paths: RunPaths, shown: Shown | None) -> None:
+    def show_handle(self, paths: RunPaths, shown: RunDisplay | None) -> None:
         """Show a handle that is a cell's value."""
 
     def static(self, paths: RunPaths) -> str:
-        """How far a run is now, as HTML."""
+        """A run's progress now, as HTML."""
 
 
 def displays() -> Displays:
-    """The module that draws, imported when something is to be shown."""
-    return cast("Displays", import_module(_MODULE))
+    """``nbtoolkit.views.live``, imported by name: imports point from views to run."""
+    return cast("Displays", import_module("nbtoolkit.views.live"))

@@ -1,8 +1,8 @@
 """Pickle the function once, with its arrays, into one memfd that all ranks map.
 
-NumPy arrays and CPU tensors captured by the function lie raw in the memfd; a rank maps the file
-privately, so a write works, stays in that rank, and only then costs memory. The buffers of pickle
-protocol 5 would not do: torch tensors, arrays with gaps and arrays of dates stay in the pickle.
+The memfd holds the captured NumPy arrays and CPU tensors as raw bytes. A rank maps the file
+privately, so a write stays in that rank, and only then costs memory. The buffers of pickle protocol
+5 are not enough: torch tensors, non-contiguous arrays and arrays of dates stay in the pickle.
 """
 
 from __future__ import annotations
@@ -27,24 +27,27 @@ import cloudpickle
 from nbtoolkit.errors import CannotPickle
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
     from nbtoolkit.environment.variables import KernelEnvironment
 
 T = TypeVar("T")
 
-_ALIGN = 64  # bytes; keeps every array on its own cache line, which vectorised kernels like
-# Bytes; below this an array travels inside the pickle, a map entry would cost more.
-_SMALL = 16 * 1024
+_ALIGN = 64  # bytes; every array starts on its own cache line, for vectorised kernels
+_SMALL = 16 * 1024  # bytes; smaller arrays stay in the pickle, since an entry would cost more
 _FOOTER = struct.Struct("<QQ")  # offset and size of the pickle, at the very end of the file
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedFunction:
-    """The training function as an agent gets it, with where it was.
+    """The training function, for an agent.
 
     Attributes:
-        function: its pickle, and those of the cell functions it needs.
-        sources: the text of cells by file name.
-        environment: the kernel's.
+        function: its pickle, with the functions and classes of cells that it needs.
+        sources: the source lines of cells, by file name.
+        environment: the kernel's environment.
     """
 
     function: bytes
@@ -53,7 +56,7 @@ class PackedFunction:
 
 
 class PayloadWriter:
-    """Fills the memfd, which is open as long as its ``with`` block lasts."""
+    """Writes the memfd, which is open until the end of the ``with`` block."""
 
     def __init__(self, name: str = "nbtoolkit") -> None:
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -76,7 +79,7 @@ class PayloadWriter:
         return offset
 
     def finish(self, content: bytes) -> int:
-        """Append the pickle and the footer, seal the file against change, return its descriptor."""
+        """Append the pickle and the footer, seal the file, return its descriptor."""
         offset = self.put(content)
         self.put(_FOOTER.pack(offset, len(content)).rjust(_ALIGN, b"\0"))
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
@@ -85,47 +88,51 @@ class PayloadWriter:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """cloudpickle, with arrays put aside and the sources of cell functions collected."""
+    """cloudpickle that writes arrays to the memfd and collects the source files of functions."""
 
     def __init__(self, file: io.BytesIO, writer: PayloadWriter) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._writer = writer
         self._stored: dict[tuple[int, int], int] = {}
-        # What was put aside must not be freed (and its address reused) while pickling.
-        self.keep: list[Any] = []
+        # Stored arrays must not be freed (and their addresses reused) while pickling.
+        self._kept: list[NDArray[Any]] = []
         self.files: set[str] = set()
-        self.of_main: dict[str, Any] = {}
+        self.of_main: dict[str, type | types.FunctionType] = {}
         """Functions and classes of cells, by the name under which plain pickle looks for them."""
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> object:
         if isinstance(obj, (type, types.FunctionType)) and in_main(obj):
             self.of_main[obj.__qualname__] = obj
         if isinstance(obj, types.FunctionType):
             self.files.add(obj.__code__.co_filename)
         elif isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
-            return importlib.import_module, (
-                obj.__name__,
-            )  # a lazy package: cloudpickle knows plain modules only
-        elif ("numpy" in sys.modules and (reduced := self._array(obj)) is not None) or (
-            "torch" in sys.modules and (reduced := self._tensor(obj)) is not None
-        ):
-            return reduced
-        return super().reducer_override(obj)
+            # A lazy package: cloudpickle only knows plain modules.
+            return importlib.import_module, (obj.__name__,)
+        reduced = self._array(obj) if "numpy" in sys.modules else None
+        if reduced is None and "torch" in sys.modules:
+            reduced = self._tensor(obj)
+        return super().reducer_override(obj) if reduced is None else reduced
 
-    def _array(self, obj: Any) -> Any:
+    def _array(self, obj: object) -> tuple[object, ...] | None:
         import numpy as np
 
         if type(obj) is np.memmap and isinstance(obj.base, mmap.mmap) and obj.filename:
-            place = (str(obj.filename), obj.dtype, obj.offset, obj.shape, _order(obj))
-            return _open_memmap, place
+            return _open_memmap, (
+                str(obj.filename),
+                obj.dtype,
+                obj.offset,
+                obj.shape,
+                _memory_order(obj),
+            )
         if type(obj) is not np.ndarray or obj.dtype.hasobject or obj.nbytes < _SMALL:
             return None
-        order = _order(obj)
-        flat = np.asarray(obj, order=order)
-        offset = self._store(flat.__array_interface__["data"][0], flat.nbytes, flat, order)
+        order = _memory_order(obj)
+        contiguous = np.asarray(obj, order=order)
+        address = contiguous.__array_interface__["data"][0]
+        offset = self._store(address, contiguous.nbytes, contiguous, order)
         return _map_array, (offset, obj.dtype, obj.shape, order)
 
-    def _tensor(self, obj: Any) -> Any:
+    def _tensor(self, obj: object) -> tuple[object, ...] | None:
         import torch
 
         if type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_quantized:
@@ -143,20 +150,20 @@ class _Pickler(cloudpickle.Pickler):
             return None
         raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         offset = self._store(storage.data_ptr(), storage.nbytes(), raw, "C")
-        place = (offset, storage.nbytes(), obj.dtype, obj.storage_offset())
-        return _map_tensor, (*place, tuple(obj.shape), obj.stride(), obj.requires_grad)
+        source = (offset, storage.nbytes(), obj.dtype, obj.storage_offset())
+        return _map_tensor, (*source, tuple(obj.shape), obj.stride(), obj.requires_grad)
 
-    def _store(self, address: int, size: int, flat: Any, order: str) -> int:
+    def _store(self, address: int, size: int, array: NDArray[Any], order: Literal["C", "F"]) -> int:
+        """The offset of an array that is contiguous in ``order``; writes it the first time."""
         if (address, size) not in self._stored:
-            self.keep.append(flat)
-            # A 1-D byte view; reshape never copies here, since `flat` is contiguous in `order`.
-            data = flat.reshape(-1, order=order).view("u1")
-            self._stored[address, size] = self._writer.put(memoryview(data))
+            self._kept.append(array)
+            data = array.reshape(-1, order=order).view("u1")  # a view: nothing is copied
+            self._stored[address, size] = self._writer.put(data.data)
         return self._stored[address, size]
 
 
-def _order(array: Any) -> Literal["C", "F"]:
-    """How an array lies in memory: as it is where it is contiguous, else as it will be copied."""
+def _memory_order(array: NDArray[Any]) -> Literal["C", "F"]:
+    """The order of a contiguous array in memory; of any other, the order of its copy."""
     return "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
 
 
@@ -164,29 +171,28 @@ def _order(array: Any) -> Literal["C", "F"]:
 def pack_function(
     function: Callable[..., Any] | None, environment: KernelEnvironment
 ) -> Iterator[int]:
-    """Pickle ``function`` and ``environment`` into a sealed memfd, open as long as the block lasts.
+    """Pickle ``function`` and ``environment`` into a sealed memfd, open until the block ends.
 
     Args:
-        function: the training function; None where the ranks are forked from this process and have
-            it already.
-        environment: where the function is to find itself.
+        function: the training function; None if the ranks are forked from this process and have it.
+        environment: the environment that the ranks reproduce.
 
     Raises:
-        CannotPickle: names the global, closure variable or default that cannot travel.
+        CannotPickle: names the global, closure variable or default that cannot be pickled.
     """
     main = sys.modules["__main__"]
     if main.__name__ in _MAIN[1:]:
-        cloudpickle.register_pickle_by_value(main)  # by its name alone it would be the rank's own
+        cloudpickle.register_pickle_by_value(main)  # a name would refer to the rank's own module
     with PayloadWriter() as writer:
         file = io.BytesIO()
         pickler = _Pickler(file, writer)
         try:
-            pickler.dump((function, pickler.of_main))  # filled while the function is pickled
+            pickler.dump((function, pickler.of_main))  # pickling the function fills of_main
         except CannotPickle:
             raise
         except Exception as error:
             assert function is not None
-            raise _name_the_cause(function, error) from error
+            raise _cannot_pickle(function, error) from error
         packed = PackedFunction(
             function=file.getvalue(), sources=_sources(pickler.files), environment=environment
         )
@@ -194,7 +200,7 @@ def pack_function(
 
 
 def unpack(fd: int, kind: type[T]) -> T:
-    """Read the object of this type that :func:`pack_function` or :func:`pack_content` wrote."""
+    """Read an object of this type, written by :func:`pack_function` or :func:`pack_content`."""
     size = os.fstat(fd).st_size
     offset, length = _FOOTER.unpack(os.pread(fd, _FOOTER.size, size - _FOOTER.size))
     content = pickle.loads(os.pread(fd, length, offset))
@@ -204,77 +210,90 @@ def unpack(fd: int, kind: type[T]) -> T:
 
 @contextlib.contextmanager
 def pack_content(content: object) -> Iterator[int]:
-    """Pickle ``content`` into a sealed memfd, open as long as the block lasts."""
+    """Pickle ``content`` into a sealed memfd, open until the block ends."""
     with PayloadWriter() as writer:
         yield writer.finish(cloudpickle.dumps(content))
 
 
 def load_function(fd: int, packed: PackedFunction) -> Callable[..., Any]:
-    """Unpickle the function in a rank: its arrays are private maps, its cells have sources."""
+    """Unpickle the function in a rank; its arrays are private maps, tracebacks show its cells."""
     for filename, lines in packed.sources.items():
         linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
     global _mapping
     _mapping = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     function: Callable[..., Any]
     function, of_main = pickle.loads(packed.function)
-    # Plain pickle takes cell functions and classes by name: it is what pools, DataLoader workers
-    # (whose batch would be lost otherwise, and waited for without end) and torch.save use.
+    # Plain pickle finds the functions and classes of cells by name. Pools and torch.save use it,
+    # and DataLoader workers, which otherwise lose the batch that the rank waits for.
     vars(sys.modules["__main__"]).update(of_main)
     return function
 
 
 _MAIN = ("__main__", "__mp_main__")
-"""What ``__main__`` is called; in a process that multiprocessing has spawned, the second."""
+"""The names of ``__main__``; the second one in a process that multiprocessing has spawned."""
 
 
-def in_main(obj: Any) -> bool:
-    """Whether a function or class is a global of ``__main__``: of a cell or a script."""
+def in_main(obj: type | types.FunctionType) -> bool:
+    """Whether a function or class is a global of ``__main__``: defined in a cell or a script."""
     main = sys.modules["__main__"]
     return obj.__module__ in _MAIN and getattr(main, obj.__qualname__, None) is obj
 
 
 def came_from_payload() -> bool:
-    """Whether what is of the user's in this process was unpickled here."""
+    """Whether this process has unpickled the user's function."""
     return _mapping is not None
 
 
-# The memfd of this rank, while and after the function is unpickled (arrays keep it alive through
-# their buffers).
+# The memfd of this rank, from the unpickling of the function on.
 _mapping: mmap.mmap | None = None
 
 
-def _map_array(offset: int, dtype: Any, shape: tuple[int, ...], order: Any) -> Any:
+def _map_array(
+    offset: int, dtype: np.dtype[Any], shape: tuple[int, ...], order: Literal["C", "F"]
+) -> NDArray[Any]:
     import numpy as np
 
     assert _mapping is not None
     return np.ndarray(shape, dtype, buffer=_mapping, offset=offset, order=order)
 
 
-def _open_memmap(filename: str, dtype: Any, offset: int, shape: tuple[int, ...], order: Any) -> Any:
+def _open_memmap(
+    filename: str,
+    dtype: np.dtype[Any],
+    offset: int,
+    shape: tuple[int, ...],
+    order: Literal["C", "F"],
+) -> NDArray[Any]:
     import numpy as np
 
     return np.memmap(filename, dtype, mode="c", offset=offset, shape=shape, order=order)
 
 
 def _map_tensor(
-    offset: int, size: int, dtype: Any, start: int, shape: Any, stride: Any, grad: bool
-) -> Any:
+    offset: int,
+    size: int,
+    dtype: torch.dtype,
+    start: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+) -> torch.Tensor:
     import torch
 
     assert _mapping is not None
     key = (offset, size)
-    if key not in _storages:  # tensors that shared memory in the kernel share it in the rank
+    if key not in _storages:  # tensors that share memory in the kernel also share it in the rank
         raw = torch.frombuffer(_mapping, dtype=torch.uint8, count=size, offset=offset)
         _storages[key] = raw.untyped_storage()
     tensor = torch.empty(0, dtype=dtype).set_(_storages[key], start, shape, stride)
-    return tensor.requires_grad_(grad)
+    return tensor.requires_grad_(requires_grad)
 
 
-_storages: dict[tuple[int, int], Any] = {}
+_storages: dict[tuple[int, int], torch.UntypedStorage] = {}
 
 
 def _sources(files: set[str]) -> dict[str, list[str]]:
-    """The text of cells (files that exist only in this process), for tracebacks in the ranks."""
+    """The source lines of cells (files that exist only in this process), for tracebacks."""
     return {
         name: lines
         for name in files
@@ -282,41 +301,47 @@ def _sources(files: set[str]) -> dict[str, list[str]]:
     }
 
 
-def _name_the_cause(function: Callable[..., Any], error: Exception) -> CannotPickle:
-    """Find which captured object cannot be pickled, by trying them one by one."""
+def _cannot_pickle(function: Callable[..., Any], error: Exception) -> CannotPickle:
+    """The error that names the captured object that cannot be pickled, found by trying each."""
     called = f"{getattr(function, '__name__', _type_name(function))}()"
     what = f"the function {called} cannot be pickled: {error}"
-    for kind, name, value in _captured(function):
-        try:
-            cloudpickle.dumps(value)
-        except Exception as cause:
-            which = f"the {kind} `{name}` (a {_type_name(value)}){_inner_name(value)}"
+    for label, value in _captured(function):
+        if cause := _pickle_failure(value):
+            which = f"the {label} (a {_type_name(value)}){_inner_part(value)}"
             what = f"{which}, captured by {called}, cannot be pickled: {cause}"
             break
     return CannotPickle(
         what,
         allowed="functions, classes, arrays, CPU tensors and other picklable objects",
-        do='make it inside the function, or use start="fork" (nb.doctor() says whether it works)',
+        do='create it inside the function, or use start="fork" (nb.doctor() says whether it works)',
     )
 
 
-def _captured(function: Callable[..., Any]) -> list[tuple[str, str, Any]]:
-    """(kind, name, value) of what a function refers to: closure, globals, defaults."""
+def _pickle_failure(value: object) -> Exception | None:
+    try:
+        cloudpickle.dumps(value)
+    except Exception as error:
+        return error
+    return None
+
+
+def _captured(function: Callable[..., Any]) -> list[tuple[str, object]]:
+    """The objects that a function refers to, with labels: closure, globals, defaults."""
     code = getattr(function, "__code__", None)
     if code is None:
         return []
-    found: list[tuple[str, str, Any]] = []
+    captured: list[tuple[str, object]] = []
     for name, cell in zip(
         code.co_freevars, getattr(function, "__closure__", None) or (), strict=False
     ):
         with contextlib.suppress(ValueError):  # an empty cell: not assigned yet
-            found.append(("closure variable", name, cell.cell_contents))
-    names = _global_names(code)
+            captured.append((f"closure variable `{name}`", cell.cell_contents))
     globals_ = getattr(function, "__globals__", {})
-    found += [("global", name, globals_[name]) for name in sorted(names) if name in globals_]
+    for name in sorted(_global_names(code) & globals_.keys()):
+        captured.append((f"global `{name}`", globals_[name]))
     for index, value in enumerate(getattr(function, "__defaults__", None) or ()):
-        found.append(("default value", f"argument {index}", value))
-    return found
+        captured.append((f"default value `argument {index}`", value))
+    return captured
 
 
 def _global_names(code: types.CodeType) -> set[str]:
@@ -327,26 +352,20 @@ def _global_names(code: types.CodeType) -> set[str]:
     return names
 
 
-def _inner_name(value: Any) -> str:
-    """Where in ``value`` the trouble sits, one level deep: an attribute, or what it captured."""
+def _inner_part(value: object) -> str:
+    """The attribute or captured object of ``value`` that cannot be pickled, one level deep."""
     if isinstance(value, types.FunctionType):
-        parts = [(f"{kind} `{name}`", part) for kind, name, part in _captured(value)]
+        parts = _captured(value)
     else:
-        parts = [
-            (f"attribute `{name}`", part) for name, part in getattr(value, "__dict__", {}).items()
-        ]
+        attributes = getattr(value, "__dict__", {})
+        parts = [(f"attribute `{name}`", part) for name, part in attributes.items()]
     for label, part in parts:
-        try:
-            cloudpickle.dumps(part)
-        except Exception:
+        if _pickle_failure(part):
             return f", through its {label} (a {_type_name(part)})"
     return ""
 
 
-def _type_name(value: Any) -> str:
+def _type_name(value: object) -> str:
     kind = type(value)
-    return (
-        kind.__qualname__
-        if kind.__module__ == "builtins"
-        else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"{module}{kind.__qualname__}"

@@ -1,7 +1,7 @@
 """Check at reports that the ranks still train one model, by comparing some of its weights.
 
 Ranks that train without DDP, ``ctx.prepare`` or ``nb.fit`` learn from their own samples only, and
-what is saved is rank 0's model. Nothing fails, so it is looked for: no collective, a few numbers.
+rank 0's model is what is saved. Nothing fails, hence this check: no collective, a few numbers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,50 +18,50 @@ if TYPE_CHECKING:
 
     from nbtoolkit.config.schema import Config
 
-_NUMBERS = 64  # of an optimizer at most, two of a parameter: a report stays below 2 KB
+_NUMBERS = 64  # per optimizer at most, two per parameter: a report stays below 2 KB
 _OPTIMIZERS = 16  # the last ones: a function may make a new one for each of a hundred folds
 _MARK = "_nbtoolkit_followed"
 # Ranks that add up in another order, or on other devices, differ by some 1e-7 of a weight.
 _RELATIVE, _ABSOLUTE = 1e-4, 1e-7
 
 Weights = list[list[float]]
-"""Of every optimizer that took a step, in the order of their first ones."""
+"""For each optimizer, in the order of their first steps, some weights of its parameters."""
 
 
 class SteppedOptimizers:
-    """The optimizers that take a step in this process while this is open."""
+    """Tracks the optimizers that take a step in this process, until it is closed."""
 
     def __init__(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        self._seen: deque[_Followed] = deque(maxlen=_OPTIMIZERS)
-        self._hook = register_optimizer_step_post_hook(self._note)
+        self._tracked: deque[_TrackedOptimizer] = deque(maxlen=_OPTIMIZERS)
+        self._hook = register_optimizer_step_post_hook(self._track)
 
     def close(self) -> None:
-        """Hear of no more."""
+        """Stop tracking."""
         self._hook.remove()
 
     def weights(self) -> Weights:
-        """Some weights of each, the last ones of those that are gone; waits for the device."""
-        return [one.weights() for one in self._seen]
+        """Some weights of each, the last ones if the optimizer is deleted; waits for the device."""
+        return [optimizer.weights() for optimizer in self._tracked]
 
-    def _note(self, optimizer: Optimizer, *_: Any) -> None:
+    def _track(self, optimizer: Optimizer, *_: object) -> None:
         if not hasattr(optimizer, _MARK):
-            self._seen.append(_Followed(optimizer))
+            self._tracked.append(_TrackedOptimizer(optimizer))
 
 
-class _Followed:
+class _TrackedOptimizer:
     """One optimizer, which this does not keep alive."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._last: list[float] = []
-        every = [one for group in optimizer.param_groups for one in group["params"]]
-        parameters = _Parameters([one for one in every if _is_whole(one)], self._keep)
-        setattr(optimizer, _MARK, parameters)
-        self._parameters = weakref.ref(parameters)
+        parameters = [item for group in optimizer.param_groups for item in group["params"]]
+        sampled = _SampledParameters([item for item in parameters if _is_whole(item)], self._keep)
+        setattr(optimizer, _MARK, sampled)
+        self._parameters = weakref.ref(sampled)
 
     def weights(self) -> list[float]:
-        """The middle and the last number of its first parameters, but of sharded ones."""
+        """The middle and the last number of its first parameters, sharded ones left out."""
         parameters = self._parameters()
         return self._last if parameters is None else parameters.numbers()
 
@@ -69,38 +69,41 @@ class _Followed:
         self._last = last
 
 
-class _Parameters:
-    """Lies in an optimizer: a function's own one is gone before anybody can look at its end."""
+class _SampledParameters:
+    """An attribute of the optimizer: passes the last weights on when the optimizer is deleted.
 
-    def __init__(self, every: list[Tensor], keep: Callable[[list[float]], None]) -> None:
-        self._some, self._keep = every[: _NUMBERS // 2], keep
+    An optimizer that is local to the function is deleted before its last weights can be read.
+    """
+
+    def __init__(self, parameters: list[Tensor], keep: Callable[[list[float]], None]) -> None:
+        self._parameters, self._keep = parameters[: _NUMBERS // 2], keep
 
     def numbers(self) -> list[float]:
-        """Two of each."""
+        """Two numbers per parameter."""
         import torch
 
-        if not self._some:
+        if not self._parameters:
             return []
         with torch.no_grad():
-            picked = [number for one in self._some for number in (_at(one, 0.5), _at(one, 1.0))]
+            picked = [_at(item, share) for item in self._parameters for share in (0.5, 1.0)]
             device = picked[0].device
-            values: list[float] = torch.stack([one.float().to(device) for one in picked]).tolist()
+            values: list[float] = torch.stack([item.float().to(device) for item in picked]).tolist()
         return values
 
     def __del__(self) -> None:
         self._keep(self.numbers())
 
 
-def followed(config: Config, ranks: int) -> SteppedOptimizers | None:
-    """What notes a function's optimizers from here on, where ranks are compared by them."""
+def track_optimizers(config: Config, ranks: int) -> SteppedOptimizers | None:
+    """Start to track optimizers, if ``runtime.compare_ranks`` is on and there are several ranks."""
     return SteppedOptimizers() if ranks > 1 and config.runtime.compare_ranks else None
 
 
-def apart(ranks: Sequence[Weights | None]) -> str | None:
-    """What the ranks' weights say, if they are not those of one model; None: they may be.
+def divergence_warning(ranks: Sequence[Weights | None]) -> str | None:
+    """A warning if the ranks' weights are not those of one model; None: they may be.
 
     Args:
-        ranks: each rank's; of ranks whose optimizers differ in number or size nothing is said.
+        ranks: each rank's weights; not compared if their optimizers differ in number or size.
     """
     first = ranks[0]
     if first is None:
@@ -108,32 +111,33 @@ def apart(ranks: Sequence[Weights | None]) -> str | None:
     for rank, other in enumerate(ranks):
         if other is None or list(map(len, other)) != list(map(len, first)):
             return None
-        for mine, theirs in zip(first, other, strict=True):
-            for one, two in zip(mine, theirs, strict=True):
-                both_nan = math.isnan(one) and math.isnan(two)
+        for first_weights, weights in zip(first, other, strict=True):
+            for expected, weight in zip(first_weights, weights, strict=True):
+                both_nan = math.isnan(expected) and math.isnan(weight)
                 if not both_nan and not math.isclose(
-                    one, two, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE
+                    expected, weight, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE
                 ):
-                    return _warning(rank, one, two)
+                    return _warning(rank, expected, weight)
     return None
 
 
-def _warning(rank: int, one: float, two: float) -> str:
+def _warning(rank: int, expected: float, weight: float) -> str:
     return (
-        f"the ranks train different models: one weight is {one:.6g} on rank 0 and {two:.6g} on "
-        f"rank {rank}. Each learns from its own samples only, and rank 0's model is what remains\n"
+        f"the ranks train different models: one weight is {expected:.6g} on rank 0 and "
+        f"{weight:.6g} on rank {rank}. Each rank learns from its own samples only, and only rank "
+        "0's model is kept\n"
         "  Do now:  add `model, optimizer = ctx.prepare(model, optimizer)` before the loop (with "
-        "the loaders), or call nb.fit; for models that are to differ set "
+        "the loaders), or call nb.fit; if the models are meant to differ, set "
         "runtime.compare_ranks: false"
     )
 
 
 def _is_whole(parameter: Tensor) -> bool:
-    # A DTensor (FSDP, tensor parallelism) has placements: each rank has a part of its own.
+    # A DTensor (FSDP, tensor parallelism) has placements: each rank holds a part of its own.
     usable = parameter.is_floating_point() and parameter.numel() > 0 and not parameter.is_sparse
     return usable and not hasattr(parameter, "placements")
 
 
 def _at(parameter: Tensor, share: float) -> Tensor:
-    # One number by its place: to flatten a tensor that lies otherwise in memory copies it.
+    # One number by its index: flattening would copy a tensor that is not contiguous.
     return parameter[tuple(int(share * (size - 1)) for size in parameter.shape)]

@@ -18,40 +18,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """One run of the training function, as its ranks need to know it.
+    """One run of the training function, for its ranks.
 
     Attributes:
         paths: its folder.
         plan: how many ranks, on which devices.
         config: the resolved configuration.
-        deadline: unix time at which the run is asked to leave; None: no limit.
+        deadline: unix time at which the run is asked to stop; None: no limit.
         params: a trial's parameters.
-        fold: what ``ctx.fold`` is.
-        reports_judged: whether every report waits for an answer.
-        reuse_workers: whether the ranks take another job afterwards.
+        fold: the value of ``ctx.fold``.
+        synchronous_reports: whether every report waits for an answer.
+        reuse_workers: whether the ranks run another job afterwards.
     """
 
     paths: RunPaths
     plan: LaunchPlan
     config: Config
     deadline: float | None = None
-    params: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, object] = field(default_factory=dict)
     fold: Any = None
-    reports_judged: bool = False
+    synchronous_reports: bool = False
     reuse_workers: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """A run that was decided, as its supervisor needs to know it.
+    """A planned run, for its supervisor.
 
     Attributes:
-        job: what its ranks get.
-        host: where it runs, for another plan.
-        hardware: what it may use, for another plan.
+        job: for its ranks.
+        host: where it runs, to make another plan.
+        hardware: what it may use, to make another plan.
         header: its first event.
-        notes: what is said to the user at the start.
-        agent_pid: the agent, where the kernel has forked it.
+        notes: for the user, at the start.
+        agent_pid: the agent, if the kernel has forked it.
     """
 
     job: JobSpec

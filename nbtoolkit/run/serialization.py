@@ -9,9 +9,10 @@ import sys
 import sysconfig
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import cloudpickle
 
@@ -21,18 +22,17 @@ from nbtoolkit.run.paths import reading
 from nbtoolkit.run.payload import came_from_payload, in_main
 
 _OUR_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-_MAX_CHAIN = 5  # causes and contexts carried along; deeper chains are cut
+_MAX_CHAIN = 5  # causes and contexts that are packed; longer chains are cut
 _MAX_FRAMES = 100  # of a traceback; a RecursionError has a thousand
 
 
 class _ValuePickler(cloudpickle.Pickler):
     """cloudpickle with device tensors moved to the CPU: the kernel must not touch a device."""
 
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (type, types.FunctionType)) and _is_kernels_own(obj):
-            return (
-                NotImplemented  # by its name: with start="fork" the kernel has the very same class
-            )
+    def reducer_override(self, obj: object) -> object:
+        # Pickled by name: with start="fork" the kernel has the very same class.
+        if isinstance(obj, (type, types.FunctionType)) and in_main(obj) and not came_from_payload():
+            return NotImplemented
         if "torch" in sys.modules:
             import torch
 
@@ -46,19 +46,14 @@ class _ValuePickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-def _is_kernels_own(obj: Any) -> bool:
-    """Whether this process was forked from the kernel (or is it), and so has its very objects."""
-    return in_main(obj) and not came_from_payload()
-
-
-def _dumps(value: Any) -> bytes:
+def _dumps(value: object) -> bytes:
     file = io.BytesIO()
     _ValuePickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return file.getvalue()
 
 
-def pack_value(value: Any) -> bytes:
-    """Pickle a return value, its tensors on the CPU and detached.
+def pack_value(value: object) -> bytes:
+    """Pickle a return value, its tensors detached and on the CPU.
 
     Raises:
         CannotPickle: names the part that cannot be pickled.
@@ -67,33 +62,37 @@ def pack_value(value: Any) -> bytes:
         return _dumps(value)
     except Exception as error:
         raise CannotPickle(
-            f"the function returned something that cannot be pickled: {_part(value)}: {error}",
+            f"the function returned something that cannot be pickled: "
+            f"{_unpicklable_part(value)}: {error}",
             allowed="numbers, strings, arrays, tensors, and other picklable objects",
             do="return plain values; save models with ctx.save(...), see result.checkpoint",
         ) from None
 
 
-def _part(value: Any) -> str:
-    items = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, (list, tuple))
-        else ()
-    )
+def _unpicklable_part(value: object) -> str:
+    if isinstance(value, dict):
+        items = list(value.items())
+    else:
+        items = list(enumerate(value)) if isinstance(value, (list, tuple)) else []
     for key, item in items:
-        try:
-            _dumps(item)
-        except Exception:
+        if not _can_dump(item):
             return f"value[{key!r}] (a {type(item).__qualname__})"
     return f"a {type(value).__qualname__}"
 
 
+def _can_dump(value: object) -> bool:
+    try:
+        _dumps(value)
+    except Exception:  # foreign code may raise anything
+        return False
+    return True
+
+
 def unpack_value(path: Path) -> Any:
-    """Read a return value written by a rank (pickle: only from runs of your own).
+    """Read a return value written by a rank (a pickle: load only your own runs).
 
     Raises:
-        RunFileError: it is damaged, or what it is made of cannot be imported here.
+        RunFileError: the file is damaged, or something in it cannot be imported here.
     """
     with reading(path):
         return pickle.loads(path.read_bytes())
@@ -102,29 +101,125 @@ def unpack_value(path: Path) -> Any:
 # --- exceptions ---
 
 
-def pack_error(error: BaseException, depth: int = 0) -> dict[str, Any]:
-    """An exception as plain data: its pickle (if it has one), type, text, traceback, causes."""
+class _Code(TypedDict):
+    co_filename: str
+    co_name: str
+
+
+class _Frame(TypedDict):
+    f_globals: dict[str, str]
+    f_code: _Code
+    f_lineno: int
+
+
+class TracebackFrames(TypedDict):
+    """A traceback as tblib writes it: its outermost frame, and the rest."""
+
+    tb_frame: _Frame
+    tb_lineno: int
+    tb_next: TracebackFrames | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedError:
+    """An exception as plain data.
+
+    Attributes:
+        type: its class, with the module.
+        text: ``str()`` of it.
+        traceback: as Python prints it, causes included; empty for a cause or context.
+        frames: its traceback, for tblib; None: it has none.
+        pickle: its pickle; None: it cannot be pickled.
+        suppress: its ``__suppress_context__``.
+        cause: its ``__cause__``.
+        context: its ``__context__``.
+        exit: whether it asks the process to end (SystemExit, KeyboardInterrupt).
+        advice: what to do about it, where that is known.
+        rank: the rank that raised it; None: no rank did.
+        notes: sentences to add to it.
+    """
+
+    type: str
+    text: str
+    traceback: str = ""
+    frames: TracebackFrames | None = None
+    pickle: bytes | None = None
+    suppress: bool = False
+    cause: PackedError | None = None
+    context: PackedError | None = None
+    exit: bool = False
+    advice: str | None = None
+    rank: int | None = None
+    notes: Sequence[str] = ()
+
+    def encode(self) -> bytes:
+        """The content of ``error.pkl``: a pickled dict, so that other versions can read it."""
+        return pickle.dumps(self._fields())
+
+    @classmethod
+    def decode(cls, data: bytes) -> PackedError:
+        """The error that :meth:`encode` wrote (a pickle: load only your own runs).
+
+        Raises:
+            Exception: the data is damaged.
+        """
+        return cls.from_fields(pickle.loads(data))
+
+    @classmethod
+    def from_fields(cls, content: Mapping[str, object]) -> PackedError:
+        """The error with these fields, of ``error.json`` or ``error.pkl``; ignores other names.
+
+        Raises:
+            TypeError: its type or text is missing.
+        """
+        names = {field.name for field in fields(cls)}
+        known: dict[str, Any] = {name: content[name] for name in names & content.keys()}
+        for link in ("cause", "context"):
+            if known.get(link) is not None:
+                known[link] = cls.from_fields(known[link])
+        return cls(**known)
+
+    def readable(self) -> dict[str, object]:
+        """The part for ``error.json``."""
+        return {
+            "type": self.type,
+            "text": self.text,
+            "traceback": self.traceback,
+            "rank": self.rank,
+            "notes": self.notes,
+        }
+
+    def _fields(self) -> dict[str, object]:
+        return {
+            **vars(self),
+            "cause": self.cause._fields() if self.cause else None,
+            "context": self.context._fields() if self.context else None,
+        }
+
+
+def pack_error(error: BaseException, depth: int = 0) -> PackedError:
+    """Pack an exception: its pickle (if it has one), type, text, traceback, causes."""
     import tblib
 
     trace = error.__traceback__
-    packed: dict[str, Any] = {
-        "type": f"{type(error).__module__}.{type(error).__qualname__}",
-        "text": _text(error),
-        "traceback": "".join(traceback.format_exception(type(error), error, trace))
-        if depth == 0
-        else "",
-        "frames": tblib.Traceback(_shortened(trace)).to_dict() if trace else None,
-        "pickle": _pickle_error(error),
-        "suppress": error.__suppress_context__,
-    }
-    if depth < _MAX_CHAIN:
-        for key, linked in (("cause", error.__cause__), ("context", error.__context__)):
-            packed[key] = pack_error(linked, depth + 1) if linked is not None else None
-    return packed
+    printed = traceback.format_exception(type(error), error, trace) if depth == 0 else []
+    inner = depth < _MAX_CHAIN
+    cause, context = error.__cause__, error.__context__
+    return PackedError(
+        type=f"{type(error).__module__}.{type(error).__qualname__}",
+        text=_text(error),
+        traceback="".join(printed),
+        frames=tblib.Traceback(_shortened(trace)).to_dict() if trace else None,
+        pickle=_pickle_error(error),
+        suppress=error.__suppress_context__,
+        cause=pack_error(cause, depth + 1) if inner and cause is not None else None,
+        context=pack_error(context, depth + 1) if inner and context is not None else None,
+        exit=isinstance(error, (SystemExit, KeyboardInterrupt)),
+    )
 
 
 def _shortened(trace: types.TracebackType) -> types.TracebackType:
-    """The outer and inner ends of a long traceback: tblib and pickle recurse, once a frame."""
+    """The outer and inner ends of a long traceback: tblib and pickle recurse once per frame."""
     entries: list[types.TracebackType] = []
     entry: types.TracebackType | None = trace
     while entry is not None:
@@ -143,81 +238,71 @@ def _text(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as failure:
-        return f"<its text cannot be made: {failure!r}>"
+        return f"<str() of it failed: {failure!r}>"
 
 
 def _pickle_error(error: BaseException) -> bytes | None:
-    """The exception's pickle: the first way that gives back the same text; None: no way does."""
-    for way in _ways(error):
+    """The exception's first pickle that restores the same text; None: there is none."""
+    for make in _pickle_candidates(error):
         try:
-            data = _dumps(way())
-        except Exception:  # any failure of foreign code to pickle itself: try the next way
+            data = _dumps(make())
+        except Exception:  # foreign code may raise anything when it is pickled: try the next one
             continue
-        again = _rebuild(data)
-        if again is not None and _text(again) == _text(error):
+        restored = _restore(data)
+        if restored is not None and _text(restored) == _text(error):
             return data
     return None
 
 
-def _ways(error: BaseException) -> list[Callable[[], Any]]:
-    """What to pickle of an exception; by parts where its ``__init__`` cannot be called again."""
+def _pickle_candidates(error: BaseException) -> list[Callable[[], object]]:
+    """What to pickle of an exception: its parts where ``__init__`` may refuse ``args``."""
 
-    def whole() -> Any:
+    def whole() -> object:
         return error
 
-    def parts() -> Any:
+    def parts() -> object:
         return type(error), error.args, dict(error.__dict__)
 
-    def fewer_parts() -> Any:
+    def fewer_parts() -> object:
         return type(error), error.args, {k: v for k, v in error.__dict__.items() if _can_dump(v)}
 
     own_init = isinstance(type(error).__init__, types.FunctionType)
     return [parts, whole, fewer_parts] if own_init else [whole, parts, fewer_parts]
 
 
-def _can_dump(value: Any) -> bool:
-    try:
-        _dumps(value)
-    except Exception:  # see above
-        return False
-    return True
-
-
-def unpack_error(packed: dict[str, Any]) -> BaseException:
+def unpack_error(packed: PackedError) -> BaseException:
     """Rebuild an exception with its own type and traceback; else a :class:`WorkerError`."""
-    error = _rebuild(packed.get("pickle")) or stand_in(packed)
-    if packed.get("frames"):
+    error = _restore(packed.pickle) or as_worker_error(packed)
+    if packed.frames:
         import tblib
 
-        error = error.with_traceback(tblib.Traceback.from_dict(packed["frames"]).as_traceback())
-    error.__cause__ = unpack_error(packed["cause"]) if packed.get("cause") else None
-    error.__context__ = unpack_error(packed["context"]) if packed.get("context") else None
-    error.__suppress_context__ = bool(packed.get("suppress"))
+        error = error.with_traceback(tblib.Traceback.from_dict(packed.frames).as_traceback())
+    error.__cause__ = unpack_error(packed.cause) if packed.cause else None
+    error.__context__ = unpack_error(packed.context) if packed.context else None
+    error.__suppress_context__ = packed.suppress
     return error
 
 
-def _rebuild(data: bytes | None) -> BaseException | None:
+def _restore(data: bytes | None) -> BaseException | None:
     if data is None:
         return None
     try:
-        made = pickle.loads(data)
-        if isinstance(made, BaseException):
-            return made
-        kind, args, state = made
+        content = pickle.loads(data)
+        if isinstance(content, BaseException):
+            return content
+        kind, args, state = content
         error: BaseException = kind.__new__(kind, *args)
         error.args = args
         error.__dict__.update(state)
-        return error
-    except (
-        Exception
-    ):  # any failure of foreign code to rebuild itself has the same answer: the stand-in
+    except Exception:  # foreign code may raise anything; as_worker_error then takes its place
         return None
+    return error
 
 
-def stand_in(packed: dict[str, Any]) -> WorkerError:
+def as_worker_error(packed: PackedError) -> WorkerError:
     """An error that shows another one's type, text and traceback."""
     return WorkerError(
-        f"{packed['type']}: {packed['text']}\n\n{packed['traceback']}".rstrip(),
+        f"{packed.type}: {packed.text}\n\n{packed.traceback}".rstrip(),
         do="read the traceback above; the exception itself could not be brought to this process",
     )
 
@@ -236,14 +321,14 @@ def add_note(error: BaseException, note: str) -> None:
         error.__dict__.setdefault("__notes__", []).append(note)
 
 
-def user_line(packed: dict[str, Any]) -> tuple[str, int] | None:
-    """File and line of the innermost frame that is the user's: not installed, not Python's."""
+def user_line(packed: PackedError) -> tuple[str, int] | None:
+    """File and line of the innermost frame in the user's code: not installed, not Python's."""
     foreign = (*installed_roots(), sysconfig.get_path("stdlib"), _OUR_FOLDER, "<frozen")
-    frames = packed.get("frames")
-    found = None
+    innermost = None
+    frames = packed.frames
     while frames:
         filename = frames["tb_frame"]["f_code"]["co_filename"]
         if not filename.startswith(foreign):
-            found = (filename, frames["tb_lineno"])
+            innermost = (filename, frames["tb_lineno"])
         frames = frames["tb_next"]
-    return found
+    return innermost

@@ -1,4 +1,4 @@
-"""Handle signals that announce an end (pre-emption, a cluster's warning), then save and exit."""
+"""Handle signals that announce the end of a run, and hold interrupts back."""
 
 from __future__ import annotations
 
@@ -13,56 +13,75 @@ from types import FrameType
 from nbtoolkit.host import in_kernel
 
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
-"""What Slurm sends some time before the end (``--signal=USR1@120``), maybe to every process."""
+"""What Slurm sends some time before the end (``--signal=USR1@120``), possibly to every process."""
 ENDING = (signal.SIGTERM, *WARNINGS)
 
 
-class Heard:
-    """Which signal has come while it was heeded."""
+class SignalFlag:
+    """The last signal that :func:`catch_termination_signals` has caught."""
 
     def __init__(self) -> None:
         self.number = 0
-        """The last one; 0: none."""
+        """The signal's number; 0: none has come."""
 
 
 @contextmanager
-def heeded(heard: Heard) -> Iterator[None]:
-    """Note signals that announce an end in ``heard``, instead of dying of them.
+def catch_termination_signals(flag: SignalFlag) -> Iterator[None]:
+    """Set ``flag`` when a signal announces the end, instead of ending this process.
 
-    Only in the main thread (Python runs handlers nowhere else), only those that nobody has a
-    handler for (yours, or submitit's, stays), and never in a notebook's kernel: its server ends it
-    by SIGTERM. At the end of the block all is as it was.
+    Catches signals in the main thread only (Python runs handlers nowhere else), and only those
+    without a handler: yours, or submitit's, stays. Does nothing in a notebook's kernel, whose
+    server ends it with SIGTERM. The previous handlers return at the end of the block.
     """
     if threading.current_thread() is not threading.main_thread() or in_kernel(sys.modules):
         yield
         return
     process = os.getpid()
 
-    def note(number: int, _: FrameType | None) -> None:
+    def handle(number: int, _: FrameType | None) -> None:
         if os.getpid() == process:
-            heard.number = number
-        else:  # a DataLoader worker or a pool's, which its parent ends so
+            flag.number = number
+        else:  # a worker of a DataLoader or a pool, which its parent ends with this signal
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    taken = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
-    for number in taken:
-        signal.signal(number, note)
+    caught = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    for number in caught:
+        signal.signal(number, handle)
     try:
         yield
     finally:
-        for number in taken:
-            if signal.getsignal(number) is note:  # else the block has set another one
+        for number in caught:
+            if signal.getsignal(number) is handle:  # else the block has set another handler
                 signal.signal(number, signal.SIG_DFL)
 
 
-def announcement(number: int) -> str:
+def describe_signal(number: int) -> str:
     """What a signal means for the run, as the reason of its stop."""
     name = signal.Signals(number).name
     return f"{name} announces an end from outside: a pre-emption, a time limit or a shutdown"
 
 
-def ignore_warnings() -> None:
-    """Let this process and its children live on when a cluster scheduler warns a whole job."""
+def ignore_warning_signals() -> None:
+    """Ignore, here and in child processes, the warning a cluster scheduler sends to a whole job."""
     for number in WARNINGS:
         signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Hold SIGINT back until the end of the block, for work that must not be left half done.
+
+    The previous handler then receives it; Python's own raises KeyboardInterrupt.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # interrupts are raised in the main thread only
+        return
+    held: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+    if held:
+        signal.raise_signal(signal.SIGINT)

@@ -1,8 +1,8 @@
-"""Send messages between our own processes over inherited socket pairs.
+"""Send messages between nbtoolkit's processes over inherited socket pairs.
 
-Two kinds: a ``Line`` carries JSON lines in both directions (rank and supervisor, kernel and
-supervisor); a packet carries one small JSON message together with open file descriptors (kernel or
-supervisor to the fork server). What the messages are stands in messages.py.
+A :class:`Connection` carries JSON lines in both directions (rank and supervisor, kernel and
+supervisor). A packet carries one small JSON message and open file descriptors (kernel or supervisor
+to the fork server). messages.py defines the messages.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _MAX_PACKET = 64 * 1024
 
 
 class Connection:
-    """JSON lines over a stream socket. Sending is thread-safe; receiving belongs to one thread."""
+    """JSON lines over a stream socket. Any thread may send; one thread receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
-        """For select and for asking who is at the other end."""
+        """For select, and for the credentials of the other end."""
         self._buffer = bytearray()
         self._lock = threading.Lock()
         self._at_end = False
         self.closed = False
-        """True once the other end is gone; what it sent before may still be there to be read."""
+        """True once the other end is gone; messages that it sent before may still be unread."""
 
     @classmethod
     def pair(cls) -> tuple[Connection, Connection]:
@@ -54,20 +54,17 @@ class Connection:
             return False
         return True
 
-    def offer(self, message: Message) -> None:
-        """Send one short message if there is room for it now, else drop it."""
+    def send_nowait(self, message: Message) -> None:
+        """Send one short message if the socket's buffer has room for it, else drop it."""
         data = encode(message) + b"\n"
-        with (
-            self._lock,
-            contextlib.suppress(OSError),
-        ):  # full, or gone: whoever receives will notice
+        with self._lock, contextlib.suppress(OSError):
             self.socket.send(data, socket.MSG_DONTWAIT)
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """Wait for one message; None when the other end is gone.
+        """Wait for one message; None if the other end is gone.
 
         Raises:
-            TimeoutError: nothing came within ``timeout`` seconds.
+            TimeoutError: no message came within ``timeout`` seconds.
         """
         while (message := self._pop()) is None:
             self.socket.settimeout(timeout)
@@ -80,9 +77,8 @@ class Connection:
         return message
 
     def drain(self) -> list[Message]:
-        """All messages that are here now, without waiting."""
-        # Not ``while not self.closed``: a message that did not reach the other end says nothing of
-        # what came from there.
+        """All messages that have arrived, without waiting."""
+        # Not ``while not self.closed``: after a failed send, messages from there may be unread.
         while not self._at_end:
             try:
                 if not self._fill(socket.MSG_DONTWAIT):
@@ -121,7 +117,7 @@ class Connection:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupConnections:
-    """One end of every connection of an agent and its ranks: the supervisor's ends, or theirs."""
+    """One end of every connection of an agent and its ranks: the supervisor's ends or theirs."""
 
     agent: Connection
     connections: list[Connection]
@@ -129,45 +125,45 @@ class GroupConnections:
 
     @classmethod
     def pair(cls, ranks: int) -> tuple[GroupConnections, GroupConnections]:
-        """Two connected ends of all of them."""
+        """All connections of a group of ``ranks``: the supervisor's ends, and theirs."""
         ends = zip(*(Connection.pair() for _ in range(1 + 2 * ranks)), strict=True)
-        mine, theirs = (
+        ours, theirs = (
             cls(agent=agent, connections=others[:ranks], telemetry=others[ranks:])
             for agent, *others in ends
         )
-        return mine, theirs
+        return ours, theirs
 
     @classmethod
-    def of(cls, given: messages.GroupDescriptors) -> GroupConnections:
-        """The lines with these descriptors."""
+    def from_descriptors(cls, fds: messages.GroupDescriptors) -> GroupConnections:
+        """The connections with these descriptors."""
         return cls(
-            agent=Connection(socket.socket(fileno=given.agent)),
-            connections=[Connection(socket.socket(fileno=fd)) for fd in given.connections],
-            telemetry=[Connection(socket.socket(fileno=fd)) for fd in given.telemetry],
+            agent=Connection(socket.socket(fileno=fds.agent)),
+            connections=[Connection(socket.socket(fileno=fd)) for fd in fds.connections],
+            telemetry=[Connection(socket.socket(fileno=fd)) for fd in fds.telemetry],
         )
 
     @property
     def descriptors(self) -> messages.GroupDescriptors:
-        """Theirs."""
+        """Their descriptors."""
         return messages.GroupDescriptors(
             agent=self.agent.fileno(),
-            connections=[line.fileno() for line in self.connections],
-            telemetry=[line.fileno() for line in self.telemetry],
+            connections=[connection.fileno() for connection in self.connections],
+            telemetry=[connection.fileno() for connection in self.telemetry],
         )
 
     def close(self) -> None:
         """Close these ends."""
-        for line in [self.agent, *self.connections, *self.telemetry]:
-            line.close()
+        for connection in [self.agent, *self.connections, *self.telemetry]:
+            connection.close()
 
 
 def packet_pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected ends for packets (SOCK_SEQPACKET: a message arrives whole or not at all)."""
+    """Two connected ends for packets (SOCK_SEQPACKET keeps message boundaries)."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def send_packet(sock: socket.socket, message: Message) -> bool:
-    """Send one message and its descriptors (they stay open); False: the other end is gone."""
+    """Send one message and its descriptors, which stay open; False: the other end is gone."""
     fds: list[int] = []
     data = encode(message, fds)
     assert len(fds) <= _MAX_FDS
@@ -179,10 +175,11 @@ def send_packet(sock: socket.socket, message: Message) -> bool:
 
 
 def receive_packet(sock: socket.socket) -> Message | None:
-    """Wait for one message and its descriptors; None when the other end is gone."""
+    """Wait for one message and its descriptors; None if the other end is gone."""
     fds = array.array("i")
     try:
-        # Not socket.recv_fds: it drops its flags (3.10 to 3.13), and programs would inherit these.
+        # Not socket.recv_fds: it ignores its flags (3.10 to 3.13), and without MSG_CMSG_CLOEXEC
+        # programs would inherit the descriptors.
         data, ancillary, _, _ = sock.recvmsg(
             _MAX_PACKET, socket.CMSG_SPACE(_MAX_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC
         )
@@ -199,7 +196,7 @@ def receive_packet(sock: socket.socket) -> Message | None:
 
 
 def send_enclosed(sock: socket.socket, message: Message) -> None:
-    """Send one message that is too large for a packet."""
+    """Send one message that may be too large for a packet."""
     fd = os.memfd_create("nbtoolkit-message", os.MFD_CLOEXEC)
     try:
         os.pwrite(fd, encode(message), 0)
@@ -208,14 +205,14 @@ def send_enclosed(sock: socket.socket, message: Message) -> None:
         os.close(fd)
 
 
-def wake(line: Connection) -> None:
-    """Tell the other end to look at the files again; where it does not listen, nothing is lost."""
-    if not line.closed:
-        line.offer(messages.FilesChanged())
+def notify_files_changed(connection: Connection) -> None:
+    """Let the other end read the files again; without this it does so a little later."""
+    if not connection.closed:
+        connection.send_nowait(messages.FilesChanged())
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago; it may be taken again when somebody binds it."""
+    """A TCP port that is free now; another process may take it before it is used."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,11 +1,11 @@
-"""Load weights from a checkpoint without any distributed code."""
+"""Load a model's weights from a checkpoint, without any distributed code."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from nbtoolkit.config.yaml_source import read_layer
 from nbtoolkit.errors import CheckpointError
@@ -22,39 +22,38 @@ def load_model(path: str | Path, model: Model) -> Model:
     """Load a checkpoint's weights into ``model``, for inference.
 
     Args:
-        path: a run's folder (the weights that its ``checkpoint.weights`` says: the best epoch's,
-            else its last ones), one of the checkpoint folders in it, or a file that ``ctx.save``
-            wrote.
-        model: the architecture that was saved; changed in place.
+        path: a run's folder (its ``checkpoint.weights`` decides: the best epoch's weights, or the
+            last ones), one of the checkpoint folders in it, or a file written by ``ctx.save``.
+        model: a model with the saved architecture; changed in place.
 
     Returns:
         ``model``, in evaluation mode, on the device it was on.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or it belongs to another model
-            (the first differences are named).
+            (names the first differences).
     """
     file = find_weights(Path(path))
     if file is None:
         raise CheckpointError(
             f"there is no checkpoint in {path}",
-            allowed="a file of ctx.save, or a run's folder with something in checkpoints/",
+            allowed="a file of ctx.save, or the folder of a run with checkpoints",
             do="train with checkpoint.enabled: true, or ctx.save({'model': model.state_dict()})",
         )
     load_weights(read_state(file), model, source=str(file))
     return model.eval()
 
 
-def load_weights(state: Mapping[str, Any], model: torch.nn.Module, *, source: str) -> None:
+def load_weights(state: Mapping[str, object], model: torch.nn.Module, *, source: str) -> None:
     """Load the model's part of a checkpoint's state into ``model``.
 
     Args:
-        state: what was saved: the weights under ``model``, or the weights themselves.
+        state: the saved state: the weights under ``model``, or the weights themselves.
         model: changed in place.
-        source: the file's name, for the message.
+        source: the file's name, for error messages.
 
     Raises:
-        CheckpointError: the weights are another model's (the first differences are named).
+        CheckpointError: the weights belong to another model (names the first differences).
     """
     expected = model.state_dict()
     weights = _weights(state, expected, source)
@@ -75,68 +74,70 @@ def find_weights(path: Path, kind: Literal["best", "last"] | None = None) -> Pat
 
     Args:
         path: a file (returned as it is), a checkpoint folder, or a run's folder.
-        kind: which of a run's; None: as its ``checkpoint.weights`` says. Where there is no best
-            one, the last is taken.
+        kind: which weights of a run; None: those that its ``checkpoint.weights`` names. If there
+            are no best weights, the last ones are used.
 
     Raises:
-        CheckpointError: it is damaged, and there is no older one.
-        RunFileError: the run's configuration, which says which weights, cannot be read.
+        CheckpointError: all checkpoints are damaged.
+        RunFileError: the run's configuration cannot be read.
     """
     if not path.is_dir():
         return path
-    with reading(path):  # another user's
+    with reading(path):  # it may be another user's
         if (path / "manifest.json").exists():
             return _in_checkpoint(path)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    store, wished = CheckpointStore(folder), kind or _wished(path)
-    order: tuple[tuple[Kind, str], ...] = (("best", "best.pt"), ("step", "last.pt"))
-    for one, saved in order[wished == "last" :]:
-        entry, wrong = store.good(one)
-        for damage in wrong if entry else ():
-            warnings.warn(f"passed over a damaged checkpoint, {damage}", stacklevel=2)
+    store, kind = CheckpointStore(folder), kind or _configured_kind(path)
+    candidates: tuple[tuple[Kind, str], ...] = (("best", "best.pt"), ("step", "last.pt"))
+    for stored_kind, saved in candidates[kind == "last" :]:
+        entry, damages = store.good(stored_kind)
         if entry:
+            for damage in damages:
+                warnings.warn(f"skipped a damaged checkpoint, {damage}", stacklevel=2)
             return _weights_in(entry)
         if (folder / saved).exists():
             return folder / saved
     return None
 
 
-def _wished(folder: Path) -> str:
-    """What ``checkpoint.weights`` was in a run's configuration."""
+def _configured_kind(folder: Path) -> Literal["best", "last"]:
+    """The ``checkpoint.weights`` of a run's configuration."""
     config = folder / "config.yaml"
     with reading(config):
         settings = read_layer(config).values if config.exists() else {}
-        wished: str = settings.get("checkpoint", {}).get("weights", "best")
-    return wished
+        kind: Literal["best", "last"] = settings.get("checkpoint", {}).get("weights", "best")
+    return kind
 
 
 def _in_checkpoint(folder: Path) -> Path:
-    """The weights to predict with: averaged ones where the fit kept them."""
     entry = StoredCheckpoint.at(folder)
     if damage := entry.damage():
         raise CheckpointError(
             f"the checkpoint {folder} is damaged: {damage}",
-            allowed="one that is whole",
-            do=f"use another one of {folder.parent}, or put it back from a copy",
+            allowed="an undamaged checkpoint",
+            do=f"use another one of {folder.parent}, or restore it from a copy",
         )
     return _weights_in(entry)
 
 
 def _weights_in(entry: StoredCheckpoint) -> Path:
-    parts = [name for name in ("averaged.pt", "model.pt") if name in entry.about["files"]]
-    return entry.folder / parts[0]
+    """The weights to predict with: the averaged ones if the fit saved them."""
+    files = entry.manifest["files"]
+    return entry.folder / ("averaged.pt" if "averaged.pt" in files else "model.pt")
 
 
-def _weights(state: Mapping[str, Any], expected: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The model's part of a state, by the model's own names (a wrapper put ``module.`` first)."""
+def _weights(
+    state: Mapping[str, object], expected: Mapping[str, object], source: str
+) -> dict[str, object]:
+    """The model's part of a state, by the model's own names (without a wrapper's ``module.``)."""
     import torch
 
     inner = state.get("model")
     weights = inner if isinstance(inner, Mapping) else state
     if not any(isinstance(value, torch.Tensor) for value in weights.values()):
         raise CheckpointError(
-            f"the checkpoint {source} holds no model but {', '.join(map(str, state)) or 'nothing'}",
-            allowed="what fit saved, or {'model': model.state_dict()}, or a state_dict itself",
+            f"the checkpoint {source} has no model, only {', '.join(map(str, state)) or 'nothing'}",
+            allowed="a checkpoint of fit, {'model': model.state_dict()}, or a state_dict itself",
             do="save the model with ctx.save({'model': model.state_dict()})",
         )
     wrapped = _all_wrapped(weights) and not _all_wrapped(expected)
@@ -147,18 +148,18 @@ def _all_wrapped(names: Iterable[str]) -> bool:
     return all(name.startswith("module.") for name in names)
 
 
-def _differences(weights: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    there, here = _shapes(weights), _shapes(expected)
+def _differences(weights: Mapping[str, object], expected: Mapping[str, object]) -> list[str]:
+    saved, needed = _shapes(weights), _shapes(expected)
     return [
         *(
-            f"{name} is {there[name]} in the file and {here[name]} in the model"
-            for name in here
-            if name in there and there[name] != here[name]
+            f"{name} is {saved[name]} in the file and {needed[name]} in the model"
+            for name in needed
+            if name in saved and saved[name] != needed[name]
         ),
-        *(f"{name} is missing in the file" for name in here if name not in there),
-        *(f"{name} is not in the model" for name in there if name not in here),
+        *(f"{name} is missing in the file" for name in needed if name not in saved),
+        *(f"{name} is not in the model" for name in saved if name not in needed),
     ]
 
 
-def _shapes(weights: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _shapes(weights: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(getattr(value, "shape", ())) for name, value in weights.items()}

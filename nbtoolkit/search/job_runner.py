@@ -18,7 +18,7 @@ from nbtoolkit.launcher.supervisor import JobListener, RunSupervisor
 from nbtoolkit.launcher.worker_group import WorkerGroup
 from nbtoolkit.run.paths import RunPaths, read_or_empty, write_json, write_whole
 from nbtoolkit.run.request import JobSpec, RunRequest
-from nbtoolkit.run.resume import put_aside
+from nbtoolkit.run.resume import archive_attempt, read_versions
 from nbtoolkit.run.serialization import one_line
 from nbtoolkit.run.transport import Connection
 from nbtoolkit.search.algorithm import Fault, JobResult, JobStatus, SearchJob, SearchRequest
@@ -194,8 +194,8 @@ class JobRunner:
         plan = make_plan(config, search.host, slot.hardware)
         paths.folder.mkdir(parents=True, exist_ok=True)
         if paths.versions.exists():
-            put_aside(paths)
-        attempt = 1 + int(read_or_empty(paths.versions).get("attempt", 0))
+            archive_attempt(paths)
+        attempt = 1 + read_versions(paths).get("attempt", 0)
         header = replace(
             search.header,
             run_id=paths.run_id,
@@ -216,7 +216,7 @@ class JobRunner:
             deadline=search.deadline,
             params=dict(job.params),
             fold=None if job.fold is None or search.folds is None else search.folds[job.fold],
-            reports_judged=job.judged,
+            synchronous_reports=job.judged,
             reuse_workers=True,
         )
         return RunRequest(job=spec, host=search.host, hardware=slot.hardware, header=header)
@@ -243,8 +243,11 @@ class JobRunner:
 
 def _fault(outcome: Any, paths: RunPaths) -> tuple[Fault, str]:
     """Classify a failure; return its kind and one line."""
-    error = outcome.error if isinstance(outcome, Failure) else read_or_empty(paths.error)
-    kind, text = str(error.get("type", "")), str(error.get("text", outcome))
+    if isinstance(outcome, Failure):
+        kind, text = outcome.error.type, outcome.error.text
+    else:
+        error = read_or_empty(paths.error)
+        kind, text = str(error.get("type", "")), str(error.get("text", outcome))
     fault = _FAULTS.get(kind, "raised")
     if fault == "raised" and "out of memory" in text:  # torch 2.6's RuntimeErrors of cuBLAS
         fault = "oom"

@@ -19,7 +19,7 @@ from nbtoolkit.run import messages
 from nbtoolkit.run.events import CommandReceived, RunRecord
 from nbtoolkit.run.payload import unpack
 from nbtoolkit.run.serialization import pack_error
-from nbtoolkit.run.transport import wake
+from nbtoolkit.run.transport import notify_files_changed
 from nbtoolkit.search.algorithm import JobResult, SearchAlgorithm, SearchJob, SearchRequest
 from nbtoolkit.search.job_runner import IdleWorkers, JobRunner
 from nbtoolkit.search.slots import Slot, SlotAllocator
@@ -204,7 +204,7 @@ class SearchScheduler:
                     self._stop_trial(request.n)
 
     def _stop(self, reason: str, grace: float | None, status: str) -> None:
-        self._record.ask_to_stop(status, reason, grace)
+        self._record.request_stop(status, reason, grace)
         self._algorithm.on_command(messages.SearchCommand(op="stop"))
         for runner in self._running:
             runner.stop(reason, grace, self._record.leaving or status)
@@ -225,12 +225,12 @@ class SearchScheduler:
     def _complete(self, status: str) -> None:
         summary = self._algorithm.close(status)
         self._record.complete(status, 1, summary=summary)
-        wake(self._loop.kernel)
+        notify_files_changed(self._loop.kernel)
 
     def _fail(self, error: BaseException) -> None:
         self._end_workers()
         self._record.fail(pack_error(error), rank=None, notes=[])
-        wake(self._loop.kernel)
+        notify_files_changed(self._loop.kernel)
 
     def _abandon(self, reason: str) -> None:
         self._end_workers()

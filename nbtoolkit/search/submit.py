@@ -19,22 +19,19 @@ from nbtoolkit.errors import LaunchError, PlanError, ResumeError
 from nbtoolkit.host import Host, detect_host
 from nbtoolkit.launcher.forkserver_client import fork_server
 from nbtoolkit.launcher.handle import StartedRun
-from nbtoolkit.run.paths import (
-    RunPaths,
-    decides_result,
-    find_run,
-    fingerprint,
-    read_or_empty,
-    read_record,
-    runs_in,
-)
+from nbtoolkit.run.paths import read_record, runs_in
 from nbtoolkit.run.payload import pack_content, pack_function
 from nbtoolkit.run.resume import (
     ChosenRun,
-    discard,
+    archive_attempt,
+    changed_settings,
+    find_named_run,
+    fingerprint,
     lock_run,
-    put_aside,
+    new_run,
+    read_versions,
     refuse_old_run,
+    roll_back,
     source_hash,
     write_header,
 )
@@ -69,12 +66,9 @@ def choose_search(
     else:
         chosen = _named(resume, config, identity)
     if chosen is not None:
-        put_aside(chosen.paths)
+        archive_attempt(chosen.paths)
         return chosen
-    paths = RunPaths.create(config.runtime.output_dir, name)
-    lock = lock_run(paths)
-    assert lock is not None
-    return ChosenRun(paths, lock, 1)
+    return new_run(config.runtime.output_dir, name)
 
 
 def identity_of(
@@ -99,36 +93,25 @@ def identity_of(
 
 def _resumable(output_dir: Path, identity: Mapping[str, Any]) -> ChosenRun | None:
     for paths in runs_in(output_dir):
-        about = read_or_empty(paths.versions)
+        about = read_versions(paths)
         fits = all(about.get(key) == identity[key] for key in ("kind", "fingerprint"))
         more = (identity["total"] or 0) > (about.get("total") or sys.maxsize)
         if fits and (more or not paths.completed()) and (lock := lock_run(paths)) is not None:
-            return ChosenRun(paths, lock, int(about["attempt"]) + 1)
+            return ChosenRun(paths, lock, about["attempt"] + 1)
     return None
-
-
-def _differences(paths: RunPaths, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that affect results and have changed: name -> (before, now)."""
-    settings = config.to_dict()
-    before = load_config(paths.config, env=None).differences(config)
-    return {key: pair for key, pair in before.items() if decides_result(key, settings)}
 
 
 def _named(run: str | os.PathLike[str], config: Config, identity: Mapping[str, Any]) -> ChosenRun:
     kind, output_dir = identity["kind"], Path(config.runtime.output_dir)
-    try:
-        paths = find_run(run, output_dir)
-    except LaunchError as error:
-        allowed = f'"auto", "never", {error.allowed}'
-        raise ResumeError(error.what, allowed=allowed, do=error.do) from None
-    about = read_record(paths.versions) or {}
+    paths = find_named_run(run, output_dir)
+    about: dict[str, Any] = read_record(paths.versions) or {}
     if about.get("kind") != kind:
         raise ResumeError(
             f"{paths.folder} is no {kind}, but a {about.get('kind', 'run')}",
             allowed=f"the folder of a {kind}",
             do="look into the folders' versions.json for their kind",
         )
-    refuse_old_run(paths, about)
+    refuse_old_run(paths)
     if about.get("source") != identity["source"]:
         raise ResumeError(
             f"the {kind} {paths.run_id} was made by another function: the source of "
@@ -136,10 +119,9 @@ def _named(run: str | os.PathLike[str], config: Config, identity: Mapping[str, A
             allowed="the same training function",
             do="start a new one with resume='never'",
         )
-    if differences := _differences(paths, config):
-        shown = "; ".join(f"{key}: {a!r} before, {b!r} now" for key, (a, b) in differences.items())
+    if changes := changed_settings(load_config(paths.config, env=None), config):
         raise ResumeError(
-            f"the {kind} {paths.run_id} was made with another configuration: {shown}",
+            f"the {kind} {paths.run_id} was made with another configuration: {changes}",
             allowed="other output, tracking, checkpoint and distributed settings",
             do="load its own config.yaml, or start a new one with resume='never'",
         )
@@ -271,7 +253,7 @@ def start_search(
             with pack_function(train, environment) as payload, pack_content(request) as content:
                 line = server.run(_SCHEDULER, payload, content, run.lock, detached=detach)
         except LaunchError:
-            discard(run)
+            roll_back(run)
             raise
         if detach:
             server.let_outlive(run.paths)

@@ -13,7 +13,7 @@ from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.arguments import check_call, task_name
 from nbtoolkit.launcher.launch import Train
 from nbtoolkit.run.events import Event
-from nbtoolkit.run.output import Display, Screen, Shown, choose_screen, displays, find_display
+from nbtoolkit.run.output import Display, RunDisplay, Screen, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
 from nbtoolkit.search.fold_config import configured_folds
 from nbtoolkit.search.submit import Search, Started, start_search
@@ -201,7 +201,7 @@ def _keep(paths: RunPaths, sweep_config: SweepConfig, folds: Folds | None) -> No
 
 def _handle(
     started: Started,
-    cell: Shown,
+    cell: RunDisplay,
     *,
     on_event: Callable[[Event], None] | None,
 ) -> SweepHandle:
@@ -236,7 +236,7 @@ def _shown(
     deadline: float | None = None,
     *,
     since: float = 0.0,
-) -> Shown:
+) -> RunDisplay:
     table = SweepTable.of(sweep_config, deadline=deadline)
     lines = TableLines(table, screen.shape, since=since)
     return displays().show_search(lines, paths, screen, deadline=deadline)

@@ -19,7 +19,7 @@ from nbtoolkit.launcher.handle import RunHandle
 from nbtoolkit.run.events import Event, EventReader, NoteAdded, StopRequested, TrialChanged
 from nbtoolkit.run.messages import SearchCommand
 from nbtoolkit.run.output import MAX_BYTES, Shape, to_stdout
-from nbtoolkit.run.paths import RunPaths, read_record, reading, write_json, write_whole
+from nbtoolkit.run.paths import RunPaths, Status, read_result, reading, write_json, write_whole
 from nbtoolkit.study.sweep_config import SweepConfig
 from nbtoolkit.study.table import ENDED, SweepTable
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     import optuna
     import pandas as pd
     from matplotlib.figure import Figure
-
-    from nbtoolkit.launcher.handle import Status
 
 
 STUDY_FILE = "study.jsonl"
@@ -48,7 +46,7 @@ class SweepResult:
     """
 
     def __init__(self, paths: RunPaths) -> None:
-        ended = read_record(paths.result)
+        ended = read_result(paths)
         if ended is None:
             raise LaunchError(
                 f"the sweep {paths.folder} has no result",
@@ -230,7 +228,7 @@ class TableLines:
         self._written = 0
         self._write: Callable[[str], object] | None = None
 
-    def through(self, write: Callable[[str], object]) -> None:
+    def redirect(self, write: Callable[[str], object]) -> None:
         """Print lines with ``write`` from now on: a progress bar owns the terminal's last line."""
         self._write = write
 

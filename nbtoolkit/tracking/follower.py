@@ -55,7 +55,7 @@ class Follower:
         self._paths, self._owner = paths, owner or paths
         self._make = make or _make_by_config(paths, output_dir or paths.folder.absolute().parent)
         self._lock = _lock_folder(paths.folder)
-        saved = read_or_empty(paths.tracking)
+        saved: dict[str, Any] = read_or_empty(paths.tracking)
         self.state: TrackerState = saved.get("state", {})
         """What the trackers keep."""
         self._last_steps: dict[str, int] = saved.get("last_steps", {})

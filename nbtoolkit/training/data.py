@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.run.serialization import add_note, pack_error, unpack_error
+from nbtoolkit.run.serialization import PackedError, add_note, pack_error, unpack_error
 from nbtoolkit.training.sampler import derive_seed
 
 if TYPE_CHECKING:
@@ -201,14 +201,14 @@ class _Failure:
         """The error to raise."""
         return self._error
 
-    def __reduce__(self) -> tuple[type[_WorkerFailure], tuple[dict[str, Any]]]:
+    def __reduce__(self) -> tuple[type[_WorkerFailure], tuple[PackedError]]:
         return _WorkerFailure, (pack_error(self._error),)
 
 
 class _WorkerFailure(_Failure):
     """A failure that a worker sent."""
 
-    def __init__(self, packed: dict[str, Any]) -> None:
+    def __init__(self, packed: PackedError) -> None:
         self._packed = packed
 
     def error(self) -> BaseException:

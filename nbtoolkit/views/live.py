@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.launcher.handle import RunHandle
 from nbtoolkit.run.events import Event
-from nbtoolkit.run.output import CellOutput, Screen, Shown, choose_screen, find_display
+from nbtoolkit.run.output import CellOutput, RunDisplay, Screen, choose_screen, find_display
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.search.sweep_result import TableLines
 from nbtoolkit.views.picture import (
@@ -168,7 +168,9 @@ class Live:
         needs_wait: whether only who waits can draw it.
     """
 
-    def __init__(self, lines: Shown, picture: ProgressPicture | None, *, needs_wait: bool) -> None:
+    def __init__(
+        self, lines: RunDisplay, picture: ProgressPicture | None, *, needs_wait: bool
+    ) -> None:
         self._lines, self._picture, self._needs_wait = lines, picture, needs_wait
         self._open = False
         self.cell: int | None = None
@@ -220,7 +222,7 @@ def show_run(cell: CellOutput, paths: RunPaths, screen: Screen) -> Live:
     """
     picture = _picture(screen, partial(State, paths), cell.say)
     if isinstance(picture, TerminalBar):
-        cell.through(picture.write)
+        cell.redirect(picture.write)
     return Live(cell, picture, needs_wait=screen.shape != "widgets")
 
 
@@ -244,11 +246,11 @@ def show_search(
     make_state = partial(state_of, paths, deadline=deadline, folds=folds)
     picture = None if screen.shape == "lines" else _picture(screen, make_state, lines.say)
     if isinstance(picture, TerminalBar):
-        lines.through(picture.write)
+        lines.redirect(picture.write)
     return Live(lines, picture, needs_wait=screen.shape != "widgets")
 
 
-def show_handle(paths: RunPaths, shown: Shown | None) -> None:
+def show_handle(paths: RunPaths, shown: RunDisplay | None) -> None:
     """Show a handle that is a cell's value: live where there are widgets.
 
     Args:

@@ -12,7 +12,7 @@ from nbtoolkit.run import messages
 from nbtoolkit.run.events import RunRecord
 from nbtoolkit.run.messages import CollectivesStarted
 from nbtoolkit.run.rank_check import Weights
-from nbtoolkit.run.signals import Heard, announcement
+from nbtoolkit.run.signals import SignalFlag, describe_signal
 from nbtoolkit.run.transport import Connection
 from nbtoolkit.worker.collectives import new_gloo_group
 
@@ -95,7 +95,7 @@ class RecordChannel:
     alone = False
 
     def __init__(self, record: RunRecord) -> None:
-        self.record, self.heard = record, Heard()
+        self.record, self.heard = record, SignalFlag()
         self._looked = time.monotonic()
 
     def send(self, message: messages.Statement) -> None:
@@ -119,9 +119,9 @@ class RecordChannel:
     def _obey(self) -> None:
         """Heed a signal that came, and the request to stop that a handle left in the folder."""
         if self.heard.number:
-            self.record.ask_to_stop("deadline", announcement(self.heard.number))
+            self.record.request_stop("deadline", describe_signal(self.heard.number))
         if (request := self.record.stop_requested()) is not None:
-            self.record.ask_to_stop("stopped", request.reason, request.grace)
+            self.record.request_stop("stopped", request.reason, request.grace)
 
 
 def take(record: RunRecord, message: messages.Statement) -> None:
@@ -158,7 +158,7 @@ class GroupChannel:
 
     def __init__(self, own: RecordChannel | None) -> None:
         self._own = own
-        self.heard = own.heard if own is not None else Heard()
+        self.heard = own.heard if own is not None else SignalFlag()
         self._group = new_gloo_group()
 
     def send(self, message: messages.Statement) -> None:

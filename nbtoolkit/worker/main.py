@@ -18,7 +18,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,10 @@ from nbtoolkit.errors import RunStopped
 from nbtoolkit.run import messages
 from nbtoolkit.run.events import returned_numbers
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
-from nbtoolkit.run.rank_check import followed
+from nbtoolkit.run.rank_check import track_optimizers
 from nbtoolkit.run.request import JobSpec
 from nbtoolkit.run.serialization import add_note, pack_error, pack_value
-from nbtoolkit.run.signals import ignore_warnings
+from nbtoolkit.run.signals import ignore_warning_signals
 from nbtoolkit.run.transport import Connection
 from nbtoolkit.worker.channel import Heartbeat, OwnerChannel
 from nbtoolkit.worker.collectives import new_gloo_group, without_gloo_lines
@@ -135,7 +135,7 @@ def run_rank(job: RankJob) -> None:
     work: JobSpec | None = job.spec
     state = ProcessState() if job.spec.reuse_workers else None
     while work is not None:
-        alone = work.plan.processes == 1 and not work.reports_judged
+        alone = work.plan.processes == 1 and not work.synchronous_reports
         channel = OwnerChannel(*lines, alone=alone)
         _work(job, work, rank, channel)
         if state is None:
@@ -148,7 +148,7 @@ def run_rank(job: RankJob) -> None:
 
 def _work(job: RankJob, spec: JobSpec, rank: int, channel: OwnerChannel) -> None:
     """Call the function of one job."""
-    optimizers = followed(spec.config, spec.plan.processes)
+    optimizers = track_optimizers(spec.config, spec.plan.processes)
     context = RunContext(
         spec,
         channel,
@@ -262,16 +262,15 @@ def _tell_error(paths: RunPaths, rank: int, channel: OwnerChannel, error: BaseEx
     advised = advice(error)
     if advised is not None:
         add_note(error, advised)
-    packed = pack_error(error) | {"advice": advised}
+    packed = replace(pack_error(error), advice=advised)
     with contextlib.suppress(OSError):  # a full disk takes no log; the supervisor hears of it below
-        sys.stderr.write(packed["traceback"])
+        sys.stderr.write(packed.traceback)
         _flush()
-    packed["exit"] = isinstance(error, (SystemExit, KeyboardInterrupt))
     word = messages.FunctionRaised()
     try:
-        write_whole(paths.rank_error(rank), pickle.dumps(packed), durable=False)
+        write_whole(paths.rank_error(rank), packed.encode(), durable=False)
     except OSError:
-        word = messages.FunctionRaised(packed=base64.b64encode(pickle.dumps(packed)).decode())
+        word = messages.FunctionRaised(packed=base64.b64encode(packed.encode()).decode())
     channel.send(word)
     channel.wait()
     os._exit(1)
@@ -451,4 +450,4 @@ def default_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in ("SIGHUP", "SIGQUIT", "SIGCHLD"):
         signal.signal(getattr(signal, name), signal.SIG_DFL)
-    ignore_warnings()
+    ignore_warning_signals()

@@ -42,7 +42,7 @@ def test_a_fit_goes_on_in_the_next_session_and_ends_with_the_metrics_of_an_undis
     pytest.importorskip("mlflow")
     first, second, undisturbed = two_sessions(tmp_path, FIT)
     assert "packed for the next session: PackResult(1 run, " in first.output
-    assert "going on with the unfinished run" in second.output
+    assert "resuming the unfinished run" in second.output
     assert second.told["status"] == "completed"
     assert second.told["metrics"] == undisturbed.told["metrics"]
 

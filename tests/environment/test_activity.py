@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
 from nbtoolkit.environment.resources import Activity, wait_while_active
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.launcher.forkserver_client import ForkServerClient
+from nbtoolkit.run.transport import receive_packet
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(3600)"
 BURNS = "print('up', flush=True)\nwhile True: pass"
@@ -124,6 +126,26 @@ def test_a_fork_server_that_does_nothing_is_given_up_with_its_last_words(
     with pytest.raises(LaunchError, match=rf"(?s){said}.*Allowed: .*Do now:  launch again"):
         client.warm_pids()
     assert not client.alive()
+
+
+def test_an_interrupt_at_the_moment_of_the_first_message_loses_nothing() -> None:
+    server = ForkServerClient(stalled=5.0)
+
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_code is receive_packet.__code__:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        sys.setprofile(interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                server.warm_pids()
+        finally:
+            sys.setprofile(None)
+        assert server.warm_pids() == {server.pid}
+    finally:
+        server.close()
 
 
 @pytest.mark.long

@@ -95,7 +95,7 @@ def test_a_deadline_nearer_than_the_time_to_save_ends_the_run(config: nb.Config)
     assert handle.result(timeout=SECONDS).status == "deadline"
     assert len(list(handle.paths.folder.glob("went on *"))) == 2
     [stop] = [event for event in handle.events() if event.type == "stop"]
-    assert stop.reason.startswith("the run's time is used up, but for 3")
+    assert stop.reason.startswith("the run's time is used up, except 3")
 
 
 def test_a_check_on_one_rank_only_is_told_with_its_line(config: nb.Config) -> None:

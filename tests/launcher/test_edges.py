@@ -201,7 +201,7 @@ def test_dir_shows_public_names_only() -> None:
 
 @pytest.mark.parametrize("run", [None, 3])
 def test_attach_says_what_names_a_run(run: Any) -> None:
-    with pytest.raises(LaunchError, match=rf"(?s){run} names no run.*Allowed: .*Do now: "):
+    with pytest.raises(LaunchError, match=rf"(?s){run} is not a run.*Allowed: .*Do now: "):
         nb.attach(run)
 
 

@@ -554,7 +554,7 @@ def test_auto_goes_on_with_an_unfinished_run_and_says_so(
     result = quiet(functions.saves_then_waits, config, resume="auto", display="text")
     assert result.paths.folder == folder
     assert result.values == [{"epoch": 3}, {"epoch": 3}]
-    assert f"going on with the unfinished run {folder.name} (attempt 2" in capsys.readouterr().out
+    assert f"resuming the unfinished run {folder.name} (attempt 2" in capsys.readouterr().out
     attempts = [e.attempt for e in nb.attach(folder).events() if e.type == "run"]
     assert attempts == [1, 2]
 
@@ -587,7 +587,7 @@ def test_auto_never_takes_an_owned_run(config: nb.Config, tmp_path: Path) -> Non
     ranks_up(first.paths.folder)
     second = begin(functions.saves_then_waits_for_file, mine, resume="auto")
     assert second.paths.folder != first.paths.folder
-    with pytest.raises(ResumeError, match=r"is going on, owned by process \d+"):
+    with pytest.raises(ResumeError, match=r"is still running, owned by process \d+"):
         quiet(functions.saves_then_waits_for_file, mine, resume=first.paths.folder)
     go.write_text("both")
     assert [handle.result(timeout=SECONDS).value for handle in (first, second)] == ["both", "both"]

@@ -15,7 +15,7 @@ from kernels import SECONDS, run_folder, script
 
 import nbtoolkit as nb
 from nbtoolkit.errors import CheckpointError, ConfigError, LaunchError, ResumeError, RunFolderError
-from nbtoolkit.run.paths import fingerprint
+from nbtoolkit.run.resume import fingerprint
 
 
 @pytest.fixture
@@ -134,7 +134,10 @@ def test_a_checkpoint_stays_in_its_folder_and_is_a_dict(config: nb.Config) -> No
     for kind in ("../../x", "a/b", "", ".hidden"):
         with pytest.raises(CheckpointError, match="cannot name a checkpoint"):
             quiet(lambda config, ctx, kind=kind: ctx.save({}, kind=kind), config, start="inline")
-    with pytest.raises(CheckpointError, match=r"of a Linear, not a dict\n(.*\n)*.*state_dict"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"save a Linear as a checkpoint: it is not a dict\n(.*\n)*.*state_dict",
+    ):
         quiet(lambda config, ctx: ctx.save(torch.nn.Linear(1, 1)), config, start="inline")
 
 

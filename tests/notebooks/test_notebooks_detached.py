@@ -21,7 +21,7 @@ import nbtoolkit as nb
 from nbtoolkit.errors import NotebookDied, NotebookError, NotebookFailed, ParameterError
 from nbtoolkit.notebooks.handle import NotebookResult
 from nbtoolkit.notebooks.run import run_notebook
-from nbtoolkit.run.paths import TARGET, read_made, tell_made
+from nbtoolkit.run.paths import RUNS_FILE, announce_run, announced_runs
 
 __all__ = ["own_tmpdir"]  # a fixture
 
@@ -105,17 +105,17 @@ def test_folders_of_any_name_are_told_each_once_and_never_half(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "runs.txt"
-    tell_made(tmp_path)  # nobody asked
-    assert read_made(file) == []
-    monkeypatch.setenv(TARGET, str(file))
+    announce_run(tmp_path)  # nobody asked
+    assert announced_runs(file) == []
+    monkeypatch.setenv(RUNS_FILE, str(file))
     folders = [tmp_path / name for name in ("a b", "日本\u2028<b>", "\udcff")]
     for folder in [*folders, folders[0]]:
-        tell_made(folder)
+        announce_run(folder)
     with open(file, "ab") as half:
         half.write(b"/half")
-    assert read_made(file) == folders
-    monkeypatch.setenv(TARGET, str(tmp_path / "gone/runs.txt"))
-    tell_made(folders[0])  # and nobody minds
+    assert announced_runs(file) == folders
+    monkeypatch.setenv(RUNS_FILE, str(tmp_path / "gone/runs.txt"))
+    announce_run(folders[0])  # and nobody minds
 
 
 def test_it_outlives_the_process_that_starts_it(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_a_checkpoint_is_read_as_it_was_put(store: CheckpointStore) -> None:
     path = put(store, 20)
     entry, wrong = store.good("step")
     assert entry is not None
-    assert (entry.folder, entry.step, entry.about["epoch"], wrong) == (path, 20, 2, [])
+    assert (entry.folder, entry.step, entry.manifest["epoch"], wrong) == (path, 20, 2, [])
     torch.testing.assert_close(entry.read("model")["weight"], torch.arange(6.0))
     assert entry.read("training") == {"progress": {"epoch": 2}, "rates": [0.1]}
 
@@ -120,7 +120,7 @@ def test_when_all_are_damaged_nothing_is_begun_anew_in_silence(store: Checkpoint
 def test_a_folder_of_somebody_else_is_not_one_of_ours(store: CheckpointStore) -> None:
     path = put(store, 10)
     (path / "manifest.json").write_text(json.dumps({"epoch": 3}))
-    with pytest.raises(CheckpointError, match="not one of ours"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint's"):
         StoredCheckpoint.at(path)
 
 

@@ -288,7 +288,7 @@ def copied(whole: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
 def test_the_error_has_three_parts(copied: Callable[[str], Path]) -> None:
     folder = copied("run")
     (folder / "result.json").write_text("")
-    told = r"(?s)result.json cannot be read: .*\n  Allowed: a file as .*\n  Do now:  .*resumes"
+    told = r"(?s)result.json cannot be read: .*\n  Allowed: an undamaged .*\n  Do now:  .*resumes"
     with pytest.raises(NbtoolkitError, match=told):
         nb.attach(folder, display="off").result()
 
@@ -323,7 +323,7 @@ def test_an_older_checkpoint_that_is_whole_is_used(
     shutil.rmtree(next(checkpoints.glob("best-*")))
     (newest / "model.pt").write_bytes(b"")
     model = torch.nn.Linear(2, 1)
-    with pytest.warns(UserWarning, match=rf"passed over a damaged checkpoint, {newest.name}"):
+    with pytest.warns(UserWarning, match=rf"skipped a damaged checkpoint, {newest.name}"):
         nb.load_model(folder, model)
     saved = torch.load(older / "model.pt", weights_only=True)
     assert any(torch.equal(model.weight, one) for one in saved.values() if one.shape == (1, 2))

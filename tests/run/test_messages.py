@@ -130,7 +130,7 @@ def test_a_packet_carries_open_descriptors_under_their_names() -> None:
     other.close()
     os.write(got.descriptors.spec, b"to the payload")
     assert os.read(got.descriptors.payload, 99) == b"to the payload"
-    there = GroupConnections.of(got.descriptors.group)
+    there = GroupConnections.from_descriptors(got.descriptors.group)
     pairs = [(mine.agent, there.agent)]
     pairs += zip(mine.connections, there.connections, strict=True)
     pairs += zip(mine.telemetry, there.telemetry, strict=True)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.run.events import EventReader
-from nbtoolkit.run.rank_check import SteppedOptimizers, apart
+from nbtoolkit.run.rank_check import SteppedOptimizers, divergence_warning
 from nbtoolkit.worker.context import RunContext
 
 SETTINGS = {"tracking.mlflow": False, "train.epochs": 2, "checkpoint.enabled": False}
@@ -141,7 +141,9 @@ def test_an_optimizer_that_is_gone_leaves_its_last_weights_and_nothing_else() ->
 
 
 def test_rounding_and_nan_are_no_difference() -> None:
-    assert apart([[[1.0, 1e-9, float("nan")]], [[1.000001, 0.0, float("nan")]]]) is None
-    assert apart([[[1.0]], [[1.0, 2.0]]]) is None
-    assert apart([None, [[1.0]]]) is None
-    assert "rank 2" in (apart([[[1.0]], [[1.0]], [[1.01]]]) or "")
+    assert (
+        divergence_warning([[[1.0, 1e-9, float("nan")]], [[1.000001, 0.0, float("nan")]]]) is None
+    )
+    assert divergence_warning([[[1.0]], [[1.0, 2.0]]]) is None
+    assert divergence_warning([None, [[1.0]]]) is None
+    assert "rank 2" in (divergence_warning([[[1.0]], [[1.0]], [[1.01]]]) or "")

@@ -17,7 +17,8 @@ from kernels import SECONDS, finish, ranks_up, script, until
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, ResumeError
 from nbtoolkit.run.checkpoint_store import has_checkpoint
-from nbtoolkit.run.paths import RunPaths, fingerprint
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.resume import fingerprint
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def made_by_the_first_version(folder: Path) -> None:
 
 
 REFUSED = (
-    r"was made by nbtoolkit 0\.1\.0; version 0\.2.* shows it and does not resume it\n"
+    r"was made by nbtoolkit 0\.1\.0; version 0\.2.* cannot resume it\n"
     r".*nb\.attach and nb\.report show it, nb\.load_model.*\n.*resume='never'"
 )
 
@@ -92,7 +93,7 @@ def test_auto_goes_on_with_another_number_of_ranks_and_says_so(
     assert result.paths == paths
     assert result.values == [{"epoch": 3}] * now
     made = "1 process" if before == 1 else "2 processes"
-    assert f"(attempt 2; made with {made}, going on with {now}; " in capsys.readouterr().out
+    assert f"(attempt 2; {made} before, {now} now; " in capsys.readouterr().out
 
 
 def test_a_named_run_may_go_on_with_other_ranks_workers_and_accumulation(
@@ -215,4 +216,4 @@ def test_of_two_kernels_that_name_a_run_one_is_refused(config: nb.Config, tmp_pa
         (tmp_path / "go").write_text("gone on")
         mine, refused = sorted(kernel.output() for kernel in kernels)  # a run's id is a date
     assert mine == f"{paths.run_id} gone on\n"
-    assert refused.startswith(f"refused: the run {paths.run_id} is going on, ")
+    assert refused.startswith(f"refused: the run {paths.run_id} is still running, ")

@@ -272,7 +272,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(run: Run, another: Run) 
     expected = run.fit(whole, config=config, metrics=["accuracy"])
 
     ctx = another.context(config)
-    another.record.ask_to_stop("stopped", "the test")
+    another.record.request_stop("stopped", "the test")
     data = {"train_data": samples(37), "valid_data": samples(11, seed=1)}
     more = {"loss": nn.functional.cross_entropy, "metrics": ["accuracy"]}
     with pytest.raises(nb.RunStopped):
@@ -379,7 +379,7 @@ def test_a_run_that_was_asked_to_end_leaves_in_the_middle_of_an_epoch(
         nonlocal count
         count += 1
         if count == 7:
-            another.record.ask_to_stop("stopped", "the test")
+            another.record.request_stop("stopped", "the test")
         return model(batch[0]), batch[1]
 
     data = {"train_data": samples(37), "valid_data": samples(11, seed=1)}
@@ -409,7 +409,7 @@ def test_load_model_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         nb.load_model(tmp_path, model_of())
     torch.save({"epoch": 3}, tmp_path / "best.pt")
-    with pytest.raises(CheckpointError, match=r"best\.pt holds no model but epoch"):
+    with pytest.raises(CheckpointError, match=r"best\.pt has no model, only epoch"):
         nb.load_model(tmp_path, model_of())
     (tmp_path / "best.pt").write_bytes(b"PK\x03\x04 cut off")
     with pytest.raises(CheckpointError, match=r"best\.pt cannot be read"):
