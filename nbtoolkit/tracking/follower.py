@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from nbtoolkit.errors import TrackingError
 from nbtoolkit.run.events import Event, EventReader, JobEvent, RunEnded, RunStarted
