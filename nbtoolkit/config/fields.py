@@ -1,4 +1,4 @@
-"""Define the types of settings: each validates a value and describes what it allows."""
+"""Define the types of settings, which validate values and describe what they allow."""
 
 from __future__ import annotations
 
