@@ -1,4 +1,4 @@
-"""Define the folds of a data set: frozen, hashed, and saved to files."""
+"""Define the folds of a data set, compare them by hash, and save them to files."""
 
 from __future__ import annotations
 
