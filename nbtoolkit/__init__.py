@@ -8,9 +8,11 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # what type checkers and editors see; at run time `__getattr__` does the same
+from nbtoolkit.version import __version__ as __version__
+
+if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` imports the names
     from nbtoolkit import errors as errors
     from nbtoolkit import verify as verify
     from nbtoolkit.archive.pack import PackResult as PackResult
@@ -44,8 +46,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time `__getattr_
     from nbtoolkit.notebooks.run import run_notebook as run_notebook
     from nbtoolkit.panel.panel import Panel as Panel
     from nbtoolkit.panel.panel import panel as panel
-    from nbtoolkit.pipeline.run import PipelineResult as PipelineResult
-    from nbtoolkit.pipeline.run import run_pipeline as run_pipeline
+    from nbtoolkit.pipeline.runner import PipelineResult as PipelineResult
+    from nbtoolkit.pipeline.runner import run_pipeline as run_pipeline
     from nbtoolkit.report.report import report as report
     from nbtoolkit.run.weights import load_model as load_model
     from nbtoolkit.search.sweep import sweep as sweep
@@ -56,62 +58,51 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time `__getattr_
     from nbtoolkit.training.metrics import epoch_metric as epoch_metric
     from nbtoolkit.worker.context import RunContext as RunContext
 
-__version__ = "0.2.0"
-
-# Public name -> the module that has it.
-_HOME = {
-    "CVResult": "nbtoolkit.crossval.cv_result",
-    "Config": "nbtoolkit.config.schema",
-    "Dashboard": "nbtoolkit.dashboards.server",
-    "Folds": "nbtoolkit.folds.folds",
-    "Hardware": "nbtoolkit.environment.hardware",
-    "Host": "nbtoolkit.host",
-    "LaunchPlan": "nbtoolkit.environment.launch_plan",
-    "RunStopped": "nbtoolkit.errors",
-    "NotebookHandle": "nbtoolkit.notebooks.handle",
-    "NotebookResult": "nbtoolkit.notebooks.handle",
-    "PackResult": "nbtoolkit.archive.pack",
-    "Panel": "nbtoolkit.panel.panel",
-    "PipelineResult": "nbtoolkit.pipeline.run",
-    "RunContext": "nbtoolkit.worker.context",
-    "RunHandle": "nbtoolkit.launcher.handle",
-    "RunResult": "nbtoolkit.launcher.handle",
-    "SweepHandle": "nbtoolkit.search.sweep_result",
-    "SweepResult": "nbtoolkit.search.sweep_result",
-    "UnpackResult": "nbtoolkit.archive.unpack",
-    "attach": "nbtoolkit.attach",
-    "cross_validate": "nbtoolkit.crossval.cross_validation",
-    "detect_hardware": "nbtoolkit.environment.hardware",
-    "detect_host": "nbtoolkit.host",
-    "doctor": "nbtoolkit.doctor",
-    "fit": "nbtoolkit.training.loop",
-    "launch": "nbtoolkit.launcher.launch",
-    "load_config": "nbtoolkit.config.schema",
-    "load_model": "nbtoolkit.run.weights",
-    "make_folds": "nbtoolkit.folds.make_folds",
-    "make_plan": "nbtoolkit.environment.plan",
-    "open_dashboard": "nbtoolkit.dashboards.study_dashboard",
-    "open_mlflow": "nbtoolkit.dashboards.mlflow_server",
-    "epoch_metric": "nbtoolkit.training.metrics",
-    "pack": "nbtoolkit.archive.pack",
-    "panel": "nbtoolkit.panel.panel",
-    "predict": "nbtoolkit.training.evaluation",
-    "publish": "nbtoolkit.notebooks.publish",
-    "report": "nbtoolkit.report.report",
-    "run_notebook": "nbtoolkit.notebooks.run",
-    "run_pipeline": "nbtoolkit.pipeline.run",
-    "sweep": "nbtoolkit.search.sweep",
-    "unpack": "nbtoolkit.archive.unpack",
+# Module -> the public names that it defines.
+_NAMES = {
+    "archive.pack": ("PackResult", "pack"),
+    "archive.unpack": ("UnpackResult", "unpack"),
+    "attach": ("attach",),
+    "config.schema": ("Config", "load_config"),
+    "crossval.cross_validation": ("cross_validate",),
+    "crossval.cv_result": ("CVResult",),
+    "dashboards.mlflow_server": ("open_mlflow",),
+    "dashboards.server": ("Dashboard",),
+    "dashboards.study_dashboard": ("open_dashboard",),
+    "doctor": ("doctor",),
+    "environment.hardware": ("Hardware", "detect_hardware"),
+    "environment.launch_plan": ("LaunchPlan",),
+    "environment.plan": ("make_plan",),
+    "errors": ("RunStopped",),
+    "folds.folds": ("Folds",),
+    "folds.make_folds": ("make_folds",),
+    "host": ("Host", "detect_host"),
+    "launcher.handle": ("RunHandle", "RunResult"),
+    "launcher.launch": ("launch",),
+    "notebooks.handle": ("NotebookHandle", "NotebookResult"),
+    "notebooks.publish": ("publish",),
+    "notebooks.run": ("run_notebook",),
+    "panel.panel": ("Panel", "panel"),
+    "pipeline.runner": ("PipelineResult", "run_pipeline"),
+    "report.report": ("report",),
+    "run.weights": ("load_model",),
+    "search.sweep": ("sweep",),
+    "search.sweep_result": ("SweepHandle", "SweepResult"),
+    "training.evaluation": ("predict",),
+    "training.loop": ("fit",),
+    "training.metrics": ("epoch_metric",),
+    "worker.context": ("RunContext",),
 }
+_HOME = {name: f"nbtoolkit.{module}" for module, names in _NAMES.items() for name in names}
 
-# Modules that are public as they are.
+# Public modules.
 _MODULES = ("errors", "verify")
 
 __all__ = sorted([*_HOME, *_MODULES, "__version__"])
 
 
-def __getattr__(name: str) -> Any:
-    """Import the public name ``name`` (PEP 562)."""
+def __getattr__(name: str) -> object:
+    """Import a public name on first use (PEP 562)."""
     if name in _MODULES:
         return import_module(f"nbtoolkit.{name}")
     if name not in _HOME:
@@ -123,12 +114,12 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, those not yet loaded too, and no others."""
+    """List the public names, loaded or not."""
     return list(__all__)
 
 
 class _Package(ModuleType):
-    """This package: a submodule with the name of a public function does not hide that function."""
+    """The type of this package: a submodule cannot hide the public function of its name."""
 
     def __setattr__(self, name: str, value: object) -> None:
         # `import nbtoolkit.doctor` makes the import system set `nbtoolkit.doctor` to the module.

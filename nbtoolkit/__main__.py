@@ -1,4 +1,4 @@
-"""The command ``nbtoolkit``, and ``python -m nbtoolkit``, which torchrun and srun can start."""
+"""Start the command line: ``nbtoolkit``, or ``python -m nbtoolkit`` (for torchrun and srun)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from nbtoolkit.errors import MissingExtra
 
 
 def main() -> None:
-    """Run the command line; ends the process with its exit code (see cli.py)."""
+    """Run the command line and exit with its exit code (see cli.py)."""
     try:
-        # the others add their verbs to the first
+        # Importing the last two adds their commands to the app.
         from nbtoolkit import cli, cli_hosts, cli_panel  # noqa: F401
     except MissingExtra as error:
         print(error, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Attach to a run or a search by its folder: another kernel's, a detached one, an ended one."""
+"""Attach to a run or a search by its folder: of another kernel, detached, or ended."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def attach(
     display: Display = "auto",
     on_event: Callable[[Event], None] | None = None,
 ) -> RunHandle:
-    """Attach to a run of another kernel (or an ended one) by its folder or run id.
+    """Return a handle on a run of another kernel, or on a run that has ended.
 
-    Nothing is shown until ``result()`` waits, or the handle is a cell's value.
+    The handle shows nothing until ``result()`` waits or a cell displays it.
 
     Args:
         folder: the run's folder, or its id under ``outputs``.
@@ -28,9 +28,9 @@ def attach(
         on_event: called with each event while ``result()`` waits.
 
     Raises:
-        LaunchError: there is no such run, or no such display.
+        LaunchError: no such run or display exists.
         RunFileError: the folder's ``versions.json`` or ``sweep.yaml`` cannot be read.
-        MissingExtra: widgets are asked for, and ipywidgets is not installed.
+        MissingExtra: ``display`` needs ipywidgets, which is not installed.
     """
     check_choice("display", display)
     screen = choose_screen(display, find_display())

@@ -4,8 +4,8 @@ Exit codes:
 
     0     done
     1     the run failed, or doctor found a problem
-    2     the call or the configuration is wrong, or the launch failed: nothing was trained
-    3     ended early (stopped, out of time): the same call goes on with it
+    2     wrong arguments or configuration, or a failed launch: nothing was trained
+    3     ended early (stopped, out of time): the same command resumes it
     130   interrupted
 """
 
@@ -30,11 +30,11 @@ from nbtoolkit.errors import (
     ReportFolderError,
     ResumeError,
 )
-from nbtoolkit.launcher.handle import RunHandle, RunResult
 
 if TYPE_CHECKING:
     from nbtoolkit.crossval.cv_result import CVResult
     from nbtoolkit.folds.folds import FoldKind, Folds
+    from nbtoolkit.launcher.handle import RunHandle, RunResult
     from nbtoolkit.search.sweep_result import SweepResult
 
 try:
@@ -58,7 +58,7 @@ _NOT_TRAINED = (
     ResumeError,
 )
 
-# Plain help: a notebook's cell and a log file show it as it is, without boxes and colours.
+# Plain help, without boxes and colours, for notebook cells and log files.
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -69,80 +69,84 @@ app = typer.Typer(
 )
 
 ConfigPath = Annotated[
-    Path | None, typer.Argument(metavar="CONFIG", help="A YAML or JSON file; none: the defaults.")
+    Path | None,
+    typer.Argument(metavar="CONFIG", help="A YAML or JSON file; default: the default settings."),
 ]
 Override = Annotated[
     list[str] | None,
-    typer.Option("--override", "-o", metavar="KEY=VALUE", help="A setting; may be repeated."),
+    typer.Option("--override", "-o", metavar="KEY=VALUE", help="A setting; repeatable."),
 ]
 Processes = Annotated[
-    int | None, typer.Option("--processes", "-p", help="Ranks; none: one a usable device.")
+    int | None, typer.Option("--processes", "-p", help="Ranks; default: one per usable device.")
 ]
 Name = Annotated[str | None, typer.Option(help="A part of the run's id.")]
-Resume = Annotated[str, typer.Option(help="auto, never, or the id or folder of a run.")]
-Detach = Annotated[bool, typer.Option("--detach", help="Start it, print its folder, and return.")]
+Resume = Annotated[str, typer.Option(help="auto, never, or a run's id or folder.")]
+Detach = Annotated[bool, typer.Option("--detach", help="Start it, print its folder and return.")]
 SpacePath = Annotated[
-    Path, typer.Argument(metavar="SPACE", help="What is searched, and how: config/hpo/digits.yaml.")
+    Path, typer.Argument(metavar="SPACE", help="The sweep's file: config/hpo/digits.yaml.")
 ]
-FoldsWish = Annotated[
+FoldsOption = Annotated[
     str | None,
-    typer.Option("--folds", metavar="K|FILE", help="How many, or a file written by Folds.save."),
+    typer.Option("--folds", metavar="K|FILE", help="The number of folds, or a file of Folds.save."),
 ]
 Kind = Annotated[
-    str, typer.Option(help="How K folds are split: stratified, kfold, time (see nb.make_folds).")
+    str, typer.Option(help="Kind of the split: stratified, kfold, time (see nb.make_folds).")
 ]
-Trials = Annotated[int | None, typer.Option("--trials", "-n", help="Trials, over all sessions.")]
-Timeout = Annotated[str | None, typer.Option(help="Time for the sweep, such as 2h.")]
+Trials = Annotated[
+    int | None, typer.Option("--trials", "-n", help="Number of trials, over all sessions.")
+]
+Timeout = Annotated[str | None, typer.Option(help="Time limit of the sweep, such as 2h.")]
 NotebookPath = Annotated[Path, typer.Argument(metavar="NOTEBOOK", help="A .ipynb file.")]
-ParameterWish = Annotated[
+Parameters = Annotated[
     list[str] | None,
-    typer.Option("--parameter", "-p", metavar="NAME=VALUE", help="May be repeated."),
+    typer.Option("--parameter", "-p", metavar="NAME=VALUE", help="A parameter; repeatable."),
 ]
 ParametersFile = Annotated[
     Path | None,
     typer.Option("--parameters-file", "-f", help="A YAML or JSON file of names and values."),
 ]
 OutputPath = Annotated[
-    Path | None, typer.Option("--output", help="The executed copy (.ipynb); none: in outputs/.")
+    Path | None, typer.Option("--output", help="The executed copy (.ipynb); default: in outputs/.")
 ]
-KernelName = Annotated[str | None, typer.Option(help="A kernel spec; none: the notebook's own.")]
-Seconds = Annotated[float | None, typer.Option(metavar="SECONDS", help="None: no limit.")]
+KernelName = Annotated[str | None, typer.Option(help="A kernel spec; default: the notebook's.")]
+Seconds = Annotated[
+    float | None, typer.Option(metavar="SECONDS", help="Time limit; default: no limit.")
+]
 PipelinePath = Annotated[
-    Path, typer.Argument(metavar="FILE", help="The steps: config/pipeline/digits.yaml.")
+    Path, typer.Argument(metavar="FILE", help="The pipeline's file: config/pipeline/digits.yaml.")
 ]
-StepWish = Annotated[
+StepOverride = Annotated[
     list[str] | None,
-    typer.Option("--override", "-o", metavar="STEP.NAME=VALUE", help="A step's parameter."),
+    typer.Option(
+        "--override", "-o", metavar="STEP.NAME=VALUE", help="A step's parameter; repeatable."
+    ),
 ]
 PipelineFolderPath = Annotated[
-    Path | None, typer.Option("--folder", help="Where everything goes; none: as the file says.")
+    Path | None, typer.Option("--folder", help="Folder of all results; default: the file's.")
 ]
-Again = Annotated[
+ForcedSteps = Annotated[
     list[str] | None,
-    typer.Option("--again", metavar="STEP", help="Run it though nothing has changed."),
+    typer.Option("--again", metavar="STEP", help="A step to run even if nothing has changed."),
 ]
 BundleOutput = Annotated[
     Path | None,
-    typer.Argument(metavar="OUTPUT", help="A .bundle or a folder; none: the host's kept folder."),
+    typer.Argument(
+        metavar="OUTPUT", help="A .bundle or a folder; default: the host's kept folder."
+    ),
 ]
 RunsFolder = Annotated[
-    Path | None, typer.Option("--source", help="The output folder; none: runtime.output_dir.")
+    Path | None, typer.Option("--source", help="The output folder; default: runtime.output_dir.")
 ]
 SizeLimit = Annotated[
-    str | None, typer.Option(help="The bundle's largest size, such as 15GB; none: the disk's.")
+    str | None, typer.Option(help="Largest size of the bundle, such as 15GB; default: the disk's.")
 ]
-BundlePlace = Annotated[
-    str, typer.Argument(metavar="WHERE", help="auto, a bundle, or a folder with one or with runs.")
+BundleSource = Annotated[
+    str, typer.Argument(metavar="WHERE", help="auto, a bundle, or a folder with a bundle or runs.")
 ]
 IntoFolder = Annotated[
-    Path | None, typer.Option("--into", help="The output folder; none: `runtime.output_dir`.")
+    Path | None, typer.Option("--into", help="The output folder; default: runtime.output_dir.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show errors with their traceback.")]
-
-
-@app.callback()
-def _verbs() -> None:
-    """There are several verbs, even while one alone is registered."""
 
 
 @app.command()
@@ -155,15 +159,14 @@ def train(
     detach: Detach = False,
     debug: Debug = False,
 ) -> None:
-    """Train once, on every usable device: the function that the setting "task" names."""
+    """Train once on every usable device; the setting "task" names the function."""
     from nbtoolkit.launcher.launch import launch
     from nbtoolkit.tasks.find import find_task
 
-    with sentences(debug):
+    with report_errors(debug):
         settings = _settings(config, override)
-        function = find_task(settings.task)
         handle = launch(
-            function,
+            find_task(settings.task),
             settings,
             processes=processes,
             name=name,
@@ -171,15 +174,15 @@ def train(
             detach=detach,
             wait=False,
         )
-        ended = None if detach else handle.result()
-    _finish(handle, ended)
+        result = None if detach else handle.result()
+    _finish(handle, result)
 
 
 @app.command()
 def cv(
     config: ConfigPath = None,
     override: Override = None,
-    folds: FoldsWish = "5",
+    folds: FoldsOption = "5",
     kind: Kind = "stratified",
     processes: Processes = None,
     name: Name = None,
@@ -187,11 +190,11 @@ def cv(
     detach: Detach = False,
     debug: Debug = False,
 ) -> None:
-    """Train once on every fold, side by side; scores, their mean and their spread."""
+    """Train on every fold in parallel; print the scores, their mean and spread."""
     from nbtoolkit.crossval.cross_validation import cross_validate
     from nbtoolkit.tasks.find import find_task
 
-    with sentences(debug):
+    with report_errors(debug):
         settings = _settings(config, override)
         handle = cross_validate(
             find_task(settings.task),
@@ -203,8 +206,8 @@ def cv(
             detach=detach,
             wait=False,
         )
-        ended = None if detach else handle.result()
-    _finish(handle, ended)
+        result = None if detach else handle.result()
+    _finish(handle, result)
 
 
 @app.command()
@@ -214,18 +217,18 @@ def sweep(
     override: Override = None,
     trials: Trials = None,
     timeout: Timeout = None,
-    folds: FoldsWish = None,
+    folds: FoldsOption = None,
     kind: Kind = "stratified",
     name: Name = None,
     resume: Resume = "auto",
     detach: Detach = False,
     debug: Debug = False,
 ) -> None:
-    """Search for the best settings; writes best.yaml into the sweep's folder, for train."""
+    """Search for the best settings; write best.yaml to the sweep's folder, for train."""
     from nbtoolkit.search.sweep import sweep as search
     from nbtoolkit.tasks.find import find_task
 
-    with sentences(debug):
+    with report_errors(debug):
         settings = _settings(config, override)
         handle = search(
             find_task(settings.task),
@@ -239,35 +242,36 @@ def sweep(
             detach=detach,
             wait=False,
         )
-        ended = None if detach else handle.result()
-    if ended is not None and ended.best_trial is not None:
-        print(f"best configuration: {ended.save_best(handle.paths.folder / 'best.yaml')}")
-    _finish(handle, ended)
+        result = None if detach else handle.result()
+    if result is not None and result.best_trial is not None:
+        print(f"best configuration: {result.save_best(handle.paths.folder / 'best.yaml')}")
+    _finish(handle, result)
 
 
 @app.command()
 def run(
     notebook: NotebookPath,
-    parameter: ParameterWish = None,
+    parameter: Parameters = None,
     parameters_file: ParametersFile = None,
     output: OutputPath = None,
     kernel: KernelName = None,
     timeout: Seconds = None,
     cell_timeout: Seconds = None,
-    html: Annotated[bool, typer.Option(help="Write the executed copy as a page too.")] = True,
+    html: Annotated[bool, typer.Option(help="Also write the executed copy as HTML.")] = True,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Start it, print its executed copy, and return.")
+        bool,
+        typer.Option("--detach", help="Start it, print the path of its executed copy and return."),
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Run a notebook as a program; prints what it published with nb.publish, as YAML."""
+    """Run a notebook as a program; print the values of nb.publish as YAML."""
     from nbtoolkit.notebooks.handle import NotebookHandle
+    from nbtoolkit.notebooks.job import skip_slow_imports
     from nbtoolkit.notebooks.parameters import parameters_from_shell
-    from nbtoolkit.notebooks.progress import skip_slow_imports
     from nbtoolkit.notebooks.run import run_notebook
 
     skip_slow_imports()
-    with sentences(debug):
+    with report_errors(debug):
         result = run_notebook(
             notebook,
             output,
@@ -289,18 +293,18 @@ def run(
 @app.command()
 def pipeline(
     file: PipelinePath,
-    override: StepWish = None,
+    override: StepOverride = None,
     folder: PipelineFolderPath = None,
-    again: Again = None,
-    html: Annotated[bool, typer.Option(help="Write executed copies as pages too.")] = True,
+    again: ForcedSteps = None,
+    html: Annotated[bool, typer.Option(help="Also write executed copies as HTML.")] = True,
     debug: Debug = False,
 ) -> None:
-    """Run notebooks one after the other; what is done is skipped. Prints what they published."""
-    from nbtoolkit.notebooks.progress import skip_slow_imports
-    from nbtoolkit.pipeline.run import run_pipeline
+    """Run notebooks in order, skipping completed steps; print their published values."""
+    from nbtoolkit.notebooks.job import skip_slow_imports
+    from nbtoolkit.pipeline.runner import run_pipeline
 
     skip_slow_imports()
-    with sentences(debug):
+    with report_errors(debug):
         result = run_pipeline(
             file, overrides=override or [], folder=folder, again=again or [], html=html
         )
@@ -312,17 +316,17 @@ def pipeline(
 @app.command()
 def report(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="A run's folder, or one that holds runs.")
+        Path, typer.Argument(metavar="FOLDER", help="A run's folder, or a folder of runs.")
     ] = Path("outputs"),
     output: Annotated[
-        Path | None, typer.Option(help="The page (.html); none: report.html in FOLDER.")
+        Path | None, typer.Option(help="The page (.html); default: report.html in FOLDER.")
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write a page on all runs in a folder: metrics, curves, sweeps, folds, device use."""
+    """Write an HTML report on the runs in a folder: metrics, curves, sweeps, folds, devices."""
     from nbtoolkit.report.report import report as write_report
 
-    with sentences(debug):
+    with report_errors(debug):
         page = write_report(folder, output)
     print(page)
 
@@ -334,42 +338,42 @@ def pack(
     size_limit: SizeLimit = None,
     debug: Debug = False,
 ) -> None:
-    """Put the runs of an output folder into one file, for another session to go on with."""
+    """Pack the runs of an output folder into one file, to resume them in another session."""
     from nbtoolkit.archive.pack import pack as write_bundle
 
-    with sentences(debug):
+    with report_errors(debug):
         packed = write_bundle(output, source=source, size_limit=size_limit)
     print(packed.path)
     print("\n".join([repr(packed), *packed.notes]), file=sys.stderr)
 
 
 @app.command()
-def unpack(where: BundlePlace = "auto", into: IntoFolder = None, debug: Debug = False) -> None:
-    """Bring in the runs that another session packed; the next launch or sweep goes on."""
+def unpack(where: BundleSource = "auto", into: IntoFolder = None, debug: Debug = False) -> None:
+    """Unpack the runs of another session; the next launch or sweep resumes them."""
     from nbtoolkit.archive.unpack import unpack as read_bundle
 
-    with sentences(debug):
+    with report_errors(debug):
         unpacked = read_bundle(where, into=into)
     print("\n".join([repr(unpacked), *unpacked.notes]))
 
 
 @app.command()
 def doctor(debug: Debug = False) -> None:
-    """Say what is here, what a launch would do, and what may go wrong."""
+    """Report the host, its hardware, what a launch would do, and known problems."""
     from nbtoolkit.doctor import doctor as examine
 
-    with sentences(debug):
+    with report_errors(debug):
         report = examine()
     print(report)
     raise typer.Exit(DONE if report.ok else FAILED)
 
 
 @contextlib.contextmanager
-def sentences(debug: bool) -> Iterator[None]:
-    """Turn what is raised inside into a text on stderr and an exit code.
+def report_errors(debug: bool) -> Iterator[None]:
+    """Turn an exception into a message on stderr and an exit code.
 
     Args:
-        debug: let exceptions pass with their traceback instead.
+        debug: raise the exception instead.
     """
     try:
         yield
@@ -379,12 +383,12 @@ def sentences(debug: bool) -> Iterator[None]:
     except Exception as error:
         if debug:
             raise
-        print(_sentence(error), file=sys.stderr)
+        print(_message(error), file=sys.stderr)
         raise typer.Exit(WRONG_CALL if isinstance(error, _NOT_TRAINED) else FAILED) from None
 
 
-def _sentence(error: Exception) -> str:
-    """An error of ours as it is; another one with its type, its notes, and how to see more."""
+def _message(error: Exception) -> str:
+    """Return the message of an error; of other libraries' errors also the type and the notes."""
     if isinstance(error, NbtoolkitError):
         return str(error)
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -393,27 +397,32 @@ def _sentence(error: Exception) -> str:
 
 
 def _settings(path: Path | None, overrides: list[str] | None) -> Config:
-    """The configuration; modules in the working directory become importable, for its task."""
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does; a console script does not
+    """Load the configuration, and make modules in the working directory importable."""
+    import_from_cwd()
     return load_config(path, overrides=overrides)
 
 
-def _folds(config: Config, wish: str, kind: str) -> Folds:
-    """Folds from a file, or so many of the task's own data set."""
+def import_from_cwd() -> None:
+    """Make modules in the working directory importable, as ``python -m`` does."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+
+
+def _folds(config: Config, folds: str, kind: str) -> Folds:
+    """Load folds from a file, or split the task's data set into a number of folds."""
     from nbtoolkit.folds.folds import Folds
     from nbtoolkit.folds.make_folds import make_folds
     from nbtoolkit.tasks.find import find_data
 
-    if not wish.isdecimal():
-        return Folds.load(wish)
-    return make_folds(find_data(config.task)[1], k=int(wish), kind=cast("FoldKind", kind))
+    if not folds.isdecimal():
+        return Folds.load(folds)
+    return make_folds(find_data(config.task)[1], k=int(folds), kind=cast("FoldKind", kind))
 
 
-def _finish(handle: RunHandle, ended: RunResult | SweepResult | CVResult | None) -> None:
-    """Print the folder of what goes on, or how it ended; end with the exit code for that."""
-    if ended is None:
+def _finish(handle: RunHandle, result: RunResult | SweepResult | CVResult | None) -> None:
+    """Print the result, or the folder of a detached run, and exit with its exit code."""
+    if result is None:
         print(handle.paths.folder)
         raise typer.Exit(DONE)
-    print(ended)
-    raise typer.Exit(DONE if ended.status in ("completed", "pruned") else EARLY)
+    print(result)
+    raise typer.Exit(DONE if result.status in ("completed", "pruned") else EARLY)

@@ -1,4 +1,4 @@
-"""The verb that watches a run from a terminal, and presses the panel's buttons there."""
+"""Define the command that shows a run in a terminal and presses the panel's buttons."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nbtoolkit.cli import DONE, EARLY, FAILED, Debug, sentences
+from nbtoolkit.cli import DONE, EARLY, FAILED, Debug, import_from_cwd, report_errors
 from nbtoolkit.cli import app as app
 from nbtoolkit.errors import LaunchError
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from nbtoolkit.run.paths import RunPaths
     from nbtoolkit.views.state import State
 
-_SECONDS = 1.0  # between two looks
+_SECONDS = 1.0  # between two updates
 _CLEAR = "\x1b[H\x1b[J"
 
 
 @app.command()
 def panel(
     run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="Its folder or id; none: the newest.")
+        str | None, typer.Argument(metavar="RUN", help="Its folder or id; default: the newest.")
     ] = None,
     source: Annotated[
-        Path, typer.Option("--source", help="The output folder, in which ids are looked for.")
+        Path, typer.Option("--source", help="The output folder with the run ids.")
     ] = Path("outputs"),
     press: Annotated[
         str | None,
@@ -37,25 +37,25 @@ def panel(
         ),
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow/--once", help="Look until it ends, or once.")
+        bool, typer.Option("--follow/--once", help="Show it until it ends, or once.")
     ] = True,
     debug: Debug = False,
 ) -> None:
-    """Show a run, a sweep or a cross-validation until it ends; Ctrl-C leaves it running."""
+    """Show a run, a sweep or a cross-validation until it ends; Ctrl-C does not stop it."""
     from nbtoolkit.views.state import State
 
-    with sentences(debug):
-        state = State(_paths(run, source))
+    with report_errors(debug):
+        state = State(_find_run(run, source))
         state.look()
         if press is not None:
             state = _press(press, state)
         if follow:
             _follow(state)
         print(_page(state))
-    raise typer.Exit(_code(state.status))
+    raise typer.Exit(_exit_code(state.status))
 
 
-def _paths(run: str | None, source: Path) -> RunPaths:
+def _find_run(run: str | None, source: Path) -> RunPaths:
     from nbtoolkit.run.paths import find_run, runs_in
 
     if run is not None:
@@ -64,23 +64,22 @@ def _paths(run: str | None, source: Path) -> RunPaths:
         return paths
     raise LaunchError(
         f"there is no run in {source.absolute()}",
-        allowed="a folder into which runs were written",
+        allowed="a folder with runs",
         do="--source FOLDER, or the run's own folder",
     )
 
 
-def _press(wish: str, state: State) -> State:
-    """Press a button of the panel; what is watched then."""
+def _press(button: str, state: State) -> State:
+    """Press a button of the panel; return the state of the run to show then."""
     from nbtoolkit.panel.actions import press
     from nbtoolkit.views.state import read_state
 
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # the task's own module, as `python -m` finds it
-    return read_state(press(wish, state))
+    import_from_cwd()
+    return read_state(press(button, state))
 
 
 def _follow(state: State) -> None:
-    """Look until it ends; in a terminal, write as much of the page as it holds each time."""
+    """Wait until the run ends; a terminal shows as much of the page as fits."""
     try:
         while state.live:
             if sys.stdout.isatty():
@@ -89,7 +88,7 @@ def _follow(state: State) -> None:
             time.sleep(_SECONDS)
             state.look()
     except KeyboardInterrupt:
-        pass  # whoever watches has seen enough; it goes on
+        pass  # ends the view, not the run
 
 
 def _page(state: State) -> str:
@@ -98,7 +97,7 @@ def _page(state: State) -> str:
     return page_text(state)
 
 
-def _code(status: str) -> int:
+def _exit_code(status: str) -> int:
     if status in ("stopped", "deadline", "cut off", "gone"):
         return EARLY
     return FAILED if status == "failed" else DONE

@@ -1,9 +1,10 @@
-"""nb.doctor(): what is here, what a launch would do, and what may go wrong."""
+"""Report the host, its hardware, what a launch would do, and known problems: ``nb.doctor()``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nbtoolkit.config.schema import load_config
 from nbtoolkit.environment.deadline import session_age, span, time_limit
 from nbtoolkit.environment.fork_diagnosis import ProbeResult, find_cause, probe_fork
 from nbtoolkit.environment.hardware import Hardware, detect_hardware
@@ -19,54 +20,54 @@ from nbtoolkit.text_table import html_table
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorReport:
-    """What :func:`doctor` found; shown as a table in a cell, as text by ``print``."""
+    """The findings of :func:`doctor`; a table in a cell, text with ``print``."""
 
     host: Host
     hardware: Hardware
     session: str
-    """How old the session is, and when a run must end."""
+    """Age of the session, and when a run must end."""
     room: str
-    """How much may still be written, and where."""
+    """Free disk space of the host's folders."""
     plan: LaunchPlan | None
-    """What a launch with default settings would do here; None when it would be refused."""
+    """Plan of a launch with default settings; None if the launch would fail."""
     refusal: str
-    """Why, when it would be refused."""
+    """Why the launch would fail."""
     versions: dict[str, str]
     problems: tuple[str, ...]
-    """Known-bad pairs of libraries found here, in words."""
+    """Known-bad combinations of installed libraries."""
     fork: ProbeResult
     """Whether ``start="fork"`` would work in this process."""
     cause: str
-    """Which import or cell made this process not fork-safe; empty when it is."""
+    """Which import or cell made this process not fork-safe; empty if it is fork-safe."""
 
     @property
     def ok(self) -> bool:
-        """Whether a launch works here and nothing known to be bad was found."""
+        """Whether a launch works here and no problem was found."""
         return self.plan is not None and not self.problems
 
     def explain(self) -> str:
-        """Everything as text."""
-        plan = self.plan.explain() if self.plan is not None else f"refused: {self.refusal}"
+        """Return the report as text."""
         names = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         parts = [
             f"host      {self.host.explain()}",
             f"session   {self.session}",
             f"room      {self.room}",
             f"hardware  {self.hardware.explain()}",
-            plan,
+            self._plan(),
             f"versions  {names}",
             *(f"problem   {problem}" for problem in self.problems),
             f"fork-safe {self._fork()}",
         ]
         return "\n".join(parts)
 
+    def _plan(self) -> str:
+        return f"refused: {self.refusal}" if self.plan is None else self.plan.explain()
+
     def _fork(self) -> str:
-        verdict = "yes" if self.fork.ok else "no"
+        if self.fork.ok:
+            return f"yes: {self.fork.reason}"
         cause = f"; {self.cause}" if self.cause else ""
-        harmless = (
-            "" if self.fork.ok else ' (nb.launch works all the same; only start="fork" does not)'
-        )
-        return f"{verdict}: {self.fork.reason}{cause}{harmless}"
+        return f'no: {self.fork.reason}{cause} (this affects only nb.launch(..., start="fork"))'
 
     def __str__(self) -> str:
         return self.explain()
@@ -77,7 +78,7 @@ class DoctorReport:
             ("session", self.session),
             ("room", self.room),
             ("hardware", self.hardware.explain()),
-            ("plan", self.plan.explain() if self.plan is not None else f"refused: {self.refusal}"),
+            ("plan", self._plan()),
             ("fork-safe", self._fork()),
             *self.versions.items(),
         ]
@@ -85,17 +86,15 @@ class DoctorReport:
 
 
 def doctor() -> DoctorReport:
-    """Look at host, hardware, libraries and this process; nothing is changed or touched.
+    """Examine host, hardware, libraries and this process without changing anything.
 
-    The probe forks a child that computes in parallel (and allocates on a GPU if there is one);
-    where it fails, fresh interpreters import this process's packages one after the other to name
-    the one that breaks forks (up to three minutes).
+    A forked child computes in parallel (and allocates on a GPU, if there is one). If it fails, new
+    interpreters import this process's packages to find the one that breaks forks, which takes up to
+    three minutes.
 
     Returns:
         The report; ``print`` it, or let a cell show it.
     """
-    from nbtoolkit.config.schema import load_config
-
     host, hardware = detect_host(), detect_hardware()
     plan: LaunchPlan | None = None
     refusal = ""
@@ -120,15 +119,13 @@ def doctor() -> DoctorReport:
 
 
 def _session() -> str:
-    from nbtoolkit.config.schema import load_config
-
-    notes = time_limit(load_config()).notes
     age = session_age()
-    told = "of unknown age" if age is None else f"{span(age)} old"
-    return "; ".join([told, *(text for _, text in notes)] if notes else [told, "no limit is set"])
+    age_text = "of unknown age" if age is None else f"{span(age)} old"
+    notes = [text for _, text in time_limit(load_config()).notes]
+    return "; ".join([age_text, *(notes or ["no limit is set"])])
 
 
 def _room(host: Host) -> str:
-    """Free space where results and passing files go."""
-    places = dict.fromkeys([host.working, host.scratch, *([host.kept] if host.kept else [])])
-    return ", ".join(f"{place}: {size_text(free_space(place))} free" for place in places)
+    """Return the free space of the folders for results and temporary files."""
+    folders = dict.fromkeys([host.working, host.scratch, *([host.kept] if host.kept else [])])
+    return ", ".join(f"{folder}: {size_text(free_space(folder))} free" for folder in folders)

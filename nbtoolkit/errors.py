@@ -1,40 +1,41 @@
-"""Every error raised on purpose, in one tree; each says what happened, is allowed, to do now.
+"""Define all errors that nbtoolkit raises; each says what happened, what is allowed, what to do.
 
 NbtoolkitError
 ├── ConfigError            a configuration file or override is wrong (names file and line)
-│   ├── SpaceError         a sweep's file is wrong: its space, or what is wished of it
-│   ├── MetadataError      a kernel-metadata.json would mislead Kaggle's client
-│   ├── ParameterError     a notebook has no such parameter, or not of this type
-│   └── PipelineError      a pipeline's file is wrong: its steps, or what they refer to
-├── PlanError              the wish cannot be planned on this machine
+│   ├── SpaceError         a sweep's configuration is wrong: its space or another setting
+│   ├── MetadataError      a kernel-metadata.json is wrong for Kaggle's client
+│   ├── ParameterError     a notebook parameter is unknown, missing or of another type
+│   └── PipelineError      a pipeline's file is wrong: its steps, or their references
+├── PlanError              this machine cannot meet the configuration
 ├── LaunchError            the launch failed before the user's code ran
-│   ├── CannotPickle       a captured object cannot travel to the ranks (names the global)
-│   ├── ForkRefused        start="fork" where a fork would hang (names the reason)
-│   ├── NestedLaunch       nb.launch called inside a rank
+│   ├── CannotPickle       a captured object cannot be sent to the ranks (names the global)
+│   ├── ForkRefused        start="fork" in a process that is not fork-safe (names the reason)
+│   ├── NestedLaunch       nb.launch was called inside a rank
 │   ├── GroupStartFailed   the ranks could not form a process group (and fallback is off)
 │   └── RunFolderError     the run's folder cannot be written (disk full, read-only)
-│       └── RunFileError   a file of a run cannot be read (damaged, or another user's)
-├── WorkerError            a rank failed with an exception that cannot be rebuilt here
+│       └── RunFileError   a run's file cannot be read (corrupt, or another user's)
+├── WorkerError            a rank raised an exception that cannot be rebuilt here
 │   ├── WorkerDied         a rank ended without an exception (signal, os._exit)
-│   └── WorkerHung         a rank is silent and idle while another waits for it
-├── ReportError            ctx.report, ctx.raise_if_stopped or ctx.save was not called by every rank
-├── ResumeError            resume= names a run that does not fit
-├── SweepError             a sweep cannot begin, or cannot go on with its study
-├── FitError               nb.fit was given something it cannot train with
-├── FoldError              a data set cannot be split so, or folds or their predictions do not fit
-├── CheckpointError        a checkpoint is missing, damaged or foreign
-├── NotebookError          a notebook cannot be run: unreadable, not Python, no such kernel
-├── NotebookFailed         a notebook did not come to its end (names the cell)
+│   └── WorkerHung         a rank is silent and idle while another rank waits for it
+├── ReportError            not every rank called ctx.report, ctx.raise_if_stopped or ctx.save
+├── ResumeError            resume= names a run that does not match
+├── SweepError             a sweep cannot start, or cannot resume its study
+├── FitError               nb.fit cannot train with its arguments
+│   └── LossNotFinite      a loss is infinite or NaN (names the step and its samples)
+├── FoldError              a data set cannot be split, or folds or predictions do not match
+├── CheckpointError        a checkpoint is missing, corrupt or of another model
+├── NotebookError          a notebook cannot run: unreadable, not Python, no such kernel
+├── NotebookFailed         a notebook did not run to its end (names the cell)
 │   ├── NotebookDied       its kernel died (signal, exit code, memory)
-│   ├── NotebookTimeout    it, or one of its cells, took longer than it may
-│   └── PipelineFailed     it was a step of a pipeline (names the step, and how to go on)
-├── ReportFolderError      nb.report has no folder to read, or nowhere to write
-├── PublishError           nb.publish was given what is no plain value
-├── BundleError            packed runs cannot be written, or are damaged, foreign or unsafe
-├── WheelsError            wheels for a host cannot be had, or do not do there
+│   ├── NotebookTimeout    the notebook or one of its cells exceeded its time limit
+│   └── PipelineFailed     the notebook was a step of a pipeline (names the step)
+├── ReportFolderError      nb.report cannot read its folder or write its page
+├── PublishError           nb.publish accepts plain values only
+├── BundleError            packed runs cannot be written, or are corrupt, foreign or unsafe
+├── WheelsError            wheels for a host cannot be fetched, or do not fit it
 ├── TrackingError          the tracking database cannot be used
 ├── DashboardError         a dashboard cannot be opened here, or has ended
-└── MissingExtra           an optional package is not installed (gives the install line)
+└── MissingExtra           an optional package is not installed (gives the install command)
 
 RunStopped (BaseException)      all ranks leave the user's function at the same report
 FoldWarning (UserWarning)  folds may make a score too good, or lack a class
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class NbtoolkitError(Exception):
-    """Base of every error raised on purpose.
+    """Base of all errors that nbtoolkit raises.
 
     Args:
         what: what happened.
@@ -84,23 +85,23 @@ class ConfigError(NbtoolkitError):
 
 
 class SpaceError(ConfigError):
-    """A sweep's file or dict is wrong: its space, or what is wished of it."""
+    """A sweep's configuration is wrong: its space or another setting."""
 
 
 class MetadataError(ConfigError):
-    """A notebook's kernel-metadata.json is wrong, or what is to be written into it."""
+    """A notebook's kernel-metadata.json is wrong, or a value to write into it."""
 
 
 class ParameterError(ConfigError):
-    """A notebook's parameter is unknown, of another type, or missing."""
+    """A notebook parameter is unknown, missing or of another type."""
 
 
 class PipelineError(ConfigError):
-    """A pipeline's file is wrong: a step, its parameters, or what they refer to."""
+    """A pipeline's file is wrong: a step, its parameters, or their references."""
 
 
 class PlanError(NbtoolkitError):
-    """The wish cannot be planned on this machine."""
+    """This machine cannot meet the configuration."""
 
 
 class LaunchError(NbtoolkitError):
@@ -108,11 +109,11 @@ class LaunchError(NbtoolkitError):
 
 
 class CannotPickle(LaunchError):
-    """A captured object cannot travel to the ranks."""
+    """A captured object cannot be sent to the ranks."""
 
 
 class ForkRefused(LaunchError):
-    """``start="fork"`` was asked for in a process that is not fork-safe."""
+    """``start="fork"`` was requested in a process that is not fork-safe."""
 
 
 class NestedLaunch(LaunchError):
@@ -128,11 +129,11 @@ class RunFolderError(LaunchError):
 
 
 class RunFileError(RunFolderError, ValueError):
-    """A file of a run cannot be read: it is damaged, or another user's."""
+    """A run's file cannot be read: it is corrupt, or another user's."""
 
 
 class WorkerError(NbtoolkitError):
-    """A rank failed with an exception that cannot be rebuilt in this process."""
+    """A rank raised an exception that cannot be rebuilt in this process."""
 
 
 class WorkerDied(WorkerError):
@@ -144,44 +145,44 @@ class WorkerHung(WorkerError):
 
 
 class ReportError(NbtoolkitError):
-    """A call that every rank must make was not made by every rank."""
+    """Not every rank made a call that all ranks must make."""
 
 
 class ResumeError(NbtoolkitError):
-    """``resume=`` names a run that cannot be gone on with."""
+    """``resume=`` names a run that cannot be resumed."""
 
 
 class SweepError(NbtoolkitError):
-    """A sweep cannot begin, or cannot go on with its study."""
+    """A sweep cannot start, or cannot resume its study."""
 
 
 class FitError(NbtoolkitError):
-    """``nb.fit`` was given data, a model or a setting that it cannot train with."""
+    """``nb.fit`` cannot train with the given data, model or settings."""
 
 
 class LossNotFinite(FitError):
-    """A loss is infinite or no number; the step and its samples are named."""
+    """A loss is infinite or NaN; the message names the step and its samples."""
 
 
 class FoldError(NbtoolkitError):
-    """A data set cannot be split as asked, or folds and what they are used with do not fit."""
+    """A data set cannot be split as requested, or folds do not match their data."""
 
 
 class CheckpointError(NbtoolkitError):
-    """A checkpoint is missing, damaged or belongs to something else."""
+    """A checkpoint is missing, corrupt or of another model."""
 
 
 class NotebookError(NbtoolkitError):
-    """A notebook cannot be run; no kernel was started."""
+    """A notebook cannot run; no kernel was started."""
 
 
 class NotebookFailed(NbtoolkitError):
-    """A notebook did not come to its end.
+    """A notebook did not run to its end.
 
     Attributes:
-        cell: the number of the code cell that failed, from 1; 0: none did (its kernel did not
-            start, or its copy could not be written).
-        output: the executed copy, as far as it came; None: it could not be written.
+        cell: number of the failed code cell, from 1; 0 if no cell failed (the kernel did not
+            start, or the executed copy could not be written).
+        output: the executed copy up to the failure; None if it could not be written.
     """
 
     cell: int = 0
@@ -193,33 +194,33 @@ class NotebookDied(NotebookFailed):
 
 
 class NotebookTimeout(NotebookFailed):
-    """A notebook, or one of its cells, took longer than it may."""
+    """A notebook or one of its cells exceeded its time limit."""
 
 
 class PipelineFailed(NotebookFailed):
-    """A step of a pipeline did not come to its end; those done before it are kept.
+    """A step of a pipeline failed; the results of completed steps are kept.
 
     Attributes:
-        step: its name.
+        step: the failed step's name.
     """
 
     step: str = ""
 
 
 class PublishError(NbtoolkitError):
-    """``nb.publish`` was given something that is no plain value."""
+    """``nb.publish`` accepts plain values only."""
 
 
 class ReportFolderError(NbtoolkitError):
-    """There is no folder to report on, or the report cannot be written."""
+    """The folder to report on does not exist, or the report cannot be written."""
 
 
 class BundleError(NbtoolkitError):
-    """A bundle of runs cannot be written, does not fit, or is damaged, foreign or unsafe."""
+    """A bundle of runs cannot be written, does not fit, or is corrupt, foreign or unsafe."""
 
 
 class WheelsError(NbtoolkitError):
-    """Wheels for a host cannot be fetched or made, or would not do there."""
+    """Wheels for a host cannot be fetched or built, or do not fit the host."""
 
 
 class TrackingError(NbtoolkitError):
@@ -227,18 +228,20 @@ class TrackingError(NbtoolkitError):
 
 
 class DashboardError(NbtoolkitError):
-    """A dashboard cannot be opened here, or has ended (shows what it wrote)."""
+    """A dashboard cannot be opened here, or has ended (the message shows its output)."""
 
 
 class MissingExtra(NbtoolkitError, ImportError):
-    """An optional package is not installed; the message carries the install line."""
+    """An optional package is not installed; the message gives the install command."""
 
 
 class RunStopped(BaseException):
     """Raised on all ranks at one ``ctx.report`` or ``ctx.raise_if_stopped`` when a run ends early.
 
-    A ``BaseException``, so that ``except Exception`` in user code does not swallow it.
-    ``status`` is the status the launch returns: ``"stopped"``, ``"pruned"`` or ``"deadline"``.
+    It is a ``BaseException``, so ``except Exception`` in user code does not swallow it.
+
+    Args:
+        status: the status that the launch returns: ``"stopped"``, ``"pruned"`` or ``"deadline"``.
     """
 
     def __init__(self, status: str = "stopped") -> None:
@@ -247,4 +250,4 @@ class RunStopped(BaseException):
 
 
 class FoldWarning(UserWarning):
-    """What is seen in validation was seen in training too, or a fold lacks a class."""
+    """Validation data also occurs in the training data, or a fold lacks a class."""

@@ -15,29 +15,25 @@ from typing import Any, Literal, cast, get_args
 from nbtoolkit.errors import ConfigError, LaunchError
 from nbtoolkit.text_table import gib, html_table
 
-# --- limits ---
-# How many CPUs and how much memory this process may use, containers counted.
-
-
 ROOT = Path("/")
 
 
 def cpu_count(root: Path = ROOT, affinity: int | None = None) -> int:
-    """The CPUs this process may keep busy: its affinity mask, cut by a container's CPU quota.
+    """Return the number of CPUs of this process: its affinity mask, limited by a container's quota.
 
     Args:
-        root: where ``/proc`` and ``/sys`` are looked for.
-        affinity: CPUs in the affinity mask; default: asked from the system.
+        root: parent of ``/proc`` and ``/sys``.
+        affinity: number of CPUs in the affinity mask; default: this process's.
 
     Returns:
-        At least 1. A quota of 1.5 CPUs counts as 1: a thread above the quota is throttled, not run.
+        At least 1. A quota of 1.5 CPUs counts as 1, since threads above the quota are throttled.
     """
     cpus = affinity or _affinity()
     return max(1, int(min([cpus, *_cpu_quotas(root)])))
 
 
 def memory_limit(root: Path = ROOT) -> int:
-    """Bytes of memory this process may use: the machine's, cut by containers; 0 when unknown."""
+    """Return the memory of this process in bytes: the machine's or a container's; 0 if unknown."""
     known = [*_machine_memory(root), *_memory_limits(root)]
     return min(known, default=0)
 
@@ -56,15 +52,16 @@ def _machine_memory(root: Path) -> Iterator[int]:
 
 
 def _memory_limits(root: Path) -> Iterator[int]:
-    for folder in _groups(root, "memory"):
+    for folder in _cgroup_folders(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):  # version 2, version 1
             value = _text(folder / name).strip()
-            if value.isdigit():  # no limit: "max" in version 2, a huge number in version 1
+            # Without a limit it is "max" in version 2, and a huge number in version 1.
+            if value.isdigit():
                 yield int(value)
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
-    for folder in _groups(root, "cpu"):
+    for folder in _cgroup_folders(root, "cpu"):
         words = _text(folder / "cpu.max").split()  # version 2: "150000 100000" or "max 100000"
         words = words or [
             _text(folder / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -73,11 +70,11 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
             yield int(words[0]) / int(words[1])
 
 
-def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The control group folders that bind this process: its own and all above, version 2 and 1.
+def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the cgroup folders of this process and their parents, version 2 and 1.
 
-    A limit may stand at any level; inside a container the path names folders of the host that are
-    not there, and the container's own limit stands at the top.
+    Any level may have a limit. Inside a container the path names folders of the host that do not
+    exist there, and the container's own limit is at the top.
     """
     top = root / "sys/fs/cgroup"
     own = {"": "/", controller: "/"}
@@ -92,55 +89,52 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 def _text(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # not there, or not ours to read
+    except OSError:  # does not exist, or is not readable
         return ""
-
-
-# --- host ---
 
 
 HostKind = Literal["kaggle", "colab", "jupyter", "script", "slurm"]
 
-# Set on TPU machines themselves (Kaggle, Colab, Google Cloud), not by a client on a laptop.
+# Set on TPU machines (Kaggle, Colab, Google Cloud), but not by a client on a laptop.
 _TPU_NAMES = ("TPU_NAME", "COLAB_TPU_ADDR", "TPU_ACCELERATOR_TYPE")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Where this process runs. Every verdict stands beside its reason."""
+    """The host of this process; every finding comes with its reason."""
 
     kind: HostKind
     """``kaggle``, ``colab``, ``jupyter`` (any other IPython kernel), ``slurm`` or ``script``."""
     reason: str
     """Why :attr:`kind` is what it is."""
     working: Path
-    """Where results may be written and are kept."""
+    """Folder for results."""
     scratch: Path
-    """Where large files may be written that need not be kept."""
+    """Folder for large temporary files."""
     kept: Path | None = None
-    """Where a file outlives the session; None: nowhere here (Colab without Drive)."""
+    """Folder whose files outlive the session; None: none (Colab without Drive)."""
     input: Path | None = None
-    """Where the host mounts data sets; None where it has no such folder."""
+    """Folder where the host mounts data sets; None: none."""
     cpu_count: int = 1
-    """CPUs this process may keep busy (affinity and container quota counted)."""
+    """CPUs that this process may use, limited by affinity and container quota."""
     memory: int = 0
-    """Bytes of memory this process may use; 0 when unknown."""
+    """Bytes of memory that this process may use; 0 if unknown."""
     tpu: bool = False
-    """Whether a TPU was seen."""
+    """Whether the machine has a TPU."""
     tpu_reason: str = ""
-    """What it was seen by."""
+    """How the TPU was detected."""
     is_rank: bool = False
     """Whether torchrun, Slurm or Ray started this process as a rank: a launch runs in place."""
     rank_reason: str = "no torchrun, Slurm step or Ray worker started this process"
     """Why :attr:`is_rank` is what it is."""
     rank: int = 0
-    """Which rank, where :attr:`is_rank`; the next three likewise."""
+    """The rank, if :attr:`is_rank`; the next three fields likewise."""
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
 
     def explain(self) -> str:
-        """The verdicts and their reasons as text, one a line."""
+        """Describe the findings and their reasons, one per line."""
         rows = (f"  {name}: {text}" for name, text in self._rows())
         return "\n".join([f"{self.kind}: {self.reason}", *rows])
 
@@ -155,7 +149,7 @@ class Host:
             ("scratch", str(self.scratch)),
             ("kept", str(self.kept or "nothing outlives the session: mount Google Drive")),
             ("input", str(self.input) if self.input else "none"),
-            ("TPU", self.tpu_reason if self.tpu else "none seen"),
+            ("TPU", self.tpu_reason if self.tpu else "none detected"),
             ("started as a rank", f"{'yes' if self.is_rank else 'no'}: {self.rank_reason}"),
         ]
 
@@ -164,28 +158,28 @@ def detect_host(
     environ: Mapping[str, str] | None = None,
     *,
     root: Path = ROOT,
-    modules: Mapping[str, Any] | None = None,
+    modules: Mapping[str, object] | None = None,
     cwd: Path | None = None,
     affinity: int | None = None,
 ) -> Host:
-    """Find out where this process runs: reads variables and files, imports and changes nothing.
+    """Detect the host of this process from variables and files, without importing anything.
 
     ``NBTOOLKIT_HOST`` (``kaggle``, ``colab``, ``jupyter``, ``script`` or ``slurm``) overrides it.
 
     Args:
         environ: the environment variables; default: this process's.
-        root: where ``/kaggle``, ``/content``, ``/proc``, ``/sys`` and ``/dev`` are looked for.
-        modules: the modules imported so far; default: this process's.
+        root: parent of ``/kaggle``, ``/content``, ``/proc``, ``/sys`` and ``/dev``.
+        modules: the imported modules; default: this process's.
         cwd: the working directory; default: this process's.
-        affinity: CPUs in the affinity mask; default: asked from the system.
+        affinity: number of CPUs in the affinity mask; default: this process's.
 
     Raises:
-        ConfigError: ``NBTOOLKIT_HOST`` names no known kind of host.
+        ConfigError: ``NBTOOLKIT_HOST`` is not a known kind of host.
     """
     environ = os.environ if environ is None else environ
     modules = sys.modules if modules is None else modules
     kernel = in_kernel(modules)
-    kind, reason = _kind(environ, root, modules, kernel)
+    kind, reason = _host_kind(environ, root, modules, kernel)
     working, scratch, data = _folders(kind, environ, root, cwd or _cwd())
     tpu_reason = _tpu(environ, root)
     return Host(
@@ -199,33 +193,39 @@ def detect_host(
         memory=memory_limit(root),
         tpu=bool(tpu_reason),
         tpu_reason=tpu_reason,
-        **_started_as(environ, kernel),
+        **_rank_fields(environ, kernel),
     )
 
 
-def in_kernel(modules: Mapping[str, Any]) -> bool:
-    """Whether this process is an IPython kernel (an IPython terminal is not); imports nothing."""
+def in_kernel(modules: Mapping[str, object]) -> bool:
+    """Return whether this process is an IPython kernel (an IPython terminal is not)."""
     get_ipython = getattr(modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if get_ipython else None
     return getattr(shell, "kernel", None) is not None
 
 
-def _kind(
-    environ: Mapping[str, str], root: Path, modules: Mapping[str, Any], kernel: bool
+def _host_kind(
+    environ: Mapping[str, str], root: Path, modules: Mapping[str, object], kernel: bool
 ) -> tuple[HostKind, str]:
-    kind, reason = _detected(environ, root, modules, kernel)
-    asked = environ.get("NBTOOLKIT_HOST")
-    if not asked:
+    kind, reason = _detected_kind(environ, root, modules, kernel)
+    override = environ.get("NBTOOLKIT_HOST")
+    if not override:
         return kind, reason
-    if asked not in get_args(HostKind):
-        raise _unknown_kind(asked)
-    return cast(HostKind, asked), f"NBTOOLKIT_HOST says so (without it: {kind}, {reason})"
+    kinds = get_args(HostKind)
+    if override not in kinds:
+        close = get_close_matches(override, kinds, n=1)
+        raise ConfigError(
+            f"the environment variable NBTOOLKIT_HOST={override!r} names no kind of host",
+            allowed=", ".join(kinds),
+            do=f"set it to {close[0]!r}" if close else "unset it, and the host is detected",
+        )
+    return cast(HostKind, override), f"NBTOOLKIT_HOST is set (without it: {kind}, {reason})"
 
 
-def _detected(
-    environ: Mapping[str, str], root: Path, modules: Mapping[str, Any], kernel: bool
+def _detected_kind(
+    environ: Mapping[str, str], root: Path, modules: Mapping[str, object], kernel: bool
 ) -> tuple[HostKind, str]:
-    # Kaggle first: its image is built on Colab's (docker-python 78aaa43) and carries Colab's marks.
+    # Kaggle first: its image is based on Colab's (docker-python 78aaa43) and has Colab's variables.
     run_type = environ.get("KAGGLE_KERNEL_RUN_TYPE")
     if run_type and (root / "kaggle/working").is_dir():
         return "kaggle", f"KAGGLE_KERNEL_RUN_TYPE={run_type} is set and /kaggle/working exists"
@@ -239,23 +239,14 @@ def _detected(
         return "jupyter", f"this process is an IPython kernel{inside}{_not_kaggle(environ)}"
     if job:
         return "slurm", f"SLURM_JOB_ID={job} is set and there is no kernel"
-    return "script", f"no kernel, no Slurm job, no mark of Kaggle or Colab{_not_kaggle(environ)}"
+    return "script", f"no kernel, no Slurm job, no sign of Kaggle or Colab{_not_kaggle(environ)}"
 
 
 def _not_kaggle(environ: Mapping[str, str]) -> str:
-    """A note where a variable looks like Kaggle's: the client's KAGGLE_USERNAME, on a laptop."""
-    seen = sorted(name for name in environ if name.startswith("KAGGLE_"))
+    """Return a note if a variable looks like Kaggle's: the client sets KAGGLE_USERNAME anywhere."""
+    names = sorted(name for name in environ if name.startswith("KAGGLE_"))
     needs = "not Kaggle: that needs KAGGLE_KERNEL_RUN_TYPE and /kaggle/working"
-    return f" ({seen[0]} is set, but this is {needs})" if seen else ""
-
-
-def _unknown_kind(asked: str) -> ConfigError:
-    near = get_close_matches(asked, get_args(HostKind), n=1)
-    return ConfigError(
-        f"the environment variable NBTOOLKIT_HOST={asked!r} names no kind of host",
-        allowed=", ".join(get_args(HostKind)),
-        do=f"set it to {near[0]!r}" if near else "unset it, and the host is detected",
-    )
+    return f" ({names[0]} is set, but this is {needs})" if names else ""
 
 
 def _cwd() -> Path:
@@ -264,7 +255,7 @@ def _cwd() -> Path:
     except FileNotFoundError:
         raise LaunchError(
             "the working directory of this process has been deleted",
-            allowed="a working directory that is there",
+            allowed="an existing working directory",
             do="change to another one: os.chdir(...), or %cd in a cell",
         ) from None
 
@@ -272,11 +263,11 @@ def _cwd() -> Path:
 def _folders(
     kind: HostKind, environ: Mapping[str, str], root: Path, cwd: Path
 ) -> tuple[Path, Path, Path | None]:
-    """Where to keep results, where to put large passing files, where data sets are mounted."""
+    """Return the folders for results, for large temporary files, and of the mounted data sets."""
     home: dict[str, Path] = {"kaggle": root / "kaggle/working", "colab": root / "content"}
     data = root / "kaggle/input" if kind == "kaggle" else None
     working = _first_writable([home.get(kind, cwd), cwd])
-    # Kaggle keeps 19.5 GB in /kaggle/working, /tmp has about 1 TB (measured in unsloth PR 8439)
+    # Kaggle keeps 19.5 GB in /kaggle/working; /tmp has about 1 TB (measured in unsloth PR 8439).
     named = [Path(environ[name]) for name in ("SLURM_TMPDIR", "TMPDIR") if environ.get(name)]
     own = [root / "kaggle/tmp"] if kind == "kaggle" else []
     scratch = _first_writable([*named, *own, root / "tmp", working])
@@ -284,7 +275,7 @@ def _folders(
 
 
 def _kept(kind: HostKind, root: Path, working: Path) -> Path | None:
-    """Where a file outlives the session: Colab's own disk does not, a mounted Drive does."""
+    """Return the folder that outlives the session: on Colab only a mounted Drive does."""
     if kind != "colab":
         return working
     drive = root / "content/drive/MyDrive"
@@ -299,23 +290,24 @@ def _first_writable(folders: Iterable[Path]) -> Path:
 
 
 def _tpu(environ: Mapping[str, str], root: Path) -> str:
-    """What a TPU was seen by; empty when none was seen."""
+    """Return how a TPU was detected; empty if there is none."""
     if environ.get("PJRT_DEVICE", "").upper() == "TPU":
         return "PJRT_DEVICE=TPU"
     for name in _TPU_NAMES:
         if environ.get(name):
             return f"{name}={environ[name]}"
-    # /dev/accel0 is a TPU; the folder /dev/accel/ is Linux's place for other accelerators
+    # /dev/accel0 is a TPU; Linux puts other accelerators into the folder /dev/accel/.
     chips = sorted((root / "dev").glob("accel[0-9]*"))
     return f"/dev/{chips[0].name}" if chips else ""
 
 
-def _started_as(environ: Mapping[str, str], kernel: bool) -> dict[str, Any]:
-    """The fields of a Host that say whether this process was started as a rank, and as which."""
-    found = _torch_rank(environ) or _slurm_rank(environ)
-    if found and kernel:  # a kernel is nobody's rank: its server's variables came down to it
-        return {"rank_reason": f"{found['rank_reason']}, but stale: a kernel is no rank"}
-    return found
+def _rank_fields(environ: Mapping[str, str], kernel: bool) -> dict[str, Any]:
+    """Return the fields of a Host about the rank as which this process was started."""
+    fields = _torch_rank(environ) or _slurm_rank(environ)
+    if fields and kernel:
+        # A kernel inherits its server's variables.
+        return {"rank_reason": f"{fields['rank_reason']}, but stale: a kernel is not a rank"}
+    return fields
 
 
 def _torch_rank(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -335,7 +327,7 @@ def _torch_rank(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _slurm_rank(environ: Mapping[str, str]) -> dict[str, Any]:
-    """A task of an ``srun`` step with several tasks; the batch script itself is in no step."""
+    """Return the fields of a task of an ``srun`` step with several tasks."""
     rank, tasks = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_STEP_NUM_TASKS")
     if rank is None or tasks is None or tasks < 2:
         return {}
@@ -350,11 +342,11 @@ def _slurm_rank(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Tasks of the step on this node: of ``SLURM_STEP_TASKS_PER_NODE=2(x3),1`` node 3 has one."""
+    """Return the step's tasks on this node; for ``2(x3),1`` node 3 has one."""
     counts = []
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        if found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()):
-            counts += [int(found[1])] * int(found[2] or 1)
+        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()):
+            counts += [int(match[1])] * int(match[2] or 1)
     node = _number(environ, "SLURM_NODEID") or 0
     return counts[node] if node < len(counts) else None
 

@@ -9,30 +9,29 @@ _LEFT = ' style="text-align: left; padding-right: 10px"'
 
 
 def html_table(title: str, rows: Sequence[tuple[str, object]], notes: Sequence[str] = ()) -> str:
-    """A titled table of names and values, with a list of sentences under it.
+    """Render a titled table of names and values, followed by a list of notes.
 
     Args:
-        title: its first line.
-        rows: name and value of each row; a value is shown as ``str`` gives it.
+        title: the table's caption.
+        rows: name and value of each row; a value is shown as ``str(value)``.
         notes: sentences for the list below the table.
 
     Returns:
-        HTML without scripts, classes or colours of its own.
+        HTML without scripts, classes or colours.
     """
-    body = "".join(_row(name, value) for name, value in rows)
-    listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    body = "".join(
+        f"<tr><th{_LEFT}>{escape(name)}</th><td{_LEFT}>{escape(str(value))}</td></tr>"
+        for name, value in rows
+    )
+    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
     return (
         f"<table><caption{_LEFT}><b>{escape(title)}</b></caption><tbody>{body}</tbody></table>"
-        + (f"<ul>{listed}</ul>" if listed else "")
+        + (f"<ul>{items}</ul>" if items else "")
     )
 
 
-def _row(name: str, value: object) -> str:
-    return f"<tr><th{_LEFT}>{escape(name)}</th><td{_LEFT}>{escape(str(value))}</td></tr>"
-
-
 def html_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table with a header, all its values escaped."""
+    """Render a table with a header row; every value is escaped."""
     head = "".join(f"<th{_LEFT}>{escape(name)}</th>" for name in header)
     body = "".join(
         "<tr>" + "".join(f"<td{_LEFT}>{escape(value)}</td>" for value in row) + "</tr>"
@@ -42,7 +41,7 @@ def html_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def text_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same as lines of text, each column as wide as its longest value."""
+    """Render a table as lines of text; each column is as wide as its longest value."""
     lines = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -52,5 +51,5 @@ def text_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def gib(size: int) -> str:
-    """Bytes as a person reads them: ``"15.0 GiB"``."""
+    """Format bytes as GiB: ``"15.0 GiB"``."""
     return f"{size / 2**30:.1f} GiB"

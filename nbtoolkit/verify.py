@@ -1,9 +1,9 @@
-"""Checks of one's own training function: equal on one process and on several, and after a kill.
+"""Check that a training function gives equal results on several processes and after a kill.
 
-    nb.verify.parity(train, config)    one process against two: samples, losses, metrics, weights
-    nb.verify.resume(train, config)    killed in the middle and gone on with, against never killed
+    nb.verify.parity(train, config)    compares one process with two
+    nb.verify.resume(train, config)    compares a killed and resumed run with another one
 
-Both run the whole training more than once: give them a configuration that takes seconds.
+Both run the whole training several times: use a configuration that takes seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.errors import NbtoolkitError, WorkerDied
@@ -27,27 +27,30 @@ from nbtoolkit.run.weights import find_weights
 from nbtoolkit.training.sampler import read_samples
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from nbtoolkit.launcher.handle import RunResult
     from nbtoolkit.worker.context import RunContext
 
-Train = Callable[..., Any]
-_KILLED = "killed"  # a file in the folder of a run that has been killed once
+Train = Callable[..., object]
+_Step = TypeVar("_Step")
+_KILLED = "killed"  # marker file in the folder of a run that has been killed once
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two runs of one training function have in common.
+    """The differences between two runs of one training function.
 
     Attributes:
-        what: the two runs, in words.
+        what: describes the two runs.
         tolerance: differences up to this count as equal.
-        steps: optimizer steps whose samples were compared; None: it does not call nb.fit.
-        first_other_step: (epoch, step) whose samples differ; None: all are the same.
-        loss: the largest difference of a logged loss; None: none was logged.
-        metrics: the largest difference of each reported metric.
-        weights: the largest difference of a weight in the last checkpoints; None: there are none.
-        inexact: what depends on the ranks, on random numbers or on the GPU's order of sums: layers,
-            kernels, with the reason.
+        steps: number of optimizer steps whose samples were compared; None: nb.fit was not called.
+        first_other_step: first (epoch, step) whose samples differ; None: all are equal.
+        loss: largest difference of a logged loss; None: none was logged.
+        metrics: largest difference of each reported metric.
+        weights: largest difference of a weight in the last checkpoints; None: no checkpoints.
+        inexact: layers and kernels whose results depend on the ranks, on random numbers or on the
+            GPU's order of sums, with the reason.
     """
 
     what: str
@@ -61,37 +64,37 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether the samples are the same and every difference is within the tolerance."""
+        """Whether the samples are equal and every difference is within the tolerance."""
         return self.first_other_step is None and self.largest <= self.tolerance
 
     @property
     def largest(self) -> float:
-        """The largest difference of all."""
-        seen = [self.loss, self.weights, *self.metrics.values()]
-        return max((value for value in seen if value is not None), default=math.nan)
+        """The largest of all differences; NaN if nothing was compared."""
+        differences = [self.loss, self.weights, *self.metrics.values()]
+        return max((value for value in differences if value is not None), default=math.nan)
 
     def explain(self) -> str:
-        """The findings, one a line."""
+        """Describe the differences, one per line."""
         rows = (f"  {name}: {text}" for name, text in self._rows())
         return "\n".join([f"{'equal' if self.passed else 'DIFFERENT'}: {self.what}", *rows])
 
     def _rows(self) -> Iterator[tuple[str, str]]:
-        yield "samples of each step", self._about_samples()
-        yield "loss", _difference(self.loss, "not logged")
+        yield "samples of each step", self._samples()
+        yield "loss", _difference_text(self.loss, "not logged")
         for name, value in self.metrics.items():
-            yield name, _difference(value, "")
-        yield "weights", _difference(self.weights, "no checkpoint")
+            yield name, _difference_text(value, "")
+        yield "weights", _difference_text(self.weights, "no checkpoint")
         yield "tolerance", f"{self.tolerance:g}"
         for name, reason in self.inexact.items():
             yield f"inexact by nature: {name}", reason
 
-    def _about_samples(self) -> str:
+    def _samples(self) -> str:
         if self.steps is None:
-            return "not seen: the function does not call nb.fit"
+            return "unknown: the function does not call nb.fit"
         if self.first_other_step is not None:
             epoch, step = self.first_other_step
             return f"differ, first in epoch {epoch}, step {step}"
-        return f"the same in {self.steps} steps"
+        return f"equal in {self.steps} steps"
 
     __str__ = explain
 
@@ -102,23 +105,23 @@ class Comparison:
 def parity(
     train: Train, config: ConfigLike, *, processes: int = 2, tolerance: float = 1e-5
 ) -> Comparison:
-    """Run ``train`` on one process and on several, and compare.
+    """Run ``train`` on one process and on several, and compare the results.
 
     Args:
-        train: a training function; the samples are compared where it calls ``nb.fit``.
-        config: takes seconds to train (say ``train.max_steps: 50``). Tracking is off.
-        processes: the other number of processes.
-        tolerance: what counts as equal: float32 sums in another order differ by about 1e-6.
+        train: a training function; samples are compared if it calls ``nb.fit``.
+        config: a configuration that takes seconds (say ``train.max_steps: 50``). Tracking is off.
+        processes: the number of processes of the second run.
+        tolerance: differences up to this count as equal; float32 sums in another order differ by
+            about 1e-6.
 
     Raises:
-        Exception: what ``train`` raises.
+        Exception: an exception of ``train``.
     """
-    with _scratch(config) as mine:
-        one = _launch(train, mine, processes=1)
-        several = _launch(train, mine, processes=processes)
-        return _compare(
-            f"1 process against {processes}", one, several, tolerance=tolerance, ordered=False
-        )
+    with _scratch(config) as settings:
+        single = _launch(train, settings, processes=1)
+        several = _launch(train, settings, processes=processes)
+        what = f"1 process compared with {processes}"
+        return _compare(what, single, several, tolerance=tolerance, ordered=False)
 
 
 def resume(
@@ -129,30 +132,31 @@ def resume(
     at: float = 0.5,
     tolerance: float = 0.0,
 ) -> Comparison:
-    """Run ``train``, run it again with a SIGKILL in the middle, go on with that run, and compare.
+    """Run ``train`` once uninterrupted and once with a SIGKILL and a resume, and compare.
 
     Args:
         train: a training function that logs (``nb.fit`` does) and saves.
-        config: takes seconds to train. A checkpoint is saved every few steps, tracking is off.
+        config: a configuration that takes seconds. A checkpoint is saved every few steps, and
+            tracking is off.
         processes: as in :func:`nbtoolkit.launch`.
-        at: where it is killed: the share of its logged steps.
-        tolerance: what counts as equal; 0: bit by bit.
+        at: share of the logged steps before the SIGKILL.
+        tolerance: differences up to this count as equal; 0: bit by bit.
 
     Raises:
-        NbtoolkitError: it logs no steps: there is no middle to kill it in.
-        Exception: what ``train`` raises.
+        NbtoolkitError: ``train`` logs fewer than two steps, or saves no checkpoint to resume from.
+        Exception: an exception of ``train``.
     """
-    with _scratch(config) as mine:
-        whole = _launch(train, mine, processes=processes)
+    with _scratch(config) as settings:
+        whole = _launch(train, settings, processes=processes)
         last = max(_losses(whole), default=0)
         if last < 2:
             raise NbtoolkitError(
-                f"the run logged {last} steps: there is no middle to kill it in",
+                f"the run logged {last} steps, too few to kill it in the middle",
                 allowed="a function that calls nb.fit, or ctx.log({'loss': ...}, step=...)",
                 do="log every optimizer step, and train for two steps or more",
             )
         killed_at = max(1, round(at * last))
-        often = mine.with_overrides({"checkpoint.every_steps": max(1, killed_at // 2)})
+        often = settings.with_overrides({"checkpoint.every_steps": max(1, killed_at // 2)})
         killed = _KilledOnce(train, killed_at)
         try:
             _launch(killed, often, processes=processes, name="interrupted")
@@ -162,27 +166,34 @@ def resume(
             raise NbtoolkitError(
                 f"the function saved nothing between step {killed_at} and its end",
                 allowed="a function that calls nb.fit, or ctx.save and ctx.load",
-                do="save in the loop, and load where it begins",
+                do="save in the loop, and load before it",
             )
-        gone_on = _launch(killed, often, processes=processes, name="interrupted", resume="auto")
-        what = f"killed at step {killed_at} of {last} and gone on with, against never killed"
-        return _compare(what, whole, gone_on, tolerance=tolerance, ordered=True)
+        resumed = _launch(killed, often, processes=processes, name="interrupted", resume="auto")
+        what = (
+            f"killed at step {killed_at} of {last} and resumed, compared with an uninterrupted run"
+        )
+        return _compare(what, whole, resumed, tolerance=tolerance, ordered=True)
 
 
 class _KilledOnce:
-    """A training function whose main rank kills itself at a logged step of its first attempt."""
+    """A training function whose main rank kills itself in its first attempt.
+
+    Args:
+        train: the training function.
+        step: the logged step from which on the rank is killed, once a checkpoint exists.
+    """
 
     def __init__(self, train: Train, step: int) -> None:
         self._train, self._step = train, step
         self.__name__ = getattr(train, "__name__", "train")
 
-    def __call__(self, config: Config, ctx: RunContext) -> Any:
+    def __call__(self, config: Config, ctx: RunContext) -> object:
         marker, log = ctx.paths.folder / _KILLED, ctx.log
 
-        def log_or_die(metrics: Mapping[str, Any], step: int | None = None) -> None:
+        def log_or_die(metrics: Mapping[str, object], step: int | None = None) -> None:
             log(metrics, step)
-            late = ctx.is_main and step is not None and step >= self._step
-            if late and not marker.exists() and has_checkpoint(ctx.paths.checkpoints):
+            due = ctx.is_main and step is not None and step >= self._step
+            if due and not marker.exists() and has_checkpoint(ctx.paths.checkpoints):
                 marker.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -192,7 +203,7 @@ class _KilledOnce:
 
 @contextmanager
 def _scratch(config: ConfigLike) -> Iterator[Config]:
-    """The configuration for runs in a folder that is removed, with every step logged."""
+    """Yield the configuration for runs in a temporary folder, with every step logged."""
     with tempfile.TemporaryDirectory(prefix="nbtoolkit-verify-") as folder:
         yield as_config(config).with_overrides(
             {
@@ -223,38 +234,50 @@ def _launch(
 
 
 def _compare(
-    what: str, one: RunResult, other: RunResult, *, tolerance: float, ordered: bool
+    what: str, run: RunResult, other: RunResult, *, tolerance: float, ordered: bool
 ) -> Comparison:
-    """Args: ``ordered``: whether a step's samples must come in the same order, too."""
-    steps, first_other = _compare_samples(one, other, ordered=ordered)
+    """Compare two runs; ``ordered``: each step's samples must also be in the same order."""
+    steps, first_other = _compare_samples(run, other, ordered=ordered)
+    reports, other_reports = _reports(run), _reports(other)
+    losses, other_losses = _losses(run), _losses(other)
+    inexact: dict[str, str] = read_json(run.paths.layers) or {}
+    if run.plan.device_type == "cuda":
+        # Two equal runs differ: on an H100, convolutions in fp32 by 6e-8 after 40 steps.
+        inexact["the GPU's kernels"] = (
+            "some add in any order; torch.backends.cudnn.deterministic = True makes convolutions "
+            "exact (torch.use_deterministic_algorithms for all)"
+        )
     return Comparison(
         what=what,
         tolerance=tolerance,
         steps=steps,
         first_other_step=first_other,
-        loss=_largest(_losses(one), _losses(other)),
-        metrics=_metric_differences(one, other),
-        weights=_weight_difference(one, other),
-        inexact={**_inexact_layers(one), **_inexact_kernels(one)},
+        loss=difference(losses, other_losses) if losses or other_losses else None,
+        metrics={
+            name: difference(reports.get(name, {}), other_reports.get(name, {}))
+            for name in {**reports, **other_reports}
+        },
+        weights=_weight_difference(run, other),
+        inexact=inexact,
     )
 
 
 def _compare_samples(
-    one: RunResult, other: RunResult, *, ordered: bool
+    run: RunResult, other: RunResult, *, ordered: bool
 ) -> tuple[int | None, tuple[int, int] | None]:
-    """How many steps were compared, and the first whose samples differ."""
-    mine, theirs = read_samples(one.paths), read_samples(other.paths)
-    if not mine and not theirs:
+    """Return the number of compared steps, and the first (epoch, step) whose samples differ."""
+    samples, others = read_samples(run.paths), read_samples(other.paths)
+    if not samples and not others:
         return None, None
-    kind: Callable[[list[int]], list[int]] = list if ordered else sorted
-    for place in sorted({*mine, *theirs}):
-        if kind(mine.get(place, [])) != kind(theirs.get(place, [])):
-            return len(mine), place
-    return len(mine), None
+    arrange: Callable[[list[int]], list[int]] = list if ordered else sorted
+    for step in sorted({*samples, *others}):
+        if arrange(samples.get(step, [])) != arrange(others.get(step, [])):
+            return len(samples), step
+    return len(samples), None
 
 
 def _losses(run: RunResult) -> dict[int, float]:
-    """The logged training loss of each step; of a step that was taken twice, the last."""
+    """Return the logged training loss of each step; the last one of a repeated step."""
     events = EventReader(run.paths.events).read()
     logged = (event for event in events if isinstance(event, MetricsLogged))
     return {
@@ -265,80 +288,52 @@ def _losses(run: RunResult) -> dict[int, float]:
 
 
 def _reports(run: RunResult) -> dict[str, dict[int | None, float]]:
-    """The reported values by name and step."""
-    found: dict[str, dict[int | None, float]] = {}
+    """Return the reported values by name and step."""
+    curves: dict[str, dict[int | None, float]] = {}
     for event in EventReader(run.paths.events).read():
         if isinstance(event, MetricsReported):
             for name, value in event.values.items():
-                found.setdefault(name, {})[event.step] = value
-    return found
+                curves.setdefault(name, {})[event.step] = value
+    return curves
 
 
-def _metric_differences(one: RunResult, other: RunResult) -> dict[str, float]:
-    mine, theirs = _reports(one), _reports(other)
-    pairs = {name: (mine.get(name, {}), theirs.get(name, {})) for name in {**mine, **theirs}}
-    return {name: difference(*pair) for name, pair in pairs.items()}
-
-
-def difference(mine: Mapping[Any, float], theirs: Mapping[Any, float]) -> float:
-    """The largest difference of two curves; infinite where one has a point the other lacks."""
-    if mine.keys() != theirs.keys():
+def difference(curve: Mapping[_Step, float], other: Mapping[_Step, float]) -> float:
+    """Return the largest difference of two curves; infinite if they have different steps."""
+    if curve.keys() != other.keys():
         return math.inf
-    gaps = [_gap(mine[place], theirs[place]) for place in mine]
-    return max(gaps, default=0.0)
+    return max((_gap(value, other[step]) for step, value in curve.items()), default=0.0)
 
 
-def _gap(mine: float, theirs: float) -> float:
-    return (
-        0.0 if mine == theirs or (math.isnan(mine) and math.isnan(theirs)) else abs(mine - theirs)
-    )
+def _gap(value: float, other: float) -> float:
+    equal = value == other or (math.isnan(value) and math.isnan(other))
+    return 0.0 if equal else abs(value - other)
 
 
-def _largest(mine: Mapping[Any, float], theirs: Mapping[Any, float]) -> float | None:
-    return difference(mine, theirs) if mine or theirs else None
-
-
-def _weight_difference(one: RunResult, other: RunResult) -> float | None:
-    """The largest difference of a tensor in the last checkpoints."""
-    mine, theirs = (find_weights(run.paths.folder, "last") for run in (one, other))
-    if mine is None or theirs is None:
+def _weight_difference(run: RunResult, other: RunResult) -> float | None:
+    """Return the largest difference of a tensor in the last checkpoints."""
+    path, other_path = (find_weights(each.paths.folder, "last") for each in (run, other))
+    if path is None or other_path is None:
         return None
-    ours, others = dict(_tensors(read_state(mine))), dict(_tensors(read_state(theirs)))
-    if ours.keys() != others.keys():
+    tensors, others = (dict(_tensors(read_state(each))) for each in (path, other_path))
+    if tensors.keys() != others.keys():
         return math.inf
-    return max((_apart(ours[name], others[name]) for name in ours), default=0.0)
+    return max((_distance(tensors[name], others[name]) for name in tensors), default=0.0)
 
 
-def _tensors(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The tensors of a state, those of nested dicts too, by name."""
+def _tensors(state: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a state and of its nested dicts, by dotted name."""
     for name, value in state.items():
         if isinstance(value, Mapping):
             yield from _tensors(value, f"{prefix}{name}.")
         elif hasattr(value, "is_floating_point"):
-            yield f"{prefix}{name}", value
+            yield f"{prefix}{name}", cast("Tensor", value)
 
 
-def _apart(mine: Any, theirs: Any) -> float:
-    if mine.shape != theirs.shape:
+def _distance(tensor: Tensor, other: Tensor) -> float:
+    if tensor.shape != other.shape:
         return math.inf
-    return float((mine.double() - theirs.double()).abs().max()) if mine.numel() else 0.0
+    return float((tensor.double() - other.double()).abs().max()) if tensor.numel() else 0.0
 
 
-def _inexact_layers(run: RunResult) -> dict[str, str]:
-    """What nb.fit noted of the model's layers."""
-    layers: dict[str, str] = read_json(run.paths.layers) or {}
-    return layers
-
-
-def _inexact_kernels(run: RunResult) -> dict[str, str]:
-    """On a GPU two equal runs differ: an H100's convolutions in fp32 by 6e-8 after 40 steps."""
-    if run.plan.device_type != "cuda":
-        return {}
-    why = (
-        "some add in any order; torch.backends.cudnn.deterministic = True makes convolutions exact"
-    )
-    return {"the GPU's kernels": f"{why} (torch.use_deterministic_algorithms for all)"}
-
-
-def _difference(value: float | None, absent: str) -> str:
+def _difference_text(value: float | None, absent: str) -> str:
     return absent if value is None else "no difference" if value == 0 else f"at most {value:.2g}"

@@ -17,7 +17,7 @@ def changelog_version() -> str:
 
 def package_version() -> str:
     """The version the package says it has, read without importing it."""
-    text = (ROOT / "nbtoolkit" / "__init__.py").read_text()
+    text = (ROOT / "nbtoolkit" / "version.py").read_text()
     found = re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE)
     return found.group(1) if found else "none"
 
@@ -26,7 +26,7 @@ def main() -> int:
     """Compare the two; 0 when equal."""
     if changelog_version() == package_version():
         return 0
-    print(f"CHANGELOG.md says {changelog_version()}, nbtoolkit/__init__.py {package_version()}")
+    print(f"CHANGELOG.md says {changelog_version()}, nbtoolkit/version.py {package_version()}")
     return 1
 
 

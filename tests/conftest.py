@@ -1,4 +1,4 @@
-"""Hygiene: a test leaves no process, thread, variable, folder, port or changed directory behind."""
+"""Fail each test that leaves a process, thread, variable, folder, port or changed directory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FAMILY = "NBTOOLKIT_TEST_FAMILY"
 """Variable that marks every process started by this session, detached ones too."""
 
 GPU = Path("/dev/nvidiactl")
-"""There where the machine has an NVIDIA GPU and its driver."""
+"""Exists if the machine has an NVIDIA GPU and its driver."""
 
 FOREIGN: set[int] = set()
 """Processes that were there before the session: most of the machine's, and none of ours."""
@@ -74,14 +74,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not GPU.exists():
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here"))
-    # What takes a minute starts first, so that no worker is left alone with it at the end.
+    # Long tests start first, so that no worker is left alone with one at the end.
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 # pytest-xdist has groups by a marker too; from pytest 9.2 on its version 3.8 overlooks them.
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Share tests out one by one, except those that one worker is to run one after the other."""
+    """Distribute tests one by one, except those that one worker must run in sequence."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Together(LoadScopeScheduling):
@@ -93,20 +93,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 @cache
 def _group(file: str) -> str | None:
-    """Which tests stay together; None: the tests of this file need not."""
+    """The group of tests that one worker runs; None if the tests of this file need no group."""
     # Two browsers with their servers and kernels are too much for two cores.
     if "/tests/browser/" in file:
         return "browser"
     # Ranks that import torchmetrics cold take 3 s of CPU each, and the fork server once more.
     if file.endswith(("/test_metrics.py", "/test_evaluation.py")):
         return "torchmetrics"
-    # Each worker would make a module's fixture anew.
+    # Each worker would make the module's fixture again.
     return file if 'scope="module"' in Path(file).read_text() else None
 
 
 @pytest.fixture(scope="session", autouse=True)
 def session_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Give the session a temporary folder and a family mark; at its end nobody is left."""
+    """Give the session a temporary folder and a mark; fail if a process is left at its end."""
     tmp_path_factory.getbasetemp()  # pytest's own folders stay where one looks for them
     before = dict(os.environ), tempfile.tempdir
     # Unix sockets of multiprocessing have no room for a long path.
@@ -130,7 +130,7 @@ def session_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(autouse=True)
 def test_leaves_nothing(session_leaves_nothing: None) -> Iterator[None]:
-    """Fail the test that leaves something behind, and clean up for the next one."""
+    """Fail a test that leaves something behind, and clean up for the next one."""
     processes, threads = _processes(), set(threading.enumerate())
     folders, ports = _temporary_folders(), _listening()
     environ, cwd = dict(os.environ), os.getcwd()
@@ -171,7 +171,7 @@ def _processes() -> set[int]:
     parents: dict[int, int] = {}
     family = {os.getpid()}
     for pid in _all_processes() - FOREIGN:
-        with contextlib.suppress(OSError):  # gone meanwhile, or somebody else's
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
             with open(f"/proc/{pid}/stat") as file:
                 fields = file.read().rpartition(")")[2].split()
             parents[pid] = int(fields[1])
@@ -203,7 +203,7 @@ def _all_processes() -> set[int]:
 
 
 def _end_processes(before: set[int]) -> list[str]:
-    """What processes, not there before, are left after the grace; they are then killed."""
+    """Processes started since ``before`` that are left after the grace period; they are killed."""
     left = _wait_until_empty(lambda: sorted(_processes() - before))
     told = [f"{pid} {_command(pid)[:120]}" for pid in left]
     for pid in left:

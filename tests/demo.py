@@ -1,4 +1,4 @@
-"""make demo: run the first notebook as papermill does, and say what came out and where it lies."""
+"""Run the first notebook as papermill does, and print its result and where it is (make demo)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which outputs the notebooks are stored with: those that are the same every time.
+"""Store those outputs of the notebooks that are the same every time.
 
-A cell's tags say it: ``keep_output`` on those, ``nbval-ignore-output`` on cells that show something
-else every time; see docs/notebooks.md.
+Cells with such outputs have the tag ``keep_output``, cells whose output varies
+``nbval-ignore-output``; see docs/notebooks.md.
 
     python tests/notebook_outputs.py store          run every notebook in full, store what is kept
     python tests/notebook_outputs.py strip FILES    take all other outputs away (a pre-commit hook)

@@ -1,4 +1,4 @@
-"""The quick size of each notebook, by its parameters; the full size is that of its defaults."""
+"""The parameters that make each notebook quick; its defaults are the full size."""
 
 from __future__ import annotations
 

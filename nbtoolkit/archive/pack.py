@@ -40,6 +40,7 @@ from nbtoolkit.errors import BundleError, NbtoolkitError
 from nbtoolkit.host import Host, detect_host
 from nbtoolkit.run.paths import RunPaths, read_json, write_json
 from nbtoolkit.text_table import html_table
+from nbtoolkit.version import __version__
 
 SEEN_FILE = ".nbtoolkit-bundles.json"
 """Creation times of the bundles that an output folder was packed into or unpacked from."""
@@ -195,8 +196,6 @@ def _target(output: str | os.PathLike[str] | None, host: Host) -> Path:
 
 
 def _header(contents: OutputContents, left_out: list[str], host: Host) -> Header:
-    from nbtoolkit import __version__
-
     folder, working = contents.folder, Path.cwd()
     if not contents.runs:
         raise BundleError(

@@ -1,4 +1,4 @@
-"""Find layers of settings in files and overrides, and merge them."""
+"""Read layers of settings from files and overrides, and merge them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import yaml
 from nbtoolkit.config.yaml_source import Keys, Layer, Mistake, parse_value, read_layer
 from nbtoolkit.errors import ConfigError
 
-Overrides = Mapping[str, Any] | Iterable[str]
+Overrides = Mapping[str, object] | Iterable[str]
 """``{"optim.lr": 3e-4}``, ``{"optim": {"lr": 3e-4}}`` or ``["optim.lr=3e-4"]``."""
 
-# Of these two a later layer's one replaces an earlier layer's other.
+# A later layer's setting removes an earlier layer's alternative.
 _ALTERNATIVES = {
     ("train", "batch_size"): ("train", "batch_size_per_device"),
     ("train", "batch_size_per_device"): ("train", "batch_size"),
@@ -24,10 +24,10 @@ _ALTERNATIVES = {
 
 
 def file_layer(path: str | os.PathLike[str]) -> Layer:
-    """Read a file of settings; a relative path is looked for, see :func:`places_to_look`.
+    """Read a file of settings; :func:`places_to_look` resolves a relative path.
 
     Raises:
-        ConfigError: there is no such file, or it cannot be read.
+        ConfigError: the file does not exist or cannot be read.
     """
     wanted = Path(path).expanduser()
     candidates = list(places_to_look(wanted))
@@ -43,11 +43,11 @@ def file_layer(path: str | os.PathLike[str]) -> Layer:
 
 
 def places_to_look(wanted: Path) -> Iterator[Path]:
-    """Where a configuration file may lie, in order.
+    """Yield the paths to try for a configuration file, in order.
 
-    An absolute path as it is. A relative one in the working directory, then in its parents up to
-    the first with a ``pyproject.toml``, then (``config/...``, ``notebooks/...``) among the files of
-    this package.
+    An absolute path is tried as it is. A relative one is tried in the working directory, in its
+    parents up to the first with a ``pyproject.toml``, and then (``config/...``, ``notebooks/...``)
+    among the files of this package.
     """
     if wanted.is_absolute():
         yield wanted
@@ -62,15 +62,15 @@ def places_to_look(wanted: Path) -> Iterator[Path]:
 
 
 def shipped_folder(name: str = "config") -> Path:
-    """The folder of a name that ships: inside the package in a wheel, beside it in a checkout."""
+    """Return a folder that ships with nbtoolkit: in a wheel inside the package, else beside it."""
     package = Path(__file__).resolve().parents[1]
     inside = package / f"_{name}"
     return inside if inside.is_dir() else package.parent / name
 
 
 def override_layer(overrides: Overrides | None) -> Layer:
-    """The layer of the overrides of a call; texts such as ``"optim.lr=3e-4"`` are read as YAML."""
-    tree = _Tree()
+    """Make a layer of a call's overrides; the value in ``"optim.lr=3e-4"`` is read as YAML."""
+    tree = _OverrideTree()
     if isinstance(overrides, str):
         overrides = [overrides]
     if isinstance(overrides, Mapping):
@@ -83,7 +83,7 @@ def override_layer(overrides: Overrides | None) -> Layer:
 
 
 def merge(layers: Iterable[Layer]) -> Layer:
-    """One layer out of several: the later one's values hold, lists are replaced as a whole."""
+    """Merge layers: later values win, and lists are replaced as a whole."""
     values: dict[str, Any] = {}
     places: dict[Keys, str] = {}
     mistakes: list[Mistake] = []
@@ -97,8 +97,8 @@ def merge(layers: Iterable[Layer]) -> Layer:
     return Layer(values=values, places=places, mistakes=tuple(mistakes))
 
 
-class _Tree:
-    """Nested settings out of dotted names."""
+class _OverrideTree:
+    """Builds nested settings from dotted names."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -114,16 +114,17 @@ class _Tree:
         try:
             self.put(name.strip(), parse_value(value), place)
         except yaml.YAMLError:
-            self._mistake(place, f"the value {value!r} is not YAML", "put quotes around a text")
+            self._mistake(place, f"the value {value!r} is not YAML", "put quotes around a string")
 
-    def put(self, name: str, value: Any, place: str) -> None:
+    def put(self, name: str, value: object, place: str) -> None:
+        # Callers without type checks may pass names of any type.
         keys = tuple(name.split(".")) if isinstance(name, str) else ("",)
         if not all(keys):
             self._mistake(place, "is not a dotted name", 'write "section.name", such as "optim.lr"')
             return
         self._put(keys, value, place)
 
-    def _put(self, keys: Keys, value: Any, place: str) -> None:
+    def _put(self, keys: Keys, value: object, place: str) -> None:
         self.places[keys] = place
         if isinstance(value, Mapping) and value:
             for key, inner in value.items():
@@ -141,37 +142,34 @@ class _Tree:
         self.mistakes.append(Mistake(place=place, what=what, do=do))
 
 
-def _plain(value: Any) -> Any:
-    """A NumPy scalar (what samplers hand out) as the Python number it stands for."""
-    is_scalar = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
-    return value.item() if is_scalar else value
+def _plain(value: object) -> object:
+    """Convert a NumPy scalar, as samplers return it, to a Python number."""
+    is_scalar = getattr(value, "ndim", None) == 0
+    return value.item() if is_scalar and hasattr(value, "item") else value
 
 
-def _merge_into(values: dict[str, Any], new: Mapping[str, Any]) -> None:
+def _merge_into(values: dict[str, Any], new: Mapping[str, object]) -> None:
     for key, value in new.items():
-        if isinstance(value, Mapping) and isinstance(values.get(key), dict):
-            _merge_into(values[key], value)
-        elif isinstance(value, Mapping):
-            values[key] = {}
+        if isinstance(value, Mapping):
+            if not isinstance(values.get(key), dict):
+                values[key] = {}
             _merge_into(values[key], value)
         else:
             values[key] = value
 
 
-def _get(values: Mapping[str, Any], keys: Keys) -> Any:
+def _get(values: Mapping[str, object], keys: Keys) -> object:
     section = values.get(keys[0])
     return section.get(keys[1]) if isinstance(section, Mapping) else None
 
 
 def _shown(path: Path) -> str:
-    """A path as short as it can be said: relative below the working directory."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+    """Return a path below the working directory as a relative path, another one as it is."""
+    cwd = Path.cwd()
+    return str(path.relative_to(cwd) if path.is_relative_to(cwd) else path)
 
 
 def _similar_file(name: str, folders: list[Path]) -> str:
-    there = [entry.name for folder in folders for entry in folder.glob("*.*ml")]
-    close = difflib.get_close_matches(name, there, n=1)
+    names = [entry.name for folder in folders for entry in folder.glob("*.*ml")]
+    close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}?" if close else "check the path, or give an absolute one"

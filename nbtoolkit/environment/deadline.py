@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
 
 Note = tuple[str, str]
-"""A sentence for the user: its level (``info`` or ``warning``) and its text."""
+"""A message to the user: its level (``info`` or ``warning``) and its text."""
 
 
 @dataclass(frozen=True)
 class TimeLimit:
-    """When a run must end, and what is to be said about it."""
+    """When a run must end, and why."""
 
     deadline: float | None = None
-    """Unix time at which all ranks are to leave; None: no limit."""
+    """Unix time at which all ranks stop; None: no limit."""
     notes: tuple[Note, ...] = ()
-    """Why, where the session's limit has a say."""
+    """Messages about the host's limit."""
     imposed: bool = False
-    """Whether the host ends it, before what was wished."""
+    """Whether the host's limit ends the run, before ``runtime.time_budget`` does."""
 
 
 def time_limit(
@@ -38,56 +38,55 @@ def time_limit(
     now: float | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> TimeLimit:
-    """The earlier one of two limits of a run that starts now.
+    """Return the limit of a run that starts now: its own time budget or the host's, if sooner.
 
     ``runtime.time_budget`` counts from the start of this attempt. ``runtime.session_limit`` counts
-    from the start of the session, that is of the container, and
-    ``runtime.shutdown_margin`` is kept back.
-    A session older than its limit shows that the limit is not this machine's (a Jupyter server that
-    has been up for weeks): it is not kept, and a warning says so. Inside the reserve it is kept: a
-    run that is launched then ends at its first report, so that the notebook comes to its end.
+    from the start of the session (of the container); the run ends ``runtime.shutdown_margin``
+    before it. A session older than its limit shows that the limit is not this machine's (a Jupyter
+    server that has been up for weeks): the limit is ignored with a warning. A run that is launched
+    inside the shutdown margin ends at its first report, so that the notebook can finish.
 
-    Slurm says itself when a job ends (``SLURM_JOB_END_TIME``, https://slurm.schedmd.com/sbatch.html):
-    without a ``session_limit`` that is kept, too.
+    Without a ``session_limit``, the end of a Slurm job is the limit (``SLURM_JOB_END_TIME``,
+    https://slurm.schedmd.com/sbatch.html).
 
     Args:
-        config: its section ``runtime`` is used.
-        root: where ``/proc`` is looked for.
-        now: unix time; default: the clock's.
+        config: the run's configuration.
+        root: parent of ``/proc``.
+        now: unix time; default: the current time.
         environ: the environment variables; default: this process's.
     """
     now = time.time() if now is None else now
     budget, limit = config.runtime.time_budget, config.runtime.session_limit
     by_budget = None if budget is None else now + budget
     if limit is None:
-        return _by_job(config, by_budget, now, os.environ if environ is None else environ)
+        return _slurm_limit(config, by_budget, now, os.environ if environ is None else environ)
     age = session_age(root)
     if age is None or age >= limit:
-        return TimeLimit(by_budget, (("warning", _not_kept(age, limit)),))
+        return TimeLimit(by_budget, (("warning", _limit_ignored(age, limit)),))
     by_session = now - age + limit - config.runtime.shutdown_margin
     if by_budget is not None and by_budget <= by_session:
-        text = f"{_ends(by_budget, now)} (runtime.time_budget; the session has more time)"
+        text = f"{_must_end(by_budget, now)} (runtime.time_budget; the session has more time)"
         return TimeLimit(by_budget, (("info", text),))
-    return TimeLimit(by_session, (_by_session(config, age, by_session, now),), imposed=True)
+    return TimeLimit(by_session, (_session_note(config, age, by_session, now),), imposed=True)
 
 
 def session_age(root: Path = ROOT) -> float | None:
-    """Seconds since the container's first process started; None where that cannot be told.
+    """Return the seconds since the container's first process started, or None if unknown.
 
-    Where there is no container that is the machine's age. Under lxcfs, which gives a container an
-    uptime of its own, the two clocks do not fit together: None where that shows.
+    Outside a container this is the machine's uptime. lxcfs gives a container its own uptime, which
+    does not match the start time: the result is None if the difference is negative.
     """
     try:
         fields = (root / "proc/1/stat").read_text().rpartition(")")[2].split()
         uptime = float((root / "proc/uptime").read_text().split()[0])
         age = uptime - int(fields[START_TIME]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):  # no Linux, hidden (hidepid), or cut off
+    except (OSError, ValueError, IndexError):  # not Linux, hidden (hidepid), or truncated
         return None
     return age if age >= 0 else None
 
 
 def span(seconds: float) -> str:
-    """A length of time for people: ``20 d 3 h``, ``3 h 20 min``, ``45 min``, ``50 s``."""
+    """Format a duration: ``20 d 3 h``, ``3 h 20 min``, ``45 min``, ``50 s``."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -95,39 +94,40 @@ def span(seconds: float) -> str:
     return " ".join([f"{count} {unit}" for count, unit in parts if count][:2])
 
 
-def _by_job(
+def _slurm_limit(
     config: Config, by_budget: float | None, now: float, environ: Mapping[str, str]
 ) -> TimeLimit:
-    """The limit of a Slurm job, where there is one; a time that is past is another job's."""
-    end = environ.get("SLURM_JOB_END_TIME", "")
-    by_job = float(end) - config.runtime.shutdown_margin if end.isdecimal() else 0.0
-    if not end.isdecimal() or float(end) <= now or (by_budget is not None and by_budget <= by_job):
+    """Return the limit of a Slurm job, if any; an end in the past belongs to another job."""
+    end, margin = environ.get("SLURM_JOB_END_TIME", ""), config.runtime.shutdown_margin
+    if not end.isdecimal() or float(end) <= now:
         return TimeLimit(by_budget)
-    kept = f"SLURM_JOB_END_TIME, less {span(config.runtime.shutdown_margin)} in reserve"
-    note = "info", f"Slurm ends this job: {_ends(by_job, now)} ({kept})"
-    return TimeLimit(by_job, (note,), imposed=True)
+    by_job = float(end) - margin
+    if by_budget is not None and by_budget <= by_job:
+        return TimeLimit(by_budget)
+    text = f"{_must_end(by_job, now)} (SLURM_JOB_END_TIME minus a margin of {span(margin)})"
+    return TimeLimit(by_job, (("info", f"Slurm ends this job: {text}"),), imposed=True)
 
 
-def _by_session(config: Config, age: float, deadline: float, now: float) -> Note:
-    limit, reserve = config.runtime.session_limit or 0.0, config.runtime.shutdown_margin
-    shown = f"runtime.session_limit {span(limit)}, less {span(reserve)} in reserve"
+def _session_note(config: Config, age: float, deadline: float, now: float) -> Note:
+    limit, margin = config.runtime.session_limit or 0.0, config.runtime.shutdown_margin
+    reason = f"runtime.session_limit {span(limit)} minus a margin of {span(margin)}"
     if deadline > now:
-        return "info", f"the session is {span(age)} old: {_ends(deadline, now)} ({shown})"
+        return "info", f"the session is {span(age)} old: {_must_end(deadline, now)} ({reason})"
     return "warning", (
-        f"the session is {span(age)} old, and its time for runs is used up ({shown}): "
+        f"the session is {span(age)} old, and its time for runs is used up ({reason}): "
         "the run ends at its first report (a smaller runtime.shutdown_margin gives it more)"
     )
 
 
-def _ends(deadline: float, now: float) -> str:
+def _must_end(deadline: float, now: float) -> str:
     clock = time.strftime("%H:%M UTC", time.gmtime(deadline))
     return f"the run must end by {clock}, in {span(deadline - now)}"
 
 
-def _not_kept(age: float | None, limit: float) -> str:
+def _limit_ignored(age: float | None, limit: float) -> str:
     if age is None:
-        return "runtime.session_limit is not kept: the session's age cannot be read from /proc"
+        return "runtime.session_limit is ignored: the session's age cannot be read from /proc"
     return (
-        f"runtime.session_limit is not kept: the session is {span(age)} old and has outlived its "
-        f"limit of {span(limit)}, which therefore is not this machine's (set it, or null)"
+        f"runtime.session_limit is ignored: the session is {span(age)} old, so its limit of "
+        f"{span(limit)} is not this machine's (set the right limit, or null)"
     )

@@ -1,4 +1,4 @@
-"""Detect the GPUs that this process may use, and the reason where one cannot be used."""
+"""Detect the GPUs that this process may use, and why others cannot be used."""
 
 from __future__ import annotations
 
@@ -8,24 +8,17 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from nbtoolkit.environment.installed import package_folder
 from nbtoolkit.environment.nvml import Device as Device
-from nbtoolkit.environment.nvml import Unavailable, driver_cuda, read_gpus, session
+from nbtoolkit.environment.nvml import Unavailable, session
 from nbtoolkit.environment.nvml import sample_devices as sample_devices
 from nbtoolkit.host import ROOT, cpu_count, memory_limit
 from nbtoolkit.text_table import gib, html_table
 
 # --- torch build ---
-# Which GPUs the installed torch has code for; read from its files, nothing imported.
-#
-# ``torch.cuda.get_arch_list()`` cannot be used: its ``torch._C._cuda_getArchFlags`` registers the
-# fork handler after which CUDA refuses to work in every fork of this process (read in the machine
-# code of 2.13.0+cu130), and importing torch takes 1.2 s and more. The same list stands as one
-# NUL-terminated string in ``libtorch_python.so``; finding it takes 20 ms (30 MB; 2.6.0+cu124 and
-# 2.13.0+cu130).
 
 
 _ARCH_LIST = re.compile(rb"\0(sm_\d+[af]?(?: (?:sm|compute)_\d+[af]?)*)\0")
@@ -34,62 +27,62 @@ _ARCH = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
 
 @dataclass(frozen=True, kw_only=True)
 class TorchBuild:
-    """What the installed torch was built for."""
+    """CUDA version and GPU architectures of a torch build."""
 
     version: str
     """``torch.__version__``, such as ``2.6.0+cu124``."""
     cuda: str | None
-    """The CUDA version it was built with; None for a CPU (or ROCm) build."""
+    """CUDA version of the build; None for a CPU (or ROCm) build."""
     arch: tuple[str, ...] = ()
-    """The architectures it has code for, such as ``sm_75``; empty when they could not be read."""
+    """Architectures of its code, such as ``sm_75``; empty if unknown."""
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Whether some code in this build runs on a GPU of compute capability ``capability``.
+        """Return whether the build has code for a GPU of this compute capability.
 
-        An unknown list (:attr:`arch` empty) counts as yes, as in torch itself.
+        True if :attr:`arch` is unknown, as in torch itself.
         """
         return not self.arch or any(_covers(name, capability) for name in self.arch)
 
 
 def read_torch_build(folder: Path | None = None) -> TorchBuild | None:
-    """Read what the installed torch was built for, without importing it.
+    """Read the installed torch's build from its files, without importing it.
+
+    ``torch.cuda.get_arch_list()`` cannot be used: its ``torch._C._cuda_getArchFlags`` registers a
+    fork handler after which CUDA fails in every fork of this process (seen in the machine code of
+    2.13.0+cu130), and importing torch takes at least 1.2 s. ``libtorch_python.so`` contains the
+    same list as a NUL-terminated string; finding it in 30 MB takes 20 ms (2.6.0+cu124 and
+    2.13.0+cu130).
 
     Args:
-        folder: the package's folder; default: where ``import torch`` would find it.
+        folder: the package's folder; default: the one that ``import torch`` would use.
 
     Returns:
-        None when torch is not installed.
+        The build; None if torch is not installed.
     """
-    folder = folder or _torch_folder()
+    folder = folder or package_folder("torch")
     if folder is None or not (folder / "version.py").is_file():
         return None
-    facts = _assignments((folder / "version.py").read_text())
+    constants = _assignments((folder / "version.py").read_text())
     return TorchBuild(
-        version=str(facts.get("__version__", "of unknown version")),
-        cuda=facts.get("cuda"),
+        version=str(constants.get("__version__", "of unknown version")),
+        cuda=constants.get("cuda"),
         arch=_arch_list(folder / "lib" / "libtorch_python.so"),
     )
 
 
-def _torch_folder() -> Path | None:
-    spec = find_spec("torch")
-    places = spec.submodule_search_locations if spec else None
-    return Path(next(iter(places))) if places else None
-
-
 def _assignments(source: str) -> dict[str, Any]:
-    """The constants a module assigns at its top level: ``cuda: Optional[str] = '12.4'``."""
-    found: dict[str, Any] = {}
+    """Return the constants that a module assigns: ``cuda: Optional[str] = '12.4'``."""
+    constants: dict[str, Any] = {}
     for node in ast.parse(source).body:
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Constant):
             target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
             if isinstance(target, ast.Name):
-                found[target.id] = node.value.value
-    return found
+                constants[target.id] = node.value.value
+    return constants
 
 
 def _arch_list(library: Path) -> tuple[str, ...]:
-    """The longest list of architectures in the library; empty when there is none (a CPU build)."""
+    """Return the longest list of architectures in a library; empty in a CPU build."""
     if not library.is_file() or not library.stat().st_size:
         return ()
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -98,11 +91,11 @@ def _arch_list(library: Path) -> tuple[str, ...]:
 
 
 def _covers(name: str, capability: tuple[int, int]) -> bool:
-    """Whether code for architecture ``name`` runs on ``capability`` (NVIDIA's compatibility rules).
+    """Return whether code for architecture ``name`` runs on ``capability``.
 
-    Binary code (``sm_75``) runs on its major version from its minor version on, PTX
-    (``compute_90``) on everything newer; a suffix ``a`` binds to exactly this capability, ``f`` to
-    this family.
+    NVIDIA's compatibility rules: binary code (``sm_75``) runs on its major version from its minor
+    version on, PTX (``compute_90``) on everything newer. The suffix ``a`` restricts code to exactly
+    this capability, ``f`` to this family.
     """
     match = _ARCH.fullmatch(name)
     if match is None:
@@ -121,24 +114,24 @@ def _covers(name: str, capability: tuple[int, int]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What this process may compute on."""
+    """GPUs, CPUs and memory that this process may use."""
 
     devices: tuple[Device, ...] = ()
-    """The GPUs this process may see, in the order of CUDA_VISIBLE_DEVICES."""
+    """The visible GPUs, in the order of CUDA_VISIBLE_DEVICES."""
     cpu_count: int = 1
-    """CPUs this process may keep busy."""
+    """CPUs that this process may use."""
     memory: int = 0
-    """Bytes of memory this process may use; 0 when unknown."""
-    reason: str = "not looked for"
-    """How the GPUs were found, or why there is none."""
+    """Bytes of memory that this process may use; 0 if unknown."""
+    reason: str = "not detected"
+    """How the GPUs were detected, or why there is none."""
 
     @property
     def usable(self) -> tuple[Device, ...]:
-        """The devices the installed torch can train on."""
+        """The devices that the installed torch can train on."""
         return tuple(device for device in self.devices if device.usable)
 
     def explain(self) -> str:
-        """The devices and the reasons as text, one a line."""
+        """Describe the devices and the reasons, one per line."""
         head = f"{len(self.usable)} usable of {len(self.devices)} visible GPUs: {self.reason}"
         return "\n".join([head, *(f"  {name}: {text}" for name, text in self._rows())])
 
@@ -159,14 +152,14 @@ def detect_hardware(
     root: Path = ROOT,
     affinity: int | None = None,
 ) -> Hardware:
-    """Find the GPUs, CPUs and memory, without a CUDA context and without importing torch.
+    """Detect GPUs, CPUs and memory, without a CUDA context and without importing torch.
 
     Args:
-        environ: the environment variables (CUDA_VISIBLE_DEVICES counts); default: this process's.
+        environ: the environment variables (CUDA_VISIBLE_DEVICES is read); default: this process's.
         nvml: an object with pynvml's functions; default: ``pynvml`` itself.
-        torch_build: the torch that will train; default: the installed one; None: there is none.
-        root: where ``/proc`` and ``/sys`` are looked for.
-        affinity: CPUs in the affinity mask; default: asked from the system.
+        torch_build: the torch that will train; default: the installed one; None: no torch.
+        root: parent of ``/proc`` and ``/sys``.
+        affinity: number of CPUs in the affinity mask; default: this process's.
     """
     environ = os.environ if environ is None else environ
     devices, reason = _detect_devices(environ, nvml, torch_build)
@@ -181,74 +174,81 @@ def detect_hardware(
 def _detect_devices(
     environ: Mapping[str, str], nvml: Any, torch_build: TorchBuild | Literal["installed"] | None
 ) -> tuple[tuple[Device, ...], str]:
-    """The visible devices with their verdicts, and how they were found."""
+    """Return the visible devices, checked against torch, and how they were detected."""
     try:
-        with session(nvml) as nvml:
-            gpus, driver = read_gpus(nvml), driver_cuda(nvml)
-    except Unavailable as why:
-        return (), str(why)
+        with session(nvml) as driver:
+            gpus, driver_cuda = driver.gpus(), driver.cuda_version()
+    except Unavailable as error:
+        return (), str(error)
     if not gpus:
         return (), "the NVIDIA driver answers, but has no GPU"
     build = read_torch_build() if torch_build == "installed" else torch_build
-    seen = _visible(environ.get("CUDA_VISIBLE_DEVICES"), gpus)
-    judged = (_judge(replace(gpu, index=i), build, driver) for i, gpu in enumerate(seen))
-    return tuple(judged), _how_found(environ, gpus, seen)
+    visible = _visible(environ.get("CUDA_VISIBLE_DEVICES"), gpus)
+    devices = tuple(
+        _check_usable(replace(gpu, index=index), build, driver_cuda)
+        for index, gpu in enumerate(visible)
+    )
+    return devices, _how_detected(environ, gpus, visible)
 
 
 def _visible(mask: str | None, gpus: Sequence[Sequence[Device]]) -> list[Device]:
-    """The devices that CUDA shows under ``CUDA_VISIBLE_DEVICES=mask``, in its order.
+    """Return the devices that CUDA shows with ``CUDA_VISIBLE_DEVICES=mask``, in its order.
 
-    CUDA's rules: numbers or UUIDs (a unique beginning will do); the first entry that fits nothing
-    hides itself and all after it; an entry named twice hides everything.
+    CUDA's rules: entries are numbers or UUIDs (a unique prefix is enough); an entry without a match
+    hides itself and all later ones; a duplicate entry hides everything.
     """
     if mask is None:
         return [device for gpu in gpus for device in gpu]
     shown: list[Device] = []
     for entry in mask.split(","):
-        found = _named(entry.strip(), mask.strip()[:4], gpus)
-        if not found:
+        selected = _select(entry.strip(), mask.strip()[:4], gpus)
+        if not selected:
             break
-        if any(device in shown for device in found):
+        if any(device in shown for device in selected):
             return []
-        shown += found
+        shown += selected
     return shown
 
 
-def _named(entry: str, style: str, gpus: Sequence[Sequence[Device]]) -> list[Device]:
-    """What one entry of CUDA_VISIBLE_DEVICES names: a device, or all slices of a numbered GPU."""
-    if style in ("GPU-", "MIG-"):  # the first entry decides how all of them are read
+def _select(entry: str, style: str, gpus: Sequence[Sequence[Device]]) -> list[Device]:
+    """Return the devices of one entry: one device, or all slices of a numbered GPU."""
+    # The first entry decides whether all entries are UUIDs or numbers.
+    if style in ("GPU-", "MIG-"):
         every = (device for gpu in gpus for device in gpu)
-        fits = [d for d in every if entry.startswith(style) and d.uuid.startswith(entry)]
-        return fits if len(fits) == 1 else []
+        matches = [d for d in every if entry.startswith(style) and d.uuid.startswith(entry)]
+        return matches if len(matches) == 1 else []
     number = re.match(r"\+?(\d+)", entry)
     if number is None or int(number[1]) >= len(gpus):
         return []
     return list(gpus[int(number[1])])
 
 
-def _judge(device: Device, build: TorchBuild | None, driver: tuple[int, int] | None) -> Device:
-    """The device with the verdict whether the installed torch can train on it."""
+def _check_usable(
+    device: Device, build: TorchBuild | None, driver_cuda: tuple[int, int] | None
+) -> Device:
+    """Set whether torch can train on the device, and the reason."""
     if not device.usable:
         return device
-    if build is None:
-        return replace(device, usable=False, reason="torch is not installed: pip install torch")
-    obstacle = _obstacle(device, build, driver)
-    if obstacle:
+    obstacle = _obstacle(device, build, driver_cuda)
+    if build is None or obstacle:
         return replace(device, usable=False, reason=obstacle)
-    known = f"has code for {device.sm}" if build.arch else "does not say what it has code for"
+    code = f"has code for {device.sm}" if build.arch else "has code for unknown architectures"
     alone = "; a MIG slice, so one process only" if device.is_slice else ""
-    return replace(device, reason=f"torch {build.version} {known}{alone}")
+    return replace(device, reason=f"torch {build.version} {code}{alone}")
 
 
-def _obstacle(device: Device, build: TorchBuild, driver: tuple[int, int] | None) -> str:
-    """Why this torch cannot train on the device and what to do; empty when it can."""
+def _obstacle(device: Device, build: TorchBuild | None, driver_cuda: tuple[int, int] | None) -> str:
+    """Return why torch cannot train on the device and what to do; empty if it can."""
+    if build is None:
+        return "torch is not installed: pip install torch"
     if build.cuda is None:
         return f"torch {build.version} was built without CUDA: install a CUDA build of torch"
-    # A driver runs every CUDA of its own major version (NVIDIA's minor version compatibility)
-    if driver and driver[0] < int(build.cuda.split(".")[0]):
+    # A driver runs every CUDA of its major version (NVIDIA's minor version compatibility).
+    if driver_cuda and driver_cuda[0] < int(build.cuda.split(".")[0]):
+        major, minor = driver_cuda
         return (
-            f"the driver runs CUDA up to {driver[0]}.{driver[1]}, torch {build.version} needs "
-            f"{build.cuda}: update the driver, or install a torch built for CUDA {driver[0]}"
+            f"the driver runs CUDA up to {major}.{minor}, torch {build.version} needs "
+            f"{build.cuda}: update the driver, or install a torch built for CUDA {major}"
         )
     if not build.runs_on(device.capability):
         return (
@@ -258,18 +258,18 @@ def _obstacle(device: Device, build: TorchBuild, driver: tuple[int, int] | None)
     return ""
 
 
-def _how_found(
-    environ: Mapping[str, str], gpus: Sequence[Sequence[Device]], seen: Sequence[Device]
+def _how_detected(
+    environ: Mapping[str, str], gpus: Sequence[Sequence[Device]], visible: Sequence[Device]
 ) -> str:
     every = [device for gpu in gpus for device in gpu]
     mask = environ.get("CUDA_VISIBLE_DEVICES")
     if mask is None:
         return f"NVML shows {len(every)}"
-    said = f"CUDA_VISIBLE_DEVICES={mask!r} shows {len(seen)} of {len(every)}"
-    alike = all(every[0].equals(device) for device in every)
-    if not alike and mask[:1].isdigit() and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        said += " (counted by bus; CUDA counts by speed unless CUDA_DEVICE_ORDER=PCI_BUS_ID)"
-    return said
+    text = f"CUDA_VISIBLE_DEVICES={mask!r} shows {len(visible)} of {len(every)}"
+    equal = all(every[0].equals(device) for device in every)
+    if not equal and mask[:1].isdigit() and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        text += " (numbered by bus; CUDA numbers by speed unless CUDA_DEVICE_ORDER=PCI_BUS_ID)"
+    return text
 
 
 def _usability(device: Device) -> str:

@@ -1,4 +1,4 @@
-"""Decide how many processes a launch gets, and the device of each."""
+"""Decide the number of a launch's processes and the device of each."""
 
 from __future__ import annotations
 
@@ -19,54 +19,54 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePlacement:
-    """Processes and their devices, rank by rank."""
+    """Number of processes and their devices, in order of rank."""
 
     processes: int
     devices: tuple[Device, ...] = ()
     """Empty on the CPU."""
     why: str
-    """Why so many."""
+    """Reason for the number of processes."""
     notes: tuple[str, ...] = ()
-    """What else is to be said: devices left out, memory in use."""
+    """Further remarks: unused devices, memory in use."""
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Sentences for the plan; the first says who sits where."""
+        """Sentences for the plan; the first gives processes and devices."""
         where = ", ".join(map(str, self.devices)) or "the CPU"
         count = "1 process" if self.processes == 1 else f"{self.processes} processes"
         return (f"{count} on {where}: {self.why}", *self.notes)
 
-    def on_one(self, why: str) -> DevicePlacement:
-        """The first seat alone."""
+    def on_one_process(self, why: str) -> DevicePlacement:
+        """Return the placement of the first process alone."""
         return replace(self, processes=1, devices=self.devices[:1], why=why)
 
 
 def place_processes(
     config: Config, host: Host, hardware: Hardware, start: Start
 ) -> DevicePlacement:
-    """Decide how many processes there are and which device each gets.
+    """Decide the number of processes and the device of each.
 
-    Two or more usable, equal GPUs are used together; of unequal ones the best. ``distributed``'s
-    ``enabled``, ``strategy``, ``world_size`` and ``device_ids`` say otherwise.
+    Usable, equal GPUs are used together; of unequal ones, the best is used. The settings
+    ``enabled``, ``strategy``, ``world_size`` and ``device_ids`` of ``distributed`` override this.
 
     Raises:
-        PlanError: the wish contradicts itself or asks for what is not there; or only a TPU is.
+        PlanError: the settings conflict or request missing devices, or the machine has only a TPU.
     """
-    wish = config.distributed
-    allowed = _allowed(wish.device_ids, hardware)
+    settings = config.distributed
+    allowed = _allowed(settings.device_ids, hardware)
     usable = [device for device in allowed if device.usable]
     if host.is_rank:
         return _in_place(host, usable)
-    if host.tpu and not usable and wish.enabled is not False:
+    if host.tpu and not usable and settings.enabled is not False:
         raise _tpu_only(host)
-    alone = _why_alone(wish, start)
-    placement = _on_gpus(wish, usable, alone) if usable else _on_cpu(wish, hardware, alone)
+    alone = _why_alone(settings, start)
+    placement = _on_gpus(settings, usable, alone) if usable else _on_cpu(settings, hardware, alone)
     unusable = [f"{device} is not used: {device.reason}" for device in allowed if not device.usable]
     return replace(placement, notes=(*placement.notes, *unusable))
 
 
 def _allowed(device_ids: Sequence[int] | None, hardware: Hardware) -> list[Device]:
-    """The devices that ``distributed.device_ids`` leaves; all of them by default."""
+    """Return the devices that ``distributed.device_ids`` selects; default: all."""
     if device_ids is None:
         return list(hardware.devices)
     by_index = {device.index: device for device in hardware.devices}
@@ -75,8 +75,8 @@ def _allowed(device_ids: Sequence[int] | None, hardware: Hardware) -> list[Devic
         raise PlanError(
             f"distributed.device_ids names {unknown}, which this process cannot see "
             f"({hardware.reason})",
-            allowed=", ".join(map(str, hardware.devices)) or "null (there is the CPU only)",
-            do="name GPUs that are there, or take device_ids out",
+            allowed=", ".join(map(str, hardware.devices)) or "null (CPU only)",
+            do="name visible GPUs, or remove device_ids",
         )
     chosen = [by_index[index] for index in device_ids]
     unusable = [device for device in chosen if not device.usable]
@@ -84,55 +84,56 @@ def _allowed(device_ids: Sequence[int] | None, hardware: Hardware) -> list[Devic
         raise PlanError(
             f"distributed.device_ids names {unusable[0]}, which is not usable: "
             f"{unusable[0].reason}",
-            allowed=", ".join(map(str, hardware.usable)) or "null (there is the CPU only)",
-            do="take it out of device_ids",
+            allowed=", ".join(map(str, hardware.usable)) or "null (CPU only)",
+            do="remove it from device_ids",
         )
     return chosen
 
 
-def _why_alone(wish: Distributed, start: Start) -> str:
-    """Why there can be one process only; empty when there can be more."""
+def _why_alone(settings: Distributed, start: Start) -> str:
+    """Return why only one process is possible; empty if more are."""
     alone = ""
     if start == "inline":
         alone = 'start="inline" runs in this process'
-    elif wish.enabled is False:
+    elif settings.enabled is False:
         alone = "distributed.enabled is false"
-    elif wish.strategy == "single":
+    elif settings.strategy == "single":
         alone = "distributed.strategy is single"
-    elif wish.world_size == 1:
+    elif settings.world_size == 1:
         alone = "distributed.world_size is 1"
-    if alone and wish.world_size != "auto" and wish.world_size > 1:
+    if alone and settings.world_size != "auto" and settings.world_size > 1:
         raise PlanError(
-            f"distributed.world_size is {wish.world_size}, but {alone}",
+            f"distributed.world_size is {settings.world_size}, but {alone}",
             allowed="one process, or several without that setting",
-            do="set distributed.world_size: auto, or take the other setting back",
+            do="set distributed.world_size: auto, or remove the other setting",
         )
     return alone
 
 
-def _on_gpus(wish: Distributed, usable: Sequence[Device], alone: str) -> DevicePlacement:
+def _on_gpus(settings: Distributed, usable: Sequence[Device], alone: str) -> DevicePlacement:
     best = max(usable, key=lambda device: (device.capability, device.memory_total, -device.index))
     equal = [device for device in usable if device.equals(best)]
     others = [device for device in usable if not device.equals(best)]
-    if best.is_slice:  # CUDA shows a process one slice only, and NCCL refuses two on one GPU
+    if best.is_slice:
+        # CUDA shows a process only one slice, and NCCL rejects two on one GPU.
         equal, others = [best], []
     if alone:
         count, why = 1, alone
-    elif wish.world_size != "auto":
-        count, why = wish.world_size, f"distributed.world_size is {wish.world_size}"
+    elif settings.world_size != "auto":
+        count, why = settings.world_size, f"distributed.world_size is {settings.world_size}"
         _check_fits(count, [*equal, *others])
     else:
-        count, why = len(equal), _how_many(equal, others)
+        count, why = len(equal), _why_auto(equal, others)
     chosen = (*equal, *others)[:count]
     return DevicePlacement(
         processes=count,
         devices=chosen,
         why=why,
-        notes=(*_about_unequal(best, chosen, others, alone), *_about_memory(chosen)),
+        notes=(*_notes_on_unequal(best, chosen, others, alone), *_notes_on_memory(chosen)),
     )
 
 
-def _how_many(equal: Sequence[Device], others: Sequence[Device]) -> str:
+def _why_auto(equal: Sequence[Device], others: Sequence[Device]) -> str:
     if len(equal) > 1:
         return f"{len(equal)} equal, usable GPUs"
     if equal[0].is_slice:
@@ -144,58 +145,50 @@ def _check_fits(count: int, usable: Sequence[Device]) -> None:
     if count > len(usable):
         fits = " or ".join(str(number + 1) for number in range(len(usable)))
         raise PlanError(
-            f"{count} processes are asked for (distributed.world_size), but a process needs a GPU "
-            f"of its own, and {len(usable)} can be used: {', '.join(map(str, usable))}",
+            f"distributed.world_size requests {count} processes, but each needs its own GPU, and "
+            f"{len(usable)} can be used: {', '.join(map(str, usable))}",
             allowed=f"{fits} on GPUs; any number on the CPU",
             do="set distributed.world_size: auto, or hide the GPUs (CUDA_VISIBLE_DEVICES='')",
         )
 
 
-def _about_unequal(
+def _notes_on_unequal(
     best: Device, chosen: Sequence[Device], others: Sequence[Device], alone: str
 ) -> list[str]:
     if any(device in chosen for device in others):
         return ["the GPUs are unequal: the slowest sets the pace for all"]
     if alone:
         return []
-    do = "distributed.world_size: 2 or more uses it all the same"
-    return [f"{device} is not used: it is unlike {best}; {do}" for device in others]
+    do = "distributed.world_size: 2 or more uses it"
+    return [f"{device} is not used: it differs from {best}; {do}" for device in others]
 
 
-def _about_memory(chosen: Sequence[Device]) -> list[str]:
-    """A warning for each device of which another process holds more than half."""
+def _notes_on_memory(chosen: Sequence[Device]) -> list[str]:
+    """Return a warning for each device with less than half of its memory free."""
     return [
-        f"{device}: only {gib(device.memory_free)} are free, another process holds the rest"
+        f"{device}: only {gib(device.memory_free)} are free, another process uses the rest"
         for device in chosen
         if device.memory_free < device.memory_total / 2
     ]
 
 
-def _on_cpu(wish: Distributed, hardware: Hardware, alone: str) -> DevicePlacement:
+def _on_cpu(settings: Distributed, hardware: Hardware, alone: str) -> DevicePlacement:
     if alone:
         count, why = 1, alone
-    elif wish.world_size != "auto":
-        count, why = wish.world_size, f"distributed.world_size is {wish.world_size}"
-    elif wish.enabled is True or wish.strategy == "ddp":
+    elif settings.world_size != "auto":
+        count, why = settings.world_size, f"distributed.world_size is {settings.world_size}"
+    elif settings.enabled is True or settings.strategy == "ddp":
         count = min(2, hardware.cpu_count)
-        why = f"a group is asked for; on {hardware.cpu_count} CPUs, auto means {count}"
+        why = f"a group is requested; on {hardware.cpu_count} CPUs, auto means {count}"
     else:
         count, why = 1, "it uses all CPUs"
-    return DevicePlacement(
-        processes=count,
-        why=why,
-        notes=(f"no GPU: {_why_no_gpu(hardware)}",),
-    )
-
-
-def _why_no_gpu(hardware: Hardware) -> str:
-    if hardware.devices:
-        return f"none of {len(hardware.devices)} is usable"
-    return hardware.reason
+    gpus = len(hardware.devices)
+    note = f"no GPU: {f'none of {gpus} is usable' if gpus else hardware.reason}"
+    return DevicePlacement(processes=count, why=why, notes=(note,))
 
 
 def _in_place(host: Host, usable: Sequence[Device]) -> DevicePlacement:
-    """The ranks that somebody else started: their number is not ours to choose."""
+    """Return the placement of ranks that another launcher has started."""
     if usable and host.local_world_size > len(usable):
         raise PlanError(
             f"{host.local_world_size} ranks were started on this machine, but {len(usable)} GPUs "

@@ -29,14 +29,14 @@ _DDP = (
 
 @dataclass(frozen=True)
 class GroupFailure:
-    """Evidence: the ranks were started, but could not form a process group."""
+    """Evidence that started ranks could not form a process group."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class PortBusy:
-    """Evidence: another program listens where the ranks were to meet."""
+    """Evidence that another program uses the port of the rendezvous."""
 
     port: int
 
@@ -52,30 +52,30 @@ def make_plan(
     *,
     start: Start = "forkserver",
 ) -> LaunchPlan:
-    """Decide what a launch does. Pure: equal arguments give equal plans, and nothing is touched.
+    """Decide what a launch does; a pure function without side effects.
 
     Args:
-        config: what the user wishes.
-        host: where this process runs; in a process that torchrun or Slurm started as a rank the
-            plan is to run in place.
-        hardware: what can be computed on.
-        evidence: what was learnt by trying an earlier plan.
-        start: who is to start the processes; ``"inline"`` leaves room for one.
+        config: the configuration.
+        host: the host of this process. In a rank that torchrun or Slurm started, the plan is to run
+            in place.
+        hardware: the available devices.
+        evidence: results of earlier plans.
+        start: how the processes start; ``"inline"`` allows only one.
 
     Raises:
-        PlanError: the wish cannot be met on this machine; the message names what can.
-        GroupStartFailed: evidence says that the ranks cannot form a group, and
+        PlanError: this machine cannot meet the configuration; the message names what it can.
+        GroupStartFailed: the evidence says that the ranks cannot form a group, and
             ``distributed.fallback`` is off.
     """
     start = "inline" if host.is_rank else start
     config = as_config(config)
     placement = place_processes(config, host, hardware, start)
-    batch, lr_factor, about_batch = _batch(config, placement.processes)
-    placement, batch, learnt = _learn(config, host, evidence, placement, batch)
-    precision, about_precision = _precision(config.train.precision, placement.devices)
-    backend, about_backend = _backend(config.distributed.backend, placement)
-    threads, about_threads = _threads(host, hardware, placement.processes)
-    port, about_port = _port(config.distributed.port, evidence, placement.processes)
+    batch, lr_factor, batch_notes = _batch(config, placement.processes)
+    placement, batch, fallback_notes = _apply_evidence(config, host, evidence, placement, batch)
+    precision, precision_note = _precision(config.train.precision, placement.devices)
+    backend, backend_notes = _backend(config.distributed.backend, placement)
+    threads, threads_note = _threads(host, hardware, placement.processes)
+    port, port_notes = _port(config.distributed.port, evidence, placement.processes)
     return LaunchPlan(
         start=start,
         processes=placement.processes,
@@ -95,48 +95,48 @@ def make_plan(
         group_timeout=float(config.distributed.timeout),
         ddp={name: getattr(config.distributed, name) for name in _DDP},
         reasons=(
-            *learnt,
+            *fallback_notes,
             *placement.reasons,
-            about_precision,
-            *about_backend,
-            *about_port,
+            precision_note,
+            *backend_notes,
+            *port_notes,
             str(batch),
-            *about_batch,
-            about_threads,
+            *batch_notes,
+            threads_note,
         ),
     )
 
 
 def _batch(config: Config, processes: int) -> tuple[BatchSplit, float, tuple[str, ...]]:
-    """The step's division, the factor for the learning rate, and what is to be said about them."""
+    """Return the split of the batch, the factor of the learning rate, and notes on them."""
     train, rule = config.train, config.optim.lr_rule
-    whole = "the loss is one of whole batches (train.loss_reduction: batch): it "
-    loss = (f"{whole}depends on the number of ranks",) if train.loss_reduction == "batch" else ()
-    accumulate = (
-        1 if train.gradient_accumulation_steps == "auto" else train.gradient_accumulation_steps
-    )
-    if train.batch_size_per_device is None:
+    notes: tuple[str, ...] = ()
+    if train.loss_reduction == "batch":
+        notes = (
+            "the loss is computed over whole batches (train.loss_reduction: batch): it depends on "
+            "the number of ranks",
+        )
+    steps = train.gradient_accumulation_steps
+    accumulate = 1 if steps == "auto" else steps
+    per_device = train.batch_size_per_device
+    if per_device is None:
         split = split_batch(train.batch_size, processes=processes, accumulate=accumulate)
-        return split, 1.0, loss
-    split = BatchSplit(
-        per_device=train.batch_size_per_device, processes=processes, accumulate=accumulate
-    )
+        return split, 1.0, notes
+    split = BatchSplit(per_device=per_device, processes=processes, accumulate=accumulate)
     growth = processes * accumulate
     factor = {"none": 1.0, "linear": float(growth), "sqrt": growth**0.5}[rule]
-    said = (
-        f"learning rate x {factor:g}: train.batch_size_per_device is set, optim.lr_rule is {rule}"
-    )
-    return split, factor, (said, *loss)
+    why = f"train.batch_size_per_device is set, optim.lr_rule is {rule}"
+    return split, factor, (f"learning rate x {factor:g}: {why}", *notes)
 
 
-def _learn(
+def _apply_evidence(
     config: Config,
     host: Host,
     evidence: Sequence[Evidence],
     placement: DevicePlacement,
     batch: BatchSplit,
 ) -> tuple[DevicePlacement, BatchSplit, tuple[str, ...]]:
-    """Fall back to one process when the ranks could not form a group; the step stays the same."""
+    """Fall back to one process if the ranks could not form a group; the batch stays the same."""
     failures = [item for item in evidence if isinstance(item, GroupFailure)]
     busy = [f"port {item.port} was busy" for item in evidence if isinstance(item, PortBusy)]
     if placement.processes == 1 or not failures:
@@ -148,83 +148,80 @@ def _learn(
             allowed="one process (distributed.world_size: 1), or a machine on which they can",
             do="see the ranks' logs"
             if host.is_rank
-            else "set distributed.fallback: true to go on with one process by itself",
+            else "set distributed.fallback: true to continue with one process automatically",
         )
-    alone = batch.on_one()
-    said = (
+    single = batch.on_one_process()
+    notes = (
         f"FALLING BACK TO ONE PROCESS: {what}",
-        f"accumulation {batch.accumulate} -> {alone.accumulate} on one process: the same "
-        f"{batch.per_device} samples a forward pass, the same {batch.total} a step",
+        f"accumulation {batch.accumulate} -> {single.accumulate} on one process: still "
+        f"{batch.per_device} samples per forward pass and {batch.total} per step",
     )
-    return placement.on_one("the group could not be formed"), alone, said
+    return placement.on_one_process("the group could not be formed"), single, notes
 
 
 def _precision(
-    wish: Literal["auto"] | Precision, devices: Sequence[Device]
+    setting: Literal["auto"] | Precision, devices: Sequence[Device]
 ) -> tuple[Precision, str]:
-    """By compute capability, not ``is_bf16_supported()``, which counts emulation (as on a T4)."""
+    """Choose by compute capability; ``is_bf16_supported()`` includes emulation (as on a T4)."""
     if not devices:
-        return _precision_on_cpu(wish)
+        return _precision_on_cpu(setting)
     weakest = min(devices, key=lambda device: device.capability)
     card, native = f"{weakest.name} is {weakest.sm}", weakest.capability >= (8, 0)
-    if wish == "bf16":
+    if setting == "bf16":
         note = "computes it natively" if native else "EMULATES it, slower than fp32"
-        return "bf16", f"bf16: train.precision says so; {card} and {note}"
-    if wish != "auto":
-        return wish, f"{wish}: train.precision says so"
+        return "bf16", f"bf16: train.precision is bf16; {card} and {note}"
+    if setting != "auto":
+        return setting, f"{setting}: train.precision is {setting}"
     if native:
-        return "bf16", f"bf16: {card}, which computes it natively (from sm_80 on)"
+        return "bf16", f"bf16: {card}, which computes it natively (sm_80 and newer)"
     if weakest.capability >= (7, 0):
         return "fp16", f"fp16: {card}, bf16 would be emulated"
-    return "fp32", f"fp32: {card}, which has no tensor cores for fp16 (they begin with sm_70)"
+    return "fp32", f"fp32: {card}, which has no tensor cores for fp16 (sm_70 and newer have)"
 
 
-def _precision_on_cpu(wish: Literal["auto"] | Precision) -> tuple[Precision, str]:
-    if wish == "fp16":
+def _precision_on_cpu(setting: Literal["auto"] | Precision) -> tuple[Precision, str]:
+    if setting == "fp16":
         raise PlanError(
             "train.precision is fp16, but the run is on the CPU, and fp16 needs a GPU",
             allowed="fp32, bf16 or auto",
             do="set train.precision: auto (fp32 on the CPU, fp16 or bf16 on a GPU)",
         )
-    if wish == "bf16":
-        return "bf16", "bf16: train.precision says so"
-    return (
-        "fp32",
-        "fp32: the run is on the CPU" if wish == "auto" else "fp32: train.precision says so",
-    )
+    if setting == "auto":
+        return "fp32", "fp32: the run is on the CPU"
+    return setting, f"{setting}: train.precision is {setting}"
 
 
 def _backend(
-    wish: str, placement: DevicePlacement
+    setting: str, placement: DevicePlacement
 ) -> tuple[Literal["nccl", "gloo"] | None, tuple[str, ...]]:
-    if wish == "nccl" and not placement.devices:
+    if setting == "nccl" and not placement.devices:
         raise PlanError(
-            "distributed.backend is nccl, which needs a GPU for every process, but the run is on "
-            "the CPU",
+            "distributed.backend is nccl, which needs one GPU per process, but the run is on the "
+            "CPU",
             allowed="auto or gloo",
             do="set distributed.backend: auto (nccl on GPUs, gloo on the CPU)",
         )
     if placement.processes == 1:
         return None, ()
-    if wish == "gloo" and placement.devices:
-        return "gloo", ("gloo: distributed.backend says so; nccl is faster between GPUs",)
+    if setting == "gloo" and placement.devices:
+        return "gloo", ("gloo: distributed.backend is gloo; nccl is faster between GPUs",)
     if placement.devices:
         return "nccl", ("nccl: every process has a GPU",)
     return "gloo", ("gloo: the processes are on the CPU",)
 
 
 def _threads(host: Host, hardware: Hardware, processes: int) -> tuple[int, str]:
-    here = host.local_world_size if host.is_rank else processes
-    threads = max(1, hardware.cpu_count // here)
-    return threads, f"CPU threads a process: {threads} ({hardware.cpu_count} CPUs for {here})"
+    local = host.local_world_size if host.is_rank else processes
+    threads = max(1, hardware.cpu_count // local)
+    return threads, f"CPU threads per process: {threads} ({hardware.cpu_count} CPUs for {local})"
 
 
 def _port(
-    wish: int | Literal["auto"], evidence: Sequence[Evidence], processes: int
+    setting: int | Literal["auto"], evidence: Sequence[Evidence], processes: int
 ) -> tuple[int | None, tuple[str, ...]]:
     if processes == 1:
         return None, ()
     busy = any(isinstance(item, PortBusy) for item in evidence)
-    if busy or wish == "auto":
-        return None, ("port: a free one is picked",)
-    return wish, (f"port {wish}: distributed.port says so",)
+    if busy or setting == "auto":
+        return None, ("port: a free one is chosen",)
+    return setting, (f"port {setting}: distributed.port is {setting}",)

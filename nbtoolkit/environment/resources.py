@@ -1,4 +1,4 @@
-"""Measure free disk space, and read other processes' state from /proc."""
+"""Measure disk space, and watch the state and progress of other processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pathlib import Path
 from nbtoolkit.errors import ConfigError
 
 # --- disk ---
-# How much room a folder has, and sizes as people write them.
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -24,35 +23,35 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 
 
 def free_space(folder: Path) -> int:
-    """Bytes that may still be written below a folder, which need not be there yet."""
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
+    """Return the free bytes below a folder, which need not exist yet."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def size_text(count: int) -> str:
-    """Bytes in words: ``"1.4 GB"``, ``"12.0 MB"``."""
+    """Format bytes: ``"1.4 GB"``, ``"12.0 MB"``."""
     if count >= 10**9:
         return f"{count / 1e9:.1f} GB"
     return f"{count / 1e6:.1f} MB" if count >= 10**5 else f"{count / 1e3:.1f} kB"
 
 
 def read_size(size: int | str) -> int:
-    """Bytes out of a number, or of a text such as ``"15GB"``, ``"800 MB"``, ``"2GiB"``.
+    """Convert a size to bytes: a number, or a string such as ``"15GB"``, ``"800 MB"``, ``"2GiB"``.
 
     Raises:
-        ConfigError: it is no size.
+        ConfigError: ``size`` is not a size.
     """
-    found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-    unit = (_UNITS | _BINARY).get(found[2].upper()) if found else None
-    if found and unit:
-        return round(float(found[1]) * unit)
+    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    unit = (_UNITS | _BINARY).get(match[2].upper()) if match else None
+    if match and unit:
+        return round(float(match[1]) * unit)
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
     raise ConfigError(
-        f"{size!r} is no size",
-        allowed="bytes, or a text with a unit: B, kB, MB, GB, TB, KiB, MiB, GiB, TiB",
+        f"{size!r} is not a size",
+        allowed="bytes, or a string with a unit: B, kB, MB, GB, TB, KiB, MiB, GiB, TiB",
         do='write "15GB", for example',
     )
 
@@ -60,39 +59,34 @@ def read_size(size: int | str) -> int:
 # --- processes ---
 
 
-# Fields of /proc/<pid>/stat as `process_fields` counts them, from the state (field 3 in man 5 proc)
-# on.
+# Indices into the result of `process_fields`, whose first item is field 3 of man 5 proc.
 STATE, PARENT, USER_TIME, SYSTEM_TIME, START_TIME, EXIT_CODE = 0, 1, 11, 12, 19, 49
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def process_fields(pid: int) -> list[str] | None:
-    """The fields of /proc/<pid>/stat from the state on; None when it is gone.
+    """Return the fields of /proc/<pid>/stat from the state on; None if the process is gone.
 
-    Owners ask many times a second: 10 us without the file objects that take 60.
+    Read by hand, since psutil has neither a zombie's exit code nor page faults. Supervisors call it
+    many times per second: without a buffer it takes 15 us, psutil 60 us or more.
     """
     try:
-        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-    except (FileNotFoundError, ProcessLookupError):  # the second while it is being reaped
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            text = file.read(4096).decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):  # the second while the process is being reaped
         return None
-    try:
-        text = os.read(fd, 4096).decode(errors="replace")
-    except ProcessLookupError:
-        return None
-    finally:
-        os.close(fd)
     return text.rpartition(")")[2].split()
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is not a zombie."""
+    """Return whether a process exists and is not a zombie."""
     fields = process_fields(pid)
     return fields is not None and fields[STATE] not in "ZX"
 
 
 def exit_code(pid: int) -> int | None:
-    """The exit code of a process that ended and was not reaped (negative: a signal); or None."""
+    """Return the exit code of a zombie (negative: a signal); None for another process."""
     fields = process_fields(pid)
     if fields is None or fields[STATE] != "Z":
         return None
@@ -100,73 +94,72 @@ def exit_code(pid: int) -> int | None:
 
 
 def children() -> dict[int, list[int]]:
-    """Every process's children."""
-    found: dict[int, list[int]] = {}
+    """Return the children of every process: pid -> pids."""
+    families: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and (fields := process_fields(int(name))):
-            found.setdefault(int(fields[PARENT]), []).append(int(name))
-    return found
+            families.setdefault(int(fields[PARENT]), []).append(int(name))
+    return families
 
 
 def tree_seconds(pid: int, families: dict[int, list[int]]) -> float:
-    """CPU seconds of a process and its descendants (who waits for own workers is not idle)."""
+    """Return the CPU seconds of a process and its descendants, as ``families`` lists them."""
     fields = process_fields(pid)
     own = (int(fields[USER_TIME]) + int(fields[SYSTEM_TIME])) / _TICKS if fields else 0.0
     return own + sum(tree_seconds(child, families) for child in families.get(pid, ()))
 
 
-# A limit in wall time ends healthy processes on a slow machine: the import of torch takes 2 s from
-# a warm disk, and minutes from a cold one beside other work.
-
-
 STALL_SECONDS = 60.0
-"""A process without any progress for so long is given up."""
+"""A process without any progress for this long is considered hung.
 
-_LOOK_SECONDS = 0.5  # between two looks: one at the whole of /proc takes some milliseconds
-_TELL_SECONDS = 10.0
+A limit in wall time would end healthy processes on a slow machine: importing torch takes 2 s from a
+warm disk, and minutes from a cold one on a busy machine.
+"""
 
-# Page faults and CPU time of a process and of its reaped children: fields 10 to 17 of
-# /proc/<pid>/stat (man 5 proc), counted from the state. Page faults count finer than CPU time,
-# whose tick is 10 ms.
+# Seconds between two samples; one of all of /proc takes some milliseconds.
+_SAMPLE_SECONDS = 0.5
+_REPORT_SECONDS = 10.0
+
+# Page faults and CPU time of a process and of its reaped children: fields 10 to 17 of man 5 proc.
+# Page faults are finer than CPU time, whose tick is 10 ms.
 _WORK = slice(7, 15)
 
 
 class Activity:
-    """For how long a process has made no progress.
+    """Measures how long a process has made no progress.
 
     Progress is CPU time, page faults and I/O. A process that waits for a disk (state D) or for a
-    CPU (state R) is not idle either. Time in which nobody looked, because this process itself got
-    no CPU, does not count.
+    CPU (state R) is not idle. Time in which this process itself got no CPU does not count.
 
     Args:
         pid: the process.
-        descendants: whether the progress of its descendants counts too.
+        descendants: whether progress of its descendants counts too.
     """
 
     def __init__(self, pid: int, *, descendants: bool = True) -> None:
         self._pid, self._descendants = pid, descendants
-        self._idle, self._looked_at = 0.0, time.monotonic()
-        self._work, _ = self._look()
+        self._idle, self._sampled_at = 0.0, time.monotonic()
+        self._work, _ = self._sample()
 
     def idle(self) -> float:
-        """Seconds without progress; a process that has ended makes none."""
-        gap = time.monotonic() - self._looked_at
-        if gap >= _LOOK_SECONDS:
-            work, waits = self._look()
+        """Return the seconds without progress; a process that has ended makes none."""
+        gap = time.monotonic() - self._sampled_at
+        if gap >= _SAMPLE_SECONDS:
+            work, waits = self._sample()
             progress = waits or work != self._work
-            self._idle = 0.0 if progress else self._idle + min(gap, 2 * _LOOK_SECONDS)
-            self._work, self._looked_at = work, time.monotonic()
+            self._idle = 0.0 if progress else self._idle + min(gap, 2 * _SAMPLE_SECONDS)
+            self._work, self._sampled_at = work, time.monotonic()
         return self._idle
 
-    def _look(self) -> tuple[dict[int, list[str]], bool]:
-        """What each process has done so far, and whether one waits for a disk or a CPU."""
+    def _sample(self) -> tuple[dict[int, list[str]], bool]:
+        """Return the work of each process so far, and whether one waits for a disk or a CPU."""
         families = children() if self._descendants else {}
         work, waits, pids = {}, False, [self._pid]
         while pids:
             pid = pids.pop()
             pids += families.get(pid, ())
             if (fields := process_fields(pid)) is not None:
-                work[pid] = [*fields[_WORK], _input_output(pid)]
+                work[pid] = [*fields[_WORK], _io_counters(pid)]
                 waits |= fields[STATE] in "DR"
         return work, waits
 
@@ -178,37 +171,38 @@ def wait_while_active(
     *,
     stalled: float = STALL_SECONDS,
     limit: float | None = None,
-    tell: float = _TELL_SECONDS,
+    report_after: float = _REPORT_SECONDS,
     say: Callable[[str], object] | None = None,
 ) -> bool:
-    """Wait for something as long as the process that is to do it makes progress.
+    """Wait for a result as long as the process that produces it makes progress.
 
     Args:
-        done: is given seconds, waits at most so long, and returns whether it is done.
-        activity: of the process.
-        what: what is waited for; said to the user when it takes long.
-        stalled: seconds without any progress after which the wait ends.
-        limit: seconds of wall time after which it ends in any case; None: no limit.
-        tell: seconds after which the wait is told of; again each time three times as long has gone.
-        say: shows a sentence to the user; None: writes it to stderr.
+        done: waits at most the given seconds, and returns whether the result is there.
+        activity: the activity of the process.
+        what: names the result in messages.
+        stalled: seconds without progress after which the wait ends.
+        limit: seconds of wall time after which the wait ends; None: no limit.
+        report_after: seconds until the first message; each further one comes after three times the
+            time waited.
+        say: shows a message to the user; default: writes it to stderr.
 
     Returns:
-        Whether it is done.
+        Whether the result is there.
     """
-    begin = time.monotonic()
-    while not done(_LOOK_SECONDS):
-        waited, idle = time.monotonic() - begin, activity.idle()
+    start = time.monotonic()
+    while not done(_SAMPLE_SECONDS):
+        waited, idle = time.monotonic() - start, activity.idle()
         if idle >= stalled or (limit is not None and waited >= limit):
             return False
-        if waited >= tell:
-            tell = 3 * waited
+        if waited >= report_after:
+            report_after = 3 * waited
             how = f"no progress for {idle:.0f} s" if idle >= 1 else "it makes progress"
             (say or _to_stderr)(f"waiting for {what}: {waited:.0f} s so far, {how}")
     return True
 
 
 def has_ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Whether a process has ended, or does within so many seconds."""
+    """Wait at most so many seconds for a process; return whether it has ended."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     return process.poll() is not None
@@ -218,8 +212,8 @@ def _to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _input_output(pid: int) -> str:
+def _io_counters(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/io").read_text()
-    except OSError:  # it has ended, or this kernel does not tell: CPU time and page faults remain
+    except OSError:  # the process has ended, or the kernel has no such file
         return ""

@@ -1,4 +1,4 @@
-"""Carry the kernel's environment to the ranks, without what would mislead them."""
+"""Pass the kernel's environment to the ranks, without variables that would mislead them."""
 
 from __future__ import annotations
 
@@ -12,45 +12,21 @@ from pathlib import Path
 from nbtoolkit.environment.launch_plan import LaunchPlan
 
 RANK_MARK = "NBTOOLKIT_RANK"
-"""Set in every rank (and what it starts) to the run's folder."""
+"""Set to the run's folder in every rank and its child processes."""
 
-# Positions in some other job: a rank that believed them would wait for ever for peers that do not
-# exist.
-_STALE = frozenset(
-    [
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "ROLE_RANK",
-        "ROLE_NAME",
-        "ROLE_WORLD_SIZE",
-        "NODE_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TPU_NAME",
-        "PJRT_DEVICE",
-        "COLAB_TPU_ADDR",
-        "XRT_TPU_CONFIG",
-    ]
+# Positions in another job: a rank that used them would wait forever for ranks that do not exist.
+_STALE = (
+    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"}
+    | {"ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    | {"TPU_NAME", "PJRT_DEVICE", "COLAB_TPU_ADDR", "XRT_TPU_CONFIG"}
 )
-_STALE_PREFIXES = (
-    "TORCHELASTIC_",
-    "SLURM_",
-    "PMI_",
-    "PMIX_",
-    "OMPI_",
-    "MV2_",
-    "FSDP_",
-    "ACCELERATE_",
-)
+_MPI = ("PMI_", "PMIX_", "OMPI_", "MV2_")
+_STALE_PREFIXES = ("TORCHELASTIC_", "SLURM_", "FSDP_", "ACCELERATE_", *_MPI)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelEnvironment:
-    """What a rank needs to find the same files and modules as the kernel."""
+    """The kernel's environment, so that a rank finds the same files and modules."""
 
     environ: Mapping[str, str]
     cwd: str
@@ -59,7 +35,7 @@ class KernelEnvironment:
 
 
 def kernel_environment() -> KernelEnvironment:
-    """This process's."""
+    """Return the environment of this process."""
     try:
         cwd = os.getcwd()
     except FileNotFoundError:
@@ -70,7 +46,7 @@ def kernel_environment() -> KernelEnvironment:
 
 
 def without_stale(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without the variables that place a process in some other job."""
+    """Return ``environ`` without the variables of another job's ranks."""
     return {
         name: value
         for name, value in environ.items()
@@ -78,10 +54,10 @@ def without_stale(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def enter(kernel: KernelEnvironment, plan: LaunchPlan, folder: Path) -> None:
-    """Make this process stand where the kernel stands, set up for ``plan``."""
+def apply_environment(kernel: KernelEnvironment, plan: LaunchPlan, folder: Path) -> None:
+    """Give this process the kernel's environment, set up for a rank of ``plan``."""
     environ = without_stale(kernel.environ)
-    environ.update(_planned(environ, plan, folder))
+    environ.update(_rank_variables(environ, plan, folder))
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(kernel.cwd)
@@ -89,8 +65,8 @@ def enter(kernel: KernelEnvironment, plan: LaunchPlan, folder: Path) -> None:
     sys.argv[:] = kernel.argv
 
 
-def of_plan(plan: LaunchPlan, folder: Path) -> dict[str, str]:
-    """The variables that every rank has, wherever it runs."""
+def plan_variables(plan: LaunchPlan, folder: Path) -> dict[str, str]:
+    """Return the variables of every rank, also of one that runs in place."""
     return {
         RANK_MARK: str(folder),
         "ACCELERATE_MIXED_PRECISION": "no" if plan.precision == "fp32" else plan.precision,
@@ -99,10 +75,10 @@ def of_plan(plan: LaunchPlan, folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def lend_variables(environ: Mapping[str, str]) -> Iterator[None]:
-    """Let this process have exactly these variables for a while; then each is again what it was.
+def temporary_variables(environ: Mapping[str, str]) -> Iterator[None]:
+    """Set this process's variables to ``environ`` inside the block, and restore them at its end.
 
-    What the block itself changes in other variables stays.
+    Changes that the block makes to other variables are kept.
     """
     before = dict(os.environ)
     names = {name for name in {*before, *environ} if before.get(name) != environ.get(name)}
@@ -121,24 +97,26 @@ def _set(names: set[str], environ: Mapping[str, str]) -> None:
 
 
 def omp_threads(environ: Mapping[str, str], plan: LaunchPlan) -> str:
-    """``OMP_NUM_THREADS`` of a rank: the user's where it is a number (or a list: ``4,2``)."""
-    wish = environ.get("OMP_NUM_THREADS", "")
-    first = wish.split(",")[0]
-    return wish if first.isdecimal() and int(first) else str(plan.threads_per_rank)
+    """Return a rank's ``OMP_NUM_THREADS``: the user's if it is a number (or a list: ``4,2``)."""
+    value = environ.get("OMP_NUM_THREADS", "")
+    first = value.split(",")[0]
+    return value if first.isdecimal() and int(first) else str(plan.threads_per_rank)
 
 
-def _planned(environ: Mapping[str, str], plan: LaunchPlan, folder: Path) -> dict[str, str]:
-    set_now = {
-        **of_plan(plan, folder),
-        # empty on the CPU: a GPU that is not usable must not be found either
+def _rank_variables(environ: Mapping[str, str], plan: LaunchPlan, folder: Path) -> dict[str, str]:
+    variables = {
+        **plan_variables(plan, folder),
+        # Empty on the CPU, so that torch does not find an unusable GPU.
         "CUDA_VISIBLE_DEVICES": ",".join(plan.devices),
         "OMP_NUM_THREADS": omp_threads(environ, plan),
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting GPUs must not touch CUDA before the fork
+        # Counting GPUs must not create a CUDA context before the fork.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "TOKENIZERS_PARALLELISM": environ.get("TOKENIZERS_PARALLELISM", "false"),
-        # All ranks are on this machine: whatever they listen on is nobody else's to reach.
+        # All ranks are on this machine; other machines must not reach their ports.
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
     }
     if "inline" in environ.get("MPLBACKEND", ""):
-        set_now["MPLBACKEND"] = "agg"  # the notebook's back end needs the notebook's kernel
-    return set_now
+        # The notebook's backend needs the notebook's kernel.
+        variables["MPLBACKEND"] = "agg"
+    return variables

@@ -1,23 +1,24 @@
-"""Define which samples each fold trains and validates on; frozen, hashed, saved."""
+"""Define the folds of a data set: frozen, hashed, and saved to files."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from nbtoolkit.errors import FoldError
+from nbtoolkit.errors import FoldError, FoldWarning
 from nbtoolkit.run.paths import write_whole
 from nbtoolkit.text_table import html_table
 
 if TYPE_CHECKING:
     import numpy as np
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
     from nbtoolkit.folds.leakage import Leak
 
@@ -25,12 +26,13 @@ if TYPE_CHECKING:
 
 FoldKind = Literal["stratified", "kfold", "group", "stratified_group", "time", "predefined"]
 
-_INLINE = 20_000  # numbers in folds.json (about 100 kB); more lie in folds.npz beside it
+_PROPERTIES = ("kind", "n_samples", "k", "repeats", "seed", "target", "hash")
+_INLINE = 20_000  # numbers in folds.json (about 100 kB); more go into folds.npz beside it
 
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """One fold: what ``ctx.fold`` is inside a cross-validation.
+    """One fold: ``ctx.fold`` inside a cross-validation.
 
     Attributes:
         index: its number, 0 to ``len(folds) - 1``.
@@ -49,17 +51,17 @@ class Fold:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Folds:
-    """The folds of a data set, from :func:`nbtoolkit.make_folds`; iterate over them, or index.
+    """The folds of a data set, from :func:`nbtoolkit.make_folds`: a sequence of :class:`Fold`.
 
-    Two are equal when they split alike; ``hash`` says so in a word.
+    Two are equal if they split alike; then their ``hash`` is equal.
 
     Attributes:
         kind: how they were made.
         n_samples: samples of the data set.
         pairs: train and validation indices of each fold.
-        repeats: how often the whole data set is split; the folds of the first time come first.
-        seed: of the shuffle; None where nothing is shuffled.
-        target: 16 hex digits over the targets they were made for; None: not known.
+        repeats: how often the whole data set is split; the folds of the first split come first.
+        seed: of the shuffle; None without a shuffle.
+        target: a hash of the targets they were made for, 16 hex digits; None: not known.
     """
 
     kind: FoldKind
@@ -83,47 +85,50 @@ class Folds:
         return self[index].valid_indices
 
     def check(self, X: Any = None, *, groups: Any = None, time: Any = None) -> list[Leak]:
-        """Look for what validation samples have in common with those trained on; warn of it.
+        """Look for leaks between training and validation samples, and warn of them.
 
         Args:
-            X: the inputs, one row a sample: an array, tensor, DataFrame or list. Rows that are
-                equal bit for bit and lie on both sides of a split are counted.
-            groups: a group for each sample (patient, author, scene): overlaps are counted.
-            time: a time for each sample, as numbers, dates or texts that sort: samples trained on
-                that are later than the fold's first validation sample are counted.
+            X: the inputs, one row per sample: an array, tensor, DataFrame or list. Counts
+                validation samples whose row is equal, bit for bit, to a training sample's.
+            groups: a group for each sample (patient, author, scene), shape (n,). Counts validation
+                samples whose group has a training sample.
+            time: a time for each sample, shape (n,), as numbers, dates or texts that sort. Counts
+                training samples that are later than the fold's first validation sample.
 
         Returns:
-            One :class:`~nbtoolkit.folds.leakage.Leak` a kind that was found, each warned of once
-            as a :class:`~nbtoolkit.errors.FoldWarning`; empty: nothing was found.
+            One :class:`~nbtoolkit.folds.leakage.Leak` per kind found, each warned of once as a
+            :class:`~nbtoolkit.errors.FoldWarning`; empty: there are none.
 
         Raises:
             FoldError: ``X``, ``groups`` or ``time`` has another number of samples.
         """
-        from nbtoolkit.folds.leakage import find_leaks, warn_of
+        from nbtoolkit.folds.leakage import find_leaks
 
-        return warn_of(find_leaks(self, X, groups=groups, time=time))
+        leaks = find_leaks(self, X, groups=groups, time=time)
+        for leak in leaks:
+            warnings.warn(FoldWarning(leak.text), stacklevel=2)
+        return leaks
 
     @cached_property
     def hash(self) -> str:
-        """16 hex digits over the data set's size and every fold's samples."""
+        """A hash of the data set's size and every fold's samples, 16 hex digits."""
         digest = hashlib.sha256(str(self.n_samples).encode())
         for train, valid in self.pairs:
             for part in (train, valid):
                 digest.update(f"|{len(part)}|".encode() + part.astype("<i8").tobytes())
         return digest.hexdigest()[:16]
 
-    def differences(self, other: Folds) -> dict[str, tuple[Any, Any]]:
-        """What of ``other`` is not as here: name -> (here, there); empty: they are the same."""
-        names = ("kind", "n_samples", "k", "repeats", "seed", "target", "hash")
-        pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
+    def differences(self, other: Folds) -> dict[str, tuple[object, object]]:
+        """The properties that differ: name -> (of these, of ``other``); empty: they are equal."""
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in _PROPERTIES}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     def save(self, path: str | Path) -> Path:
-        """Write them as JSON, whole or not at all.
+        """Write the folds as JSON, atomically.
 
         Args:
-            path: the file. Above 20,000 indices these lie beside it, in a file of the same name
-                that ends in ``.npz``.
+            path: the file. More than 20,000 indices go into a file beside it, of the same name
+                with the suffix ``.npz``.
 
         Returns:
             The JSON file.
@@ -131,7 +136,18 @@ class Folds:
         Raises:
             OSError: it cannot be written.
         """
-        return _save(self, Path(path))
+        path = Path(path)
+        saved = {name: getattr(self, name) for name in _PROPERTIES}
+        indices = {"valid": [valid for _, valid in self.pairs]}
+        # Train indices are left out if every fold trains on all that it does not validate on.
+        if any(len(train) + len(valid) != self.n_samples for train, valid in self.pairs):
+            indices["train"] = [train for train, _ in self.pairs]
+        if sum(len(part) for parts in indices.values() for part in parts) > _INLINE:
+            write_whole(path.with_suffix(".npz"), _as_npz(indices))  # first: the JSON refers to it
+        else:
+            saved |= {name: [part.tolist() for part in parts] for name, parts in indices.items()}
+        write_whole(path, json.dumps(saved) + "\n")
+        return path
 
     @classmethod
     def load(cls, path: str | Path) -> Folds:
@@ -140,14 +156,21 @@ class Folds:
         Raises:
             FoldError: there is no such file, or it is damaged (its hash does not fit).
         """
-        return _load(Path(path))
+        try:
+            return _read(Path(path))
+        except Exception as error:  # a damaged .npz raises BadZipFile, zlib.error and others
+            raise FoldError(
+                f"the folds cannot be read from {path}: {error}",
+                allowed="a file that folds.save(path) wrote, with its .npz beside it if it has one",
+                do="restore it from a copy, or make the folds again with nb.make_folds",
+            ) from error
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> Fold:
-        number = range(len(self.pairs))[index]  # an IndexError beyond the last; -1 is the last
-        # Copies, and writable: torch warns of read-only arrays, once and for the whole process.
+        number = range(len(self.pairs))[index]  # IndexError after the last; -1 is the last
+        # Writable copies: torch warns of read-only arrays, once for the whole process.
         train, valid = (part.copy() for part in self.pairs[number])
         return Fold(number, train, valid)
 
@@ -172,69 +195,36 @@ class Folds:
         return html_table(repr(self), sizes, ["samples to train on + to validate on"])
 
 
-# --- as files ---
-
-
-def _save(folds: Folds, path: Path) -> Path:
-    names = ("kind", "n_samples", "k", "repeats", "seed", "target", "hash")
-    about = {name: getattr(folds, name) for name in names}
-    parts = {"valid": [valid for _, valid in folds.pairs]}
-    if any(not _complementary(pair, folds.n_samples) for pair in folds.pairs):
-        parts["train"] = [train for train, _ in folds.pairs]
-    if sum(len(indices) for part in parts.values() for indices in part) > _INLINE:
-        write_whole(path.with_suffix(".npz"), _as_npz(parts))  # first: the JSON file tells of it
-    else:
-        about |= {name: [indices.tolist() for indices in part] for name, part in parts.items()}
-    write_whole(path, json.dumps(about) + "\n")
-    return path
-
-
-def _complementary(pair: tuple[Indices, Indices], n_samples: int) -> bool:
-    """Whether a fold trains on all it does not validate on: its train indices need no place."""
-    return len(pair[0]) + len(pair[1]) == n_samples
-
-
-def _as_npz(parts: dict[str, list[Indices]]) -> bytes:
+def _as_npz(indices: dict[str, list[Indices]]) -> bytes:
     import numpy as np
 
     arrays: dict[str, Any] = {
-        f"{name}_{number}": indices
-        for name, part in parts.items()
-        for number, indices in enumerate(part)
+        f"{name}_{number}": part
+        for name, parts in indices.items()
+        for number, part in enumerate(parts)
     }
     file = io.BytesIO()
     np.savez_compressed(file, **arrays)
     return file.getvalue()
 
 
-def _load(path: Path) -> Folds:
-    try:
-        about = json.loads(path.read_text())
-        folds = _rebuilt(about, path)
-        if folds.hash != about["hash"]:
-            raise ValueError(f"its samples have the hash {folds.hash}, not {about['hash']}")
-    except Exception as error:  # a damaged .npz raises BadZipFile, zlib.error and others
-        raise FoldError(
-            f"the folds cannot be read from {path}: {error}",
-            allowed="a file that folds.save(path) wrote, with the .npz beside it if there was one",
-            do="put it back from a copy, or make the folds again with nb.make_folds",
-        ) from error
-    return folds
-
-
-def _rebuilt(about: dict[str, Any], path: Path) -> Folds:
-    count = about["k"] * about["repeats"]
-    parts = about if "valid" in about else _from_npz(path.with_suffix(".npz"), count)
-    valid, train = parts["valid"], parts.get("train")
+def _read(path: Path) -> Folds:
+    saved = json.loads(path.read_text())
+    count = saved["k"] * saved["repeats"]
+    indices = saved if "valid" in saved else _read_npz(path.with_suffix(".npz"), count)
+    valid, train = indices["valid"], indices.get("train")
     pairs = [
-        (train[number] if train else others(valid[number], about["n_samples"]), valid[number])
+        (train[number] if train else others(valid[number], saved["n_samples"]), valid[number])
         for number in range(count)
     ]
     names = ("kind", "n_samples", "repeats", "seed", "target")
-    return Folds(pairs=frozen(pairs), **{name: about[name] for name in names})
+    folds = Folds(pairs=frozen(pairs), **{name: saved[name] for name in names})
+    if folds.hash != saved["hash"]:
+        raise ValueError(f"its samples have the hash {folds.hash}, not {saved['hash']}")
+    return folds
 
 
-def _from_npz(path: Path, count: int) -> dict[str, Any]:
+def _read_npz(path: Path, count: int) -> dict[str, list[Indices]]:
     import numpy as np
 
     with np.load(path) as arrays:
@@ -246,17 +236,17 @@ def others(indices: Sequence[int] | Indices, n_samples: int) -> Indices:
     """The samples not in ``indices``, ascending."""
     import numpy as np
 
-    left = np.ones(n_samples, dtype=bool)
-    left[np.asarray(indices, dtype=np.int64)] = False
-    return np.flatnonzero(left)
+    mask = np.ones(n_samples, dtype=bool)
+    mask[np.asarray(indices, dtype=np.int64)] = False
+    return np.flatnonzero(mask)
 
 
-def frozen(pairs: Sequence[tuple[Any, Any]]) -> tuple[tuple[Indices, Indices], ...]:
-    """Pairs of index arrays as int64 that cannot be written to."""
+def frozen(pairs: Sequence[tuple[ArrayLike, ArrayLike]]) -> tuple[tuple[Indices, Indices], ...]:
+    """Pairs of index lists as read-only int64 arrays."""
     return tuple((_frozen(train), _frozen(valid)) for train, valid in pairs)
 
 
-def _frozen(indices: Any) -> Indices:
+def _frozen(indices: ArrayLike) -> Indices:
     import numpy as np
 
     array = np.array(indices, dtype=np.int64)

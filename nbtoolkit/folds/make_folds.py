@@ -1,12 +1,11 @@
-"""Split a data set into folds with scikit-learn, or as the user says."""
+"""Split a data set into folds, with scikit-learn or as the user defines them."""
 
 from __future__ import annotations
 
 import numbers
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, get_args
 
 from nbtoolkit.errors import FoldError, FoldWarning, MissingExtra
 from nbtoolkit.folds.folds import FoldKind, Folds, frozen, others
@@ -15,65 +14,10 @@ from nbtoolkit.folds.leakage import as_column, digest_of
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from nbtoolkit.folds.folds import Indices
+    from nbtoolkit.folds.leakage import Column
 
-# --- predefined ---
-# Folds as the user says: a fold's number for each sample, or pairs of index lists.
-
-
-def predefined_pairs(given: Any, n_samples: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-    """Folds as the user says: a fold's number for each sample, or pairs of index lists."""
-    import numpy as np
-
-    given = list(given.tolist() if hasattr(given, "tolist") else given)
-    if given and all(isinstance(one, (tuple, list)) and len(one) == 2 for one in given):
-        return [_pair(number, pair, n_samples) for number, pair in enumerate(given)]
-    number_of = as_column(given, "predefined", n_samples=n_samples)
-    if number_of.dtype.kind not in "iu" or not (number_of >= 0).any():
-        raise FoldError(
-            f"predefined holds {number_of.dtype} values, or no fold at all",
-            allowed="whole numbers: the fold that validates on the sample, -1 for none",
-            do="make_folds(y, kind='predefined', predefined=[0, 0, 1, 1, -1])",
-        )
-    numbers = np.unique(number_of[number_of >= 0])
-    held_out = [np.flatnonzero(number_of == number) for number in numbers]
-    return [
-        _pair(i, (others(valid, n_samples), valid), n_samples) for i, valid in enumerate(held_out)
-    ]
-
-
-def _pair(number: int, pair: Any, n_samples: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """One fold's indices, checked."""
-    import numpy as np
-
-    train, valid = (np.asarray(part) for part in pair)
-    wrong = _wrong_with(train, valid, n_samples)
-    if wrong:
-        raise FoldError(
-            f"the predefined fold {number} {wrong}",
-            allowed=f"whole numbers from 0 to {n_samples - 1}, each once, on one side",
-            do="pass pairs (train indices, validation indices), as scikit-learn's split() gives",
-        )
-    return np.sort(train), np.sort(valid)
-
-
-def _wrong_with(train: NDArray[Any], valid: NDArray[Any], n_samples: int) -> str:
-    import numpy as np
-
-    if train.ndim != 1 or valid.ndim != 1:
-        return "is no pair of index lists"
-    if not train.size or not valid.size:
-        return f"has {train.size} samples to train on and {valid.size} to validate on"
-    both = np.concatenate([train, valid])
-    if both.dtype.kind not in "iu" or both.min() < 0 or both.max() >= n_samples:
-        return f"holds what is no index of {n_samples} samples"
-    if len(np.unique(train)) < train.size or len(np.unique(valid)) < valid.size:
-        return "holds a sample twice"
-    shared = np.intersect1d(train, valid).size
-    return f"validates on {shared} samples that it trains on" if shared else ""
-
-
-# --- make folds ---
-
+    Pair: TypeAlias = tuple[Indices, Indices]
 
 _GROUPED = ("group", "stratified_group")
 _STRATIFIED = ("stratified", "stratified_group")
@@ -91,30 +35,30 @@ def make_folds(
     repeats: int = 1,
     predefined: Any = None,
 ) -> Folds:
-    """Split a data set into folds, always the same for the same arguments.
+    """Split a data set into folds; the same arguments always give the same folds.
 
     Args:
         y: a target for each sample, shape (n,): a list, array, tensor or Series. Kinds that do not
-            stratify use its length and remember its hash.
-        k: folds; 2 or more. ``"predefined"`` counts them itself.
+            stratify use only its length and its hash.
+        k: folds; 2 or more. ``"predefined"`` ignores it.
         kind: ``"stratified"`` (each fold has its share of every class), ``"kfold"`` (shuffled),
             ``"group"`` (a group is never on both sides, folds of about equal size),
             ``"stratified_group"`` (both), ``"time"`` (samples in time order; each fold trains on
-            all before those it validates on, so the first part of the data is never validated on),
-            ``"predefined"``. See scikit-learn's `cross-validation iterators
+            all samples before its validation samples, so the first part of the data is never
+            validated on), ``"predefined"``. See scikit-learn's `cross-validation iterators
             <https://scikit-learn.org/stable/modules/cross_validation.html>`_.
         groups: a group for each sample, shape (n,), for the group kinds.
         seed: of the shuffle; ``"group"`` and ``"time"`` do not shuffle.
-        repeats: split so many times anew, for ``"stratified"`` and ``"kfold"``: ``k * repeats``
+        repeats: how many times to split, for ``"stratified"`` and ``"kfold"``: ``k * repeats``
             folds.
-        predefined: with that kind: for each sample the number of the fold that validates on it
-            (-1: none, it is always trained on), or a pair (train, valid) of index lists a fold.
+        predefined: for this kind: for each sample the number of the fold that validates on it (-1:
+            none, it is always trained on), or a pair (train, valid) of index lists per fold.
 
     Returns:
-        The folds, frozen; ``len(folds)`` of them.
+        The folds, frozen.
 
     Raises:
-        FoldError: the data set cannot be split like that.
+        FoldError: the data set cannot be split in this way.
         MissingExtra: scikit-learn is not installed.
 
     Example:
@@ -122,15 +66,26 @@ def make_folds(
         >>> [len(fold.valid_indices) for fold in folds]
         [2, 2, 2]
     """
-    wish = _FoldRequest(kind=kind, k=k, seed=seed, repeats=repeats)
     targets = as_column(y, "y")
-    wish.check(len(targets), groups, predefined)
+    _check_arguments(kind, k, seed, repeats)
+    _check_companions(kind, groups, predefined, repeats)
+    needed = 1 if kind == "predefined" else k + (kind == "time")
+    if len(targets) < needed:
+        raise FoldError(
+            f"{len(targets)} samples cannot be split into k={k} folds of kind {kind!r}",
+            allowed=f"{needed} samples or more",
+            do="pass all samples' targets, or a smaller k",
+        )
     if kind == "predefined":
         pairs = predefined_pairs(predefined, len(targets))
     else:
-        teams = None if groups is None else as_column(groups, "groups", n_samples=len(targets))
-        wish.check_columns(targets, teams)
-        pairs = _split(wish, targets, teams)
+        group_of = None
+        if groups is not None:
+            group_of = as_column(groups, "groups", n_samples=len(targets))
+            _check_groups(group_of, k)
+        if kind in _STRATIFIED:
+            _check_classes(targets, k)
+        pairs = _split(_splitter(kind, k, seed, repeats), targets, group_of)
     return Folds(
         kind=kind,
         n_samples=len(targets),
@@ -141,129 +96,50 @@ def make_folds(
     )
 
 
-# --- what is refused ---
+class _Splitter(Protocol):
+    """scikit-learn's interface of splitters."""
+
+    def split(self, X: NDArray[Any], y: Column, groups: Column | None = None) -> Iterable[Pair]: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class _FoldRequest:
-    """How to split, checked before anything is."""
+def _splitter(kind: FoldKind, k: int, seed: int, repeats: int) -> _Splitter:
+    """Make scikit-learn's splitter; its results are the folds, unchanged.
 
-    kind: FoldKind
-    k: int
-    seed: int
-    repeats: int
-
-    def check(self, n_samples: int, groups: Any, predefined: Any) -> None:
-        """Refuse what does not go together.
-
-        Raises:
-            FoldError: as it says.
-        """
-        if self.kind not in get_args(FoldKind):
-            raise FoldError(
-                f"kind is {self.kind!r}",
-                allowed=", ".join(get_args(FoldKind)),
-                do="for repeated folds pass repeats=3, for your own kind='predefined'",
-            )
-        for name, least in (("k", 2), ("repeats", 1), ("seed", 0)):
-            _check_whole(name, getattr(self, name), least)
-        self._check_companions(groups, predefined)
-        needed = 1 if self.kind == "predefined" else self.k + (self.kind == "time")
-        if n_samples < needed:
-            raise FoldError(
-                f"{n_samples} samples cannot be split into k={self.k} folds of kind {self.kind!r}",
-                allowed=f"{needed} samples or more",
-                do="pass all samples' targets, or a smaller k",
-            )
-
-    def _check_companions(self, groups: Any, predefined: Any) -> None:
-        if (self.kind in _GROUPED) != (groups is not None):
-            lacks = "needs groups" if groups is None else "makes no use of groups"
-            raise FoldError(
-                f"kind={self.kind!r} {lacks}",
-                allowed="groups= together with kind='group' or 'stratified_group', and only there",
-                do="pass kind='stratified_group' with groups=, or another kind without",
-            )
-        if (self.kind == "predefined") != (predefined is not None):
-            raise FoldError(
-                f"kind={self.kind!r} with predefined="
-                f"{'None' if predefined is None else '...'} cannot be meant",
-                allowed="predefined= together with kind='predefined', and only there",
-                do="make_folds(y, kind='predefined', predefined=fold_of_each_sample)",
-            )
-        if self.repeats > 1 and self.kind not in _REPEATABLE:
-            raise FoldError(
-                f"kind={self.kind!r} cannot be repeated: it splits in one way only, or as it "
-                "happens",
-                allowed=f"repeats= with {' or '.join(map(repr, _REPEATABLE))}",
-                do="pass repeats=1, or kind='predefined' with pairs of your own",
-            )
-
-    def check_columns(self, targets: NDArray[Any], groups: NDArray[Any] | None) -> None:
-        """Refuse targets or groups too few to be in every fold; warn of small classes.
-
-        Raises:
-            FoldError: as it says.
-        """
-        import numpy as np
-
-        if groups is not None and (count := len(np.unique(groups))) < self.k:
-            raise FoldError(
-                f"there are {count} groups for k={self.k} folds",
-                allowed="as many groups as folds, or more: a group is never split",
-                do=f"pass k={count}" if count > 1 else "pass the samples' own groups",
-            )
-        if self.kind in _STRATIFIED:
-            _check_classes(targets, self.k)
+    Raises:
+        MissingExtra: scikit-learn is not installed.
+    """
+    try:
+        from sklearn import model_selection
+    except ImportError as error:
+        raise MissingExtra(
+            "folds are made by scikit-learn, which is not installed",
+            do="pip install 'nbtoolkit-torch[training]'",
+        ) from error
+    repeated = {"n_splits": k, "n_repeats": repeats, "random_state": seed}
+    shuffled = {"n_splits": k, "shuffle": True, "random_state": seed}
+    splitter: _Splitter
+    if kind == "stratified" and repeats > 1:
+        splitter = model_selection.RepeatedStratifiedKFold(**repeated)
+    elif kind == "stratified":
+        splitter = model_selection.StratifiedKFold(**shuffled)
+    elif kind == "kfold" and repeats > 1:
+        splitter = model_selection.RepeatedKFold(**repeated)
+    elif kind == "kfold":
+        splitter = model_selection.KFold(**shuffled)
+    elif kind == "group":
+        # not shuffled: it balances the folds' sizes, and scikit-learn before 1.6 cannot
+        splitter = model_selection.GroupKFold(k)
+    elif kind == "stratified_group":
+        splitter = model_selection.StratifiedGroupKFold(**shuffled)
+    else:
+        splitter = model_selection.TimeSeriesSplit(k)
+    return splitter
 
 
-def _check_whole(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
-        raise FoldError(
-            f"{name} is {value!r}",
-            allowed=f"a whole number from {least} on",
-            do=f"pass {name}={max(least, 5 if name == 'k' else least)}",
-        )
-
-
-def _check_classes(targets: NDArray[Any], k: int) -> None:
-    """Classes must be classes; those smaller than k are told, since some folds lack them."""
+def _split(splitter: _Splitter, targets: Column, groups: Column | None) -> list[Pair]:
     import numpy as np
 
-    if targets.dtype.kind == "f" and not np.all(targets == np.round(targets)):
-        raise FoldError(
-            "y holds numbers that are no classes (fractions or NaN), which cannot be stratified",
-            allowed="classes: whole numbers, texts or booleans",
-            do="pass kind='kfold', or y binned: np.digitize(y, np.quantile(y, [0.25, 0.5, 0.75]))",
-        )
-    classes, counts = np.unique(targets, return_counts=True)
-    small = [f"{name} ({count})" for name, count in zip(classes, counts, strict=True) if count < k]
-    if len(small) == len(classes):
-        raise FoldError(
-            f"every class has fewer samples than k={k} folds: {_some(small)}",
-            allowed=f"k up to {max(counts)}, the size of the largest class",
-            do="pass a smaller k, or kind='kfold' if y is a number to be predicted",
-        )
-    if small:
-        text = f"classes with fewer samples than k={k} are missing in some folds: {_some(small)}"
-        warnings.warn(FoldWarning(text), stacklevel=4)  # the line that calls make_folds
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
-
-
-# --- the split itself ---
-
-
-def _split(
-    wish: _FoldRequest, targets: NDArray[Any], groups: NDArray[Any] | None
-) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-    import numpy as np
-
-    splitter = _splitter(wish)
-    with warnings.catch_warnings():  # small classes were told, with their names
+    with warnings.catch_warnings():  # _check_classes has warned of small classes, with their names
         warnings.filterwarnings("ignore", message="The least populated class", category=UserWarning)
         pairs = list(splitter.split(np.zeros(len(targets)), targets, groups))
     for number, (train, valid) in enumerate(pairs):
@@ -277,30 +153,145 @@ def _split(
     return pairs
 
 
-def _splitter(wish: _FoldRequest) -> Any:
-    """scikit-learn's splitter; its results are the folds, unchanged.
+# --- checks of the arguments ---
+
+
+def _check_arguments(kind: FoldKind, k: int, seed: int, repeats: int) -> None:
+    if kind not in get_args(FoldKind):
+        raise FoldError(
+            f"kind is {kind!r}",
+            allowed=", ".join(get_args(FoldKind)),
+            do="for repeated folds pass repeats=3, for your own kind='predefined'",
+        )
+    for name, value, least in (("k", k, 2), ("repeats", repeats, 1), ("seed", seed, 0)):
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+            raise FoldError(
+                f"{name} is {value!r}",
+                allowed=f"a whole number from {least} on",
+                do=f"pass {name}={5 if name == 'k' else least}",
+            )
+
+
+def _check_companions(kind: FoldKind, groups: object, predefined: object, repeats: int) -> None:
+    """Refuse arguments that do not apply to ``kind``, or that it lacks."""
+    if (kind in _GROUPED) != (groups is not None):
+        raise FoldError(
+            f"kind={kind!r} {'needs groups' if groups is None else 'does not use groups'}",
+            allowed="groups= with kind='group' or 'stratified_group', and only with these",
+            do="pass kind='stratified_group' with groups=, or another kind without",
+        )
+    if (kind == "predefined") != (predefined is not None):
+        lacks = "needs predefined" if predefined is None else "does not use predefined"
+        raise FoldError(
+            f"kind={kind!r} {lacks}",
+            allowed="predefined= with kind='predefined', and only with it",
+            do="make_folds(y, kind='predefined', predefined=fold_of_each_sample)",
+        )
+    if repeats > 1 and kind not in _REPEATABLE:
+        raise FoldError(
+            f"kind={kind!r} cannot be repeated: scikit-learn has no repeated version of it",
+            allowed=f"repeats= with {' or '.join(map(repr, _REPEATABLE))}",
+            do="pass repeats=1, or kind='predefined' with your own pairs",
+        )
+
+
+def _check_groups(groups: Column, k: int) -> None:
+    """Refuse groups too few to be in every fold."""
+    import numpy as np
+
+    if (count := len(np.unique(groups))) < k:
+        raise FoldError(
+            f"there are {count} groups for k={k} folds",
+            allowed="as many groups as folds, or more: a group is never split",
+            do=f"pass k={count}" if count > 1 else "pass the samples' own groups",
+        )
+
+
+def _check_classes(targets: Column, k: int) -> None:
+    """Refuse targets that are not classes; warn of classes smaller than k, which folds may lack."""
+    import numpy as np
+
+    if targets.dtype.kind == "f" and not np.all(targets == np.round(targets)):
+        raise FoldError(
+            "y holds numbers that are no classes (fractions or NaN), which cannot be stratified",
+            allowed="classes: whole numbers, texts or booleans",
+            do="pass kind='kfold', or y binned: np.digitize(y, np.quantile(y, [0.25, 0.5, 0.75]))",
+        )
+    classes, counts = np.unique(targets, return_counts=True)
+    small = [f"{name} ({count})" for name, count in zip(classes, counts, strict=True) if count < k]
+    listed = ", ".join(small[:5]) + (f" and {len(small) - 5} more" if len(small) > 5 else "")
+    if len(small) == len(classes):
+        raise FoldError(
+            f"every class has fewer samples than k={k} folds: {listed}",
+            allowed=f"k up to {max(counts)}, the size of the largest class",
+            do="pass a smaller k, or kind='kfold' if y is a number to be predicted",
+        )
+    if small:
+        text = f"classes with fewer samples than k={k} are missing in some folds: {listed}"
+        warnings.warn(FoldWarning(text), stacklevel=3)  # the line that calls make_folds
+
+
+# --- predefined folds ---
+
+
+def predefined_pairs(predefined: Any, n_samples: int) -> list[Pair]:
+    """The user's own folds, checked.
+
+    Args:
+        predefined: a fold's number for each sample, shape (n,), or a list of pairs of index lists.
+        n_samples: samples of the data set.
 
     Raises:
-        MissingExtra: scikit-learn is not installed.
+        FoldError: these are no folds of the data set.
     """
-    try:
-        from sklearn import model_selection as of
-    except ImportError as error:
-        raise MissingExtra(
-            "folds are made by scikit-learn, which is not installed",
-            do="pip install 'nbtoolkit-torch[training]'",
-        ) from error
-    k, seed, repeated = wish.k, wish.seed, wish.repeats > 1
-    again = {"n_splits": k, "n_repeats": wish.repeats, "random_state": seed}
-    shuffled = {"n_splits": k, "shuffle": True, "random_state": seed}
-    makers = {
-        "stratified": lambda: (
-            of.RepeatedStratifiedKFold(**again) if repeated else of.StratifiedKFold(**shuffled)
-        ),
-        "kfold": lambda: of.RepeatedKFold(**again) if repeated else of.KFold(**shuffled),
-        # not shuffled: it balances the folds' sizes, and scikit-learn before 1.6 cannot
-        "group": lambda: of.GroupKFold(k),
-        "stratified_group": lambda: of.StratifiedGroupKFold(**shuffled),
-        "time": lambda: of.TimeSeriesSplit(k),
-    }
-    return makers[wish.kind]()
+    import numpy as np
+
+    items = list(predefined.tolist() if hasattr(predefined, "tolist") else predefined)
+    if items and all(isinstance(item, (tuple, list)) and len(item) == 2 for item in items):
+        return [
+            _checked_pair(number, train, valid, n_samples)
+            for number, (train, valid) in enumerate(items)
+        ]
+    fold_of = as_column(items, "predefined", n_samples=n_samples)
+    if fold_of.dtype.kind not in "iu" or not (fold_of >= 0).any():
+        raise FoldError(
+            f"predefined holds {fold_of.dtype} values, or no fold at all",
+            allowed="whole numbers: the fold that validates on the sample, -1 for none",
+            do="make_folds(y, kind='predefined', predefined=[0, 0, 1, 1, -1])",
+        )
+    held_out = [np.flatnonzero(fold_of == fold) for fold in np.unique(fold_of[fold_of >= 0])]
+    return [
+        _checked_pair(number, others(valid, n_samples), valid, n_samples)
+        for number, valid in enumerate(held_out)
+    ]
+
+
+def _checked_pair(number: int, train: Any, valid: Any, n_samples: int) -> Pair:
+    """One fold's indices, sorted."""
+    import numpy as np
+
+    train, valid = np.asarray(train), np.asarray(valid)
+    problem = _problem_with(train, valid, n_samples)
+    if problem:
+        raise FoldError(
+            f"the predefined fold {number} {problem}",
+            allowed=f"whole numbers from 0 to {n_samples - 1}, each once, on one side",
+            do="pass pairs (train indices, validation indices), as scikit-learn's split() gives",
+        )
+    return np.sort(train), np.sort(valid)
+
+
+def _problem_with(train: NDArray[Any], valid: NDArray[Any], n_samples: int) -> str:
+    import numpy as np
+
+    if train.ndim != 1 or valid.ndim != 1:
+        return "is no pair of index lists"
+    if not train.size or not valid.size:
+        return f"has {train.size} samples to train on and {valid.size} to validate on"
+    both = np.concatenate([train, valid])
+    if both.dtype.kind not in "iu" or both.min() < 0 or both.max() >= n_samples:
+        return f"holds what is no index of {n_samples} samples"
+    if len(np.unique(train)) < train.size or len(np.unique(valid)) < valid.size:
+        return "holds a sample twice"
+    shared = np.intersect1d(train, valid).size
+    return f"validates on {shared} samples that it trains on" if shared else ""

@@ -1,1 +1,1 @@
-"""Bundles and kernel metadata for Kaggle."""
+"""Prepare notebooks and wheels for Kaggle and Colab."""

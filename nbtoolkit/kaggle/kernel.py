@@ -1,4 +1,4 @@
-"""Write a notebook and its checked metadata into a folder for Kaggle's client."""
+"""Write a notebook and its kernel-metadata.json into a folder for Kaggle's client."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbtoolkit.config.yaml_source import Layer, Mistake, read_layer, refuse
 from nbtoolkit.errors import MetadataError
@@ -19,18 +20,6 @@ from nbtoolkit.notebooks.document import (
 )
 from nbtoolkit.notebooks.parameters import check_parameters, given_layer
 from nbtoolkit.run.paths import write_json, write_whole
-
-if TYPE_CHECKING:
-    from nbformat import NotebookNode
-
-
-# --- kernel metadata ---
-# Kernel-metadata.json: what Kaggle's client is told of a notebook, checked before it is sent.
-#
-# The keys are those of https://github.com/Kaggle/kaggle-cli/blob/main/docs/kernels_metadata.md and
-# of ``kaggle kernels init`` (kaggle 2.2.4). The client passes unknown keys over in silence, and an
-# id without an owner it sends.
-
 
 FILE = "kernel-metadata.json"
 
@@ -44,7 +33,7 @@ GPUS: Mapping[str, str] = {
 }
 """Short name -> ``machine_shape``, as of 2026-02 (https://github.com/Kaggle/kaggle-cli/pull/916).
 
-Who asks for a GPU without a shape gets a P100, on which the image's torch does not run (sm_60).
+Without a shape, Kaggle gives a P100, on which the image's torch does not run (sm_60).
 """
 
 _SLUG = r"[a-z0-9]+(-[a-z0-9]+)*"
@@ -53,65 +42,96 @@ _VERSIONED = re.compile(rf"[\w-]+/{_SLUG}(/\d+)?", re.IGNORECASE)
 _MODEL = re.compile(r"[\w.-]+(/[\w.-]+){3}/\d+")
 _BARE = re.compile(_SLUG, re.IGNORECASE)
 
-_Check = Callable[[Any], bool]
+_Check = Callable[[object], bool]
 
 
-def _each(pattern: re.Pattern[str]) -> _Check:
+def _list_of(pattern: re.Pattern[str]) -> _Check:
     return lambda value: (
         isinstance(value, list)
-        and all(isinstance(one, str) and bool(pattern.fullmatch(one)) for one in value)
+        and all(isinstance(item, str) and bool(pattern.fullmatch(item)) for item in value)
     )
 
 
-def _is_text(value: Any) -> bool:
+def _one_of(*choices: str) -> tuple[_Check, str]:
+    return (lambda value: value in choices), ", ".join(choices)
+
+
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _yes_or_no(value: Any) -> bool:
+def _is_flag(value: object) -> bool:
     return isinstance(value, bool) or str(value).lower() in ("true", "false")
 
 
-# Key -> whether a value does, and what is told of those that do.
+_FLAG = (_is_flag, "true, false")
+
+# Key -> check of a value, and the allowed values in words. The keys are those of
+# https://github.com/Kaggle/kaggle-cli/blob/main/docs/kernels_metadata.md and of
+# ``kaggle kernels init`` (kaggle 2.2.4). The client silently ignores unknown keys, and it sends an
+# id without an owner.
 _KEYS: Mapping[str, tuple[_Check, str]] = {
     "id": (
-        lambda value: _is_text(value) and bool(_OWNED.fullmatch(value)),
+        lambda value: isinstance(value, str) and bool(_OWNED.fullmatch(value)),
         "user/slug-of-the-title",
     ),
     "id_no": (lambda value: isinstance(value, int) and value > 0, "a whole number"),
-    "title": (lambda value: _is_text(value) and len(value) >= 5, "five characters or more"),
+    "title": (
+        lambda value: isinstance(value, str) and len(value) >= 5,
+        "five characters or more",
+    ),
     "code_file": (lambda value: _is_text(value) and bool(value), "a file in the same folder"),
-    "language": (lambda value: value in ("python", "r", "rmarkdown"), "python, r, rmarkdown"),
-    "kernel_type": (lambda value: value in ("notebook", "script"), "notebook, script"),
-    "is_private": (_yes_or_no, "true, false"),
-    "enable_gpu": (_yes_or_no, "true, false"),
-    "enable_tpu": (_yes_or_no, "true, false"),
-    "enable_internet": (_yes_or_no, "true, false"),
+    "language": _one_of("python", "r", "rmarkdown"),
+    "kernel_type": _one_of("notebook", "script"),
+    "is_private": _FLAG,
+    "enable_gpu": _FLAG,
+    "enable_tpu": _FLAG,
+    "enable_internet": _FLAG,
     "machine_shape": (_is_text, ", ".join(GPUS.values())),
-    "dataset_sources": (_each(_VERSIONED), "a list of user/dataset"),
-    "competition_sources": (_each(_BARE), "a list of competitions' slugs"),
-    "kernel_sources": (_each(_VERSIONED), "a list of user/notebook"),
-    "model_sources": (_each(_MODEL), "a list of owner/model/framework/variation/version"),
+    "dataset_sources": (_list_of(_VERSIONED), "a list of user/dataset"),
+    "competition_sources": (_list_of(_BARE), "a list of competitions' slugs"),
+    "kernel_sources": (_list_of(_VERSIONED), "a list of user/notebook"),
+    "model_sources": (_list_of(_MODEL), "a list of owner/model/framework/variation/version"),
     "keywords": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list"),
     "docker_image": (_is_text, "an image's name"),
-    "docker_image_pinning_type": (
-        lambda value: value in ("original", "latest"),
-        "original, latest",
-    ),
+    "docker_image_pinning_type": _one_of("original", "latest"),
 }
-_NEEDED = ("id", "title", "code_file", "language", "kernel_type")
+_REQUIRED = ("id", "title", "code_file", "language", "kernel_type")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSettings:
+    """Settings of a notebook on Kaggle; None: as in the existing metadata, else the default."""
+
+    user: str | None = None
+    """Your name on Kaggle; default: ``KAGGLE_USERNAME``."""
+    title: str | None = None
+    """Five characters or more; default: the file's name."""
+    gpu: str | None = None
+    """``"t4"`` (two of them), ``"l4"``, ``"p100"`` ..., or ``"none"``, the default."""
+    internet: bool | None = None
+    """Whether the notebook can use the internet; default: no."""
+    private: bool | None = None
+    """Whether only you can see the notebook; default: yes."""
+    datasets: Sequence[str] = ()
+    """Data sets to attach, in addition to those of the existing metadata: ``user/slug``."""
+    competitions: Sequence[str] = ()
+    """Competitions whose data to attach, likewise: their slugs."""
+    kernels: Sequence[str] = ()
+    """Notebooks whose output to attach, likewise: ``user/slug``."""
 
 
 def slug_of(title: str) -> str:
-    """A title as Kaggle writes it into addresses: ``Train, once`` becomes ``train-once``."""
+    """Return a title as in Kaggle's addresses: ``train-once`` for ``Train, once``."""
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """The values of a kernel-metadata.json that a person may have written; empty without one.
+    """Read a kernel-metadata.json, which may be edited by hand; {} if there is none.
 
     Raises:
-        MetadataError: a key is unknown or a value wrong; all mistakes with their lines.
-        ConfigError: it cannot be read.
+        MetadataError: a key is unknown or a value wrong; lists all mistakes with their lines.
+        ConfigError: the file cannot be read.
     """
     if not path.exists():
         return {}
@@ -120,30 +140,24 @@ def read_metadata(path: Path) -> dict[str, Any]:
     return layer.values
 
 
-def check_metadata(values: Mapping[str, Any], shown: str = FILE) -> None:
-    """Refuse metadata with which Kaggle would do something else than is meant.
-
-    Args:
-        values: all of it.
-        shown: the file's name, for messages.
+def check_metadata(values: Mapping[str, Any]) -> None:
+    """Refuse metadata that Kaggle would misunderstand.
 
     Raises:
         MetadataError: a key is unknown or missing, a value wrong, or title and id differ.
     """
-    layer = Layer(values=dict(values), places={})
-    missing = [key for key in _NEEDED if not values.get(key)]
-    mistakes = [*_mistakes(layer, shown)]
-    mistakes += [Mistake(place=shown, what=f"'{key}' is missing") for key in missing]
+    mistakes = [*_mistakes(Layer(values=dict(values), places={}), FILE)]
+    missing = [key for key in _REQUIRED if not values.get(key)]
+    mistakes += [Mistake(place=FILE, what=f"'{key}' is missing") for key in missing]
     if not mistakes and slug_of(values["title"]) != values["id"].partition("/")[2].lower():
-        title, where = values["title"], values["id"]
-        mistakes += [
+        mistakes.append(
             Mistake(
-                place=shown,
-                what=f"the title {title!r} does not belong to the id {where!r}",
-                allowed=f"an id that ends in {slug_of(title)!r}",
-                do="Kaggle goes by the title: change one of them, or delete the id",
+                place=FILE,
+                what=f"the title {values['title']!r} does not belong to the id {values['id']!r}",
+                allowed=f"an id that ends in {slug_of(values['title'])!r}",
+                do="Kaggle uses the title: change one of them, or delete the id",
             )
-        ]
+        )
     refuse(mistakes, MetadataError)
 
 
@@ -158,104 +172,91 @@ def _mistakes(layer: Layer, shown: str) -> Iterator[Mistake]:
             yield Mistake(place=place, what=f"{key!r} is {value!r}", allowed=_KEYS[key][1])
 
 
-# --- kaggle kernel ---
-
-
 def write_kernel(
     path: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
-    *,
-    user: str | None = None,
-    title: str | None = None,
-    gpu: str | None = None,
-    internet: bool | None = None,
-    private: bool | None = None,
-    datasets: Sequence[str] = (),
-    competitions: Sequence[str] = (),
-    kernels: Sequence[str] = (),
-    parameters: Mapping[str, Any] | None = None,
+    settings: KernelSettings | None = None,
+    parameters: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write a folder that ``kaggle kernels push -p FOLDER`` sends as it is.
+    """Write a folder for ``kaggle kernels push -p FOLDER``.
 
-    What a kernel-metadata.json that is there already says stays, but for what is given here.
+    An existing kernel-metadata.json in the folder keeps its values, except for these settings.
 
     Args:
         path: the notebook; its copy has no outputs.
         output: the folder; default: ``outputs/kaggle/<slug>``.
-        user: your name on Kaggle; default: that of the metadata there, else ``KAGGLE_USERNAME``.
-        title: five characters or more; default: that of the metadata there, else the file's name.
-        gpu: ``"t4"`` (two of them), ``"l4"``, ``"p100"`` ..., ``"none"``; default: as the metadata
-            there says, else none.
-        internet: whether the notebook may use it; default: as the metadata there says, else no.
-        private: whether you alone can see it; default: as the metadata there says, else yes.
-        datasets: data sets to attach, as ``user/slug``; to those of the metadata there.
-        competitions: competitions whose data to attach, by slug; likewise.
-        kernels: notebooks whose output to attach, as ``user/slug``; likewise.
-        parameters: values for the notebook's parameters, checked as for a run of it.
+        settings: settings of the notebook on Kaggle.
+        parameters: values for the notebook's parameters, checked as for a run.
 
     Returns:
         The folder.
 
     Raises:
-        MetadataError: Kaggle would not take the metadata, or take it for something else.
-        NotebookError: the notebook cannot be read, or is not Python.
-        ParameterError: a parameter is unknown, of another type or missing.
+        MetadataError: Kaggle would refuse or misunderstand the metadata.
+        NotebookError: the notebook is unreadable or not Python.
+        ParameterError: a parameter is unknown, missing or of another type.
     """
+    import nbformat
+
+    settings = settings or KernelSettings()
     source = Path(path).expanduser()
-    notebook = _with(parameters, read_notebook(source), source.name)
-    folder = Path(output or Path("outputs/kaggle") / slug_of(title or source.stem)).expanduser()
-    there = read_metadata(folder / FILE)
-    name = title or there.get("title") or source.stem.replace("_", " ")
+    notebook = read_notebook(source)
+    refuse_syntax_errors(notebook, source.name)
+    declared = declared_parameters(notebook, source.name)
+    values = check_parameters(given_layer(parameters, None), declared, source.name)
+    slug = slug_of(settings.title or source.stem)
+    folder = Path(output or Path("outputs/kaggle") / slug).expanduser()
+    existing = read_metadata(folder / FILE)
+    title = settings.title or existing.get("title") or source.stem.replace("_", " ")
     metadata = {
         "is_private": True,
         "enable_gpu": False,
         "enable_tpu": False,
         "enable_internet": False,
-        **there,
-        "id": _id(user, name, there),
-        "title": name,
+        **existing,
+        "id": f"{_owner(settings.user, existing)}/{slug_of(title)}",
+        "title": title,
         "code_file": source.name,
         "language": "python",
         "kernel_type": "notebook",
-        **_machine(gpu),
-        **_given(is_private=private, enable_internet=internet),
-        "dataset_sources": _joined(there, "dataset_sources", datasets),
-        "competition_sources": _joined(there, "competition_sources", competitions),
-        "kernel_sources": _joined(there, "kernel_sources", kernels),
+        **_machine(settings.gpu),
     }
+    flags = {"is_private": settings.private, "enable_internet": settings.internet}
+    metadata |= {key: flag for key, flag in flags.items() if flag is not None}
+    sources = {
+        "dataset_sources": settings.datasets,
+        "competition_sources": settings.competitions,
+        "kernel_sources": settings.kernels,
+    }
+    for key, more in sources.items():
+        metadata[key] = list(dict.fromkeys([*existing.get(key, ()), *more]))
     check_metadata(metadata)
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / source.name, _text(notebook))
+    copy = with_parameters(notebook, values)
+    write_whole(folder / source.name, f"{nbformat.writes(copy, version=4)}\n")
     write_json(folder / FILE, metadata)
     return folder
 
 
-def _with(parameters: Mapping[str, Any] | None, notebook: NotebookNode, name: str) -> NotebookNode:
-    refuse_syntax_errors(notebook, name)
-    declared = declared_parameters(notebook, name)
-    return with_parameters(
-        notebook, check_parameters(given_layer(parameters, None), declared, name)
-    )
-
-
-def _id(user: str | None, title: str, there: Mapping[str, Any]) -> str:
-    """Owner and slug.
+def _owner(user: str | None, existing: Mapping[str, Any]) -> str:
+    """Return the notebook's owner.
 
     Raises:
-        MetadataError: nobody says whose notebook it is.
+        MetadataError: no owner is given.
     """
-    owner = user or str(there.get("id", "")).partition("/")[0] or os.environ.get("KAGGLE_USERNAME")
+    from_id = str(existing.get("id", "")).partition("/")[0]
+    owner = user or from_id or os.environ.get("KAGGLE_USERNAME")
     if not owner:
         raise MetadataError(
-            "nobody says whose notebook this is: its id has no owner",
+            "the notebook has no owner: its id names no user",
             allowed="your name on Kaggle, as in the address of your profile",
-            do='give it: --user NAME, user="NAME", or the variable KAGGLE_USERNAME',
+            do="give it: --user NAME, or the variable KAGGLE_USERNAME",
         )
-    return f"{owner}/{slug_of(title)}"
+    return owner
 
 
-def _machine(gpu: str | None) -> dict[str, Any]:
-    """The keys that choose a machine; none where nothing is wished.
+def _machine(gpu: str | None) -> dict[str, object]:
+    """Return the keys that choose a machine; {} without a choice.
 
     Raises:
         MetadataError: Kaggle has no such GPU.
@@ -271,18 +272,3 @@ def _machine(gpu: str | None) -> dict[str, Any]:
             do="t4 stands for two of them",
         )
     return {"enable_gpu": True, "machine_shape": GPUS[gpu.lower()]}
-
-
-def _given(**sweep_config: bool | None) -> dict[str, bool]:
-    return {key: wish for key, wish in sweep_config.items() if wish is not None}
-
-
-def _joined(there: Mapping[str, Any], key: str, more: Sequence[str]) -> list[str]:
-    """What is attached already and what comes to it, each once."""
-    return list(dict.fromkeys([*there.get(key, ()), *more]))
-
-
-def _text(notebook: NotebookNode) -> str:
-    import nbformat
-
-    return f"{nbformat.writes(notebook, version=4)}\n"

@@ -1,8 +1,8 @@
 """Call accelerate's notebook_launcher for one group of ranks.
 
-``notebook_launcher`` blocks, patches ``os.environ`` and wants the main thread: so it gets a process
-to itself, which also keeps what it leaves behind (signal handlers, variables, temporary folders)
-away from everybody else.
+``notebook_launcher`` blocks, changes ``os.environ`` and needs the main thread. It therefore runs in
+a process of its own, which also contains what it leaves behind: signal handlers, variables,
+temporary folders.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import traceback
 from functools import partial
 from typing import TYPE_CHECKING
 
-from nbtoolkit.environment.variables import KernelEnvironment, enter
+from nbtoolkit.environment.variables import KernelEnvironment, apply_environment
 from nbtoolkit.run import messages
 from nbtoolkit.run.request import JobSpec
 from nbtoolkit.run.transport import Connection
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 LOOPBACK = "127.0.0.1"
-# How often elastic looks at the ranks; its own 0.1 s would be most of a warm launch.
+# Seconds between two checks of the ranks by elastic. Its default, 0.1 s, would be most of a warm
+# launch.
 POLL_SECONDS = 0.01
 
 
 def run_agent(message: messages.ForkAgent) -> None:
-    """The main function of an agent's process."""
+    """Run an agent; the main function of its process."""
     from nbtoolkit.run.payload import PackedFunction, load_function, unpack
 
     given = message.descriptors
@@ -43,26 +44,27 @@ def run_agent(message: messages.ForkAgent) -> None:
 
 
 def call_launcher(job: RankJob, environment: KernelEnvironment, port: int) -> None:
-    """Start the ranks, wait for them, tell the supervisor how they ended: an agent process's life.
+    """Start the ranks, wait for their end, and report it to the supervisor.
 
     Args:
-        job: what the ranks get.
-        environment: the kernel's.
-        port: where the ranks are to meet.
+        job: what the ranks receive.
+        environment: the kernel's environment.
+        port: port of the rendezvous.
     """
-    os.setpgid(0, 0)  # where the kernel forked it; from the fork server it leads a group already
+    # An agent that the kernel forked does not lead a process group yet.
+    os.setpgid(0, 0)
     line = Connection(socket.socket(fileno=job.group.agent))
     paths = job.spec.paths
-    write_output_to(paths.agent_log())  # what goes wrong from here on is found there
-    enter(environment, job.spec.plan, paths.folder)
-    # elastic leaves its log folder in the temporary folder: give it one that the supervisor removes
+    write_output_to(paths.agent_log())
+    apply_environment(environment, job.spec.plan, paths.folder)
+    # elastic leaves a log folder in the temporary folder; the supervisor removes this one.
     paths.elastic.mkdir(parents=True, exist_ok=True)
     tempfile.tempdir = str(paths.elastic)
     line.send(launch_ranks(job, port))
 
 
 def launch_ranks(job: RankJob, port: int) -> messages.AgentResult:
-    """Call notebook_launcher; returns the message for the supervisor: how the ranks ended."""
+    """Call notebook_launcher; return the message that tells the supervisor how the ranks ended."""
     from accelerate import notebook_launcher
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -81,7 +83,7 @@ def launch_ranks(job: RankJob, port: int) -> messages.AgentResult:
     except ChildFailedError as error:
         codes = {str(rank): failure.exitcode for rank, failure in error.failures.items()}
         return messages.RanksExited(codes=codes)
-    except Exception as error:  # whatever kept the ranks from starting is the supervisor's to judge
+    except Exception as error:  # the supervisor classifies it
         traceback.print_exc()
         text = f"{type(error).__name__}: {error}"
         busy = "EADDRINUSE" in text or getattr(error, "errno", None) == errno.EADDRINUSE
@@ -91,16 +93,19 @@ def launch_ranks(job: RankJob, port: int) -> messages.AgentResult:
 
 
 def plain_record(record: logging.LogRecord) -> bool:
-    """Leave the traceback out of a line that tells of a rank's end.
+    """Remove the traceback from elastic's log line about the end of a rank.
 
-    To format one, torch imports torch._dynamo: 6 s of CPU with torch 2.15 before elastic goes on.
+    To format a traceback, torch 2.15 imports torch._dynamo, which takes 6 s of CPU.
     """
     record.exc_info = None
     return True
 
 
 def _loopback_store(port: int) -> TCPStore:
-    """The ranks' store, which elastic finds by its port instead of making one on all interfaces."""
+    """Make the ranks' store on loopback; elastic finds it by its port and makes none of its own.
+
+    Its own would listen on all interfaces.
+    """
     from torch._C._distributed_c10d import TCPStore
 
     listener = socket.create_server((LOOPBACK, port), backlog=128)

@@ -23,15 +23,15 @@ CHOICES = {
 
 
 def check_call(train: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Refuse a call that cannot be meant.
+    """Validate the arguments of :func:`nbtoolkit.launch`.
 
     Args:
-        train: what is to be launched.
-        arguments: the other arguments of :func:`nbtoolkit.launch`, by name.
+        train: the training function.
+        arguments: the other arguments, by name.
 
     Raises:
         NestedLaunch: this process is a rank itself.
-        LaunchError: an argument is not what launch takes.
+        LaunchError: an argument has an invalid value.
     """
     if RANK_MARK in os.environ:
         raise NestedLaunch(
@@ -44,18 +44,18 @@ def check_call(train: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     if arguments["start"] != "forkserver" and (arguments["detach"] or not arguments["wait"]):
         raise LaunchError(
             f'start="{arguments["start"]}" ties the run to this process: '
-            "it cannot be detached or left running",
+            "it cannot be detached or run in the background",
             allowed='wait=False and detach=True with start="forkserver"',
             do='use start="forkserver"',
         )
 
 
 def task_name(train: Callable[..., Any]) -> str:
-    """A training function as the setting ``task`` names it.
+    """Return the name of a training function for the setting ``task``.
 
     Returns:
-        ``"package.module:function"``; ``"__main__:function"`` where no other process can import it:
-        it is a cell's, a script's, or inside another function.
+        ``"package.module:function"``, or ``"__main__:function"`` if no other process can import it:
+        a function of a cell, a script, or inside another function.
     """
     module, name = getattr(train, "__module__", None), getattr(train, "__qualname__", None)
     found: Any = sys.modules.get(module or "")
@@ -70,22 +70,22 @@ def task_name(train: Callable[..., Any]) -> str:
 def _check_function(train: Callable[..., Any]) -> None:
     if not callable(train):
         raise LaunchError(
-            f"launch was given {reprlib.repr(train)}, which is not a function",
+            f"launch got {reprlib.repr(train)}, which is not a function",
             allowed="a function train(config, ctx)",
             do="pass the function itself: nb.launch(train, config), not nb.launch(train(...))",
         )
     name, code = _name(train), _called(train)
     if inspect.iscoroutinefunction(code) or inspect.isasyncgenfunction(code):
         raise LaunchError(
-            f"{name} is an async function: a rank calls it, and nobody would await it",
+            f"{name} is an async function: a rank calls it, and nothing would await it",
             allowed="a plain function train(config, ctx)",
-            do=f"launch a plain one: def train(config, ctx): return asyncio.run({name}(...))",
+            do=f"launch a plain function: def train(config, ctx): return asyncio.run({name}(...))",
         )
     if inspect.isgeneratorfunction(code):
         raise LaunchError(
             f"{name} is a generator function (there is a `yield` in it): calling it runs nothing",
             allowed="a plain function train(config, ctx) that returns its result",
-            do="return a list; hand out what comes step by step with ctx.log or ctx.report",
+            do="return a list, and use ctx.log or ctx.report for values of each step",
         )
     try:
         signature = inspect.signature(train)
@@ -97,12 +97,12 @@ def _check_function(train: Callable[..., Any]) -> None:
         raise LaunchError(
             f"{name}{signature} cannot be called as {name}(config, ctx): {error}",
             allowed="a function train(config, ctx)",
-            do="take both arguments; give further ones by functools.partial(train, lr=0.1)",
+            do="accept both arguments; pass further ones with functools.partial(train, lr=0.1)",
         ) from None
 
 
 def _called(train: Callable[..., Any]) -> Any:
-    """The function whose body a call runs."""
+    """Return the function whose body a call runs."""
     while isinstance(train, functools.partial):
         train = train.func
     plain = inspect.isroutine(train) or inspect.isclass(train)
@@ -130,14 +130,14 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def check_choice(argument: str, value: object) -> None:
-    """Refuse a value that an argument cannot have.
+    """Validate an argument that has a fixed set of values.
 
     Args:
         argument: one of ``CHOICES``.
-        value: what it was given.
+        value: its value.
 
     Raises:
-        LaunchError: it is none of the argument's values.
+        LaunchError: the value is none of the allowed ones.
     """
     known = CHOICES[argument]
     _check(argument, {argument: value}, value in known, " | ".join(map(repr, known)))
@@ -146,7 +146,7 @@ def check_choice(argument: str, value: object) -> None:
 def _check(argument: str, arguments: Mapping[str, Any], good: bool, allowed: str) -> None:
     if not good:
         raise LaunchError(
-            f"{argument}={reprlib.repr(arguments[argument])} is not known",
+            f"{argument}={reprlib.repr(arguments[argument])} is not valid",
             allowed=allowed,
             do=f"choose one of these, or leave {argument} out",
         )

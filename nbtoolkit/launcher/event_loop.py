@@ -26,25 +26,23 @@ from nbtoolkit.run.transport import (
     send_packet,
 )
 
-# --- the loop ---
-
 
 class ForkServerGone(Exception):
-    """The fork server's process died; the ranks died with it."""
+    """The fork server's process died, and the ranks with it."""
 
 
 class KernelGone(Exception):
-    """The kernel is gone and the run was not detached."""
+    """The kernel has ended, and the run is not detached."""
 
 
-_LOOK_SECONDS = 0.5  # between two looks at a peer
+_CHECK_SECONDS = 0.5  # between two checks of a peer
 
 
 class Peer:
-    """The process that made the other end of a line.
+    """The process at the other end of a connection.
 
-    The end of a line alone does not tell that it died: a process it forked (a DataLoader worker of
-    the notebook's own) holds a copy of the line open.
+    A closed connection alone does not show its death: a process that it forked, such as a
+    DataLoader worker of the notebook, holds a copy of the connection open.
     """
 
     def __init__(self, line: Connection) -> None:
@@ -53,43 +51,43 @@ class Peer:
         )
         self.pid: int = struct.unpack("3i", credentials)[0]
         self._since = self._start_time()
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
 
     def gone(self) -> bool:
-        """Whether it has died; looks at most twice a second."""
+        """Return True if it has died; checks at most twice a second."""
         now = time.monotonic()
-        if now - self._looked_at < _LOOK_SECONDS:
+        if now - self._checked_at < _CHECK_SECONDS:
             return False
-        self._looked_at = now
+        self._checked_at = now
         return not is_running(self.pid) or self._start_time() != self._since
 
     def _start_time(self) -> str | None:
-        """Tells two processes of the same pid apart."""
+        """Return its start time, which distinguishes processes of the same pid."""
         fields = process_fields(self.pid)
         return fields[START_TIME] if fields else None
 
 
 class ForkServerConnection:
-    """The fork server as a supervisor sees it: it forks agents, and says when they have ended."""
+    """A supervisor's connection to the fork server, which forks agents and reports their end."""
 
     def __init__(self, forkserver: socket.socket) -> None:
         self.socket = forkserver
         self.patient = False
-        """Whether agents wait for the fork server's first branch, where it is just being made."""
+        """Let agents wait for the first preload branch while it is being made."""
         self._worker_groups: dict[int, WorkerGroup] = {}
         self._ticket = 0
 
     def adopt(self, worker_group: WorkerGroup) -> int:
-        """Listen for a worker group's agent and its end; returns the ticket to ask for one with."""
+        """Follow a worker group's agent; return the ticket for requests about it."""
         self._ticket += 1
         self._worker_groups[self._ticket] = worker_group
         return self._ticket
 
-    def hear(self) -> None:
-        """Take one message.
+    def receive(self) -> None:
+        """Handle one message.
 
         Raises:
-            ForkServerGone: it died. The worker groups are ended.
+            ForkServerGone: the fork server died; the worker groups are killed.
         """
         packet = receive_packet(self.socket)
         if packet is None:
@@ -99,19 +97,19 @@ class ForkServerConnection:
             raise ForkServerGone
         match packet:
             case messages.AgentForked():
-                if (asked := self._worker_groups.get(packet.ticket)) is not None:
-                    asked.agent_pid = packet.pid
+                if (group := self._worker_groups.get(packet.ticket)) is not None:
+                    group.agent_pid = packet.pid
             case messages.AgentExited():
                 self._ended(packet.pid, packet.code)
 
     def dismiss(self, worker_group: WorkerGroup) -> None:
-        """End a worker group's processes."""
+        """Kill a worker group's processes and forget it."""
         worker_group.kill()
         worker_group.close()
         self.forget(worker_group)
 
     def forget(self, worker_group: WorkerGroup) -> None:
-        """A worker group is over."""
+        """Forget a worker group that is over."""
         self._worker_groups = {
             at: one for at, one in self._worker_groups.items() if one is not worker_group
         }
@@ -123,11 +121,11 @@ class ForkServerConnection:
 
 
 class Spawner:
-    """Has groups of ranks forked that run one function, where the kernel was.
+    """Starts worker groups that run one function in the kernel's environment.
 
     Args:
         connection: the fork server.
-        payload: the packed function's descriptor.
+        payload: file descriptor of the packed function.
     """
 
     def __init__(self, connection: ForkServerConnection, payload: int) -> None:
@@ -136,7 +134,7 @@ class Spawner:
         self._key = environment_key(self._environ)
 
     def start(self, spec: JobSpec, port: int) -> WorkerGroup:
-        """Have an agent forked whose ranks meet at ``port``."""
+        """Start a worker group whose ranks meet at ``port``."""
         mine, theirs = GroupConnections.pair(spec.plan.processes)
         worker_group = WorkerGroup(spec.plan, port, mine, spec.paths.elastic)
         group = theirs.descriptors
@@ -155,18 +153,18 @@ class Spawner:
         return worker_group
 
     def import_ahead(self, names: list[str]) -> None:
-        """Have the fork server import for the next launch what a rank imports now."""
+        """Let the fork server import modules for the next launch."""
         request = messages.ImportModules(names=names, environ=self._environ)
         send_enclosed(self.connection.socket, request)
 
 
 class EventLoop:
-    """The kernel's line, signals and the fork server, heard together with the ranks.
+    """Waits for the kernel, signals, the fork server and the ranks at the same time.
 
     Args:
-        kernel: the line to whoever launched.
-        forkserver: packets to the fork server.
-        detached: whether the run outlives the kernel.
+        kernel: connection to the process that launched.
+        forkserver: connection to the fork server.
+        detached: the run outlives the kernel.
     """
 
     def __init__(self, kernel: Connection, forkserver: socket.socket, *, detached: bool) -> None:
@@ -176,18 +174,18 @@ class EventLoop:
         self._catch_signals()
 
     def wait(self, lines: Iterable[Connection], seconds: float) -> list[messages.KernelRequest]:
-        """Wait until one of ``lines`` or somebody else has something to say; returns the requests.
+        """Wait for a message; return the requests of the kernel and of signals.
 
         Raises:
             ForkServerGone: the fork server died, and the ranks with it.
-            KernelGone: the kernel ended, and the run is to end with it.
+            KernelGone: the kernel ended, and the run ends with it.
         """
         ready = self._select(lines, seconds)
         requests: list[messages.KernelRequest] = []
         if self._read_end in ready:
             requests.append(_request(os.read(self._read_end, 512)[0]))
         if self.connection.socket in ready:
-            self.connection.hear()
+            self.connection.receive()
         if self.kernel in ready:
             requests += [
                 one for one in self.kernel.drain() if isinstance(one, messages.KernelRequest)
@@ -216,7 +214,7 @@ class EventLoop:
 
 
 def _request(number: int) -> messages.StopRequest:
-    """An interrupt is somebody's wish; other signals announce an end that nobody here chose."""
+    """Return the stop request for a signal: an interrupt is a user's, others announce an end."""
     if number == signal.SIGINT:
         return messages.StopRequest(reason="the supervisor was interrupted")
     return messages.StopRequest(reason=announcement(number), status="deadline")

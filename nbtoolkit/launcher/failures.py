@@ -132,7 +132,7 @@ def classify(
         worker_group.exited is not None or all(rank.over for rank in worker_group.ranks)
     ):
         return supervisor.record.leaving or "stopped"
-    landed = worker_group.landed
+    landed = worker_group.agent_result
     if isinstance(landed, messages.RanksNotStarted):
         return PortBusy(worker_group.port) if landed.busy else GroupFailure(landed.error)
     troubled = [rank for rank in worker_group.ranks if rank.phase in ("failed", "dead")]
@@ -275,7 +275,7 @@ def lone_call(
     )
 
 
-def apart(places: dict[int, str], over: list[RankView]) -> Failure:
+def stuck_apart(places: dict[int, str], over: list[RankView]) -> Failure:
     """The failure of ranks that wait for each other at different lines, or for one that is over."""
     where = [f"rank {rank} at {place}" for rank, place in places.items()]
     gone = [f"rank {rank.rank} has returned" for rank in over]

@@ -52,7 +52,7 @@ class ForkServer(Forker):
         self._patient: list[tuple[int, messages.ForkAgent]] = []
         self._tracking: socket.socket | None = None
         self._tracking_pid: int | None = None
-        self._ahead = Preloader(
+        self._preloader = Preloader(
             self.fork,
             self._listen,
             self._forget,
@@ -83,14 +83,14 @@ class ForkServer(Forker):
             case messages.ForkSupervisor():
                 self._fork_supervisor(packet)
             case messages.ImportModules():
-                self._ahead.want(packet.names, packet.environ)
+                self._preloader.want(packet.names, packet.environ)
             case messages.PreloadModules():
                 self._preload(packet.names)
             case messages.TrackRun():
                 self._track(packet)
             case messages.ListProcesses():
                 tracking = [self._tracking_pid] if self._tracking_pid is not None else []
-                pids = [os.getpid(), *tracking, *self._ahead.pids]
+                pids = [os.getpid(), *tracking, *self._preloader.pids]
                 send_packet(self._kernel, messages.ProcessList(pids=pids))
 
     def _preload(self, names: list[str]) -> None:
@@ -135,13 +135,13 @@ class ForkServer(Forker):
             case messages.ForkAgent():
                 self._fork_agent(supervisor, packet)
             case messages.ImportModules():
-                self._ahead.want(packet.names, packet.environ)
+                self._preloader.want(packet.names, packet.environ)
 
     def _fork_agent(self, supervisor: int, message: messages.ForkAgent) -> None:
-        if message.patient and self._ahead.begins(message.environment):
+        if message.patient and self._preloader.begins(message.environment):
             self._patient.append((supervisor, message))
             return
-        branch, fds = self._ahead.branch_for(message.environment), message.descriptors.numbers()
+        branch, fds = self._preloader.branch_for(message.environment), message.descriptors.numbers()
         token = max(self._tokens, default=0) + 1
         if branch is not None and send_packet(branch, replace(message, ticket=token)):
             self._tokens[token] = supervisor, message.ticket
@@ -228,7 +228,7 @@ class ForkServer(Forker):
         tracking = [self._tracking.fileno()] if self._tracking is not None else []
         waiting = [fd for _, message in self._patient for fd in message.descriptors.numbers()]
         supervisors = [supervisor.socket.fileno() for supervisor in self._supervisors.values()]
-        return [*supervisors, *tracking, *waiting, *self._ahead.descriptors]
+        return [*supervisors, *tracking, *waiting, *self._preloader.descriptors]
 
     def _listen(self, sock: socket.socket, hear: Callable[[], None]) -> None:
         self.selector.register(sock, selectors.EVENT_READ, hear)

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import nbtoolkit
 from nbtoolkit.environment.resources import STALL_SECONDS, Activity, has_ended, wait_while_active
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.run import messages
@@ -58,7 +57,7 @@ class ForkServerClient:
     def __init__(self, *, tracking: bool = False, stalled: float = STALL_SECONDS) -> None:
         self.kernel_pid = os.getpid()
         ours, theirs = packet_pair()
-        home = str(Path(nbtoolkit.__file__).resolve().parent.parent)
+        home = str(Path(__file__).resolve().parents[2])
         environ = {
             **os.environ,
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting GPUs must not create a CUDA context

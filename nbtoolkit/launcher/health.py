@@ -24,17 +24,10 @@ if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
 
 
-# A rank is hung when for ``hang_timeout`` it sent no event and used under 1% CPU while another rank
-# waits for it. A rank waits when it has started more collectives than another one (channel.py),
-# which also holds on a GPU, where a waiting rank stands in ``.item()`` and uses a whole core; or
-# when its stack ends in a collective. faulthandler writes a stack even while the rank is blocked in
-# C++.
-
-
 BUSY_SHARE = 0.01  # of one core
 
-# What a rank gets to write its stacks: some milliseconds on a quiet machine. One that is late
-# counts as one that does not wait for others, and would be blamed.
+# Seconds that a rank gets to write its stacks, which takes milliseconds on a quiet machine. A late
+# rank would count as one that does not wait for others, and be blamed.
 _STACK_SECONDS = 2.0
 _UNSEEN_SECONDS = 10.0
 
@@ -53,12 +46,19 @@ _NOT_THE_USERS = (
 
 
 class HangDetector:
-    """Keeps, for each rank of a worker group, since when it has been silent and idle."""
+    """Detects hung ranks.
+
+    A rank is hung if for ``hang_timeout`` it sent no message and used under 1 % CPU while another
+    rank waits for it. A rank waits if it has started more collectives than another one; this also
+    holds on a GPU, where a waiting rank spins in ``.item()`` and uses a whole core. A rank also
+    waits if its stack ends in a collective; faulthandler writes the stack even while the rank is
+    blocked in C++.
+    """
 
     def __init__(self, worker_group: WorkerGroup, paths: RunPaths, hang_timeout: float) -> None:
         self._worker_group, self._paths = worker_group, paths
         self._timeout = hang_timeout
-        # 1% of 2 s are two clock ticks (10 ms each), the least that can be told from none.
+        # 1 % of 2 s are two clock ticks (10 ms each), the least that differs from no CPU time.
         self._window = min(2.0, max(0.5, hang_timeout / 8))
         self._sampled_at = time.monotonic()
         self._cpu = {rank.rank: 0.0 for rank in worker_group.ranks}
@@ -68,7 +68,7 @@ class HangDetector:
         self._warned = False
 
     def sample(self) -> None:
-        """Look at the CPU time; call often, it acts once per window."""
+        """Sample the CPU time; call it often, it acts once per window."""
         now = time.monotonic()
         gap = now - self._sampled_at
         if gap < self._window:
@@ -76,26 +76,26 @@ class HangDetector:
         least = max(BUSY_SHARE * gap, 2 / _TICKS)
         for rank, used in self._cpu_seconds().items():
             view = self._worker_group.ranks[rank]
-            # A child that ended takes its time with it: any change is a sign of life. A rank that
-            # waits on a GPU turns in a loop.
+            # The time of a child that ended disappears: any change is a sign of life. A rank that
+            # waits on a GPU spins.
             busy = abs(used - self._cpu[rank]) >= least and not self._is_ahead(view)
-            # When nobody looked, as this process got no CPU or the machine slept, nobody knows.
+            # After a gap (this process got no CPU, or the machine slept) nothing is known.
             if busy or view.long or gap > _UNSEEN_SECONDS:
                 self.idle_since[rank] = now
             self._cpu[rank] = used
         self._sampled_at = now
 
     def silence(self, rank: RankView) -> float:
-        """Seconds since the rank last sent something or computed, or another one ended."""
+        """Return the seconds since the rank sent a message or computed, or another rank ended."""
         ends = [other.ended_at or 0.0 for other in self._worker_group.ranks]
         return time.monotonic() - max(rank.heard_at, self.idle_since[rank.rank], *ends)
 
     def hung(self) -> tuple[list[RankView], str] | None:
-        """The ranks silent and idle for the timeout while another waits, and every rank's stack."""
+        """Return the hung ranks and all stacks; None if no rank is hung."""
         return self._stuck(self._timeout)
 
     def warning(self) -> str | None:
-        """At half the timeout, once: who is suspected, and every rank's stack."""
+        """Return a warning, once, at half the timeout; None before."""
         if self._warned or (stuck := self._stuck(self._timeout / 2)) is None:
             return None
         self._warned = True
@@ -103,12 +103,12 @@ class HangDetector:
         names = " and ".join(str(rank.rank) for rank in ranks)
         return (
             f"rank {names} silent and idle for {self._timeout / 2:g} s while another rank waits; "
-            f"at {self._timeout:g} s it is taken for hung (runtime.hang_timeout; "
+            f"after {self._timeout:g} s it counts as hung (runtime.hang_timeout; "
             f"`with ctx.pause_hang_detection(...)` suspends this)\n{stacks}"
         )
 
     def waiting(self, ranks: list[RankView]) -> dict[int, str]:
-        """Those of ``ranks`` that wait in a collective, with the user's line they stand at."""
+        """Return which of ``ranks`` wait in a collective, with the user's line: rank -> line."""
         stacks = self.stacks()
         return {
             rank.rank: user_line(stacks[rank.rank])
@@ -117,7 +117,7 @@ class HangDetector:
         }
 
     def _is_ahead(self, rank: RankView) -> bool:
-        """Whether it has started a collective that another rank has not."""
+        """True if the rank has started a collective that another rank has not."""
         return rank.collectives > min(other.collectives for other in self._worker_group.ranks)
 
     def _stuck(self, seconds: float) -> tuple[list[RankView], str] | None:
@@ -128,14 +128,14 @@ class HangDetector:
         stacks, elsewhere = self.stacks(), self.waiting(alive)
         waiting = [rank for rank in alive if rank.asking or rank.rank in elsewhere]
         blocked = [rank for rank in quiet if rank not in waiting]
-        # Those that only wait are in order as long as somebody they wait for works. Where all of
-        # them wait, in different collectives, none will ever go on.
+        # Ranks that only wait are healthy while another rank works. If all of them wait, in
+        # different collectives, none can continue.
         if not waiting or (not blocked and len(quiet) < len(alive)):
             return None
         return (blocked or quiet), format_stacks(stacks)
 
     def stacks(self) -> dict[int, str]:
-        """Every living rank's stacks, at most a window old: asking interrupts the ranks."""
+        """Return all ranks' stacks, at most one window old: a request interrupts the ranks."""
         if time.monotonic() - self._looked_at >= self._window:
             self._stacks = self._ask_for_stacks()
             self._looked_at = time.monotonic()
@@ -152,13 +152,13 @@ class HangDetector:
             _size(self._paths.stacks(rank)) == mark for rank, mark in marks.items()
         ):
             time.sleep(0.01)
-        time.sleep(0.02)  # for the rest of what is being written
+        time.sleep(0.02)  # until the writes are complete
         for rank, used in self._cpu_seconds().items():
-            self._cpu[rank] += used - before[rank]  # writing stacks is no sign of life
+            self._cpu[rank] += used - before[rank]  # writing stacks is not a sign of life
         return {rank: _tail(self._paths.stacks(rank), mark) for rank, mark in marks.items()}
 
     def _cpu_seconds(self) -> dict[int, float]:
-        """CPU time of each rank and its children so far."""
+        """Return the CPU seconds of each rank and its children."""
         families = resources.children()
         return {
             rank.rank: resources.tree_seconds(rank.pid, families) if rank.pid is not None else 0.0
@@ -167,7 +167,7 @@ class HangDetector:
 
 
 def is_waiting(stack: str) -> bool:
-    """Whether a faulthandler dump shows its main thread waiting for other ranks."""
+    """Return True if a faulthandler dump shows the main thread waiting for other ranks."""
     frames = _frames(stack)
     inside_torch = itertools.takewhile(lambda frame: "/torch/" in frame, frames)  # innermost first
     return any(_WAITING.search(frame) for frame in inside_torch) or any(
@@ -176,7 +176,7 @@ def is_waiting(stack: str) -> bool:
 
 
 def user_line(stack: str) -> str:
-    """Where in the user's code the main thread stands, as ``file:line``; empty without a stack."""
+    """Return the main thread's line in the user's code, ``file:line``; empty without a stack."""
     places = [found for frame in _frames(stack) if (found := _FRAME.search(frame))]
     foreign = (*_NOT_THE_USERS, *installed_roots())
     users = [place for place in places if not place["file"].startswith(foreign)]
@@ -184,13 +184,13 @@ def user_line(stack: str) -> str:
 
 
 def _frames(stack: str) -> list[str]:
-    """The main thread's frames, innermost first, down to the user's function."""
+    """Return the main thread's frames, innermost first, down to the user's function."""
     main = stack.rpartition("Current thread")[2] or stack
     return [line for line in failures.without_launcher(main).splitlines() if "File " in line]
 
 
 def format_stacks(stacks: dict[int, str]) -> str:
-    """All ranks' stacks as one text."""
+    """Return all ranks' stacks as one text."""
     return "\n".join(
         f"--- stack of rank {rank} ---\n{failures.without_launcher(text) or '(none)'}"
         for rank, text in stacks.items()
@@ -211,17 +211,16 @@ def _tail(path: Path, offset: int) -> str:
         return ""
 
 
-# --- monitor ---
-# Device use of a run, every few seconds: GPUs through NVML, ranks through /proc.
+# --- device use ---
 
 
-EVERY = 5.0  # seconds
+SAMPLE_SECONDS = 5.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class DeviceMonitor:
-    """Writes ``device`` events: each rank's memory (bytes), CPU use (1.0: one core); the GPUs."""
+    """Writes ``device`` events: memory (bytes) and CPU use (1.0 is one core) per rank, and GPUs."""
 
     def __init__(self, worker_group: WorkerGroup, record: RunRecord, *, on: bool = True) -> None:
         self._worker_group, self._record, self._on = worker_group, record, on
@@ -229,9 +228,9 @@ class DeviceMonitor:
         self._cpu: dict[int, float] = {}
 
     def tick(self) -> None:
-        """Write an event when it is time for one."""
+        """Write an event if ``SAMPLE_SECONDS`` have passed."""
         now = time.monotonic()
-        if not self._on or now - self._last < EVERY:
+        if not self._on or now - self._last < SAMPLE_SECONDS:
             return
         readings = self._ranks(now - self._last) + self._gpus()
         self._last = now
@@ -259,30 +258,32 @@ class DeviceMonitor:
         return sample_devices(self._worker_group.plan.devices)
 
 
-# --- the monitor ---
+# --- all checks of a worker group ---
 
 
-# Ranks that form their group are given up after so long in which none of them works. They need
-# 0.1 s on a quiet machine, and 15 s with NCCL on a cold T4 pair.
+# Idle seconds after which ranks that form their group are given up. The group takes 0.1 s on a
+# quiet machine, and 15 s with NCCL on a cold pair of T4s.
 START_SECONDS = 30.0
 NCCL_START_SECONDS = 90.0
-_AT_MOST = 4  # times as long where one works: NCCL turns in a loop while it waits for a hung rank
-MISSING_SECONDS = 4.0  # a rank in ctx.report waits this long before the others are looked at
+# With a busy rank, so many times as long: NCCL spins while it waits for a hung rank.
+_BUSY_FACTOR = 4
+# Seconds that a rank waits in ctx.report before the other ranks are checked.
+MISSING_SECONDS = 4.0
 
 
 class LateGroup(GroupFailure):
-    """The ranks were too slow: they are forked beside a thread of elastic's, and may hang."""
+    """The ranks formed no group in time; a fork beside elastic's thread can make them hang."""
 
 
 class HealthMonitor:
-    """Looks after the ranks of one worker group.
+    """Checks the ranks of one worker group.
 
     Args:
         worker_group: the ranks.
-        record: warnings and readings go there.
-        config: ``runtime.hang_timeout``, ``tracking.device_metrics``.
-        start_seconds: how long ranks that form their group may do nothing; None: 30 s, 90 s with
-            NCCL.
+        record: receives warnings and device use.
+        config: ``runtime.hang_timeout`` and ``tracking.device_metrics`` are used.
+        start_seconds: idle seconds allowed to ranks that form their group; None for 30 s, or 90 s
+            with NCCL.
     """
 
     def __init__(
@@ -297,41 +298,41 @@ class HealthMonitor:
         self._start_seconds = start_seconds or (NCCL_START_SECONDS if nccl else START_SECONDS)
         self._worker_group, self._record = worker_group, record
         self._hang_timeout: float = config.runtime.hang_timeout
-        self._watch = HangDetector(worker_group, record.paths, self._hang_timeout)
+        self._hangs = HangDetector(worker_group, record.paths, self._hang_timeout)
         self._monitor = DeviceMonitor(worker_group, record, on=config.tracking.device_metrics)
 
-    def look(self) -> failures.Failure | LateGroup | None:
-        """Look once; what is wrong, if anything ends the worker group."""
+    def check(self) -> failures.Failure | LateGroup | None:
+        """Check once; return the failure that ends the worker group, or None."""
         self._monitor.tick()
-        self._watch.sample()
+        self._hangs.sample()
         ranks = self._worker_group.ranks
         if all(rank.phase == "user" or rank.over for rank in ranks):
-            return self._look_at_work()
+            return self._check_work()
         if joining := [rank for rank in ranks if not rank.has_group and not rank.over]:
             took = time.monotonic() - self._worker_group.started_at
-            idle = min(self._watch.silence(rank) for rank in joining)
-            if idle > self._start_seconds or took > _AT_MOST * self._start_seconds:
+            idle = min(self._hangs.silence(rank) for rank in joining)
+            if idle > self._start_seconds or took > _BUSY_FACTOR * self._start_seconds:
                 return LateGroup(f"the ranks did not form a group within {took:.0f} s")
         return None
 
     def silence(self) -> float:
-        """Seconds since any rank sent something or computed; 0 where not all are in user code."""
+        """Return the seconds without message or computation of any rank; 0 before user code."""
         ranks = self._worker_group.ranks
         if not all(rank.phase == "user" for rank in ranks):
             return 0.0
-        return min(self._watch.silence(rank) for rank in ranks)
+        return min(self._hangs.silence(rank) for rank in ranks)
 
-    def _look_at_work(self) -> failures.Failure | None:
-        if (apart := self._look_for_apart()) is not None:
-            return apart
-        if (warning := self._watch.warning()) is not None:
+    def _check_work(self) -> failures.Failure | None:
+        if (failure := self._check_calls()) is not None:
+            return failure
+        if (warning := self._hangs.warning()) is not None:
             self._record.note(warning, level="warning")
-        if (hung := self._watch.hung()) is not None:
+        if (hung := self._hangs.hung()) is not None:
             return failures.hung(*hung, self._hang_timeout, self._record.paths)
         return None
 
-    def _look_for_apart(self) -> failures.Failure | None:
-        """Ranks that wait for each other in different calls: those that can be are told so."""
+    def _check_calls(self) -> failures.Failure | None:
+        """Find ranks that wait for each other in different calls."""
         ranks = self._worker_group.ranks
         asking = [rank for rank in ranks if rank.asking is not None]
         over = [rank for rank in ranks if rank.over]
@@ -345,13 +346,13 @@ class HealthMonitor:
         if not others:
             return None
         waited = min(time.monotonic() - rank.heard_at for rank in asking or others)
-        idle = min(self._watch.silence(rank) for rank in others)
+        idle = min(self._hangs.silence(rank) for rank in others)
         if waited < MISSING_SECONDS or idle < MISSING_SECONDS / (2 if asking else 1):
             return None
-        places = self._watch.waiting(others)
+        places = self._hangs.waiting(others)
         if asking and places:
             there = [rank for rank in others if rank.rank in places]
             self._worker_group.reply(failures.lone_call(asking, there, places))
         elif len(places) == len(others) and (over or len(set(places.values())) > 1):
-            return failures.apart(places, over)
+            return failures.stuck_apart(places, over)
         return None

@@ -14,11 +14,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nbtoolkit.config.validation import reads_noted
+from nbtoolkit.config.validation import record_reads
 from nbtoolkit.environment.deadline import time_limit
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.plan import make_plan
-from nbtoolkit.environment.variables import lend_variables, of_plan, omp_threads, without_stale
+from nbtoolkit.environment.variables import (
+    omp_threads,
+    plan_variables,
+    temporary_variables,
+    without_stale,
+)
 from nbtoolkit.errors import GroupStartFailed, RunStopped, TrackingError
 from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.handle import RunResult, refuse_deleted
@@ -81,16 +86,16 @@ class InProcessRecorder(RecordChannel):
     def send(self, message: Statement) -> None:
         """See :class:`Channel`."""
         super().send(message)
-        self._tell()
+        self._forward_events()
 
     def ask(self, question: Question) -> Reply:
         """See :class:`Channel`."""
         reply = super().ask(question)
-        self._tell()
+        self._forward_events()
         return reply
 
     def __enter__(self) -> InProcessRecorder:
-        self._tell()
+        self._forward_events()
         return self
 
     def __exit__(
@@ -101,11 +106,11 @@ class InProcessRecorder(RecordChannel):
     ) -> None:
         self._run.lock.release()
         try:
-            self._tell()
+            self._forward_events()
         finally:
             self._end_tracking()
 
-    def _tell(self) -> None:
+    def _forward_events(self) -> None:
         """Hand on the events that are new; what another thread writes (it saves) has time."""
         if threading.get_ident() != self._thread:
             return
@@ -164,10 +169,10 @@ def run_inline(
         BaseException: what ``train`` raises, as it is. An interrupt ends the run as ``stopped``.
     """
     plan = request.job.plan
-    variables = {**without_stale(os.environ), **of_plan(plan, run.paths.folder)}
+    variables = {**without_stale(os.environ), **plan_variables(plan, run.paths.folder)}
     with InProcessRecorder(run, request, cell, on_event) as recorder:
         ctx = RunContext(request.job, recorder, local_rank=_device_index(plan, request.hardware))
-        with heeded(recorder.heard), lend_variables(variables), own_accelerate_state():
+        with heeded(recorder.heard), temporary_variables(variables), own_accelerate_state():
             settle(ctx)
             call(train, ctx, recorder.record)
     refuse_deleted(run.paths)
@@ -201,7 +206,7 @@ def call(
     """
     status = "completed"
     try:
-        with reads_noted() as reads:
+        with record_reads() as reads:
             value = train(ctx.config, ctx)
         _write_value(ctx, value)
         together()
@@ -320,12 +325,12 @@ def run_in_place(
     plan = make_plan(config, host, hardware)
     threads = {"OMP_NUM_THREADS": omp_threads(os.environ, plan)}
     variables = {**os.environ, **threads, **rendezvous(host, hardware, os.environ)}
-    with lend_variables(variables), own_accelerate_state(), ExitStack() as stack:
+    with temporary_variables(variables), own_accelerate_state(), ExitStack() as stack:
         _join(plan, host)
         run = _choose(choose, host)
         limit = time_limit(config)
         mine = ("", None) if run is None else (str(run.paths.folder), limit.deadline)
-        folder, deadline = _agree(mine, host)
+        folder, deadline = _broadcast(mine, host)
         paths, recorder = RunPaths(Path(folder)), None
         job = JobSpec(paths=paths, plan=plan, config=config, deadline=deadline)
         if run is not None:
@@ -337,7 +342,7 @@ def run_in_place(
             )
             recorder = stack.enter_context(InProcessRecorder(run, request, cell, on_event))
         _run_rank(train, job, host, recorder)
-        _meet(host, paths.ended)  # rank 0 has written the result
+        _barrier(host, paths.ended)  # rank 0 has written the result
     return RunResult(paths)
 
 
@@ -366,13 +371,13 @@ def _run_rank(
         optimizers=optimizers,
     )
     record = recorder.record if recorder is not None else None
-    variables = {**os.environ, **of_plan(job.plan, job.paths.folder)}
-    with heeded(channel.heard), lend_variables(variables), ExitStack() as stack:
+    variables = {**os.environ, **plan_variables(job.plan, job.paths.folder)}
+    with heeded(channel.heard), temporary_variables(variables), ExitStack() as stack:
         stack.callback(ctx.close)
         if optimizers is not None:
             stack.callback(optimizers.close)
         settle(ctx)
-        call(train, ctx, record, together=lambda: _all_well(host, job.paths))
+        call(train, ctx, record, together=lambda: _wait_for_all(host, job.paths))
 
 
 def _join(plan: LaunchPlan, host: Host) -> None:
@@ -435,15 +440,15 @@ def first_node(nodes: str) -> str:
     return nodes.split(",")[0]
 
 
-def _all_well(host: Host, paths: RunPaths) -> None:
+def _wait_for_all(host: Host, paths: RunPaths) -> None:
     """Wait until every rank is through with the function; raise the error of one that failed."""
     values = [paths.value(rank) for rank in range(host.world_size)]
-    _meet(host, lambda: paths.error.exists() or all(value.exists() for value in values))
+    _barrier(host, lambda: paths.error.exists() or all(value.exists() for value in values))
     if paths.error.exists():
         raise_failure(paths)
 
 
-def _meet(host: Host, together: Callable[[], bool]) -> None:
+def _barrier(host: Host, together: Callable[[], bool]) -> None:
     """Wait for the other ranks: in the group, or by the run's files where the function ended it.
 
     ``Accelerator.end_training()`` does that, as the last line of many a training function.
@@ -451,13 +456,13 @@ def _meet(host: Host, together: Callable[[], bool]) -> None:
     import torch.distributed as dist
 
     if host.world_size == 1 or dist.is_initialized():
-        _agree(None, host)
+        _broadcast(None, host)
         return
     while not together():
         time.sleep(0.05)
 
 
-def _agree(value: T, host: Host) -> T:
+def _broadcast(value: T, host: Host) -> T:
     """Rank 0's value on every rank; also a barrier."""
     if host.world_size == 1:
         return value

@@ -44,7 +44,7 @@ def submit(
     """Start the run's supervisor.
 
     Raises:
-        CannotPickle: the function captured something that cannot travel.
+        CannotPickle: the function captured something that cannot be pickled.
         ForkRefused: ``start="fork"``, and this process is not fork-safe.
         LaunchError: the fork server did not start.
     """
@@ -53,7 +53,7 @@ def submit(
     forked: ForkedAgent | None = None
     try:
         tracking = choose_tracking(request.job.config.to_dict()["tracking"])
-        pad = fork_server(
+        server = fork_server(
             tracking=tracking.on
         )  # first: it imports torch while the function is packed
         notes = (*request.notes, *(("warning", note) for note in tracking.notes))
@@ -63,10 +63,10 @@ def submit(
             request = replace(request, agent_pid=forked.pid)
         function, group = (None, forked.descriptors) if forked else (train, None)
         with pack_function(function, environment) as payload, pack_content(request) as content:
-            line = pad.run(_OWNER, payload, content, run.lock, detached=detach, group=group)
+            line = server.run(_OWNER, payload, content, run.lock, detached=detach, group=group)
         if detach:
-            pad.let_outlive(run.paths)
-        tracked = partial(pad.track, run.paths.folder) if tracking.on else None
+            server.let_outlive(run.paths)
+        tracked = partial(server.track, run.paths.folder) if tracking.on else None
         if tracked is not None:
             tracked()
     except BaseException as error:
@@ -138,25 +138,26 @@ def launch(
     display: Display = "auto",
     on_event: Callable[[Event], None] | None = None,
 ) -> RunResult | RunHandle:
-    """Run ``train(config, ctx)`` in its own processes, one a device, and return what it returned.
+    """Run ``train(config, ctx)`` in its own processes, one per device, and return its result.
 
     Args:
         train: the training function; it may be defined in a cell.
-        config: a Config, a path to YAML, or a dict; the defaults when None.
-        processes: number of ranks; beats ``distributed.world_size``. More than one implies DDP, on
-            the CPU too.
+        config: a Config, a path to YAML, or a dict; None for the defaults.
+        processes: number of ranks; replaces ``distributed.world_size``. More than one implies DDP,
+            also on the CPU.
         start: ``"forkserver"`` (a clean process forks the ranks), ``"fork"`` (ranks forked from
             this process, for functions that cannot be pickled; refused where that is not safe),
             ``"inline"`` (this process, one rank: breakpoints work).
         where: ``"local"``.
-        name: part of the run's id; default the function's name.
-        resume: ``"auto"`` goes on with the newest unfinished, ownerless run of equal configuration
-            and function that saved a checkpoint, and says so; ``"never"``; or a run's id or folder.
+        name: part of the run's id; default: the function's name.
+        resume: ``"auto"`` resumes the newest run of equal configuration and function that is
+            unfinished, not running, and has a checkpoint; ``"never"`` starts a new run; a run's id
+            or folder resumes that one.
         wait: False returns a :class:`RunHandle` at once.
         detach: the run outlives this process; see :func:`attach`.
-        display: besides rank 0's lines, how far the run is: ``"auto"`` takes what fits the place (a
-            live view in a notebook, a line a minute under papermill, a bar in a terminal);
-            ``"widgets"``; ``"text"``; ``"off"`` shows nothing, lines neither.
+        display: progress, besides rank 0's output. ``"auto"``: a live view in a notebook, one line
+            per minute under papermill, a bar in a terminal. ``"widgets"``; ``"text"``; ``"off"``
+            shows nothing, not even output.
         on_event: called with each event of the run while this process waits for it.
 
     Returns:
@@ -166,7 +167,7 @@ def launch(
         NbtoolkitError: the launch could not be planned or started (see errors.py), or a rank died
             or hung.
         KeyboardInterrupt: the wait was interrupted; the ranks have ended.
-        Exception: what the training function raised, with its own type, from the rank that failed
+        Exception: the training function's exception, with its own type, from the rank that failed
             first.
     """
     __tracebackhide__ = True
@@ -226,7 +227,8 @@ def launch(
         started = submit(train, request, run, detach=detach)
         handle = RunHandle(run.paths, started, cell=shown, on_event=on_event, offset=offset)
     shown.open(waits=wait)
-    return handle.result() if wait else handle  # from here on the supervisor alone holds the lock
+    # From here on the supervisor alone holds the run's lock.
+    return handle.result() if wait else handle
 
 
 def _size(path: Path) -> int:

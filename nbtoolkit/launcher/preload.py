@@ -56,6 +56,7 @@ PRELOADED = (
     "multiprocessing.queues",
     "numpy.random",
     "encodings.idna",
+    "psutil",
     "shutil",
 )
 

@@ -29,28 +29,26 @@ from nbtoolkit.run.serialization import pack_error
 from nbtoolkit.run.transport import Connection, free_port
 from nbtoolkit.worker.channel import answer, take
 
-# --- one run ---
-# One run, carried from its plan to its last event, one look at a time.
-#
-# It lives in a supervisor's process (one run) or a scheduler's (several at once), never imports
-# user code and never computes: it listens to the ranks, writes the run's record and decides when it
-# is over.
+TICK = 0.05
+"""Seconds between two polls without a message."""
 
+FAILURE_GRACE = 1.0
+"""Seconds that the other ranks get after the first failure, before SIGKILL."""
 
-TICK = 0.05  # seconds between looks at the ranks when nothing is said
-FAILURE_GRACE = 1.0  # what the other ranks get after the first failure, before SIGKILL
-LAND_SECONDS = 10.0  # for the processes to end after their last word
+EXIT_SECONDS = 10.0
+"""Seconds that the processes get to exit after their final message."""
+
 PORT_TRIES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobListener:
-    """The search that a run is a job of.
+    """Callbacks of the search that a run belongs to.
 
     Attributes:
-        reported: hears what is reported, and may answer with the status to leave with.
-        announced: hears which metrics will be reported.
-        unread: hears which settings had no effect; in other runs it is a warning of the run.
+        reported: receives a report; may return the status to leave with.
+        announced: receives the names of the metrics that will be reported.
+        unread: receives a warning about settings without effect.
     """
 
     reported: Callable[[Mapping[str, float], int | None], str | None]
@@ -59,20 +57,23 @@ class JobListener:
 
 
 class RunSupervisor:
-    """One run's life.
+    """Supervises one run: listens to the ranks, writes the record, decides when the run is over.
+
+    It lives in a supervisor's process (one run) or in a scheduler's (several at once). It never
+    imports user code and never computes.
 
     Args:
-        request: what was decided.
-        spawner: has agents forked.
-        forked: the lines of an agent and ranks that the kernel forked itself; None: it did not.
-        listener: the search it belongs to; None: none.
+        request: the run.
+        spawner: starts worker groups.
+        forked: connections of an agent that the kernel forked itself; None otherwise.
+        listener: the search it belongs to; None for none.
         durable: see :class:`RunRecord`.
 
     Attributes:
         paths: the run's folder.
-        plan: what flies now.
-        record: the run's diary.
-        outcome: how it ended, once it has: a status, or a failure.
+        plan: the current plan.
+        record: the run's record.
+        outcome: how it ended: a status, or a failure; None while it runs.
     """
 
     def __init__(
@@ -95,16 +96,15 @@ class RunSupervisor:
         self.killed_on_request = False
         self._ports_tried, self._was_late = 0, False
         self._returned: dict[int, messages.FunctionReturned] = {}  # by rank
-        self._exiting: tuple[Any, float] | None = None  # how the worker group ended, and until when
-
-    # --- its course ---
+        # How the worker group ended, and until when its processes may exit.
+        self._exiting: tuple[Any, float] | None = None
 
     def begin(self, kept: tuple[WorkerGroup, Path] | None = None) -> None:
-        """Write what was decided, and start.
+        """Write the first event, and start the ranks.
 
         Args:
-            kept: ranks of a run before that take another job, and the file with what is its own;
-                None: new ones.
+            kept: idle ranks of an earlier job, and the file with this job's specification; None
+                starts new ones.
         """
         self.record.write(self._request.header)
         for level, text in self._request.notes:
@@ -113,35 +113,35 @@ class RunSupervisor:
             self._follow(self._start())
         else:
             worker_group, file = kept
-            worker_group.board(file)
+            worker_group.assign(file)
             self._follow(worker_group)
 
-    def turn(self) -> bool:
-        """Look once at everything; returns whether the run is over (its end is written)."""
+    def poll(self) -> bool:
+        """Check everything once; return True when the run is over and its end is written."""
         worker_group = self._worker_group
         assert worker_group is not None
         self._listen(worker_group)
         if self._exiting is None:
-            self._obey(worker_group)
-            self._call_ranks(worker_group)
-            ended = failures.classify(worker_group, self) or self._care.look()
+            self._check_stop(worker_group)
+            self._announce_stop(worker_group)
+            ended = failures.classify(worker_group, self) or self._health.check()
             if ended is None:
                 return False
-            grace = LAND_SECONDS if isinstance(ended, str) else FAILURE_GRACE
+            grace = EXIT_SECONDS if isinstance(ended, str) else FAILURE_GRACE
             self._exiting = ended, time.monotonic() + grace
         return self._exit(worker_group, *self._exiting)
 
     def lines(self) -> list[Connection]:
-        """What to wait for: the agent's line and the ranks'."""
+        """Connections to wait for: the agent's and the ranks'."""
         return [] if self._worker_group is None else self._worker_group.lines()
 
     def stop(self, reason: str, grace: float | None = None, status: str = "stopped") -> None:
-        """Let the ranks leave at the next report.
+        """Stop the ranks at their next report.
 
         Args:
             reason: noted in the events.
-            grace: seconds after which they are killed; None: as long as it takes.
-            status: they leave with it.
+            grace: seconds after which they are killed; None for no limit.
+            status: the run's final status.
         """
         self.record.ask_to_stop(status, reason, grace)
         if grace is not None:
@@ -149,36 +149,36 @@ class RunSupervisor:
             self._kill_at = limit if self._kill_at is None else min(limit, self._kill_at)
 
     def abandon(self) -> None:
-        """End the processes; nothing more is written."""
+        """Kill the processes without a record."""
         if self._worker_group is not None:
             self._close(self._worker_group)
 
     @property
     def exiting(self) -> bool:
-        """Whether it is known how the run ended, and its processes are waited for."""
+        """True once the outcome is known, while the processes exit."""
         return self._exiting is not None
 
     @property
     def status(self) -> str | None:
-        """The status it ended with, as soon as that is known; None: it goes on, or failed."""
+        """The final status as soon as it is known; None while the run goes on, or if it failed."""
         known = self.outcome if self._exiting is None else self._exiting[0]
         return known if isinstance(known, str) else None
 
     def hand_over(self) -> WorkerGroup | None:
-        """The ranks that can take another job, once this one is over; None: there are none."""
+        """Return the ranks of a run that is over; None if they cannot take another job."""
         worker_group, self._worker_group = self._worker_group, None
         return worker_group
 
     def silence(self) -> float:
-        """Seconds since any rank sent something or computed."""
-        return 0.0 if self._worker_group is None else self._care.silence()
+        """Return the seconds since any rank sent a message or computed."""
+        return 0.0 if self._worker_group is None else self._health.silence()
 
     # --- a worker group ---
 
     def _follow(self, worker_group: WorkerGroup) -> None:
         self._exiting = None
         self._worker_group = worker_group
-        self._care = HealthMonitor(worker_group, self.record, self._request.job.config)
+        self._health = HealthMonitor(worker_group, self.record, self._request.job.config)
 
     def _start(self) -> WorkerGroup:
         port = self.plan.port or free_port()
@@ -190,15 +190,14 @@ class RunSupervisor:
         return self._spawner.start(replace(self._request.job, plan=self.plan), port)
 
     def _exit(self, worker_group: WorkerGroup, ended: Any, limit: float) -> bool:
-        """Wait for the processes to go; then start another group, or settle."""
+        """Wait for the processes to exit; then start another group, or record the end."""
         failed = not isinstance(ended, str)
         if self._request.job.reuse_workers and not failed and not self.killed_on_request:
             self.outcome = ended
             self._settle(ended)
             return True
-        waits = failed and all(
-            rank.over for rank in worker_group.ranks
-        )  # those that failed: to be ended
+        # Ranks that raised wait to be killed.
+        waits = failed and all(rank.over for rank in worker_group.ranks)
         if worker_group.exited is None and not waits and time.monotonic() < limit:
             return False
         self._close(worker_group)
@@ -214,12 +213,12 @@ class RunSupervisor:
         self._worker_group = None
 
     def _again(self, ended: Any) -> bool:
-        """Whether the ranks could not start, and another plan may help; it is made then."""
+        """Return True if the ranks could not start and another attempt may help; plan it."""
         if self._forked is not None:
             return False
         if isinstance(ended, LateGroup) and not self._was_late:
             self._was_late = True
-            self.record.note(f"{ended.reason}: once more", level="warning")
+            self.record.note(f"{ended.reason}: trying again", level="warning")
         elif isinstance(ended, PortBusy) and self._ports_tried < PORT_TRIES:
             self._ports_tried += 1
             self._replan(ended)
@@ -242,14 +241,14 @@ class RunSupervisor:
             f"{self.plan.reasons[0]}\nnew plan: {self.plan.explain()}", level="warning"
         )
 
-    # --- listening ---
+    # --- messages ---
 
     def _listen(self, worker_group: WorkerGroup) -> None:
-        """Take all that was said."""
-        for rank, message in worker_group.hear():
+        """Handle all new messages."""
+        for rank, message in worker_group.receive():
             self._on_message(worker_group, rank, message)
-        for rank in worker_group.gone():
-            for message in rank.drain():  # its last words may have come with its end
+        for rank in worker_group.find_dead():
+            for message in rank.drain():  # its final message may have come with its end
                 self._on_message(worker_group, rank, message)
             if not rank.over:
                 rank.end("dead")
@@ -263,7 +262,7 @@ class RunSupervisor:
         elif isinstance(message, messages.Recorded):
             take(self.record, message)
             if isinstance(message, messages.Reported):
-                self._hear_judge(message)
+                self._judge(message)
         elif isinstance(message, messages.PhaseReached):
             self._on_phase(worker_group, rank, message)
         elif isinstance(message, messages.FunctionReturned):
@@ -304,8 +303,8 @@ class RunSupervisor:
             and len(worker_group.ranks) > 1
             and worker_group.all_are("started")
         ):
-            # Not before: who joins talks to a thread of the agent's, and a rank forked at that
-            # moment inherits whatever lock the thread holds, for ever.
+            # Not before: a rank that joins talks to a thread of the agent, and a rank that is
+            # forked at that moment would inherit a lock that the thread holds.
             worker_group.go()
 
     def _answer_if_all_ask(self, worker_group: WorkerGroup) -> None:
@@ -319,11 +318,11 @@ class RunSupervisor:
         reports = [one for one in questions if isinstance(one, messages.ReportRequest)]
         if reports:
             self.record.compare([report.weights for report in reports])
-            self._hear_judge(reports[0])
+            self._judge(reports[0])
         return answer(self.record, questions[0])
 
-    def _hear_judge(self, report: messages.Reported | messages.ReportRequest) -> None:
-        """Let the ranks leave where the judge says so: at this report, or at the next one."""
+    def _judge(self, report: messages.Reported | messages.ReportRequest) -> None:
+        """Pass a report to the search, and stop the run if the search says so."""
         if self._listener is None:
             return
         status = self._listener.reported(report.values, report.step)
@@ -332,24 +331,24 @@ class RunSupervisor:
 
     # --- stopping ---
 
-    def _obey(self, worker_group: WorkerGroup) -> None:
-        """Requests that come as files, and graces that have run out."""
+    def _check_stop(self, worker_group: WorkerGroup) -> None:
+        """Follow requests in the run's folder, and kill ranks whose grace has run out."""
         if (request := self.record.stop_requested()) is not None:
             self.stop(request.reason, request.grace)
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             self.killed_on_request = True
             worker_group.kill()
 
-    def _call_ranks(self, worker_group: WorkerGroup) -> None:
-        """Once the run is to end, rank 0 hears of it: its next report may be an hour away."""
-        if self.record.leaving is not None and not worker_group.called:
-            worker_group.called = True
+    def _announce_stop(self, worker_group: WorkerGroup) -> None:
+        """Notify rank 0 of a pending stop: its next report may be an hour away."""
+        if self.record.leaving is not None and not worker_group.stop_sent:
+            worker_group.stop_sent = True
             worker_group.ranks[0].line.send(messages.StopPending())
 
     # --- the end ---
 
     def _settle(self, ended: Any) -> None:
-        """Write how the run ended."""
+        """Record how the run ended."""
         if isinstance(ended, str):
             self.record.complete(ended, self.plan.processes)
         elif isinstance(ended, failures.Failure):
@@ -363,7 +362,7 @@ class RunSupervisor:
         return GroupStartFailed(
             f"{what if count > 1 else 'the rank could not start'}: "
             f"{getattr(ended, 'reason', ended)}",
-            allowed="distributed.fallback: true goes on with one process" if count > 1 else "",
+            allowed="distributed.fallback: true continues with one process" if count > 1 else "",
             do=f"read {self.paths.agent_log()} and {self.paths.log(0)}",
         )
 
@@ -372,10 +371,10 @@ class RunSupervisor:
         self.record.fail(pack_error(error), rank=None, notes=[])
 
 
-# --- its process ---
+# --- the supervisor's process ---
 
 
-# What no folder causes: processes, sockets, memory, too many open files.
+# Errors that a folder cannot cause: processes, sockets, memory, too many open files.
 _OF_THE_MACHINE = (
     *(errno.ESRCH, errno.ECHILD, errno.EPIPE, errno.ECONNRESET),
     *(errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
@@ -383,51 +382,52 @@ _OF_THE_MACHINE = (
 
 
 def supervise(forkserver: socket.socket, message: messages.ForkSupervisor) -> None:
-    """Carry one run from its plan to its last event; the main function of a supervisor process.
+    """Supervise one run to its end; the main function of a supervisor process.
 
     Args:
-        forkserver: packets to the fork server: asks for agents, hears of their end.
-        message: with what it was forked.
+        forkserver: connection to the fork server.
+        message: the request that this process was forked with.
     """
     request = unpack(message.descriptors.request, RunRequest)
-    with supervising(request.job.paths, forkserver, message) as (desk, spawner):
-        _carry(RunSupervisor(request, spawner, forked=message.descriptors.group), desk)
+    with supervising(request.job.paths, forkserver, message) as (loop, spawner):
+        _run(RunSupervisor(request, spawner, forked=message.descriptors.group), loop)
 
 
 @contextlib.contextmanager
 def supervising(
     paths: RunPaths, forkserver: socket.socket, message: messages.ForkSupervisor
 ) -> Iterator[tuple[EventLoop, Spawner]]:
-    """Be the process that owns a run or a search, and say so where that cannot go on.
+    """Own a run or a search, and report to the kernel if that fails.
 
-    The lock is let go before the line, so that who hears of the end can go on with it at once.
+    The lock is released before the connection is closed, so that the kernel can resume the run as
+    soon as it sees the end.
     """
     given = message.descriptors
     line = Connection(socket.socket(fileno=given.connection))
     try:
-        _sign(paths, detached=message.detached)
-        desk = EventLoop(line, forkserver, detached=message.detached)
-        yield desk, Spawner(desk.connection, given.payload)
+        _write_owner(paths, detached=message.detached)
+        loop = EventLoop(line, forkserver, detached=message.detached)
+        yield loop, Spawner(loop.connection, given.payload)
     except ForkServerGone:
         lost = LaunchError(
-            "the fork server process died, and the ranks with it (its usual end: out of memory)",
-            do="launch again: a new fork server is started, a run with a checkpoint goes on",
+            "the fork server process died, and the ranks with it (usual cause: out of memory)",
+            do="launch again: a new fork server starts, and a run with a checkpoint resumes",
         )
-        _tell_lost(line, lost)
+        _report_lost(line, lost)
     except OSError as error:
-        _tell_lost(line, _lost_to(error, paths.folder))
+        _report_lost(line, _lost_to(error, paths.folder))
     finally:
         os.close(given.lock)
         line.close()
 
 
-def _carry(supervisor: RunSupervisor, desk: EventLoop) -> None:
-    """Run, and write how it ended when it could not go on to its end."""
+def _run(supervisor: RunSupervisor, loop: EventLoop) -> None:
+    """Run to the end, and record an end that the run itself cannot record."""
     try:
         supervisor.begin()
-        while not supervisor.turn():
-            for request in _heard(supervisor, desk):
-                _obey(supervisor, request)
+        while not supervisor.poll():
+            for request in _requests(supervisor, loop):
+                _follow_request(supervisor, request)
     except KernelGone:
         supervisor.abandon()
         supervisor.record.note("the kernel is gone: the run was ended, unfinished", level="warning")
@@ -441,41 +441,41 @@ def _carry(supervisor: RunSupervisor, desk: EventLoop) -> None:
         supervisor.abandon()
 
 
-def _heard(supervisor: RunSupervisor, desk: EventLoop) -> list[messages.KernelRequest]:
+def _requests(supervisor: RunSupervisor, loop: EventLoop) -> list[messages.KernelRequest]:
     try:
-        return desk.wait(supervisor.lines(), TICK)
+        return loop.wait(supervisor.lines(), TICK)
     except ForkServerGone:
-        if not supervisor.exiting:  # else the ranks are gone, and how they ended is known
+        if not supervisor.exiting:  # else the ranks are gone, and their outcome is known
             raise
         return []
 
 
-def _obey(supervisor: RunSupervisor, request: messages.KernelRequest) -> None:
+def _follow_request(supervisor: RunSupervisor, request: messages.KernelRequest) -> None:
     if isinstance(request, messages.StopRequest):
         supervisor.stop(request.reason, request.grace, request.status)
     elif isinstance(request, messages.KillRequest):
         supervisor.stop("killed on request", 0.0)
 
 
-def _sign(paths: RunPaths, *, detached: bool) -> None:
-    """Write down which process owns a run, and whether it outlives the one that launched."""
+def _write_owner(paths: RunPaths, *, detached: bool) -> None:
+    """Record which process owns a run, and whether it outlives the kernel."""
     about = {"pid": os.getpid(), "boot_id": boot_id(), "since": time.time(), "detached": detached}
     write_json(paths.owner, about, durable=False)
 
 
 def _lost_to(error: OSError, folder: Path) -> LaunchError:
-    """The error of a run whose supervisor met an OSError, of its folder or another."""
+    """Return the error of a run whose supervisor got an OSError."""
     if error.errno not in _OF_THE_MACHINE:
         return folder_error(folder, error)
     place = traceback.extract_tb(error.__traceback__)[-1]
     return LaunchError(
         f"the process that owned the run {folder} failed in {place.name}(): {error}",
-        do="launch again: a run with a checkpoint goes on; report it if it comes back",
+        do="launch again: a run with a checkpoint resumes; report the error if it occurs again",
     )
 
 
-def _tell_lost(line: Connection, error: LaunchError) -> None:
-    """The run cannot go on, nor its folder say so: tell whoever still listens."""
+def _report_lost(line: Connection, error: LaunchError) -> None:
+    """Tell the kernel that the run cannot continue, when the run's folder cannot say so."""
     kind = type(error).__name__
     line.send(
         messages.SupervisorLost(error=kind, what=error.what, allowed=error.allowed, do=error.do)

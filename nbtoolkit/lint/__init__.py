@@ -1,1 +1,1 @@
-"""``nbtoolkit lint``: what will go wrong in a notebook, found without running it."""
+"""Find hazards in a notebook without running it (``nbtoolkit lint``)."""

@@ -1,4 +1,4 @@
-"""Find hazards such as devices, hidden state, absolute paths, random splits, unguarded writes."""
+"""Define the rules on devices, hidden state, absolute paths, random splits, ranks and writes."""
 
 from __future__ import annotations
 
@@ -10,35 +10,33 @@ from copy import deepcopy
 from nbtoolkit.errors import MissingExtra
 from nbtoolkit.lint.source import Cell, Hazard, NotebookProgram, Site, hazard, mentions_rank
 
-# --- device ---
-# Used in the kernel, or named in a function that is to run on any.
+# --- devices ---
 
-
-# Made in the kernel they are for one process; the ranks need their own.
+# Objects that belong to one process; the ranks need their own.
 _TOO_EARLY = {
-    "DataLoader": "its workers and its order are for one process",
+    "DataLoader": "its workers and its order belong to one process",
     "Accelerator": "accelerate then refuses to launch",
-    "Trainer": "with two GPUs seen it wraps the model in DataParallel",
-    "Seq2SeqTrainer": "with two GPUs seen it wraps the model in DataParallel",
+    "Trainer": "with two visible GPUs it wraps the model in DataParallel",
+    "Seq2SeqTrainer": "with two visible GPUs it wraps the model in DataParallel",
 }
 
-_DEVICE_WORDS = ("device", "map_location", "device_map")
+_DEVICE_KEYWORDS = ("device", "map_location", "device_map")
 
-# Of torch.cuda: what takes no memory, and what only builds an object.
-_QUESTIONS = {"torch.cuda.is_available", "torch.cuda.device_count", "torch.cuda.get_arch_list"}
+# Functions of torch.cuda that take no GPU memory, and those that only build an object.
+_QUERIES = {"torch.cuda.is_available", "torch.cuda.device_count", "torch.cuda.get_arch_list"}
 _HARMLESS = {"torch.cuda.amp.GradScaler", "torch.cuda.amp.autocast"}
 
 
 def device_in_kernel(program: NotebookProgram) -> Iterator[Hazard]:
-    """Uses of a device by the kernel, which then keeps a part of its memory."""
+    """Find uses of a GPU by the kernel, which then holds GPU memory."""
     names = _device_names(program)
     for site in program.in_kernel():
-        if isinstance(site.node, ast.Call) and (what := _use(site.node, program, names)):
+        if isinstance(site.node, ast.Call) and (what := _gpu_use(site.node, program, names)):
             yield _at(site, "device-in-kernel", what)
 
 
 def fixed_device(program: NotebookProgram) -> Iterator[Hazard]:
-    """Devices named by code that runs in every rank."""
+    """Find fixed devices in code that runs in every rank."""
     for site in program.in_ranks():
         if isinstance(site.node, ast.Call) and (why := _placement(site.node, set())):
             what = f"{why} fails without a GPU, and may put every rank on the same one"
@@ -46,25 +44,26 @@ def fixed_device(program: NotebookProgram) -> Iterator[Hazard]:
 
 
 def built_before_launch(program: NotebookProgram) -> Iterator[Hazard]:
-    """What is made for one process in the kernel, above a launch."""
+    """Find objects for one process that the kernel makes above a launch."""
     first = program.first_launch()
     for site in program.in_kernel():
         if not isinstance(site.node, ast.Call) or first is None:
             continue
-        name = program.names.full(site.node.func).rpartition(".")[2]
+        name = program.names.full_name(site.node.func).rpartition(".")[2]
         if name in _TOO_EARLY and (site.cell.number, site.node.lineno) < first:
-            what = f"{name}(...) is made in the kernel, before the launch: {_TOO_EARLY[name]}"
+            what = f"{name}(...) is created in the kernel, before the launch: {_TOO_EARLY[name]}"
             yield _at(site, "built-before-launch", what)
 
 
-def _at(site: Site, code: str, what: str) -> Hazard:
-    return hazard(code, what, cell=site.cell.number, line=getattr(site.node, "lineno", 0))
+def _at(site: Site, code: str, what: str, do: str = "") -> Hazard:
+    line = getattr(site.node, "lineno", 0)
+    return hazard(code, what, cell=site.cell.number, line=line, do=do)
 
 
-def _use(call: ast.Call, program: NotebookProgram, names: set[str]) -> str:
-    full = program.names.full(call.func)
-    if full in _QUESTIONS:
-        return f"{full}() wakes the driver in the kernel: what is forked from it can use no GPU"
+def _gpu_use(call: ast.Call, program: NotebookProgram, names: set[str]) -> str:
+    full = program.names.full_name(call.func)
+    if full in _QUERIES:
+        return f"{full}() starts the driver in the kernel: its forked processes cannot use a GPU"
     if full.startswith("torch.cuda.") and full not in _HARMLESS:
         return f"{full}() makes the kernel hold a GPU"
     placement = _placement(call, names)
@@ -72,50 +71,48 @@ def _use(call: ast.Call, program: NotebookProgram, names: set[str]) -> str:
 
 
 def _placement(call: ast.Call, names: set[str]) -> str:
-    """How a call puts something on a GPU; empty where it does not."""
+    """Return the text of a call that places something on a GPU; empty for other calls."""
     method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     if method == "cuda" and not isinstance(call.func, ast.Name):
         return ".cuda()"
     if method in ("to", "set_default_device"):
-        words = [*call.args[:1], *(word.value for word in call.keywords if word.arg == "device")]
+        devices = [*call.args[:1], *(word.value for word in call.keywords if word.arg == "device")]
     else:
-        words = [word.value for word in call.keywords if word.arg in _DEVICE_WORDS]
-    found = next((word for word in words if _is_gpu(word, names)), None)
-    return "" if found is None else f"{method or 'this call'}({ast.unparse(found)})"
+        devices = [word.value for word in call.keywords if word.arg in _DEVICE_KEYWORDS]
+    gpu = next((device for device in devices if _is_gpu(device, names)), None)
+    return "" if gpu is None else f"{method or 'this call'}({ast.unparse(gpu)})"
 
 
 def _is_gpu(node: ast.expr, names: set[str]) -> bool:
     if isinstance(node, ast.Name):
         return node.id in names
     if isinstance(node, ast.Call):  # torch.device("cuda", 0)
-        return any(_is_gpu(word, names) for word in node.args[:1])
+        return any(_is_gpu(argument, names) for argument in node.args[:1])
     return isinstance(node, ast.Constant) and str(node.value).startswith("cuda")
 
 
 def _device_names(program: NotebookProgram) -> set[str]:
-    """Variables of the kernel that may stand for a GPU: ``device = "cuda" if ... else "cpu"``."""
-    found = set()
+    """Return the kernel's variables that may be a GPU: ``device = "cuda" if ... else "cpu"``."""
+    names = set()
     for site in program.in_kernel():
         if isinstance(site.node, ast.Assign) and any(
             isinstance(part, ast.Constant) and str(part.value).startswith("cuda")
             for part in ast.walk(site.node.value)
         ):
-            found |= {target.id for target in site.node.targets if isinstance(target, ast.Name)}
-    return found
+            names |= {target.id for target in site.node.targets if isinstance(target, ast.Name)}
+    return names
 
 
-# --- order ---
-# Hidden state: names that a run from top to bottom does not have, outputs of another order.
+# --- hidden state ---
 
-
-# What IPython puts beside Python's own names.
+# Names that IPython adds to Python's built-in ones.
 _IPYTHON = {"get_ipython", "display", "In", "Out", "_", "__", "___", "exit", "quit", "_i", "_ih"}
 
 
 def undefined_names(cells: list[Cell]) -> Iterator[Hazard]:
-    """Names that are read before any cell above has defined them.
+    """Find names that no cell above defines.
 
-    The cells are looked at as one module by pyflakes (https://github.com/PyCQA/pyflakes).
+    pyflakes (https://github.com/PyCQA/pyflakes) checks the cells as one module.
 
     Raises:
         MissingExtra: pyflakes is not installed.
@@ -125,27 +122,27 @@ def undefined_names(cells: list[Cell]) -> Iterator[Hazard]:
         from pyflakes.messages import UndefinedName
     except ImportError as error:
         raise MissingExtra(
-            "looking for undefined names needs pyflakes", do="pip install pyflakes"
+            "finding undefined names needs pyflakes", do="pip install pyflakes"
         ) from error
-    if any(_brings_names(cell) for cell in cells):
+    if any(_defines_unknown_names(cell) for cell in cells):
         return
     module, places = _as_module(cells)
-    told = set()
+    reported = set()
     for message in Checker(module, builtins=_IPYTHON).messages:
         name = message.message_args[0] if isinstance(message, UndefinedName) else ""
-        if name and name not in told:
-            told.add(name)
+        if name and name not in reported:
+            reported.add(name)
             cell, line = places[message.lineno]
             yield hazard("undefined-name", _undefined(name, cells, cell), cell=cell, line=line)
 
 
 def out_of_order(cells: list[Cell]) -> Iterator[Hazard]:
-    """Cells that were run before one that stands above them."""
+    """Find the first cell that ran before a cell above it."""
     above = 0
     for cell in cells:
         count = cell.execution_count or above
         if count < above:
-            what = f"it was run as number {count}, a cell above it as number {above}"
+            what = f"the cell ran as number {count}, a cell above it as number {above}"
             yield hazard("out-of-order", what, cell=cell.number)
             return
         above = count
@@ -166,8 +163,8 @@ def _assigns(cell: Cell, name: str) -> bool:
     )
 
 
-def _brings_names(cell: Cell) -> bool:
-    """Whether it may define names that cannot be read in it."""
+def _defines_unknown_names(cell: Cell) -> bool:
+    """Whether a cell may define names that its code does not show."""
     calls = (node for node in ast.walk(cell.tree) if isinstance(node, ast.Call))
     return cell.error is not None or any(
         ast.unparse(call.func) == "get_ipython().run_line_magic"
@@ -177,7 +174,7 @@ def _brings_names(cell: Cell) -> bool:
 
 
 def _as_module(cells: list[Cell]) -> tuple[ast.Module, dict[int, tuple[int, int]]]:
-    """All cells as one module, and for each line of it the cell and the line there."""
+    """Return all cells as one module, and the cell and line of each line of the module."""
     body: list[ast.stmt] = []
     places: dict[int, tuple[int, int]] = {}
     offset = 0
@@ -189,12 +186,10 @@ def _as_module(cells: list[Cell]) -> tuple[ast.Module, dict[int, tuple[int, int]
     return ast.Module(body, []), places
 
 
-# --- paths ---
-# Absolute paths: of one machine, written into a notebook that is to run on any.
+# --- absolute paths ---
 
-
-# Folders that one machine or host has and others have not (/tmp and /dev/shm are everywhere).
-_HERE_ONLY = re.compile(
+# Folders that exist on one machine or host only (/tmp and /dev/shm are everywhere).
+_LOCAL_PATH = re.compile(
     r"(/(home|Users|root|mnt|media|data|datasets|content|kaggle|workspace|scratch|drive|dbfs)/"
     r"|[A-Z]:[\\/])\S"
 )
@@ -202,7 +197,7 @@ _SEARCHES = {"glob", "rglob", "exists", "is_dir", "is_file", "isdir", "isfile"}
 
 
 def absolute_paths(cells: list[Cell]) -> Iterator[Hazard]:
-    """Absolute paths outside the parameters cell, but for those that are only looked for."""
+    """Find absolute paths outside the parameters cell, except those that are only searched."""
     for cell in cells:
         if cell.is_parameters:
             continue
@@ -215,29 +210,26 @@ def absolute_paths(cells: list[Cell]) -> Iterator[Hazard]:
 
 
 def _path(node: ast.AST) -> str:
-    """The path that a text is, or that a shell's line has in it; empty where there is none."""
+    """Return the path in a text constant or a shell command; empty without one."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value if _HERE_ONLY.match(node.value) and "\n" not in node.value else ""
+        return node.value if _LOCAL_PATH.match(node.value) and "\n" not in node.value else ""
     if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("get_ipython()."):
         words = [word for text in node.args for word in str(getattr(text, "value", "")).split()[1:]]
-        return next(filter(_HERE_ONLY.match, words), "")
+        return next(filter(_LOCAL_PATH.match, words), "")
     return ""
 
 
 def _searched(tree: ast.AST) -> Iterator[ast.AST]:
-    """Texts in ``Path("/x").glob(...)``, ``os.path.exists("/x")``: where there is none, no harm."""
+    """Yield the nodes in ``Path("/x").glob(...)``, ``os.path.exists("/x")``: no error elsewhere."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            if name.rpartition(".")[2] in _SEARCHES:
-                yield from ast.walk(node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _SEARCHES:
+            yield from ast.walk(node)
 
 
-# --- splits ---
-# Of a data set at random, other ones at every run.
+# --- random splits ---
 
-
-# Shuffled when asked to, and always: https://scikit-learn.org/stable/api/sklearn.model_selection
+# Splitters that shuffle on request, and those that always do:
+# https://scikit-learn.org/stable/api/sklearn.model_selection
 _ON_REQUEST = {"KFold", "StratifiedKFold", "StratifiedGroupKFold"}
 _ALWAYS = {
     "train_test_split",
@@ -248,26 +240,26 @@ _ALWAYS = {
     "RepeatedStratifiedKFold",
 }
 
-# What makes a split repeat itself though it has no seed of its own.
+# Calls that make a split reproducible though it has no seed of its own.
 _SEEDS = {"random_state=": "numpy.random.seed", "generator=": "torch.manual_seed"}
 _SEED_ALL = ("seed_everything", "set_seed", "enable_full_determinism")
 
 
 def unseeded_splits(program: NotebookProgram) -> Iterator[Hazard]:
-    """Random splits without a seed, in the kernel and in the ranks."""
-    told: set[ast.AST] = set()
+    """Find random splits without a seed, in the kernel and in the ranks."""
+    reported: set[ast.AST] = set()
     for sites in (program.in_kernel(), program.in_ranks()):
         called: set[str] = set()
         for site in sites:
-            if not isinstance(site.node, ast.Call) or site.node in told:
+            if not isinstance(site.node, ast.Call) or site.node in reported:
                 continue
-            full = program.names.full(site.node.func)
+            full = program.names.full_name(site.node.func)
             called.add(full)
             missing = _unseeded(site.node, name := full.rpartition(".")[2])
             if missing and _SEEDS[missing] not in called and not any(map(_seeds_all, called)):
-                told.add(site.node)
-                what = f"{name}(...) without {missing} splits anew at every run"
-                yield hazard("unseeded-split", what, cell=site.cell.number, line=site.node.lineno)
+                reported.add(site.node)
+                what = f"{name}(...) without {missing} splits differently in every run"
+                yield _at(site, "unseeded-split", what)
 
 
 def _seeds_all(full: str) -> bool:
@@ -275,13 +267,13 @@ def _seeds_all(full: str) -> bool:
 
 
 def _unseeded(call: ast.Call, name: str) -> str:
-    """What a call lacks to split the same way every time; empty where it lacks nothing."""
+    """Return the argument that a random split lacks; empty if it is reproducible."""
     words = {word.arg: word.value for word in call.keywords}
-    if None in words:  # **options: who knows
+    if None in words:  # **options may contain a seed
         return ""
     if name == "random_split":
         return "" if "generator" in words or len(call.args) > 2 else "generator="
-    if name == "sample":  # of pandas; others have no frac
+    if name == "sample":  # of pandas; other functions of this name have no frac
         at_random = "frac" in words
     else:
         always = name in _ALWAYS and not _is(words.get("shuffle"), False)
@@ -294,11 +286,9 @@ def _is(node: ast.expr | None, value: object) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
 
 
-# --- together ---
-# Calls that all ranks make together, where only the main rank comes.
+# --- collective calls ---
 
-
-# By their last part: of nbtoolkit, of ctx, of an Accelerator, of torch.distributed.
+# Calls that all ranks make together: of nbtoolkit, ctx, an Accelerator, torch.distributed.
 _OURS = {"fit", "predict"}
 _OF_CTX = {"report", "raise_if_stopped", "should_stop", "save", "prepare"}
 _OF_ACCELERATOR = {"gather", "gather_for_metrics", "reduce", "wait_for_everyone", "prepare"}
@@ -308,24 +298,29 @@ _WRAPS = ("ctx.prepare", "accelerator.prepare", "DistributedDataParallel")
 
 
 def lone_collectives(program: NotebookProgram) -> Iterator[Hazard]:
-    """Calls under ``if ctx.is_main:`` in which the main rank waits for the others."""
+    """Find calls under ``if ctx.is_main:`` in which the main rank waits for the others."""
     sites = list(program.in_ranks())
     wrapped = {name for site in sites for name in _wrapped(site.node)}
     for site in sites:
         call = site.node
         if not site.guarded or not isinstance(call, ast.Call):
             continue
-        if name := _together(program.names.full(call.func), ast.unparse(call.func)):
-            what = f"{name} is called by the main rank only, and waits for the others"
-            yield hazard("lone-collective", what, cell=site.cell.number, line=call.lineno)
+        if name := _collective(program.names.full_name(call.func), ast.unparse(call.func)):
+            what = f"only the main rank calls {name}, which waits for the other ranks"
+            yield _at(site, "lone-collective", what)
         elif isinstance(call.func, ast.Name) and call.func.id in wrapped:
-            what = f"{call.func.id}(...) is called by the main rank only: DDP waits for the others"
-            do = f"take it out of the `if`, or call ctx.unwrap({call.func.id})(...)"
-            yield hazard("lone-collective", what, cell=site.cell.number, line=call.lineno, do=do)
+            what = f"only the main rank calls {call.func.id}(...): DDP waits for the other ranks"
+            do = f"move it out of the `if`, or call ctx.unwrap({call.func.id})(...)"
+            yield _at(site, "lone-collective", what, do)
 
 
-def _together(full: str, written: str) -> str:
-    """The name of what all ranks call together; empty for other calls."""
+def _collective(full: str, written: str) -> str:
+    """Return the name of a collective call; empty for other calls.
+
+    Args:
+        full: the name of the function, by the notebook's imports.
+        written: the function as written.
+    """
     owner, _, name = full.rpartition(".")
     holder = written.rpartition(".")[0]
     if owner.partition(".")[0] == "nbtoolkit" and name in _OURS:
@@ -338,7 +333,7 @@ def _together(full: str, written: str) -> str:
 
 
 def _wrapped(node: ast.AST) -> list[str]:
-    """Names that are given what ``ctx.prepare`` or DDP return."""
+    """Return the variables that a statement assigns the result of ``ctx.prepare`` or DDP to."""
     if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
         return []
     if not ast.unparse(node.value.func).endswith(_WRAPS):
@@ -353,8 +348,6 @@ def _wrapped(node: ast.AST) -> list[str]:
 
 # --- writes ---
 
-
-# Full names, and of some modules whatever begins so.
 _FUNCTIONS = {
     "torch.save",
     "numpy.save",
@@ -374,6 +367,7 @@ _FUNCTIONS = {
     "torch.utils.tensorboard.SummaryWriter",
     "tensorboardX.SummaryWriter",
 }
+# Beginnings of full names.
 _TRACKING = ("mlflow.log_", "mlflow.set_", "mlflow.start_run", "wandb.init", "wandb.log")
 
 _METHODS = {
@@ -390,37 +384,36 @@ _METHODS = {
     "push_to_hub",
     "unlink",
 }
-# pandas gives back a text where no place is named.
-_NEED_A_PLACE = {"to_csv", "to_json"}
+# Without a path, pandas returns a text.
+_NEED_A_PATH = {"to_csv", "to_json"}
 
 
 def unguarded_writes(program: NotebookProgram) -> Iterator[Hazard]:
-    """Writes that every rank makes, to the same place."""
+    """Find writes that every rank makes to the same file."""
     for site in program.in_ranks():
         call = site.node
         if site.guarded or not isinstance(call, ast.Call) or mentions_rank(call):
             continue
-        if name := _write(call, program.names.full(call.func)):
-            what = f"{name} is called by every rank"
-            yield hazard("unguarded-write", what, cell=site.cell.number, line=call.lineno)
+        if name := _write(call, program.names.full_name(call.func)):
+            yield _at(site, "unguarded-write", f"every rank calls {name}")
 
 
 def _write(call: ast.Call, full: str) -> str:
-    """The name of what a call writes with; empty where it does not write."""
+    """Return the name of a function that writes; empty for other calls."""
     method = full.rpartition(".")[2]
     if full in _FUNCTIONS or full.startswith(_TRACKING):
         return full
     if method == "open" and _writes(call, first=1 if full in ("open", "io.open") else 0):
         return "open(..., 'w')"
     if method in _METHODS and "." in full:
-        return "" if method in _NEED_A_PLACE and not call.args + call.keywords else f".{method}"
+        return "" if method in _NEED_A_PATH and not call.args + call.keywords else f".{method}"
     return ""
 
 
 def _writes(call: ast.Call, first: int) -> bool:
-    """Whether ``open`` is asked to write; ``first`` is the mode's place among the arguments."""
-    named = [word.value for word in call.keywords if word.arg == "mode"]
-    modes = named or call.args[first : first + 1]
+    """Whether ``open`` opens a file to write; ``first`` is the position of the mode."""
+    by_keyword = [word.value for word in call.keywords if word.arg == "mode"]
+    modes = by_keyword or call.args[first : first + 1]
     return any(
         isinstance(mode, ast.Constant)
         and isinstance(mode.value, str)

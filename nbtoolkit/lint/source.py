@@ -1,4 +1,4 @@
-"""Parse a notebook's cells, and tell which code runs in the kernel and which in the ranks."""
+"""Parse a notebook's cells, and find which code runs in the kernel and which in the ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import ast
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nbtoolkit.notebooks.document import as_python, numbered, tags
 
@@ -15,53 +15,45 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 
-# --- hazard ---
-# One place in a notebook that will go wrong, and what to do about it.
-
-
 ADVICE: Mapping[str, str] = {
     "not-python": "correct the cell",
     "no-parameters": "give the cell with the settings the tag 'parameters' "
     "(in JupyterLab: the gear at the right, Cell Tags)",
-    "two-parameters": "keep one such cell, and take the tag from the others",
+    "two-parameters": "keep one such cell, and remove the tag from the others",
     "undefined-name": "define it in this cell or one above",
     "out-of-order": "restart the kernel, run all cells, and save",
-    "device-in-kernel": "do it inside the function that is launched, with ctx.device; "
-    "nb.detect_hardware() tells what is here and touches nothing",
+    "device-in-kernel": "move it into the function that is launched, with ctx.device; "
+    "nb.detect_hardware() lists the devices without using them",
     "fixed-device": "use ctx.device, or let ctx.prepare or nb.fit place it",
     "built-before-launch": "make it inside the function that is launched",
-    "unguarded-write": "put it under `if ctx.is_main:`, or ctx.rank into the file's name; "
-    "ctx.save and ctx.log see to that themselves",
-    "lone-collective": "take it out of the `if`: rank 0 alone writes and counts anyway",
+    "unguarded-write": "put it under `if ctx.is_main:`, or put ctx.rank into the file's name; "
+    "ctx.save and ctx.log write once by themselves",
+    "lone-collective": "move it out of the `if`: only rank 0 writes and counts anyway",
     "unseeded-split": "give it a seed; nb.make_folds has one, and keeps the split with the results",
-    "absolute-path": "make it a parameter, a path relative to the notebook, or a part of "
+    "absolute-path": "make it a parameter, a path relative to the notebook, or a path below "
     "nb.detect_host().input, .working or .scratch",
     "unknown-ignore": "write the code of the hazard: # nb: ignore[unseeded-split]",
 }
-"""Every code, and what to do about it where the hazard itself says nothing better."""
+"""Code of each hazard, and the advice for hazards without advice of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hazard:
-    """One place that will go wrong."""
+    """A place in a notebook that fails elsewhere, and what to do about it."""
 
     code: str
-    """Which kind: a key of :data:`ADVICE`, and what ``# nb: ignore[...]`` takes."""
+    """A key of :data:`ADVICE`, as in ``# nb: ignore[...]``."""
     cell: int
-    """The number of the code cell, from 1; 0: the notebook as a whole."""
+    """Number of the code cell, from 1; 0: the whole notebook."""
     line: int
-    """The line in the cell, from 1; 0: no line in particular."""
+    """Line in the cell, from 1; 0: no particular line."""
     what: str
     """What is wrong."""
     do: str
     """What to do now."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values."""
-        return asdict(self)
-
     def sentence(self, notebook: str) -> str:
-        """As it is told: where, which kind, what; and what to do.
+        """Return place, code, problem and advice as text.
 
         Args:
             notebook: the notebook's name.
@@ -72,19 +64,15 @@ class Hazard:
 
 
 def hazard(code: str, what: str, *, cell: int = 0, line: int = 0, do: str = "") -> Hazard:
-    """A hazard; without ``do`` with the advice for its kind."""
+    """Make a hazard; ``do`` defaults to the advice for its code."""
     return Hazard(code=code, cell=cell, line=line, what=what, do=do or ADVICE[code])
 
 
-# --- names ---
-# What a name in a notebook stands for, by its imports.
-
-
-class Names:
-    """The imports of a notebook.
+class ImportedNames:
+    """Resolve names by a notebook's imports.
 
     Args:
-        trees: its cells.
+        trees: the syntax trees of its cells.
     """
 
     def __init__(self, trees: Iterable[ast.AST]) -> None:
@@ -93,10 +81,10 @@ class Names:
             for node in ast.walk(tree):
                 self._add(node)
 
-    def full(self, node: ast.AST) -> str:
-        """``torch.utils.data.DataLoader`` of ``DataLoader``; ``.to`` of what is no plain name."""
+    def full_name(self, node: ast.AST) -> str:
+        """Return ``torch.utils.data.DataLoader`` for ``DataLoader``; ``.to`` for ``f(x).to``."""
         if isinstance(node, ast.Attribute):
-            return f"{self.full(node.value)}.{node.attr}"
+            return f"{self.full_name(node.value)}.{node.attr}"
         if isinstance(node, ast.Name):
             return self._imported.get(node.id, node.id)
         return ""
@@ -111,10 +99,7 @@ class Names:
                 self._imported[name.asname or name.name] = f"{node.module or ''}.{name.name}"
 
 
-# --- main rank ---
-# Conditions that only the main rank meets: ``if ctx.is_main:``, ``if rank != 0: return``.
-
-
+# Names that are true only in the main rank, as in ``if ctx.is_main:``.
 _MAIN = {
     "is_main",
     "is_main_process",
@@ -122,25 +107,26 @@ _MAIN = {
     "is_global_zero",
     "is_rank_zero",
     "is_world_process_zero",
-    # decorators, of accelerate and Lightning
+    # decorators of accelerate and Lightning
     "on_main_process",
     "on_local_main_process",
     "rank_zero_only",
 }
+# Names of a rank's number, as in ``if rank != 0: return``.
 _RANKS = {"rank", "local_rank", "process_index", "local_process_index", "global_rank", "get_rank"}
 
 
 def only_main(test: ast.expr) -> bool | None:
-    """What the condition of an ``if``, or a function's decorator, says about ranks.
+    """Evaluate the condition of an ``if``, or a function's decorator, for the main rank.
 
     Returns:
-        True: only the main rank meets it; False: only the main rank does not; None: neither.
+        True: only the main rank meets it; False: all ranks but the main one; None: neither.
     """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         inner = only_main(test.operand)
         return None if inner is None else not inner
     if isinstance(test, ast.BoolOp):
-        # One part of an `and` is enough to keep the others out, one of an `or` to let them in.
+        # One part of an `and` excludes the other ranks; one part of an `or` admits them.
         decisive = isinstance(test.op, ast.And)
         return decisive if decisive in map(only_main, test.values) else None
     if isinstance(test, ast.Compare) and _last(test.left) in _RANKS and _zero(test.comparators):
@@ -150,12 +136,12 @@ def only_main(test: ast.expr) -> bool | None:
 
 
 def mentions_rank(node: ast.AST) -> bool:
-    """Whether a rank's number is in it: a file whose name has one is nobody else's."""
+    """Whether the code contains a rank's number, as in the name of a file for each rank."""
     return any(_last(inner) in _RANKS for inner in ast.walk(node))
 
 
 def leaves(body: list[ast.stmt]) -> bool:
-    """Whether a block never comes to the statement after it."""
+    """Whether a block never reaches the statement after it."""
     return bool(body) and isinstance(body[-1], (ast.Return, ast.Raise, ast.Continue, ast.Break))
 
 
@@ -164,57 +150,52 @@ def _zero(values: list[ast.expr]) -> bool:
 
 
 def _last(node: ast.AST) -> str:
-    """``is_main`` of ``ctx.is_main`` and of ``is_main()``."""
+    """Return ``is_main`` for ``ctx.is_main`` and for ``is_main()``."""
     if isinstance(node, ast.Call):
         return _last(node.func)
     name = getattr(node, "attr", "") or getattr(node, "id", "")
     return name.lower() if isinstance(name, str) else ""
 
 
-# --- cells ---
-# The code of one cell as Python, with the lines and numbers that people see.
-
-
 _IGNORE = re.compile(r"#\s*nb:\s*ignore(?:\[([^\]]*)\])?")
 
-# Magics whose cell or line is Python all the same.
+# Magics whose cell or line is Python.
 _PYTHON_CELL = re.compile(r"\A\s*%%(time|timeit|capture|prun|python3?)\b.*")
 _PYTHON_LINE = re.compile(r"^([ \t]*)%time[ \t]+", re.MULTILINE)
-# IPython makes one line of a magic that goes on over several: give it the others back, empty.
+# IPython joins the lines of a continued magic; empty lines after it keep the line numbers.
 _CONTINUED = re.compile(r"^[ \t]*[!%](?:[^\n]*\\\n)+[^\n]*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One code cell."""
+    """A code cell, with the line numbers that people see."""
 
     number: int
-    """Its place among the code cells, from 1."""
+    """Position among the code cells, from 1."""
     tree: ast.Module
-    """Its code; empty where it is not Python."""
-    error: SyntaxError | None = None
-    """Why it is not Python."""
-    is_parameters: bool = False
-    """Whether it has the tag ``parameters``."""
-    execution_count: int | None = None
-    """When it was run, as it was saved."""
-    ignored: dict[int, list[str]] = field(default_factory=dict)
+    """The code; empty if it is not Python."""
+    error: SyntaxError | None
+    """Why the code is not Python."""
+    is_parameters: bool
+    """Whether the cell has the tag ``parameters``."""
+    execution_count: int | None
+    """The stored execution count."""
+    ignored: dict[int, list[str]]
     """Line -> the codes that a comment on it, or alone above it, allows."""
 
 
 def read_cells(notebook: NotebookNode) -> list[Cell]:
-    """The user's own code cells of a notebook, in order."""
+    """Return the user's own code cells of a notebook, in order."""
     return [_cell(number, node) for number, node in numbered(notebook)]
 
 
 def _cell(number: int, node: NotebookNode) -> Cell:
     tree, error = ast.Module([], []), None
     try:
-        tree = _parsed(node.source)
-    except (SyntaxError, ValueError) as wrong:
-        # A cell that is meant to fail may do so in every way.
+        tree = _parse(node.source)
+    except (SyntaxError, ValueError) as invalid:
         if "raises-exception" not in tags(node):
-            error = wrong if isinstance(wrong, SyntaxError) else SyntaxError(str(wrong))
+            error = invalid if isinstance(invalid, SyntaxError) else SyntaxError(str(invalid))
     return Cell(
         number=number,
         tree=tree,
@@ -225,14 +206,14 @@ def _cell(number: int, node: NotebookNode) -> Cell:
     )
 
 
-def _parsed(source: str) -> ast.Module:
+def _parse(source: str) -> ast.Module:
     plain = _PYTHON_LINE.sub(r"\1", _PYTHON_CELL.sub("", source))
     joined = _CONTINUED.sub(lambda magic: _on_one_line(magic[0]), plain)
     lines = joined.splitlines()
     empty = next((n for n, line in enumerate(lines) if line.strip()), len(lines))
-    with warnings.catch_warnings():  # "\\d" in a text is the user's own business
-        warnings.simplefilter("ignore")
-        # IPython drops the empty lines at the top; an indented cell it moves to the left.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes such as "\\d" are allowed
+        # IPython drops empty lines at the top, and dedents an indented cell.
         return ast.increment_lineno(ast.parse(as_python("\n".join(lines[empty:]))), empty)
 
 
@@ -248,31 +229,29 @@ def _ignored(source: str) -> Iterator[tuple[int, list[str]]]:
             yield (number + 1 if alone else number), codes
 
 
-# --- kernel and ranks ---
-
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-# What starts ranks, by the last part of its name; the function comes first, or by keyword.
-LAUNCHES = ("launch", "sweep", "cross_validate", "panel", "notebook_launcher")
-_FUNCTION_WORDS = ("train", "function")
+# Functions that start ranks, by the last part of the name. The training function is their first
+# argument, or one of the keywords.
+_LAUNCHES = ("launch", "sweep", "cross_validate", "panel", "notebook_launcher")
+_FUNCTION_KEYWORDS = ("train", "function")
 
 
 @dataclass(frozen=True)
 class Site:
-    """An expression or statement, and under what circumstances it runs."""
+    """An expression or statement, and whether all ranks reach it."""
 
     cell: Cell
     node: ast.AST
     guarded: bool
-    """Whether only the main rank comes here."""
+    """Whether only the main rank reaches it."""
 
 
 class NotebookProgram:
     """A notebook's cells as one program.
 
-    Functions that are handed to a launch, or take ``(config, ctx)``, run in the ranks, and so does
-    what they call; all else that is reached from the cells themselves runs in the kernel.
+    Functions that are passed to a launch, or that take ``(config, ctx)``, run in the ranks, as do
+    the functions that they call. Other code that the cells reach runs in the kernel.
 
     Args:
         cells: the code cells, in order.
@@ -280,19 +259,19 @@ class NotebookProgram:
 
     def __init__(self, cells: list[Cell]) -> None:
         self.cells = cells
-        self.names = Names(cell.tree for cell in cells)
+        self.names = ImportedNames(cell.tree for cell in cells)
         self._functions = {
             node.name: (cell, node) for cell in cells for node in _functions(cell.tree)
         }
 
     def in_kernel(self) -> Iterator[Site]:
-        """What runs in the kernel: the cells, and functions of theirs that they call."""
+        """Yield the code that runs in the kernel: the cells, and the functions that they call."""
         seen: set[tuple[str, bool]] = set()
         for cell in self.cells:
             yield from self._reached(cell, cell.tree.body, False, seen, called=True)
 
     def in_ranks(self) -> Iterator[Site]:
-        """What runs in the ranks: launched functions, and what is named in them."""
+        """Yield the code that runs in the ranks: launched functions, and those they mention."""
         seen: set[tuple[str, bool]] = set()
         for name in self._launched():
             if (name, False) not in seen:
@@ -301,7 +280,7 @@ class NotebookProgram:
                 yield from self._reached(cell, function.body, False, seen, called=False)
 
     def first_launch(self) -> tuple[int, int] | None:
-        """The cell and line of the first launch; None where nothing is launched."""
+        """Return the cell and line of the first launch; None without a launch."""
         places = [(cell.number, call.lineno) for cell, call in self._launches()]
         return min(places, default=None)
 
@@ -312,16 +291,15 @@ class NotebookProgram:
                     yield cell, node
 
     def _is_launch(self, call: ast.Call) -> bool:
-        module, _, name = self.names.full(call.func).rpartition(".")
-        return name in LAUNCHES and module.partition(".")[0] in ("nbtoolkit", "accelerate", "")
+        module, _, name = self.names.full_name(call.func).rpartition(".")
+        return name in _LAUNCHES and module.partition(".")[0] in ("nbtoolkit", "accelerate", "")
 
     def _launched(self) -> list[str]:
-        given = [
-            word.value if isinstance(word, ast.keyword) else word
-            for _, call in self._launches()
-            for word in [*call.args[:1], *(k for k in call.keywords if k.arg in _FUNCTION_WORDS)]
-        ]
-        names = [node.id for node in given if isinstance(node, ast.Name)]
+        passed: list[ast.expr] = []
+        for _, call in self._launches():
+            passed += call.args[:1]
+            passed += [word.value for word in call.keywords if word.arg in _FUNCTION_KEYWORDS]
+        names = [node.id for node in passed if isinstance(node, ast.Name)]
         names += [name for name, (_, function) in self._functions.items() if _takes_ctx(function)]
         return [name for name in names if name in self._functions]
 
@@ -345,7 +323,7 @@ class NotebookProgram:
 
 
 def _functions(tree: ast.AST) -> Iterator[Function]:
-    """All functions but methods: these are not called by their bare name."""
+    """Yield all functions except methods, which are not called by their bare name."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, Function) and not isinstance(tree, ast.ClassDef):
             yield node
@@ -358,14 +336,14 @@ def _takes_ctx(function: Function) -> bool:
 
 
 def _mention(node: ast.AST, called: bool) -> str:
-    """The name of a function that is called here, or (not ``called``) read at all."""
+    """Return the name of a function that the node calls, or (not ``called``) mentions."""
     if called:
         node = node.func if isinstance(node, ast.Call) else ast.Pass()
     return node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) else ""
 
 
 def _sites(cell: Cell, body: Iterable[ast.stmt], guarded: bool) -> Iterator[Site]:
-    """All nodes of a block, without the bodies of functions that are defined in it."""
+    """Yield all nodes of a block, except the bodies of functions defined in it."""
     for statement in body:
         if isinstance(statement, ast.If):
             main = only_main(statement.test)
@@ -385,7 +363,8 @@ def _inner(cell: Cell, node: ast.AST, guarded: bool) -> Iterator[Site]:
     else:
         yield Site(cell, node, guarded)
         parts = list(ast.iter_child_nodes(node))
-    statements: list[ast.stmt] = []  # of one block, in order: a guard may cover those after it
+    # The statements of one block stay together: a guard may cover the statements after it.
+    statements: list[ast.stmt] = []
     for part in parts:
         if isinstance(part, ast.stmt):
             statements.append(part)

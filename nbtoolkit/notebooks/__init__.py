@@ -1,1 +1,1 @@
-"""Notebooks as programs: typed parameters in, published values out, an executed copy beside."""
+"""Run notebooks as programs: typed parameters in, published values and an executed copy out."""

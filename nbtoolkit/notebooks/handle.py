@@ -1,4 +1,4 @@
-"""Define a notebook run's result, and the handle of one that runs in the background."""
+"""Define the files, the record, the result and the background handle of a notebook run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO, TypedDict
 
 from nbtoolkit.config.yaml_source import dump
 from nbtoolkit.environment.deadline import span
@@ -27,44 +26,46 @@ from nbtoolkit.errors import (
 from nbtoolkit.run.paths import read_json, read_made, write_whole
 from nbtoolkit.text_table import html_table
 
-# <name>.ipynb        the executed copy, whole after every cell
-# <name>.html         the same to look at
-# <name>.run.json     parameters, published values, how it ended; who runs it, in the background
-# <name>.run.log      everything the cells wrote, without limit; locked while the notebook runs
-# <name>.runs.txt     the folders of the runs it has started, a line each; none: it has started none
-
-
 _LOCK_TRIES = 3
+
+LAST_LINES = 12
+"""Number of lines of a log or a cell that an error message shows."""
+
+_LAST_BYTES = 4_000
+
+# Seconds between two checks of a waiting handle.
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class NotebookFiles:
-    """The files of one notebook's run, around the path of its executed copy."""
+    """The files of one notebook run: the executed copy, and the files beside it."""
 
     copy: Path
+    """``<name>.ipynb``; complete after every cell."""
 
     @property
     def html(self) -> Path:
-        """The executed copy as a page."""
+        """``<name>.html``: the executed copy as a page."""
         return self.copy.with_suffix(".html")
 
     @property
     def record(self) -> Path:
-        """How it ended (JSON)."""
+        """``<name>.run.json``: a :class:`RunningRecord`, at the end a :class:`NotebookRecord`."""
         return self.copy.with_suffix(".run.json")
 
     @property
     def log(self) -> Path:
-        """All output."""
+        """``<name>.run.log``: all output of the cells; locked while the notebook runs."""
         return self.copy.with_suffix(".run.log")
 
     @property
     def runs(self) -> Path:
-        """Which runs it has started."""
+        """``<name>.runs.txt``: folders of the runs that the notebook starts, one per line."""
         return self.copy.with_suffix(".runs.txt")
 
     def running(self) -> bool:
-        """Whether somebody runs a notebook to here: its log is locked."""
+        """Whether a notebook run holds the lock on the log."""
         try:
             with open(self.log, "rb") as log:
                 fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -75,25 +76,25 @@ class NotebookFiles:
             return True
 
     def open(self) -> TextIO:
-        """Lock and empty the log, and take away what an earlier run left.
+        """Lock and empty the log, and remove the files of an earlier run.
 
         Returns:
-            The log, open for appending; closing it opens the lock.
+            The log, open for appending; closing it releases the lock.
 
         Raises:
-            NotebookError: the folder cannot be written, or another run has these files.
+            NotebookError: the folder cannot be written, or another run holds the lock.
         """
         try:
             self.copy.parent.mkdir(parents=True, exist_ok=True)
-            log = open(self.log, "a", encoding="utf-8")  # noqa: SIM115 - as long as the run
+            log = open(self.log, "a", encoding="utf-8")  # noqa: SIM115 - open during the run
         except OSError as error:
             raise not_written(self.copy, error, NotebookError) from error
-        if not _locked(log):
+        if not _lock(log):
             log.close()
             raise NotebookError(
                 f"another run writes to {self.copy}",
-                allowed="one run for each executed copy at a time",
-                do="wait for it, or choose another output",
+                allowed="one run per executed copy at a time",
+                do="wait until it ends, or choose another output",
             )
         os.truncate(log.fileno(), 0)
         for old in (self.copy, self.html, self.record, self.runs):
@@ -101,11 +102,7 @@ class NotebookFiles:
         return log
 
     def write_html(self, notebook: str) -> None:
-        """Write the page of an executed notebook.
-
-        Args:
-            notebook: its JSON text.
-        """
+        """Write the page of an executed notebook, given as its JSON text."""
         import nbformat
         from nbconvert.exporters.html import HTMLExporter
 
@@ -113,8 +110,11 @@ class NotebookFiles:
         write_whole(self.html, page, durable=False)
 
 
-def _locked(log: TextIO) -> bool:
-    """Lock an open log; False: a run holds it. Who asks whether one does holds it for a moment."""
+def _lock(log: TextIO) -> bool:
+    """Lock an open log; return False if a run holds the lock.
+
+    Several tries: :meth:`NotebookFiles.running` of another process takes the lock for a moment.
+    """
     for _ in range(_LOCK_TRIES):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,76 +124,104 @@ def _locked(log: TextIO) -> bool:
 
 
 def not_written(copy: Path, error: OSError, kind: type[NbtoolkitError]) -> NbtoolkitError:
-    """An OSError met while writing a run's files, as an error that says what to do."""
+    """Return an error of this kind for an OSError that occurred while writing a run's files."""
     return kind(
         f"the executed copy {copy} cannot be written: {error.strerror or error}",
         allowed="a folder on a disk with free space that you may write to",
-        do='free some space, or choose another place: output="...", or --output in a shell',
+        do='free some space, or choose another output: output="...", or --output in a shell',
     )
 
 
 def files_for(notebook: Path, output: str | os.PathLike[str] | None) -> NotebookFiles:
-    """The files of a run.
+    """Choose the files of a run.
 
     Args:
-        notebook: the notebook that is run.
-        output: where its executed copy goes; None: ``outputs/<UTC time>-<name>-<4 hex>.ipynb``.
+        notebook: the notebook to run.
+        output: path of the executed copy; None: ``outputs/<UTC time>-<name>-<4 hex>.ipynb``.
 
     Raises:
-        NotebookError: ``output`` is no ``.ipynb``, or the notebook itself.
+        NotebookError: ``output`` does not end in ``.ipynb``, or is the notebook itself.
     """
     if output is None:
         return NotebookFiles(Path("outputs").absolute() / fresh_name(notebook.stem))
     path = Path(output).expanduser().absolute()
     if path.suffix != ".ipynb":
         raise NotebookError(
-            f"the output {path} is no notebook's name",
-            allowed="a path that ends in .ipynb; HTML, record and log are put beside it",
+            f"the output {path} does not end in .ipynb",
+            allowed="a path that ends in .ipynb; HTML, record and log are written beside it",
             do=f"output={str(path / notebook.name)!r}",
         )
     if path.resolve() == notebook.resolve():
         raise NotebookError(
             f"the output {path} is the notebook itself",
-            allowed="another path: the notebook is not changed by running it",
-            do="leave output out, and it goes to outputs/",
+            allowed="another path: a run does not change the notebook",
+            do="omit output: the executed copy then goes to outputs/",
         )
     return NotebookFiles(path)
 
 
 def fresh_name(name: str) -> str:
-    """A new name for an executed copy: ``<UTC time>-<name>-<4 hex>.ipynb``."""
+    """Return a new name for an executed copy: ``<UTC time>-<name>-<4 hex>.ipynb``."""
     stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
     return f"{stamp}-{name}-{secrets.token_hex(2)}.ipynb"
 
 
-# --- result ---
-# How a notebook's run ended.
+class RunningRecord(TypedDict):
+    """The record of a notebook that runs in the background."""
+
+    status: Literal["running"]
+    pid: int
+    """The process that :meth:`NotebookHandle.stop` interrupts."""
+
+
+class FailureRecord(TypedDict):
+    """A :class:`~nbtoolkit.notebooks.execution.CellFailure` in a record."""
+
+    cell: int
+    kind: str
+    what: str
+    traceback: str
+
+
+class NotebookRecord(TypedDict):
+    """The record of a notebook run that has ended."""
+
+    status: Literal["completed", "failed"]
+    notebook: str
+    kernel: str
+    parameters: dict[str, Any]
+    values: dict[str, Any]
+    html: bool
+    seconds: float
+    failure: FailureRecord | None
+    error: dict[str, str] | None
+    """The parts of the error to raise: what, allowed, do."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NotebookResult:
-    """What a notebook published, and where its executed copy is.
+    """The published values and the files of a notebook run that has completed.
 
     A notebook that fails has no result: :func:`nbtoolkit.run_notebook` raises.
     """
 
     values: dict[str, Any]
-    """What the notebook published with ``nb.publish``, as plain values."""
+    """Plain values that the notebook published with ``nb.publish``."""
     parameters: dict[str, Any]
-    """The values it was given; the others are its defaults."""
+    """The given values; other parameters have their defaults."""
     output: Path
     """The executed copy."""
     html: Path | None
-    """The same as a page; None where none was wanted."""
+    """The executed copy as a page; None if it was not written."""
     log: Path
-    """Everything its cells wrote."""
+    """All output of the cells."""
     runs: list[Path]
-    """The folders of the runs, sweeps and cross-validations that it has started, oldest first."""
+    """Folders of the runs, sweeps and cross-validations that the notebook started, oldest first."""
     seconds: float
-    """From the kernel's start to the last cell's end."""
+    """Time from the kernel's start to the last cell's end."""
 
     def values_as_yaml(self) -> str:
-        """The published values as YAML text; empty where nothing was published."""
+        """Return the published values as YAML text; empty if there are none."""
         return dump(self.values) if self.values else ""
 
     def __repr__(self) -> str:
@@ -214,29 +242,17 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# --- from the record ---
-# How a notebook's run ended, by its record: a result, or the error that was its end.
-
-
-LAST_LINES = 12
-"""Of a log or a cell, in an error's text."""
-
-_LAST_BYTES = 4_000
-
 _ERRORS = {"timeout": NotebookTimeout, "death": NotebookDied, "kernel": NotebookDied}
 
 
-def outcome(files: NotebookFiles, record: Mapping[str, Any]) -> NotebookResult:
-    """The result of a notebook that has come to its end.
-
-    Args:
-        files: of its run.
-        record: what was written when it had ended.
+def result_of(files: NotebookFiles, record: NotebookRecord) -> NotebookResult:
+    """Return the result of a run that has ended.
 
     Raises:
-        NotebookFailed: it has not come to its end; or a kind of that, as ``nb.run_notebook`` says.
+        NotebookFailed: the run failed; or one of its subclasses, as ``nb.run_notebook`` says.
     """
-    if failure := record["failure"]:
+    failure = record["failure"]
+    if failure and record["error"]:
         error = _ERRORS.get(failure["kind"], NotebookFailed)(**record["error"])
         error.cell, error.output = failure["cell"], files.copy
         raise error
@@ -252,108 +268,107 @@ def outcome(files: NotebookFiles, record: Mapping[str, Any]) -> NotebookResult:
 
 
 def last_lines(log: Path) -> list[str]:
-    """The end of a log, as lines of an error's text; none of one that is empty, or gone."""
+    """Return the end of a log as lines of an error message; [] if it is empty or missing."""
     if not log.exists():
         return []
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LAST_BYTES))
-        last = file.read().decode(errors="replace").strip()
-    return ["  The last lines:", *indented(last, LAST_LINES)] if last else []
+        end = file.read().decode(errors="replace").strip()
+    return ["  The last lines:", *indented(end, LAST_LINES)] if end else []
 
 
 def indented(text: str, lines: int) -> list[str]:
-    """The last lines of a text, indented."""
+    """Return the last lines of a text, indented."""
     return [f"    {line}" for line in text.strip().splitlines()[-lines:]]
-
-
-# --- handle ---
-
-
-_POLL = 0.1  # seconds between two looks of who waits
 
 
 class NotebookHandle:
     """A notebook that runs in the background, from ``nb.run_notebook(wait=False)``.
 
-    All of it is in files: in another kernel, ``nb.NotebookHandle(output)`` is a handle on the same.
+    The state is in files: in another kernel, ``nb.NotebookHandle(output)`` opens the same run.
 
     Args:
-        output: the executed copy, a path ending in ``.ipynb``; it need not be written yet.
-        process: who runs it, where this process has started it.
+        output: path of the executed copy, ending in ``.ipynb``; the file need not exist yet.
+        process: the process that runs the notebook, if this process started it.
 
     Raises:
-        NotebookError: no notebook was ever run to there.
+        NotebookError: no notebook run has written to this path.
     """
 
     def __init__(
         self, output: str | os.PathLike[str], process: subprocess.Popen[bytes] | None = None
     ) -> None:
-        self._process, self._asked = process, False
+        self._process = process
+        self._stop_requested = False
         self._files = NotebookFiles(Path(output).expanduser().absolute())
         if not self._files.log.exists():
             raise NotebookError(
-                f"no notebook is run to {output}",
-                allowed="the executed copy of a notebook that runs, or has run",
-                do="nb.run_notebook(path, output, wait=False) starts one",
+                f"no notebook run writes to {output}",
+                allowed="the executed copy of a notebook that runs or has run",
+                do="start one with nb.run_notebook(path, output, wait=False)",
             )
 
     @property
     def output(self) -> Path:
-        """The executed copy; it is written after each cell."""
+        """Path of the executed copy, which is written after each cell."""
         return self._files.copy
 
     @property
     def log(self) -> Path:
-        """Everything its cells have written so far."""
+        """Path of the log with all output of the cells so far."""
         return self._files.log
 
     @property
     def runs(self) -> list[Path]:
-        """The folders of the runs, sweeps and cross-validations started so far, oldest first."""
+        """Folders of the runs, sweeps and cross-validations started so far, oldest first."""
         return read_made(self._files.runs)
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the run has ended, successfully or not."""
         if self._process is not None and self._process.poll() is None:
             return False
         return not self._files.running()
 
     def stop(self) -> None:
-        """End its kernel, and with it what its cells run; nothing where it has ended."""
-        record = read_json(self._files.record) or {}
-        if not self.done() and record.get("status") == "running":
-            self._asked = True
+        """Stop the kernel and everything that its cells run; no effect after the run's end."""
+        record = self._record()
+        if not self.done() and record and record["status"] == "running":
+            self._stop_requested = True
             os.kill(record["pid"], signal.SIGINT)
 
     def result(self, timeout: float | None = None) -> NotebookResult:
-        """Wait for its end. An interrupt ends the wait; the notebook goes on.
+        """Wait for the run's end. An interrupt ends the wait; the notebook keeps running.
 
         Args:
-            timeout: seconds to wait; None: as long as it takes.
+            timeout: seconds to wait; None: no limit.
 
         Raises:
-            TimeoutError: it has not ended yet (it goes on).
-            NotebookFailed: as :func:`nbtoolkit.run_notebook` says; it was stopped.
-            NotebookDied: its kernel died, or the process that ran it.
+            TimeoutError: the run has not ended yet; it continues.
+            NotebookFailed: as :func:`nbtoolkit.run_notebook` says, or the run was stopped.
+            NotebookDied: the kernel died, or the process that ran the notebook.
         """
-        limit = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
         while not self.done():
-            if limit is not None and time.monotonic() >= limit:
-                raise TimeoutError(f"{self.output} is not done after {timeout:g} s; it goes on")
-            time.sleep(_POLL)
-        record = read_json(self._files.record) or {}
-        if record.get("status", "running") == "running":
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"{self.output} is not done after {timeout:g} s; it continues")
+            time.sleep(_POLL_SECONDS)
+        record = self._record()
+        if record is None or record["status"] == "running":
             raise self._lost()
-        return outcome(self._files, record)
+        return result_of(self._files, record)
+
+    def _record(self) -> RunningRecord | NotebookRecord | None:
+        record: RunningRecord | NotebookRecord | None = read_json(self._files.record)
+        return record
 
     def _lost(self) -> NotebookFailed:
-        """Nobody was left to write down how it ended, or nobody yet."""
-        if self._asked:
+        """Return the error of a run that ended without a record of its outcome."""
+        if self._stop_requested:
             return NotebookFailed(f"the notebook {self.output} was stopped before it began")
         error = NotebookDied(
             "\n".join([f"the process that ran {self.output} is gone", *last_lines(self.log)]),
-            allowed="what its cells had launched goes on from its checkpoint",
-            do="run it again; the usual cause is memory",
+            allowed="unfinished launches of its cells resume from their checkpoints",
+            do="run it again; the usual cause is too little memory",
         )
         error.output = self.output
         return error

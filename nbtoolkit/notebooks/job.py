@@ -1,4 +1,4 @@
-"""Run one notebook through papermill in its kernel, and record how it ended."""
+"""Check a notebook run, run it through papermill in its own kernel, and record how it ends."""
 
 from __future__ import annotations
 
@@ -7,127 +7,65 @@ import os
 import secrets
 import shlex
 import shutil
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from nbtoolkit.errors import NotebookError, NotebookFailed
-from nbtoolkit.notebooks.document import executed_copy, made_ready, numbered
-from nbtoolkit.notebooks.engine import CellFailure, Execution, Limits, with_its_own_loop
+from nbtoolkit.config.yaml_source import Layer
+from nbtoolkit.errors import MissingExtra, NotebookError, NotebookFailed
+from nbtoolkit.notebooks.document import (
+    declared_parameters,
+    executed_copy,
+    numbered,
+    read_notebook,
+    refuse_syntax_errors,
+    with_parameters,
+)
+from nbtoolkit.notebooks.execution import CellFailure, CellProgress, Display, Execution, Limits
 from nbtoolkit.notebooks.handle import (
     LAST_LINES,
+    FailureRecord,
     NotebookFiles,
+    NotebookRecord,
     NotebookResult,
+    files_for,
     indented,
     last_lines,
     not_written,
-    outcome,
+    result_of,
 )
-from nbtoolkit.notebooks.progress import CellProgress, Display
+from nbtoolkit.notebooks.parameters import check_parameters
 from nbtoolkit.notebooks.publish import TARGET as PUBLISHED
-from nbtoolkit.run.paths import TARGET as MADE
+from nbtoolkit.run.paths import TARGET as STARTED_RUNS
 from nbtoolkit.run.paths import read_json, write_json, write_whole
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
-
-# --- kernel ---
-# The kernel a notebook is run with: found by name, before anything is started.
-
-
-_SOCKET_LENGTH = 107  # bytes of a Unix socket's path, see man 7 unix
-
-
-def find_kernel(notebook: NotebookNode, wish: str | None, name: str) -> str:
-    """The name of the kernel spec to run a notebook with.
-
-    Args:
-        notebook: its metadata names one; without it: ``python3``.
-        wish: a name that beats the notebook's own.
-        name: the notebook's name, for messages.
-
-    Raises:
-        NotebookError: there is no such kernel here, or it is not one for Python.
-    """
-    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
-
-    wanted = wish or notebook.metadata.get("kernelspec", {}).get("name") or "python3"
-    specs = KernelSpecManager()
-    try:
-        spec = specs.get_kernel_spec(wanted)
-    except NoSuchKernel as error:
-        raise NotebookError(
-            f"{name} wants the kernel {wanted!r}, which is not installed here",
-            allowed=", ".join(sorted(specs.find_kernel_specs())) or "none: no kernel is installed",
-            do='choose one of these: kernel="python3", or --kernel python3 in a shell',
-        ) from error
-    if spec.language.lower() != "python":
-        raise NotebookError(
-            f"the kernel {wanted!r} of {name} speaks {spec.language}",
-            allowed="kernels for Python",
-        )
-    return str(wanted)
-
-
-@contextmanager
-def private_folder() -> Iterator[Path]:
-    """A folder for one kernel, removed at the end: connection file, sockets, IPython profile.
-
-    Sockets instead of ports: two kernels cannot meet on one, and nobody else can connect.
-    """
-    folder = tempfile.mkdtemp(prefix="nbtoolkit-")
-    if len(os.fsencode(folder)) + len("/kernel-5") > _SOCKET_LENGTH:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="nbtoolkit-", dir="/tmp")
-    try:
-        yield Path(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def published_file(folder: Path) -> Path:
-    """Where, in a kernel's private folder, ``nb.publish`` writes."""
-    return folder / "published.json"
-
-
-def kernel_environ(folder: Path, runs: Path) -> dict[str, str]:
-    """The variables of a kernel: this process's, and its own.
-
-    Args:
-        folder: its private folder.
-        runs: the file to which it tells which runs it has started.
-    """
-    return {
-        **os.environ,
-        "IPYTHONDIR": str(folder / "ipython"),
-        PUBLISHED: str(published_file(folder)),
-        MADE: str(runs),
-    }
-
-
-# --- job ---
-
+# Maximum length in bytes of a Unix socket's path, see man 7 unix.
+_SOCKET_LENGTH = 107
 
 _ADVICE = {
-    "exit": "let the last cell be the end: put what must not run under an `if`",
-    "timeout": "give it more time (cell_timeout, timeout), or look where it waits",
+    "exit": "cells after it have not run: put what must not run under an `if`",
+    "timeout": "increase cell_timeout or timeout, or look where the cell waits",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class NotebookJob:
-    """What is run, with what, to where."""
+    """A checked notebook run: what to run, with which values, and where the results go."""
 
     source: Path
     kernel: str
-    """The kernel spec's name."""
+    """Name of the kernel spec."""
     files: NotebookFiles
     values: dict[str, Any]
     """Checked values of parameters."""
@@ -141,19 +79,24 @@ class NotebookJob:
         """Run the notebook to its end.
 
         Args:
-            notebook: as it was read, and checked.
-            log: of :meth:`NotebookFiles.open`.
-            limits: what it may take.
-            display: what of it is shown.
+            notebook: the source, read and checked.
+            log: from :meth:`NotebookFiles.open`.
+            limits: limits of time and output.
+            display: how the run shows its cells.
 
         Raises:
-            NotebookFailed: it did not reach its end.
+            NotebookFailed: the notebook did not reach its end.
         """
-        with private_folder() as folder:
+        with _private_folder() as folder:
             execution = Execution(
                 copy=self.files.copy,
                 log=log,
-                environ=kernel_environ(folder, self.files.runs),
+                environ={
+                    **os.environ,
+                    "IPYTHONDIR": str(folder / "ipython"),
+                    PUBLISHED: str(_published_file(folder)),
+                    STARTED_RUNS: str(self.files.runs),
+                },
                 cwd=self.cwd,
                 folder=folder,
                 progress=CellProgress(display, len(list(numbered(notebook)))),
@@ -162,34 +105,36 @@ class NotebookJob:
             return self._execute(notebook, execution)
 
     def _execute(self, notebook: NotebookNode, execution: Execution) -> NotebookResult:
-        begun = time.monotonic()
+        from nbtoolkit.notebooks.engine import run_with_own_loop
+
+        started_at = time.monotonic()
         token, reached = secrets.token_hex(8), execution.folder / "reached"
-        ready = made_ready(notebook, self.values, _sentinel(reached, token))
+        prepared = with_parameters(notebook, self.values, sentinel=_sentinel(reached, token))
         try:
-            with_its_own_loop(partial(self._through_papermill, ready, execution))
+            run_with_own_loop(partial(self._run_papermill, prepared, execution))
         except KeyboardInterrupt:
             execution.fail("interrupt", "was interrupted")
-            self._record(notebook, ready, execution, time.monotonic() - begun)
+            self._record(notebook, prepared, execution, time.monotonic() - started_at)
             raise
-        if not execution.failure and _text(reached) != token:
-            execution.fail("exit", "did not let the notebook come to its end")
-        record = self._record(notebook, ready, execution, time.monotonic() - begun)
-        return outcome(self.files, record)
+        if not execution.failure and not (reached.exists() and reached.read_text() == token):
+            execution.fail("exit", "ended before its last cell")
+        record = self._record(notebook, prepared, execution, time.monotonic() - started_at)
+        return result_of(self.files, record)
 
-    def _through_papermill(self, ready: NotebookNode, execution: Execution) -> None:
+    def _run_papermill(self, prepared: NotebookNode, execution: Execution) -> None:
         from nbclient.exceptions import DeadKernelError
         from papermill.exceptions import PapermillExecutionError
         from papermill.execute import execute_notebook
 
         from nbtoolkit.notebooks.engine import ENGINE
 
-        page = threading.Thread(target=_import_for_page)
+        page_imports = threading.Thread(target=_import_for_page)
         if self.html:
-            page.start()
+            page_imports.start()
         try:
             execute_notebook(
-                ready,
-                None,  # the client saves, whole and without the sentinel
+                prepared,
+                None,  # the client saves the executed copy, complete and without the sentinel
                 engine_name=ENGINE,
                 kernel_name=self.kernel,
                 language="python",
@@ -197,71 +142,73 @@ class NotebookJob:
                 execution=execution,
             )
         except PapermillExecutionError:
-            pass  # the client knows; a cell tagged raises-exception is no failure
+            pass  # the client has recorded it; a cell tagged raises-exception is no failure
         except DeadKernelError:
-            pass  # after the last cell: whether it was reached says the sentinel
-        except (RuntimeError, OSError) as error:  # it died before it answered, or is no program
+            pass  # after the last cell: the sentinel tells whether the run reached it
+        except (RuntimeError, OSError) as error:
             if execution.started and isinstance(error, OSError):
                 raise not_written(self.files.copy, error, NotebookFailed) from error
             if execution.started:
                 raise
+            # The kernel died before it answered, or its program does not exist.
             execution.fail("kernel", f"could not start its kernel {self.kernel!r}: {error}")
         finally:
             if self.html:
-                page.join()
+                page_imports.join()
 
     def _record(
-        self, notebook: NotebookNode, ready: NotebookNode, execution: Execution, seconds: float
-    ) -> dict[str, Any]:
-        """Write the executed copy, its page and the record, which is returned.
+        self, notebook: NotebookNode, prepared: NotebookNode, execution: Execution, seconds: float
+    ) -> NotebookRecord:
+        """Write the executed copy, its page and the record; return the record.
 
         Raises:
             NotebookFailed: the disk is full, or the folder is gone.
         """
         failure = execution.failure
-        told = f"{self._what(failure)}\n{failure.traceback}" if failure else ""
-        record = {
+        record: NotebookRecord = {
             "status": "failed" if failure else "completed",
             "notebook": str(self.source),
             "kernel": self.kernel,
             "parameters": self.values,
-            "values": read_json(published_file(execution.folder)) or {},
+            "values": read_json(_published_file(execution.folder)) or {},
             "html": self.html,
             "seconds": round(seconds, 3),
-            "failure": vars(failure) if failure else None,
+            "failure": cast("FailureRecord", asdict(failure)) if failure else None,
             "error": self._error(notebook, failure) if failure else None,
         }
-        copy = executed_copy(execution.notebook or ready, told)
+        note = f"{self._sentence(failure)}\n{failure.traceback}" if failure else ""
+        copy = executed_copy(execution.notebook or prepared, note)
         try:
             write_whole(self.files.copy, copy)
-            if self.html and (why := self._no_page(copy)):
+            if self.html and (reason := self._write_page(copy)):
                 record["html"] = False
-                execution.log.write(f"nbtoolkit: the page {self.files.html} was not made: {why}\n")
+                line = f"nbtoolkit: the page {self.files.html} was not written: {reason}\n"
+                execution.log.write(line)
             write_json(self.files.record, record)
         except OSError as error:
             raise not_written(self.files.copy, error, NotebookFailed) from error
         return record
 
-    def _no_page(self, copy: str) -> str | None:
-        """Write the page; why that failed, which does not undo a run that succeeded."""
+    def _write_page(self, copy: str) -> str:
+        """Write the page; return why that failed, which does not fail a completed run."""
         try:
             self.files.write_html(copy)
         except OSError:
             raise
-        except Exception as error:  # of nbconvert, of its templates, of what a cell has shown
+        except Exception as error:  # of nbconvert, of its templates, of an output in a cell
             return f"{type(error).__name__}: {error}"
-        return None
+        return ""
 
-    def _what(self, failure: CellFailure) -> str:
-        where = f"code cell {failure.cell} of {self.source.name}" if failure.cell else ""
-        return f"{where or self.source.name} {failure.what}"
+    def _sentence(self, failure: CellFailure) -> str:
+        cell = f"code cell {failure.cell} of " if failure.cell else ""
+        return f"{cell}{self.source.name} {failure.what}"
 
     def _error(self, notebook: NotebookNode, failure: CellFailure) -> dict[str, str]:
-        """What is told of a failure, in the parts of an error."""
-        lines = [self._what(failure)]
-        source = dict(numbered(notebook)).get(failure.cell)
-        if source is not None and failure.kind != "error":  # a traceback shows the line itself
-            lines += ["  The cell:", *indented(source.source, LAST_LINES)]
+        """Return the parts of the error that describes a failure."""
+        lines = [self._sentence(failure)]
+        cell = dict(numbered(notebook)).get(failure.cell)
+        if cell is not None and failure.kind != "error":  # a traceback shows the line itself
+            lines += ["  The cell:", *indented(cell.source, LAST_LINES)]
         if failure.traceback:
             lines += indented(failure.traceback, 4 * LAST_LINES)
         elif failure.kind != "interrupt":
@@ -269,28 +216,136 @@ class NotebookJob:
         return {
             "what": "\n".join(lines),
             "allowed": _ADVICE.get(failure.kind, ""),
-            "do": f"look at {self.files.copy}; when that is mended: {self._again()} "
-            "(an unfinished launch or sweep in it goes on from its checkpoint)",
+            "do": f"look at {self.files.copy}, correct the cause, and run: {self._command()} "
+            "(an unfinished launch or sweep in it resumes from its checkpoint)",
         }
 
-    def _again(self) -> str:
-        """The shell command that runs it again."""
+    def _command(self) -> str:
+        """Return the shell command that repeats the run."""
         words = ["nbtoolkit", "run", str(self.source), "--output", str(self.files.copy)]
         for name, value in self.values.items():
             words += ["-p", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
         return shlex.join(words)
 
 
+def prepare_job(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None,
+    given: Layer,
+    *,
+    kernel: str | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    html: bool = True,
+) -> tuple[NotebookJob, NotebookNode]:
+    """Check the arguments of a run; return the job, and the notebook as it was read.
+
+    Raises:
+        ParameterError: a parameter is unknown, missing or of another type.
+        NotebookError: the notebook is unreadable or not Python, or there is no such kernel.
+        MissingExtra: papermill, or nbconvert for the page, is not installed.
+    """
+    require_extras(html)
+    source = Path(path).expanduser().absolute()
+    notebook = read_notebook(source)
+    refuse_syntax_errors(notebook, source.name)
+    job = NotebookJob(
+        source=source,
+        values=check_parameters(given, declared_parameters(notebook, source.name), source.name),
+        kernel=_find_kernel(notebook, kernel, source.name),
+        files=files_for(source, output),
+        html=html,
+        cwd=Path(cwd or "").absolute(),
+    )
+    return job, notebook
+
+
+def require_extras(html: bool) -> None:
+    """Check that the packages which a run needs are installed.
+
+    Raises:
+        MissingExtra: a package is missing.
+    """
+    needed = ["papermill", "nbclient", "ipykernel", *(["nbconvert"] if html else [])]
+    if missing := [name for name in needed if find_spec(name) is None]:
+        raise MissingExtra(
+            f"running a notebook needs {', '.join(missing)}",
+            allowed="html=False does not need nbconvert" if missing == ["nbconvert"] else "",
+            do="pip install 'nbtoolkit-torch[notebooks]'",
+        )
+
+
+def skip_slow_imports() -> None:
+    """Let papermill load without two slow packages, unless they are loaded already.
+
+    nbformat loads jsonschema, which imports ``rfc3987_syntax`` if JupyterLab has installed it: that
+    builds 38 grammars (1.2 s) to check URIs, which the notebook schema does not contain. papermill
+    imports ``pyarrow`` (0.2 s) to read notebooks from Hadoop, if MLflow has installed it. Both work
+    without these packages by design. Only for a process of our own, never for a user's kernel.
+    """
+    modules = cast("dict[str, object]", sys.modules)
+    for name in ("rfc3987_syntax", "pyarrow"):
+        modules.setdefault(name, None)  # None: importing the module raises ImportError
+
+
+def _find_kernel(notebook: NotebookNode, name: str | None, title: str) -> str:
+    """Return the name of the kernel spec to run a notebook with.
+
+    Args:
+        notebook: its metadata names a kernel spec; default: ``python3``.
+        name: a kernel spec that overrides the notebook's own.
+        title: the notebook's name, for messages.
+
+    Raises:
+        NotebookError: the kernel is not installed here, or is not for Python.
+    """
+    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+
+    kernel = str(name or notebook.metadata.get("kernelspec", {}).get("name") or "python3")
+    specs = KernelSpecManager()
+    try:
+        spec = specs.get_kernel_spec(kernel)
+    except NoSuchKernel as error:
+        raise NotebookError(
+            f"{title} needs the kernel {kernel!r}, which is not installed here",
+            allowed=", ".join(sorted(specs.find_kernel_specs())) or "none: no kernel is installed",
+            do='choose one of these: kernel="python3", or --kernel python3 in a shell',
+        ) from error
+    if spec.language.lower() != "python":
+        raise NotebookError(
+            f"the kernel {kernel!r} of {title} runs {spec.language}",
+            allowed="kernels for Python",
+        )
+    return kernel
+
+
+@contextmanager
+def _private_folder() -> Iterator[Path]:
+    """Make a temporary folder for a kernel's connection file, sockets and IPython profile.
+
+    The kernel uses sockets instead of ports, so that two kernels cannot choose the same port and no
+    other user can connect.
+    """
+    folder = tempfile.mkdtemp(prefix="nbtoolkit-")
+    if len(os.fsencode(folder)) + len("/kernel-5") > _SOCKET_LENGTH:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="nbtoolkit-", dir="/tmp")
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _published_file(folder: Path) -> Path:
+    """Return the file in a kernel's private folder that ``nb.publish`` writes."""
+    return folder / "published.json"
+
+
 def _import_for_page() -> None:
-    """Import while the kernel starts what the page needs afterwards: 0.5 s."""
+    """Import the packages for the page (0.5 s) while the kernel starts."""
     import nbconvert.exporters.html  # noqa: F401
 
 
 def _sentinel(reached: Path, token: str) -> str:
-    """The last cell: it says that it was reached, unless a cell before it asked for the end."""
-    written = f"__import__('pathlib').Path({str(reached)!r}).write_text({token!r})"
-    return f"get_ipython().exit_now or {written};"
-
-
-def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
+    """Return the code of the last cell: it writes a token, unless an earlier cell called exit."""
+    write = f"__import__('pathlib').Path({str(reached)!r}).write_text({token!r})"
+    return f"get_ipython().exit_now or {write};"

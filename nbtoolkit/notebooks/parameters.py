@@ -1,6 +1,6 @@
-"""Read a notebook's parameters from its cell, and check values against them.
+"""Read a notebook's parameters from its cell, and check values against their types.
 
-A cell tagged ``parameters`` is the notebook's signature. It is read, never run::
+The cell tagged ``parameters`` is the notebook's signature. It is parsed, never run::
 
     config_path: str = "config/train.yaml"
     folds: int | None = None
@@ -28,67 +28,45 @@ import yaml
 from nbtoolkit.config.yaml_source import Layer, Mistake, parse_value, read_layer, refuse
 from nbtoolkit.errors import ParameterError
 
-# --- annotations ---
-# What a parameter's annotation, or its default, says about the values it takes.
-
-
-# What may stand in an annotation. Nothing is evaluated: these names are looked up.
-_NAMES: dict[str, Any] = {
-    "str": str,
-    "int": int,
-    "float": float,
-    "bool": bool,
-    "list": list,
-    "dict": dict,
-    "tuple": tuple,
-    "set": set,
+# The names that an annotation may contain. They are looked up here; nothing is evaluated.
+_TYPES: dict[str, Any] = {
+    **{kind.__name__: kind for kind in (str, int, float, bool, list, dict, tuple, set)},
+    **{name: getattr(typing, name) for name in ("Any", "List", "Dict", "Tuple", "Optional")},
     "object": Any,
     "None": None,
-    **{name: getattr(typing, name) for name in ("Any", "List", "Dict", "Tuple", "Optional")},
 }
 
 
-def from_annotation(node: ast.expr) -> Any | None:
-    """The type that an annotation names.
+def _type_of_annotation(node: ast.expr) -> Any | None:
+    """Return the type that an annotation names, for pydantic.
 
     Args:
-        node: the annotation in the source; a quoted one is read as well.
+        node: the annotation in the source; a quoted one is parsed.
 
     Returns:
-        A type for pydantic (``int``, ``list[str]``, ``Literal["a", "b"]``, ``str | None``), or None
-        where something else than the plain types stands in it (``torch.dtype``).
+        A type (``int``, ``list[str]``, ``Literal["a", "b"]``, ``str | None``), or None if the
+        annotation contains other than plain types (``torch.dtype``).
     """
     try:
-        return _read(node)
+        return _type_of(node)
     except (KeyError, TypeError, ValueError, SyntaxError):
         return None
 
 
-def from_default(value: Any) -> Any:
-    """The type of a parameter that has a default and no annotation.
-
-    Args:
-        value: the default. None tells nothing, so that anything is taken.
-    """
-    return Any if value is None else type(value)
-
-
-def _read(node: ast.expr) -> Any:
+def _type_of(node: ast.expr) -> Any:
     if isinstance(node, ast.Constant):
-        return None if node.value is None else _read(_quoted(str(node.value)))
+        if node.value is None:
+            return None
+        return _type_of(ast.parse(str(node.value), mode="eval").body)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return operator.or_(_read(node.left), _read(node.right))
+        return operator.or_(_type_of(node.left), _type_of(node.right))
     if isinstance(node, ast.Subscript):
         return _subscripted(_name(node.value), node.slice)
-    return _NAMES[_name(node)]
-
-
-def _quoted(text: str) -> ast.expr:
-    return ast.parse(text, mode="eval").body
+    return _TYPES[_name(node)]
 
 
 def _name(node: ast.expr) -> str:
-    """``Literal`` of ``Literal`` and of ``typing.Literal``."""
+    """Return ``Literal`` for ``Literal`` and for ``typing.Literal``."""
     if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("typing", "t"):
         return node.attr
     if isinstance(node, ast.Name):
@@ -100,45 +78,42 @@ def _subscripted(name: str, inner: ast.expr) -> Any:
     parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
     if name == "Literal":
         return Literal[tuple(ast.literal_eval(part) for part in parts)]
-    types = tuple(... if ast.unparse(part) == "..." else _read(part) for part in parts)
+    types = tuple(... if ast.unparse(part) == "..." else _type_of(part) for part in parts)
     if name == "Union":
         return functools.reduce(operator.or_, types)
-    return _NAMES[name][types if len(types) > 1 else types[0]]
-
-
-# --- parameters ---
+    return _TYPES[name][types if len(types) > 1 else types[0]]
 
 
 class FromShell(str):
-    """A value as a shell gives it: a text that is read as its parameter's type says."""
+    """A value from a shell: a text whose meaning depends on the parameter's type."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One name of the parameters cell."""
+    """A name that the parameters cell assigns."""
 
     name: str
     hint: Any
-    """The type its values have."""
+    """The type of its values, for pydantic."""
     shown: str
-    """The type as people read it."""
+    """The type in error messages."""
     required: bool
     """Whether it has no default."""
     line: int
-    """Its line in the cell, from 1."""
+    """Line in the cell, from 1."""
 
 
 def read_parameters(source: str) -> dict[str, Parameter]:
-    """The parameters that a cell's assignments declare, by name and in order.
+    """Return the parameters that a cell's assignments declare, by name and in order.
 
     Args:
-        source: the cell. Names that begin with ``_`` and assignments to anything else than one
-            name are the cell's own business.
+        source: the cell. Names that begin with ``_`` and assignments to other targets than one
+            name declare no parameter.
 
     Raises:
         SyntaxError: the cell is not Python.
     """
-    found = {}
+    parameters = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             name, annotation = node.target.id, node.annotation
@@ -147,17 +122,18 @@ def read_parameters(source: str) -> dict[str, Parameter]:
         else:
             continue
         if not name.startswith("_"):
-            found[name] = _parameter(name, annotation, node)
-    return found
+            parameters[name] = _parameter(name, annotation, node)
+    return parameters
 
 
 def _parameter(
     name: str, annotation: ast.expr | None, node: ast.AnnAssign | ast.Assign
 ) -> Parameter:
-    hint = None if annotation is None else from_annotation(annotation)
+    hint = None if annotation is None else _type_of_annotation(annotation)
     shown = "" if annotation is None else ast.unparse(annotation)
-    if hint is None:  # no annotation, or one of a class that only the notebook knows
-        hint = from_default(_literal(node.value))
+    if hint is None:  # no annotation, or one with a class that only the notebook knows
+        default = _literal(node.value)
+        hint = Any if default is None else type(default)
         shown = "any plain value" if hint is Any else f"{hint.__name__}, as its default is"
     return Parameter(
         name=name,
@@ -168,62 +144,63 @@ def _parameter(
     )
 
 
-def _literal(node: ast.expr | None) -> Any:
-    """A default's value; None where the kernel alone can tell it (``Path("x")``)."""
+def _literal(node: ast.expr | None) -> object:
+    """Return a default's value; None if only the kernel can compute it (``Path("x")``)."""
     try:
         return None if node is None else ast.literal_eval(node)
     except ValueError:
         return None
 
 
-def parameters_from_shell(sweep_config: Iterable[str]) -> dict[str, FromShell]:
-    """The values of ``name=value`` texts; of a name that comes twice the last.
+def parameters_from_shell(texts: Iterable[str]) -> dict[str, FromShell]:
+    """Return the values of ``name=value`` texts; the last value of a name counts.
 
     Raises:
-        ParameterError: a text has no ``=``, or nothing before it.
+        ParameterError: a text has no ``=``, or no name before it.
     """
-    pairs = [(wish, *wish.partition("=")) for wish in sweep_config]
-    wrong = [wish for wish, name, equals, _ in pairs if not name or not equals]
-    refuse(
-        [
-            Mistake(
-                place=f"parameter {wish!r}", what="has no name, or no '='", do="write name=value"
-            )
-            for wish in wrong
-        ],
-        ParameterError,
-    )
-    return {name: FromShell(value) for _, name, _, value in pairs}
+    mistakes, values = [], {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if name and equals:
+            values[name] = FromShell(value)
+        else:
+            what = "has no name, or no '='"
+            mistakes.append(Mistake(place=f"parameter {text!r}", what=what, do="write name=value"))
+    refuse(mistakes, ParameterError)
+    return values
 
 
-def given_layer(parameters: Mapping[str, Any] | None, file: str | os.PathLike[str] | None) -> Layer:
-    """The values given to a notebook: a file's, and over them those of the call.
+def given_layer(
+    parameters: Mapping[str, object] | None, file: str | os.PathLike[str] | None
+) -> Layer:
+    """Return the values for a notebook: those of a file, overridden by those of the call.
 
     Args:
         parameters: name -> value.
-        file: a YAML or JSON file of names and values.
+        file: a YAML or JSON file with names and values.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    path = None if file is None else Path(file).expanduser()
-    below = Layer(values={}, places={}) if path is None else read_layer(path)
-    above = dict(parameters or {})
+    from_call = parameters or {}
+    from_file = Layer(values={}, places={})
+    if file is not None:
+        from_file = read_layer(Path(file).expanduser())
     return Layer(
-        values={**below.values, **above},
-        places={**below.places, **{(name,): f"parameter {name!r}" for name in above}},
-        mistakes=below.mistakes,
+        values={**from_file.values, **from_call},
+        places={**from_file.places, **{(name,): f"parameter {name!r}" for name in from_call}},
+        mistakes=from_file.mistakes,
     )
 
 
 def check_parameters(
     given: Layer, declared: Mapping[str, Parameter], notebook: str
 ) -> dict[str, Any]:
-    """The given values, each of its parameter's type.
+    """Return the given values, converted to their parameters' types.
 
-    A ``FromShell`` text is first read as YAML (``3``, ``[1, 2]``, ``null``), and taken as it is
-    where that does not fit: ``007`` stays ``"007"`` for a ``str``. Other values must have the type
-    already; a whole number does for a float, a list for a tuple.
+    A ``FromShell`` text is read as YAML (``3``, ``[1, 2]``, ``null``) if that has the type, else
+    taken as it is: ``007`` stays ``"007"`` for a ``str``. Other values must have the type already;
+    a float also accepts a whole number, a tuple a list.
 
     Args:
         given: values and their places.
@@ -231,7 +208,7 @@ def check_parameters(
         notebook: its name, for messages.
 
     Raises:
-        ParameterError: one is unknown, of another type, or missing; all mistakes at once.
+        ParameterError: a parameter is unknown, missing or of another type; lists all mistakes.
     """
     values, mistakes = typed_parameters(given, declared, notebook)
     refuse(mistakes, ParameterError)
@@ -241,7 +218,7 @@ def check_parameters(
 def typed_parameters(
     given: Layer, declared: Mapping[str, Parameter], notebook: str
 ) -> tuple[dict[str, Any], list[Mistake]]:
-    """What :func:`check_parameters` returns, of the values that are right, and what is wrong."""
+    """Return the valid values as :func:`check_parameters` does, and the mistakes."""
     mistakes = list(given.mistakes)
     values = {}
     for name, value in given.values.items():
@@ -250,15 +227,15 @@ def typed_parameters(
             mistakes.append(_unknown(name, place, declared, notebook))
             continue
         try:
-            values[name] = _typed(value, declared[name].hint)
+            values[name] = _convert(value, declared[name].hint)
         except (ValueError, TypeError) as error:
-            mistakes.append(_ill_typed(value, declared[name], place, error))
+            mistakes.append(_wrong_type(value, declared[name], place, error))
     mistakes += [
         Mistake(
             place=notebook,
-            what=f"the parameter {name!r} has no default and was not given",
+            what=f"the parameter {name!r} has no default and no value was given",
             allowed=parameter.shown,
-            do=f"give it: -p {name}=..., or parameters={{{name!r}: ...}}",
+            do=f"give one: -p {name}=..., or parameters={{{name!r}: ...}}",
         )
         for name, parameter in declared.items()
         if parameter.required and name not in given.values
@@ -266,12 +243,12 @@ def typed_parameters(
     return values, mistakes
 
 
-def _typed(value: Any, hint: Any) -> Any:
-    """``value`` as ``hint`` wants it.
+def _convert(value: object, hint: Any) -> Any:
+    """Return ``value`` as ``hint`` requires.
 
     Raises:
-        ValueError: it is of another type.
-        TypeError: it is nothing that can be written down (an array, an object).
+        ValueError: the value has another type.
+        TypeError: the value cannot be written as source (an array, an object).
     """
     if not isinstance(value, FromShell):
         return _validated(value, hint)
@@ -284,15 +261,15 @@ def _typed(value: Any, hint: Any) -> Any:
         return _validated(text, hint)
 
 
-def _validated(value: Any, hint: Any) -> Any:
+def _validated(value: object, hint: Any) -> Any:
     from pydantic import TypeAdapter
 
-    # As JSON: strict about numbers and texts, and a list still does for a tuple or a set.
+    # Validated as JSON: strict for numbers and texts, but a list is valid for a tuple or a set.
     text = json.dumps(value, default=_plain)
     return TypeAdapter(hint).validate_json(text, strict=True)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> object:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
@@ -307,22 +284,22 @@ def _unknown(name: str, place: str, declared: Mapping[str, Parameter], notebook:
     return Mistake(
         place=place,
         what=f"{notebook} has no parameter {name!r}",
-        allowed=", ".join(declared) or "none: no cell of it has the tag 'parameters'",
+        allowed=", ".join(declared) or "none: none of its cells has the tag 'parameters'",
         do=f"did you mean {close[0]!r}?" if close else "",
     )
 
 
-def _ill_typed(value: Any, parameter: Parameter, place: str, error: Exception) -> Mistake:
+def _wrong_type(value: object, parameter: Parameter, place: str, error: Exception) -> Mistake:
     what = f"{parameter.name} is {value!r}"
     if isinstance(error, TypeError):
         what += f": {error}"
-    elif detail := _inner(error):
+    elif detail := _first_inner_error(error):
         what += f"; {detail}"
     return Mistake(place=place, what=what, allowed=parameter.shown)
 
 
-def _inner(error: Exception) -> str:
-    """Where inside a list or dict the first wrong value stands; empty for a plain value."""
+def _first_inner_error(error: Exception) -> str:
+    """Describe the first wrong value inside a list or dict; empty for a plain value."""
     from pydantic import ValidationError
 
     if not isinstance(error, ValidationError):

@@ -1,4 +1,4 @@
-"""Publish values from a notebook to whoever runs it (``nb.publish``)."""
+"""Publish values from a notebook to the caller of the run (``nb.publish``)."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from nbtoolkit.errors import PublishError
 from nbtoolkit.host import in_kernel
 from nbtoolkit.run.paths import read_json, write_json
 
 TARGET = "NBTOOLKIT_PUBLISH"
-"""Variable that names the file which a kernel's published values go to."""
+"""Environment variable with the path of the file that receives a kernel's published values."""
 
 
-def publish(values: Mapping[str, Any]) -> None:
+def publish(values: Mapping[str, object]) -> None:
     """Set the notebook's result, which :func:`run_notebook` returns as ``result.values``.
 
-    A second call adds to the first; an equal name replaces. In a notebook that somebody works in,
-    where nobody waits for a result, the values are only checked.
+    A second call adds to the first; an equal name replaces the value. In a notebook that a user
+    works in, the values are only checked.
 
     Args:
         values: name -> plain value: numbers, texts, None, lists and dicts of them, paths, NumPy
@@ -30,14 +29,14 @@ def publish(values: Mapping[str, Any]) -> None:
     Raises:
         PublishError: a name is not a text, or a value cannot be written as JSON.
     """
-    plain = {_name(name): _plain(name, value) for name, value in values.items()}
+    plain = {_checked_name(name): _plain(name, value) for name, value in values.items()}
     target = os.environ.get(TARGET)
-    # The variable comes down to every process that the notebook starts: ranks publish nothing.
+    # All processes that the notebook starts inherit the variable; ranks publish nothing.
     if target and in_kernel(sys.modules):
         write_json(Path(target), {**(read_json(Path(target)) or {}), **plain}, durable=False)
 
 
-def _name(name: object) -> str:
+def _checked_name(name: object) -> str:
     if not isinstance(name, str):
         raise PublishError(
             f"nb.publish was given the name {name!r}",
@@ -46,18 +45,19 @@ def _name(name: object) -> str:
     return name
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: object) -> object:
+    """Return a value as JSON reads it back."""
     try:
-        return json.loads(json.dumps(value, default=_simpler))
+        return json.loads(json.dumps(value, default=_simplify))
     except (TypeError, ValueError, RecursionError) as error:
         raise PublishError(
-            f"nb.publish cannot hand on {name!r}: {error}",
+            f"nb.publish cannot publish {name!r}: {error}",
             allowed="numbers, texts, None, lists and dicts of them, paths, a Config",
             do=f"save it to a file and publish the path: nb.publish({{{name!r}: path}})",
         ) from error
 
 
-def _simpler(value: Any) -> Any:
+def _simplify(value: object) -> object:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):

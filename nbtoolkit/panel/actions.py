@@ -16,8 +16,8 @@ from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.arguments import task_name
 from nbtoolkit.launcher.handle import RunHandle
 from nbtoolkit.launcher.launch import launch
+from nbtoolkit.notebooks.background import start_search, start_training
 from nbtoolkit.notebooks.handle import NotebookHandle
-from nbtoolkit.notebooks.task import start_search, start_training
 from nbtoolkit.panel.board import pressable
 from nbtoolkit.panel.form import Checked, Draft, text_of
 from nbtoolkit.report.run_summary import setting

@@ -1,1 +1,1 @@
-"""Notebooks one after the other, each given what the ones before it published."""
+"""Run notebooks in order; each step can use the values that earlier steps published."""

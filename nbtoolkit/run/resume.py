@@ -15,7 +15,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit import __version__
 from nbtoolkit.errors import LaunchError, ResumeError
 from nbtoolkit.run.checkpoint_store import has_checkpoint
 from nbtoolkit.run.events import RunStarted
@@ -32,6 +31,7 @@ from nbtoolkit.run.paths import (
     write_json,
     write_whole,
 )
+from nbtoolkit.version import __version__
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
@@ -336,7 +336,8 @@ def source_hash(train: Callable[..., Any]) -> str:
 def versions() -> dict[str, str]:
     """Versions of Python and the libraries that matter to a result."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
-    found["nbtoolkit"] = __version__  # not by a distribution: one of that name is a stranger's
+    # Not read from the distribution: one named nbtoolkit is another project.
+    found["nbtoolkit"] = __version__
     for name in _REPORTED:
         try:
             found[name] = importlib.metadata.version(name)

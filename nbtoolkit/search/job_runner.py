@@ -149,10 +149,10 @@ class JobRunner:
         """True once the job's outcome is known."""
         return self._supervisor.exiting
 
-    def turn(self) -> bool:
+    def poll(self) -> bool:
         """Check the job once; return True when it is over."""
         self._check_limits()
-        return self._supervisor.turn()
+        return self._supervisor.poll()
 
     def stop(self, reason: str, grace: float | None, status: str) -> None:
         """Stop the job at its next report (:meth:`RunSupervisor.stop`)."""

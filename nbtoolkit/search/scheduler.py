@@ -107,7 +107,7 @@ class SearchScheduler:
         """
         ended: list[tuple[SearchJob, JobResult]] = []
         for runner in list(self._running):
-            if not runner.turn():
+            if not runner.poll():
                 continue
             self._running.remove(runner)
             self._slots.release(runner.slot)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nbtoolkit.config.aliases import meant
+from nbtoolkit.config.aliases import similar_name
 from nbtoolkit.errors import MissingExtra, SweepError
 from nbtoolkit.run.events import RETURNED
 from nbtoolkit.run.messages import SearchCommand
@@ -248,7 +248,7 @@ class SweepAlgorithm:
         self, trial: RunningTrial, names: Sequence[str], stems: Sequence[str] = ()
     ) -> None:
         for metric in self._sweep_config.metrics:
-            near = meant(metric, names)
+            near = similar_name(metric, names)
             if near is not None and not metric.startswith(tuple(f"{stem}_" for stem in stems)):
                 self._give_up(trial, metric, names, near)
 
@@ -315,7 +315,7 @@ class SweepAlgorithm:
         if wrong := missing(metrics, needed):
             absent = [name for name in self._sweep_config.metrics if name not in metrics]
             if absent and not self._study_recorder.counts["complete"]:
-                self._give_up(trial, absent[0], metrics, meant(absent[0], metrics))
+                self._give_up(trial, absent[0], metrics, similar_name(absent[0], metrics))
             trial.leave("failed", wrong)
             return
         if trial.leaving is None and trial.seed is None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, PlainSerializer
 
-from nbtoolkit.config.fields import Count, Free, FreeSection, Number, Positive, Says, Whole
+from nbtoolkit.config.fields import Allowed, Count, Free, FreeSection, Number, Positive, Whole
 from nbtoolkit.config.schema import Section
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ Choices = Annotated[
     tuple[object, ...],
     BeforeValidator(_choices),
     PlainSerializer(lambda choices: FreeSection({"choices": choices}).to_dict()["choices"]),
-    Says("a list of different values"),
+    Allowed("a list of different values"),
 ]
 
 
@@ -185,7 +185,7 @@ class ConstantParameter(_Parameter):
     """A setting with the same value in every trial (or in every one in which `when` holds)."""
 
     type: Literal["constant"]
-    value: Annotated[object, Says("a value")]
+    value: Annotated[object, Allowed("a value")]
 
     def values(self) -> Sequence[object]:
         """The one value."""

@@ -14,14 +14,14 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeGuard
 
 from pydantic import BeforeValidator, PlainSerializer, ValidationError
 
-from nbtoolkit.config.aliases import meant
+from nbtoolkit.config.aliases import similar_name
 from nbtoolkit.config.fields import (
+    Allowed,
     Count,
     CountFrom0,
     Free,
     FreeSection,
     NotNegative,
-    Says,
     Seconds,
     Seed,
     Text,
@@ -57,16 +57,16 @@ Names = Annotated[
     tuple[Text, ...],
     BeforeValidator(_names),
     PlainSerializer(list),
-    Says("a list of different texts"),
+    Allowed("a list of different texts"),
 ]
 Directions = Annotated[
-    tuple[Direction, ...], PlainSerializer(list), Says("a list of maximize and minimize")
+    tuple[Direction, ...], PlainSerializer(list), Allowed("a list of maximize and minimize")
 ]
 Points = Annotated[
     tuple[FreeSection, ...],
     BeforeValidator(_points),
     PlainSerializer(lambda points: [point.to_dict() for point in points]),
-    Says("a list of parameters' values, such as [{optim.lr: 0.01}]"),
+    Allowed("a list of parameters' values, such as [{optim.lr: 0.01}]"),
 ]
 
 
@@ -156,7 +156,7 @@ class SweepConfig(Section):
     """Another sweep's folder, or a study's file, whose trials the sampler learns from."""
     reevaluate_top: ReevaluateTop = ReevaluateTop()
     """The leaders are trained again with other seeds."""
-    space: Annotated[Free, Says("parameters by dotted name")] = FreeSection()
+    space: Annotated[Free, Allowed("parameters by dotted name")] = FreeSection()
     """What is searched: see :mod:`nbtoolkit.study.space`."""
 
     @property
@@ -450,7 +450,7 @@ def _misspelt_names(space: Space, config: Config) -> Iterator[_Conflict]:
         for depth, key in enumerate(path):
             if not isinstance(values, Mapping):
                 break
-            near = meant(key, map(str, values))
+            near = similar_name(key, map(str, values))
             if near is not None:
                 existing = ".".join([section, *path[:depth], near])
                 what = f"is not in the configuration, and {existing} is"

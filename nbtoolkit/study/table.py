@@ -197,7 +197,7 @@ class SweepTable(EventTable):
     @classmethod
     def of(cls, sweep_config: SweepConfig, *, deadline: float | None = None) -> SweepTable:
         """The table of a sweep of this configuration, before its first event."""
-        options = sweep_config.study.pruner_options.to_dict()
+        options = sweep_config.study.pruner_options
         # Optuna's median and percentile pruners wait for this many trials, the others for none.
         startup = options.get("n_startup_trials", 5)
         waits = startup if sweep_config.pruner in _WAITING_PRUNERS else 0

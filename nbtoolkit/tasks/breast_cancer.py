@@ -1,6 +1,6 @@
 """Classify 569 breast tumours as malignant or benign by 30 measurements each (scikit-learn).
 
-What the free sections of the config may hold, with the defaults:
+The free sections of the config, with their defaults:
 
     model: {hidden: 32, dropout: 0.2}
     data: {valid_share: 0.2}
@@ -8,11 +8,9 @@ What the free sections of the config may hold, with the defaults:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbtoolkit.tasks import datasets
-from nbtoolkit.training.evaluation import predict
-from nbtoolkit.training.loop import fit
 from nbtoolkit.training.metrics import epoch_metric
 
 if TYPE_CHECKING:
@@ -22,12 +20,12 @@ if TYPE_CHECKING:
     from nbtoolkit.worker.context import RunContext
 
 
-def train(config: Config, ctx: RunContext) -> dict[str, Any]:
+def train(config: Config, ctx: RunContext) -> dict[str, object]:
     """Train a classifier of tumours on standardised measurements.
 
     Args:
-        config: the module's docstring says what ``model`` and ``data`` may hold.
-        ctx: inside a fold, its samples are used instead of the fixed split.
+        config: see the module's docstring for ``model`` and ``data``.
+        ctx: inside a fold, its samples replace the fixed split.
 
     Returns:
         What :func:`nbtoolkit.fit` returns (``val_accuracy``, ``val_auc``, ...), with ``labels`` and
@@ -36,27 +34,33 @@ def train(config: Config, ctx: RunContext) -> dict[str, Any]:
     """
     import torch
 
-    inputs, labels = datasets.load("breast_cancer")
-    fitted, held_out = datasets.split(labels, config, ctx)
-    mean, deviation = datasets.scale_of(inputs, fitted)
-    inputs, targets = (inputs - mean) / deviation, labels.float()
-    model = datasets.mlp(inputs.shape[1], config, hidden=32, dropout=0.2)
-    scores = fit(
+    inputs, labels = load()
+    split = datasets.split(labels, config, ctx)
+    mean, deviation = datasets.scale_of(inputs, split[0])
+    scores, logits = datasets.fit_and_predict(
         ctx,
         config,
-        model,
-        (inputs[fitted], targets[fitted]),
-        (inputs[held_out], targets[held_out]),
+        datasets.mlp(inputs.shape[1], config, hidden=32, dropout=0.2),
+        ((inputs - mean) / deviation, labels.float()),
+        split,
         loss=torch.nn.functional.binary_cross_entropy_with_logits,
         metrics={"accuracy": "accuracy", "auc": epoch_metric(_auc)},
     )
-    logits = predict(ctx, model, inputs[held_out])
     return {
         **scores,
-        "labels": labels[held_out].tolist(),
+        "labels": labels[split[1]].tolist(),
         "predictions": (logits > 0).long().tolist(),
         "probabilities": logits.sigmoid().tolist(),
     }
+
+
+def load() -> tuple[Tensor, Tensor]:
+    """Load the measurements, float32 of shape (569, 30), and 0 or 1, int64 of shape (569,).
+
+    Raises:
+        MissingExtra: scikit-learn is not installed.
+    """
+    return datasets.load("breast_cancer")
 
 
 def _auc(logits: Tensor, targets: Tensor) -> float:

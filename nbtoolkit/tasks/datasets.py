@@ -1,4 +1,4 @@
-"""Data sets that come with scikit-learn: loaded, split, standardised."""
+"""Load and split the data sets that ship with scikit-learn, and train on them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from nbtoolkit.errors import MissingExtra
+from nbtoolkit.training.evaluation import predict
+from nbtoolkit.training.loop import fit
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from nbtoolkit.config.schema import Config
+    from nbtoolkit.training.losses import Loss
+    from nbtoolkit.training.metrics import Metrics
     from nbtoolkit.worker.context import RunContext
 
 Name: TypeAlias = Literal["digits", "breast_cancer", "diabetes"]
+Split: TypeAlias = tuple[Sequence[int], Sequence[int]]
+"""Indices of the samples to train on, and of those to validate on."""
 
 _SPLIT_SEED = 0  # the split is the same for every run, so that runs can be compared
 
 
 def load(name: Name) -> tuple[Tensor, Tensor]:
-    """Inputs, float32 of shape (n, columns), and targets of shape (n,), int64 or float32.
+    """Load inputs, float32 of shape (n, columns), and targets of shape (n,), int64 or float32.
 
     Raises:
         MissingExtra: scikit-learn is not installed.
@@ -39,13 +45,13 @@ def load(name: Name) -> tuple[Tensor, Tensor]:
     return torch.as_tensor(inputs, dtype=torch.float32), torch.as_tensor(targets, dtype=kind)
 
 
-def split(strata: Tensor, config: Config, ctx: RunContext) -> tuple[Sequence[int], Sequence[int]]:
-    """Indices to train and to validate on: the fold's, or a stratified split, always the same.
+def split(strata: Tensor, config: Config, ctx: RunContext) -> Split:
+    """The fold's samples, or a stratified split that is always the same.
 
     Args:
-        strata: a class for each sample; each part gets its share of every class.
+        strata: a class for each sample, of shape (n,); each part gets its share of every class.
         config: ``data.valid_share`` is the validation set's share (0.2).
-        ctx: ``ctx.fold`` decides where there is one.
+        ctx: ``ctx.fold`` has priority.
     """
     from sklearn.model_selection import train_test_split
 
@@ -60,23 +66,53 @@ def split(strata: Tensor, config: Config, ctx: RunContext) -> tuple[Sequence[int
     return fitted, held_out
 
 
-def scale_of(values: Tensor, fitted: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each column, of the training part alone.
+def fit_and_predict(
+    ctx: RunContext,
+    config: Config,
+    model: torch.nn.Module,
+    data: tuple[Tensor, Tensor],
+    split: Split,
+    *,
+    loss: Loss,
+    metrics: Metrics,
+) -> tuple[dict[str, float], Tensor]:
+    """Train on one part of the data, and predict the other.
 
-    The validation set must not be seen: what is known of it would make its score too good.
+    Args:
+        ctx: the run's context.
+        config: the run's configuration.
+        model: trained in place.
+        data: inputs and targets of all samples.
+        split: the two parts.
+        loss: as :func:`nbtoolkit.fit` takes it.
+        metrics: as :func:`nbtoolkit.fit` takes them.
+
+    Returns:
+        What :func:`nbtoolkit.fit` returns, and the outputs for the validation part.
+    """
+    inputs, targets = data
+    train, valid = ((inputs[part], targets[part]) for part in split)
+    scores = fit(ctx, config, model, train, valid, loss=loss, metrics=metrics)
+    return scores, predict(ctx, model, valid[0])
+
+
+def scale_of(values: Tensor, fitted: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each column, of shape (columns,), on the training part.
+
+    The validation set is left out: its statistics would make its score too good.
     """
     part = values[fitted]
     return part.mean(dim=0), part.std(dim=0)
 
 
 def mlp(columns: int, config: Config, *, hidden: int, dropout: float) -> torch.nn.Module:
-    """Two hidden layers, one output: (n, columns) -> (n,).
+    """A model with two hidden layers and one output: (n, columns) -> (n,).
 
     Args:
         columns: of the inputs.
         config: ``model.hidden`` and ``model.dropout``.
-        hidden: units of a layer, where ``model.hidden`` is not set.
-        dropout: where ``model.dropout`` is not set.
+        hidden: units of a layer, if ``model.hidden`` is not set.
+        dropout: if ``model.dropout`` is not set.
     """
     from torch import nn
 

@@ -1,6 +1,6 @@
 """Predict the progress of diabetes in 442 patients by 10 measurements each (scikit-learn).
 
-What the free sections of the config may hold, with the defaults:
+The free sections of the config, with their defaults:
 
     model: {hidden: 32, dropout: 0.2}
     data: {valid_share: 0.2}
@@ -8,11 +8,9 @@ What the free sections of the config may hold, with the defaults:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbtoolkit.tasks import datasets
-from nbtoolkit.training.evaluation import predict
-from nbtoolkit.training.loop import fit
 from nbtoolkit.training.metrics import epoch_metric
 
 if TYPE_CHECKING:
@@ -22,12 +20,12 @@ if TYPE_CHECKING:
     from nbtoolkit.worker.context import RunContext
 
 
-def train(config: Config, ctx: RunContext) -> dict[str, Any]:
+def train(config: Config, ctx: RunContext) -> dict[str, object]:
     """Train a regression on standardised measurements and a standardised target.
 
     Args:
-        config: the module's docstring says what ``model`` and ``data`` may hold.
-        ctx: inside a fold, its samples are used instead of the fixed split.
+        config: see the module's docstring for ``model`` and ``data``.
+        ctx: inside a fold, its samples replace the fixed split.
 
     Returns:
         What :func:`nbtoolkit.fit` returns (``val_loss``, the mean squared error of the standardised
@@ -36,43 +34,48 @@ def train(config: Config, ctx: RunContext) -> dict[str, Any]:
     """
     import torch
 
-    inputs, targets = datasets.load("diabetes")
-    fitted, held_out = datasets.split(_quarters(targets), config, ctx)
-    mean, deviation = datasets.scale_of(inputs, fitted)
-    inputs = (inputs - mean) / deviation
-    middle, unit = datasets.scale_of(targets, fitted)
-    standardised = (targets - middle) / unit
+    inputs, targets = load()
+    split = datasets.split(_quarters(targets), config, ctx)
+    mean, deviation = datasets.scale_of(inputs, split[0])
+    middle, unit = datasets.scale_of(targets, split[0])
 
     def mae(outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets).abs().mean() * unit.item()
 
-    model = datasets.mlp(inputs.shape[1], config, hidden=32, dropout=0.2)
-    scores = fit(
+    scores, outputs = datasets.fit_and_predict(
         ctx,
         config,
-        model,
-        (inputs[fitted], standardised[fitted]),
-        (inputs[held_out], standardised[held_out]),
+        datasets.mlp(inputs.shape[1], config, hidden=32, dropout=0.2),
+        ((inputs - mean) / deviation, (targets - middle) / unit),
+        split,
         loss=torch.nn.functional.mse_loss,
         metrics={"mae": mae, "r2": epoch_metric(_r2)},
     )
-    outputs = predict(ctx, model, inputs[held_out])
     return {
         **scores,
-        "targets": targets[held_out].tolist(),
+        "targets": targets[split[1]].tolist(),
         "predictions": (outputs * unit + middle).tolist(),
     }
 
 
+def load() -> tuple[Tensor, Tensor]:
+    """Load the measurements, float32 of shape (442, 10), and the targets, float32 of shape (442,).
+
+    Raises:
+        MissingExtra: scikit-learn is not installed.
+    """
+    return datasets.load("diabetes")
+
+
 def _quarters(targets: Tensor) -> Tensor:
-    """Which quarter of the patients each belongs to, from the least ill to the most."""
+    """Each patient's quarter (0 to 3), from the least ill to the most; int64 of shape (n,)."""
     import torch
 
     return torch.bucketize(targets, targets.quantile(torch.tensor([0.25, 0.5, 0.75])))
 
 
 def _r2(outputs: Tensor, targets: Tensor) -> float:
-    """Share of the targets' variance that is predicted; whatever the units."""
+    """Coefficient of determination; the same in any units."""
     from sklearn.metrics import r2_score
 
     return float(r2_score(targets, outputs))

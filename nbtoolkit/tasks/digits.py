@@ -1,6 +1,6 @@
 """Classify 1,797 handwritten digits of 8 x 8 pixels (scikit-learn) with an MLP or a small CNN.
 
-What the free sections of the config may hold, with the defaults:
+The free sections of the config, with their defaults:
 
     model: {kind: mlp, hidden: 256, dropout: 0.0}    # kind: mlp | cnn
     data: {valid_share: 0.2}
@@ -8,12 +8,10 @@ What the free sections of the config may hold, with the defaults:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbtoolkit.errors import ConfigError
 from nbtoolkit.tasks import datasets
-from nbtoolkit.training.evaluation import predict
-from nbtoolkit.training.loop import fit
 
 if TYPE_CHECKING:
     import torch
@@ -23,12 +21,12 @@ if TYPE_CHECKING:
     from nbtoolkit.worker.context import RunContext
 
 
-def train(config: Config, ctx: RunContext) -> dict[str, Any]:
+def train(config: Config, ctx: RunContext) -> dict[str, object]:
     """Train a classifier of handwritten digits.
 
     Args:
-        config: the module's docstring says what ``model`` and ``data`` may hold.
-        ctx: inside a fold, its samples are used instead of the fixed split.
+        config: see the module's docstring for ``model`` and ``data``.
+        ctx: inside a fold, its samples replace the fixed split.
 
     Returns:
         What :func:`nbtoolkit.fit` returns (``val_accuracy``, ``val_loss``, ...), with ``labels``
@@ -37,21 +35,19 @@ def train(config: Config, ctx: RunContext) -> dict[str, Any]:
     import torch
 
     images, labels = load()
-    fitted, held_out = datasets.split(labels, config, ctx)
-    model = make_model(config)
-    scores = fit(
+    split = datasets.split(labels, config, ctx)
+    scores, outputs = datasets.fit_and_predict(
         ctx,
         config,
-        model,
-        (images[fitted], labels[fitted]),
-        (images[held_out], labels[held_out]),
+        make_model(config),
+        (images, labels),
+        split,
         loss=torch.nn.functional.cross_entropy,
         metrics=["accuracy"],
     )
-    outputs = predict(ctx, model, images[held_out])
     return {
         **scores,
-        "labels": labels[held_out].tolist(),
+        "labels": labels[split[1]].tolist(),
         "predictions": outputs.argmax(dim=1).tolist(),
     }
 
@@ -79,20 +75,14 @@ def make_model(config: Config) -> torch.nn.Module:
             allowed=" or ".join(_MODELS),
             do="set model.kind: mlp",
         )
-    model: torch.nn.Module = _MODELS[kind](
-        config.model.get("hidden", 256), config.model.get("dropout", 0.0)
-    )
-    return model
+    return _MODELS[kind](config.model.get("hidden", 256), config.model.get("dropout", 0.0))
 
 
 def _mlp(hidden: int, dropout: float) -> torch.nn.Module:
     from torch import nn
 
     return nn.Sequential(
-        nn.Linear(64, hidden),
-        nn.ReLU(),
-        nn.Dropout(dropout),
-        nn.Linear(hidden, 10),
+        nn.Linear(64, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, 10)
     )
 
 

@@ -1,4 +1,4 @@
-"""The training function that a configuration's ``task`` names, and its data set's targets."""
+"""Import the training function that a configuration's ``task`` names, and its data set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from nbtoolkit.errors import ConfigError
 
 
-def find_task(name: str) -> Callable[..., Any]:
+def find_task(name: str) -> Callable[..., object]:
     """Import a training function.
 
     Args:
@@ -20,44 +20,45 @@ def find_task(name: str) -> Callable[..., Any]:
 
     Raises:
         ConfigError: there is no such module, or no such function in it.
-        Exception: what the module itself raises when it is imported.
+        Exception: an error of the module itself.
     """
     path, _, function = name.partition(":")
     module = _import(path, name)
-    found = getattr(module, function, None)
-    if not callable(found):
+    task: object = getattr(module, function, None)
+    if not callable(task):
+        functions = _public_functions(module)
+        close = difflib.get_close_matches(function, functions, n=1)
         raise ConfigError(
             f"task is {name!r}, and {path} has no function {function!r}",
-            allowed=_functions(module) or "a module with a function train(config, ctx)",
-            do=_similar(function, module, path),
+            allowed=", ".join(functions) or "a module with a function train(config, ctx)",
+            do=f'did you mean "{path}:{close[0]}"?' if close else "check the name",
         )
-    task: Callable[..., Any] = found
     return task
 
 
 def find_data(name: str) -> Any:
-    """A task's data set, for :func:`nbtoolkit.make_folds`: what ``load()`` of its module returns.
+    """Load a task's data set, for :func:`nbtoolkit.make_folds`, by ``load()`` of its module.
 
     Args:
         name: as for :func:`find_task`. Its module must have a function ``load()`` that returns
-            ``(inputs, targets)``, as those of ``nbtoolkit.tasks`` have, perhaps with groups.
+            ``(inputs, targets)`` or ``(inputs, targets, groups)``, as those of ``nbtoolkit.tasks``.
 
     Raises:
         ConfigError: it has none.
     """
     path = name.partition(":")[0]
     load = getattr(_import(path, name), "load", None)
-    if not callable(load) or not _needs_nothing(load):
+    if not callable(load) or not _has_no_arguments(load):
         lacks = "has no function load()" if not callable(load) else "has a load() with arguments"
         raise ConfigError(
             f"folds are to be made for task {name!r}, and {path} {lacks}",
             allowed="a module whose load() returns (inputs, targets)",
-            do="write the folds in Python, nb.make_folds(y).save('folds.json'), and give that file",
+            do="make the folds in Python, nb.make_folds(y).save('folds.json'), and pass this file",
         )
     return load()
 
 
-def _needs_nothing(function: Callable[..., Any]) -> bool:
+def _has_no_arguments(function: Callable[..., Any]) -> bool:
     try:
         inspect.signature(function).bind()
     except TypeError:
@@ -78,22 +79,16 @@ def _import(path: str, name: str) -> ModuleType:
         return import_module(path)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-            raise  # the module is there; what it imports is not
+            raise  # the module exists, but not one that it imports
         raise ConfigError(
             f"task is {name!r}, and there is no module {error.name!r}",
             allowed='"package.module:function", importable from the working directory or installed',
-            do="call from the folder that holds the module, or install its package",
+            do="call from the folder with the module, or install its package",
         ) from error
 
 
-def _functions(module: ModuleType) -> str:
-    """The module's own public functions, in words."""
-    found = inspect.getmembers(module, inspect.isfunction)
-    return ", ".join(
-        name for name, one in found if one.__module__ == module.__name__ and name[0] != "_"
-    )
-
-
-def _similar(function: str, module: ModuleType, path: str) -> str:
-    close = difflib.get_close_matches(function, _functions(module).split(", "), n=1)
-    return f'did you mean "{path}:{close[0]}"?' if close and close[0] else "check the name"
+def _public_functions(module: ModuleType) -> list[str]:
+    """The names of the module's own public functions."""
+    functions = inspect.getmembers(module, inspect.isfunction)
+    own = (name for name, function in functions if function.__module__ == module.__name__)
+    return [name for name in own if name[0] != "_"]

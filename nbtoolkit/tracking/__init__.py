@@ -1,10 +1,21 @@
 """Read a run's events and write them to MLflow and TensorBoard, outside the training.
 
-    events.jsonl -> Follower (follower.py) -> MLflowTracker, TensorBoardTracker, NullTracker
+    events.jsonl -> Follower (follower.py) -> MLflowTracker, TensorBoardTracker
                        |                       |
                  tracking.json            <output_dir>/mlflow.db, <run folder>/tensorboard
 
 The trials and folds of a sweep are followed below it (follower.py); they are runs nested in its run
-(mlflow_values.py). The service (service.py) follows the runs of a kernel in a process of its own.
+(mlflow_tracker.py). The service (service.py) follows the runs of a kernel in its own process.
 Nothing here imports MLflow or torch before it is used.
 """
+
+from importlib import import_module
+
+_HOME = {"replay": "service", "tracking_table": "mlflow_values"}
+
+
+def __getattr__(name: str) -> object:
+    """Import what users call: ``replay`` and ``tracking_table`` (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -2,10 +2,10 @@
 
     <output_dir>/mlflow.db        runs, parameters, metrics
     <output_dir>/mlartifacts/     files of the runs
-    <output_dir>/.mlflow.lock     held while the two are made
+    <output_dir>/.mlflow.lock     held while the two are created
 
-Four processes that open a fresh SQLite store at the same time destroy it: MLflow 3.17 runs its 68
-migrations in all of them, and afterwards nobody can open the file.
+Four processes that open a new SQLite store at the same time destroy it: MLflow 3.17 runs its 68
+migrations in all of them, and afterwards the file cannot be opened.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def database_path(output_dir: Path) -> Path:
 
 
 def database_uri(path: Path) -> str:
-    """What ``mlflow ui --backend-store-uri`` takes for an SQLite file, by its absolute path.
+    """The ``mlflow ui --backend-store-uri`` of an SQLite file, by its absolute path.
 
     Raises:
         TrackingError: the path cannot be written as a URI.
@@ -52,12 +52,12 @@ def database_uri(path: Path) -> str:
 def open_database(
     output_dir: Path, *, uri: str | None = None, experiment: str | None = None
 ) -> tuple[MlflowClient, str]:
-    """Open a store and make what is missing of it: the file, the schema, the experiment.
+    """Open a store, and create what is missing: the file, the schema, the experiment.
 
     Args:
-        output_dir: the folder that holds the database, the artifacts and the lock.
-        uri: another MLflow store instead: a server, or ``sqlite:///`` and a path, whose folder then
-            is the one meant above (a relative path begins at ``output_dir``).
+        output_dir: the folder of the database, the artifacts and the lock.
+        uri: another MLflow store: a server, or ``sqlite:///`` and a path (relative to
+            ``output_dir``), whose folder then has the artifacts and the lock.
         experiment: the experiment's name; ``"nbtoolkit"`` when None.
 
     Returns:
@@ -75,21 +75,23 @@ def open_database(
     where = database_uri(file) if file else str(uri)
     artifacts = (folder / "mlartifacts").as_uri() if file else None  # a server has its own
     try:
-        with _locked(folder / ".mlflow.lock"), _collector_off():
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / ".mlflow.lock").open("w") as lock, _collector_off():
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if file and not _exists(file):
-                _make(file, str(artifacts))
+                _create(file, str(artifacts))
             client = client_class(tracking_uri=where)
             return client, _experiment(client, experiment or DEFAULT_EXPERIMENT, artifacts)
     except (MlflowException, OSError, sqlite3.Error) as error:
         raise TrackingError(
             f"the MLflow store {where} cannot be used: {error}",
-            do="see the reason above; another store is set by tracking.uri, or move the file away "
-            "and write it anew with nbtoolkit.tracking.replay(folder)",
+            do="see the reason above; set tracking.uri to another store, or move the file away and "
+            "write it again with nbtoolkit.tracking.replay(folder)",
         ) from error
 
 
 def import_client() -> type[MlflowClient]:
-    """Import MLflow (0.9 s; what it needs for SQLite comes at the first use, 0.4 s).
+    """Import MLflow (0.9 s; its modules for SQLite at the first use, 0.4 s).
 
     Raises:
         MissingExtra: it is not installed.
@@ -106,7 +108,7 @@ def import_client() -> type[MlflowClient]:
 
 
 def database_file(output_dir: Path, uri: str | None) -> Path | None:
-    """The SQLite file that runs are tracked in; None: they are tracked elsewhere.
+    """The SQLite file in which runs are tracked; None: they are tracked elsewhere.
 
     Args:
         output_dir: ``runtime.output_dir``.
@@ -119,10 +121,10 @@ def database_file(output_dir: Path, uri: str | None) -> Path | None:
 
 
 def _exists(file: Path) -> bool:
-    """Whether there is a database; says at once what MLflow would find out after 100 s of trying.
+    """Whether there is a database; MLflow itself would refuse another file after 100 s only.
 
     Raises:
-        TrackingError: the file is something else.
+        TrackingError: the file is not a database.
     """
     if not file.exists() or not file.stat().st_size:
         return False
@@ -130,16 +132,16 @@ def _exists(file: Path) -> bool:
         if opened.read(len(_SQLITE_MAGIC)) != _SQLITE_MAGIC:
             raise TrackingError(
                 f"{file} is not an SQLite database",
-                do="move it away and write it anew with nbtoolkit.tracking.replay(folder)",
+                do="move it away and write it again with nbtoolkit.tracking.replay(folder)",
             )
     return True
 
 
-def _make(file: Path, artifacts: str) -> None:
+def _create(file: Path, artifacts: str) -> None:
     """Write a new database file.
 
-    MLflow migrates it in memory (0.45 s, against 0.75 s in a file), then it appears whole: a
-    process killed meanwhile leaves no half-made schema.
+    MLflow migrates it in memory (0.45 s, against 0.75 s in a file), then it is renamed: a killed
+    process leaves no incomplete schema.
     """
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
@@ -158,11 +160,11 @@ def _migrate_into(file: Path, artifacts: str) -> None:
         source = memory.connection.driver_connection
         assert isinstance(source, sqlite3.Connection)
         source.backup(target)
-    store.engine.dispose()  # MLflow keeps engines by URI: the next new database starts empty again
+    store.engine.dispose()  # MLflow caches engines by URI: the next new database must start empty
 
 
 def _forget_connections(file: Path, artifacts: str) -> None:
-    """MLflow keeps engines by URI: one of a file that was deleted meanwhile still has it open."""
+    """Close MLflow's cached engine of this URI, which may have a deleted file open."""
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     store = SqlAlchemyStore(database_uri(file), artifacts)  # type: ignore[no-untyped-call] # same
@@ -170,35 +172,24 @@ def _forget_connections(file: Path, artifacts: str) -> None:
 
 
 def _experiment(client: MlflowClient, name: str, artifacts: str | None) -> str:
-    found = client.get_experiment_by_name(name)
-    if found is None:
+    known = client.get_experiment_by_name(name)
+    if known is None:
         return str(client.create_experiment(name, artifact_location=artifacts))
-    if found.lifecycle_stage == "deleted":
+    if known.lifecycle_stage == "deleted":
         raise TrackingError(
             f"the MLflow experiment {name!r} was deleted",
-            do=f"restore it (mlflow experiments restore -x {found.experiment_id}), or set "
+            do=f"restore it (mlflow experiments restore -x {known.experiment_id}), or set "
             "tracking.experiment to another name",
         )
-    return str(found.experiment_id)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
+    return str(known.experiment_id)
 
 
 @contextlib.contextmanager
 def _collector_off() -> Iterator[None]:
     """Import and migrate without the garbage collector.
 
-    What they allocate stays, and looking through it again and again takes a quarter of their time
-    (2.7 s in all, 2.0 s without; MLflow 3.17 on two cores).
+    Their objects stay, and scanning them again and again takes a quarter of the time (2.7 s in all,
+    2.0 s without; MLflow 3.17 on two cores).
     """
     enabled = gc.isenabled()
     gc.disable()

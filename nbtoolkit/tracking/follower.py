@@ -8,46 +8,40 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 from nbtoolkit.errors import TrackingError
 from nbtoolkit.run.events import Event, EventReader, JobEvent, RunEnded, RunStarted
 from nbtoolkit.run.paths import RunPaths, read_or_empty, write_json
 from nbtoolkit.tracking.tracker import (
-    NullTracker,
     Point,
     Tracker,
     Trackers,
+    TrackerState,
     choose_tracking,
     job_folder,
     points,
 )
 
-# --- follow ---
-# Hands a run's events to its tracker as they come; goes on where another one stopped.
+MakeTracker = Callable[[RunStarted, bool, TrackerState], Tracker]
+"""(the attempt's first event, whether all events follow, the kept state) -> a tracker."""
 
-
-MakeTracker = Callable[[RunStarted, bool, dict[str, Any]], Tracker]
-"""(the attempt's first event, whether all events come, the kept state) -> a tracker."""
-
-_BATCH = 1000  # MLflow takes as many metrics at once; tracking.json is written after each batch
+_BATCH = 1000  # events; tracking.json is written after each batch
 
 
 class Follower:
-    """Follows one run folder; ``tracking.json`` there says how far, and the next follower goes on.
+    """Follows one run folder; ``tracking.json`` there has the position, for the next follower.
 
-    The run's supervisor must hold its lock before its run is followed: a run that nobody holds is
-    over.
+    The run's supervisor must hold its lock before the run is followed: a run whose lock is free has
+    ended.
 
     Args:
         paths: the run.
-        output_dir: where the MLflow database lies; None: the run folder's parent.
-        make: makes the tracker; None: by the run's own configuration.
+        output_dir: the folder of the MLflow database; None: the run folder's parent.
+        make: makes the tracker; None: as the run's own configuration says.
         owner: the run whose supervisor writes this one too; None: itself.
 
     Raises:
-        TrackingError: the folder is gone, or another process follows it.
+        TrackingError: the folder does not exist, or another process follows it.
     """
 
     def __init__(
@@ -62,75 +56,70 @@ class Follower:
         self._make = make or _make_by_config(paths, output_dir or paths.folder.absolute().parent)
         self._lock = _lock_folder(paths.folder)
         saved = read_or_empty(paths.tracking)
-        self.state: dict[str, Any] = saved.get("state", {})
-        """What the trackers keep: ``mlflow_run_id``."""
+        self.state: TrackerState = saved.get("state", {})
+        """What the trackers keep."""
         self._last_steps: dict[str, int] = saved.get("last_steps", {})
-        self._run_at: int = saved.get("run_at", 0)  # where the present attempt's first line begins
+        self._run_at: int = saved.get("run_at", 0)  # offset of the present attempt's first line
         self._reader = EventReader(paths.events, saved.get("offset", 0))
-        self._tracker: Tracker = NullTracker()
+        self._tracker: Tracker = Trackers()
         self._time: float = saved.get("time", 0.0)  # of the event last read
         self._ended = False
-        self._jobs = Jobs(paths.folder, self._follow_job)
+        self._jobs = _Jobs(paths.folder, self._follow_job)
         if self._reader.offset:
-            self._pick_up()
+            self._resume()
 
     def poll(self) -> bool:
-        """Write what is new.
+        """Write new events.
 
         Returns:
-            Whether the run, with all its jobs, is written through to its end. A run whose owner
-            died before its last event is closed as killed; when it is resumed, it is followed on
-            from there.
+            Whether the run, with all its jobs, is written to its end. A run whose owner died before
+            its last event is closed as killed; a resumed run continues from there.
         """
-        owned = self._owner.owned()  # asked first: a supervisor writes its last event, then lets go
+        # First of all: a supervisor writes its last event before it releases its lock.
+        owned = self._owner.owned()
         while batch := self._read():
-            self._hand_over(batch)
-        through = self._jobs.poll()
+            self._write(batch)
+        jobs_done = self._jobs.poll()
         if not self._ended and not owned:
             self._close(RunEnded(t=self._time, status="killed"))
-        return self._ended and through
+        return self._ended and jobs_done
 
     def failed(self, error: str) -> None:
-        """Keep with the run why it is not written."""
+        """Write to the run's folder why it is not tracked."""
         with contextlib.suppress(OSError):  # the disk may be what failed
-            kept = read_or_empty(self._paths.tracking)
-            write_json(self._paths.tracking, {**kept, "done": False, "error": error})
+            saved = read_or_empty(self._paths.tracking)
+            write_json(self._paths.tracking, {**saved, "done": False, "error": error})
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         self._jobs.close()
         os.close(self._lock)
 
     def __enter__(self) -> Follower:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _pick_up(self) -> None:
-        """Open the tracker where the last follower stopped, or start over when nothing is there."""
-        run = next(EventReader(self._paths.events, self._run_at).read(), None)
-        if isinstance(run, RunStarted):
+    def _resume(self) -> None:
+        """Open the tracker where the last follower stopped, or start over if its run is gone."""
+        run = first_event(self._paths, self._run_at)
+        if run is not None:
             self._tracker = self._make(run, False, self.state)
             if self._tracker.open(run):
-                self._jobs.pick_up()
+                self._jobs.resume()
                 return
         self._reader.offset = self._run_at = 0
         self._last_steps.clear()
 
     def _follow_job(self, paths: RunPaths) -> Follower:
-        def make(run: RunStarted, fresh: bool, state: dict[str, Any]) -> Tracker:
-            return self._tracker.below(paths, fresh, state)
+        def make(run: RunStarted, fresh: bool, state: TrackerState) -> Tracker:
+            return self._tracker.for_job(paths, fresh, state)
 
         return Follower(paths, make=make, owner=self._owner)
 
     def _read(self) -> list[tuple[int, Event]]:
-        """New events, each with the place where it begins."""
+        """New events, each with the offset at which it begins."""
         batch, begin = [], self._reader.offset
         for event in self._reader.read():
             batch.append((begin, event))
@@ -139,7 +128,7 @@ class Follower:
                 break
         return batch
 
-    def _hand_over(self, batch: list[tuple[int, Event]]) -> None:
+    def _write(self, batch: list[tuple[int, Event]]) -> None:
         numbers: list[Point] = []
         others: list[Event] = []
         for begin, event in batch:
@@ -148,27 +137,24 @@ class Follower:
                 self._tracker.write(numbers, others)
                 numbers, others = [], []
             if isinstance(event, RunStarted):
-                self._open(event, begin)
+                self._run_at, self._ended = begin, False
+                self._tracker = self._make(event, begin == 0, self.state)
+                self._tracker.open(event)
             elif isinstance(event, RunEnded):
                 self._close(event, begin)
             else:
                 numbers += points(event, self._last_steps)
                 others.append(event)
-                self._jobs.take(event)
+                self._jobs.add(event)
         self._tracker.write(numbers, others)
         if not self._ended:
             self._save(self._reader.offset)
 
-    def _open(self, run: RunStarted, begin: int) -> None:
-        self._run_at, self._ended = begin, False
-        self._tracker = self._make(run, begin == 0, self.state)
-        self._tracker.open(run)
-
     def _close(self, ended: RunEnded, begin: int | None = None) -> None:
         """Close the tracker.
 
-        The place kept is before the last event: a replay closes once more, which makes good a close
-        that was cut off.
+        The saved offset is before the last event: a replay closes again, in case this close is
+        interrupted.
         """
         self._tracker.close(ended)
         self._ended = True
@@ -177,7 +163,7 @@ class Follower:
     def _save(self, offset: int) -> None:
         if not self._paths.folder.is_dir():
             return  # the user deleted the run
-        kept = {
+        saved = {
             "offset": offset,
             "time": self._time,
             "run_at": self._run_at,
@@ -186,7 +172,7 @@ class Follower:
             "done": self._ended,
             "read": self._reader.offset,
         }
-        write_json(self._paths.tracking, kept, durable=False)  # an older one is as good
+        write_json(self._paths.tracking, saved, durable=False)  # an older one serves as well
 
 
 def follow(
@@ -197,14 +183,14 @@ def follow(
     stop: Callable[[], bool] = lambda: False,
     every: float = 0.2,
 ) -> str | None:
-    """Follow a run until it is written through to its end.
+    """Follow a run until it is written to its end.
 
     Args:
         paths: the run.
-        output_dir: where the MLflow database lies; None: the run folder's parent.
-        make: makes the tracker; None: by the run's own configuration.
-        stop: asked between two looks; True ends it early.
-        every: seconds between two looks.
+        output_dir: the folder of the MLflow database; None: the run folder's parent.
+        make: makes the tracker; None: as the run's own configuration says.
+        stop: called between two polls; True ends it early.
+        every: seconds between two polls.
 
     Returns:
         The id of its MLflow run; None when MLflow is off.
@@ -218,10 +204,16 @@ def follow(
         return follower.state.get("mlflow_run_id")
 
 
+def first_event(paths: RunPaths, offset: int = 0) -> RunStarted | None:
+    """The first event of an attempt, at ``offset`` in the run's events; None: there is none."""
+    event = next(EventReader(paths.events, offset).read(), None)
+    return event if isinstance(event, RunStarted) else None
+
+
 def _make_by_config(paths: RunPaths, output_dir: Path) -> MakeTracker:
     """The trackers that a run's configuration asks for, of those that are installed."""
 
-    def make(run: RunStarted, fresh: bool, state: dict[str, Any]) -> Tracker:
+    def make(run: RunStarted, fresh: bool, state: TrackerState) -> Tracker:
         from nbtoolkit.tracking.mlflow_tracker import MLflowTracker
         from nbtoolkit.tracking.tensorboard import TensorBoardTracker
 
@@ -231,13 +223,13 @@ def _make_by_config(paths: RunPaths, output_dir: Path) -> MakeTracker:
             trackers.append(MLflowTracker(paths, output_dir, state))
         if choice.tensorboard:
             trackers.append(TensorBoardTracker(paths, fresh=fresh))
-        return Trackers(trackers) if trackers else NullTracker()
+        return Trackers(trackers)
 
     return make
 
 
 def _lock_folder(folder: Path) -> int:
-    """Lock the folder itself: a file of its own for this would be one more thing to explain."""
+    """Lock the folder itself: a lock file would be one more file in it."""
     try:
         fd = os.open(folder, os.O_RDONLY)
     except OSError as error:
@@ -248,16 +240,13 @@ def _lock_folder(folder: Path) -> int:
         os.close(fd)
         raise TrackingError(
             f"{folder} is being tracked by another process",
-            do="wait until it is done; tracking.json in the folder says how far it is",
+            do="wait until it is done; tracking.json in the folder has its position",
         ) from error
     return fd
 
 
-# --- jobs ---
-
-
-class Jobs:
-    """Followers of the jobs that the sweep's events name.
+class _Jobs:
+    """Followers of the jobs (trials and folds) that the sweep's events name.
 
     Args:
         sweep: the sweep's folder.
@@ -266,30 +255,35 @@ class Jobs:
 
     def __init__(self, sweep: Path, follow: Callable[[RunPaths], Follower]) -> None:
         self._sweep, self._follow = sweep, follow
-        self._waiting: dict[str, None] = {}  # folders that hold no events yet, in order
+        self._waiting: dict[str, None] = {}  # folders without events yet, in order
         self._followers: dict[str, Follower] = {}
 
-    def take(self, event: Event) -> None:
-        """Take an event of the sweep: a job that it says is running is followed from now on."""
+    def add(self, event: Event) -> None:
+        """Follow the job that an event of the sweep reports as running."""
         running = isinstance(event, JobEvent) and event.state == "running"
         if running and (job := job_folder(event)) is not None:
             self._waiting[job] = None
 
-    def pick_up(self) -> None:
-        """Follow the jobs that an earlier follower of the sweep did not write through."""
+    def resume(self) -> None:
+        """Follow the jobs that an earlier follower of the sweep did not write to their end."""
         past = EventReader(RunPaths(self._sweep).events).read()
         for job in dict.fromkeys(job for event in past if (job := job_folder(event)) is not None):
-            state = read_or_empty(RunPaths(self._sweep / job).tracking)
-            if not state.get("done"):
+            if not read_or_empty(RunPaths(self._sweep / job).tracking).get("done"):
                 self._waiting[job] = None
 
     def poll(self) -> bool:
-        """Write what is new of the jobs.
+        """Write the jobs' new events.
 
         Returns:
-            Whether all that has begun is written through.
+            Whether all jobs that have events are written to their end.
         """
-        self._begin()
+        # A trial of folds never has events of its own: its folds have.
+        for job in list(self._waiting):
+            paths = RunPaths(self._sweep / job)
+            if paths.events.exists() and job not in self._followers:
+                self._followers[job] = self._follow(paths)
+            if job in self._followers:
+                del self._waiting[job]
         for job, follower in list(self._followers.items()):
             if follower.poll():
                 follower.close()
@@ -297,16 +291,7 @@ class Jobs:
         return not self._followers
 
     def close(self) -> None:
-        """Let go of their folders."""
+        """Release their folders."""
         for follower in self._followers.values():
             follower.close()
         self._followers.clear()
-
-    def _begin(self) -> None:
-        """Follow what has a diary by now. A trial of folds never has one: its folds have."""
-        for job in list(self._waiting):
-            paths = RunPaths(self._sweep / job)
-            if paths.events.exists() and job not in self._followers:
-                self._followers[job] = self._follow(paths)
-            if job in self._followers:
-                del self._waiting[job]

@@ -1,38 +1,60 @@
-"""Write a run to MLflow with MlflowClient; there is no active run."""
+"""Write a run, and the trials and folds below it, to MLflow with MlflowClient (no active run)."""
 
 from __future__ import annotations
 
 import os
+import posixpath
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from nbtoolkit.run.events import Event, EventReader, JobEvent, NoteAdded, RunEnded, RunStarted
+from nbtoolkit.run.events import (
+    CheckpointSaved,
+    Event,
+    EventReader,
+    JobEvent,
+    NoteAdded,
+    RunEnded,
+    RunStarted,
+    StopRequested,
+    TrialChanged,
+)
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.tracking.database import open_database
 from nbtoolkit.tracking.mlflow_values import (
-    METRICS,
     RUN_TAG,
-    VALUES,
-    Curves,
-    Nested,
+    SWEEP_TAG,
     as_metrics,
+    as_ms,
     as_params,
     as_tags,
-    batches,
     flatten,
-    ms,
     tail,
 )
-from nbtoolkit.tracking.tracker import Point, Tracker, job_folder
+from nbtoolkit.tracking.tracker import (
+    Point,
+    Tracker,
+    Trackers,
+    TrackerState,
+    job_folder,
+    trial_values,
+)
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
 
-# How a run ended, in MLflow's words; the exact status is in the tag nbtoolkit.status.
-_STATUS = {"completed": "FINISHED", "failed": "FAILED"}  # every other: KILLED (ended early)
+# The status of a run, trial or fold in MLflow's words; the tag nbtoolkit.status has the exact one.
+_STATUS = {
+    "running": "RUNNING",
+    "waiting": "SCHEDULED",
+    "complete": "FINISHED",
+    "completed": "FINISHED",
+    "failed": "FAILED",
+    "infeasible": "FAILED",
+}
+_ENDED_EARLY = "KILLED"  # every other
 
 
 class MLflowTracker:
@@ -40,15 +62,15 @@ class MLflowTracker:
 
     Args:
         paths: the run.
-        output_dir: where database and artifacts lie.
-        state: kept between processes by the caller; the MLflow run's id is put there.
+        output_dir: the folder of database and artifacts.
+        state: the caller keeps it between processes; gets the MLflow run's id.
     """
 
-    def __init__(self, paths: RunPaths, output_dir: Path, state: dict[str, Any]) -> None:
+    def __init__(self, paths: RunPaths, output_dir: Path, state: TrackerState) -> None:
         self._paths, self._output_dir, self._state = paths, output_dir, state
         self._client: MlflowClient
         self._run_id = ""
-        self._nested: Nested
+        self._jobs: _JobRuns
 
     def open(self, run: RunStarted) -> bool:
         """Find or create the MLflow run; write parameters and tags.
@@ -64,37 +86,39 @@ class MLflowTracker:
         found = self._find(experiment)
         mlflow_run = found or self._create(experiment, run)
         self._run_id = self._state["mlflow_run_id"] = mlflow_run.info.run_id
-        self._nested = Nested(self._client, experiment, self._paths, self._run_id)
-        self._go_on(mlflow_run, run)
+        self._jobs = _JobRuns(self._client, experiment, self._paths, self._run_id)
+        ended = mlflow_run.info.end_time
+        if ended is not None and as_ms(run.t) > ended:  # a new attempt of a run that had ended
+            self._client.update_run(self._run_id, status="RUNNING")
         self._log_params(mlflow_run, run)
-        self._set_tags(_run_tags(run, self._paths))
+        self._client.log_batch(self._run_id, tags=as_tags(_run_tags(run, self._paths)))
         return found is not None
 
     def write(self, points: Sequence[Point], events: Sequence[Event]) -> None:
-        """Write metrics in batches, checkpoints and stop requests as tags; trials and folds."""
-        for batch in batches(as_metrics(points), METRICS):
-            self._client.log_batch(self._run_id, metrics=batch)
-        self._set_tags(_event_tags(events))
+        """Write metrics; checkpoints and stop requests as tags; trials and folds as nested runs."""
+        tags = as_tags(_event_tags(events))
+        self._client.log_batch(self._run_id, metrics=as_metrics(points), tags=tags)
         for event in events:
             if isinstance(event, JobEvent) and (folder := job_folder(event)) is not None:
-                self._nested.take(folder, event)
+                self._jobs.write(folder, event)
 
-    def below(self, paths: RunPaths, fresh: bool, state: dict[str, Any]) -> Tracker:
+    def for_job(self, paths: RunPaths, fresh: bool, state: TrackerState) -> Tracker:
         """A tracker for the curves of a trial or a fold of this sweep."""
         folder = paths.folder.relative_to(self._paths.folder).as_posix()
-        run_id = self._nested.run_of(folder, time.time())
-        return Curves(self._client, run_id, paths, state)
+        run_id = self._jobs.run_id_of(folder, time.time())
+        return _JobTracker(self._client, run_id, paths, state)
 
     def close(self, ended: RunEnded) -> None:
         """Write the artifacts and the run's status."""
         self._log_artifacts()
-        self._nested.end(ended.t)
-        self._set_tags({"nbtoolkit.status": ended.status, "nbtoolkit.error": ended.error})
-        status = _STATUS.get(ended.status, "KILLED")
-        self._client.set_terminated(self._run_id, status, end_time=ms(ended.t))
+        self._jobs.end(ended.t)
+        tags = as_tags({"nbtoolkit.status": ended.status, "nbtoolkit.error": ended.error})
+        self._client.log_batch(self._run_id, tags=tags)
+        status = _STATUS.get(ended.status, _ENDED_EARLY)
+        self._client.set_terminated(self._run_id, status, end_time=as_ms(ended.t))
 
     def _find(self, experiment: str) -> Run | None:
-        """The run written before: by the id we kept, else by its tag (we died before keeping)."""
+        """The run written before, by its saved id, else (after a crash) by its tag."""
         from mlflow.exceptions import MlflowException
 
         if run_id := self._state.get("mlflow_run_id"):
@@ -105,39 +129,29 @@ class MLflowTracker:
                     raise
             else:
                 return run if run.info.lifecycle_stage == "active" else None
-        text = f"tags.`{RUN_TAG}` = '{self._paths.run_id}'"  # a run id has no quotes in it
-        found = self._client.search_runs([experiment], text, max_results=1)
-        return found[0] if found else None
+        return _find_run(self._client, experiment, self._paths.run_id)
 
     def _create(self, experiment: str, run: RunStarted) -> Run:
         name = self._paths.run_id
-        tags = {RUN_TAG: name}
-        return self._client.create_run(experiment, ms(run.t), tags=tags, run_name=name)
-
-    def _go_on(self, mlflow_run: Run, run: RunStarted) -> None:
-        """A new attempt of a run that had ended is running again."""
-        ended = mlflow_run.info.end_time
-        if ended is not None and ms(run.t) > ended:
-            self._client.update_run(self._run_id, status="RUNNING")
+        return self._client.create_run(
+            experiment, as_ms(run.t), tags={RUN_TAG: name}, run_name=name
+        )
 
     def _log_params(self, mlflow_run: Run, run: RunStarted) -> None:
         """Write config and plan.
 
-        MLflow's parameters are for ever: what a later attempt changed becomes a new one, such as
-        ``attempt2.train.epochs``.
+        MLflow's parameters cannot change: a value that a later attempt changed becomes a new
+        parameter, such as ``attempt2.train.epochs``.
         """
         known, new = mlflow_run.data.params, {}
-        for param in as_params(_settings(run)):
+        # The plan's reasons are in the description.
+        plan = {key: value for key, value in run.plan.items() if key != "reasons"}
+        for param in as_params({**run.config, "plan": plan}):
             changed = known.get(param.key, param.value) != param.value
             key = f"attempt{run.attempt}.{param.key}" if changed else param.key
             if key not in known:
                 new[key] = param.value
-        for batch in batches(as_params(new), VALUES):
-            self._client.log_batch(self._run_id, params=batch)
-
-    def _set_tags(self, values: Mapping[str, Any]) -> None:
-        for batch in batches(as_tags(values), VALUES):
-            self._client.log_batch(self._run_id, tags=batch)
+        self._client.log_batch(self._run_id, params=as_params(new))
 
     def _log_artifacts(self) -> None:
         """Copy the readable part of the folder.
@@ -150,20 +164,151 @@ class MLflowTracker:
         for file in (*own, paths.folder / "sweep.yaml", paths.folder / "folds.json"):
             if file.exists():
                 self._client.log_artifact(self._run_id, str(file))
-        for file in sorted((paths.folder / "ranks").glob("**/*.txt")):
-            name = file.relative_to(paths.folder).as_posix()
-            self._client.log_text(self._run_id, tail(file), name)
-        if notes := _notes(paths):
-            self._client.log_text(self._run_id, notes, "notes.txt")
+        _log_rank_logs(self._client, self._run_id, paths)
+        events = EventReader(paths.events).read()
+        notes = (event for event in events if isinstance(event, NoteAdded))
+        if text := "".join(f"{note.level}: {note.text}\n" for note in notes):
+            self._client.log_text(self._run_id, text, "notes.txt")
 
 
-def _settings(run: RunStarted) -> dict[str, Any]:
-    """Config and plan; the plan's reasons stand in the description instead."""
-    plan = {key: value for key, value in run.plan.items() if key != "reasons"}
-    return {**run.config, "plan": plan}
+class _JobRuns:
+    """The MLflow runs below a sweep's or a cross-validation's: one per trial, one per fold.
+
+        sweep                    its own run: every trial's value, the best so far
+          trials/0007            a trial: its parameters, its value, its status
+            trials/0007/fold-2   a fold of it
+
+    The sweep's events create and end them. Their curves are in the events of their own folders
+    (_JobTracker).
+
+    Args:
+        client: the store.
+        experiment: the experiment's id.
+        paths: the sweep's folder.
+        run_id: the sweep's own MLflow run.
+    """
+
+    def __init__(self, client: MlflowClient, experiment: str, paths: RunPaths, run_id: str) -> None:
+        self._client, self._experiment = client, experiment
+        self._paths, self._run_id = paths, run_id
+        self._run_ids: dict[str, str] = {}  # folder below the sweep's -> MLflow run
+        self._status: dict[str, str] = {}  # MLflow run -> its status in the store
+
+    def write(self, folder: str, event: JobEvent) -> None:
+        """Write an event of a trial or a fold; writing it again changes nothing."""
+        new = folder not in self._run_ids
+        run_id = self.run_id_of(folder, event.t)
+        self._client.log_batch(
+            run_id,
+            metrics=as_metrics(_results(event)),
+            params=as_params(event.params) if new and isinstance(event, TrialChanged) else [],
+            tags=as_tags({"nbtoolkit.status": event.state, "nbtoolkit.reason": event.reason}),
+        )
+        if isinstance(event, TrialChanged) and event.best:
+            self._client.set_tag(self._run_id, "nbtoolkit.best", folder)
+        self._set_status(run_id, _STATUS.get(event.state, _ENDED_EARLY), event.t)
+
+    def run_id_of(self, folder: str, started: float) -> str:
+        """The MLflow run of a folder, created with its parents if there is none.
+
+        Args:
+            folder: relative to the sweep's; the empty text is the sweep itself.
+            started: unix seconds, for a new one.
+        """
+        if not folder or folder in ("trials", "folds"):
+            return self._run_id
+        if folder not in self._run_ids:
+            run = _find_run(self._client, self._experiment, f"{self._paths.run_id}/{folder}")
+            run = run or self._create(folder, started)
+            self._run_ids[folder], self._status[run.info.run_id] = run.info.run_id, run.info.status
+        return self._run_ids[folder]
+
+    def end(self, ended: float) -> None:
+        """Mark the jobs that did not end before the sweep as killed."""
+        running = f"tags.`{SWEEP_TAG}` = '{self._paths.run_id}' and attributes.status = 'RUNNING'"
+        while runs := self._client.search_runs([self._experiment], running):
+            for run in runs:
+                self._client.set_tag(run.info.run_id, "nbtoolkit.status", "killed")
+                self._set_status(run.info.run_id, _ENDED_EARLY, ended)
+
+    def _create(self, folder: str, started: float) -> Run:
+        tags = {
+            RUN_TAG: f"{self._paths.run_id}/{folder}",
+            SWEEP_TAG: self._paths.run_id,
+            "nbtoolkit.folder": str(self._paths.folder / folder),
+            "mlflow.parentRunId": self.run_id_of(posixpath.dirname(folder), started),
+            "mlflow.source.type": "LOCAL",
+        }
+        return self._client.create_run(self._experiment, as_ms(started), tags=tags, run_name=folder)
+
+    def _set_status(self, run_id: str, status: str, at: float) -> None:
+        if status not in ("RUNNING", "SCHEDULED"):
+            self._client.set_terminated(run_id, status, end_time=as_ms(at))
+        elif status != self._status.get(run_id):
+            self._client.update_run(run_id, status=status)
+        self._status[run_id] = status
 
 
-def _run_tags(run: RunStarted, paths: RunPaths) -> dict[str, Any]:
+def _results(event: JobEvent) -> list[Point]:
+    """The results of a trial or fold, beside the curves that its own events have."""
+    if event.state != "complete":
+        return []
+    if isinstance(event, TrialChanged):
+        values = trial_values(event)
+    else:
+        values = {f"score/{name}": value for name, value in event.metrics.items()}
+    return [Point(name, float(value), 0, event.t) for name, value in values.items()]
+
+
+class _JobTracker:
+    """Writes the curves of a job (a trial or a fold) into its run of _JobRuns.
+
+    Args:
+        client: the store.
+        run_id: that run.
+        paths: the job's folder.
+        state: the caller keeps it between processes.
+    """
+
+    def __init__(
+        self, client: MlflowClient, run_id: str, paths: RunPaths, state: TrackerState
+    ) -> None:
+        self._client, self._run_id, self._paths, self._state = client, run_id, paths, state
+
+    def open(self, run: RunStarted) -> bool:
+        """Whether this very run was written before (else the store is a new one)."""
+        known = self._state.get("mlflow_run_id") == self._run_id
+        self._state["mlflow_run_id"] = self._run_id
+        return known
+
+    def write(self, points: Sequence[Point], events: Sequence[Event]) -> None:
+        """Write metrics."""
+        self._client.log_batch(self._run_id, metrics=as_metrics(points))
+
+    def close(self, ended: RunEnded) -> None:
+        """Write a failed job's logs as artifacts; those of others stay in its folder only."""
+        if ended.status == "failed":
+            _log_rank_logs(self._client, self._run_id, self._paths)
+
+    def for_job(self, paths: RunPaths, fresh: bool, state: TrackerState) -> Tracker:
+        """A job has no jobs."""
+        return Trackers()
+
+
+def _find_run(client: MlflowClient, experiment: str, run_id: str) -> Run | None:
+    """The MLflow run with our run id as its tag."""
+    text = f"tags.`{RUN_TAG}` = '{run_id}'"  # a run id has no quotes in it
+    runs = client.search_runs([experiment], text, max_results=1)
+    return runs[0] if runs else None
+
+
+def _log_rank_logs(client: MlflowClient, run_id: str, paths: RunPaths) -> None:
+    for file in sorted((paths.folder / "ranks").glob("**/*.txt")):
+        client.log_text(run_id, tail(file), file.relative_to(paths.folder).as_posix())
+
+
+def _run_tags(run: RunStarted, paths: RunPaths) -> dict[str, object]:
+    reasons = run.plan.get("reasons") or ()
     tags = {
         "nbtoolkit.folder": paths.folder,
         "nbtoolkit.attempt": run.attempt,
@@ -171,29 +316,19 @@ def _run_tags(run: RunStarted, paths: RunPaths) -> dict[str, Any]:
         "mlflow.source.type": "LOCAL",
         "mlflow.source.name": run.versions.get("function") or run.config.get("task"),
         "mlflow.user": os.environ.get("USER") or f"uid {os.getuid()}",
-        "mlflow.note.content": _description(run),
+        # MLflow's UI shows this text (Markdown) on top of the run.
+        "mlflow.note.content": "\n".join(["Plan:", "", *(f"- {reason}" for reason in reasons)])
+        if reasons
+        else None,
     }
     return {**tags, **{f"nbtoolkit.{key}": value for key, value in flatten(run.versions)}}
 
 
-def _description(run: RunStarted) -> str | None:
-    """The plan's reasons: MLflow's UI shows this text (Markdown) on top of the run."""
-    reasons = run.plan.get("reasons") or ()
-    return "\n".join(["Plan:", "", *(f"- {reason}" for reason in reasons)]) if reasons else None
-
-
-def _event_tags(events: Iterable[Event]) -> dict[str, Any]:
-    tags = {}
+def _event_tags(events: Iterable[Event]) -> dict[str, object]:
+    tags: dict[str, object] = {}
     for event in events:
-        if event.type == "checkpoint":
+        if isinstance(event, CheckpointSaved):
             tags[f"nbtoolkit.checkpoint.{event.kind}"] = event.path
-        elif event.type == "stop":
+        elif isinstance(event, StopRequested):
             tags["nbtoolkit.stop"] = event.reason
     return tags
-
-
-def _notes(paths: RunPaths) -> str:
-    """All notes of the run, one a line."""
-    events = EventReader(paths.events).read()
-    notes = (event for event in events if isinstance(event, NoteAdded))
-    return "".join(f"{note.level}: {note.text}\n" for note in notes)

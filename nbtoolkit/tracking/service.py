@@ -1,11 +1,11 @@
-"""Run the tracking service, a process of its own that follows the runs it is given.
+"""Run the tracking service, a process that follows runs and writes them to their trackers.
 
-It gets TrackRun packets (see run/messages.py) over a socket that is inherited, and answers with
-RunTracked or TrackingFailed. Nobody has to read the answers: ``tracking.json`` in the run's folder
-says the same (``done``, with ``read`` bytes of the events written; or ``error``).
+It receives TrackRun packets (see run/messages.py) over an inherited socket, and answers with
+RunTracked or TrackingFailed. The answers need not be read: ``tracking.json`` in the run's folder
+has the same (``done``, with ``read`` bytes of the events written; or ``error``).
 
-When the other end is gone it finishes what has ended, for at most 10 s, and exits; what it does not
-finish, ``replay`` does.
+When the other end closes, it finishes runs that have ended, for at most 10 s, and exits; ``replay``
+writes the rest.
 """
 
 from __future__ import annotations
@@ -23,29 +23,27 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from nbtoolkit.environment.resources import STALL_SECONDS, Activity, has_ended, wait_while_active
 from nbtoolkit.errors import MissingExtra, NbtoolkitError, TrackingError
-from nbtoolkit.run.events import EventReader, RunStarted
 from nbtoolkit.run.messages import RunTracked, TrackingFailed, TrackRun
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.transport import packet_pair, receive_packet, send_packet
 from nbtoolkit.tracking.database import import_client
-from nbtoolkit.tracking.follower import Follower
+from nbtoolkit.tracking.follower import Follower, first_event
 from nbtoolkit.tracking.tracker import choose_tracking
 
 POLL = 0.5
-"""Seconds between two looks at the runs (at 50 events a second: 4% of a core; 10% with 0.2 s)."""
+"""Seconds between two polls of the runs (at 50 events a second: 4% of a core; 10% with 0.2 s)."""
 
 GRACE = 10.0
-"""Seconds for what is left to write when the other end is gone."""
+"""Seconds to write what is left when the other end has closed."""
 
 _ERROR_LENGTH = 4000  # MLflow's errors repeat the whole batch; a packet has 64 KB
 
-# Set in this process only. The second is what fluent calls in a kernel leave in its environment:
-# nothing of it is meant for our runs.
+# Set in this process only.
 _NO_TELEMETRY = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+# MLflow's fluent calls leave these in a kernel's environment; they do not apply to our runs.
 _KERNEL_STATE = (
     "MLFLOW_RUN_ID",
     "MLFLOW_EXPERIMENT_ID",
@@ -56,22 +54,24 @@ _KERNEL_STATE = (
     "MLFLOW_WORKSPACE",
 )
 
-
-# MLflow imports these where it finds them (0.3 s of 2.1 s, 60 MB) and does without them where it
-# does not: mlflow-skinny is MLflow without them.
+# MLflow imports these if they are installed (0.3 s of 2.1 s, 60 MB), and works without them:
+# mlflow-skinny is MLflow without them.
 _NOT_NEEDED = ("pandas", "pyarrow", "scipy")
 
 
 def run_service(control: socket.socket) -> None:
-    """Be the tracking service. Returns when the other end of ``control`` is gone.
+    """Run the tracking service until the other end of ``control`` closes.
 
-    For a process of its own, forked or fresh: it changes the environment.
+    For a process of its own, forked or new: it changes the environment and ``sys.modules``.
     """
-    _set_environment()
-    _go_without(*_NOT_NEEDED)
-    with contextlib.suppress(MissingExtra):  # TensorBoard alone may be wanted; MLflow's runs say so
-        import_client()  # now, while the training starts, rather than when its first event is there
-    gc.freeze()  # what is imported stays: the collector need not look through it again
+    os.environ.update(_NO_TELEMETRY, MLFLOW_LOGGING_LEVEL="WARNING")
+    for name in _KERNEL_STATE:
+        os.environ.pop(name, None)
+    for name in _NOT_NEEDED:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type] # None: importing it fails
+    with contextlib.suppress(MissingExtra):  # maybe only TensorBoard is on; else the run reports it
+        import_client()  # now, while the training starts, rather than with its first event
+    gc.freeze()  # imported modules stay: the collector need not scan them again
     Service(control).run()
 
 
@@ -81,89 +81,84 @@ class Service:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._followers: dict[str, Follower] = {}
-        self._alone = False  # the other end is gone
+        self._disconnected = False
 
     def run(self) -> None:
-        """Serve until the other end is gone, then finish."""
-        while not self._alone:
-            if self._message_within(POLL if self._followers else None):
-                self._hear()
-            self._look()
+        """Serve until the other end closes, then finish."""
+        while not self._disconnected:
+            timeout = POLL if self._followers else None
+            if select.select([self._control], [], [], timeout)[0]:
+                self._receive()
+            self._poll()
         until = time.monotonic() + GRACE
         while self._followers and time.monotonic() < until:
             time.sleep(POLL)
-            self._look()
+            self._poll()
 
-    def _message_within(self, seconds: float | None) -> bool:
-        return bool(select.select([self._control], [], [], seconds)[0])
-
-    def _hear(self) -> None:
-        # A second time: answers that nobody read make the first end in a reset, which may stand
+    def _receive(self) -> None:
+        # Twice: answers that were not read make the other end's close a reset, which may come
         # before packets that are still to be read.
         packet = receive_packet(self._control) or receive_packet(self._control)
         if packet is None:
-            self._alone = True
-        elif isinstance(packet, TrackRun):
-            self._begin(packet.folder, packet.output_dir)
+            self._disconnected = True
+        elif isinstance(packet, TrackRun) and packet.folder not in self._followers:
+            with self._reported_errors(packet.folder):
+                output_dir = Path(packet.output_dir) if packet.output_dir else None
+                follower = Follower(RunPaths(Path(packet.folder)), output_dir=output_dir)
+                self._followers[packet.folder] = follower
 
-    def _begin(self, folder: str, output_dir: str | None) -> None:
-        if folder not in self._followers:
-            with self._answering(folder):
-                where = Path(output_dir) if output_dir else None
-                self._followers[folder] = Follower(RunPaths(Path(folder)), output_dir=where)
-
-    def _look(self) -> None:
+    def _poll(self) -> None:
         for folder, follower in list(self._followers.items()):
-            with self._answering(folder):
+            with self._reported_errors(folder):
                 if follower.poll():
                     run_id = follower.state.get("mlflow_run_id")
-                    self._end(folder)
-                    self._tell(RunTracked(folder=folder, mlflow_run_id=run_id))
+                    self._remove(folder)
+                    self._answer(RunTracked(folder=folder, mlflow_run_id=run_id))
 
-    def _end(self, folder: str) -> None:
+    def _remove(self, folder: str) -> None:
         if follower := self._followers.pop(folder, None):
             follower.close()
 
     @contextlib.contextmanager
-    def _answering(self, folder: str) -> Iterator[None]:
-        """Whatever goes wrong with one run is told, and is no matter of the others."""
+    def _reported_errors(self, folder: str) -> Iterator[None]:
+        """Report an error of one run, and stop following it; the other runs continue."""
         try:
             yield
         except Exception as error:
-            if not isinstance(error, NbtoolkitError):  # those say all that is to be said
+            if not isinstance(error, NbtoolkitError):  # whose message is complete
                 traceback.print_exc()
             text = f"{type(error).__name__}: {error}"[:_ERROR_LENGTH]
             if folder in self._followers:
                 self._followers[folder].failed(text)
-            self._end(folder)
-            self._tell(TrackingFailed(folder=folder, error=text))
+            self._remove(folder)
+            self._answer(TrackingFailed(folder=folder, error=text))
 
-    def _tell(self, message: RunTracked | TrackingFailed) -> None:
-        """Answer, unless that would wait for a reader."""
+    def _answer(self, message: RunTracked | TrackingFailed) -> None:
+        """Answer, unless that would block until the other end reads."""
         if select.select([], [self._control], [], 0)[1]:
             send_packet(self._control, message)
 
 
 class TrackingProcess:
-    """A tracking service in a fresh interpreter, for who has no fork server to fork it from.
+    """A tracking service in a new interpreter, where there is no fork server to fork it.
 
-    Use it in a ``with`` block; at its end the service finishes and exits.
+    A context manager: on exit the service finishes.
     """
 
     def __init__(self) -> None:
-        self._socket, theirs = packet_pair()
-        with theirs:
+        self._socket, other_end = packet_pair()
+        with other_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _START, str(theirs.fileno()), json.dumps(sys.path)],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-I", "-c", _START, str(other_end.fileno()), json.dumps(sys.path)],
+                pass_fds=[other_end.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # an interrupt of the kernel is not for it
+                start_new_session=True,  # the kernel's interrupts do not reach it
             )
 
     def track(self, folder: Path, output_dir: Path | None = None) -> None:
-        """Ask for a run to be followed to its end."""
-        where = str(output_dir) if output_dir else None
-        send_packet(self._socket, TrackRun(folder=str(folder), output_dir=where))
+        """Request that a run is followed to its end."""
+        path = str(output_dir) if output_dir else None
+        send_packet(self._socket, TrackRun(folder=str(folder), output_dir=path))
 
     def wait(
         self,
@@ -172,12 +167,12 @@ class TrackingProcess:
         stalled: float = STALL_SECONDS,
         say: Callable[[str], object] | None = None,
     ) -> str | None:
-        """Wait until the next run is written through.
+        """Wait until the next run is written to its end.
 
         Args:
             timeout: seconds to wait; None: as long as the service makes progress.
-            stalled: seconds without any progress after which it is not waited for any more.
-            say: told what is waited for when it takes long; None: stderr is.
+            stalled: seconds without any progress after which to give up.
+            say: called with a line when it takes long; None: stderr.
 
         Returns:
             The id of its MLflow run; None when MLflow is off.
@@ -186,10 +181,10 @@ class TrackingProcess:
             TrackingError: it could not be written, or the service died.
             TimeoutError: it took longer than ``timeout`` seconds, or made no progress.
         """
-        news = select.poll()  # select() refuses descriptors above 1023
-        news.register(self._socket, select.POLLIN)
+        poller = select.poll()  # select() refuses descriptors above 1023
+        poller.register(self._socket, select.POLLIN)
         if not wait_while_active(
-            lambda seconds: news.poll(seconds * 1000),
+            lambda seconds: poller.poll(seconds * 1000),
             Activity(self._process.pid),
             "tracking to write the run",
             stalled=stalled,
@@ -204,14 +199,15 @@ class TrackingProcess:
         if isinstance(answer, TrackingFailed):
             raise TrackingError(
                 f"tracking {answer.folder} failed: {answer.error}",
-                do="the run itself is whole; write it later with nbtoolkit.tracking.replay(folder)",
+                do="the run itself is complete; write it later with "
+                "nbtoolkit.tracking.replay(folder)",
             )
         if not isinstance(answer, RunTracked):
             raise TrackingError(f"the tracking process died (exit code {self._process.wait()})")
         return answer.mlflow_run_id
 
     def close(self, stalled: float = STALL_SECONDS) -> None:
-        """Let it finish and exit; where it makes no progress for so many seconds, end it."""
+        """Wait until it finishes and exits; kill it after ``stalled`` seconds without progress."""
         self._socket.close()
         ended, activity = partial(has_ended, self._process), Activity(self._process.pid)
         if not wait_while_active(ended, activity, "tracking to finish", stalled=stalled):
@@ -221,35 +217,30 @@ class TrackingProcess:
     def __enter__(self) -> TrackingProcess:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def replay(folder: str | Path, *, output_dir: str | Path | None = None) -> str | None:
-    """Write a run that was not, or not wholly, tracked: from where tracking stopped, to its end.
+    """Write a run that was not tracked to its end, from where tracking stopped.
 
-    Done twice it changes nothing. When the database is gone it is written anew. It runs in a
-    process of its own, so that this one imports no MLflow.
+    Calling it again changes nothing. A missing database is written again. Another process does it,
+    so that this one does not import MLflow.
 
     Args:
         folder: the run's folder.
-        output_dir: where the MLflow database lies; None: the run folder's parent.
+        output_dir: the folder of the MLflow database; None: the run folder's parent.
 
     Returns:
         The id of its MLflow run; None when MLflow is off in the run's configuration.
 
     Raises:
         TrackingError: there is no run in the folder, or it could not be written.
-        MissingExtra: a tracker that the run's configuration asks for is not installed.
+        MissingExtra: a tracker in the run's configuration is not installed.
     """
     paths = RunPaths(Path(folder).absolute())
-    run = next(EventReader(paths.events).read(), None)
-    if not isinstance(run, RunStarted):
+    run = first_event(paths)
+    if run is None:
         raise TrackingError(
             f"there are no events in {paths.folder}",
             do="give the folder of one run, such as result.paths.folder",
@@ -263,23 +254,23 @@ def replay(folder: str | Path, *, output_dir: str | Path | None = None) -> str |
 
 
 def replay_all(folder: Path, runs: Iterable[str]) -> dict[str, str | None]:
-    """Write several runs like :func:`replay`, each to the database beside it, by one process.
+    """Write several runs like :func:`replay`, each to the database beside it, in one process.
 
-    Runs whose configuration names another store are passed over: it may be anybody's.
+    Runs whose configuration names another store are skipped: it may be somebody else's.
 
     Args:
         folder: the output folder.
         runs: their folders below it.
 
     Returns:
-        Run -> why it could not be written, None: it was. Runs without MLflow are not in it.
+        Run -> why it could not be written; None: it was. Runs without MLflow are left out.
     """
     done: dict[str, str | None] = {}
     with contextlib.ExitStack() as open_service:
         service: TrackingProcess | None = None
         for run in runs:
-            first = next(EventReader(RunPaths(folder / run).events).read(), None)
-            if not isinstance(first, RunStarted) or not first.config:
+            first = first_event(RunPaths(folder / run))
+            if first is None or not first.config:
                 continue
             settings = first.config.get("tracking", {})
             if not settings.get("mlflow", True) or settings.get("uri"):
@@ -304,15 +295,3 @@ sys.path[:] = json.loads(sys.argv[2])
 from nbtoolkit.tracking.service import run_service
 run_service(socket.socket(fileno=int(sys.argv[1])))
 """
-
-
-def _go_without(*modules: str) -> None:
-    """Let these not be found, unless they are there already (None in sys.modules says so)."""
-    for name in modules:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type] # typeshed knows no None there
-
-
-def _set_environment() -> None:
-    os.environ.update(_NO_TELEMETRY, MLFLOW_LOGGING_LEVEL="WARNING")
-    for name in _KERNEL_STATE:
-        os.environ.pop(name, None)

@@ -6,19 +6,19 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbtoolkit.errors import MissingExtra
 from nbtoolkit.run.events import Event, RunEnded, RunStarted
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.tracking.tracker import INSTALL, Point
+from nbtoolkit.tracking.tracker import INSTALL, Point, TrackerState
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
 
 def tensorboard_folder(paths: RunPaths) -> Path:
-    """What ``tensorboard --logdir`` takes for one run; the output folder shows all of them."""
+    """The ``tensorboard --logdir`` of one run; the output folder is that of all runs."""
     return paths.folder / "tensorboard"
 
 
@@ -27,7 +27,7 @@ class TensorBoardTracker:
 
     Args:
         paths: the run.
-        fresh: the events come from the first: what is there is written anew.
+        fresh: the events come from the first; the folder is written again.
     """
 
     def __init__(self, paths: RunPaths, *, fresh: bool) -> None:
@@ -35,18 +35,19 @@ class TensorBoardTracker:
         self._opened: SummaryWriter | None = None
 
     def open(self, run: RunStarted) -> bool:
-        """Begin the folder, or go on with it."""
+        """Start the folder, or continue it."""
         if self._fresh:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._write_text(run)
         return self._folder.is_dir()
 
     def write(self, points: Sequence[Point], events: Sequence[Event]) -> None:
-        """Write the curves, and let them be seen at once."""
+        """Write the curves and flush them."""
         if points:
+            writer = self._writer()
             for point in points:
-                self._writer().add_scalar(point.name, point.value, point.step, point.time)
-            self._writer().flush()
+                writer.add_scalar(point.name, point.value, point.step, point.time)
+            writer.flush()
 
     def close(self, ended: RunEnded) -> None:
         """Close the file."""
@@ -54,8 +55,8 @@ class TensorBoardTracker:
             self._opened.close()
             self._opened = None
 
-    def below(self, paths: RunPaths, fresh: bool, state: dict[str, Any]) -> TensorBoardTracker:
-        """The curves of a trial or a fold lie in its own folder."""
+    def for_job(self, paths: RunPaths, fresh: bool, state: TrackerState) -> TensorBoardTracker:
+        """Write the curves of a trial or a fold in its own folder."""
         return TensorBoardTracker(paths, fresh=fresh)
 
     def _writer(self) -> SummaryWriter:
@@ -67,7 +68,7 @@ class TensorBoardTracker:
     def _write_text(self, run: RunStarted) -> None:
         for name, values in (("config", run.config), ("plan", run.plan)):
             text = json.dumps(values, indent=2, default=str)
-            indented = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown: as it is
+            indented = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown's verbatim
             self._writer().add_text(name, indented, 0, run.t)
 
 

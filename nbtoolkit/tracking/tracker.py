@@ -1,4 +1,4 @@
-"""Define the interface of trackers, and a tracker that writes nothing."""
+"""Define the interface of trackers, and choose those of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
-from typing import Any, Protocol
+from typing import Protocol, TypedDict
 
 from nbtoolkit.run import events
 from nbtoolkit.run.events import Event, Reading, RunEnded, RunStarted
@@ -21,14 +21,20 @@ class Point:
     value: float
     step: int
     time: float
-    """Unix seconds of the event it comes from: a replay writes the very same point."""
+    """Unix seconds of its event: a replay writes the same point."""
+
+
+class TrackerState(TypedDict, total=False):
+    """What trackers keep between processes, in ``tracking.json``."""
+
+    mlflow_run_id: str
 
 
 class Tracker(Protocol):
-    """Writes one run somewhere. Called by one thread, in the order of the run's events.
+    """Writes one run. One thread calls it, in the order of the run's events.
 
-    Everything may be called again with what was written before (a crash between two writes, a
-    replay): the second time must change nothing.
+    After a crash between two writes, or in a replay, the same values are written again: this must
+    change nothing.
     """
 
     def open(self, run: RunStarted) -> bool:
@@ -38,54 +44,35 @@ class Tracker(Protocol):
             run: the attempt's first event.
 
         Returns:
-            Whether this run was found as written before. False means that all events are needed,
-            from the first.
+            Whether the run was written before. False: all events are needed, from the first.
         """
 
     def write(self, points: Sequence[Point], events: Sequence[Event]) -> None:
-        """Write numbers, and what else happened (notes, checkpoints, stops)."""
+        """Write numbers, and the other events (notes, checkpoints, stops)."""
 
     def close(self, ended: RunEnded) -> None:
         """Finish the attempt, by its last event."""
 
-    def below(self, paths: RunPaths, fresh: bool, state: dict[str, Any]) -> Tracker:
-        """A tracker for the curves of a job: a trial or a fold, in a folder below the run's.
+    def for_job(self, paths: RunPaths, fresh: bool, state: TrackerState) -> Tracker:
+        """Make a tracker for the curves of a job: a trial or a fold, in a folder below the run's.
 
         Args:
             paths: the job's folder.
             fresh: its events come from the first.
-            state: kept between processes by the caller.
+            state: the caller keeps it between processes.
         """
 
 
-class NullTracker:
-    """Tracking is off: the same calls, and nothing happens."""
-
-    def open(self, run: RunStarted) -> bool:
-        """Nothing is needed."""
-        return True
-
-    def write(self, points: Sequence[Point], events: Sequence[Event]) -> None:
-        """Do nothing."""
-
-    def close(self, ended: RunEnded) -> None:
-        """Do nothing."""
-
-    def below(self, paths: RunPaths, fresh: bool, state: dict[str, Any]) -> Tracker:
-        """Nothing is written of its jobs either."""
-        return self
-
-
 class Trackers:
-    """Several trackers as one."""
+    """Several trackers as one; none of them when tracking is off."""
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
+    def __init__(self, trackers: Sequence[Tracker] = ()) -> None:
         self._trackers = tuple(trackers)
 
     def open(self, run: RunStarted) -> bool:
-        """Open all; True when each of them had written this run before."""
-        found = [tracker.open(run) for tracker in self._trackers]
-        return all(found)
+        """Open all; True if each of them had written this run before."""
+        opened = [tracker.open(run) for tracker in self._trackers]
+        return all(opened)
 
     def write(self, points: Sequence[Point], events: Sequence[Event]) -> None:
         """Write to all."""
@@ -97,30 +84,30 @@ class Trackers:
         for tracker in self._trackers:
             tracker.close(ended)
 
-    def below(self, paths: RunPaths, fresh: bool, state: dict[str, Any]) -> Tracker:
-        """All of theirs."""
-        return Trackers([tracker.below(paths, fresh, state) for tracker in self._trackers])
+    def for_job(self, paths: RunPaths, fresh: bool, state: TrackerState) -> Tracker:
+        """The job's trackers of all."""
+        return Trackers([tracker.for_job(paths, fresh, state) for tracker in self._trackers])
 
 
-def points(event: Event, last: dict[str, int]) -> list[Point]:
+def points(event: Event, last_steps: dict[str, int]) -> list[Point]:
     """The numbers in an event; none for an event of another kind.
 
     Args:
         event: any event of a run.
-        last: the last step of each curve, kept up to date here. A value logged without a step gets
-            the one after its curve's last, so that it is drawn after it.
+        last_steps: the last step of each curve, updated here. A value logged without a step gets
+            the step after its curve's last.
     """
     found = []
-    given, numbers = _numbers(event)
+    event_step, numbers = _numbers(event)
     for name, value in numbers:
-        step = last.get(name, -1) + 1 if given is None else given
-        last[name] = step
+        step = last_steps.get(name, -1) + 1 if event_step is None else event_step
+        last_steps[name] = step
         found.append(Point(name, value, step, event.t))
     return found
 
 
 def _numbers(event: Event) -> tuple[int | None, Iterable[tuple[str, float]]]:
-    """What an event is drawn over, if it says so; names and values of the numbers in it."""
+    """The step of an event, if it has one; names and values of the numbers in it."""
     match event:
         case events.MetricsLogged() | events.MetricsReported():
             return event.step, _floats("", event.values)
@@ -136,16 +123,16 @@ def _numbers(event: Event) -> tuple[int | None, Iterable[tuple[str, float]]]:
 
 
 def trial_values(event: events.TrialChanged) -> dict[str, float]:
-    """What a complete trial came to: its value, or one for each of several objectives."""
+    """The value of a complete trial, or one value for each of several objectives."""
     if event.value is not None:
         return {"value": event.value}
     return {f"value_{i}": value for i, value in enumerate(event.values)}
 
 
 def job_folder(event: Event) -> str | None:
-    """The folder of the trial or fold that an event is about, relative to the sweep's; or None."""
+    """The folder of an event's trial or fold, relative to the sweep's; None: it has none."""
     folder = event.folder if isinstance(event, events.JobEvent) else None
-    # A run may have come in a bundle of others: its jobs are followed below its folder alone.
+    # A run may come from a bundle of somebody else's: a job's folder must be below the run's.
     outside = folder is not None and (folder.startswith("/") or ".." in folder.split("/"))
     return None if outside else folder
 
@@ -162,6 +149,9 @@ def _floats(prefix: str, values: Mapping[str, object]) -> Iterator[tuple[str, fl
             yield prefix + name, float(value)
 
 
+# --- the trackers of a run ---
+
+
 INSTALL = {
     "mlflow": "pip install mlflow",
     "tensorboard": "pip install tensorboard",
@@ -174,7 +164,7 @@ _FOR_SQLITE = ("sqlalchemy", "alembic")
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingChoice:
-    """What will be written; the notes warn the user of what was asked for and is missing."""
+    """The trackers of a run; the notes warn the user of those that are not installed."""
 
     mlflow: bool
     tensorboard: bool
@@ -182,7 +172,7 @@ class TrackingChoice:
 
     @property
     def on(self) -> bool:
-        """Whether anything is to be written at all."""
+        """Whether anything is written at all."""
         return self.mlflow or self.tensorboard
 
 
@@ -192,39 +182,36 @@ def _installed(module: str) -> bool:
 
 
 def choose_tracking(
-    settings: Mapping[str, Any], installed: Callable[[str], bool] = _installed
+    settings: Mapping[str, object], installed: Callable[[str], bool] = _installed
 ) -> TrackingChoice:
     """Choose the trackers of a run.
 
-    What is not installed is left out with a note, not with an error: MLflow is on by default, and
-    Kaggle's image does not have it.
+    A tracker that is not installed is left out with a note, not with an error: MLflow is on by
+    default, and Kaggle's image does not have it.
 
     Args:
         settings: the configuration's ``tracking`` section (``mlflow``, ``tensorboard``, ``uri``).
         installed: whether a module can be imported.
     """
-    wanted = [name for name in INSTALL if settings.get(name, name == "mlflow")]
-    missing = {name: _missing(_needs(name, settings), installed) for name in wanted}
-    return TrackingChoice(
-        mlflow="mlflow" in wanted and not missing["mlflow"],
-        tensorboard="tensorboard" in wanted and not missing["tensorboard"],
-        notes=tuple(_note(name, modules) for name, modules in missing.items() if modules),
-    )
+    chosen = dict.fromkeys(INSTALL, False)
+    notes = []
+    for name in INSTALL:
+        if not settings.get(name, name == "mlflow"):
+            continue
+        needed = _needed_modules(name, settings)
+        missing = [module for module in needed if not installed(module)]
+        chosen[name] = not missing
+        if missing:
+            notes.append(
+                f"tracking.{name} is on, but {' and '.join(missing)} cannot be imported: this run "
+                f"is not tracked there. To install it: {INSTALL[name]} (or set "
+                f"tracking.{name}: false). The run's folder has all its metrics; "
+                "nbtoolkit.tracking.replay(folder) writes them later."
+            )
+    return TrackingChoice(**chosen, notes=tuple(notes))
 
 
-def _needs(name: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
+def _needed_modules(name: str, settings: Mapping[str, object]) -> tuple[str, ...]:
     uri = settings.get("uri") or "sqlite:"
     sqlite = name == "mlflow" and str(uri).startswith("sqlite:")
     return (name, *_FOR_SQLITE) if sqlite else (name,)
-
-
-def _missing(modules: tuple[str, ...], installed: Callable[[str], bool]) -> list[str]:
-    return [module for module in modules if not installed(module)]
-
-
-def _note(name: str, modules: list[str]) -> str:
-    return (
-        f"tracking.{name} is on, but {' and '.join(modules)} cannot be imported: this run is not "
-        f"tracked there. To have it: {INSTALL[name]} (or set tracking.{name}: false). The run's "
-        "folder has all its metrics; nbtoolkit.tracking.replay(folder) writes them later."
-    )

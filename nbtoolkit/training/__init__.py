@@ -1,1 +1,1 @@
-"""The optional training loop: order, optimizer, schedule, precision, metrics, checkpoints."""
+"""The training loop of ``nb.fit``, with sampling, optimizer, precision, metrics, checkpoints."""

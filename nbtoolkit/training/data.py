@@ -1,33 +1,77 @@
-"""Turn a data set into one rank's batches, arrays by blocks, anything else by samples."""
+"""Turn a data set into one rank's batches: arrays by blocks of rows, other data sets by samples."""
 
 from __future__ import annotations
 
 import os
+import random
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.run.serialization import add_note, pack_error, unpack_error
-from nbtoolkit.training.rng import seed_sample, undisturbed
+from nbtoolkit.training.sampler import derive_seed
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, Dataset
 
+Sample: TypeAlias = Any
+"""One item of a data set, in the user's own form."""
 
-# --- loading ---
-# Makes one item after the other, in this process or in workers; nobody can tell where.
-#
-# A ``torch.utils.data.DataLoader`` whose items, errors and effect on this process's random streams
-# are the same with any number of workers.
+Batch: TypeAlias = Any
+"""What ``collate`` makes of a list of samples: tensors, or tuples, lists and dicts of tensors."""
 
+Collate: TypeAlias = Callable[[list[Sample]], Batch]
 
 TORCHS_IGNORED = -100
 """torch's default ``ignore_index``."""
+
+
+# --- random numbers of a sample ---
+
+
+def seed_sample(seed: int, epoch: int, sample: int) -> None:
+    """Seed Python's, NumPy's and torch's global generators (the CPU's) for one sample.
+
+    Its random numbers then depend on (seed, epoch, sample), not on the process that loads it.
+    """
+    import numpy as np
+    import torch
+
+    value = derive_seed(seed, "sample", epoch, sample)
+    random.seed(value)
+    np.random.seed(value % 2**32)
+    # torch.manual_seed would also seed the GPU's generator, which dropout draws from.
+    torch.default_generator.manual_seed(value)
+
+
+@contextmanager
+def preserve_random_state() -> Iterator[None]:
+    """Restore this process's generators after a block that draws or seeds (takes 70 us).
+
+    The model's own draws (dropout) then do not depend on where, and how far ahead, samples load.
+    """
+    import numpy as np
+    import torch
+
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+
+
+# --- loading in worker processes ---
+
+
+Key = TypeVar("Key")
+Item = TypeVar("Item")
 
 _END = object()
 
@@ -36,62 +80,64 @@ _END = object()
 _LONGEST_TEMPORARY = 107 - 32
 
 
-class Loader:
-    """Makes items by their keys; its workers live as long as it does.
+class ItemLoader(Generic[Key, Item]):
+    """A ``DataLoader`` of items by key, equal with any number of workers.
+
+    Items, errors and the effect on this process's random generators do not depend on the workers,
+    which live as long as the loader.
 
     Args:
-        make: ``make(key)``; each worker has a copy of its own.
-        workers: processes that make the items in turns, each two ahead; 0: an item is made here,
-            when it is asked for.
-        pin: put tensors into page-locked memory, from where a GPU fetches them by itself.
+        make: makes the item of a key; each worker has its own copy.
+        workers: processes that make the items in turn, each two ahead; 0: this process makes an
+            item when it is asked for.
+        pin: put tensors into page-locked memory, from which a GPU copies asynchronously.
 
     Raises:
-        FitError: workers could not hand over what they make.
+        FitError: workers could not send their items.
     """
 
-    def __init__(self, make: Callable[[Any], Any], *, workers: int, pin: bool) -> None:
+    def __init__(self, make: Callable[[Key], Item], *, workers: int, pin: bool) -> None:
         if workers:
             _check_sockets()
-        self._maker, self._workers, self._pin = _Maker(make), workers, pin
-        self._keys = _Keys()
-        self._loader: DataLoader[Any] | None = None
-        # What workers draw is their own; 70 us an item are saved.
-        self._around: Callable[[], AbstractContextManager[None]]
-        self._around = nullcontext if workers else undisturbed
+        self._items, self._workers, self._pin = _Items(make), workers, pin
+        self._keys = _Keys[Key]()
+        self._loader: DataLoader[Item] | None = None
+        # Workers have their own generators: nothing to restore here saves 70 us an item.
+        self._isolation: Callable[[], AbstractContextManager[None]]
+        self._isolation = nullcontext if workers else preserve_random_state
 
-    def items(self, keys: Iterable[Any]) -> Iterator[Any]:
-        """``make(key)`` for all ``keys``, in their order; one walk at a time.
+    def items(self, keys: Iterable[Key]) -> Iterator[Item]:
+        """Yield ``make(key)`` for all ``keys``, in their order; one iteration at a time.
 
         Raises:
             Exception: what ``make`` raised, of its own type, with its traceback and notes. It ends
-                the workers; the next walk has others.
+                the workers; the next iteration starts new ones.
         """
         self._keys.keys = keys
         if self._loader is None:
             self._loader = self._start()
-        with undisturbed():  # the start of a walk draws a number
-            made = iter(self._loader)
+        with preserve_random_state():  # starting an iteration draws a number
+            iterator = iter(self._loader)
         while True:
-            with self._around():
-                item = next(made, _END)
+            with self._isolation():
+                item: Any = next(iterator, _END)
             if item is _END:
                 return
             if isinstance(item, _Failure):
                 self._loader = None
-                del made  # else the workers would live as long as the error's traceback
+                del iterator  # else the workers would live as long as the error's traceback
                 raise item.error()
             yield item
 
-    def _start(self) -> DataLoader[Any]:
+    def _start(self) -> DataLoader[Item]:
         from torch.utils.data import DataLoader
 
-        maker: Any = self._maker  # indexable is all that a data set has to be here
         return DataLoader(
-            maker,
+            cast("Dataset[Item]", self._items),  # a DataLoader only indexes its data set
             batch_size=None,
             sampler=self._keys,
             num_workers=self._workers,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             pin_memory=self._pin,
             persistent_workers=self._workers > 0,
         )
@@ -100,21 +146,22 @@ class Loader:
 def _check_sockets() -> None:
     """Refuse a temporary folder whose path leaves no room for the workers' sockets.
 
-    A worker that cannot make its socket says so on stderr only, and the DataLoader waits for ever.
+    A worker that cannot create its socket reports it on stderr only, and the DataLoader waits for
+    ever.
     """
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > _LONGEST_TEMPORARY:
         raise FitError(
-            f"DataLoader workers would hang: they hand over tensors by Unix sockets in {folder}, "
-            "and that path of the temporary folder is too long for a socket",
+            f"DataLoader workers would hang: they send tensors over Unix sockets in {folder}, "
+            "and the path of this temporary folder is too long for a socket",
             allowed=f"a path of at most {_LONGEST_TEMPORARY} bytes, or train.num_workers: 0",
             do="start Python with TMPDIR set to a shorter path, such as /tmp",
         )
 
 
 @contextmanager
-def naming(what: str) -> Iterator[None]:
-    """An error inside is told, by a note, what was being loaded."""
+def note_what_is_loaded(what: str) -> Iterator[None]:
+    """Add a note to an error raised inside: what was being loaded."""
     try:
         yield
     except Exception as error:
@@ -122,22 +169,22 @@ def naming(what: str) -> Iterator[None]:
         raise
 
 
-class _Keys:
-    """A sampler whose keys are set before each walk."""
+class _Keys(Generic[Key]):
+    """A sampler whose keys are set before each iteration."""
 
-    keys: Iterable[Any] = ()
+    keys: Iterable[Key] = ()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Key]:
         return iter(self.keys)
 
 
-class _Maker:
+class _Items(Generic[Key, Item]):
     """``make`` in the form of a data set."""
 
-    def __init__(self, make: Callable[[Any], Any]) -> None:
+    def __init__(self, make: Callable[[Key], Item]) -> None:
         self._make = make
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: Key) -> Item | _Failure:
         try:
             return self._make(key)
         except Exception as error:
@@ -145,96 +192,104 @@ class _Maker:
 
 
 class _Failure:
-    """What came instead of an item. The DataLoader's own way loses the error's traceback."""
+    """An error in place of an item. The DataLoader's own way loses the error's traceback."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
 
     def error(self) -> BaseException:
-        """To be raised."""
+        """The error to raise."""
         return self._error
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _FailureElsewhere, (pack_error(self._error),)
+    def __reduce__(self) -> tuple[type[_WorkerFailure], tuple[dict[str, Any]]]:
+        return _WorkerFailure, (pack_error(self._error),)
 
 
-class _FailureElsewhere(_Failure):
-    """One that came from a worker."""
+class _WorkerFailure(_Failure):
+    """A failure that a worker sent."""
 
     def __init__(self, packed: dict[str, Any]) -> None:
         self._packed = packed
 
     def error(self) -> BaseException:
-        """To be raised; made only now, since its traceback keeps the frames it is made in."""
+        """The error to raise, made now: its traceback keeps the frames in which it is made."""
         return unpack_error(self._packed)
 
 
-def _as_it_is(item: Any) -> Any:
+def _identity(item: Item) -> Item:
     return item
 
 
-# --- data ---
+# --- data sets ---
 
-
-Collate: TypeAlias = Callable[[list[Any]], Any]
 
 _RESIDENT = 512 * 2**20  # arrays up to this many bytes are kept on the device, not sent each step
 _BLOCK = 4 * 2**20  # rows are gathered by about so many bytes: saves 8% of a small model's step
 
 
+class MapDataset(Protocol):
+    """A data set with samples by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Sample: ...
+
+
 class Source(Protocol):
-    """A data set that can hand out batches by index."""
+    """A data set that hands out batches by index."""
 
     def __len__(self) -> int:
         """Number of samples."""
 
-    def batches(self, indices: Tensor, sizes: Sequence[int], *, epoch: int = 0) -> Iterator[Any]:
-        """The samples at ``indices``, cut into batches of ``sizes``, on the device.
+    def batches(self, indices: Tensor, sizes: Sequence[int], *, epoch: int = 0) -> Iterator[Batch]:
+        """Yield the samples at ``indices``, cut into batches of ``sizes``, on the device.
 
-        ``epoch`` (0: validation) decides what is drawn at random for a sample.
+        Args:
+            indices: int64 of shape (sum of ``sizes``,).
+            sizes: samples of each batch.
+            epoch: seeds what is drawn at random for a sample; 0: validation.
         """
 
 
 def make_source(
-    data: Any,
+    data: object,
     device: torch.device,
     *,
     collate: Collate | None = None,
     workers: int = 0,
     seed: int = 0,
 ) -> Source:
-    """Wrap what the user gave as a data set.
+    """Wrap the user's data set.
 
-    Random augmentation in a data set is the same whoever loads the sample: before
-    ``dataset[index]`` Python's, NumPy's and torch's global random streams (the CPU's) are seeded
-    with (seed, epoch, index); ``collate`` goes on with those of the batch's last sample.
-    Generators that a data set keeps for itself (``np.random.default_rng``) cannot be reached: make
-    them in ``__getitem__``, from ``random.getrandbits(64)``.
+    Random augmentation does not depend on the process that loads a sample: before
+    ``dataset[index]`` Python's, NumPy's and torch's global generators (the CPU's) are seeded with
+    (seed, epoch, index); ``collate`` continues with those of the batch's last sample. Generators
+    that a data set keeps for itself (``np.random.default_rng``) cannot be seeded from outside:
+    create them in ``__getitem__``, from ``random.getrandbits(64)``.
 
     Args:
         data: a ``TensorDataset``, a tensor or array, a tuple or dict of them with equal first
-            dimension (fetched a block at a time); or any map-style data set (sample by sample).
-        device: where the batches go.
-        collate: makes a batch from a list of samples; arrays then go sample by sample, too.
+            dimension (loaded by blocks of rows); or any map-style data set (loaded by samples).
+        device: the device of the batches.
+        collate: makes a batch from a list of samples; arrays are then loaded by samples, too.
         workers: ``DataLoader`` processes of this rank; arrays need none.
         seed: the run's, for random augmentation.
 
     Raises:
-        FitError: it is none of these, or its arrays differ in length.
+        FitError: ``data`` is none of these, or its arrays differ in length.
     """
     arrays = _as_arrays(data)
-    if arrays is None:
-        return LoadedSource(_as_dataset(data), device, collate, workers, seed)
-    if collate is not None:
-        return LoadedSource(_Rows(arrays), device, collate, workers, seed)
-    return ArraySource(arrays, device)
+    if arrays is not None and collate is None:
+        return ArraySource(arrays, device)
+    dataset = _as_map_dataset(data) if arrays is None else _Rows(arrays)
+    return SampleSource(dataset, device, collate, workers, seed)
 
 
 class Arrays(NamedTuple):
-    """Tensors with one row a sample, and the form in which the user gave them."""
+    """Tensors with one row per sample, and the form in which the user passed them."""
 
     tensors: list[Tensor]
-    rebuild: Callable[[tuple[Tensor, ...]], Any]
+    rebuild: Callable[[tuple[Tensor, ...]], Batch]
     """Rows of the tensors -> a batch (or a sample) in the user's form."""
 
 
@@ -251,8 +306,8 @@ class ArraySource:
     def __len__(self) -> int:
         return len(self._tensors[0])
 
-    def batches(self, indices: Tensor, sizes: Sequence[int], *, epoch: int = 0) -> Iterator[Any]:
-        """See :class:`Source`; nothing is drawn."""
+    def batches(self, indices: Tensor, sizes: Sequence[int], *, epoch: int = 0) -> Iterator[Batch]:
+        """See :class:`Source`; nothing is random."""
         indices = indices.to(self._tensors[0].device)
         for start, group in _blocks(sizes, _BLOCK // self._row):
             rows = indices[start : start + sum(group)]
@@ -261,61 +316,69 @@ class ArraySource:
                 yield self._rebuild(batch)
 
 
-class LoadedSource:
-    """A map-style data set, sample by sample, in worker processes or in this one."""
+class SampleSource:
+    """A map-style data set, loaded sample by sample in worker processes or in this one."""
 
     def __init__(
-        self, dataset: Any, device: torch.device, collate: Collate | None, workers: int, seed: int
+        self,
+        dataset: MapDataset,
+        device: torch.device,
+        collate: Collate | None,
+        workers: int,
+        seed: int,
     ) -> None:
         self._dataset, self._device = dataset, device
-        make = _Batches(dataset, collate, seed)
-        self._loader = Loader(make, workers=workers, pin=device.type == "cuda")
+        make = _BatchMaker(dataset, collate, seed)
+        self._loader = ItemLoader(make, workers=workers, pin=device.type == "cuda")
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def batches(self, indices: Tensor, sizes: Sequence[int], *, epoch: int = 0) -> Iterator[Any]:
+    def batches(self, indices: Tensor, sizes: Sequence[int], *, epoch: int = 0) -> Iterator[Batch]:
         """See :class:`Source`."""
         from accelerate.utils import send_to_device
 
-        for batch in self._loader.items(_keys(indices, sizes, epoch)):
+        for batch in self._loader.items(_batch_keys(indices, sizes, epoch)):
             yield send_to_device(batch, self._device, non_blocking=True)
 
 
-class _Batches:
-    """Makes batches of a data set: each sample with random streams of its own, then ``collate``.
+class _BatchKey(NamedTuple):
+    epoch: int
+    indices: list[int]
 
-    A sample is always ``dataset[index]``: ``__getitems__``, which some data sets have to load many
-    at once, could not give each its streams.
+
+def _batch_keys(indices: Tensor, sizes: Sequence[int], epoch: int) -> Iterator[_BatchKey]:
+    start = 0
+    for size in sizes:
+        yield _BatchKey(epoch, indices[start : start + size].tolist())
+        start += size
+
+
+class _BatchMaker:
+    """Makes a batch of a data set: loads each sample with its own seed, then calls ``collate``.
+
+    A sample is always ``dataset[index]``: ``__getitems__``, by which some data sets load many at
+    once, could not seed each of them.
     """
 
-    def __init__(self, dataset: Any, collate: Collate | None, seed: int) -> None:
+    def __init__(self, dataset: MapDataset, collate: Collate | None, seed: int) -> None:
         from torch.utils.data import default_collate
 
         self._dataset, self._collate, self._seed = dataset, collate or default_collate, seed
 
-    def __call__(self, key: tuple[int, list[int]]) -> Any:
-        epoch, indices = key
-        samples = [self._sample(epoch, index) for index in indices]
-        with naming(f"a batch of the samples {indices}"):
+    def __call__(self, key: _BatchKey) -> Batch:
+        samples = [self._load(key.epoch, index) for index in key.indices]
+        with note_what_is_loaded(f"a batch of the samples {key.indices}"):
             return self._collate(samples)
 
-    def _sample(self, epoch: int, index: int) -> Any:
+    def _load(self, epoch: int, index: int) -> Sample:
         seed_sample(self._seed, epoch, index)
-        with naming(f"sample {index} of the data set"):
+        with note_what_is_loaded(f"sample {index} of the data set"):
             return self._dataset[index]
 
 
-def _keys(indices: Tensor, sizes: Sequence[int], epoch: int) -> Iterator[tuple[int, list[int]]]:
-    """What :class:`_Batches` needs to know of each batch."""
-    start = 0
-    for size in sizes:
-        yield epoch, indices[start : start + size].tolist()
-        start += size
-
-
 class _Rows:
-    """Arrays as a data set of samples, for a ``collate`` that wants those."""
+    """Arrays as a data set of samples, for a ``collate`` of the user's."""
 
     def __init__(self, arrays: Arrays) -> None:
         self._tensors, self._rebuild = arrays
@@ -323,24 +386,24 @@ class _Rows:
     def __len__(self) -> int:
         return len(self._tensors[0])
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Sample:
         return self._rebuild(tuple(tensor[index] for tensor in self._tensors))
 
 
 def _blocks(sizes: Sequence[int], rows: int) -> Iterator[tuple[int, list[int]]]:
     """Group consecutive batches to blocks of at most ``rows`` rows (or one batch): start, sizes."""
-    start, group, held = 0, list[int](), 0
+    start, group, size_of_group = 0, list[int](), 0
     for size in sizes:
-        if group and held + size > rows:
+        if group and size_of_group + size > rows:
             yield start, group
-            start, group, held = start + held, [], 0
+            start, group, size_of_group = start + size_of_group, [], 0
         group.append(size)
-        held += size
+        size_of_group += size
     if group:
         yield start, group
 
 
-def _as_arrays(data: Any) -> Arrays | None:
+def _as_arrays(data: object) -> Arrays | None:
     """In-memory data as tensors; None for other data sets (a list is a data set of samples)."""
     from torch.utils.data import TensorDataset
 
@@ -356,14 +419,14 @@ def _as_arrays(data: Any) -> Arrays | None:
     return None
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     import numpy as np
     import torch
 
     return isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim > 0
 
 
-def _tensors(arrays: Iterable[Any]) -> list[Tensor]:
+def _tensors(arrays: Iterable[object]) -> list[Tensor]:
     import torch
 
     with warnings.catch_warnings():
@@ -374,14 +437,14 @@ def _tensors(arrays: Iterable[Any]) -> list[Tensor]:
         raise FitError(
             "the arrays of a data set differ in length: their shapes are "
             + ", ".join(str(tuple(tensor.shape)) for tensor in tensors),
-            allowed="arrays with one row a sample",
+            allowed="arrays with one row per sample",
             do="check the split that made them",
         )
     return tensors
 
 
-def _as_dataset(data: Any) -> Any:
-    """``data`` when it is a map-style data set; else says what to pass instead."""
+def _as_map_dataset(data: object) -> MapDataset:
+    """Return ``data`` if it is a map-style data set; else raise what to pass instead."""
     from torch.utils.data import DataLoader, IterableDataset
 
     allowed = (
@@ -399,6 +462,6 @@ def _as_dataset(data: Any) -> Any:
         raise FitError(
             f"fit cannot index a {type(data).__module__}.{type(data).__qualname__}",
             allowed=allowed,
-            do="give it __len__ and __getitem__, or write a loop of your own with ctx.prepare",
+            do="give it __len__ and __getitem__, or write your own loop with ctx.prepare",
         )
-    return data
+    return cast("MapDataset", data)

@@ -1,17 +1,31 @@
-"""Deliver the training set to one rank, epoch by epoch."""
+"""Deliver the training set to one rank, micro-batch by micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, islice, repeat
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.data import Collate, Loader, Source, make_source, naming
-from nbtoolkit.training.rng import seed_sample
-from nbtoolkit.training.sampler import GlobalBatchSampler, MicroBatch, Pass, SampleLog, check_steps
+from nbtoolkit.training.data import (
+    Batch,
+    Collate,
+    ItemLoader,
+    Sample,
+    Source,
+    make_source,
+    note_what_is_loaded,
+    seed_sample,
+)
+from nbtoolkit.training.sampler import (
+    GlobalBatchSampler,
+    IdentifiedBatch,
+    MicroBatch,
+    SampleLog,
+    check_steps,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -21,197 +35,340 @@ if TYPE_CHECKING:
     from nbtoolkit.worker.context import RunContext
 
 
-# --- iterable data ---
-# A training set without an index; every rank reads it, and takes its part.
+class TrainLoader(Protocol):
+    """One rank's micro-batches of the training set.
+
+    The global batch of an optimizer step is the same on any number of ranks, with any accumulation
+    and any number of workers; so are the random numbers of a sample.
+    """
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps of one epoch; None: a stream of unknown length."""
+
+    def batches(
+        self, epoch: int, *, skip: int = 0, limit: int | None = None
+    ) -> Iterator[tuple[Batch, MicroBatch]]:
+        """Yield this rank's batches of an epoch, on the device, and what each counts for.
+
+        Args:
+            epoch: from 1; seeds the order and the random numbers of the samples.
+            skip: optimizer steps at the epoch's beginning to leave out.
+            limit: maximum number of optimizer steps; None: to the epoch's end.
+        """
+
+    def sample_ids(self, epoch: int, step: int) -> list[int]:
+        """The samples of all ranks in optimizer step ``step`` (from 0) of ``epoch``, in order.
+
+        Positions in the data set, or in the stream. Of a stream: a step that was handed out.
+        """
+
+
+def make_train_loader(
+    ctx: RunContext, config: Config, data: object, *, collate: Collate | None = None, fit: int = 1
+) -> TrainLoader:
+    """Make the loader of a training set; called on all ranks.
+
+    Args:
+        ctx: the run's context.
+        config: ``train.drop_last``, ``train.num_workers``, ``train.max_steps``,
+            ``tracking.record_samples``.
+        data: what :func:`~nbtoolkit.training.data.make_source` takes, in the order of a permutation
+            of (seed, epoch); or an iterable, in its own order (see
+            :class:`~nbtoolkit.training.loader.StreamTrainLoader`).
+        collate: makes a batch from a list of samples; default: torch's.
+        fit: which call of fit in the training function this is, for the record of the samples.
+
+    Raises:
+        FitError: the data cannot be used, are empty, or have no whole batch under
+            ``train.drop_last``; a stream of unknown length has no ``train.max_steps``.
+    """
+    log = None
+    if config.tracking.record_samples:
+        log = SampleLog(ctx.paths.samples(ctx.rank), ranks=ctx.world_size, fit=fit)
+    if is_stream(data):
+        return _make_stream_loader(ctx, config, data, collate, log)
+    workers = config.train.num_workers
+    source = make_source(data, ctx.device, collate=collate, workers=workers, seed=ctx.seed)
+    return MapTrainLoader(_make_sampler(ctx, config, len(source)), source, log)
+
+
+def _make_stream_loader(
+    ctx: RunContext, config: Config, data: object, collate: Collate | None, log: SampleLog | None
+) -> StreamTrainLoader:
+    length, workers = stream_length(data), config.train.num_workers
+    if length is None and config.train.max_steps is None:
+        raise FitError(
+            f"the length of the training is unknown: a {type(data).__qualname__} has no length, "
+            "and train.max_steps is not set",
+            allowed="an iterable with __len__ (its samples in one epoch), or train.max_steps",
+            do="set train.max_steps: <optimizer steps of the whole run>",
+        )
+    if workers > 1:
+        ctx.print(
+            f"fit: one DataLoader worker per rank, not {workers}: the training set is a stream"
+        )
+    sampler = _make_sampler(ctx, config, ctx.plan.global_batch_size if length is None else length)
+    return StreamTrainLoader(
+        data, sampler, ctx.device, collate=collate, workers=min(workers, 1), log=log
+    )
+
+
+def _make_sampler(ctx: RunContext, config: Config, size: int) -> GlobalBatchSampler:
+    sampler = GlobalBatchSampler(
+        size=size,
+        batch=ctx.plan.global_batch_size,
+        micro=ctx.plan.batch_size_per_device,
+        seed=ctx.seed,
+        rank=ctx.rank,
+        ranks=ctx.world_size,
+        drop_last=config.train.drop_last,
+    )
+    return check_steps(sampler)
+
+
+class MapTrainLoader:
+    """Loads a data set by index; samples that an epoch skips are not loaded."""
+
+    def __init__(
+        self, sampler: GlobalBatchSampler, source: Source, log: SampleLog | None = None
+    ) -> None:
+        self._sampler, self._source, self._log = sampler, source, log
+
+    @property
+    def steps(self) -> int:
+        """See :class:`TrainLoader`."""
+        return self._sampler.steps
+
+    def batches(
+        self, epoch: int, *, skip: int = 0, limit: int | None = None
+    ) -> Iterator[tuple[Batch, MicroBatch]]:
+        """See :class:`TrainLoader`."""
+        sampler = self._sampler
+        first = sampler.count_micro_batches(skip)
+        last = None if limit is None else sampler.count_micro_batches(skip + limit)
+        micro_batches, sizes = sampler.micro_batches[first:last], sampler.sizes[first:last]
+        indices = sampler.indices(epoch)[sum(sampler.sizes[:first]) :]
+        batches = self._source.batches(indices, sizes, epoch=epoch)
+        if self._log is None:  # nothing between the arrays and the loop: 2 us a micro-batch
+            return zip(batches, micro_batches, strict=True)
+        ids = _sample_ids(indices, sizes, micro_batches)
+        return self._log.record(epoch, skip, zip(batches, micro_batches, ids, strict=True))
+
+    def sample_ids(self, epoch: int, step: int) -> list[int]:
+        """See :class:`TrainLoader`."""
+        return self._sampler.step_ids(epoch, step)
+
+
+def _sample_ids(
+    indices: Tensor, sizes: list[int], micro_batches: list[MicroBatch]
+) -> Iterator[list[int]]:
+    """The samples of each micro-batch, without stand-ins."""
+    start = 0
+    for size, micro_batch in zip(sizes, micro_batches, strict=True):
+        yield indices[start : start + micro_batch.samples].tolist()
+        start += size
+
+
+# --- streams ---
 
 
 _END = object()
 
 
-class IterableTrainLoader:
-    """A stream of samples, in its own order; see :class:`~nbtoolkit.training.loader.TrainLoader`.
+class StreamTrainLoader:
+    """Loads a stream of samples, in its own order; see :class:`TrainLoader`.
 
-    Each rank reads the whole stream and makes batches of its part of every global batch only. So
-    all of them see its end, and weight the uneven last step without asking each other. The stream
+    Each rank reads the whole stream and makes batches of its part of every global batch only. All
+    ranks therefore see its end, and weight a smaller last step without a collective. The stream
     must be the same on all ranks: not one that gives each rank or node a part.
 
-    Before each epoch ``set_epoch(epoch)`` of the data set is called if it has that (a Hugging Face
-    ``IterableDataset`` has), which is to shuffle it anew. A resumed epoch reads the samples that
-    are done once more; they make no batches. (The ``skip(n)`` of a shuffled Hugging Face stream
-    gives another order from the second epoch on: datasets 5.2.) Random numbers from Python's,
-    NumPy's and torch's global streams (the CPU's) are seeded with (seed, epoch) before ``__iter__``
-    and with (seed, epoch, position) before each sample: every rank draws the same.
+    Before each epoch ``set_epoch(epoch)`` of the data set is called if it exists (a Hugging Face
+    ``IterableDataset`` shuffles by it). A resumed epoch reads the samples that are done again,
+    without making batches of them. (The ``skip(n)`` of a shuffled Hugging Face stream gives another
+    order from the second epoch on: datasets 5.2.) Python's, NumPy's and torch's global generators
+    (the CPU's) are seeded with (seed, epoch) before ``__iter__`` and with (seed, epoch, position)
+    before each sample: all ranks draw the same numbers.
+
+    Args:
+        data: has ``__iter__``; its ``len()``, if any, is the number of samples in one epoch.
+        sampler: divides each step; its size is not used.
+        device: the device of the batches.
+        collate: makes a batch from a list of samples; default: torch's.
+        workers: 0, or 1: read in another process (two would mix up the order).
+        log: records the samples of every step.
+        name: the set's name in messages.
     """
 
     def __init__(
         self,
-        data: Any,
-        order: GlobalBatchSampler,
+        data: object,
+        sampler: GlobalBatchSampler,
         device: torch.device,
         *,
-        length: int | None = None,
         collate: Collate | None = None,
         workers: int = 0,
         log: SampleLog | None = None,
-        what: str = "training",
+        name: str = "training",
     ) -> None:
-        """Prepare to read.
-
-        Args:
-            data: has ``__iter__``.
-            order: how a step is divided; its size does not matter.
-            device: where the batches go.
-            length: samples in one epoch; None: not known.
-            collate: makes a batch from a list of samples; default: torch's.
-            workers: 0, or 1: read in a process of its own (two would mix up the order).
-            log: where the samples of every step are noted.
-            what: the set's name, for messages.
-        """
-        self._order, self._device, self._length, self._log = order, device, length, log
-        self._what = what
-        self._walks = 0
-        self._ends: dict[int, int] = {}  # epoch -> its samples, once they are all read
-        self._loader = Loader(
-            _Reader(data, order, collate), workers=workers, pin=device.type == "cuda"
-        )
+        self._sampler, self._device, self._log, self._name = sampler, device, log, name
+        self._length = stream_length(data)
+        self._passes = 0
+        self._lengths: dict[int, int] = {}  # epoch -> its samples, once all are read
+        reader = _StreamReader(cast("Iterable[Sample]", data), sampler, collate)
+        self._loader = ItemLoader(reader, workers=workers, pin=device.type == "cuda")
 
     @property
     def steps(self) -> int | None:
-        """See :class:`~nbtoolkit.training.loader.TrainLoader`."""
-        return None if self._length is None else replace(self._order, size=self._length).steps
+        """See :class:`TrainLoader`."""
+        return None if self._length is None else replace(self._sampler, size=self._length).steps
 
-    def walk(
+    def batches(
         self, epoch: int, *, skip: int = 0, limit: int | None = None
-    ) -> Iterator[tuple[Any, MicroBatch]]:
-        """See :class:`~nbtoolkit.training.loader.TrainLoader`.
+    ) -> Iterator[tuple[Batch, MicroBatch]]:
+        """See :class:`TrainLoader`.
 
         Raises:
-            FitError: the epoch has no step, or not as many samples as the stream said.
+            FitError: the epoch has no step, or not as many samples as the stream's ``len()``.
         """
-        passes = self._passes(epoch, skip, limit)
+        batches = self._identified_batches(epoch, skip, limit)
         if self._log is not None:
-            return self._log.noting(epoch, skip, passes)
-        return ((batch, share) for batch, share, _ in passes)
+            return self._log.record(epoch, skip, batches)
+        return ((batch, micro_batch) for batch, micro_batch, _ in batches)
 
     def sample_ids(self, epoch: int, step: int) -> list[int]:
-        """See :class:`~nbtoolkit.training.loader.TrainLoader`."""
-        start = step * self._order.batch
-        end = start + self._order.batch
-        return list(range(start, min(end, self._ends.get(epoch, end))))
+        """See :class:`TrainLoader`."""
+        start = step * self._sampler.batch
+        end = start + self._sampler.batch
+        return list(range(start, min(end, self._lengths.get(epoch, end))))
 
-    def _passes(self, epoch: int, skip: int, limit: int | None) -> Iterator[Pass]:
+    def _identified_batches(
+        self, epoch: int, skip: int, limit: int | None
+    ) -> Iterator[IdentifiedBatch]:
         from accelerate.utils import send_to_device
 
-        self._walks += 1
-        key = _Walk(self._walks, epoch, skip * self._order.batch)
-        keys = repeat(key) if limit is None else repeat(key, limit)
+        self._passes += 1
+        stream_pass = _StreamPass(self._passes, epoch, skip * self._sampler.batch)
+        keys = repeat(stream_pass) if limit is None else repeat(stream_pass, limit)
         for number, step in enumerate(self._loader.items(keys), start=skip):
-            ended = step.size < self._order.batch
+            ended = step.size < self._sampler.batch
             self._check(epoch, number, step.size, ended, resumed=number == skip > 0)
-            shares = replace(self._order, size=step.size).shares
-            for batch, share, ids in zip(step.batches, shares, step.ids, strict=True):
-                yield send_to_device(batch, self._device, non_blocking=True), share, ids
+            micro_batches = replace(self._sampler, size=step.size).micro_batches
+            for batch, micro_batch, ids in zip(step.batches, micro_batches, step.ids, strict=True):
+                yield send_to_device(batch, self._device, non_blocking=True), micro_batch, ids
             if ended:
                 return
 
     def _check(self, epoch: int, step: int, size: int, ended: bool, *, resumed: bool) -> None:
-        """Refuse what the last step, of ``size`` samples, shows the stream to be."""
-        samples = step * self._order.batch + size
+        """Refuse a stream that is empty, or longer or shorter than its ``len()``.
+
+        Args:
+            epoch: the epoch.
+            step: the last step read.
+            size: the samples of this step.
+            ended: whether the stream has ended.
+            resumed: whether this is the first step of a resumed epoch.
+        """
+        samples = step * self._sampler.batch + size
         if resumed and size == 0:
-            return  # the epoch was done already; how long it was is not seen
+            return  # the epoch was done already, and its length is not known
         if ended:
-            self._ends[epoch] = samples
+            self._lengths[epoch] = samples
         if samples == 0:
             raise FitError(
-                f"the {self._what} stream gives no sample in epoch {epoch}",
-                allowed="an iterable that begins anew in every epoch (a generator is used up once)",
+                f"the {self._name} stream gives no sample in epoch {epoch}",
+                allowed="an iterable that restarts in every epoch (a generator is used up once)",
                 do="pass an object whose __iter__ makes the generator",
             )
         length = self._length
         if length is not None and (samples > length or (ended and samples < length)):
             raise FitError(
-                f"the {self._what} stream gave {samples} samples in epoch {epoch}, but its len() "
+                f"the {self._name} stream gave {samples} samples in epoch {epoch}, but its len() "
                 f"is {length}",
                 allowed="a length that is the number of samples, or none",
                 do="correct its __len__, or remove it and set train.max_steps",
             )
-        check_steps(replace(self._order, size=samples))
+        check_steps(replace(self._sampler, size=samples))
 
 
-class _Walk(NamedTuple):
-    """What the reader needs to know; the same for every step of one walk."""
+class _StreamPass(NamedTuple):
+    """One pass over a stream: the key of all its steps."""
 
     number: int
     epoch: int
     skip: int  # samples
 
 
-class _Step(NamedTuple):
+class _StreamStep(NamedTuple):
     """This rank's part of one optimizer step."""
 
     size: int
-    """Samples of the global batch; fewer than a whole one, or none: the stream is at its end."""
+    """Samples of the global batch; fewer than a whole one: the stream has ended."""
     ids: list[list[int]]
-    """Their positions in the stream, pass by pass; a stand-in has none."""
-    batches: list[Any]
+    """Their positions in the stream, by micro-batch; a stand-in has none."""
+    batches: list[Batch]
 
 
-class _Reader:
-    """Reads a stream, step after step; it stays where it is between two calls."""
+class _StreamReader:
+    """Reads a stream step by step; it keeps its position between two calls."""
 
-    def __init__(self, data: Any, order: GlobalBatchSampler, collate: Collate | None) -> None:
+    def __init__(
+        self, data: Iterable[Sample], sampler: GlobalBatchSampler, collate: Collate | None
+    ) -> None:
         from torch.utils.data import default_collate
 
-        self._data, self._order, self._collate = data, order, collate or default_collate
-        self._walk: _Walk | None = None
-        self._samples: Iterator[tuple[int, Any]] = iter(())
+        self._data, self._sampler, self._collate = data, sampler, collate or default_collate
+        self._pass: _StreamPass | None = None
+        self._samples: Iterator[tuple[int, Sample]] = iter(())
 
-    def __call__(self, walk: _Walk) -> _Step:
-        if walk != self._walk:
-            self._walk, self._samples = walk, self._opened(walk)
-        return self._step(list(islice(self._samples, self._order.batch)))
+    def __call__(self, stream_pass: _StreamPass) -> _StreamStep:
+        if stream_pass != self._pass:
+            self._pass, self._samples = stream_pass, self._open(stream_pass)
+        return self._make_step(list(islice(self._samples, self._sampler.batch)))
 
-    def _opened(self, walk: _Walk) -> Iterator[tuple[int, Any]]:
-        """The stream's samples, with their positions, after what is to be skipped."""
-        stream = self._start_epoch(walk.epoch)
+    def _open(self, stream_pass: _StreamPass) -> Iterator[tuple[int, Sample]]:
+        """The stream's samples after those to skip, each with its position."""
+        epoch = stream_pass.epoch
+        stream = self._start_epoch(epoch)
         for position in count():
-            seed_sample(self._order.seed, walk.epoch, position)
-            what = f"sample {position} of the stream in epoch {walk.epoch}"
-            with naming(what), _not_as_a_worker():
+            seed_sample(self._sampler.seed, epoch, position)
+            what = f"sample {position} of the stream in epoch {epoch}"
+            with note_what_is_loaded(what), _hidden_worker_info():
                 sample = next(stream, _END)
             if sample is _END:
                 return
-            if position >= walk.skip:
+            if position >= stream_pass.skip:
                 yield position, sample
 
-    def _start_epoch(self, epoch: int) -> Iterator[Any]:
-        if callable(getattr(self._data, "set_epoch", None)):
-            self._data.set_epoch(epoch)
-        seed_sample(self._order.seed, epoch, -1)  # __iter__ may shuffle
-        with _not_as_a_worker():
+    def _start_epoch(self, epoch: int) -> Iterator[Sample]:
+        set_epoch = getattr(self._data, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        seed_sample(self._sampler.seed, epoch, -1)  # __iter__ may shuffle
+        with _hidden_worker_info():
             return iter(self._data)
 
-    def _step(self, samples: list[tuple[int, Any]]) -> _Step:
-        """What this rank needs of one global batch."""
+    def _make_step(self, samples: list[tuple[int, Sample]]) -> _StreamStep:
+        """This rank's part of a global batch."""
         import torch
 
-        order = replace(self._order, size=len(samples))
-        mine = iter(order.mine(torch.arange(len(samples))).tolist())
+        sampler = replace(self._sampler, size=len(samples))
+        order = iter(sampler.indices_of_rank(torch.arange(len(samples))).tolist())
         ids, batches = [], []
-        for size, share in zip(order.sizes, order.shares, strict=True):
-            some = [samples[i] for i in islice(mine, size)]
-            ids.append([position for position, _ in some][: share.samples])
-            with naming(f"a batch of the samples {ids[-1]} of the stream"):
-                batches.append(self._collate([sample for _, sample in some]))
-        return _Step(len(samples), ids, batches)
+        for size, micro_batch in zip(sampler.sizes, sampler.micro_batches, strict=True):
+            part = [samples[i] for i in islice(order, size)]
+            ids.append([position for position, _ in part][: micro_batch.samples])
+            with note_what_is_loaded(f"a batch of the samples {ids[-1]} of the stream"):
+                batches.append(self._collate([sample for _, sample in part]))
+        return _StreamStep(len(samples), ids, batches)
 
 
 @contextmanager
-def _not_as_a_worker() -> Iterator[None]:
-    """Inside, nothing tells that this is a DataLoader's worker.
+def _hidden_worker_info() -> Iterator[None]:
+    """Hide inside a block that this process is a DataLoader's worker.
 
     A data set may give each worker a part; a Hugging Face stream shuffles in another order as soon
-    as there is a worker (datasets 5.2). But a stream is read by one alone, or by none.
+    as there is a worker (datasets 5.2). Here a single process reads the whole stream.
     """
     from torch.utils.data._utils import worker
 
@@ -222,8 +379,8 @@ def _not_as_a_worker() -> Iterator[None]:
         worker._worker_info = info
 
 
-def is_iterable(data: Any) -> bool:
-    """Whether a training set is to be read as a stream: it can be iterated, but not indexed."""
+def is_stream(data: object) -> bool:
+    """Whether a data set can be iterated, but not indexed."""
     from torch.utils.data import DataLoader, IterableDataset
 
     if isinstance(data, DataLoader):
@@ -232,146 +389,9 @@ def is_iterable(data: Any) -> bool:
     return isinstance(data, IterableDataset) or iterable  # IterableDataset has a __getitem__
 
 
-def length_of(data: Any) -> int | None:
-    """Samples in one epoch of an iterable; None: it does not say."""
+def stream_length(data: object) -> int | None:
+    """Samples in one epoch of an iterable, by its ``len()``; None: it has none."""
     try:
-        return len(data)
+        return len(cast("Sized", data))
     except (TypeError, NotImplementedError):
         return None
-
-
-# --- map-style data ---
-
-
-class TrainLoader(Protocol):
-    """One rank's walks through the training set.
-
-    The global batch of an optimizer step is the same on any number of ranks, with any accumulation
-    and any number of workers; so is what is drawn at random for a sample.
-    """
-
-    @property
-    def steps(self) -> int | None:
-        """Optimizer steps of one epoch; None: a stream of unknown length."""
-
-    def walk(
-        self, epoch: int, *, skip: int = 0, limit: int | None = None
-    ) -> Iterator[tuple[Any, MicroBatch]]:
-        """This rank's passes of an epoch: a batch on the device, and what it counts for.
-
-        Args:
-            epoch: from 1; decides the order and what is drawn at random.
-            skip: optimizer steps of the epoch that are done already.
-            limit: optimizer steps to make at most; None: to the epoch's end.
-        """
-
-    def sample_ids(self, epoch: int, step: int) -> list[int]:
-        """The samples of all ranks in optimizer step ``step`` (from 0) of ``epoch``, in order.
-
-        Positions in the data set, or in the stream. For a stream: of a step that was handed out.
-        """
-
-
-def make_train_loader(
-    ctx: RunContext, config: Config, data: Any, *, collate: Collate | None = None, fit: int = 1
-) -> TrainLoader:
-    """The feed of a training set; called on all ranks.
-
-    Args:
-        ctx: the run's context.
-        config: ``train.drop_last``, ``train.num_workers``, ``train.max_steps``,
-            ``tracking.record_samples``.
-        data: what :func:`~nbtoolkit.training.data.make_source` takes, walked in the order of a
-            permutation of (seed, epoch); or an iterable, walked in its own order (see
-            :class:`~nbtoolkit.training.loader.IterableTrainLoader`).
-        collate: makes a batch from a list of samples; default: torch's.
-        fit: which call of fit in the training function this is, for the record of the samples.
-
-    Raises:
-        FitError: the data cannot be used, are empty, or have no whole batch under
-            ``train.drop_last``; a stream of unknown length has no ``train.max_steps``.
-    """
-    if is_iterable(data):
-        return _iterable_feed(ctx, config, data, collate, _log(ctx, config, fit))
-    workers = config.train.num_workers
-    source = make_source(data, ctx.device, collate=collate, workers=workers, seed=ctx.seed)
-    return MapTrainLoader(_order(ctx, config, len(source)), source, _log(ctx, config, fit))
-
-
-class MapTrainLoader:
-    """A data set that is fetched by index: what an epoch skips is never looked at."""
-
-    def __init__(
-        self, order: GlobalBatchSampler, source: Source, log: SampleLog | None = None
-    ) -> None:
-        self._order, self._source, self._log = order, source, log
-
-    @property
-    def steps(self) -> int:
-        """See :class:`TrainLoader`."""
-        return self._order.steps
-
-    def walk(
-        self, epoch: int, *, skip: int = 0, limit: int | None = None
-    ) -> Iterator[tuple[Any, MicroBatch]]:
-        """See :class:`TrainLoader`."""
-        order = self._order
-        first = order.passes(skip)
-        last = None if limit is None else order.passes(skip + limit)
-        shares, sizes = order.shares[first:last], order.sizes[first:last]
-        indices = order.indices(epoch)[sum(order.sizes[:first]) :]
-        batches = self._source.batches(indices, sizes, epoch=epoch)
-        if self._log is None:  # nothing between the arrays and the loop: 2 us a pass
-            return zip(batches, shares, strict=True)
-        ids = _ids(indices, sizes, shares)
-        return self._log.noting(epoch, skip, zip(batches, shares, ids, strict=True))
-
-    def sample_ids(self, epoch: int, step: int) -> list[int]:
-        """See :class:`TrainLoader`."""
-        return self._order.step_ids(epoch, step)
-
-
-def _ids(indices: Tensor, sizes: list[int], shares: list[MicroBatch]) -> Iterator[list[int]]:
-    """The samples of every pass, without stand-ins."""
-    start = 0
-    for size, share in zip(sizes, shares, strict=True):
-        yield indices[start : start + share.samples].tolist()
-        start += size
-
-
-def _iterable_feed(
-    ctx: RunContext, config: Config, data: Any, collate: Collate | None, log: SampleLog | None
-) -> IterableTrainLoader:
-    length, workers = length_of(data), config.train.num_workers
-    if length is None and config.train.max_steps is None:
-        raise FitError(
-            f"nobody knows how long training is to be: a {type(data).__qualname__} has no length, "
-            "and train.max_steps is not set",
-            allowed="an iterable with __len__ (its samples in one epoch), or train.max_steps",
-            do="set train.max_steps: <optimizer steps of the whole run>",
-        )
-    if workers > 1:
-        ctx.print(f"fit: one DataLoader worker a rank, not {workers}: the training set is a stream")
-    order = _order(ctx, config, ctx.plan.global_batch_size if length is None else length)
-    return IterableTrainLoader(
-        data, order, ctx.device, length=length, collate=collate, workers=min(workers, 1), log=log
-    )
-
-
-def _order(ctx: RunContext, config: Config, size: int) -> GlobalBatchSampler:
-    order = GlobalBatchSampler(
-        size=size,
-        batch=ctx.plan.global_batch_size,
-        micro=ctx.plan.batch_size_per_device,
-        seed=ctx.seed,
-        rank=ctx.rank,
-        ranks=ctx.world_size,
-        drop_last=config.train.drop_last,
-    )
-    return check_steps(order)
-
-
-def _log(ctx: RunContext, config: Config, fit: int) -> SampleLog | None:
-    if not config.tracking.record_samples:
-        return None
-    return SampleLog(ctx.paths.samples(ctx.rank), ranks=ctx.world_size, fit=fit)

@@ -1,4 +1,4 @@
-"""Take the sum of weights by which torch's class losses divide, while they compute.
+"""Record the sum of weights by which torch's class losses divide.
 
 Imports torch; import it inside functions only.
 """
@@ -6,9 +6,9 @@ Imports torch; import it inside functions only.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,23 +17,20 @@ from torch.overrides import TorchFunctionMode
 
 from nbtoolkit.training.data import TORCHS_IGNORED
 
-if TYPE_CHECKING:
-    pass
-
 
 class WeightSums(TorchFunctionMode):
-    """While active, ``F.cross_entropy`` and ``F.nll_loss`` tell by what their mean divides.
+    """While active, records by what the mean of ``F.cross_entropy`` and ``F.nll_loss`` divides.
 
-    Their modules call them, so that the loss may be a module, a function, or part of a model's
-    forward pass. A batch whose targets are all ignored has a loss of 0 here, not torch's NaN.
+    torch's loss modules call these functions, so the loss may be a module, a function, or part of a
+    model's forward pass. A batch whose targets are all ignored has a loss of 0 here, not NaN.
 
     Args:
-        all_count: no target is torch's own ``ignore_index``: calls that ignore no other one, and
-            have no class weights, are means over samples and stay as they are.
+        all_count: no target is torch's own ``ignore_index``. A call without another
+            ``ignore_index`` and without class weights is then a mean over samples, left as it is.
 
     Attributes:
-        weight: the sum of the targets' weights in the first such call, detached; None: there was
-            none.
+        weight: the sum of the targets' weights in the first such call, a detached scalar; None:
+            there was no such call.
     """
 
     def __init__(self, *, all_count: bool = False) -> None:
@@ -44,15 +41,15 @@ class WeightSums(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Any,
+        types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         if func is functional.cross_entropy or func is functional.nll_loss:
             call = _signature(func).bind(*args, **kwargs)
             call.apply_defaults()
-            if self._weighs(call.arguments):
+            if self._is_weighted(call.arguments):
                 weight = _sum_of_weights(call.arguments)
                 if self.weight is None:
                     self.weight = weight
@@ -60,7 +57,7 @@ class WeightSums(TorchFunctionMode):
                 return total / torch.where(weight == 0, 1, weight)
         return func(*args, **kwargs)
 
-    def _weighs(self, call: dict[str, Any]) -> bool:
+    def _is_weighted(self, call: Mapping[str, Any]) -> bool:
         legacy = call["size_average"] is not None or call["reduce"] is not None
         if legacy or call["reduction"] != "mean" or call["target"].is_floating_point():
             return False
@@ -73,8 +70,8 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def _sum_of_weights(call: dict[str, Any]) -> Tensor:
-    """A scalar, as torch divides by it: ignored targets have no weight, others their class's."""
+def _sum_of_weights(call: Mapping[str, Any]) -> Tensor:
+    """The scalar by which torch divides; a target weighs 0 if ignored, else its class's weight."""
     target, weight = call["target"], call["weight"]
     counts = target != call["ignore_index"]
     if weight is None:

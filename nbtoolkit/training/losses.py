@@ -1,8 +1,8 @@
-"""Determine what a loss averages over, and find losses that are not finite.
+"""Determine what a loss averages over, and refuse losses and labels that cannot be used.
 
-An optimizer step takes its samples in parts: one for each rank and each accumulation step. Parts of
-a mean over samples are weighed by their samples. A mean over weights (class weights,
-``ignore_index``, a mask) needs the sum of the weights of each part, and a sum needs nothing.
+An optimizer step takes its samples in micro-batches, on each rank and each accumulation step. Those
+of a mean over samples are weighted by their samples. A mean over weights (class weights,
+``ignore_index``, a mask) needs the sum of the weights of each micro-batch; a sum needs nothing.
 """
 
 from __future__ import annotations
@@ -12,113 +12,32 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from nbtoolkit.errors import FitError, LossNotFinite
-from nbtoolkit.training.data import TORCHS_IGNORED
+from nbtoolkit.training.data import TORCHS_IGNORED, Batch
 from nbtoolkit.worker.batch_slices import NotRows, rows
+from nbtoolkit.worker.collectives import gather_on_all
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from nbtoolkit.worker.context import RunContext
 
+Loss: TypeAlias = "Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]"
+"""``loss(outputs, targets)`` of the user, see :func:`nbtoolkit.fit`."""
 
-# --- nonfinite ---
-# Losses that are not a number: found in a window of steps by all ranks together, and told.
-
-
-_SHOWN = 20  # samples named in the message
-
-
-class StepLoss(NamedTuple):
-    """One rank's loss in one pass (forward and backward) of an optimizer step."""
-
-    step: int
-    """Optimizer steps of the run done with it: the number under which it is logged."""
-    epoch: int
-    """From 1."""
-    in_epoch: int
-    """The optimizer step within the epoch, from 0."""
-    loss: float
-    """The mean over the pass's samples; a stand-in's loss is none."""
+Labels: TypeAlias = "Tensor | NDArray[np.generic]"
+"""Targets of a data set, one row per sample."""
 
 
-def raise_if_not_finite(
-    ctx: RunContext,
-    losses: Sequence[StepLoss],
-    sample_ids: Callable[[int, int], Sequence[int]],
-    *,
-    tolerant: bool,
-    rate: float | None = None,
-    grad_norm: float | None = None,
-) -> None:
-    """Raise the same error on all ranks for the first step of a window whose loss is not finite.
-
-    Called by **all** ranks, and only when the window's sum over all ranks is not finite: it is a
-    collective.
-
-    Under fp16 one batch may overflow. Its gradients are then not finite either, so the scaler
-    leaves out the step, halves its scale, and the weights stay good: such a step is told and no
-    more, as long as the scaler is not at its end (``tolerant``).
-
-    Args:
-        ctx: the run's context.
-        losses: this rank's losses since it last looked.
-        sample_ids: ``(epoch, step in it)`` -> the samples of that step's global batch.
-        tolerant: :attr:`TrainStep.skips_overflows`, equal on all ranks.
-        rate: the learning rate now, for the message.
-        grad_norm: the gradient's norm when it was last watched, for the message.
-
-    Raises:
-        LossNotFinite: names the first step that is not finite, and its samples.
-    """
-    wrong = not_finite(_gathered(ctx, losses))
-    if wrong and not tolerant:
-        first = wrong[0]
-        raise _broken(first, sample_ids(first.epoch, first.in_epoch), rate, grad_norm)
-    for step in dict.fromkeys(one.step for one in wrong):
-        ctx.print(f"fit: the loss of optimizer step {step} is not finite; fp16 left out this step")
+# --- what a loss averages over ---
 
 
-def not_finite(losses: Iterable[StepLoss]) -> list[StepLoss]:
-    """The losses that are infinite or no numbers, by step."""
-    return sorted((one for one in losses if not math.isfinite(one.loss)), key=lambda one: one.step)
-
-
-def _gathered(ctx: RunContext, losses: Sequence[StepLoss]) -> list[StepLoss]:
-    """The losses of all ranks."""
-    import torch.distributed as dist
-
-    if ctx.world_size == 1:
-        return list(losses)
-    boxes: list[list[StepLoss]] = [[] for _ in range(ctx.world_size)]
-    dist.all_gather_object(boxes, list(losses))
-    return [one for box in boxes for one in box]
-
-
-def _broken(
-    first: StepLoss, samples: Sequence[int], rate: float | None, grad_norm: float | None
-) -> LossNotFinite:
-    more = f" and {len(samples) - _SHOWN} more" if len(samples) > _SHOWN else ""
-    known = (("learning rate", rate), ("gradient norm", grad_norm))
-    now = ", ".join(f"{name} {one:g}" for name, one in known if one and math.isfinite(one))
-    return LossNotFinite(
-        f"the loss of optimizer step {first.step} (step {first.in_epoch + 1} of epoch "
-        f"{first.epoch}) is {first.loss}{f'; {now}' if now else ''}\n"
-        f"  Its batch: samples {', '.join(map(str, samples[:_SHOWN]))}{more}",
-        allowed="losses that are finite numbers",
-        do="look at these samples (a NaN among the inputs?); lower optim.lr, or set "
-        "train.max_grad_norm: 1.0",
-    )
-
-
-# --- losses ---
-
-
-# Of a whole against its parts: float32 sums in another order differ by 1e-6, half ones by 1e-2.
+# Relative, of a whole and its parts: float32 sums in another order differ by 1e-6, half by 1e-2.
 _TOLERANCE, _TOLERANCE_OF_HALVES = 1e-4, 2e-2
 
 ALLOWED = (
@@ -128,14 +47,14 @@ ALLOWED = (
 
 
 class Reduction(IntEnum):
-    """What a loss does with the losses of its samples; of two findings the larger one holds."""
+    """What a loss does with the losses of its samples; of two ranks' findings the larger counts."""
 
     UNKNOWN = 0
-    """One sample or none was seen, or a loss that is not a number."""
+    """The batch had at most one sample, or a loss that is not finite."""
     MEAN = 1
     """The mean over the samples."""
     BATCH = 2
-    """Not made of samples, as ``train.loss_reduction: batch`` says: taken as a mean."""
+    """Not made of samples, as ``train.loss_reduction: batch`` says: treated as a mean."""
     SUM = 3
     """The sum over the samples."""
     WEIGHTED = 4
@@ -144,13 +63,13 @@ class Reduction(IntEnum):
     """Something else: it cannot be computed in parts."""
 
 
-class Passed(NamedTuple):
-    """The loss of one pass."""
+class BatchLoss(NamedTuple):
+    """The loss of one micro-batch."""
 
     mean: Tensor
     """Over the samples, or over the weights; a scalar."""
     weight: Tensor | float
-    """What the mean counts for beside those of other passes."""
+    """The weight of the mean beside those of other micro-batches: samples, or sum of weights."""
 
 
 @dataclass(frozen=True)
@@ -163,65 +82,92 @@ class Finding:
 
 
 class ReducedLoss:
-    """A user's loss, and what its values count for.
+    """A user's loss, and what its values are weighted by.
 
     Args:
         loss: ``loss(outputs, targets)``.
         whole_batches: ``train.loss_reduction: batch``.
 
     Attributes:
-        reduction: as the first batch showed it; until then :attr:`Reduction.UNKNOWN`.
+        reduction: as found on the first batch; until then :attr:`Reduction.UNKNOWN`.
     """
 
-    def __init__(self, loss: Callable[[Any, Any], Any], *, whole_batches: bool) -> None:
+    def __init__(self, loss: Loss, *, whole_batches: bool) -> None:
         self._loss = loss
         self.reduction = Reduction.BATCH if whole_batches else Reduction.UNKNOWN
 
     @property
-    def weighs(self) -> bool:
-        """Whether calls of torch's losses are to be weighed."""
+    def needs_weights(self) -> bool:
+        """Whether to record the weights by which torch's losses divide."""
         return self.reduction in (Reduction.UNKNOWN, Reduction.WEIGHTED)
 
-    def reduce(self, returned: Any, samples: int, weight: Tensor | None) -> Passed:
-        """What a pass over ``samples`` samples (at least one) came to.
+    def reduce(self, returned: object, samples: int, weight: Tensor | None) -> BatchLoss:
+        """The mean loss of a micro-batch, and its weight.
 
         Args:
-            returned: by the loss.
-            samples: how many.
-            weight: by which torch's own loss divided; None: by the samples.
+            returned: by the loss: a scalar tensor, one of shape (samples, ...), or a pair (total,
+                weight) of scalars.
+            samples: in the micro-batch, at least 1.
+            weight: the scalar by which torch's own loss divided; None: by the samples.
 
         Raises:
-            FitError: it is nothing that can be reduced.
+            FitError: ``returned`` is something else.
         """
         import torch
 
         if isinstance(returned, tuple) and len(returned) == 2:
             total, count = returned
-            counts = isinstance(count, (int, float)) or getattr(count, "ndim", 1) == 0
-            if getattr(total, "ndim", 1) == 0 and counts:
+            is_scalar = isinstance(count, (int, float)) or getattr(count, "ndim", 1) == 0
+            if getattr(total, "ndim", 1) == 0 and is_scalar:
                 weight = torch.as_tensor(count, device=total.device).detach().to(total.dtype)
-                return Passed(total / torch.where(weight == 0, 1, weight), weight)
+                return BatchLoss(total / torch.where(weight == 0, 1, weight), weight)
         if not isinstance(returned, torch.Tensor):
-            raise _no_loss(f"a {type(returned).__name__}")
+            raise _not_a_loss(f"a {type(returned).__name__}")
         if returned.ndim:
             if returned.shape[0] != samples:
-                raise _no_loss(f"a tensor of shape {tuple(returned.shape)} for {samples} samples")
-            return Passed(returned.mean(), float(samples))
+                raise _not_a_loss(
+                    f"a tensor of shape {tuple(returned.shape)} for {samples} samples"
+                )
+            return BatchLoss(returned.mean(), float(samples))
         if self.reduction is Reduction.SUM:
-            return Passed(returned / samples, float(samples))
-        if self.weighs and weight is not None:
-            return Passed(returned, weight)
-        return Passed(returned, float(samples))
+            return BatchLoss(returned / samples, float(samples))
+        if self.needs_weights and weight is not None:
+            return BatchLoss(returned, weight)
+        return BatchLoss(returned, float(samples))
 
-    def judge(self, outputs: Any, targets: Any, samples: int, whole: Passed) -> Finding:
-        """Compare the loss of a batch with the losses of its parts.
+    def detect(
+        self, outputs: Batch, targets: Batch, samples: int, whole: BatchLoss, ranks: int
+    ) -> None:
+        """Set :attr:`reduction` by comparing the loss of a batch with the losses of its parts.
+
+        Called by all ranks, each with a batch of its own.
 
         Args:
             outputs: of the batch.
             targets: of the batch.
             samples: in the batch.
             whole: its loss.
+            ranks: the number of ranks.
+
+        Raises:
+            FitError: the loss cannot be computed in parts.
         """
+        findings = gather_on_all(self._compare(outputs, targets, samples, whole), ranks)
+        strongest = max(findings, key=lambda finding: finding.reduction)
+        if strongest.reduction is Reduction.OTHER:
+            raise FitError(
+                "the loss of a batch does not follow from the losses of its parts, so it would "
+                f"depend on the number of devices: {strongest.why}",
+                allowed=f"{ALLOWED}; or a loss of whole batches (Dice, contrastive) with "
+                "train.loss_reduction: batch, which depends on the number of ranks",
+                do="with a mask, return ((losses * mask).sum(), mask.sum()); for a loss of whole "
+                "batches set train.loss_reduction: batch",
+            )
+        self.reduction = max(strongest.reduction, Reduction.MEAN)
+
+    def _compare(self, outputs: Batch, targets: Batch, samples: int, whole: BatchLoss) -> Finding:
+        import torch
+
         if self.reduction is Reduction.BATCH:
             return Finding(Reduction.BATCH)
         weighted = not isinstance(whole.weight, float)
@@ -232,14 +178,15 @@ class ReducedLoss:
         first = max(1, samples // 3)
         try:
             cuts = ((0, first), (first, samples))
-            passed = [self._part(outputs, targets, *cut, samples) for cut in cuts]
+            losses = [self._loss_of_part(outputs, targets, *cut, samples) for cut in cuts]
         except NotRows:
             return Finding(likely)
         except Exception as error:
-            why = f"of {samples} samples it has one, of a part it raises "
+            why = f"for {samples} samples it returns a value, for a part of them it raises "
             return Finding(Reduction.OTHER, f"{why}{type(error).__name__}: {error}")
-        parts = [(float(part.mean), float(part.weight)) for part in passed]
-        tolerance = _tolerance(whole.mean)
+        parts = [(float(loss.mean), float(loss.weight)) for loss in losses]
+        half = whole.mean.dtype in (torch.float16, torch.bfloat16)
+        tolerance = _TOLERANCE_OF_HALVES if half else _TOLERANCE
         if _adds_up(value * weight, [mean * count for mean, count in parts], tolerance):
             return Finding(likely)
         if not weighted and _adds_up(value, [mean for mean, _ in parts], tolerance):
@@ -247,59 +194,37 @@ class ReducedLoss:
         average = sum(mean * count for mean, count in parts) / sum(count for _, count in parts)
         return Finding(
             Reduction.OTHER,
-            f"of {samples} samples it is {value:.6g}, of {first} and {samples - first} of them "
+            f"for {samples} samples it is {value:.6g}, for {first} and {samples - first} of them "
             f"{average:.6g} on average",
         )
 
-    def _part(self, outputs: Any, targets: Any, low: int, high: int, samples: int) -> Passed:
+    def _loss_of_part(
+        self, outputs: Batch, targets: Batch, low: int, high: int, samples: int
+    ) -> BatchLoss:
         import torch
+        from accelerate.utils import find_device
 
         from nbtoolkit.training.loss_weights import WeightSums
 
-        weighing = WeightSums()
+        weights = WeightSums()
         outputs, targets = rows((outputs, targets), low, high, samples)
-        with torch.no_grad(), torch.random.fork_rng(_devices(outputs)), weighing:
+        device = find_device(outputs)  # the GPU whose random generator the loss may advance
+        gpus = [device.index] if device is not None and device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(gpus), weights:
             returned = self._loss(outputs, targets)
-        return self.reduce(returned, high - low, weighing.weight)
-
-
-def agree(findings: list[Finding]) -> Reduction:
-    """What all ranks take the loss for.
-
-    Raises:
-        FitError: it cannot be computed in parts.
-    """
-    strongest = max(findings, key=lambda one: one.reduction)
-    if strongest.reduction is Reduction.OTHER:
-        raise FitError(
-            "the loss of a batch does not follow from the losses of its parts, so that it would "
-            f"depend on the number of devices: {strongest.why}",
-            allowed=f"{ALLOWED}; or a loss of whole batches (Dice, contrastive) with "
-            "train.loss_reduction: batch, which depends on the number of ranks",
-            do="with a mask, return ((losses * mask).sum(), mask.sum()); for a loss of whole "
-            "batches set train.loss_reduction: batch",
-        )
-    return max(strongest.reduction, Reduction.MEAN)
-
-
-def _tolerance(loss: Tensor) -> float:
-    """What counts as equal, as a share of the largest."""
-    import torch
-
-    half = loss.dtype in (torch.float16, torch.bfloat16)
-    return _TOLERANCE_OF_HALVES if half else _TOLERANCE
+        return self.reduce(returned, high - low, weights.weight)
 
 
 def _adds_up(whole: float, parts: list[float], tolerance: float) -> bool:
     return abs(whole - sum(parts)) <= tolerance * max(map(abs, [whole, *parts]))
 
 
-def on_device(loss: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """A loss with its tensors (``weight``, ``pos_weight``) where the model's are.
+def on_device(loss: Loss, device: torch.device) -> Loss:
+    """A loss with its tensors (``weight``, ``pos_weight``) on the model's device.
 
     Args:
-        loss: moved itself where it is a module; of a ``partial`` a new one is made.
-        device: of this rank.
+        loss: a module is moved in place; a ``partial`` is replaced by a new one.
+        device: this rank's.
     """
     import torch
 
@@ -314,23 +239,18 @@ def on_device(loss: Callable[..., Any], device: torch.device) -> Callable[..., A
     return loss
 
 
-def _devices(outputs: Any) -> list[int]:
-    """The GPU whose random stream a loss may move on."""
-    from accelerate.utils import find_device
-
-    device = find_device(outputs)
-    return [device.index] if device is not None and device.type == "cuda" else []
-
-
-def _no_loss(what: str) -> FitError:
+def _not_a_loss(returned: str) -> FitError:
     return FitError(
-        f"the loss returned {what}",
+        f"the loss returned {returned}",
         allowed=ALLOWED,
         do='return a scalar tensor; torch\'s losses do with reduction="mean"',
     )
 
 
-def check_labels(outputs: Any, targets: Any, loss: Any) -> None:
+# --- class labels ---
+
+
+def check_labels(outputs: object, targets: object, loss: object) -> None:
     """Refuse class labels for which a model has no score.
 
     On a GPU one such label ends the whole process, some calls later ("device-side assert"). Waits
@@ -340,8 +260,8 @@ def check_labels(outputs: Any, targets: Any, loss: Any) -> None:
         outputs: the model's scores, of shape (n, classes, ...) or (classes,).
         targets: labels of shape (n, ...) or () in whole numbers; any number of samples, a tensor
             or an array.
-        loss: ``cross_entropy`` or ``nll_loss`` of torch, as function or module or a ``partial`` of
-            one; other losses are not checked, nor targets that are probabilities.
+        loss: ``cross_entropy`` or ``nll_loss`` of torch, as a function, a module or a ``partial``;
+            other losses are not checked, nor targets that are probabilities.
 
     Raises:
         FitError: a label is not in ``range(classes)`` and not the loss's ``ignore_index``.
@@ -350,8 +270,9 @@ def check_labels(outputs: Any, targets: Any, loss: Any) -> None:
     import torch
 
     ignored = _ignore_index(loss)
-    pair = isinstance(outputs, torch.Tensor) and isinstance(targets, (torch.Tensor, np.ndarray))
-    if ignored is None or not pair or outputs.ndim == 0:
+    if ignored is None or not isinstance(outputs, torch.Tensor) or outputs.ndim == 0:
+        return
+    if not isinstance(targets, (torch.Tensor, np.ndarray)):
         return
     labels = torch.tensor(targets) if isinstance(targets, np.ndarray) else targets
     if labels.is_floating_point():
@@ -360,45 +281,121 @@ def check_labels(outputs: Any, targets: Any, loss: Any) -> None:
     if not labels.numel():
         return
     classes = outputs.shape[min(1, outputs.ndim - 1)]
-    low, high = (int(one) for one in torch.aminmax(labels))
+    low, high = (int(label) for label in torch.aminmax(labels))
     if low < 0 or high >= classes:
         raise _out_of_range(low, high, classes, ignored)
 
 
-def all_count(targets: Any) -> bool:
+def all_count(targets: Labels | None) -> bool:
     """Whether it is known that no target has torch's own ``ignore_index``.
 
     Args:
-        targets: all targets of a training set, tensor or array; None: they are not at hand.
+        targets: all targets of a training set; None: not known.
     """
     return targets is not None and not bool((targets == TORCHS_IGNORED).any())
 
 
-def _ignore_index(loss: Any) -> int | None:
-    """The label that does not count; None: this is not a loss over class labels that we know."""
+def _ignore_index(loss: object) -> int | None:
+    """The label that does not count; None: the loss is not one of torch's class losses."""
     from torch import nn
     from torch.nn import functional
 
-    if isinstance(loss, partial):
-        inner = _ignore_index(loss.func)
-        return inner if inner is None else loss.keywords.get("ignore_index", inner)
+    if isinstance(loss, functools.partial):
+        default = _ignore_index(loss.func)
+        return default if default is None else loss.keywords.get("ignore_index", default)
     if loss is functional.cross_entropy or loss is functional.nll_loss:
         return TORCHS_IGNORED
     return loss.ignore_index if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) else None
 
 
 def _out_of_range(low: int, high: int, classes: int, ignored: int) -> FitError:
-    shifted = low > 0 and high - low < classes
-    do = (
-        f"subtract {low} from the labels: classes are numbered from 0"
-        if shifted
-        else f"give the model's last layer {high + 1} outputs, or number the labels anew"
-        if low >= 0
-        else f"number the labels from 0; those that are not to count get {ignored}"
-    )
+    if low > 0 and high - low < classes:
+        do = f"subtract {low} from the labels: classes are numbered from 0"
+    elif low >= 0:
+        do = f"give the model's last layer {high + 1} outputs, or renumber the labels"
+    else:
+        do = f"number the labels from 0; those that are not to count get {ignored}"
     return FitError(
         f"labels go from {low} to {high}, but the model scores {classes} classes",
-        allowed=f"labels from 0 to {classes - 1}, and {ignored} (ignore_index) for what is not to "
-        "count",
+        allowed=f"labels from 0 to {classes - 1}, and {ignored} (ignore_index) for labels that do "
+        "not count",
         do=do,
+    )
+
+
+# --- losses that are not finite ---
+
+
+_SHOWN = 20  # samples named in the message
+
+
+class StepLoss(NamedTuple):
+    """One rank's loss of one micro-batch of an optimizer step."""
+
+    step: int
+    """Optimizer steps of the run done with it: the number under which it is logged."""
+    epoch: int
+    """From 1."""
+    in_epoch: int
+    """The optimizer step within the epoch, from 0."""
+    loss: float
+    """The mean over the micro-batch's samples."""
+
+
+def raise_if_not_finite(
+    ctx: RunContext,
+    losses: Sequence[StepLoss],
+    sample_ids: Callable[[int, int], Sequence[int]],
+    *,
+    tolerant: bool,
+    rate: float | None = None,
+    grad_norm: float | None = None,
+) -> None:
+    """Raise the same error on all ranks for the first step whose loss is not finite.
+
+    A collective: called by **all** ranks, and only when the sum of the losses over all ranks is not
+    finite.
+
+    Under fp16 one batch may overflow. Its gradients are then not finite either, so the scaler skips
+    the step and halves its scale, and the weights stay good: such a step is only printed, as long
+    as the scale can still fall (``tolerant``).
+
+    Args:
+        ctx: the run's context.
+        losses: this rank's losses since the last synchronisation.
+        sample_ids: ``(epoch, step in it)`` -> the samples of that step's global batch.
+        tolerant: :attr:`TrainStep.skips_overflows`, equal on all ranks.
+        rate: the present learning rate, for the message.
+        grad_norm: the gradient's norm when it was last measured, for the message.
+
+    Raises:
+        LossNotFinite: names the first step that is not finite, and its samples.
+    """
+    wrong = not_finite(loss for part in gather_on_all(losses, ctx.world_size) for loss in part)
+    if wrong and not tolerant:
+        first = wrong[0]
+        raise _not_finite_error(first, sample_ids(first.epoch, first.in_epoch), rate, grad_norm)
+    for step in dict.fromkeys(loss.step for loss in wrong):
+        ctx.print(f"fit: the loss of optimizer step {step} is not finite; fp16 skipped this step")
+
+
+def not_finite(losses: Iterable[StepLoss]) -> list[StepLoss]:
+    """The losses that are infinite or NaN, sorted by step."""
+    wrong = [loss for loss in losses if not math.isfinite(loss.loss)]
+    return sorted(wrong, key=lambda loss: loss.step)
+
+
+def _not_finite_error(
+    first: StepLoss, samples: Sequence[int], rate: float | None, grad_norm: float | None
+) -> LossNotFinite:
+    more = f" and {len(samples) - _SHOWN} more" if len(samples) > _SHOWN else ""
+    known = (("learning rate", rate), ("gradient norm", grad_norm))
+    now = ", ".join(f"{name} {value:g}" for name, value in known if value and math.isfinite(value))
+    return LossNotFinite(
+        f"the loss of optimizer step {first.step} (step {first.in_epoch + 1} of epoch "
+        f"{first.epoch}) is {first.loss}{f'; {now}' if now else ''}\n"
+        f"  Its batch: samples {', '.join(map(str, samples[:_SHOWN]))}{more}",
+        allowed="losses that are finite numbers",
+        do="look at these samples (a NaN among the inputs?); lower optim.lr, or set "
+        "train.max_grad_norm: 1.0",
     )

@@ -11,173 +11,65 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.losses import Passed
+from nbtoolkit.training.losses import BatchLoss
 from nbtoolkit.worker.collectives import Part, Rows, gather_on_first, in_order, tell_all
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from nbtoolkit.training.data import Batch
 
-# --- metrics of whole epochs ---
-# Late metrics: those that are no mean over the batches, computed once the whole set was seen.
+Function: TypeAlias = Callable[[Any, Any], Any]
+"""``(outputs, targets)`` -> a value, the user's."""
+
+Metrics: TypeAlias = Mapping[str, object] | Iterable[object] | None
+"""What a user may pass as ``metrics``, see :func:`named_metrics`."""
+
+TorchMetric: TypeAlias = Any
+"""A ``torchmetrics.Metric`` or ``MetricCollection``; torchmetrics need not be installed."""
+
+MetricState: TypeAlias = dict[str, Any]
+"""The state of a ``torchmetrics.Metric``, by name: tensors, or lists of tensors."""
 
 
 @dataclass(frozen=True)
 class EpochMetric:
     """A function ``(outputs, targets)`` of all samples. Made by ``nb.epoch_metric``."""
 
-    function: Callable[[Any, Any], Any]
+    function: Function
 
-    def __call__(self, outputs: Any, targets: Any) -> Any:
-        """What the function says to these."""
+    def __call__(self, outputs: Batch, targets: Batch) -> object:
+        """Call the function."""
         return self.function(outputs, targets)
 
     @property
     def __name__(self) -> str:
-        """The function's, so that it names itself in a list of metrics."""
+        """The function's name, the metric's name in a list."""
         return str(getattr(self.function, "__name__", type(self.function).__name__))
 
 
-class DeferredMetric(Protocol):
-    """A metric that is no mean of the batches' values."""
-
-    def add(self, outputs: Any, targets: Any, samples: int) -> None:
-        """Take in one batch."""
-
-    def part(self) -> Any:
-        """What rank 0 needs to know of this rank."""
-
-    def value(self, parts: list[Any]) -> Any:
-        """The metric of all ranks' parts; called on rank 0."""
-
-
-def is_late(metric: Any) -> bool:
-    """Whether a metric may turn out to be several, by the names of a dict that it returns."""
-    return isinstance(metric, EpochMetric) or _is_torchmetric(metric)
-
-
-def late_metric(metric: Any, device: torch.device) -> DeferredMetric | None:
-    """One pass of ``metric``; None for a function whose values are averaged over the batches."""
-    if isinstance(metric, EpochMetric):
-        return _Kept(metric)
-    return _Pooled(metric, device) if _is_torchmetric(metric) else None
-
-
-class _Kept:
-    """For a function over all samples: their outputs and targets, on the CPU."""
-
-    def __init__(self, metric: EpochMetric) -> None:
-        self._metric, self._rows = metric, Rows()
-
-    def add(self, outputs: Any, targets: Any, samples: int) -> None:
-        self._rows.add((outputs, targets), samples)
-
-    def part(self) -> Part | None:
-        return self._rows.part()
-
-    def value(self, parts: list[Part | None]) -> Any:
-        return self._metric(*in_order(parts))
-
-
-class _Pooled:
-    """A torchmetrics object (or collection), whose states are put together by our own hands.
-
-    Its own way asks every rank for tensors of equal number, dimensions and type: it hangs or raises
-    when a rank saw nothing, or fewer batches than another (states that are lists, reduced by None).
-    """
-
-    def __init__(self, metric: Any, device: torch.device) -> None:
-        self._metric = metric.to(device)
-        metric.reset()
-
-    def add(self, outputs: Any, targets: Any, samples: int) -> None:
-        self._metric.update(outputs, targets)
-
-    def part(self) -> list[dict[str, Any]]:
-        """The state of each metric inside, copied: a view would take along all it is a view of."""
-        from accelerate.utils import recursively_apply
-
-        states = [dict(metric.metric_state) for metric in self._inside()]
-        copied: list[dict[str, Any]] = recursively_apply(lambda t: t.to("cpu", copy=True), states)
-        return copied
-
-    def value(self, parts: list[list[dict[str, Any]]]) -> Any:
-        with ExitStack() as stack:
-            for metric, states in zip(self._inside(), zip(*parts, strict=True), strict=True):
-                stack.enter_context(_pooled(metric, states))
-            return self._metric.compute()
-
-    def _inside(self) -> list[Any]:
-        """A collection's metrics, a wrapper and what it wraps; or the metric itself."""
-        from torchmetrics import Metric
-
-        return [part for part in self._metric.modules() if isinstance(part, Metric)]
-
-
-def _is_torchmetric(metric: Any) -> bool:
-    torchmetrics = sys.modules.get("torchmetrics")  # not imported: then it is none
-    return torchmetrics is not None and isinstance(
-        metric, (torchmetrics.Metric, torchmetrics.MetricCollection)
-    )
-
-
-@contextmanager
-def _pooled(metric: Any, states: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """For a while, ``metric`` has the states of all ranks, and asks none of them."""
-    own, available = dict(metric.metric_state), metric.distributed_available_fn
-    metric.distributed_available_fn = lambda: False
-    for name, value in _reduced(metric, states).items():
-        setattr(metric, name, value)
-    try:
-        yield
-    finally:
-        metric.distributed_available_fn = available
-        for name, value in own.items():
-            setattr(metric, name, value)
-
-
-def _reduced(metric: Any, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Several ranks' states as one, put together as the metric says, on its device."""
-    import torch
-    from accelerate.utils import send_to_device
-
-    if len(states) == 1:
-        return dict(send_to_device(states[0], metric.device))
-    reduced = {}
-    for name, reduce in metric._reductions.items():
-        values = [send_to_device(state[name], metric.device) for state in states]
-        listed = isinstance(values[0], list)
-        pooled: Any = list(chain.from_iterable(values)) if listed else torch.stack(values)
-        empty = listed and not pooled  # torchmetrics' reductions do not take that
-        reduced[name] = pooled if reduce is None or empty else reduce(pooled)
-    return reduced
-
-
-# --- metrics ---
-
-
-Metrics: TypeAlias = Mapping[str, Any] | Iterable[Any] | None
+Metric: TypeAlias = Function | EpochMetric | TorchMetric
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Share of right answers.
+    """Share of correct predictions, a scalar.
 
     Args:
         outputs: scores of shape (n, classes, ...) for classes ``targets`` of shape (n, ...); or
             logits in the targets' own shape, for targets 0 and 1.
-        targets: the right answers.
+        targets: the correct classes.
     """
-    answers = outputs > 0 if outputs.ndim == targets.ndim else outputs.argmax(dim=1)
-    return (answers == targets).double().mean()
+    predictions = outputs > 0 if outputs.ndim == targets.ndim else outputs.argmax(dim=1)
+    return (predictions == targets).double().mean()
 
 
-def epoch_metric(function: Callable[[Any, Any], Any]) -> EpochMetric:
+def epoch_metric(function: Function) -> EpochMetric:
     """Mark a metric that must see the whole validation set: F1, AUC, a quantile, R2.
 
-    Plain functions are averaged over batches, which is right for means only. A marked one is called
-    once a validation, on rank 0, with the outputs and targets of all samples on all ranks, in the
-    data set's order, on the CPU (half precision as float32); all ranks get its value.
+    Plain functions are averaged over batches, which is correct for means only. A marked function is
+    called once per validation, on rank 0, with the outputs and targets of all samples on all ranks,
+    in the data set's order, on the CPU (half precision as float32); all ranks get its value.
 
         metrics={"f1": nb.epoch_metric(lambda scores, y: f1_score(y, scores.argmax(1)))}
 
@@ -185,95 +77,109 @@ def epoch_metric(function: Callable[[Any, Any], Any]) -> EpochMetric:
         function: ``function(outputs, targets)`` -> a number, or a dict of numbers.
 
     Returns:
-        A metric for :func:`nbtoolkit.fit`. Called itself, it calls ``function``.
+        A metric for :func:`nbtoolkit.fit`. When called, it calls ``function``.
     """
     return EpochMetric(function)
 
 
-def named_metrics(metrics: Metrics) -> dict[str, Any]:
+def named_metrics(metrics: Metrics) -> dict[str, Metric]:
     """What the user passed as ``metrics``, by name.
 
     Args:
-        metrics: a dict; or a list whose items name themselves: ``"accuracy"``, functions
-            ``(outputs, targets)`` -> mean over the batch, those marked with :func:`epoch_metric`,
-            torchmetrics objects.
+        metrics: a dict; or a list whose items have names: ``"accuracy"``, functions ``(outputs,
+            targets)`` -> mean over the batch, those marked with :func:`epoch_metric`, torchmetrics
+            objects.
 
     Raises:
         FitError: an item is none of these, two have one name, or one is called ``loss``.
     """
     if isinstance(metrics, str):
         metrics = [metrics]
-    given = metrics.items() if isinstance(metrics, Mapping) else map(_self_named, metrics or ())
-    named: dict[str, Any] = {}
-    for name, metric in given:
+    if isinstance(metrics, Mapping):
+        items: Iterable[tuple[str, object]] = metrics.items()
+    else:
+        items = ((_name_of(metric), metric) for metric in metrics or ())
+    named: dict[str, Metric] = {}
+    for name, metric in items:
         if name in named or name == "loss":
             raise FitError(
                 f"two metrics are called {name!r}"
                 + (": the loss is always among them" if name == "loss" else ""),
-                allowed="one metric a name",
+                allowed="one metric per name",
                 do="pass metrics as a dict: {name: metric}",
             )
-        named[str(name)] = _resolve(metric)
+        named[str(name)] = _as_metric(metric)
     return named
 
 
-def names_to_come(metrics: Mapping[str, Any], *, validates: bool) -> tuple[list[str], list[str]]:
-    """The metrics that a fit will report.
+def reported_names(
+    metrics: Mapping[str, Metric], *, validates: bool
+) -> tuple[list[str], list[str]]:
+    """The names of the metrics that a fit will report.
 
     Args:
         metrics: by name, from :func:`named_metrics`.
         validates: whether there is a validation set.
 
     Returns:
-        Names, and those whose metric may turn out to be several: ``<name>_<key>``.
+        The names, and those whose metric may return several values: ``<name>_<key>``.
     """
-    late = [name for name, one in metrics.items() if is_late(one)]
     names = ["train_loss", *(f"val_{name}" for name in ("loss", *metrics) if validates)]
-    return names, [f"val_{name}" for name in late if validates]
+    # These may return a dict of values.
+    stems = [n for n, m in metrics.items() if isinstance(m, EpochMetric) or _is_torchmetric(m)]
+    return names, [f"val_{name}" for name in stems if validates]
 
 
 class Meter:
-    """One pass over a data set, and what it comes to; the loss goes by the name ``loss``.
+    """The loss and metrics of one pass over a data set; the loss is called ``loss``.
 
-    Plain functions are means with each batch's samples as weight, the loss is one with its own
-    weights. The other metrics are computed on rank 0 from what every rank saw, in the data set's
-    order, and told to all: a rank that saw nothing does not matter, and all ranks have the same
-    numbers.
+    Plain functions are averaged over the batches, weighted by samples, the loss by its own weights.
+    The other metrics are computed on rank 0 from the outputs of all ranks, in the data set's order,
+    and broadcast: a rank without samples does not matter, and all ranks get the same numbers.
 
     Args:
         metrics: by name, from :func:`named_metrics`.
-        device: where outputs and targets are.
-        ranks: how many there are; rank 0 sees a sample if any rank does.
+        device: the device of outputs and targets.
+        ranks: the number of ranks; rank 0 has samples if any rank has.
     """
 
-    def __init__(self, metrics: Mapping[str, Any], device: torch.device, *, ranks: int = 1) -> None:
-        late = {name: late_metric(one, device) for name, one in metrics.items()}
-        self._late = {name: one for name, one in late.items() if one is not None}
-        self._functions = {name: one for name, one in metrics.items() if late[name] is None}
+    def __init__(
+        self, metrics: Mapping[str, Metric], device: torch.device, *, ranks: int = 1
+    ) -> None:
+        self._deferred: dict[str, _DeferredMetric] = {}
+        self._functions: dict[str, Function] = {}
+        for name, metric in metrics.items():
+            if isinstance(metric, EpochMetric):
+                self._deferred[name] = _WholeSetMetric(metric)
+            elif _is_torchmetric(metric):
+                self._deferred[name] = _MergedTorchMetric(metric, device)
+            else:
+                self._functions[name] = metric
         self._device, self._ranks = device, ranks
         self._sums: list[Tensor] = []
 
-    def add(self, loss: Passed, outputs: Any, targets: Any, samples: int) -> None:
-        """Take in one batch of ``samples`` samples (at least one) and its loss."""
+    def add(self, loss: BatchLoss, outputs: Batch, targets: Batch, samples: int) -> None:
+        """Add one batch of ``samples`` samples (at least one) and its loss."""
         import torch
         from accelerate.utils import convert_to_fp32
 
-        outputs = convert_to_fp32(outputs)  # NumPy knows no bf16, and metrics count on its digits
-        means = [loss.mean, 1.0, *(one(outputs, targets) for one in self._functions.values()), 1.0]
+        outputs = convert_to_fp32(outputs)  # NumPy has no bf16, and metrics need the digits
+        values = [function(outputs, targets) for function in self._functions.values()]
+        means = [loss.mean, 1.0, *values, 1.0]
         counts = [loss.weight, loss.weight, *(samples for _ in self._functions), samples]
         row, times = (
             torch.stack(
-                [torch.as_tensor(one, dtype=torch.float64, device=self._device) for one in values]
+                [torch.as_tensor(n, dtype=torch.float64, device=self._device) for n in numbers]
             )
-            for values in (means, counts)
+            for numbers in (means, counts)
         )
         self._sums.append(row * times)
-        for metric in self._late.values():
+        for metric in self._deferred.values():
             metric.add(outputs, targets, samples)
 
     def result(self) -> dict[str, float]:
-        """The values for all samples of all ranks; collectives when there are several."""
-        return {**self._means(), **self._computed_late()}
+        """The values for all samples of all ranks; collectives when there are several ranks."""
+        return {**self._means(), **self._deferred_values()}
 
     def _means(self) -> dict[str, float]:
         import torch
@@ -287,28 +193,30 @@ class Meter:
         means = {name: total / samples for name, total in zip(self._functions, totals, strict=True)}
         return {"loss": loss / weight if weight else 0.0, **means}
 
-    def _computed_late(self) -> dict[str, float]:
-        if not self._late:
+    def _deferred_values(self) -> dict[str, float]:
+        if not self._deferred:
             return {}
-        mine = {name: metric.part() for name, metric in self._late.items()} if self._sums else None
-        gathered = gather_on_first(mine, self._ranks)
+        deferred = self._deferred.items()
+        own = {name: metric.part() for name, metric in deferred} if self._sums else None
+        gathered = gather_on_first(own, self._ranks)
         values: dict[str, float] = {}
         if gathered is not None:
             parts = [part for part in gathered if part is not None]
-            for name, metric in self._late.items():
-                values.update(_flat(name, metric.value([part[name] for part in parts])))
-        told: dict[str, float] = tell_all(values, self._ranks)
-        return told
+            for name, metric in deferred:
+                values.update(_as_numbers(name, metric.value([part[name] for part in parts])))
+        broadcast: dict[str, float] = tell_all(values, self._ranks)
+        return broadcast
 
 
-def _self_named(metric: Any) -> tuple[str, Any]:
+def _name_of(metric: object) -> str:
+    """The name of a metric in a list."""
     if isinstance(metric, str):
-        return metric, metric
-    return str(getattr(metric, "__name__", type(metric).__name__)).lower(), metric
+        return metric
+    return str(getattr(metric, "__name__", type(metric).__name__)).lower()
 
 
-def _resolve(metric: Any) -> Any:
-    if isinstance(metric, str) and metric == "accuracy":
+def _as_metric(metric: object) -> Metric:
+    if isinstance(metric, str) and metric == "accuracy":  # a torchmetrics object's == is no bool
         return accuracy
     if callable(metric):
         return metric
@@ -320,10 +228,10 @@ def _resolve(metric: Any) -> Any:
     )
 
 
-def _flat(name: str, value: Any) -> dict[str, float]:
-    """A computed metric as numbers; a collection's (a dict's) get names of their own."""
+def _as_numbers(name: str, value: object) -> dict[str, float]:
+    """A computed metric as numbers by name; a dict (of a collection) gives ``<name>_<key>``."""
     if isinstance(value, Mapping):
-        return {f"{name}_{key}": _number(f"{name}_{key}", one) for key, one in value.items()}
+        return {f"{name}_{key}": _number(f"{name}_{key}", item) for key, item in value.items()}
     return {name: _number(name, value)}
 
 
@@ -336,3 +244,112 @@ def _number(name: str, value: Any) -> float:
             allowed="a number, or a dict of numbers",
             do="let it average (average='macro'), or wrap it in torchmetrics' ClasswiseWrapper",
         ) from None
+
+
+# --- metrics that are not a mean over the batches ---
+
+
+class _DeferredMetric(Protocol):
+    """A metric computed once the whole set was seen."""
+
+    def add(self, outputs: Batch, targets: Batch, samples: int) -> None:
+        """Add one batch."""
+
+    def part(self) -> object:
+        """What rank 0 needs from this rank."""
+
+    def value(self, parts: list[Any]) -> object:
+        """The metric of all ranks' parts; called on rank 0."""
+
+
+class _WholeSetMetric:
+    """A function of all samples: keeps their outputs and targets on the CPU."""
+
+    def __init__(self, metric: EpochMetric) -> None:
+        self._metric, self._rows = metric, Rows()
+
+    def add(self, outputs: Batch, targets: Batch, samples: int) -> None:
+        self._rows.add((outputs, targets), samples)
+
+    def part(self) -> Part | None:
+        return self._rows.part()
+
+    def value(self, parts: list[Part | None]) -> object:
+        return self._metric(*in_order(parts))
+
+
+class _MergedTorchMetric:
+    """A torchmetrics object (or collection) whose states of all ranks are merged on rank 0.
+
+    torchmetrics' own synchronisation expects tensors of equal number, dimensions and type from
+    every rank: it hangs or raises when a rank saw no batch, or fewer batches than another (states
+    that are lists, reduced by None).
+    """
+
+    def __init__(self, metric: TorchMetric, device: torch.device) -> None:
+        self._metric = metric.to(device)
+        metric.reset()
+
+    def add(self, outputs: Batch, targets: Batch, samples: int) -> None:
+        self._metric.update(outputs, targets)
+
+    def part(self) -> list[MetricState]:
+        """The state of each metric inside, copied: a view would be sent with all of its base."""
+        from accelerate.utils import recursively_apply
+
+        states = [dict(metric.metric_state) for metric in self._inner_metrics()]
+        copies: list[MetricState] = recursively_apply(lambda t: t.to("cpu", copy=True), states)
+        return copies
+
+    def value(self, parts: list[list[MetricState]]) -> object:
+        with ExitStack() as stack:
+            for metric, states in zip(self._inner_metrics(), zip(*parts, strict=True), strict=True):
+                stack.enter_context(_merged_states(metric, states))
+            result: object = self._metric.compute()
+            return result
+
+    def _inner_metrics(self) -> list[TorchMetric]:
+        """A collection's metrics, a wrapper and what it wraps; or the metric itself."""
+        import torchmetrics
+
+        modules = self._metric.modules()
+        return [part for part in modules if isinstance(part, torchmetrics.Metric)]
+
+
+def _is_torchmetric(metric: object) -> bool:
+    torchmetrics = sys.modules.get("torchmetrics")  # not imported: then no object is one
+    return torchmetrics is not None and isinstance(
+        metric, (torchmetrics.Metric, torchmetrics.MetricCollection)
+    )
+
+
+@contextmanager
+def _merged_states(metric: TorchMetric, states: Sequence[MetricState]) -> Iterator[None]:
+    """Give ``metric`` the states of all ranks inside a block, without collectives of its own."""
+    own, available = dict(metric.metric_state), metric.distributed_available_fn
+    metric.distributed_available_fn = lambda: False
+    for name, value in _merge(metric, states).items():
+        setattr(metric, name, value)
+    try:
+        yield
+    finally:
+        metric.distributed_available_fn = available
+        for name, value in own.items():
+            setattr(metric, name, value)
+
+
+def _merge(metric: TorchMetric, states: Sequence[MetricState]) -> MetricState:
+    """Reduce the states of several ranks to one as the metric defines, on its device."""
+    import torch
+    from accelerate.utils import send_to_device
+
+    if len(states) == 1:
+        return dict(send_to_device(states[0], metric.device))
+    merged = {}
+    for name, reduce in metric._reductions.items():
+        values = [send_to_device(state[name], metric.device) for state in states]
+        is_list = isinstance(values[0], list)
+        joined = list(chain.from_iterable(values)) if is_list else torch.stack(values)
+        empty = is_list and not joined  # torchmetrics' reductions refuse an empty list
+        merged[name] = joined if reduce is None or empty else reduce(joined)
+    return merged

@@ -1,4 +1,4 @@
-"""Build the optimizer that the configuration names, and its learning rate at every step."""
+"""Build the optimizer that the configuration names, and its learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from nbtoolkit.config.fields import FreeSection
 from nbtoolkit.errors import FitError
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import torch
+    from torch import nn
 
     from nbtoolkit.config.schema import Config, Optim
 
 
-# --- schedule ---
-# The learning rate (and momentum) of every optimizer step of a run.
-#
-# Steps are optimizer steps of the run, counted from 0: the curve does not depend on the ranks or on
-# accumulation, and a resumed run finds its place by the step alone (a plateau by its state, too).
+# --- schedules ---
 
 
 class Schedule:
-    """What the stepper asks before every step. Make one with :func:`make_schedule`.
+    """The learning rate (and momentum) of every step. Make one with :func:`make_schedule`.
+
+    Steps are optimizer steps of the run, counted from 0: the curve does not depend on the ranks or
+    on accumulation, and a resumed run needs only its step (a plateau its state, too).
 
     Attributes:
         total: optimizer steps of the whole run.
@@ -40,30 +42,30 @@ class Schedule:
         raise NotImplementedError
 
     def momentum(self, step: int) -> float | None:
-        """The momentum (Adam: the first beta) of step ``step``; None: what the optimizer has."""
+        """The momentum (Adam: the first beta) of step ``step``; None: the optimizer's."""
         return None
 
     def observe(self, value: float, better: bool) -> None:
-        """Take in an epoch's monitored value, and whether it is better than all before."""
+        """Report an epoch's monitored value, and whether it is better than all before."""
 
-    def state(self) -> dict[str, Any]:
-        """What a resumed run has to know besides the step: numbers only."""
+    def state(self) -> dict[str, float]:
+        """What a resumed run needs besides the step."""
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a :meth:`state`."""
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Continue from a :meth:`state`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve(Schedule):
-    """A straight way up to the peak, then one of three ways on: a pure function of the step.
+    """Linear warm-up, then one of three curves: a pure function of the step.
 
     Attributes:
-        kind: the way on. A cosine (Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983,
-            without restarts), a straight line, or none: ``constant``.
+        kind: the curve after the warm-up: half a cosine (Loshchilov and Hutter 2017,
+            https://arxiv.org/abs/1608.03983, without restarts), a straight line, or ``constant``.
         peak: the learning rate after the warm-up.
-        warmup: steps of the way up: the first has ``peak / warmup``, the last ``peak``.
-        floor: the learning rate that step ``total``, the first not taken, would have.
+        warmup: steps of the warm-up: the first has ``peak / warmup``, the last ``peak``.
+        floor: the learning rate that step ``total``, the one after the last, would have.
         total: optimizer steps of the whole run.
     """
 
@@ -77,7 +79,7 @@ class Curve(Schedule):
         """See :meth:`Schedule.rate`."""
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
-        done = _share(step - self.warmup, self.total - self.warmup)
+        done = _fraction(step - self.warmup, self.total - self.warmup)
         if self.kind == "cosine":
             return _half_cosine(self.peak, self.floor, done)
         return self.peak + (self.floor - self.peak) * done if self.kind == "linear" else self.peak
@@ -85,16 +87,16 @@ class Curve(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class OneCycle(Schedule):
-    """Up to a high learning rate and down again, momentum the other way: a pure function.
+    """Up to a high learning rate and down again, momentum inversely: a pure function of the step.
 
-    The steps are those of ``torch.optim.lr_scheduler.OneCycleLR`` with ``pct_start`` for the
+    The values are those of ``torch.optim.lr_scheduler.OneCycleLR`` with ``pct_start`` for the
     warm-up: from peak / 25 up to the peak, then down to the floor, each by half a cosine, while
     the momentum goes from 0.95 to 0.85 and back. The policy is Smith's (2018,
-    https://arxiv.org/abs/1803.09820); the cosines are what fastai and torch made of its lines.
+    https://arxiv.org/abs/1803.09820), with cosines in place of lines, as in fastai and torch.
 
     Attributes:
         peak: the highest learning rate.
-        warmup: steps of the way up, not always a whole number.
+        warmup: steps of the warm-up, not always a whole number.
         total: optimizer steps of the whole run.
         floor: the learning rate of the last step.
     """
@@ -113,26 +115,26 @@ class OneCycle(Schedule):
         return self._at(step, 0.95, 0.85, 0.95)
 
     def _at(self, step: int, first: float, turning: float, last: float) -> float:
-        turn = max(0.0, self.warmup - 1)  # torch turns here, between two steps if need be
+        turn = max(0.0, self.warmup - 1)  # as torch does, possibly between two steps
         if step < turn:
             return _half_cosine(first, turning, step / turn)
-        return _half_cosine(turning, last, _share(step - turn, self.total - 1 - turn))
+        return _half_cosine(turning, last, _fraction(step - turn, self.total - 1 - turn))
 
 
 @dataclass(kw_only=True)
 class Plateau(Schedule):
-    """A learning rate that drops when the monitored metric gets no better.
+    """A learning rate that drops when the monitored metric stops improving.
 
     After ``patience`` epochs in a row without a better value it is multiplied by ``factor``, and
-    the count begins anew. ``torch.optim.lr_scheduler.ReduceLROnPlateau`` with one less for its
-    ``patience`` does the same: that is how many epochs it lets pass.
+    the count starts again. ``torch.optim.lr_scheduler.ReduceLROnPlateau`` does the same with a
+    ``patience`` of one less: it counts the epochs that it tolerates.
 
     Attributes:
         start: the learning rate before the first drop, warm-up included.
         patience: epochs.
-        factor: what a drop leaves of the learning rate.
-        floor: what all drops together leave at least.
-        scale: what they have left until now.
+        factor: of each drop.
+        floor: the smallest product of all drops.
+        scale: the product of the drops so far.
         worse: epochs since the last better value or drop.
     """
 
@@ -156,22 +158,23 @@ class Plateau(Schedule):
         if self.worse >= self.patience:
             self.scale, self.worse = max(self.scale * self.factor, self.floor), 0
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, float]:
         """See :meth:`Schedule.state`."""
         return {"scale": self.scale, "worse": self.worse}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, float]) -> None:
         """See :meth:`Schedule.restore`."""
         self.scale, self.worse = float(state["scale"]), int(state["worse"])
 
 
 def make_schedule(config: Config, *, steps: int, factor: float) -> Schedule:
-    """The schedule that ``config.optim`` asks for.
+    """Make the schedule that ``config.optim`` asks for.
 
     Args:
-        config: ``optim.lr, schedule, warmup, floor, plateau_patience, plateau_factor``.
+        config: ``optim.lr, schedule, warmup_ratio, min_lr_ratio, plateau_patience,
+            plateau_factor``.
         steps: optimizer steps of the whole run.
-        factor: what ``optim.lr`` is multiplied by (the plan's ``lr_factor``).
+        factor: multiplies ``optim.lr`` (the plan's ``lr_factor``).
     """
     optim = config.optim
     peak, warmup = optim.lr * factor, optim.warmup_ratio * steps
@@ -186,21 +189,21 @@ def make_schedule(config: Config, *, steps: int, factor: float) -> Schedule:
 
 
 def _half_cosine(start: float, end: float, done: float) -> float:
-    """From ``start`` (``done`` 0) to ``end`` (1), level at both."""
+    """From ``start`` (``done`` 0) to ``end`` (``done`` 1), with slope 0 at both."""
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _share(part: float, whole: float) -> float:
-    """How much of ``whole`` is done, from 0 to 1; of nothing, nothing is."""
+def _fraction(part: float, whole: float) -> float:
+    """``part / whole``, at most 1; 0 if ``whole`` is 0."""
     return min(1.0, part / whole) if whole > 0 else 0.0
 
 
 # --- optimizer ---
 
 
-Kind: TypeAlias = "type[torch.optim.Optimizer]"
+OptimizerClass: TypeAlias = "type[torch.optim.Optimizer]"
 
-_SHORT = {
+_SHORT_NAMES = {
     "adamw": "torch.optim.AdamW",
     "adam": "torch.optim.Adam",
     "sgd": "torch.optim.SGD",
@@ -208,30 +211,31 @@ _SHORT = {
 }
 
 
-def make_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that ``config.optim`` names, over the trainable parameters of ``model``.
+def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """Build the optimizer that ``config.optim`` names, over the trainable parameters of ``model``.
 
-    Two groups, in this order, each in the order of ``model.parameters()``: what decays, and what
-    is spared: biases, the weights of norms, and all else of one dimension or none (unless
-    ``optim.decay_all``; one group where nothing decays). A group may be given an ``lr_scale``.
+    Two groups, in this order, each in the order of ``model.parameters()``: the parameters with
+    weight decay, and those without: biases, the weights of norms, and all others of at most one
+    dimension (unless ``optim.decay_all``; without weight decay there is one group). A group may be
+    given an ``lr_scale``.
 
     Args:
         config: ``optim.name, options, lr, weight_decay, decay_all, momentum``. The class gets
-            ``weight_decay`` only if it takes it, ``momentum`` only if it is torch's SGD (others
+            ``weight_decay`` only if it accepts it, ``momentum`` only if it is torch's SGD (others
             have it in ``options``).
-        model: on its device already, with something to train.
+        model: on its device already, with a trainable parameter.
 
     Raises:
-        FitError: there is no such class, it does not take these arguments or refuses them, its
-            step wants a closure.
+        FitError: there is no such class, it does not accept these arguments, or its step needs a
+            closure.
     """
     optim = config.optim
-    kind = _find(_SHORT.get(optim.name, optim.name))
-    takes = _takes(kind)
-    arguments = _arguments(optim, kind, takes, model)
-    _check(optim.name, takes, arguments)
+    kind = _import_class(_SHORT_NAMES.get(optim.name, optim.name))
+    signature = _signature(kind)
+    arguments = _arguments(optim, kind, signature, model)
+    _check(optim.name, signature, arguments)
     try:
-        return kind(_groups(optim, takes, model), **arguments)
+        return kind(_groups(optim, signature, model), **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise FitError(
             f"optim.name: {optim.name} cannot be built: {error}",
@@ -245,9 +249,9 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float, momentum: float | No
 
     Args:
         optimizer: changed in place.
-        rate: what the schedule says.
-        momentum: what it says about momentum, or Adam's first beta; None: leave it. A momentum of
-            0 stays 0: the optimizer has none.
+        rate: the schedule's learning rate.
+        momentum: the schedule's momentum, or Adam's first beta; None: unchanged. A momentum of 0
+            stays 0: the optimizer has none.
     """
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_scale", 1.0)
@@ -259,140 +263,145 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float, momentum: float | No
             group["betas"] = (momentum, *group["betas"][1:])
 
 
-class _Takes(NamedTuple):
-    """The arguments of a callable after its first (the parameters, or self)."""
+class _Signature(NamedTuple):
+    """The parameters of a callable after its first (the parameters to optimize, or self)."""
 
     names: tuple[str, ...]
     required: tuple[str, ...]
-    anything: bool
-    """Whether it takes any name (``**kwargs``)."""
+    any_name: bool
+    """Whether it accepts ``**kwargs``."""
 
-    def takes(self, name: str) -> bool:
-        return self.anything or name in self.names
-
-
-def _takes(function: Callable[..., Any]) -> _Takes:
-    given = list(inspect.signature(function).parameters.values())[1:]
-    named = [one for one in given if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    required = [one.name for one in named if one.default is one.empty]
-    anything = any(one.kind is one.VAR_KEYWORD for one in given)
-    return _Takes(tuple(one.name for one in named), tuple(required), anything)
+    def accepts(self, name: str) -> bool:
+        return self.any_name or name in self.names
 
 
-def _find(dotted: str) -> Kind:
-    """The optimizer class of that dotted name."""
+def _signature(function: Callable[..., object]) -> _Signature:
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = tuple(p.name for p in named if p.default is p.empty)
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return _Signature(tuple(p.name for p in named), required, any_name)
+
+
+def _import_class(dotted: str) -> OptimizerClass:
+    """The optimizer class of a dotted name."""
     import torch
 
     path, _, name = dotted.rpartition(".")
-    found = getattr(_module(path, dotted), name, None)
-    if found is None:
-        _refuse_unknown(path, name)
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+    kind = getattr(_import_module(path, dotted), name, None)
+    if kind is None:
+        raise _unknown_class(path, name)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise FitError(
-            f"optim.name: {dotted} is no optimizer but a {type(found).__name__}",
-            allowed=f"{', '.join(_SHORT)}, or a subclass of torch.optim.Optimizer",
+            f"optim.name: {dotted} is not an optimizer but a {type(kind).__name__}",
+            allowed=f"{', '.join(_SHORT_NAMES)}, or a subclass of torch.optim.Optimizer",
             do="name the class itself: package.module.Class",
         )
-    if wants := _takes(found.step).required:
+    if required := _signature(kind.step).required:
         raise FitError(
-            f"optim.name: the step of {dotted} wants a {wants[0]}: it computes the loss several "
+            f"optim.name: the step of {dotted} needs a {required[0]}: it computes the loss several "
             "times, and fit does so once, over all ranks and accumulation steps",
-            allowed="an optimizer whose step() takes the gradients that are there",
-            do="choose another, or write a loop of your own with ctx.prepare",
+            allowed="an optimizer whose step() uses the present gradients",
+            do="choose another, or write your own loop with ctx.prepare",
         )
-    return found
+    return kind
 
 
-def _module(path: str, dotted: str) -> Any:
+def _import_module(path: str, dotted: str) -> ModuleType:
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
         if not f"{path}.".startswith(f"{error.name}."):
-            raise  # it is there, but something that it imports is not
+            raise  # the module exists, but not one that it imports
         raise FitError(
-            f"optim.name: {dotted} names a module that is not there: {error.name}",
-            allowed=f"{', '.join(_SHORT)}, or package.module.Class that the ranks can import",
+            f"optim.name: {dotted} names a module that does not exist: {error.name}",
+            allowed=f"{', '.join(_SHORT_NAMES)}, or package.module.Class that the ranks can import",
             do="check the name; install the package, or put its file beside the notebook",
         ) from None
 
 
-def _refuse_unknown(path: str, name: str) -> None:
+def _unknown_class(path: str, name: str) -> FitError:
     import torch
 
-    there = {
+    classes = {
         key.lower(): key
         for key, value in vars(importlib.import_module(path)).items()
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
     }
-    there.pop("optimizer", None)
-    close = difflib.get_close_matches(name.lower(), there, n=1, cutoff=0.5)
-    cell = "put the class into a file beside the notebook: ranks import it, cells they cannot"
-    other = cell if path == "__main__" else "check the name"
-    raise FitError(
+    classes.pop("optimizer", None)
+    if close := difflib.get_close_matches(name.lower(), classes, n=1, cutoff=0.5):
+        do = f"did you mean {path}.{classes[close[0]]}?"
+    elif path == "__main__":
+        do = "put the class into a file beside the notebook: ranks import files, not cells"
+    else:
+        do = "check the name"
+    return FitError(
         f"optim.name: {path} has no {name}",
-        allowed=", ".join(sorted(there.values())) or "a module with optimizers",
-        do=f"did you mean {path}.{there[close[0]]}?" if close else other,
+        allowed=", ".join(sorted(classes.values())) or "a module with optimizers",
+        do=do,
     )
 
 
-def _arguments(optim: Optim, kind: Kind, takes: _Takes, model: torch.nn.Module) -> dict[str, Any]:
-    """What the class is called with, besides the groups."""
+def _arguments(
+    optim: Optim, kind: OptimizerClass, signature: _Signature, model: nn.Module
+) -> dict[str, Any]:
+    """The arguments of the class, besides the groups."""
     import torch
 
-    own: dict[str, Any] = {"lr": optim.lr} if takes.takes("lr") else {}
-    if issubclass(kind, torch.optim.SGD) and takes.takes("momentum"):
+    own: dict[str, Any] = {"lr": optim.lr} if signature.accepts("lr") else {}
+    if issubclass(kind, torch.optim.SGD) and signature.accepts("momentum"):
         own["momentum"] = optim.momentum
-    _refuse_twice(optim, {"params", "lr", "weight_decay", *own})
-    if _can_fuse(kind, model) and not optim.options.keys() & {"fused", "foreach", "differentiable"}:
-        own["fused"] = True
-    return {**own, **{name: _plain(value) for name, value in optim.options.items()}}
-
-
-def _refuse_twice(optim: Optim, elsewhere: set[str]) -> None:
-    for name in sorted(elsewhere & optim.options.keys()):
+    for name in sorted({"params", "lr", "weight_decay", *own} & optim.options.keys()):
         setting = "the model's parameters" if name == "params" else f"optim.{name}"
         raise FitError(
-            f"optim.options.{name} stands where {setting} is meant",
+            f"optim.options.{name} is set in place of {setting}",
             allowed="arguments that have no setting of their own",
-            do=f"take it out of optim.options: {setting} is what counts",
+            do=f"remove it from optim.options: {setting} is used",
         )
+    if _can_fuse(kind, model) and not optim.options.keys() & {"fused", "foreach", "differentiable"}:
+        own["fused"] = True
+    options = optim.options.items()
+    return {
+        **own,
+        **{name: v.to_dict() if isinstance(v, FreeSection) else v for name, v in options},
+    }
 
 
-def _check(name: str, takes: _Takes, arguments: Mapping[str, Any]) -> None:
+def _check(name: str, signature: _Signature, arguments: Mapping[str, object]) -> None:
     for key in arguments:
-        if not takes.takes(key):
-            close = difflib.get_close_matches(key, takes.names, n=1)
+        if not signature.accepts(key):
+            close = difflib.get_close_matches(key, signature.names, n=1)
             raise FitError(
-                f"optim.options.{key} is no argument of {name}",
-                allowed=", ".join(takes.names),
-                do=f"did you mean {close[0]}?" if close else "take it out",
+                f"optim.options.{key} is not an argument of {name}",
+                allowed=", ".join(signature.names),
+                do=f"did you mean {close[0]}?" if close else "remove it",
             )
-    if missing := [key for key in takes.required if key not in arguments]:
+    if missing := [key for key in signature.required if key not in arguments]:
         raise FitError(
             f"optim.name: {name} needs more arguments: {', '.join(missing)}",
-            allowed=", ".join(takes.names),
+            allowed=", ".join(signature.names),
             do=f"set optim.options.{missing[0]}",
         )
 
 
-def _groups(optim: Optim, takes: _Takes, model: torch.nn.Module) -> list[dict[str, Any]]:
+def _groups(optim: Optim, signature: _Signature, model: nn.Module) -> list[dict[str, Any]]:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not takes.takes("weight_decay"):
+    if not signature.accepts("weight_decay"):
         return [{"params": trainable}]
     if optim.decay_all or not optim.weight_decay:
         return [{"params": trainable, "weight_decay": optim.weight_decay}]
-    spared = _spared(model)
-    decayed = [parameter for parameter in trainable if parameter not in spared]
-    plain = [parameter for parameter in trainable if parameter in spared]
-    groups = [(decayed, optim.weight_decay), (plain, 0.0)]
-    return [{"params": some, "weight_decay": decay} for some, decay in groups if some]
+    without_decay = _parameters_without_decay(model)
+    decayed = [parameter for parameter in trainable if parameter not in without_decay]
+    others = [parameter for parameter in trainable if parameter in without_decay]
+    groups = [(decayed, optim.weight_decay), (others, 0.0)]
+    return [{"params": group, "weight_decay": decay} for group, decay in groups if group]
 
 
-def _spared(model: torch.nn.Module) -> set[torch.nn.Parameter]:
+def _parameters_without_decay(model: nn.Module) -> set[nn.Parameter]:
     """Biases and the weights of norms.
 
-    Only these two norms have weights of more than one dimension; those of all others, of the
-    user's own too, are known by having one.
+    LayerNorm and RMSNorm alone have weights of more than one dimension; those of all other norms,
+    the user's own included, are recognized by having one.
     """
     from torch import nn
 
@@ -404,11 +413,11 @@ def _spared(model: torch.nn.Module) -> set[torch.nn.Parameter]:
     }
 
 
-def _can_fuse(kind: Kind, model: torch.nn.Module) -> bool:
-    """Whether one kernel may step all parameters.
+def _can_fuse(kind: OptimizerClass, model: nn.Module) -> bool:
+    """Whether one kernel can step all parameters.
 
     AdamW's step on a small MLP and a CPU then takes a quarter of the time (35, not 140 us). Other
-    classes of torch take `fused` too, but not on every device.
+    classes of torch accept `fused` too, but not on every device.
     """
     import torch
 
@@ -416,7 +425,3 @@ def _can_fuse(kind: Kind, model: torch.nn.Module) -> bool:
         parameter.device.type in ("cpu", "cuda") and parameter.is_floating_point()
         for parameter in model.parameters()
     )
-
-
-def _plain(value: Any) -> Any:
-    return value.to_dict() if isinstance(value, FreeSection) else value

@@ -1,4 +1,4 @@
-"""Decide which samples every optimizer step takes, and which of them belong to this rank."""
+"""Decide which samples each optimizer step takes and which rank gets them, and record them."""
 
 from __future__ import annotations
 
@@ -11,49 +11,46 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypedDict
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.run.paths import RunPaths
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-
-# --- order ---
-# Which samples every optimizer step takes, and which of them are this rank's.
-#
-# permutation of (seed, epoch) 7 2 9 4 | 0 5 1 8 | 3 6 global batches of 4, the last uneven rank 0
-# of 2 7 2 | 0 5 | 3 its slice of each; cut further into rank 1 of 2 9 4 | 1 8 | 6 passes when
-# gradients are accumulated
-#
-# The global batches do not depend on the ranks or on accumulation; only the cuts do.
+    from nbtoolkit.training.data import Batch
 
 
 class MicroBatch(NamedTuple):
-    """What one pass (forward and backward) of one rank counts for in its optimizer step."""
+    """What one forward and backward pass of one rank counts for in its optimizer step."""
 
     samples: int
-    """How many of the step's samples; 0: the rank has none left and passes a stand-in, in step."""
+    """Samples in it; 0: the rank has none left and passes a stand-in, as collectives may need."""
     weight: float
-    """Factor of the pass's mean loss: DDP's mean over the ranks is then the samples' mean."""
+    """Factor of its mean loss: the mean over the ranks is then the mean over the step's samples."""
     last: bool
-    """Whether the optimizer steps after this pass."""
+    """Whether the optimizer steps after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatchSampler:
-    """The walk of one rank through the training set.
+    """The samples of one rank, in order.
+
+    The global batches do not depend on the ranks or on gradient accumulation; only the cuts do::
+
+        permutation of (seed, epoch)   7 2 9 4 | 0 5 1 8 | 3 6    global batches of 4
+        rank 0 of 2                    7 2     | 0 5     | 3      a slice of each, cut into
+        rank 1 of 2                        9 4 |     1 8 |   6    micro-batches of ``micro``
 
     Attributes:
         size: samples in the data set.
-        batch: samples of one optimizer step, over all ranks (global).
-        micro: samples of one pass of one rank; ``batch`` is a multiple of ``ranks * micro``.
-        seed: decides the permutations.
+        batch: samples of one optimizer step, over all ranks.
+        micro: samples of one micro-batch of one rank; ``batch`` is a multiple of ``ranks * micro``.
+        seed: of the permutations.
         rank: this rank.
-        ranks: how many there are.
-        drop_last: leave out the uneven last step, and with it its samples.
+        ranks: the number of ranks.
+        drop_last: leave out the last step if it is smaller than ``batch``.
     """
 
     size: int
@@ -66,46 +63,48 @@ class GlobalBatchSampler:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of one epoch; the last may be uneven."""
+        """Optimizer steps of one epoch, a smaller last one included."""
         return self.size // self.batch + (self._rest > 0)
 
     @cached_property
-    def shares(self) -> list[MicroBatch]:
-        """This rank's passes of one epoch, in order; the same in every epoch."""
-        passes = self._passes_per_step
-        even = [MicroBatch(self.micro, 1 / passes, i == passes - 1) for i in range(passes)]
-        return even * (self.size // self.batch) + self._uneven()
+    def micro_batches(self) -> list[MicroBatch]:
+        """This rank's micro-batches of one epoch, in order; the same in every epoch."""
+        number = self._micro_batches_per_step
+        even = [MicroBatch(self.micro, 1 / number, i == number - 1) for i in range(number)]
+        return even * (self.size // self.batch) + self._uneven_step()
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Samples that each pass of :attr:`shares` fetches (at least 1: the stand-in)."""
-        return [max(share.samples, 1) for share in self.shares]
+        """Samples to load for each of :attr:`micro_batches`: at least 1, the stand-in."""
+        return [max(micro_batch.samples, 1) for micro_batch in self.micro_batches]
 
-    def passes(self, steps: int) -> int:
-        """How many of :attr:`shares` the first ``steps`` optimizer steps of an epoch take."""
-        return steps * self._passes_per_step if steps < self.steps else len(self.shares)
+    def count_micro_batches(self, steps: int) -> int:
+        """The number of :attr:`micro_batches` in the first ``steps`` optimizer steps."""
+        if steps < self.steps:
+            return steps * self._micro_batches_per_step
+        return len(self.micro_batches)
 
     def permutation(self, epoch: int) -> Tensor:
-        """All samples in the order of ``epoch``: a pure function of (seed, epoch)."""
+        """All samples in the order of ``epoch``: int64 of shape (size,), a function of the seed."""
         import torch
 
-        generator = torch.Generator().manual_seed(mix(self.seed, "order", epoch))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", epoch))
         return torch.randperm(self.size, generator=generator)
 
     def indices(self, epoch: int) -> Tensor:
-        """This rank's samples of ``epoch``, pass after pass; cut them by :attr:`sizes`."""
-        return self.mine(self.permutation(epoch))
+        """This rank's samples of ``epoch``, of shape (sum of :attr:`sizes`,)."""
+        return self.indices_of_rank(self.permutation(epoch))
 
-    def mine(self, order: Tensor) -> Tensor:
-        """This rank's part of all samples in ``order``, of shape (size,): see :meth:`indices`."""
+    def indices_of_rank(self, order: Tensor) -> Tensor:
+        """This rank's part of all samples in ``order``, of shape (size,); see :meth:`indices`."""
         import torch
 
         even = self.size - self.size % self.batch
         steps = order[:even].view(-1, self.ranks, self.batch // self.ranks)
-        mine, rest = steps[:, self.rank].reshape(-1), order[even : even + self._rest]
+        slices, rest = steps[:, self.rank].reshape(-1), order[even : even + self._rest]
         low, high = shard(len(rest), self.rank, self.ranks)
-        stand_ins = sum(share.samples == 0 for share in self._uneven())
-        return torch.cat([mine, rest[low:high], rest[:1].expand(stand_ins)])
+        stand_ins = sum(micro_batch.samples == 0 for micro_batch in self._uneven_step())
+        return torch.cat([slices, rest[low:high], rest[:1].expand(stand_ins)])
 
     def step_ids(self, epoch: int, step: int) -> list[int]:
         """The samples of all ranks in optimizer step ``step`` (from 0) of ``epoch``."""
@@ -114,52 +113,52 @@ class GlobalBatchSampler:
         return self.permutation(epoch)[step * self.batch :][: self.batch].tolist()
 
     @property
-    def _passes_per_step(self) -> int:
+    def _micro_batches_per_step(self) -> int:
         return self.batch // (self.ranks * self.micro)
 
     @property
     def _rest(self) -> int:
-        """Samples of the uneven last step."""
+        """Samples of a last step smaller than ``batch``."""
         return 0 if self.drop_last else self.size % self.batch
 
-    def _uneven(self) -> list[MicroBatch]:
-        """The passes of the last step, when the batch does not divide the data set.
+    def _uneven_step(self) -> list[MicroBatch]:
+        """The micro-batches of a last step smaller than ``batch``.
 
-        Every rank makes as many as the busiest: a model's forward pass may hold collectives
-        (SyncBatchNorm).
+        Every rank has as many as the rank with the most samples: a model's forward pass may hold
+        collectives (SyncBatchNorm).
         """
         rest = self._rest
-        busiest = -(-rest // self.ranks)
-        passes = -(-busiest // self.micro)
+        most = -(-rest // self.ranks)
+        number = -(-most // self.micro)
         low, high = shard(rest, self.rank, self.ranks)
-        left, shares = high - low, []
-        for i in range(passes):
+        left, micro_batches = high - low, []
+        for i in range(number):
             samples = min(self.micro, left)
             left -= samples
-            shares.append(MicroBatch(samples, samples * self.ranks / rest, i == passes - 1))
-        return shares
+            micro_batches.append(MicroBatch(samples, samples * self.ranks / rest, i == number - 1))
+        return micro_batches
 
 
-def check_steps(order: GlobalBatchSampler) -> GlobalBatchSampler:
-    """``order``, if an epoch of it has a step.
+def check_steps(sampler: GlobalBatchSampler) -> GlobalBatchSampler:
+    """Return ``sampler`` if an epoch of it has a step.
 
     Raises:
-        FitError: the data set is empty, or ``drop_last`` leaves nothing of it.
+        FitError: the data set is empty, or ``drop_last`` leaves no step.
     """
-    if order.size == 0:
+    if sampler.size == 0:
         raise FitError(
             "the training set is empty",
             allowed="one sample or more",
             do="check the split or the filter that made it",
         )
-    if order.steps == 0:
+    if sampler.steps == 0:
         raise FitError(
-            f"train.drop_last leaves no step: the training set has {order.size} samples, fewer "
-            f"than the {order.batch} of one step",
+            f"train.drop_last leaves no step: the training set has {sampler.size} samples, fewer "
+            f"than the {sampler.batch} of one step",
             allowed="a whole batch or more, or train.drop_last: false",
             do="set train.drop_last: false, or a smaller train.batch_size",
         )
-    return order
+    return sampler
 
 
 def shard(size: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -167,95 +166,107 @@ def shard(size: int, rank: int, ranks: int) -> tuple[int, int]:
     return size * rank // ranks, size * (rank + 1) // ranks
 
 
-def mix(*parts: object) -> int:
-    """A 63-bit seed from what it depends on; other parts give an unrelated seed."""
+def derive_seed(*parts: object) -> int:
+    """A 63-bit seed that is a function of ``parts``; other parts give an unrelated seed."""
     text = ":".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-# --- samples ---
-# Which samples every optimizer step took (``tracking.record_samples``), written and read again.
-#
-# ``samples/rank-<rank>.jsonl`` of a run has a line for each step of each rank, appended when the
-# step's last batch is handed out:
-#
-#     {"fit": 1, "epoch": 1, "step": 0, "ranks": 2, "ids": [7, 2]}
-#
-# ``fit`` counts the calls of fit in the training function, ``step`` begins at 0 in each epoch,
-# ``ids`` are the rank's own part of the global batch: positions in the data set or in the stream.
+# --- the record of the samples (``tracking.record_samples``) ---
 
 
-Pass = tuple[Any, MicroBatch, list[int]]
-"""A batch, what it counts for, and the samples in it (a stand-in is none)."""
+IdentifiedBatch: TypeAlias = "tuple[Batch, MicroBatch, list[int]]"
+"""A batch, what it counts for, and the samples in it (none for a stand-in)."""
 
-_Parts = dict[int, dict[int, list[int]]]  # one step: number of ranks -> rank -> its samples
+# One optimizer step: number of ranks -> rank -> its samples.
+_SamplesByRank = dict[int, dict[int, list[int]]]
+
+
+class _Line(TypedDict):
+    fit: int
+    epoch: int
+    step: int
+    ranks: int
+    ids: list[int]
 
 
 class SampleLog:
-    """The writing end: one rank's file.
+    """Writes which samples each optimizer step took: ``samples/rank-<rank>.jsonl`` of a run.
 
-    A disk that is full ends the notes, with a sentence in the rank's log, and not the training.
+    A line is appended when the last batch of a step is handed out::
+
+        {"fit": 1, "ranks": 2, "epoch": 1, "step": 0, "ids": [7, 2]}
+
+    ``fit`` counts the calls of fit in the training function, ``step`` starts at 0 in each epoch,
+    ``ids`` are the rank's own part of the global batch: positions in the data set or the stream.
+    A full disk ends the record, with a line in the rank's log; the training continues.
+
+    Args:
+        path: this rank's file.
+        ranks: the number of ranks.
+        fit: which call of fit this is, from 1.
     """
 
     def __init__(self, path: Path, *, ranks: int, fit: int) -> None:
-        self._path, self._about = path, {"fit": fit, "ranks": ranks}
-        # The last line of an attempt that was killed may be cut short.
-        self._begin = "\n" if path.exists() else ""
-        self._ended = False
+        self._path, self._ranks, self._fit = path, ranks, fit
+        # The last line of an attempt that was killed may be cut off.
+        self._separator = "\n" if path.exists() else ""
+        self._failed = False
 
-    def noting(
-        self, epoch: int, step: int, passes: Iterable[Pass]
-    ) -> Iterator[tuple[Any, MicroBatch]]:
-        """Hand on ``passes``, which begin with optimizer step ``step``, and note their samples."""
-        ids: list[int] = []
-        for batch, share, some in passes:
-            ids += some
-            if share.last:
-                self._write({**self._about, "epoch": epoch, "step": step, "ids": ids})
-                ids, step = [], step + 1
-            yield batch, share
+    def record(
+        self, epoch: int, step: int, batches: Iterable[IdentifiedBatch]
+    ) -> Iterator[tuple[Batch, MicroBatch]]:
+        """Yield ``batches``, which start with optimizer step ``step``, and record their samples."""
+        step_ids: list[int] = []
+        for batch, micro_batch, ids in batches:
+            step_ids += ids
+            if micro_batch.last:
+                self._write(epoch, step, step_ids)
+                step_ids, step = [], step + 1
+            yield batch, micro_batch
 
-    def _write(self, line: dict[str, Any]) -> None:
-        if self._ended:
+    def _write(self, epoch: int, step: int, ids: list[int]) -> None:
+        if self._failed:
             return
-        text = f"{self._begin}{json.dumps(line, separators=(',', ':'))}\n"
+        line = _Line(fit=self._fit, ranks=self._ranks, epoch=epoch, step=step, ids=ids)
+        text = f"{self._separator}{json.dumps(line, separators=(',', ':'))}\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:
                 file.write(text)
         except OSError as error:
-            self._ended = True
-            what = f"epoch {line['epoch']}, step {line['step']}"
-            print(f"fit: from {what} on no samples are noted: {error}", file=sys.stderr)
-        self._begin = ""
+            self._failed = True
+            where = f"epoch {epoch}, step {step}"
+            print(f"fit: samples are not recorded from {where} on: {error}", file=sys.stderr)
+        self._separator = ""
 
 
 def read_samples(paths: RunPaths, *, fit: int = 1) -> dict[tuple[int, int], list[int]]:
-    """The samples of each global batch, as the ranks noted them.
+    """Read the samples of each global batch, as the ranks recorded them.
 
-    A step that was taken again after a kill has its last line, on however many ranks; one that not
-    all ranks had come to is left out.
+    Of a step that was repeated after a kill the last record counts, on any number of ranks. A step
+    that some rank did not record is left out.
 
     Args:
-        paths: the run's; its ranks may be alive.
+        paths: the run's; it may still be running.
         fit: which call of fit in the training function, from 1.
 
     Returns:
         (epoch, step in the epoch) -> ids, in order; empty without ``tracking.record_samples``.
     """
-    steps: dict[tuple[int, int], _Parts] = defaultdict(dict)
-    for rank, line in _lines(paths):
+    steps: dict[tuple[int, int], _SamplesByRank] = defaultdict(dict)
+    for rank, line in _read_lines(paths):
         if line["fit"] == fit:
-            parts = steps[line["epoch"], line["step"]]
+            attempts = steps[line["epoch"], line["step"]]
             ranks = line["ranks"]
             if rank == 0:  # takes part in every attempt: its last line is of the newest one
-                parts[ranks] = parts.pop(ranks, {})
-            parts.setdefault(ranks, {})[rank] = line["ids"]
-    found = {key: _newest(steps[key]) for key in sorted(steps)}
-    return {key: ids for key, ids in found.items() if ids is not None}
+                attempts[ranks] = attempts.pop(ranks, {})
+            attempts.setdefault(ranks, {})[rank] = line["ids"]
+    newest = {key: _newest_attempt(steps[key]) for key in sorted(steps)}
+    return {key: ids for key, ids in newest.items() if ids is not None}
 
 
-def _lines(paths: RunPaths) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_lines(paths: RunPaths) -> Iterator[tuple[int, _Line]]:
     """Every whole line with its rank, rank by rank."""
     for rank in count():
         if not paths.samples(rank).exists():
@@ -264,49 +275,13 @@ def _lines(paths: RunPaths) -> Iterator[tuple[int, dict[str, Any]]]:
             for text in file:
                 try:
                     yield rank, json.loads(text)
-                except ValueError:  # cut short by a kill, or blank: an attempt's beginning
+                except ValueError:  # cut off by a kill, or the empty line before a new attempt
                     continue
 
 
-def _newest(parts: _Parts) -> list[int] | None:
-    """One step's samples, from the newest attempt that is whole."""
-    for ranks, by_rank in reversed(parts.items()):
+def _newest_attempt(attempts: _SamplesByRank) -> list[int] | None:
+    """One step's samples from its newest attempt that all ranks recorded."""
+    for ranks, by_rank in reversed(attempts.items()):
         if len(by_rank) == ranks:
-            return [one for rank in range(ranks) for one in by_rank[rank]]
+            return [sample for rank in range(ranks) for sample in by_rank[rank]]
     return None
-
-
-# --- inexact ---
-
-
-_STATISTICS = "takes its statistics from each rank's own part of a batch"
-WHOLE_BATCHES = "of whole batches (train.loss_reduction: batch): depends on the number of ranks"
-_RANDOM = "draws random numbers, on every rank other ones"
-
-
-def inexact_layers(model: torch.nn.Module) -> dict[str, str]:
-    """Why one process and several differ by more than the order of sums; empty: they do not.
-
-    Args:
-        model: the model as it trains.
-
-    Returns:
-        Name and type of the layer -> the reason.
-    """
-    reasons = {f"{name} ({type(one).__name__})": _why(one) for name, one in model.named_modules()}
-    return {name: reason for name, reason in reasons.items() if reason}
-
-
-def _why(module: torch.nn.Module) -> str:
-    from torch import nn
-    from torch.nn.modules.batchnorm import _BatchNorm
-    from torch.nn.modules.dropout import _DropoutNd
-
-    if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
-        return _STATISTICS
-    dropped = getattr(module, "dropout", 0.0)  # of attention and recurrent layers
-    if isinstance(module, _DropoutNd):
-        return _RANDOM if module.p else ""
-    if isinstance(module, nn.RReLU) or (isinstance(dropped, float) and dropped > 0):
-        return _RANDOM
-    return ""

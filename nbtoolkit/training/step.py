@@ -1,4 +1,4 @@
-"""Perform one optimizer step on one rank, and translate the errors inside it."""
+"""Perform the optimizer steps of one rank, and translate the errors inside them."""
 
 from __future__ import annotations
 
@@ -6,123 +6,39 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from nbtoolkit.errors import CheckpointError, FitError
 from nbtoolkit.run.weights import load_weights
-from nbtoolkit.training.losses import Passed, ReducedLoss, Reduction, agree, all_count, check_labels
-from nbtoolkit.training.model import by_pixel, place, wrap
+from nbtoolkit.training.averaging import make_averages
+from nbtoolkit.training.losses import BatchLoss, ReducedLoss, Reduction, all_count, check_labels
+from nbtoolkit.training.model import (
+    broadcast_buffers,
+    half_precision,
+    prepare_model,
+    to_channels_last,
+    wrap_model,
+)
 from nbtoolkit.training.optimizer import Schedule, make_optimizer, set_rate
 from nbtoolkit.training.sampler import MicroBatch
-from nbtoolkit.worker.collectives import gather_on_all
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
+    from torch.nn.parallel import DistributedDataParallel
 
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.training.averaging import Averages
+    from nbtoolkit.training.data import Batch
+    from nbtoolkit.training.losses import Labels, Loss
+    from nbtoolkit.training.train_state import State
     from nbtoolkit.worker.context import RunContext
 
-
-# --- errors inside a step ---
-# What goes wrong inside a training step, told in words that say what to set.
-
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    Parameters = Mapping[str, nn.Parameter]
-
-_UNFINISHED = "Expected to have finished reduction in the prior iteration"
-_CHANGED = "Your training graph has changed in this iteration"
-_COMPILERS = ("torch._dynamo", "torch._inductor")
-
-
-def explain(
-    error: Exception, parameters: Parameters, *, step: int, compiled: bool
-) -> FitError | None:
-    """What a training step's error means, where it is DDP's or the compiler's.
-
-    Args:
-        error: what the forward pass, the loss or the backward pass raised. Another one than these
-            gets a note of the step (from Python 3.11 on), and stays what it is.
-        parameters: those that DDP knows, by name, in its order.
-        step: optimizer steps done.
-        compiled: whether ``torch.compile`` had its hand in.
-
-    Returns:
-        The error to raise from ``error``; None: ``error`` itself.
-    """
-    text = str(error)
-    if _UNFINISHED in text or _CHANGED in text:
-        return unused(_unused_names(text, list(parameters)), static="static_graph" in text)
-    if compiled and any(kind.__module__.startswith(_COMPILERS) for kind in type(error).__mro__):
-        return _not_compiled(error)
-    if sys.version_info >= (3, 11):
-        error.add_note(f"in optimizer step {step + 1} of nb.fit")
-    return None
-
-
-def refuse_unused(parameters: Parameters) -> None:
-    """Refuse parameters without a gradient after a backward pass under DDP.
-
-    DDP says so one step later only, without names, and by then the ranks may wait for each other.
-
-    Raises:
-        FitError: there are any; names them.
-    """
-    names = [name for name, one in parameters.items() if one.grad is None]
-    if names:
-        raise unused(names, static=False)
-
-
-def unused(names: Sequence[str], *, static: bool) -> FitError:
-    """The error for parameters that took no part in a step of several ranks.
-
-    Args:
-        names: theirs; empty when nobody knows.
-        static: whether ``distributed.static_graph`` had promised DDP that this does not change.
-    """
-    shown = ", ".join(names[:5]) or "(DDP does not say which)"
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    promise = "; distributed.static_graph promised the same ones in every step" if static else ""
-    before = "static_graph: false and " if static else ""
-    return FitError(
-        f"parameters took no part in the loss of a training step, and the ranks wait for their "
-        f"gradients: {shown}{more}{promise}",
-        allowed="models that use every trainable parameter in every step, unless DDP looks for "
-        "the others",
-        do=f"set distributed.{before}find_unused_parameters: true (slower), or freeze them with "
-        "requires_grad_(False)",
-    )
-
-
-def _unused_names(text: str, names: Sequence[str]) -> list[str]:
-    """The names behind "Parameter indices which did not receive grad for rank 1: 2 3"."""
-    told = re.search(r"Parameter indices which did not receive grad for rank \d+:([ \d]+)", text)
-    return [names[int(index)] for index in told[1].split()] if told else []
-
-
-def _not_compiled(error: Exception) -> FitError:
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason")
-    return FitError(
-        f"torch.compile cannot compile this model here: {type(error).__name__}: {reason}",
-        allowed="models that torch.compile can trace, where there is a C++ compiler (on a GPU: "
-        "Triton)",
-        do="set train.compile: false; should the model itself be wrong, it then says so plainly",
-    )
-
-
-# --- the step ---
-
-
-Forward: TypeAlias = "Callable[[torch.nn.Module, Any], tuple[Any, Any]]"
-Loss: TypeAlias = "Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]"
+Forward: TypeAlias = "Callable[[nn.Module, Any], tuple[Any, Any]]"
+"""``step(model, batch)`` -> (outputs, targets) of the user, see :func:`nbtoolkit.fit`."""
 
 
 class TrainStep:
-    """A model, its optimizer, and the way they take a step together with the other ranks.
+    """A model, its optimizer and its averages, and how they make a step with the other ranks.
 
     Args:
         ctx: the run's context; its plan has the precision and DDP's options.
@@ -131,18 +47,17 @@ class TrainStep:
         loss: ``loss(outputs, targets)``, as :func:`nbtoolkit.fit` takes it.
         forward: ``forward(model, batch)`` -> (outputs, targets).
         schedule: the learning rate of every step.
-        averages: of the model's weights; taken after every optimizer step. They can be set later,
-            too, made from :attr:`module`.
-        targets: all targets of the training set as ``forward`` returns them, if they are at hand:
-            their labels are checked with the first batch (else only the batch's own).
+        targets: all targets of the training set as ``forward`` returns them, if known: their labels
+            are checked with the first batch (else only the batch's own).
 
     Attributes:
         module: the user's model on this rank's device, unwrapped: for evaluation and checkpoints.
         optimizer: over its trainable parameters.
-        averages: the averages of its weights; None: there are none.
-        step: optimizer steps done.
+        averages: of its weights; None without averaging.
+        steps_done: optimizer steps done.
         rate: the learning rate of the last step.
-        grad_norm: the gradient's norm before clipping, of the last watched step; None: none was.
+        grad_norm: the gradient's norm before clipping when it was last measured, a scalar; None: it
+            was not.
 
     Raises:
         FitError: the model cannot be trained as ``config`` says.
@@ -152,114 +67,124 @@ class TrainStep:
         self,
         ctx: RunContext,
         config: Config,
-        model: torch.nn.Module,
+        model: nn.Module,
         loss: Loss,
         forward: Forward,
         schedule: Schedule,
-        averages: Averages | None = None,
-        targets: Any = None,
+        targets: Labels | None = None,
     ) -> None:
-        self.step, self.rate = 0, 0.0
+        self.steps_done, self.rate = 0, 0.0
         self.grad_norm: Tensor | None = None
-        self.schedule, self.averages = schedule, averages
-        self.module = place(ctx, config, model)
-        self._model = wrap(ctx, config, self.module, steps=schedule.total)
+        self.schedule = schedule
+        self.module = prepare_model(ctx, config, model)
+        self._model = wrap_model(ctx, config, self.module, steps=schedule.total)
+        self._no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+        if ctx.world_size > 1:
+            self._no_sync = cast("DistributedDataParallel", self._model).no_sync
         self.optimizer = make_optimizer(config, self.module)
         named = self.module.named_parameters()
-        self._named = {name: one for name, one in named if one.requires_grad}
+        self._named = {name: weight for name, weight in named if weight.requires_grad}
         self._parameters = list(self._named.values())
-        self._clip: float | None = config.train.max_grad_norm
+        self._max_norm: float | None = config.train.max_grad_norm
         self._ranks, self._compiled = ctx.world_size, config.train.compile
-        self._complete = ctx.world_size > 1 and not _may_be_unused(config)
-        self._precision, self._scaler = _precision(ctx), _scaler(ctx, config)
-        self._forward = _by_pixel(forward) if config.train.channels_last else forward
+        distributed = config.distributed
+        may_be_unused = distributed.find_unused_parameters or distributed.static_graph
+        self._must_be_used = ctx.world_size > 1 and not may_be_unused
+        self._autocast, self._scaler = _autocast(ctx), _grad_scaler(ctx, config)
+        self._forward = forward
+        if config.train.channels_last:
+            self._forward = lambda model, batch: forward(model, to_channels_last(batch))
         self._loss, self._targets = loss, targets
         self._reduced = ReducedLoss(loss, whole_batches=config.train.loss_reduction == "batch")
-        self._judged, self._all_count = False, all_count(targets)
-        # Of the passes since the last step: their samples, and the weights those had.
+        self._detected, self._all_count = False, all_count(targets)
+        # Of the micro-batches since the last step: their samples, and the weights of these.
         self._samples = 0
         self._weights: list[Tensor] = []
+        self.averages = make_averages(
+            config, self.module, steps=schedule.total, factor=ctx.plan.lr_factor
+        )
 
-    def take(self, batch: Any, share: MicroBatch, *, watch: bool) -> Passed:
-        """One forward and backward pass, and the optimizer's step when it is the step's last.
+    def step(self, batch: Batch, micro_batch: MicroBatch, *, measure_norm: bool) -> BatchLoss:
+        """Forward and backward pass of a micro-batch, and the optimizer's step after the last one.
 
-        Nothing here waits for the device, but for the first batch's labels.
+        Does not wait for the device, except for the first batch's labels.
 
         Args:
             batch: what ``forward`` takes, on the device.
-            share: what the pass counts for.
-            watch: note the gradient's norm.
+            micro_batch: what the batch counts for.
+            measure_norm: set :attr:`grad_norm`.
 
         Returns:
-            The mean loss of the batch, detached, and what it counts for.
+            The mean loss of the batch, detached, and its weight.
 
         Raises:
-            FitError: a label has no score, the loss cannot be computed in parts, parameters take no
-                part in the step of several ranks, or the model cannot be compiled. The user's own
+            FitError: a label has no score, the loss cannot be computed in parts, parameters are not
+                used in a step of several ranks, or the model cannot be compiled. The user's own
                 errors pass, with a note of the step.
         """
         try:
-            if share.last:
-                loss = self._pass(batch, share)
-                self._finish(watch)
+            if micro_batch.last:
+                loss = self._pass(batch, micro_batch)
+                self._optimize(measure_norm)
+            elif self._ranks == 1:
+                loss = self._pass(batch, micro_batch)
             else:
-                loss = self._pass_alone(batch, share)
+                with self._no_sync():  # gradients accumulate on this rank only
+                    loss = self._pass(batch, micro_batch)
         except Exception as error:
-            fault = explain(error, self._named, step=self.step, compiled=self._compiled)
+            fault = translate_error(
+                error, self._named, steps_done=self.steps_done, compiled=self._compiled
+            )
             if fault is None:
                 raise
             raise fault from error
         return loss
 
-    def evaluate(self, batch: Any, samples: int) -> tuple[Any, Any, Passed]:
-        """Outputs, targets and mean loss of a batch, without gradients or the other ranks.
+    def evaluate(self, batch: Batch, samples: int) -> tuple[Batch, Batch, BatchLoss]:
+        """Outputs, targets and mean loss of a batch, without gradients or collectives.
 
-        Of :attr:`evaluated`; its mode (``train`` or ``eval``) is the caller's.
+        Of :attr:`evaluated_module`, in the mode (``train`` or ``eval``) that it is in.
         """
         import torch
 
         with torch.no_grad():
-            outputs, targets, returned, weight = self._compute(self.evaluated, batch)
+            outputs, targets, returned, weight = self._compute(self.evaluated_module, batch)
             return outputs, targets, self._reduced.reduce(returned, samples, weight)
 
     @property
-    def evaluated(self) -> torch.nn.Module:
+    def evaluated_module(self) -> nn.Module:
         """The averaged module once there is an average, else the one that is trained."""
         averages = self.averages
         return averages.module if averages is not None and averages.active else self.module
 
     @property
     def skips_overflows(self) -> bool:
-        """Whether a step that overflows is left out and harms nothing (fp16); waits for the device.
+        """Whether a step that overflows is skipped without harm (fp16); waits for the device.
 
-        No longer when the scale is below 1: of 65536 that is after 17 such steps, all but in a row.
+        False once the scale is below 1: from 65536 that takes 17 such steps, almost in a row.
         """
         return self._scaler.is_enabled() and self._scaler.get_scale() >= 1.0
 
-    def share_buffers(self) -> None:
-        """Give every rank rank 0's buffers: each rank's batch-norm saw its own batches."""
-        import torch.distributed as dist
+    def broadcast_buffers(self) -> None:
+        """Give all ranks rank 0's buffers, of the model and of its averages."""
+        broadcast_buffers(self.module, self._ranks)
+        if self._ranks > 1 and self.averages is not None:
+            broadcast_buffers(self.averages.module, self._ranks)
 
-        if self._ranks > 1:
-            averaged = [] if self.averages is None else [self.averages.module]
-            for module in (self.module, *averaged):
-                for buffer in module.buffers():
-                    dist.broadcast(buffer, src=0)
-
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """What a resumed run needs, the same on all ranks."""
         state = {
             "model": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self._scaler.state_dict(),
             "schedule": self.schedule.state(),
-            "step": self.step,
+            "step": self.steps_done,
             "reduction": int(self._reduced.reduction),
         }
         return state if self.averages is None else {**state, "averages": self.averages.state()}
 
-    def restore(self, state: Mapping[str, Any], *, source: str) -> None:
-        """Go on from a :meth:`state` that was read from ``source``.
+    def restore(self, state: State, *, source: str) -> None:
+        """Continue from a :meth:`state` that was read from ``source``.
 
         Raises:
             CheckpointError: it is another model's, or not of :meth:`state`.
@@ -269,7 +194,7 @@ class TrainStep:
             raise CheckpointError(
                 f"the checkpoint {source} was not written by fit: {', '.join(sorted(missing))} is "
                 "missing",
-                allowed="a run's own checkpoint, to go on from",
+                allowed="the run's own checkpoint",
                 do="give ctx.save another kind than 'last' in functions that call fit, too",
             )
         load_weights(state, self.module, source=source)
@@ -278,11 +203,11 @@ class TrainStep:
         self.schedule.restore(state["schedule"])
         if self.averages is not None:
             self.averages.restore(state["averages"], source=source)
-        self.step = state["step"]
+        self.steps_done = state["step"]
         self._reduced.reduction = Reduction(state["reduction"])
 
-    def put_back(self, weights: Mapping[str, Any] | None) -> None:
-        """Give the model of every rank the weights that rank 0 has; None there: they stay."""
+    def load_on_all_ranks(self, weights: Mapping[str, Tensor] | None) -> None:
+        """Load rank 0's ``weights`` into the model on every rank; None there: its present ones."""
         import torch
         import torch.distributed as dist
 
@@ -293,74 +218,62 @@ class TrainStep:
                 if isinstance(value, torch.Tensor):
                     dist.broadcast(value, src=0)
 
-    def _pass(self, batch: Any, share: MicroBatch) -> Passed:
+    def _pass(self, batch: Batch, micro_batch: MicroBatch) -> BatchLoss:
         """Forward and backward; under DDP the gradients are then the mean over the ranks."""
         outputs, targets, returned, weight = self._compute(self._model, batch)
-        if not self._judged:
-            self._judge(outputs, targets, returned, weight, share.samples)
-        loss = self._reduced.reduce(returned, max(share.samples, 1), weight)
-        factor = self._factor(loss, share)
+        if not self._detected:
+            whole = self._reduced.reduce(returned, max(micro_batch.samples, 1), weight)
+            with self._autocast:
+                self._reduced.detect(outputs, targets, micro_batch.samples, whole, self._ranks)
+            self._detected = True
+        loss = self._reduced.reduce(returned, max(micro_batch.samples, 1), weight)
+        factor = self._factor(loss, micro_batch)
         weighted = loss.mean if factor == 1.0 else loss.mean * factor
         self._scaler.scale(weighted).backward()
-        return Passed(loss.mean.detach(), loss.weight)
+        return BatchLoss(loss.mean.detach(), loss.weight)
 
-    def _pass_alone(self, batch: Any, share: MicroBatch) -> Passed:
-        """A pass that is not its step's last: gradients add up here, the other ranks wait."""
-        if self._ranks == 1:
-            return self._pass(batch, share)
-        with self._model.no_sync():
-            return self._pass(batch, share)
-
-    def _compute(self, model: torch.nn.Module, batch: Any) -> tuple[Any, Any, Any, Tensor | None]:
-        """Outputs, targets, what the loss returned, and by which weights torch's own divided."""
-        with self._precision:
-            if not self._reduced.weighs:
+    def _compute(
+        self, model: nn.Module, batch: Batch
+    ) -> tuple[Batch, Batch, object, Tensor | None]:
+        """Outputs, targets, what the loss returned, and the weight by which torch's own divided."""
+        with self._autocast:
+            if not self._reduced.needs_weights:
                 outputs, targets = self._forward(model, batch)
                 return outputs, targets, self._loss(outputs, targets), None
             from nbtoolkit.training.loss_weights import WeightSums
 
-            weighing = WeightSums(all_count=self._all_count)
-            # A compiler would have to trace what a mode does.
-            with nullcontext() if self._compiled else weighing:
+            weights = WeightSums(all_count=self._all_count)
+            # A compiler would have to trace what a function mode does.
+            with nullcontext() if self._compiled else weights:
                 outputs, targets = self._forward(model, batch)
-            if not self._judged:
+            if not self._detected:
                 self._check_labels(outputs, targets)
-            with weighing:
+            with weights:
                 returned = self._loss(outputs, targets)
-            return outputs, targets, returned, weighing.weight
+            return outputs, targets, returned, weights.weight
 
-    def _check_labels(self, outputs: Any, targets: Any) -> None:
+    def _check_labels(self, outputs: Batch, targets: Batch) -> None:
         """Before the very first loss: a label without a score ends a process with a GPU."""
         check_labels(outputs, targets if self._targets is None else self._targets, self._loss)
         self._targets = None
 
-    def _judge(
-        self, outputs: Any, targets: Any, returned: Any, weight: Tensor | None, samples: int
-    ) -> None:
-        """All ranks find out together what the loss averages over, in the first pass."""
-        whole = self._reduced.reduce(returned, max(samples, 1), weight)
-        with self._precision:
-            finding = self._reduced.judge(outputs, targets, samples, whole)
-        self._reduced.reduction = agree(gather_on_all(finding, self._ranks))
-        self._judged = True
-
-    def _factor(self, loss: Passed, share: MicroBatch) -> Tensor | float:
-        """What a pass counts for in its step; weights do until :meth:`_divide` knows them all."""
+    def _factor(self, loss: BatchLoss, micro_batch: MicroBatch) -> Tensor | float:
+        """The factor of a pass in its step; :meth:`_divide_by_weights` completes weighted ones."""
         if self._reduced.reduction is Reduction.SUM:
-            return float(self._ranks * share.samples)
+            return float(self._ranks * micro_batch.samples)
         if self._reduced.reduction is not Reduction.WEIGHTED:
-            return share.weight
-        alone = share.last and self._ranks == 1 and not self._weights
-        if alone or not share.samples:
-            return share.weight
+            return micro_batch.weight
+        alone = micro_batch.last and self._ranks == 1 and not self._weights
+        if alone or not micro_batch.samples:
+            return micro_batch.weight
         import torch
 
         weight = torch.as_tensor(loss.weight, device=loss.mean.device)
-        self._samples += share.samples
+        self._samples += micro_batch.samples
         self._weights.append(weight)
-        return weight * (share.weight / share.samples)
+        return weight * (micro_batch.weight / micro_batch.samples)
 
-    def _divide(self) -> None:
+    def _divide_by_weights(self) -> None:
         """Make the gradients those of a mean over the weights of all passes of a step."""
         import torch
         import torch.distributed as dist
@@ -379,47 +292,39 @@ class TrainStep:
                 parameter.grad *= factor
         self._samples, self._weights = 0, []
 
-    def _finish(self, watch: bool) -> None:
+    def _optimize(self, measure_norm: bool) -> None:
         """The optimizer's step, at the schedule's learning rate."""
-        if self._complete:
+        if self._must_be_used:
             refuse_unused(self._named)
         if self._reduced.reduction is Reduction.WEIGHTED and (self._ranks > 1 or self._weights):
-            self._divide()
+            self._divide_by_weights()
         self._scaler.unscale_(self.optimizer)
-        if self._clip is not None:
-            self.grad_norm = _clip(self._parameters, self._clip)
-        elif watch:
+        if self._max_norm is not None:
+            self.grad_norm = _clip(self._parameters, self._max_norm)
+        elif measure_norm:
             self.grad_norm = _norm(self._parameters)
-        self._set_rate()
+        rate = None if self.averages is None else self.averages.rate(self.steps_done)
+        self.rate = self.schedule.rate(self.steps_done) if rate is None else rate
+        set_rate(self.optimizer, self.rate, self.schedule.momentum(self.steps_done))
         self._scaler.step(self.optimizer)
         self._scaler.update()
         for parameter in self._parameters:  # what zero_grad does, in 0.3 instead of 6 us
             parameter.grad = None
-        self.step += 1
+        self.steps_done += 1
         if self.averages is not None:
             self.averages.update()
 
-    def _set_rate(self) -> None:
-        rate = None if self.averages is None else self.averages.rate(self.step)
-        self.rate = self.schedule.rate(self.step) if rate is None else rate
-        set_rate(self.optimizer, self.rate, self.schedule.momentum(self.step))
 
-
-def _may_be_unused(config: Config) -> bool:
-    """Whether DDP was told to do with parameters that take no part in a step."""
-    return config.distributed.find_unused_parameters or config.distributed.static_graph
-
-
-def _precision(ctx: RunContext) -> AbstractContextManager[Any]:
-    """What forward pass and loss run in; one for all steps: making it takes longer than using."""
+def _autocast(ctx: RunContext) -> AbstractContextManager[object]:
+    """The context of forward pass and loss; one for all steps: making it is slower than using."""
     import torch
 
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(ctx.plan.precision)
+    dtype = half_precision(ctx)
     return nullcontext() if dtype is None else torch.autocast(ctx.device.type, dtype)
 
 
-def _scaler(ctx: RunContext, config: Config) -> torch.amp.GradScaler:
-    """Keeps the gradients of fp16 from vanishing; does nothing for other precisions."""
+def _grad_scaler(ctx: RunContext, config: Config) -> torch.amp.GradScaler:
+    """Keeps the gradients of fp16 from underflow; does nothing in other precisions."""
     import torch
 
     train = config.train
@@ -433,20 +338,97 @@ def _scaler(ctx: RunContext, config: Config) -> torch.amp.GradScaler:
     )
 
 
-def _by_pixel(forward: Forward) -> Forward:
-    return lambda model, batch: forward(model, by_pixel(batch))
-
-
-def _clip(parameters: list[torch.nn.Parameter], limit: float) -> Tensor:
+def _clip(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
     import torch
 
-    return torch.nn.utils.clip_grad_norm_(parameters, limit)
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
-def _norm(parameters: list[torch.nn.Parameter]) -> Tensor:
+def _norm(parameters: list[nn.Parameter]) -> Tensor:
     import torch  # torch.nn.utils.get_total_norm is public from torch 2.7 on only
 
     norm = torch.linalg.vector_norm
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    total: Tensor = norm(torch.stack([norm(one, dtype=torch.float32) for one in gradients]))
+    total: Tensor = norm(torch.stack([norm(grad, dtype=torch.float32) for grad in gradients]))
     return total
+
+
+# --- errors inside a step ---
+
+
+_UNFINISHED = "Expected to have finished reduction in the prior iteration"
+_CHANGED = "Your training graph has changed in this iteration"
+_COMPILERS = ("torch._dynamo", "torch._inductor")
+
+
+def translate_error(
+    error: Exception, parameters: Mapping[str, nn.Parameter], *, steps_done: int, compiled: bool
+) -> FitError | None:
+    """Translate a training step's error if it is DDP's or the compiler's.
+
+    Args:
+        error: what the forward pass, the loss or the backward pass raised. Any other error gets a
+            note of the step (from Python 3.11 on).
+        parameters: those that DDP knows, by name, in its order.
+        steps_done: optimizer steps done.
+        compiled: whether ``torch.compile`` is used.
+
+    Returns:
+        The error to raise from ``error``; None: raise ``error`` itself.
+    """
+    text = str(error)
+    if _UNFINISHED in text or _CHANGED in text:
+        names = _names_in(text, list(parameters))
+        return _unused_parameters(names, static_graph="static_graph" in text)
+    if compiled and any(kind.__module__.startswith(_COMPILERS) for kind in type(error).__mro__):
+        lines = (line.strip() for line in text.splitlines())
+        reason = next((line for line in lines if line), "no reason")
+        return FitError(
+            f"torch.compile cannot compile this model here: {type(error).__name__}: {reason}",
+            allowed="models that torch.compile can trace, where there is a C++ compiler (on a GPU: "
+            "Triton)",
+            do="set train.compile: false; an error in the model itself then shows plainly",
+        )
+    if sys.version_info >= (3, 11):
+        error.add_note(f"in optimizer step {steps_done + 1} of nb.fit")
+    return None
+
+
+def refuse_unused(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters without a gradient after a backward pass under DDP.
+
+    DDP reports them one step later, without names; the ranks may wait for each other by then.
+
+    Raises:
+        FitError: there are any; names them.
+    """
+    names = [name for name, parameter in parameters.items() if parameter.grad is None]
+    if names:
+        raise _unused_parameters(names, static_graph=False)
+
+
+def _unused_parameters(names: Sequence[str], *, static_graph: bool) -> FitError:
+    """The error for parameters not used in a step of several ranks.
+
+    Args:
+        names: of the parameters; empty: not known.
+        static_graph: whether ``distributed.static_graph`` is set.
+    """
+    shown = ", ".join(names[:5]) or "(DDP does not say which)"
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    promise = "; distributed.static_graph promised the same ones in every step"
+    unset = "static_graph: false and " if static_graph else ""
+    return FitError(
+        f"parameters took no part in the loss of a training step, and the ranks wait for their "
+        f"gradients: {shown}{more}{promise if static_graph else ''}",
+        allowed="models that use every trainable parameter in every step, unless DDP looks for "
+        "the others",
+        do=f"set distributed.{unset}find_unused_parameters: true (slower), or freeze them with "
+        "requires_grad_(False)",
+    )
+
+
+def _names_in(text: str, names: Sequence[str]) -> list[str]:
+    """The names behind "Parameter indices which did not receive grad for rank 1: 2 3"."""
+    match = re.search(r"Parameter indices which did not receive grad for rank \d+:([ \d]+)", text)
+    return [names[int(index)] for index in match[1].split()] if match else []

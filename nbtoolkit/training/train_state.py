@@ -1,63 +1,31 @@
-"""Keep a fit's progress, its best epoch, its memory use and its logged values."""
+"""Keep a fit's progress, its best epoch, its logged values and the ranks' random state."""
 
 from __future__ import annotations
 
 import math
-import os
+import random
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from nbtoolkit.config.aliases import meant
+from nbtoolkit.config.aliases import similar_name
 from nbtoolkit.config.validation import resolve
 from nbtoolkit.errors import FitError
+from nbtoolkit.training.sampler import derive_seed
 from nbtoolkit.training.sync import LogPoint, LossSum
+from nbtoolkit.worker.collectives import gather_on_all
 
 if TYPE_CHECKING:
+    import torch
+
     from nbtoolkit.config.schema import Config
     from nbtoolkit.worker.context import RunContext
 
-
-# --- memory ---
-# How much memory a rank uses: its device's, or its own on the CPU.
-
-
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
-def memory_used(ctx: RunContext) -> float:
-    """This rank's memory in GB (10^9 bytes).
-
-    On a GPU the most that torch's tensors took since the last call
-    (``torch.cuda.max_memory_allocated``); on the CPU the resident memory now.
-    """
-    if ctx.device.type == "cuda":
-        import torch
-
-        most = torch.cuda.max_memory_allocated(ctx.device)
-        torch.cuda.reset_peak_memory_stats(ctx.device)
-        return most / 1e9
-    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE / 1e9
+State: TypeAlias = dict[str, Any]
+"""A state as a checkpoint holds it: nested dicts and lists of tensors and plain values."""
 
 
 # --- progress ---
-# How far a fit is, its best epoch, and whether that is long ago.
-
-
-# What a resumed fit has to know besides weights and optimizer.
-_KEPT = (
-    "epoch",
-    "taken",
-    "loss",
-    "seen",
-    "values",
-    "best",
-    "best_epoch",
-    "best_step",
-    "stale",
-    "best_values",
-)
 
 
 def check_monitor(config: Config, names: Sequence[str], stems: Sequence[str]) -> None:
@@ -65,8 +33,8 @@ def check_monitor(config: Config, names: Sequence[str], stems: Sequence[str]) ->
 
     Args:
         config: the fit's.
-        names: the metrics that its epochs will have.
-        stems: those of them that may turn out to be ``<stem>_<key>``.
+        names: the metrics of its epochs.
+        stems: those of them that may become ``<stem>_<key>``.
 
     Raises:
         FitError: names the metrics.
@@ -74,7 +42,7 @@ def check_monitor(config: Config, names: Sequence[str], stems: Sequence[str]) ->
     monitor = config.checkpoint.monitor
     if monitor is None or monitor in names or monitor.startswith(tuple(f"{s}_" for s in stems)):
         return
-    near = meant(monitor, names)
+    near = similar_name(monitor, names)
     raise FitError(
         f"checkpoint.monitor is {monitor!r}, which no epoch will have",
         allowed=", ".join([*names, *(f"{stem}_<key>" for stem in stems)]),
@@ -85,19 +53,22 @@ def check_monitor(config: Config, names: Sequence[str], stems: Sequence[str]) ->
 
 
 class TrainState:
-    """How far a fit is.
+    """The progress of a fit.
 
     Attributes:
         epoch: epochs done.
-        taken: optimizer steps done in the epoch under way.
-        loss: the sum of its losses so far, over all ranks, each times its weight.
-        seen: the sum of these weights: the samples, where the loss is a mean over samples.
+        taken: optimizer steps done in the current epoch.
+        loss: the sum of the current epoch's losses, over all ranks, each times its weight.
+        seen: the sum of these weights: the samples, if the loss is a mean over samples.
         values: the metrics of the last epoch done.
         best: the best value of the monitored metric; None: no epoch is done.
-        best_epoch: when it was reached.
-        best_step: optimizer steps done by then.
-        best_values: the metrics of that epoch.
-        stale: epochs done since something better by more than ``train.min_delta``.
+        best_epoch: the epoch of this value.
+        best_step: optimizer steps done at its end.
+        best_values: the metrics of this epoch.
+        stale: epochs since the last improvement by more than ``train.min_delta``.
+
+    Raises:
+        FitError: the direction of ``checkpoint.monitor`` is unknown.
     """
 
     def __init__(self, ctx: RunContext, config: Config) -> None:
@@ -106,13 +77,13 @@ class TrainState:
         direction = resolve(self._checkpoint.monitor or "val_loss", config)
         if direction is None:
             raise FitError(
-                f"whether the highest or the lowest {self._checkpoint.monitor!r} is best cannot be "
-                f"told from its name (checkpoint.monitor)",
+                f"the name {self._checkpoint.monitor!r} (checkpoint.monitor) does not say whether "
+                "its highest or its lowest value is best",
                 allowed="`mode: max` or `mode: min` under checkpoint",
-                do="add the line that is right",
+                do="add the line that applies",
             )
-        self._lowest = direction == "minimize"
-        self._said = 0.0
+        self._minimize = direction == "minimize"
+        self._printed_at = 0.0
         self._reference: float | None = None
         self.epoch = self.taken = 0
         self.loss = self.seen = 0.0
@@ -122,13 +93,13 @@ class TrainState:
         self.best_epoch = self.best_step = self.stale = 0
 
     def add(self, part: LossSum) -> None:
-        """Take in losses of the epoch under way."""
+        """Add losses of the current epoch."""
         self.loss += part.loss
         self.seen += part.weight
 
     @property
     def train_loss(self) -> float:
-        """The mean loss of the epoch under way, so far."""
+        """The mean loss of the current epoch so far."""
         return self.loss / self.seen if self.seen else math.nan
 
     @property
@@ -138,20 +109,20 @@ class TrainState:
         return patience is not None and self.stale >= patience
 
     def end_epoch(self, values: dict[str, float], step: int) -> bool:
-        """Take in a whole epoch's metrics; returns whether it is the best so far."""
+        """End the current epoch with its metrics; returns whether it is the best so far."""
         self.epoch, self.values = self.epoch + 1, values
         self.taken = 0
         self.loss = self.seen = 0.0
         value = values[self.monitored]
-        better = self._better(value, self.best, by=0.0)
+        better = self._is_better(value, self.best, by=0.0)
         if better:
             self.best, self.best_epoch, self.best_step = value, self.epoch, step
             self.best_values = values
-        if self._better(value, self._reference, by=self._train.min_delta):
+        if self._is_better(value, self._reference, by=self._train.min_delta):
             self._reference, self.stale = value, 0
         else:
             self.stale += 1
-        self._say()
+        self._print()
         return better
 
     @property
@@ -159,7 +130,7 @@ class TrainState:
         """The metric that decides which epoch is best.
 
         Raises:
-            FitError: ``checkpoint.monitor`` names none that the epochs have.
+            FitError: the epochs have no metric of the name in ``checkpoint.monitor``.
         """
         values = self.values
         name = self._checkpoint.monitor or ("val_loss" if "val_loss" in values else "train_loss")
@@ -172,47 +143,47 @@ class TrainState:
         return name
 
     @property
-    def judged(self) -> bool:
-        """Whether an epoch can be best: the training loss alone does not tell."""
+    def has_best(self) -> bool:
+        """Whether an epoch can be best: not by the training loss alone."""
         return self._checkpoint.monitor is not None or "val_loss" in self.values
 
     @property
     def ends_with_best(self) -> bool:
-        """Whether the model is left with the weights of another epoch than the last."""
-        wanted = self._checkpoint.weights == "best" and self.judged
+        """Whether the model ends with the weights of another epoch than the last."""
+        wanted = self._checkpoint.weights == "best" and self.has_best
         return wanted and self.best_epoch != self.epoch
 
     def summary(self) -> dict[str, float]:
-        """The metrics of the epoch whose weights are left, and which epoch was the best."""
+        """The metrics of the epoch with whose weights the model ends, and the best epoch."""
         values = self.best_values if self.ends_with_best else self.values
         best = {f"best_{self.monitored}": self.best} if self.best is not None else {}
         return {**values, **best, "epoch": self.epoch, "best_epoch": self.best_epoch}
 
-    def state(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
-        return {"reference": self._reference, **{name: getattr(self, name) for name in _KEPT}}
+    def state(self) -> State:
+        """The attributes, plain values for a checkpoint."""
+        attributes = {name: value for name, value in vars(self).items() if name[0] != "_"}
+        return {"reference": self._reference, **attributes}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a :meth:`state`."""
-        self._reference = state["reference"]
-        for name in _KEPT:
-            setattr(self, name, state[name])
+    def restore(self, state: State) -> None:
+        """Continue from a :meth:`state`."""
+        for name, value in state.items():
+            setattr(self, "_reference" if name == "reference" else name, value)
 
-    def _better(self, value: float, than: float | None, *, by: float) -> bool:
+    def _is_better(self, value: float, than: float | None, *, by: float) -> bool:
         if than is None or math.isnan(than):
             return True
-        return value < than - by if self._lowest else value > than + by
+        return value < than - by if self._minimize else value > than + by
 
-    def _say(self) -> None:
-        """A line a second at most: epochs may take milliseconds."""
+    def _print(self) -> None:
+        """Print the epoch's metrics, at most once a second: epochs may take milliseconds."""
         last = self.epoch == self._train.epochs or self.stopped_early
-        if last or time.monotonic() - self._said >= 1.0:
-            self._said = time.monotonic()
+        if last or time.monotonic() - self._printed_at >= 1.0:
+            self._printed_at = time.monotonic()
             values = "  ".join(f"{name} {value:.4f}" for name, value in self.values.items())
             self._ctx.print(f"epoch {self.epoch}/{self._train.epochs}  {values}")
         if self.stopped_early:
             self._ctx.print(
-                f"fit: ends early, {self.stale} epochs without a better {self.monitored} than "
+                f"fit: stops early, {self.stale} epochs without a better {self.monitored} than "
                 f"epoch {self.best_epoch}'s {self.best:.6g} (train.early_stopping_patience)"
             )
 
@@ -220,47 +191,129 @@ class TrainState:
 # --- logged values ---
 
 
-_EVERY = 1.0  # seconds between two looks at the memory: one takes 10 us, a small model's step 150
+# Seconds between two readings of the memory: one takes 10 us, a small model's step 150.
+_MEMORY_INTERVAL = 1.0
+
+
+def memory_used(ctx: RunContext) -> float:
+    """This rank's memory in GB (10^9 bytes).
+
+    On a GPU the peak of torch's tensors since the last call (``torch.cuda.max_memory_allocated``);
+    on the CPU the resident memory now.
+    """
+    if ctx.device.type == "cuda":
+        import torch
+
+        peak = torch.cuda.max_memory_allocated(ctx.device)
+        torch.cuda.reset_peak_memory_stats(ctx.device)
+        return peak / 1e9
+    import psutil
+
+    return float(psutil.Process().memory_info().rss) / 1e9
 
 
 class MetricLogger:
-    """Sums since the last entry, and when that was."""
+    """Logs the mean loss, throughput and memory since the last log point."""
 
     def __init__(self, ctx: RunContext) -> None:
         self._ctx = ctx
-        self._since, self._seen = time.perf_counter(), LossSum(0.0, 0.0, 0)
-        self._memory, self._looked_at = 0.0, -_EVERY
+        self._since, self._sum = time.perf_counter(), LossSum(0.0, 0.0, 0)
+        self._memory, self._read_at = 0.0, -_MEMORY_INTERVAL
 
     def memory(self) -> float:
         """This rank's device memory (on the CPU: resident memory) in GB, at most a second old."""
         now = time.monotonic()
-        if now - self._looked_at >= _EVERY:
-            self._memory, self._looked_at = memory_used(self._ctx), now
+        if now - self._read_at >= _MEMORY_INTERVAL:
+            self._memory, self._read_at = memory_used(self._ctx), now
         return self._memory
 
     def begin(self) -> None:
-        """Do not count the time since the last entry: it went into something else."""
+        """Restart the clock: the time since the last log point was not spent on training."""
         self._since = time.perf_counter()
 
     def add(self, part: LossSum) -> None:
-        """Take in some losses."""
-        seen = self._seen
-        self._seen = LossSum(
-            seen.loss + part.loss, seen.weight + part.weight, seen.samples + part.samples
+        """Add losses."""
+        total = self._sum
+        self._sum = LossSum(
+            total.loss + part.loss, total.weight + part.weight, total.samples + part.samples
         )
 
-    def write(self, mark: LogPoint, memory: list[float]) -> None:
-        """Log what there is, at the marked optimizer step; ``memory`` is every rank's."""
-        seen = self._seen
-        if not seen.samples:
-            return  # fp16 has left out these steps
+    def write(self, point: LogPoint, memory: list[float]) -> None:
+        """Log the values of a log point.
+
+        Args:
+            point: the optimizer step they belong to.
+            memory: every rank's, in GB.
+        """
+        total = self._sum
+        if not total.samples:
+            return  # fp16 has skipped these steps
         values = {
-            "loss": seen.loss / seen.weight if seen.weight else 0.0,
-            "lr": mark.rate,
-            "samples_per_second": seen.samples / (mark.at - self._since),
+            "loss": total.loss / total.weight if total.weight else 0.0,
+            "lr": point.rate,
+            "samples_per_second": total.samples / (point.time - self._since),
             **{f"memory_gb_rank{rank}": used for rank, used in enumerate(memory)},
         }
-        if mark.grad_norm is not None:
-            values["grad_norm"] = float(mark.grad_norm)
-        self._ctx.log(values, step=mark.step)
-        self._since, self._seen = mark.at, LossSum(0.0, 0.0, 0)
+        if point.grad_norm is not None:
+            values["grad_norm"] = float(point.grad_norm)
+        self._ctx.log(values, step=point.step)
+        self._since, self._sum = point.time, LossSum(0.0, 0.0, 0)
+
+
+# --- random state ---
+
+
+RandomState: TypeAlias = dict[str, Any]
+"""The states of one rank's generators: tensors and plain values."""
+
+
+def seed_generators(device: torch.device, *parts: object) -> None:
+    """Seed Python's, NumPy's and torch's generators (CPU and ``device``) by ``parts``."""
+    import numpy as np
+    import torch
+
+    seed = derive_seed(*parts)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # Without a GPU in use torch.manual_seed queues the call, with its stack, until there is one:
+    # 1.4 ms, and kept for ever.
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+def gather_random_states(device: torch.device, ranks: int) -> list[RandomState]:
+    """The states of all ranks' generators, by rank; a collective when there are several ranks."""
+    return gather_on_all(_random_state(device), ranks)
+
+
+def _random_state(device: torch.device) -> RandomState:
+    import numpy as np
+    import torch
+
+    version, words, gauss = random.getstate()
+    numbers = np.random.get_state(legacy=False)
+    keys, position = numbers["state"]["key"], numbers["state"]["pos"]
+    has_gauss, cached = numbers["has_gauss"], numbers["gauss"]
+    state = {
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "numpy": [torch.from_numpy(keys.astype(np.int64)), int(position), has_gauss, float(cached)],
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: RandomState, device: torch.device) -> None:
+    """Set this process's generators to one of :func:`gather_random_states`."""
+    import numpy as np
+    import torch
+
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

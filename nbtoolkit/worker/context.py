@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from nbtoolkit.config.aliases import refuse_old_name
-from nbtoolkit.config.validation import note_used, unread
+from nbtoolkit.config.validation import mark_used, unused_settings
 from nbtoolkit.errors import CheckpointError, ReportError, RunStopped
 from nbtoolkit.run import messages
 from nbtoolkit.run.checkpoint_store import read_state, write_state
@@ -80,7 +80,7 @@ class RunContext:
     @property
     def params(self) -> dict[str, Any]:
         """A trial's parameters; empty outside sweeps."""
-        note_used(self._params)
+        mark_used(self._params)
         return self._params
 
     @property
@@ -210,7 +210,7 @@ class RunContext:
 
     def tell_unread(self, reads: set[str]) -> None:
         """Warn of settings that had no effect on the function, which read ``reads`` of them."""
-        if self.is_main and (text := unread(self.config, reads, self._params)) is not None:
+        if self.is_main and (text := unused_settings(self.config, reads, self._params)) is not None:
             self._channel.send(messages.SettingsUnread(text=text))
 
     def note_saved(self, path: str | os.PathLike[str], step: int | None, kind: str) -> None:

@@ -23,8 +23,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from nbtoolkit.config.validation import reads_noted
-from nbtoolkit.environment.installed import ImportNotes
+from nbtoolkit.config.validation import record_reads
+from nbtoolkit.environment.installed import ImportRecorder
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.variables import RANK_MARK
 from nbtoolkit.errors import RunStopped
@@ -157,21 +157,21 @@ def _work(job: RankJob, spec: JobSpec, rank: int, channel: OwnerChannel) -> None
         world_size=spec.plan.processes,
         optimizers=optimizers,
     )
-    notes = ImportNotes(lambda names: channel.send(messages.ModulesImported(names=names)))
+    imports = ImportRecorder(lambda names: channel.send(messages.ModulesImported(names=names)))
     if rank == 0:
         # What is imported from here on, the fork server imports for the next launch.
-        sys.meta_path.insert(0, notes)
+        sys.meta_path.insert(0, imports)
     try:
         function = job.load()
         channel.send(messages.PhaseReached(phase="ready"))
         if channel.wait() is not None:  # the supervisor's go; it comes when every rank is ready
-            _call(function, context, channel, notes)
+            _call(function, context, channel, imports)
     except BaseException as error:
         _tell_error(spec.paths, rank, channel, error)
     finally:
         context.close()
-        if notes in sys.meta_path:
-            sys.meta_path.remove(notes)
+        if imports in sys.meta_path:
+            sys.meta_path.remove(imports)
         if optimizers is not None:
             optimizers.close()
 
@@ -233,11 +233,14 @@ class ProcessState:
 
 
 def _call(
-    function: Callable[..., Any], context: RunContext, channel: OwnerChannel, notes: ImportNotes
+    function: Callable[..., Any],
+    context: RunContext,
+    channel: OwnerChannel,
+    imports: ImportRecorder,
 ) -> None:
     seed_everything(context.seed)
     try:
-        with Heartbeat(channel, context.world_size), reads_noted() as reads:
+        with Heartbeat(channel, context.world_size), record_reads() as reads:
             value = function(context.config, context)
     except RunStopped as leave:
         channel.send(messages.FunctionLeft(status=leave.status))
@@ -249,7 +252,7 @@ def _call(
         raise folder_error(path, error) from error
     _flush()
     context.tell_unread(reads)
-    notes.tell_submodules()
+    imports.report_submodules()
     weights = context.weights()
     channel.send(messages.FunctionReturned(numbers=returned_numbers(value), weights=weights))
 

@@ -1,4 +1,4 @@
-"""Relay: MLflow's runs of a bundle are in the database of the folder that they come into."""
+"""Unpacking a bundle merges its MLflow runs into the database of the target folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Relay: no file of an output folder stops packing, or makes it wait; what is left out is named."""
+"""No file in an output folder stops or blocks packing; skipped files are named."""
 
 from __future__ import annotations
 

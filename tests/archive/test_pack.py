@@ -1,4 +1,4 @@
-"""Relay: what a bundle holds, what is left out, what is refused, and how it meets what is there."""
+"""Packing and unpacking: contents of a bundle, exclusions, refusals, existing runs."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_a_file_that_became_shorter_while_it_was_packed_is_left_out(tmp_path: Pa
 def test_a_run_that_goes_on_is_packed_as_it_is_and_told(outputs: Path, tmp_path: Path) -> None:
     run = RunPaths(folder_of(outputs, "unfinished"))
     with run.events.open("a") as diary:
-        diary.write('{"t": 1, "type": "metrics", "val')  # its owner is in the midst of a line
+        diary.write('{"t": 1, "type": "metrics", "val')  # the supervisor is writing this line
     lock = lock_run(run)
     assert lock is not None
     packed = nb.pack(tmp_path, source=outputs)
@@ -250,7 +250,7 @@ def test_sizes_are_read_as_people_write_them(size: int | str, count: int) -> Non
 
 @pytest.mark.parametrize("size", ["much", "15 Gigs", -1, True, "-3MB"])
 def test_what_is_no_size_is_refused(size: int | str) -> None:
-    with pytest.raises(ConfigError, match=r"is no size\n  Allowed: bytes, or a text with a unit"):
+    with pytest.raises(ConfigError, match=r"is not a size\n  Allowed: bytes, or a string with"):
         read_size(size)
 
 
@@ -703,17 +703,17 @@ def test_runs_below_the_output_folder_go_to_where_they_were_below_it(
 # --- by itself ------------------------------------------------------------------------------------
 
 
-def at_deadline(outputs: Path, there: Host, wish: str) -> tuple[PackResult | None, list[str]]:
+def at_deadline(outputs: Path, there: Host, setting: str) -> tuple[PackResult | None, list[str]]:
     """What comes of the unfinished run's deadline, with ``runtime.pack`` set so."""
     paths, said = RunPaths(folder_of(outputs, "unfinished")), []
     text = paths.config.read_text()
     assert "pack: false" in text
-    paths.config.write_text(text.replace("pack: false", f"pack: {wish}"))
+    paths.config.write_text(text.replace("pack: false", f"pack: {setting}"))
     return pack_for_next_session(paths, said.append, host=there), said
 
 
 @pytest.mark.parametrize(
-    ("kind", "wish", "packs"),
+    ("kind", "setting", "packs"),
     [
         ("kaggle", "auto", True),
         ("colab", "auto", True),
@@ -724,9 +724,9 @@ def at_deadline(outputs: Path, there: Host, wish: str) -> tuple[PackResult | Non
     ],
 )
 def test_a_run_is_packed_at_its_deadline_where_sessions_end(
-    outputs: Path, tmp_path: Path, kind: HostKind, wish: str, packs: bool
+    outputs: Path, tmp_path: Path, kind: HostKind, setting: str, packs: bool
 ) -> None:
-    packed, said = at_deadline(outputs, replace(host(tmp_path), kind=kind), wish)
+    packed, said = at_deadline(outputs, replace(host(tmp_path), kind=kind), setting)
     assert (tmp_path / DEFAULT_NAME).exists() == packs
     assert len(said) == packs
     if packs:

@@ -1,4 +1,4 @@
-"""Relay: a session ends at its deadline, another one, elsewhere, ends as if nothing had been."""
+"""A session that stops at its deadline resumes elsewhere, with the results of one session."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CUT_OFF = {**UNHURRIED, "runtime.time_budget": 4.0}
 WAIT = 0.3  # seconds a step: 12 epochs of 6 steps take 21 s
 
 
-def relayed(home: Path, work: str, **overrides: Any) -> tuple[Session, Session, Session]:
+def two_sessions(home: Path, work: str, **overrides: Any) -> tuple[Session, Session, Session]:
     """A session cut off by its deadline, one that goes on from its bundle alone, an undisturbed."""
     first = Session(home / "first", work, WAIT, **CUT_OFF, **overrides)
     quiet = {**overrides, "tracking.mlflow": False}
@@ -40,7 +40,7 @@ def test_a_fit_goes_on_in_the_next_session_and_ends_with_the_metrics_of_an_undis
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("mlflow")
-    first, second, undisturbed = relayed(tmp_path, FIT)
+    first, second, undisturbed = two_sessions(tmp_path, FIT)
     assert "packed for the next session: PackResult(1 run, " in first.output
     assert "going on with the unfinished run" in second.output
     assert second.told["status"] == "completed"
@@ -60,7 +60,7 @@ def test_a_fit_goes_on_in_the_next_session_and_ends_with_the_metrics_of_an_undis
 def test_a_sweep_goes_on_in_the_next_session_with_the_trials_of_an_undisturbed_one(
     tmp_path: Path,
 ) -> None:
-    first, second, undisturbed = relayed(tmp_path, SWEEP, **{"tracking.mlflow": False})
+    first, second, undisturbed = two_sessions(tmp_path, SWEEP, **{"tracking.mlflow": False})
     assert len(first.told["metrics"]) < 4
     assert "resuming the sweep" in second.output
     assert second.told["status"] == "completed"
@@ -70,7 +70,7 @@ def test_a_sweep_goes_on_in_the_next_session_with_the_trials_of_an_undisturbed_o
 
 @pytest.mark.long
 def test_folds_go_on_in_the_next_session(tmp_path: Path) -> None:
-    _, second, undisturbed = relayed(tmp_path, FOLDS, **{"tracking.mlflow": False})
+    _, second, undisturbed = two_sessions(tmp_path, FOLDS, **{"tracking.mlflow": False})
     assert second.told["status"] == "completed"
     assert second.told["metrics"] == undisturbed.told["metrics"]
 
@@ -81,7 +81,7 @@ def test_a_pipeline_goes_on_in_the_next_session_with_the_step_that_was_cut_off(
 ) -> None:
     for name in ("first", "second", "undisturbed"):
         write_steps(tmp_path / name)
-    _, second, undisturbed = relayed(tmp_path, PIPELINE, **{"tracking.mlflow": False})
+    _, second, undisturbed = two_sessions(tmp_path, PIPELINE, **{"tracking.mlflow": False})
     assert second.told["status"] == "completed"
     assert second.told["steps"] == {"first": "skipped", "second": "done"}
     assert second.told["metrics"] == undisturbed.told["metrics"]

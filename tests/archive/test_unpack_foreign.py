@@ -1,4 +1,4 @@
-"""Relay: a bundle of somebody else's writes run folders below the user's output folder, no more."""
+"""A bundle from somebody else writes only run folders below the output folder."""
 
 from __future__ import annotations
 

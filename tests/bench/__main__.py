@@ -15,7 +15,7 @@ MODULES = (
     "search",
     "importance",
     "notebooks",
-    "relay",
+    "archive",
     "panel",
     "browser",
 )

@@ -1,4 +1,4 @@
-"""The panel in JupyterLab, by the page's own clock: from a key or click to what is seen."""
+"""The panel in JupyterLab, measured by the page's own clock: from input to visible change."""
 
 from __future__ import annotations
 
@@ -125,12 +125,12 @@ def time_of_a_click(one: Person, at: int) -> float:
 
 def time_to_the_news(one: Person, outputs: Path) -> float:
     """Seconds from the kill of a sweep's process to the panel saying so."""
-    from person import kill_owner
+    from person import kill_supervisor
 
-    one.clicks("Sweep")  # after a kill it goes on with the same one
+    one.clicks("Sweep")  # after a kill it resumes the same one
     one.sees(": running")
     run = one.chosen("watch")
-    kill_owner(outputs / run)
+    kill_supervisor(outputs / run)
     began = time.perf_counter()
     one.sees(f"{run}: cut off")
     return time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""One figure: what was measured, what it may be, and the table they are printed in."""
+"""One benchmark figure, its limits, and the table of all figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the importance of parameters lead and end with the right ones, at 20 trials, over 10 seeds.
+"""Importance of parameters: whether the right ones come first and last, 20 trials, 10 seeds.
 
 A small network on Friedman's regression, 12 epochs, four parameters. The
 weight decay does nothing within its limits. The truth is the same rule on 150 random trials, none

@@ -1,4 +1,4 @@
-"""Time of a launch of two trivial CPU ranks, beside accelerate's launcher in one process."""
+"""Time of a launch of two trivial CPU ranks, compared with accelerate's launcher in one process."""
 
 from __future__ import annotations
 

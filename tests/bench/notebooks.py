@@ -1,4 +1,4 @@
-"""Notebooks as programs: training beside the same from a script; a pipeline that is done."""
+"""Notebooks as programs compared with a script; a pipeline whose steps are complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The panel: how soon it is up, what a look at 1,000 trials costs, how soon a click is answered."""
+"""The panel: time to open, cost of a refresh with 1,000 trials, time until a click acts."""
 
 from __future__ import annotations
 

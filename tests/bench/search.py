@@ -1,4 +1,4 @@
-"""Time of a sweep beside the same trials by other means; what a trial costs beside its training.
+"""Time of a sweep compared with the same trials by other means; overhead of one trial.
 
 The trials are a small network's training, of about 0.6 s and always the same steps. Ideal is what
 two bare processes need for them at the same time, without study, folder or reports.

@@ -1,4 +1,4 @@
-"""What tracking costs: python tests/bench/tracking_bench.py [samples] prints medians (s) as JSON.
+"""Cost of tracking: python tests/bench/tracking_bench.py [samples] prints medians (s) as JSON.
 
 first_use    a fresh tracking process, a fresh output folder, a run that has ended: until all of
              it is in MLflow (a launch goes on meanwhile, so it sees less of this)
@@ -89,8 +89,8 @@ def share(output_dir: Path, seconds: float = 5.0) -> float:
         service.track(whole_run(output_dir))
         service.wait()
         paths, log = begin(output_dir)
-        owner = os.open(paths.lock, os.O_RDWR | os.O_CREAT)
-        fcntl.flock(owner, fcntl.LOCK_EX)
+        lock = os.open(paths.lock, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         service.track(paths.folder)
         (process,) = psutil.Process().children()
         before, until, step = sum(process.cpu_times()[:2]), time.perf_counter() + seconds, 0
@@ -101,7 +101,7 @@ def share(output_dir: Path, seconds: float = 5.0) -> float:
         used = sum(process.cpu_times()[:2]) - before
         log.write(RunEnded(status="completed", seconds=seconds))
         log.close()
-        os.close(owner)
+        os.close(lock)
         service.wait()
     return used / seconds
 

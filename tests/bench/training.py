@@ -1,4 +1,4 @@
-"""The training loop: a step beside hand-written loops, a checkpoint's stall, memory, resuming."""
+"""The training loop compared with plain loops: step, checkpoint time, memory, resume."""
 
 from __future__ import annotations
 

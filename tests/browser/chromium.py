@@ -1,4 +1,4 @@
-"""Chromium: the system's own, without a window; where there is none, the sentence that says so."""
+"""Find and start the system's Chromium without a window; the message if there is none."""
 
 from __future__ import annotations
 

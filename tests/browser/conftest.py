@@ -1,4 +1,4 @@
-"""The browser tests' server and browser; skipped loudly where there is no browser."""
+"""Fixtures of the browser tests: server and browser. Without a browser, the tests are skipped."""
 
 from __future__ import annotations
 

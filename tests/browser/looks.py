@@ -1,4 +1,4 @@
-"""Looks: what of a panel is clipped, overlapping, faint, without a name or out of Tab's reach."""
+"""Find faults of a panel's layout: clipped, overlapping, faint, unnamed or unreachable by Tab."""
 
 from __future__ import annotations
 

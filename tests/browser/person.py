@@ -1,4 +1,4 @@
-"""Person: what somebody does in a notebook's page: opens, runs cells, clicks, types, looks."""
+"""A user of a notebook's page: opens notebooks, runs cells, clicks, types and reads."""
 
 from __future__ import annotations
 
@@ -208,6 +208,6 @@ def person(
         page.close()
 
 
-def kill_owner(run: Path) -> None:
-    """End the process that is behind a run or a sweep, as the memory killer does it."""
+def kill_supervisor(run: Path) -> None:
+    """Kill the supervisor of a run or a sweep, as the OOM killer does."""
     os.kill(json.loads((run / "owner.json").read_text())["pid"], signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The pictures of docs/panel.md, into a folder that is named; `make screenshots` runs it."""
+"""Take the screenshots of docs/panel.md into a given folder; `make screenshots` runs it."""
 
 from __future__ import annotations
 

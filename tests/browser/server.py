@@ -1,4 +1,4 @@
-"""Server: a Jupyter server on loopback for JupyterLab and Notebook 7, with folders of its own."""
+"""A Jupyter server on loopback for JupyterLab and Notebook 7, with its own folders."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def server(home: Path) -> Iterator[Server]:
 
 
 def _begun(home: Path, root: Path) -> Server:
-    """A server that answers; one that finds its port taken meanwhile ends, and another is begun."""
+    """A server that answers; if another process takes its port meanwhile, start another one."""
     for _ in range(3):
         running = _start(home, root)
         try:
@@ -134,7 +134,7 @@ def _environ(home: Path) -> dict[str, str]:
 def _answers(running: Server) -> bool:
     try:
         return bool(running.ask("GET", "/api/status", seconds=5.0))
-    except (OSError, HTTPException):  # not yet; or somebody else listens there, who is no server
+    except (OSError, HTTPException):  # not yet; or another process, not a server, listens there
         return False
 
 

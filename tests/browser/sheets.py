@@ -1,4 +1,4 @@
-"""Sheets: the notebooks that are opened."""
+"""The notebooks that the browser tests open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cells show while they launch and search: live, readable in both themes, there afterwards."""
+"""Cells show launches and searches live, in both themes, and keep the output afterwards."""
 
 from __future__ import annotations
 

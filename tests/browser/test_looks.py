@@ -1,4 +1,4 @@
-"""How the panel looks and is operated: nothing clipped or faint, all by keyboard, all named."""
+"""The panel's layout and keyboard operation: nothing clipped, faint, unnamed or unreachable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to a panel in a browser: other pages, pages closed, processes killed, evil names."""
+"""The panel in a browser with several pages, closed pages, killed processes, hostile names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from person import kill_owner, person
+from person import kill_supervisor, person
 from server import Server
 from sheets import PANEL, TRAIN, write_notebook
 
@@ -67,7 +67,7 @@ def test_panels_in_two_notebooks_agree_and_a_closed_page_stops_nothing(
         assert anna.can("Train the best")
 
 
-# How soon it is told is measured by `python -m tests.bench browser`: within 2 s.
+# How soon it is shown is measured by `python -m tests.bench browser`: within 2 s.
 def test_a_killed_sweep_is_told_and_gone_on_with(
     browser: Browser, jupyter: Server, hold: Path
 ) -> None:
@@ -77,7 +77,7 @@ def test_a_killed_sweep_is_told_and_gone_on_with(
         anna.runs(SHEET)
         anna.clicks("Sweep")
         anna.sees(re.compile("1 running"))
-        kill_owner(jupyter.root / "outputs" / anna.chosen("watch"))
+        kill_supervisor(jupyter.root / "outputs" / anna.chosen("watch"))
         anna.sees(re.compile("cut off .*Go on takes it up where it was"))
         hold.unlink()
         anna.clicks("Go on")

@@ -1,4 +1,4 @@
-"""A person's whole session with the panel, clicking and typing, in JupyterLab and Notebook 7."""
+"""A whole session with the panel, by mouse and keyboard, in JupyterLab and Notebook 7."""
 
 from __future__ import annotations
 

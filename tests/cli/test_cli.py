@@ -1,4 +1,4 @@
-"""The command line, as a shell calls it: what it prints, where, and its exit codes."""
+"""The command line, called from a shell: output, streams and exit codes."""
 
 from __future__ import annotations
 

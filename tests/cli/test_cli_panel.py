@@ -1,4 +1,4 @@
-"""nbtoolkit panel: a run watched and its buttons pressed from a shell."""
+"""`nbtoolkit panel`: a shell shows a run and presses its buttons."""
 
 from __future__ import annotations
 

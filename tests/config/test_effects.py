@@ -1,4 +1,4 @@
-"""Settings that had no effect, or took any value."""
+"""Settings that once had no effect, or accepted any value."""
 
 from __future__ import annotations
 

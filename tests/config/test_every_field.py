@@ -1,7 +1,7 @@
-"""Every setting has an effect: two values, and what differs in plan, run folder or result.
+"""Every setting has an effect: two values differ in plan, run folder or result.
 
-That a test of some kind names each field is checked here, by reflection over both schemas; what
-nb.fit uses stands in test_every_field_fit.py, what a sweep uses in test_every_field_sweep.py.
+This file also checks, by reflection over both schemas, that some test names each field. Settings of
+nb.fit are in test_every_field_fit.py, those of a sweep in test_every_field_sweep.py.
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ def test_the_command_line_calls_the_task(tmp_path: Path) -> None:
         assert nb.attach(folder).result().metrics["who"] == who
 
 
-# --- who else is told ---
+# --- tracking ---
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Every setting that nb.fit uses: two values of it, and what differs as seen from outside."""
+"""Every setting of nb.fit has an effect: two values differ in what a run leaves."""
 
 from __future__ import annotations
 

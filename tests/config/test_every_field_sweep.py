@@ -1,4 +1,4 @@
-"""Every setting of a sweep's file: two values of it, and what differs in its study and its jobs."""
+"""Every setting of a sweep's file has an effect: two values differ in its study or its jobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import optuna
 import pytest
 from every_field import PROVEN, proves
 from machines import T4, cpu_machine, machine
-from searches import LR, Fake, drive, program
+from searches import LR, Fake, algorithm, drive
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
@@ -42,7 +42,7 @@ class Searched:
         self, folder: Path, source: Source, fake: Fake | None = None, **drive_: Any
     ) -> None:
         folder.mkdir()
-        self.made, self.diary = program(folder, source)
+        self.made, self.diary = algorithm(folder, source)
         self.error = ""
         try:
             self.jobs = drive(self.made, fake or Fake(metrics), **drive_)
@@ -265,8 +265,8 @@ PROVEN.extend([*(f"sweep: folds.{name}" for name in FOLDS), "sweep: folds.file"]
 TARGETS = [0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 2]
 
 
-def folds_of(wish: Source) -> Any:
-    sweep_config = load_sweep_config({"space": SPACE, "folds": wish}, Config(), n_trials=1)
+def folds_of(settings: Source) -> Any:
+    sweep_config = load_sweep_config({"space": SPACE, "folds": settings}, Config(), n_trials=1)
     return configured_folds(sweep_config.folds, "__main__:train", TARGETS, None)
 
 
@@ -316,8 +316,8 @@ def test_trials_of_another_sweep_are_taken_over(search: Search, tmp_path: Path) 
 @pytest.mark.long  # test_sweep_algorithm.py has short ones
 @proves("sweep: reevaluate_top.k", "sweep: reevaluate_top.seeds")
 def test_leaders_are_trained_again_as_set(search: Search) -> None:
-    def repeated(**wish: int) -> list[tuple[str, int]]:
-        jobs = search(3, reevaluate_top=wish).jobs[3:]
+    def repeated(**settings: int) -> list[tuple[str, int]]:
+        jobs = search(3, reevaluate_top=settings).jobs[3:]
         return [(job.key.rpartition("/")[0], int(job.overrides["seed"])) for job in jobs]
 
     assert repeated() == []

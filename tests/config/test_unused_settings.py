@@ -1,4 +1,4 @@
-"""Settings of nb.fit that an own loop never reads: one warning, and no false ones."""
+"""A custom loop that never reads a setting of nb.fit gets one warning, and no false one."""
 
 from __future__ import annotations
 

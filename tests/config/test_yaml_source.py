@@ -102,7 +102,7 @@ def test_what_is_no_yaml_is_refused_with_its_line(tmp_path: Path, text: str, mes
             r"my.yaml:3: 'a' is given twice, first in line 1 \(keep one",
         ),
         ("a:\n  b: 1\n  b: 1", r"my.yaml:3: 'a.b' is given twice, first in line 2"),
-        ("1: x", r'my.yaml:1: the key 1 is not a text \(write "1"\)'),
+        ("1: x", r'my.yaml:1: the key 1 is not a string \(write "1"\)'),
     ],
 )
 def test_wrong_keys_are_noted_with_their_line(tmp_path: Path, text: str, message: str) -> None:
@@ -128,7 +128,7 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
         read_layer(tmp_path)
     path = tmp_path / "my.yaml"
     path.write_bytes(b"a: \xff")
-    with pytest.raises(ConfigError, match=r"is not a UTF-8 text(.|\n)*save it as UTF-8"):
+    with pytest.raises(ConfigError, match=r"is not UTF-8 text(.|\n)*save it as UTF-8"):
         read_layer(path)
 
 

@@ -1,4 +1,4 @@
-"""nb.cross_validate on real processes."""
+"""nb.cross_validate with real processes."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_what_is_not_there_is_told(config: nb.Config, monkeypatch: pytest.Monkey
         ),
         (lambda c: nb.cross_validate(None, c, SMALL), LaunchError, "which is not a function"),
         (lambda c: quiet(functions.seen, c, display="loud"), LaunchError, "display='loud'"),
-        (lambda c: quiet(functions.seen, c, processes=0), LaunchError, "processes=0 is not known"),
+        (lambda c: quiet(functions.seen, c, processes=0), LaunchError, "processes=0 is not valid"),
     ],
 )
 def test_calls_that_cannot_be_meant_are_refused(

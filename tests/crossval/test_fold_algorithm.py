@@ -1,4 +1,4 @@
-"""The program of a cross-validation, driven by a plain loop as the scheduler would."""
+"""The algorithm of a cross-validation, called by a plain loop instead of the scheduler."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def begin(folder: Path, folds: nb.Folds = FOLDS, **limits: Any) -> CrossValidati
 
 
 def drive(
-    program: CrossValidationAlgorithm,
+    algorithm: CrossValidationAlgorithm,
     folder: Path,
     ending: Callable[[SearchJob], JobResult],
     *,
     slots: int = 2,
 ) -> list[str]:
-    """Run all it asks for, ``slots`` at once, the oldest ending first; the keys as they began."""
+    """Run all jobs, ``slots`` at once, the oldest ends first; return the keys in order of start."""
     running: list[SearchJob] = []
     began = []
-    while not program.done:
-        while len(running) < slots and (job := program.next(None)) is not None:
+    while not algorithm.done:
+        while len(running) < slots and (job := algorithm.next(None)) is not None:
             running.append(job)
             began.append(job.key)
         if not running:
@@ -61,7 +61,7 @@ def drive(
         end = ending(job)
         if end.status == "completed":
             write_whole(RunPaths(folder / job.key).value(0), "a value")
-        program.on_end(job, end)
+        algorithm.on_end(job, end)
     return began
 
 
@@ -72,10 +72,12 @@ def fold_events(folder: Path) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("slots", [1, 2, 7])
 def test_every_fold_is_run_once_and_in_order(tmp_path: Path, slots: int) -> None:
-    program = begin(tmp_path)
-    assert drive(program, tmp_path, score, slots=slots) == [f"folds/{index}" for index in range(5)]
-    assert program.done
-    summary = program.close("completed")
+    algorithm = begin(tmp_path)
+    assert drive(algorithm, tmp_path, score, slots=slots) == [
+        f"folds/{index}" for index in range(5)
+    ]
+    assert algorithm.done
+    summary = algorithm.close("completed")
     values = [0.1 * index for index in range(5)]
     assert summary["folds"] == summary["complete"] == 5
     assert summary["scores"]["acc"] == {
@@ -93,16 +95,16 @@ def test_its_jobs_are_of_their_fold_and_limited(tmp_path: Path) -> None:
 
 
 def test_a_fold_that_raised_ends_it_and_is_told_with_what_is_kept(tmp_path: Path) -> None:
-    program = begin(tmp_path)
-    assert drive(program, tmp_path, lambda job: RAISED if job.fold == 1 else score(job)) == [
+    algorithm = begin(tmp_path)
+    assert drive(algorithm, tmp_path, lambda job: RAISED if job.fold == 1 else score(job)) == [
         "folds/0",
         "folds/1",
         "folds/2",
     ]
-    assert program.done
+    assert algorithm.done
     with pytest.raises(FoldError, match=r"fold 1 failed: ValueError: no\n.*2 of 5 folds are done"):
-        program.close("completed")
-    assert program.close("stopped")["complete"] == 2
+        algorithm.close("completed")
+    assert algorithm.close("stopped")["complete"] == 2
 
 
 def test_folds_that_are_done_are_not_run_again(tmp_path: Path) -> None:
@@ -126,8 +128,8 @@ def test_a_fold_counts_as_done_by_its_own_result_when_its_event_was_not_written(
     for index in (2, 3, 4):
         write_whole(RunPaths(tmp_path / fold_key(index)).value(0), "a value")
     assert set(finished_folds(tmp_path, 5)) == {2}
-    program = begin(tmp_path)
-    assert drive(program, tmp_path, score) == ["folds/0", "folds/1", "folds/3", "folds/4"]
+    algorithm = begin(tmp_path)
+    assert drive(algorithm, tmp_path, score) == ["folds/0", "folds/1", "folds/3", "folds/4"]
 
 
 def test_a_fold_whose_value_is_gone_is_run_again(tmp_path: Path) -> None:
@@ -138,44 +140,44 @@ def test_a_fold_whose_value_is_gone_is_run_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("retries", "tries"), [(0, 1), (1, 2), (3, 4)])
 def test_a_fold_whose_process_died_is_tried_again(tmp_path: Path, retries: int, tries: int) -> None:
-    program = begin(tmp_path, retries=retries)
-    began = drive(program, tmp_path, lambda job: DIED if job.fold == 0 else score(job), slots=1)
+    algorithm = begin(tmp_path, retries=retries)
+    began = drive(algorithm, tmp_path, lambda job: DIED if job.fold == 0 else score(job), slots=1)
     assert began == ["folds/0"] * tries
     assert fold_events(tmp_path).count((0, "waiting")) == retries
     with pytest.raises(FoldError, match="fold 0 failed: WorkerDied: signal 9"):
-        program.close("completed")
+        algorithm.close("completed")
 
 
 def test_after_a_stop_nothing_begins_and_what_ran_counts_for_the_next_session(
     tmp_path: Path,
 ) -> None:
-    program = begin(tmp_path)
-    jobs = [program.next(None), program.next(None)]
-    program.on_command(SearchCommand(op="stop"))
-    assert not program.done
-    assert program.next(None) is None
+    algorithm = begin(tmp_path)
+    jobs = [algorithm.next(None), algorithm.next(None)]
+    algorithm.on_command(SearchCommand(op="stop"))
+    assert not algorithm.done
+    assert algorithm.next(None) is None
     for job in jobs:
         assert job is not None
-        program.on_end(job, JobResult(status="stopped", metrics={"acc": 0.3}))
-    assert program.done
-    assert program.close("stopped") == {"folds": 5, "complete": 0, "scores": {}}
+        algorithm.on_end(job, JobResult(status="stopped", metrics={"acc": 0.3}))
+    assert algorithm.done
+    assert algorithm.close("stopped") == {"folds": 5, "complete": 0, "scores": {}}
     assert fold_events(tmp_path)[-2:] == [(0, "stopped"), (1, "stopped")]
     assert len(drive(begin(tmp_path), tmp_path, score)) == 5
 
 
 def test_paused_it_starts_nothing_until_it_goes_on(tmp_path: Path) -> None:
-    program = begin(tmp_path)
-    program.on_command(SearchCommand(op="pause"))
-    assert program.next(None) is None
-    assert not program.done
-    program.on_command(SearchCommand(op="resume"))
-    assert program.next(None) is not None
+    algorithm = begin(tmp_path)
+    algorithm.on_command(SearchCommand(op="pause"))
+    assert algorithm.next(None) is None
+    assert not algorithm.done
+    algorithm.on_command(SearchCommand(op="resume"))
+    assert algorithm.next(None) is not None
 
 
 def test_no_fold_begins_when_the_time_is_used_up(tmp_path: Path) -> None:
-    program = begin(tmp_path)
-    assert program.next(0.0) is None
-    assert program.next(0.1) is not None
+    algorithm = begin(tmp_path)
+    assert algorithm.next(0.0) is None
+    assert algorithm.next(0.1) is not None
 
 
 def test_what_only_sweeps_can_do_is_told(tmp_path: Path) -> None:
@@ -200,6 +202,6 @@ def test_scores_that_not_all_folds_have_are_not_summed_up(tmp_path: Path) -> Non
         more = {"auc": 1.0} if job.fold else {}
         return JobResult(status="completed", metrics={"acc": 0.5, **more})
 
-    program = begin(tmp_path)
-    drive(program, tmp_path, some)
-    assert program.close("completed")["scores"] == {"acc": {"mean": 0.5, "std": 0.0}}
+    algorithm = begin(tmp_path)
+    drive(algorithm, tmp_path, some)
+    assert algorithm.close("completed")["scores"] == {"acc": {"mean": 0.5, "std": 0.0}}

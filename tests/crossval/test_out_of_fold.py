@@ -1,4 +1,4 @@
-"""Out-of-fold predictions in the data set's order, and the ensemble of the folds' models."""
+"""Out-of-fold predictions in the order of the data set, and the ensemble of fold models."""
 
 from __future__ import annotations
 

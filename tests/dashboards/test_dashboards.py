@@ -1,4 +1,4 @@
-"""Dashboards of others: on loopback alone, up when they answer, gone with the kernel."""
+"""Optuna's and MLflow's dashboards: they listen on loopback only and end with the kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import psutil
 import pytest
 from harmless import assert_harmless
 from kernels import all_gone, descendants, script, until
-from panels import SPACE, click, desk, ends, page, told
+from panels import SPACE, click, controller, ends, page, told
 from run_folders import write_run
 
 import nbtoolkit as nb
@@ -274,7 +274,7 @@ def test_colab_is_asked_for_its_own_address_from_a_cell_and_else_told_how() -> N
 def test_a_panels_buttons_say_why_not_or_show_address_and_port(
     panel: nb.Panel, tmp_path: Path
 ) -> None:
-    board = desk(panel).board
+    board = controller(panel).board
     shown = page(panel, "Links")
     assert "no sweep is watched" in shown
     assert "no run was tracked" in shown
@@ -294,7 +294,7 @@ def test_a_panels_buttons_say_why_not_or_show_address_and_port(
     assert shown.count("href=") == 1
     assert 'target="_blank" rel="noopener"' in shown
     assert_harmless(shown)
-    (dashboard,) = desk(panel)._links._opened
+    (dashboard,) = controller(panel)._links._opened
     assert f"port {dashboard.port} of 127.0.0.1" in shown
     pids = family(dashboard)
     panel.close()

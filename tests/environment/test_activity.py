@@ -1,4 +1,4 @@
-"""Healthy processes are waited for on a slow machine; those in which nothing happens are not."""
+"""The activity check waits for a slow process, and gives up one that makes no progress."""
 
 from __future__ import annotations
 
@@ -107,23 +107,23 @@ def at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
 def test_a_fork_server_that_starts_slowly_is_waited_for(at_start: Callable[[str], None]) -> None:
     at_start("import time\nwhile time.process_time() < 1.5: pass")
-    pad = ForkServerClient(stalled=1.0)
+    client = ForkServerClient(stalled=1.0)
     try:
-        assert pad.warm_pids() == {pad.pid}
+        assert client.warm_pids() == {client.pid}
     finally:
-        pad.close()
-    assert not pad.alive()
+        client.close()
+    assert not client.alive()
 
 
 def test_a_fork_server_that_does_nothing_is_given_up_with_its_last_words(
     at_start: Callable[[str], None],
 ) -> None:
     at_start("import sys, time\nsys.stderr.write('a cold disk\\n')\ntime.sleep(3600)")
-    pad = ForkServerClient(stalled=1.0)
+    client = ForkServerClient(stalled=1.0)
     said = r"does not answer: no progress for 1 s; its last words:\n.*a cold disk"
     with pytest.raises(LaunchError, match=rf"(?s){said}.*Allowed: .*Do now:  launch again"):
-        pad.warm_pids()
-    assert not pad.alive()
+        client.warm_pids()
+    assert not client.alive()
 
 
 @pytest.mark.long
@@ -137,19 +137,21 @@ def test_a_request_that_takes_long_is_waited_for_and_one_that_hangs_is_not(
         "begun = time.process_time()\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    pad = ForkServerClient(stalled=1.0)
-    pad.preload(["prepares:slowly"])
+    client = ForkServerClient(stalled=1.0)
+    client.preload(["prepares:slowly"])
     with pytest.raises(LaunchError, match=r"(?s)no progress for 1 s; .*waits for a licence"):
-        pad.preload(["prepares:never"])
-    assert not pad.alive()
+        client.preload(["prepares:never"])
+    assert not client.alive()
 
 
 def test_a_wait_is_told_of_and_then_ever_more_seldom(capsys: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
     with python(BURNS) as process:
         activity = Activity(process.pid)
-        assert not wait_while_active(never, activity, "it", limit=1.5, tell=0.5, say=said.append)
-        assert not wait_while_active(never, activity, "it", limit=1.0, tell=0.5)
+        assert not wait_while_active(
+            never, activity, "it", limit=1.5, report_after=0.5, say=said.append
+        )
+        assert not wait_while_active(never, activity, "it", limit=1.0, report_after=0.5)
     first, *others = said
     assert first.startswith("waiting for it: ")
     assert first.endswith(" s so far, it makes progress")

@@ -1,4 +1,4 @@
-"""Host: which one, which folders, which limits, started as a rank or not; each with its reason."""
+"""Host detection: kind, folders, limits and launch by other tools, each with its reason."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_kind_and_reason(
 def test_the_verdict_can_be_overridden_and_says_so(root: Path) -> None:
     host = at(root, {"NBTOOLKIT_HOST": "kaggle"}, KERNEL)
     assert host.kind == "kaggle"
-    assert host.reason.startswith("NBTOOLKIT_HOST says so (without it: jupyter")
+    assert host.reason.startswith("NBTOOLKIT_HOST is set (without it: jupyter")
     assert host.working == root / "home"  # there is no /kaggle/working
 
 
@@ -184,7 +184,7 @@ def test_started_as_a_rank(
 def test_in_a_kernel_the_same_variables_are_stale(root: Path, environ: dict[str, str]) -> None:
     host = at(root, environ, KERNEL)
     assert not host.is_rank
-    assert "stale: a kernel is no rank" in host.rank_reason
+    assert "stale: a kernel is not a rank" in host.rank_reason
     assert (host.rank, host.world_size) == (0, 1)
 
 

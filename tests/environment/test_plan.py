@@ -1,4 +1,4 @@
-"""Plan: for every machine and wish what is decided, and the sentence that says why."""
+"""make_plan: the decision for every machine and setting, and the sentence that explains it."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def plan_on(
 
 
 def test_a_dict_of_settings_is_a_configuration() -> None:
-    wished = {"distributed.world_size": 2}
-    plan = make_plan(wished, SCRIPT, cpu_machine(4))
-    assert plan == make_plan(load_config(overrides=wished), SCRIPT, cpu_machine(4))
+    overrides = {"distributed.world_size": 2}
+    plan = make_plan(overrides, SCRIPT, cpu_machine(4))
+    assert plan == make_plan(load_config(overrides=overrides), SCRIPT, cpu_machine(4))
     assert plan.processes == 2
 
 
@@ -94,7 +94,13 @@ def says(plan: LaunchPlan, text: str) -> bool:
             machine(T4, P100), 1, "cuda", "fp16", None, "GPU 1 (Tesla P100", id="T4 + unusable"
         ),
         pytest.param(
-            machine(T4, P100, build=CU124), 1, "cuda", "fp16", None, "it is unlike", id="T4 + P100"
+            machine(T4, P100, build=CU124),
+            1,
+            "cuda",
+            "fp16",
+            None,
+            "it differs from",
+            id="T4 + P100",
         ),
         pytest.param(machine(T4, A100), 1, "cuda", "bf16", None, "best of unequal", id="T4 + A100"),
         pytest.param(
@@ -106,7 +112,7 @@ def says(plan: LaunchPlan, text: str) -> bool:
             "cuda",
             "fp16",
             None,
-            "unlike",
+            "differs",
             id="half",
         ),
         pytest.param(
@@ -218,13 +224,13 @@ def test_memory_in_use_is_said() -> None:
         (
             machine(T4, T4),
             {"distributed__world_size": 3},
-            r"3 processes are asked for .* 2 can be used",
+            r"requests 3 processes.* 2 can be used",
             "1 or 2 on GPUs; any number on the CPU",
         ),
         (
             machine(T4, P100),
             {"distributed__world_size": 2},
-            r"2 processes are asked for .* 1 can be used: GPU 0",
+            r"requests 2 processes.* 1 can be used: GPU 0",
             "1 on GPUs",
         ),
         (machine(MIG), {"distributed__world_size": 2}, "1 can be used", "1 on GPUs"),
@@ -238,7 +244,7 @@ def test_memory_in_use_is_said() -> None:
             cpu_machine(),
             {"distributed__device_ids": [0]},
             r"cannot see \(no NVIDIA driver answers",
-            "null (there is the CPU only)",
+            "null (CPU only)",
         ),
         (
             machine(T4, P100),
@@ -255,7 +261,7 @@ def test_memory_in_use_is_said() -> None:
         (
             cpu_machine(),
             {"distributed__backend": "nccl"},
-            "distributed.backend is nccl, which needs a GPU",
+            "distributed.backend is nccl, which needs one GPU",
             "auto or gloo",
         ),
         (
@@ -292,29 +298,29 @@ def test_a_tpu_alone_is_refused_with_a_way_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("card", "wish", "precision", "sentence"),
+    ("card", "setting", "precision", "sentence"),
     [
         (T4, "auto", "fp16", "fp16: Tesla T4 is sm_75, bf16 would be emulated"),
         (T4, "bf16", "bf16", "Tesla T4 is sm_75 and EMULATES it"),
-        (T4, "fp32", "fp32", "fp32: train.precision says so"),
-        (T4, "fp16", "fp16", "fp16: train.precision says so"),
+        (T4, "fp32", "fp32", "fp32: train.precision is fp32"),
+        (T4, "fp16", "fp16", "fp16: train.precision is fp16"),
         (A100, "auto", "bf16", "is sm_80, which computes it natively"),
         (A100, "bf16", "bf16", "computes it natively"),
-        (A100, "fp16", "fp16", "train.precision says so"),
+        (A100, "fp16", "fp16", "train.precision is fp16"),
         (None, "auto", "fp32", "fp32: the run is on the CPU"),
-        (None, "bf16", "bf16", "bf16: train.precision says so"),
-        (None, "fp32", "fp32", "fp32: train.precision says so"),
+        (None, "bf16", "bf16", "bf16: train.precision is bf16"),
+        (None, "fp32", "fp32", "fp32: train.precision is fp32"),
     ],
 )
-def test_precision(card: Card | None, wish: str, precision: str, sentence: str) -> None:
+def test_precision(card: Card | None, setting: str, precision: str, sentence: str) -> None:
     hardware = machine(card) if card else cpu_machine()
-    plan = plan_on(hardware, train__precision=wish)
+    plan = plan_on(hardware, train__precision=setting)
     assert plan.precision == precision
     assert says(plan, sentence)
 
 
 @pytest.mark.parametrize(
-    ("hardware", "wish", "backend"),
+    ("hardware", "setting", "backend"),
     [
         (machine(T4, T4), "auto", "nccl"),
         (machine(T4, T4), "nccl", "nccl"),
@@ -324,8 +330,8 @@ def test_precision(card: Card | None, wish: str, precision: str, sentence: str) 
         (cpu_machine(), "gloo", "gloo"),
     ],
 )
-def test_backend(hardware: Hardware, wish: str, backend: str | None) -> None:
-    plan = plan_on(hardware, distributed__backend=wish, distributed__enabled=True)
+def test_backend(hardware: Hardware, setting: str, backend: str | None) -> None:
+    plan = plan_on(hardware, distributed__backend=setting, distributed__enabled=True)
     assert plan.backend == backend
     assert backend is None or says(plan, f"{backend}: ")
 
@@ -409,7 +415,7 @@ def test_ports() -> None:
     busy = plan_on(two, PortBusy(29500), distributed__port=29500)
     assert busy.port is None
     assert busy.reasons[0] == "port 29500 was busy"
-    assert says(busy, "port: a free one is picked")
+    assert says(busy, "port: a free one is chosen")
     assert plan_on(machine(T4), distributed__port=29500).port is None
 
 
@@ -532,7 +538,7 @@ def check_explains_every_decision(
     for told in (who, plan.precision, f"batch {plan.global_batch_size}", plan.start):
         assert told in head
     starts = [f"{who} on ", f"{plan.precision}: ", f"batch {plan.global_batch_size} = "]
-    starts += ["CPU threads a process: "]
+    starts += ["CPU threads per process: "]
     starts += [f"{plan.backend}: ", "port: "] if plan.backend else []
     starts += ["learning rate x "] if "train__batch_size_per_device" in settings else []
     starts += ["no GPU: "] if plan.device_type == "cpu" else []
@@ -560,4 +566,4 @@ def test_a_foreign_dict_is_no_plan() -> None:
 def test_a_batch_says_its_factors() -> None:
     batch = BatchSplit(per_device=8, processes=2, accumulate=3)
     assert str(batch) == "batch 48 = 8 x 2 processes x 3 accumulation steps"
-    assert batch.on_one() == BatchSplit(per_device=8, processes=1, accumulate=6)
+    assert batch.on_one_process() == BatchSplit(per_device=8, processes=1, accumulate=6)

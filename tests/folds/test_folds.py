@@ -1,4 +1,4 @@
-"""make_folds, Folds and their files, and the search for leaks."""
+"""make_folds, Folds and their files, and the leakage checks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def splits(folds: nb.Folds) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("wish", "splitter"),
+    ("arguments", "splitter"),
     [
         ({"kind": "stratified"}, sk.StratifiedKFold(5, shuffle=True, random_state=0)),
         ({"k": 3, "seed": 7}, sk.StratifiedKFold(3, shuffle=True, random_state=7)),
@@ -52,11 +52,13 @@ def splits(folds: nb.Folds) -> list[tuple[list[int], list[int]]]:
         ),
     ],
 )
-def test_folds_are_those_of_scikit_learns_splitter(wish: dict[str, Any], splitter: Any) -> None:
-    folds = nb.make_folds(CLASSES, **wish)
+def test_folds_are_those_of_scikit_learns_splitter(
+    arguments: dict[str, Any], splitter: Any
+) -> None:
+    folds = nb.make_folds(CLASSES, **arguments)
     expected = [
         (train.tolist(), valid.tolist())
-        for train, valid in splitter.split(EMPTY, CLASSES, wish.get("groups"))
+        for train, valid in splitter.split(EMPTY, CLASSES, arguments.get("groups"))
     ]
     assert splits(folds) == expected
     assert len(folds) == len(expected) == folds.k * folds.repeats
@@ -111,7 +113,7 @@ def test_folds_are_counted_indexed_and_told_apart_by_how_they_split() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "said"),
+    ("arguments", "said"),
     [
         ({"kind": "strat"}, "kind is 'strat'\n.*stratified, kfold, group"),
         ({"k": 1}, "k is 1\n.*whole number from 2"),
@@ -123,17 +125,17 @@ def test_folds_are_counted_indexed_and_told_apart_by_how_they_split() -> None:
         ({"k": 60, "kind": "time"}, "60 samples cannot be split .*\n.*61 samples or more"),
         ({"k": 21}, r"every class has fewer samples than k=21 folds: 0 \(20\), .*\n.*up to 20"),
         ({"kind": "group"}, "'group' needs groups"),
-        ({"groups": TEAMS}, "'stratified' makes no use of groups\n.*\n.*stratified_group"),
+        ({"groups": TEAMS}, "'stratified' does not use groups\n.*\n.*stratified_group"),
         ({"kind": "group", "groups": TEAMS[:9]}, "groups has 9 values for 60 samples"),
         ({"kind": "group", "groups": CLASSES}, "3 groups for k=5 folds\n.*\n.*k=3"),
         ({"kind": "group", "groups": TEAMS, "repeats": 2}, "'group' cannot be repeated"),
-        ({"kind": "predefined"}, "'predefined' with predefined=None"),
-        ({"predefined": CLASSES}, "'stratified' with predefined=... cannot be meant"),
+        ({"kind": "predefined"}, "'predefined' needs predefined"),
+        ({"predefined": CLASSES}, "'stratified' does not use predefined"),
     ],
 )
-def test_sweep_config_that_cannot_be_met_are_refused(wish: dict[str, Any], said: str) -> None:
+def test_sweep_config_that_cannot_be_met_are_refused(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(FoldError, match=said):
-        nb.make_folds(CLASSES, **wish)
+        nb.make_folds(CLASSES, **arguments)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Codes of PyTorch's documentation and examples: equal on one and two processes, or refused."""
+"""Examples of PyTorch's documentation: equal on one and two processes, or refused."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Trainer:
         self.optimizer.step()
 
     def epoch(self, number: int) -> None:
-        # The script looks at the size of a batch here, before it tells the sampler the epoch.
+        # The script looks at the size of a batch here, before it sets the sampler's epoch.
         assert len(next(iter(self.loader))[0]) > 0
         self.loader.sampler.set_epoch(number)
         self.seen.append([])

@@ -1,6 +1,6 @@
-"""Codes for accelerate, timm, transformers, Lightning: equal on one and two processes, or refused.
+"""Code for accelerate, timm, transformers, Lightning: equal on 1 and 2 processes, or refused.
 
-timm itself is not installed here: of its script the loop is restated, and what it calls.
+timm itself is not installed here: its script's loop is restated, with the functions it calls.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def image_models(config: Config, ctx: RunContext) -> Value:
 @pytest.mark.long
 def test_timm_script(tmp_path: Path) -> None:
     value = equal_on_two(image_models, tmp_path, batch=8)
-    assert value["orders"][0] != value["orders"][1]  # the sampler was told the epoch
+    assert value["orders"][0] != value["orders"][1]  # the sampler's epoch was set
     # The average is another model than the last one.
     assert (value["results"][-1] - value["weights"]).abs().max() > 1e-3
 

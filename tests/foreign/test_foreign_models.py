@@ -1,4 +1,4 @@
-"""Segmentation, a language model, a GAN of others: equal on one and two processes, or refused."""
+"""Segmentation, language model and GAN of others: equal on one and two processes, or refused."""
 
 from __future__ import annotations
 

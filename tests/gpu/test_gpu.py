@@ -1,6 +1,6 @@
-"""On a machine with an NVIDIA GPU and a CUDA build of torch: one card is enough for most of it.
+"""Launches on a machine with an NVIDIA GPU and a CUDA build of torch; most need one card.
 
-Each test is a kernel of its own, a fresh script, since some of them touch CUDA in the kernel.
+Each test runs in a fresh script, since some of them use CUDA in the kernel.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def test_two_processes_on_one_gpu_are_refused(hardware: Hardware, tmp_path: Path
     tell(said=said, one=launch(lambda config, ctx: ctx.world_size).value)
     """
     answers = told(code, tmp_path)
-    assert "a process needs a GPU of its own, and 1 can be used" in answers["said"]
+    assert "each needs its own GPU, and 1 can be used" in answers["said"]
     assert answers["one"] == 1
 
 

@@ -1,4 +1,4 @@
-"""Training, sweeps and cross-validation on one NVIDIA GPU: the same answers as on the CPU."""
+"""Training, sweeps and cross-validation on one NVIDIA GPU give the results of the CPU."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def train(config, ctx):
 def test_a_killed_run_goes_on_to_the_same_weights(precision: str, tmp_path: Path) -> None:
     """Dropout draws on the device: its generator's state and the scaler's are resumed, too."""
     code = f"""
-    wishes = {{**settings, **small, "model.dropout": 0.3, "train.precision": "{precision}"}}
-    wishes["model.exact"] = True
-    found = nb.verify.resume(train, nb.load_config(env=None, overrides=wishes))
+    overrides = {{**settings, **small, "model.dropout": 0.3, "train.precision": "{precision}"}}
+    overrides["model.exact"] = True
+    found = nb.verify.resume(train, nb.load_config(env=None, overrides=overrides))
     tell(passed=found.passed, text=found.explain(), weights=found.weights, steps=found.steps)
     """
     answers = told(DATA + textwrap.dedent(code), tmp_path)

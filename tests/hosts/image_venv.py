@@ -1,4 +1,4 @@
-"""A virtual environment like a host's image: built once, in ``build/hosts``."""
+"""A virtual environment with a host image's versions, built once in ``build/hosts``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is installed of each host's image, in the image's versions, and how the host sets it up."""
+"""Packages of each host's image that the tests install, and the host's variables and folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Room: a host around a command: its variables, folders and environment, and no internet."""
+"""Run a command as on a host: its variables, folders and environment, without internet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from names import VARIABLES, WORKING
 
-# Of the outer world: where to find programs, and the mark that processes of a test carry.
+# Kept from outside: where programs are, and the mark of a test's processes.
 _PASSED = ("PATH", "LANG", "NBTOOLKIT_TEST_FAMILY")
 
 

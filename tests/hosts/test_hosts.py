@@ -1,7 +1,7 @@
-"""Every notebook, unchanged, where it is to run: Kaggle's and Colab's images, without internet.
+"""Every notebook, unchanged, in environments like Kaggle's and Colab's, without internet.
 
 The environments are like the images in every version that matters; the sessions are fresh, and
-nbtoolkit comes into them by the notebook's own first cell, from a bundle of wheels alone.
+the notebook's own first cell installs nbtoolkit from a bundle of wheels alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`nbtoolkit bundle`: which wheels a host lacks, and a folder of them."""
+"""`nbtoolkit bundle`: the wheels that a host lacks, and a folder of them."""
 
 from __future__ import annotations
 
@@ -6,105 +6,111 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.version import Version
 
 import nbtoolkit
-from nbtoolkit.errors import WheelsError
-from nbtoolkit.kaggle.bundle import EXTRAS, make_bundle
-from nbtoolkit.kaggle.image import (
+from nbtoolkit.errors import MissingExtra, WheelsError
+from nbtoolkit.kaggle.bundle import (
+    EXTRAS,
     NEVER,
-    Image,
     Wheel,
-    host_image,
-    missing_wheels,
+    make_bundle,
+    missing_requirements,
     own_wheel,
-    read_image,
     read_wheel,
 )
+from nbtoolkit.kaggle.image import Image, host_image, read_image
 
 ROOT = Path(__file__).resolve().parents[2]
 
-
-def wheel(name: str, version: str, *requires: str) -> Wheel:
-    requirements = tuple(map(Requirement, requires))
-    path = Path(f"{name}-{version}-py3-none-any.whl")
-    return Wheel(path=path, name=name, version=Version(version), requires=requirements)
+Index = Callable[..., Wheel]
 
 
 def image(python: str = "3.12", **packages: str) -> Image:
     return Image(name="some image", python=python, packages=packages)
 
 
-class Index:
-    """What could be fetched, the newest last; remembers what was."""
-
-    def __init__(self, *wheels: Wheel) -> None:
-        self.wheels = wheels
-        self.asked: list[str] = []
-
-    def __call__(self, wanted: Iterable[Requirement]) -> list[Wheel]:
-        self.asked += map(str, wanted)
-        return [
-            next(
-                w
-                for w in reversed(self.wheels)
-                if w.name == one.name and w.version in one.specifier
-            )
-            for one in wanted
-        ]
+def write_wheel(folder: Path, name: str, version: str, *requires: str) -> Wheel:
+    """Write a wheel that contains its metadata only."""
+    module, info = name.replace("-", "_"), f"{name.replace('-', '_')}-{version}.dist-info"
+    extras = re.findall(r"extra == '(\w+)'", " ".join(requires))
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    lines += [f"Provides-Extra: {extra}" for extra in extras]
+    lines += [f"Requires-Dist: {requirement}" for requirement in requires]
+    path = folder / f"{module}-{version}-py3-none-any.whl"
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{info}/METADATA", "\n".join([*lines, ""]))
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return read_wheel(path)
 
 
-def names(found: list[Wheel]) -> list[str]:
-    return [f"{one.name}-{one.version}" for one in found]
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+    """Adds wheels to a folder, which is the only source of wheels."""
+    folder = tmp_path / "index"
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    return lambda *words: write_wheel(folder, *words)
 
 
-def test_what_a_host_lacks_comes_with_what_that_needs() -> None:
-    own = wheel("nbtoolkit", "1", "numpy>=1.26", "mlflow>=2; extra == 'tracking'", "torch>=2.6")
-    index = Index(wheel("mlflow", "3", "flask<4", "numpy"), wheel("flask", "3"))
+def test_what_a_host_lacks_comes_with_what_that_needs(index: Index) -> None:
+    own = index("nbtoolkit", "1", "numpy>=1.26", "mlflow>=2; extra == 'tracking'", "torch>=2.6")
+    index("mlflow", "3", "flask<4", "numpy")
+    index("flask", "3")
     host = image(numpy="2.0.2", torch="2.10.0+cu128")
-    assert names(missing_wheels(own, ["tracking"], host, index)) == ["flask-3", "mlflow-3"]
-    assert missing_wheels(own, [], host, index) == []
+    assert missing_requirements(own, ["tracking"], host) == ["flask==3", "mlflow==3"]
+    assert missing_requirements(own, [], host) == []
 
 
-def test_what_is_too_old_there_is_brought_along_and_what_is_of_an_unknown_version_is_not() -> None:
-    own = wheel("nbtoolkit", "1", "typer>=0.12", "optuna>=4")
-    index = Index(wheel("typer", "0.24"))
-    assert names(missing_wheels(own, [], image(typer="0.9", optuna=""), index)) == ["typer-0.24"]
+def test_what_is_too_old_there_is_brought_along_and_what_is_of_an_unknown_version_is_not(
+    index: Index,
+) -> None:
+    own = index("nbtoolkit", "1", "typer>=0.12", "optuna>=4")
+    index("typer", "0.24")
+    assert missing_requirements(own, [], image(typer="0.9", optuna="")) == ["typer==0.24"]
 
 
-def test_all_that_is_asked_of_one_name_is_met_by_one_wheel() -> None:
-    own = wheel("nbtoolkit", "1", "one", "two", "three>=2")
-    three = [wheel("three", str(n)) for n in (2, 3, 4)]
-    index = Index(wheel("one", "1", "three<4"), wheel("two", "1", "three!=3"), *three)
-    assert names(missing_wheels(own, [], image(three="5"), index)) == ["one-1", "three-2", "two-1"]
+def test_all_that_is_asked_of_one_name_is_met_by_one_wheel(index: Index) -> None:
+    own = index("nbtoolkit", "1", "one", "two", "three>=2")
+    index("one", "1", "three<4")
+    index("two", "1", "three!=3")
+    for version in ("2", "3", "4"):
+        index("three", version)
+    found = missing_requirements(own, [], image(three="5"))
+    assert found == ["one==1", "three==2", "two==1"]
 
 
-def test_extras_of_extras_and_markers_are_those_of_the_host() -> None:
+def test_extras_of_extras_and_markers_are_those_of_the_host(index: Index) -> None:
     extras = ("nbtoolkit-torch[b]; extra == 'a'", "served[fast]; extra == 'b'")
-    own = wheel("nbtoolkit-torch", "1", *extras)
-    served = wheel(
-        "served",
-        "1",
-        "uv; extra == 'fast'",
-        "old; python_version < '3.12'",
-        "win; sys_platform == 'win32'",
-    )
-    index = Index(served, wheel("uv", "1"), wheel("old", "1"))
-    assert names(missing_wheels(own, ["a"], image(), index)) == ["served-1", "uv-1"]
-    older = missing_wheels(own, ["a"], image(python="3.11"), index)
-    assert names(older) == ["old-1", "served-1", "uv-1"]
+    own = index("nbtoolkit-torch", "1", *extras)
+    markers = ("old; python_version < '3.12'", "win; sys_platform == 'win32'")
+    index("served", "1", "uv; extra == 'fast'", *markers)
+    index("uv", "1")
+    index("old", "1")
+    assert missing_requirements(own, ["a"], image()) == ["served==1", "uv==1"]
+    older = missing_requirements(own, ["a"], image(python="3.11"))
+    assert older == ["old==1", "served==1", "uv==1"]
 
 
 @pytest.mark.parametrize("there", [{}, {"torch": "2.1.0"}])
-def test_torch_is_never_brought_along(there: dict[str, str]) -> None:
-    own = wheel("nbtoolkit", "1", "torch>=2.6")
-    with pytest.raises(WheelsError, match=r"(no torch|torch 2\.1\.0), and nbtoolkit needs torch>"):
-        missing_wheels(own, [], image(**there), Index())
+def test_torch_is_never_brought_along(there: dict[str, str], index: Index) -> None:
+    own = index("nbtoolkit", "1", "torch>=2.6")
+    index("torch", "2.9")
+    with pytest.raises(WheelsError, match=r"has (no torch|torch 2\.1\.0), which does not meet"):
+        missing_requirements(own, [], image(**there))
+
+
+def test_uv_is_an_extra(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = index("nbtoolkit", "1")
+    monkeypatch.setitem(sys.modules, "uv", None)
+    with pytest.raises(MissingExtra, match=r"needs uv[\s\S]*nbtoolkit-torch\[bundle\]"):
+        missing_requirements(own, [], image())
 
 
 @pytest.fixture(scope="module")
@@ -113,26 +119,25 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
 
 
 @pytest.mark.parametrize("host", ["kaggle", "colab"])
-def test_the_hosts_that_are_known_lack_little(host: str, own: Wheel) -> None:
-    """Nothing is fetched: what is asked for gets a wheel that needs nothing."""
-    asked: list[str] = []
-
-    def fetch(wanted: list[Requirement]) -> list[Wheel]:
-        asked.extend(one.name for one in wanted)
-        return [wheel(one.name, "999") for one in wanted]
-
-    missing_wheels(own, EXTRAS, host_image(host), fetch)
+def test_the_hosts_that_are_known_lack_little(host: str, own: Wheel, index: Index) -> None:
+    """Each of these is there in a wheel that needs nothing; of others there is none."""
     few = {"mlflow", "cmaes", "pyflakes"}
-    assert set(asked) == (
-        few if host == "kaggle" else few | {"ipywidgets", "optuna", "papermill", "torchmetrics"}
-    )
-    assert not set(asked) & set(NEVER)
+    if host == "colab":
+        few |= {"ipywidgets", "optuna", "papermill", "torchmetrics"}
+    for name in few:
+        index(name, "999")
+    pins = missing_requirements(own, EXTRAS, host_image(host))
+    assert pins == sorted(f"{name}==999" for name in few)
+    assert not few & set(NEVER)
 
 
 def everything_there(own: Wheel, file: Path) -> Path:
     """An image that lacks nothing, in a file."""
-    lines = [re.split(r"[\[<>=!;\s]", str(one))[0] for one in own.requires]
-    file.write_text("\n".join(["# python 3.12", *lines]))
+    with zipfile.ZipFile(own.path) as archive:
+        [metadata] = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        text = archive.read(metadata).decode()
+    names = re.findall(r"^Requires-Dist: ([\w.-]+)", text, re.MULTILINE)
+    file.write_text("\n".join(["# python 3.12", *names]))
     return file
 
 
@@ -150,6 +155,18 @@ def test_a_folder_is_filled_and_an_older_bundle_in_it_goes(own: Wheel, tmp_path:
     assert again.wheels[0].path.is_file()
 
 
+def test_wheels_are_fetched_into_the_folder(own: Wheel, index: Index, tmp_path: Path) -> None:
+    there = everything_there(own, tmp_path / "image.txt")
+    there.write_text(there.read_text().replace("mlflow\n", "") + "\nflask==3")
+    index("mlflow", "999", "flask>=4")
+    index("flask", "4")
+    made = make_bundle(output=tmp_path / "wheels", image=there, wheel=own.path)
+    names = [wheel.path.name for wheel in made.wheels]
+    assert names == [own.path.name, "flask-4-py3-none-any.whl", "mlflow-999-py3-none-any.whl"]
+    assert {entry.name for entry in made.folder.iterdir()} == set(names)
+    assert made.replaced == ["flask 3 -> 4"]
+
+
 def test_our_wheel_is_made_of_the_checkout(own: Wheel) -> None:
     assert (own.name, str(own.version)) == ("nbtoolkit-torch", nbtoolkit.__version__)
     with zipfile.ZipFile(own.path) as archive:
@@ -160,11 +177,11 @@ def test_our_wheel_is_made_of_the_checkout(own: Wheel) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda f: make_bundle("kagle", f / "out"), "'kagle' holds is not known\n.*colab, kaggle"),
+        (lambda f: make_bundle("kagle", f / "out"), "'kagle' are not known\n.*colab, kaggle"),
         (lambda f: make_bundle(image=f / "none.txt"), r"none\.txt cannot be read: No such file"),
-        (lambda f: make_bundle(image=f / "freeze.txt"), "does not say which Python it is of"),
-        (lambda f: make_bundle(image=f / "empty.txt"), "does not say what packages it holds"),
-        (lambda f: make_bundle(output=f), r"holds other things than wheels: empty\.txt"),
+        (lambda f: make_bundle(image=f / "freeze.txt"), "does not say which Python it has"),
+        (lambda f: make_bundle(image=f / "empty.txt"), "does not say which packages it has"),
+        (lambda f: make_bundle(output=f), r"contains other files than wheels: empty\.txt"),
         (lambda f: make_bundle(output=f / "out", wheel=f / "freeze.txt"), "is no wheel"),
         (lambda f: read_wheel(f / "a-1-py3-none-any.whl"), "is no wheel: .*No such file"),
     ],
@@ -190,12 +207,10 @@ def test_an_image_is_read_as_pip_prints_it(tmp_path: Path) -> None:
         "google-colab": "",
         "optuna": "",
     }
-    assert read.has(Requirement("torch>=2.6"))
-    assert not read.has(Requirement("pyyaml>=7"))
 
 
-def test_the_command_says_why_pip_cannot(own: Wheel, tmp_path: Path) -> None:
-    """Nothing is reached: pip is told of no index but an empty folder."""
+def test_the_command_reports_why_uv_failed(own: Wheel, tmp_path: Path) -> None:
+    """Nothing is downloaded: there is no index."""
     there = everything_there(own, tmp_path / "image.txt")
     there.write_text(there.read_text().replace("mlflow\n", ""))
     program = [sys.executable, "-m", "nbtoolkit", "bundle", "--image", str(there)]
@@ -208,6 +223,6 @@ def test_the_command_says_why_pip_cannot(own: Wheel, tmp_path: Path) -> None:
         timeout=240,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert "pip download failed:" in done.stderr
-    assert "No matching distribution found for mlflow" in done.stderr
+    assert "uv pip install failed:" in done.stderr
+    assert "Because mlflow was not found in the provided package locations" in done.stderr
     assert not (tmp_path / "outputs").exists()

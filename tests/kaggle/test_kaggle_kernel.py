@@ -1,4 +1,4 @@
-"""`nbtoolkit kaggle-kernel`: Kaggle's client takes the folder, and we find what it does not."""
+"""`nbtoolkit kaggle-kernel`: Kaggle's client accepts the folder; we check what it does not."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kaggle_client import pushed
 from programs import write_program
 
 from nbtoolkit.errors import MetadataError, NotebookError, ParameterError
-from nbtoolkit.kaggle.kernel import FILE, GPUS, check_metadata, write_kernel
+from nbtoolkit.kaggle.kernel import FILE, GPUS, KernelSettings, check_metadata, write_kernel
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
 
 
 def kernel(folder: Path, **options: Any) -> Path:
     path = write_program(folder, "print(n)", declares="n: int = 1", name="some_work")
-    return write_kernel(path, folder / "kernel", **{"user": "me", **options})
+    return write_kernel(path, folder / "kernel", KernelSettings(**{"user": "me", **options}))
 
 
 def metadata(folder: Path) -> dict[str, Any]:
@@ -30,7 +30,8 @@ def metadata(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_kaggles_client_takes_our_notebooks(path: Path, tmp_path: Path) -> None:
-    folder = write_kernel(path, tmp_path, user="me", gpu="t4", datasets=["me/wheels"])
+    settings = KernelSettings(user="me", gpu="t4", datasets=["me/wheels"])
+    folder = write_kernel(path, tmp_path, settings)
     request, told = pushed(folder)
     assert told == ""  # it warns where title and id differ
     assert request.slug == f"me/{path.stem.replace('_', '-')}"
@@ -46,19 +47,21 @@ def test_outputs_stay_here_and_parameters_go_with_it(tmp_path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     notebook.cells[1].outputs = [nbformat.v4.new_output("stream", text="a secret")]
     nbformat.write(notebook, path)
-    folder = write_kernel(path, tmp_path / "k", user="me", title="Some work", parameters={"n": 7})
+    settings = KernelSettings(user="me", title="Some work")
+    folder = write_kernel(path, tmp_path / "k", settings, {"n": 7})
     copy = nbformat.read(folder / "work.ipynb", as_version=4)
     assert [cell.source for cell in copy.cells][1] == "# Parameters\nn = 7\n"
     assert "a secret" not in pushed(folder)[0].text
     with pytest.raises(ParameterError, match=r"work\.ipynb has no parameter 'm'"):
-        write_kernel(path, tmp_path / "k", user="me", title="Some work", parameters={"m": 7})
+        write_kernel(path, tmp_path / "k", settings, {"m": 7})
 
 
 def test_what_stands_there_already_stays(tmp_path: Path) -> None:
     folder = kernel(tmp_path, title="Some other work", gpu="l4", datasets=["me/one"])
     values = metadata(folder) | {"keywords": ["tabular"], "is_private": "false"}
     (folder / FILE).write_text(json.dumps(values))
-    write_kernel(tmp_path / "some_work.ipynb", folder, internet=True, datasets=["me/two", "me/one"])
+    settings = KernelSettings(internet=True, datasets=["me/two", "me/one"])
+    write_kernel(tmp_path / "some_work.ipynb", folder, settings)
     now = metadata(folder)
     assert now["keywords"] == ["tabular"]
     assert (now["id"], now["title"]) == ("me/some-other-work", "Some other work")
@@ -83,7 +86,7 @@ def test_a_slip_in_the_file_is_told_with_its_line_and_the_nearest_key(tmp_path: 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"user": None}, r"nobody says whose notebook this is(?s:.*)--user NAME"),
+        ({"user": None}, r"the notebook has no owner(?s:.*)--user NAME"),
         ({"user": "me/you"}, "'id' is 'me/you/some-work'"),
         ({"title": "abc"}, r"'title' is 'abc'\n.*five characters or more"),
         ({"title": "?????"}, "'id' is 'me/'"),
@@ -121,13 +124,13 @@ def test_the_client_checks_what_we_think_it_checks(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"characters|language|Dataset"):
             pushed(folder)
     (folder / FILE).write_text(json.dumps({**good, "id": "some-work", "enable_gpus": True}))
-    assert pushed(folder)[0].slug == "some-work"  # neither of the two is told
+    assert pushed(folder)[0].slug == "some-work"  # neither of the two is reported
 
 
 def test_a_notebook_that_is_not_python_is_not_sent(tmp_path: Path) -> None:
     path = write_program(tmp_path, "1 +")
     with pytest.raises(NotebookError, match="code cell 1 is not Python"):
-        write_kernel(path, tmp_path / "kernel", user="me", title="Some work")
+        write_kernel(path, tmp_path / "kernel", KernelSettings(user="me", title="Some work"))
 
 
 def test_the_command_prints_what_sends_it(tmp_path: Path) -> None:

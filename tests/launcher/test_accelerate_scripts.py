@@ -1,4 +1,4 @@
-"""accelerate's own test scripts run green under nb.launch, on two ranks that know of each other."""
+"""accelerate's own test scripts pass under nb.launch, on two ranks."""
 
 from __future__ import annotations
 

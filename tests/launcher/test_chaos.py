@@ -1,9 +1,9 @@
-"""SIGKILL at random moments, gone on with each time: the end is that of a run never interrupted.
+"""A run that is killed at random moments and resumed ends like one that was never interrupted.
 
 `make test-all` kills twenty times, `make test` twice.
 
-The moments are counted in what the training has done, and it does not end before the last of them:
-so the kills meet it at work on a slow machine, and before its end on a fast one.
+The moments are counted in steps of the training, which does not end before the last of them: so the
+kills hit it at work on a slow machine, and before its end on a fast one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time: a run hears in mid-epoch that it is to end, and ends in time, with all saved."""
+"""Deadlines and stop requests: a run is notified in mid-epoch, saves, and ends in time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def told(handle: nb.RunHandle) -> list[str]:
 
 
 def steps_until_news(config: Any, ctx: Any) -> None:
-    """An epoch without an end, whose every step tells all ranks what rank 0 has heard."""
+    """An endless epoch; every step sends rank 0's stop request to all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -174,7 +174,7 @@ def test_the_session_s_limit_less_the_reserve_ends_a_run(tmp_path: Path) -> None
         (
             "info",
             "the session is 3 h 20 min old: the run must end by 20:25 UTC, in 8 h 25 min "
-            "(runtime.session_limit 12 h, less 15 min in reserve)",
+            "(runtime.session_limit 12 h minus a margin of 15 min)",
         ),
     )
 
@@ -196,7 +196,7 @@ def test_a_session_that_has_outlived_its_limit_has_another_one(tmp_path: Path) -
     assert limit.deadline == NOON + 60
     [(level, text)] = limit.notes
     assert level == "warning"
-    assert "the session is 20 d old and has outlived its limit of 12 h" in text
+    assert "the session is 20 d old, so its limit of 12 h is not this machine's" in text
 
 
 def test_an_age_that_cannot_be_told_is_told(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_inside_the_reserve_a_run_ends_at_its_first_report(tmp_path: Path) -> No
 
 def test_a_reserve_that_leaves_no_time_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"shutdown_margin \(1200 s\) leaves nothing of session_limit"
+        ConfigError, match=r"shutdown_margin \(1200 s\) leaves no time of session_limit"
     ):
         nb.load_config(
             env=None, overrides=["runtime.session_limit=20m", "runtime.shutdown_margin=20m"]
@@ -418,46 +418,46 @@ CHECK = StopCheck(reserve=0.0, where="train.py:1")
 
 @pytest.fixture
 def line() -> Any:
-    """The owner's end of a line, and a rank's channel at the other."""
-    owner, rank = Connection.pair()
+    """The supervisor's end of a connection, and a rank's channel at the other."""
+    supervisor, rank = Connection.pair()
     ear, quiet = Connection.pair()
-    yield owner, OwnerChannel(rank, quiet, alone=False)
-    for end in (owner, rank, ear, quiet):
+    yield supervisor, OwnerChannel(rank, quiet, alone=False)
+    for end in (supervisor, rank, ear, quiet):
         end.close()
 
 
 def test_a_call_to_come_is_no_answer(line: tuple[Connection, OwnerChannel]) -> None:
-    owner, channel = line
+    supervisor, channel = line
     assert not channel.news()
-    owner.send(StopPending())
-    owner.send(Answer())
+    supervisor.send(StopPending())
+    supervisor.send(Answer())
     assert channel.ask(CHECK) == Answer()
     assert channel.news()
 
 
 def test_a_call_to_come_before_the_start_is_no_start(line: tuple[Connection, OwnerChannel]) -> None:
-    owner, channel = line
-    owner.send(StopPending())
-    owner.send(Go())
+    supervisor, channel = line
+    supervisor.send(StopPending())
+    supervisor.send(Go())
     assert channel.wait() == Go()
     assert channel.news()
 
 
 def test_an_owner_that_is_gone_is_news(line: tuple[Connection, OwnerChannel]) -> None:
-    owner, channel = line
-    owner.close()
+    supervisor, channel = line
+    supervisor.close()
     assert channel.news()
     assert channel.ask(CHECK) == Answer(leave="stopped")
 
 
 def test_asking_for_news_waits_for_no_other_thread(line: tuple[Connection, OwnerChannel]) -> None:
-    owner, channel = line
+    supervisor, channel = line
     other = threading.Thread(target=channel.ask, args=(CHECK,))
     other.start()
     # From here on it waits for the answer.
-    assert owner.receive(timeout=SECONDS) == CHECK
+    assert supervisor.receive(timeout=SECONDS) == CHECK
     assert not channel.news()
-    owner.send(Answer())
+    supervisor.send(Answer())
     other.join(SECONDS)
 
 

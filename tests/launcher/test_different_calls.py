@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in different calls, and what a rank alone may do for long."""
+"""Ranks that wait for each other in different calls are reported with both lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches from unusual processes, a folder that is deleted meanwhile, and what else is rare."""
+"""Launches from unusual processes, deleted run folders, and other rare cases."""
 
 from __future__ import annotations
 

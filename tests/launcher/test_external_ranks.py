@@ -1,4 +1,4 @@
-"""Ranks that somebody else started: torchrun, srun, or bare variables; real processes each time."""
+"""Ranks started by torchrun, srun or bare variables, with real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in real processes: the right error, soon, nobody left; the next launch works."""
+"""Faults in real processes: the right error, soon, no process left; the next launch works."""
 
 from __future__ import annotations
 
@@ -327,15 +327,15 @@ def test_killed_kernel_takes_everything_with_it(home: Path) -> None:
         family = descendants(kernel.pid)
         assert (
             len(family) >= 1 + 1 + 1 + 2 + 4
-        )  # fork server, owner, agent, ranks, DataLoader workers
+        )  # fork server, supervisor, agent, ranks, DataLoader workers
         kernel.kill()
         all_gone(family)
     assert not (folder / "result.json").exists()
-    assert not (folder / "error.json").exists()  # unfinished: it can be gone on with
+    assert not (folder / "error.json").exists()  # unfinished: it can be resumed
 
 
 def test_killed_kernel_whose_child_and_detached_run_live_on(home: Path) -> None:
-    """A process that the kernel forked holds a copy of every line to the owners open."""
+    """A process that the kernel forked holds every connection to the supervisors open."""
     code = """
     mine = config.with_overrides({"runtime.output_dir": "mine"})
     handle = nb.launch(functions.sleeps, mine, processes=2, wait=False, display="off")
@@ -376,18 +376,18 @@ def test_killed_forkserver(config: nb.Config) -> None:
     with pytest.raises(errors.LaunchError, match="the fork server process died"):
         handle.result(timeout=SOON)
     all_gone(family)
-    assert not handle.paths.ended()  # unfinished: it can be gone on with
+    assert not handle.paths.ended()  # unfinished: it can be resumed
     assert works(config)
 
 
 def test_killed_owner(config: nb.Config) -> None:
     handle = begin(functions.sleeps_with_helpers, config)
     ranks_up(handle.paths.folder)
-    owner = json.loads(handle.paths.owner.read_text())["pid"]
+    supervisor = json.loads(handle.paths.owner.read_text())["pid"]
     family = descendants(fork_server().pid)
-    assert owner in family
+    assert supervisor in family
     ranks = ranks_up(handle.paths.folder)
-    os.kill(owner, signal.SIGKILL)
+    os.kill(supervisor, signal.SIGKILL)
     with pytest.raises(errors.LaunchError, match=r"the supervisor process of the run .* died"):
         handle.result(timeout=SOON)
     all_gone(ranks)
@@ -397,8 +397,8 @@ def test_killed_owner(config: nb.Config) -> None:
 def test_an_owner_that_fails_does_not_blame_the_folder(config: nb.Config) -> None:
     handle = begin(functions.sleeps_with_helpers, config)
     ranks = ranks_up(handle.paths.folder)
-    owner = json.loads(handle.paths.owner.read_text())["pid"]
-    psutil.Process(owner).rlimit(psutil.RLIMIT_NOFILE, (3, 3))
+    supervisor = json.loads(handle.paths.owner.read_text())["pid"]
+    psutil.Process(supervisor).rlimit(psutil.RLIMIT_NOFILE, (3, 3))
     with pytest.raises(
         errors.LaunchError, match=r"that owned the run .* failed .*Too many"
     ) as told:
@@ -439,7 +439,7 @@ def test_a_handle_hears_of_its_owners_death_without_waiting(config: nb.Config) -
 
 
 def test_a_kernel_that_was_lived_in(home: Path) -> None:
-    """It made an Accelerator, an owner of its forked ranks died, then it computed in parallel.
+    """It made an Accelerator, a supervisor of its forked ranks died, then it computed in parallel.
 
     With OMP_NUM_THREADS=2 and one matmul, notebook_launcher in the kernel hangs for ever.
     """
@@ -572,19 +572,19 @@ def leave_no_trace(config: nb.Config, launches: int) -> int:
     """Launch and look what stays: nothing; by how many bytes the memory has grown."""
 
     def state() -> dict[str, int]:
-        kernel, pad = psutil.Process(), psutil.Process(fork_server().pid)
-        until(lambda: not pad.children(), "the last owner's end")
+        kernel, server = psutil.Process(), psutil.Process(fork_server().pid)
+        until(lambda: not server.children(), "the last supervisor's end")
         return {
             "kernel's descriptors": kernel.num_fds(),
             "kernel's threads": kernel.num_threads(),
             "kernel's children": len(kernel.children()),
-            "forkserver's descriptors": pad.num_fds(),
-            "forkserver's threads": pad.num_threads(),
+            "forkserver's descriptors": server.num_fds(),
+            "forkserver's threads": server.num_threads(),
         }
 
     def memory() -> tuple[int, int]:
-        kernel, pad = psutil.Process(), psutil.Process(fork_server().pid)
-        return kernel.memory_info().rss, pad.memory_info().rss
+        kernel, server = psutil.Process(), psutil.Process(fork_server().pid)
+        return kernel.memory_info().rss, server.memory_info().rss
 
     # A new fork server: one that other tests used may track, or just be importing ahead. A killed
     # one must be no worse than one that was shut down.

@@ -1,4 +1,4 @@
-"""The fork server's process imports what launches need, and nothing that touches a device."""
+"""The fork server imports what launches need, and nothing that touches a device."""
 
 from __future__ import annotations
 

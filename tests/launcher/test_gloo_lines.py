@@ -1,4 +1,4 @@
-"""What gloo prints of its own (torch 2.10 does) is neither in a rank's log nor in the cell."""
+"""Lines that gloo itself prints (torch 2.10) reach neither a rank's log nor the cell."""
 
 from __future__ import annotations
 

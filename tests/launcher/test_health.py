@@ -1,4 +1,4 @@
-"""Ranks that are slow to form their group, or to write their stacks, are not taken for hung."""
+"""Ranks that are slow to form their group or to write their stacks do not count as hung."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def test_ranks_that_work_may_take_their_time_to_form_a_group(
 ) -> None:
     care = HealthMonitor(worker_group, RunRecord(paths, deadline=None), config, start_seconds=1.0)
     while time.monotonic() < worker_group.started_at + 2.0:
-        assert care.look() is None
+        assert care.check() is None
         time.sleep(0.05)
     rank.send_signal(signal.SIGSTOP)
-    while (late := care.look()) is None:
+    while (late := care.check()) is None:
         time.sleep(0.05)
     assert isinstance(late, LateGroup)
     assert "the ranks did not form a group" in late.reason
@@ -93,11 +93,11 @@ def test_a_rank_that_writes_its_stacks_late_is_waited_for(
 
 
 def test_what_a_rank_said_last_is_heard_when_a_message_to_it_comes_too_late() -> None:
-    owner, rank = Connection.pair()
+    supervisor, rank = Connection.pair()
     rank.send(FunctionLeft(status="deadline"))
     rank.close()
-    assert not owner.send(StopPending())
-    assert owner.closed
-    assert owner.drain() == [FunctionLeft(status="deadline")]
-    assert owner.drain() == []
-    owner.close()
+    assert not supervisor.send(StopPending())
+    assert supervisor.closed
+    assert supervisor.drain() == [FunctionLeft(status="deadline")]
+    assert supervisor.drain() == []
+    supervisor.close()

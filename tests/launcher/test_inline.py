@@ -1,4 +1,4 @@
-"""start="inline": a run in this very process, and nothing of it left here afterwards."""
+"""start="inline": a run in this process, which leaves nothing behind in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import nbtoolkit as nb
-from nbtoolkit.environment.variables import lend_variables
+from nbtoolkit.environment.variables import temporary_variables
 from nbtoolkit.errors import CannotPickle, NestedLaunch, PlanError
 from nbtoolkit.run.paths import read_json, runs_in
 
@@ -179,7 +179,7 @@ def test_variables_are_the_runs_while_it_lasts(
 
 
 def _divide_with_lent_variables() -> None:
-    with lend_variables({"CHANGED": "lent", "NEW": "lent"}):
+    with temporary_variables({"CHANGED": "lent", "NEW": "lent"}):
         assert dict(os.environ) == {"CHANGED": "lent", "NEW": "lent"}
         1 / 0  # noqa: B018
 

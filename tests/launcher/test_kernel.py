@@ -1,4 +1,4 @@
-"""nb.launch in a real Jupyter kernel: cells, their lines, output, interrupt, restart, fork."""
+"""nb.launch in a real Jupyter kernel: cells, output, interrupt, restart, fork."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def new_run(home: Path, before: set[Path]) -> Path:
             path.parent for path in (home / "out").glob("*/owner.json") if path.parent not in before
         ]
 
-    return Path(until(look, "the run's owner")[0])
+    return Path(until(look, "the run's supervisor")[0])
 
 
 def runs(home: Path) -> set[Path]:

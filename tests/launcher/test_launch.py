@@ -1,4 +1,4 @@
-"""nb.launch end to end, on real processes: what comes back, what goes over, what goes on."""
+"""nb.launch with real processes, end to end: results, captured values, resume."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def config(tmp_path: Path) -> nb.Config:
 
 
 def quiet(train: Any, config: nb.Config, processes: int = 2, **options: Any) -> nb.RunResult:
-    """A launch that shows nothing and goes on with nothing."""
+    """A launch that shows nothing and resumes nothing."""
     options = {"display": "off", "resume": "never", **options}
     return nb.launch(train, config, processes=processes, **options)
 
@@ -538,7 +538,7 @@ def test_a_tracked_run_is_in_the_database_when_the_launch_returns(config: nb.Con
 
 
 def cut_off(config: nb.Config) -> Path:
-    """The folder of a run that saved a checkpoint before its owner was killed."""
+    """The folder of a run that saved a checkpoint before its supervisor was killed."""
     handle = begin(functions.saves_then_waits, config)
     ranks_up(handle.paths.folder)
     os.kill(json.loads(handle.paths.owner.read_text())["pid"], signal.SIGKILL)
@@ -615,7 +615,7 @@ def test_two_launches_race_for_one_unfinished_run_without_mixing(
         thread.join(SECONDS)
     assert [result.value for result in results] == ["raced"] * 3
     folders = [result.paths.folder for result in results]
-    # whoever comes when the first racer has ended already finds the run complete
+    # a launch that comes after the first one has ended finds the run complete
     assert folders.count(first.paths.folder) == 1
     assert len(set(folders)) == 3
 

@@ -1,4 +1,4 @@
-"""Calls and training functions that are nearly right: what is wrong is said, early and in words."""
+"""Calls and training functions that are nearly right get an early and clear error."""
 
 from __future__ import annotations
 
@@ -97,13 +97,15 @@ def test_an_argument_that_launch_does_not_take(
     wrong: dict[str, Any], allowed: str, config: nb.Config
 ) -> None:
     (name,) = wrong
-    with pytest.raises(LaunchError, match=rf"(?s)^{name}=.* is not known.*Allowed: {allowed}"):
+    with pytest.raises(LaunchError, match=rf"(?s)^{name}=.* is not valid.*Allowed: {allowed}"):
         quiet(functions.ranks, config, **wrong)
 
 
 @pytest.mark.parametrize("given", [5, ["optim.lr=3"]])
 def test_a_configuration_of_another_kind(given: Any) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)is no configuration.*a dict of settings.*Do now"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)is not a configuration.*a dict of settings.*Do now"
+    ):
         nb.launch(functions.ranks, given)
 
 

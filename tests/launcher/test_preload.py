@@ -1,4 +1,4 @@
-"""Imports ahead of need: in a branch of the fork server, never where it could break the ranks."""
+"""The fork server imports modules before ranks need them, and none that breaks forks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels import script
 from preloading import SMALL, UNSAFE, launch_until, tell_and_import
 
 import nbtoolkit as nb
-from nbtoolkit.environment.installed import ImportNotes, environment_key
+from nbtoolkit.environment.installed import ImportRecorder, environment_key
 
 # Installed with scikit-learn: one file, that imports nothing which is installed.
 ALONE = "threadpoolctl"
@@ -41,7 +41,7 @@ def test_a_changed_environment_is_not_served_from_old_imports(
 def test_what_is_only_looked_for_is_not_imported_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch._dynamo looks for pandas and scikit-learn, and needs neither."""
     told: list[str] = []
-    monkeypatch.setattr(sys, "meta_path", [ImportNotes(told.extend), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [ImportRecorder(told.extend), *sys.meta_path])
     monkeypatch.delitem(sys.modules, ALONE, raising=False)
     assert importlib.util.find_spec(ALONE) is not None
     assert told == []
@@ -91,7 +91,7 @@ def test_modules_of_the_working_directory_are_never_imported_ahead(
 def test_environment_key_ignores_what_says_nothing() -> None:
     base = {"HF_HOME": "/a", "PWD": "/x"}
     assert environment_key(base) == environment_key({"HF_HOME": "/a", "PWD": "/y"})
-    # pytest sets it anew for each test
+    # pytest sets it again for each test
     running = {**base, "PYTEST_CURRENT_TEST": "test_it (call)"}
     assert environment_key(base) == environment_key(running)
     assert environment_key(base) != environment_key({"HF_HOME": "/b", "PWD": "/x"})

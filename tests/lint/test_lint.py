@@ -1,4 +1,4 @@
-"""`nbtoolkit lint`: each hazard is found where it is, and what is right is left alone."""
+"""`nbtoolkit lint` finds each hazard at its line, and reports nothing in correct code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kernels import SECONDS
 from programs import write_program
 
 from nbtoolkit.errors import NotebookError
-from nbtoolkit.lint.find import find_hazards
+from nbtoolkit.lint.linter import find_hazards
 from nbtoolkit.lint.source import ADVICE, Hazard
 
 ROOT = Path(__file__).resolve().parents[2]

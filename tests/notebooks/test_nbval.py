@@ -1,4 +1,4 @@
-"""Every notebook in a plain kernel, as who opens it runs it: it shows what is stored in it."""
+"""Every notebook, run in a plain kernel, shows the outputs stored in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The notebooks run unchanged, under papermill; test_nbval.py runs them in a plain kernel, too."""
+"""The notebooks run unchanged under papermill; test_nbval.py runs them in a plain kernel."""
 
 from __future__ import annotations
 

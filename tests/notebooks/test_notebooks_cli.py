@@ -1,4 +1,4 @@
-"""`nbtoolkit run NOTEBOOK`, as a shell calls it."""
+"""`nbtoolkit run NOTEBOOK`, called from a shell."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def test_an_interrupt_ends_the_kernel_and_says_where_it_was(tmp_path: Path) -> N
         _, told = running.communicate(timeout=SECONDS)
     assert running.returncode == 130
     assert "interrupted" in told
-    all_gone({kernel})  # a zombie counts as gone: whoever inherits it may be slow
+    all_gone({kernel})  # a zombie counts as gone: its new parent may be slow to reap it
     assert read_json(tmp_path / "d.run.json")["failure"]["kind"] == "interrupt"
 
 
 def test_the_command_does_not_wait_for_grammars_of_uris_and_hadoop() -> None:
     program = """
 import sys
-from nbtoolkit.notebooks.progress import skip_slow_imports
+from nbtoolkit.notebooks.job import skip_slow_imports
 skip_slow_imports()
 import nbformat
 from nbformat.v4 import new_notebook

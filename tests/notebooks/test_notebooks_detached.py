@@ -1,4 +1,4 @@
-"""Notebooks in the background: they outlive who starts them, and can be asked and ended."""
+"""Background notebooks outlive the process that starts them, and can be queried and stopped."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_it_runs_in_the_background_and_ends_as_it_would_have_here(
     until((tmp_path / "waiting").exists, "the first cell")
     assert not handle.done()
     assert repr(handle) == f"NotebookHandle(running, {tmp_path / 'done.ipynb'})"
-    with pytest.raises(TimeoutError, match="is not done after 0 s; it goes on"):
+    with pytest.raises(TimeoutError, match="is not done after 0 s; it continues"):
         handle.result(timeout=0)
     (tmp_path / "go").touch()
     result = handle.result()
@@ -160,7 +160,7 @@ def test_what_is_wrong_is_told_here_and_nothing_is_started(start: Start, tmp_pat
     with pytest.raises(NotebookError, match="cannot be written"):
         start("1", output=tmp_path / "file/done.ipynb")
     assert not [*tmp_path.glob("done*")]
-    with pytest.raises(NotebookError, match="no notebook is run to"):
+    with pytest.raises(NotebookError, match="no notebook run writes to"):
         nb.NotebookHandle(tmp_path / "done.ipynb")
     start(WAITS)
     with pytest.raises(NotebookError, match="another run writes to"):
@@ -181,7 +181,7 @@ def test_a_cell_that_fails_is_told_as_it_would_have_been_here(start: Start, tmp_
 def test_who_stops_it_ends_its_kernel_and_what_runs_in_it(start: Start, tmp_path: Path) -> None:
     handle = start(LAUNCHES, "nb.launch(panel_functions.until_told, config, display='off')")
     [run] = until(lambda: handle.runs, "the run")
-    until((run / "owner.json").exists, "its owner")
+    until((run / "owner.json").exists, "its supervisor")
     family = {pid(handle), *descendants(pid(handle))}
     assert len(family) > 2
     nb.NotebookHandle(handle.output).stop()
@@ -205,7 +205,7 @@ import os, signal, sys, weakref
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == "papermill" and "notebooks.run import main" in " ".join(sys.orig_argv):
+        if name == "papermill" and "notebooks.background import main" in " ".join(sys.orig_argv):
             thing = type("Thing", (), {})
             lost = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.SIGINT))
             del thing

@@ -1,4 +1,4 @@
-"""Notebooks that cannot run, fail or die: told with the cell and the reason."""
+"""Notebooks that cannot run, fail or die are reported with the cell and the reason."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     for output in (tmp_path / "file/done.ipynb", Path("/proc/done.ipynb")):
         with pytest.raises(NotebookError, match=f"the executed copy {output} cannot be written"):
             run_notebook(path, output)
-    with pytest.raises(NotebookError, match=r"no notebook's name[\s\S]*output='.*/out/work.ipynb'"):
+    ends = r"does not end in \.ipynb[\s\S]*output='.*/out/work.ipynb'"
+    with pytest.raises(NotebookError, match=ends):
         run_notebook(path, tmp_path / "out")
     with pytest.raises(NotebookError, match="is the notebook itself"):
         run_notebook(path, path)
@@ -169,7 +170,7 @@ def test_a_cell_that_ends_the_notebook_fails_it(cell: str, message: str, tmp_pat
 
 @pytest.mark.parametrize("cell", ["quit()", "get_ipython().exit_now = True"])
 def test_an_exit_in_the_last_cell_is_no_success(cell: str, tmp_path: Path) -> None:
-    with pytest.raises(NotebookFailed, match=r"exit\(\) or quit\(\)|did not let the notebook come"):
+    with pytest.raises(NotebookFailed, match=r"exit\(\) or quit\(\)|ended before its last cell"):
         run_program(tmp_path, cell)
 
 
@@ -290,4 +291,4 @@ def test_a_page_that_cannot_be_made_does_not_hide_a_run_that_succeeded(
     assert record(tmp_path)["status"] == "completed"
     assert not record(tmp_path)["html"]
     log = next(tmp_path.rglob("*.log")).read_text()
-    assert re.search(r"the page \S+ was not made: TemplateSyntaxError", log)
+    assert re.search(r"the page \S+ was not written: TemplateSyntaxError", log)

@@ -1,4 +1,4 @@
-"""Parameters of a notebook: what its cell declares, and what values it takes; no kernel runs."""
+"""Parameters of a notebook: its declared names and the values they accept. No kernel runs."""
 
 from __future__ import annotations
 
@@ -118,13 +118,13 @@ def test_a_value_of_another_type_is_refused(name: str, value: Any, message: str)
 def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ParameterError, match=r"no parameter 'proceses'[\s\S]*mean 'processes'\?"):
         checked(proceses=2)
-    with pytest.raises(ParameterError, match="none: no cell of it has the tag 'parameters'"):
+    with pytest.raises(ParameterError, match="none: none of its cells has the tag 'parameters'"):
         check_parameters(given_layer({"a": 1}, None), {}, "work.ipynb")
 
 
 def test_a_parameter_without_a_default_must_be_given() -> None:
     declared = read_parameters("seed: int\nname: str = ''")
-    with pytest.raises(ParameterError, match=r"'seed' has no default[\s\S]*Do now:  give it: -p"):
+    with pytest.raises(ParameterError, match=r"'seed' has no default[\s\S]*Do now:  give one: -p"):
         check_parameters(given_layer({}, None), declared, "work.ipynb")
     assert check_parameters(given_layer({"seed": 3}, None), declared, "w") == {"seed": 3}
 

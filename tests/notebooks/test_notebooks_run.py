@@ -1,4 +1,4 @@
-"""Notebooks as programs: parameters in, published values out, an executed copy beside."""
+"""Notebooks as programs: parameters in, published values out, an executed copy."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_progress_is_a_line_a_cell(tmp_path: Path, capfd: pytest.CaptureFixture[
 
 def test_publishing_outside_of_a_run_only_checks(tmp_path: Path) -> None:
     nb.publish({"path": tmp_path, "array": np.arange(2), "config": nb.load_config(env=None)})
-    with pytest.raises(PublishError, match=r"cannot hand on 'thing': a object is no plain value"):
+    with pytest.raises(PublishError, match=r"cannot publish 'thing': a object is no plain value"):
         nb.publish({"thing": object()})
     with pytest.raises(PublishError, match="was given the name 3"):
         nb.publish({3: 1})
@@ -145,7 +145,7 @@ def test_what_is_not_installed_is_told_with_the_install_line() -> None:
     program = """
 import sys
 sys.modules["nbconvert"] = None  # as where it is not installed
-from nbtoolkit.notebooks.run import require_extras
+from nbtoolkit.notebooks.job import require_extras
 require_extras(html=False)
 require_extras(html=True)
 """

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the panel; a file may have its own of the same names."""
+"""Fixtures of the panel's tests; a test file may define its own with these names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""nb.panel without a browser: its widgets, what it starts, and every fault it must survive."""
+"""nb.panel without a browser: its widgets, the runs it starts, and the faults it survives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import yaml
 from harmless import EVIL, assert_harmless
 from kernels import SECONDS, notebook, until
 from notebook_sizes import FOLDER, QUICK
-from panels import SPACE, Open, click, desk, ends, page, pressable, status, told, trials_begun
+from panels import SPACE, Open, click, controller, ends, page, pressable, status, told, trials_begun
 
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, ResumeError
@@ -42,7 +42,7 @@ def test_every_setting_is_in_the_form_with_its_documentation_and_values(opened: 
     for section in ("optim", "train", "distributed", "checkpoint", "tracking", "runtime"):
         names |= {f"{section}.{key}" for key in config.to_dict()[section]}
     assert set(fields) == names
-    form = desk(opened()).board.form
+    form = controller(opened()).board.form
     for name, field in fields.items():
         assert field.help
         assert field.allowed
@@ -58,7 +58,7 @@ def test_a_wrong_value_in_any_field_is_told_beside_it_and_nothing_can_be_launche
     opened: Open,
 ) -> None:
     panel = opened(space=SPACE)
-    form = desk(panel).board.form
+    form = controller(panel).board.form
     assert pressable(panel) == {"launch", "sweep"}
     typed = [name for name, field in config_fields().items() if not field.choices]
     for name in typed:
@@ -76,7 +76,7 @@ def test_a_wrong_value_in_any_field_is_told_beside_it_and_nothing_can_be_launche
 
 def test_settings_that_are_wrong_together_are_told_above_them(opened: Open) -> None:
     panel = opened()
-    form = desk(panel).board.form
+    form = controller(panel).board.form
     form.input("runtime.hang_timeout").value = "2h"
     assert pressable(panel) == set()
     assert "is not above hang_timeout" in form.together.value
@@ -89,7 +89,7 @@ def test_settings_that_are_wrong_together_are_told_above_them(opened: Open) -> N
 
 def test_a_wrong_space_is_told_and_only_the_sweep_cannot_be_started(opened: Open) -> None:
     panel = opened(space=SPACE)
-    form = desk(panel).board.form
+    form = controller(panel).board.form
     for text, error in {
         "optim.lr: {type: float, low: 1.0, high: 0.1}": "low: 1 is above high: 0.1",
         "optim.rl: [1, 2]": "did you mean",
@@ -134,7 +134,7 @@ def test_a_draft_makes_the_configuration_it_came_from() -> None:
 
 def test_what_is_set_in_the_form_is_what_runs(opened: Open) -> None:
     panel = opened()
-    desk(panel).board.form.input("train.epochs").value = "3"
+    controller(panel).board.form.input("train.epochs").value = "3"
     click(panel, "launch")
     assert ends(panel) == "completed"
     assert panel.folder is not None
@@ -142,16 +142,16 @@ def test_what_is_set_in_the_form_is_what_runs(opened: Open) -> None:
     assert "step 3 of 3" in page(panel, "Overview")
     assert "<polyline" in page(panel, "Curves")
     assert "hello from 0" in page(panel, "Log")
-    assert (panel.folder.name, str(panel.folder)) in desk(panel).board.run.options
+    assert (panel.folder.name, str(panel.folder)) in controller(panel).board.run.options
     assert "run" in panel.text()
     assert "completed" in panel.text()
 
 
 def test_launch_pressed_twice_starts_one_run(opened: Open, home: Path) -> None:
     panel = opened(panel_functions.until_told)
-    button, free = desk(panel).board.buttons["launch"], threading.Event()
-    desk(panel).clock.do(free.wait)  # nothing starts before all have been pressed
-    assert desk(panel).press("launch") is desk(panel).press("launch")
+    button, free = controller(panel).board.buttons["launch"], threading.Event()
+    controller(panel).clock.do(free.wait)  # nothing starts before all have been pressed
+    assert controller(panel).press("launch") is controller(panel).press("launch")
     button.click()
     assert button.disabled  # at once, before anything has started
     free.set()
@@ -174,7 +174,7 @@ def test_what_fails_is_shown_with_its_error(opened: Open) -> None:
     assert ends(panel) == "failed"
     shown = page(panel, "Overview")
     assert "ValueError: no &lt;script&gt;" in shown
-    until(lambda: "go_on" in pressable(panel), "the end of its owner")
+    until(lambda: "go_on" in pressable(panel), "the end of its supervisor")
 
 
 def test_a_folder_that_cannot_be_written_is_told_and_the_panel_goes_on(
@@ -184,8 +184,8 @@ def test_a_folder_that_cannot_be_written_is_told_and_the_panel_goes_on(
     panel = opened(**{"runtime.output_dir": str(home / "file/out")})
     click(panel, "launch")
     assert "cannot be written" in told(panel)
-    desk(panel).board.file.value = str(home / "file/saved.yaml")
-    desk(panel).board.save.click()
+    controller(panel).board.file.value = str(home / "file/saved.yaml")
+    controller(panel).board.save.click()
     assert "file" in told(panel)
     assert 'role="alert"' in told(panel)
     assert pressable(panel) == {"launch"}
@@ -200,17 +200,19 @@ def test_a_sweep_is_paused_gone_on_with_added_to_and_its_best_is_trained(
     panel = opened(panel_functions.until_told, SPACE)
     click(panel, "sweep")
     until(lambda: trials_begun(panel) == 2, "two trials that report")
-    assert "trial 1, rank 0" in desk(panel).board.log.options or page(panel, "Log") is not None
+    assert (
+        "trial 1, rank 0" in controller(panel).board.log.options or page(panel, "Log") is not None
+    )
     assert pressable(panel) == {"pause", "stop", "add_trials", "stop_trial"}
     click(panel, "pause")
     until(lambda: status(panel) == "paused", "the pause")
-    desk(panel).board.number.value = 1
+    controller(panel).board.number.value = 1
     click(panel, "stop_trial")
-    until(lambda: desk(panel).state.table.trials[1].ended, "the end of trial 1")
-    assert len(desk(panel).state.table.trials) == 2  # nothing new is started
-    desk(panel).board.more.value = 2
+    until(lambda: controller(panel).state.table.trials[1].ended, "the end of trial 1")
+    assert len(controller(panel).state.table.trials) == 2  # nothing new is started
+    controller(panel).board.more.value = 2
     click(panel, "add_trials")
-    until(lambda: status(panel) and desk(panel).state.table.n_trials == 6, "two trials more")
+    until(lambda: status(panel) and controller(panel).state.table.n_trials == 6, "two trials more")
     click(panel, "go_on")
     until(lambda: trials_begun(panel) == 3, "the third trial")
     (home / "end").touch()
@@ -239,19 +241,19 @@ def test_another_panel_attaches_both_agree_and_both_may_press_stop(opened: Open)
     other = opened(panel_functions.until_told, SPACE)
     folder = str(one.folder)
     other.refresh()
-    board = desk(other).board
+    board = controller(other).board
     assert folder in [path for _, path in board.run.options]
     board.run.value = folder  # as who chooses it in the list
     other.refresh()
     assert (other.folder, status(other)) == (one.folder, "running")
     assert pressable(other) == pressable(one)
-    futures = [desk(panel).press("stop") for panel in (one, other)]
+    futures = [controller(panel).press("stop") for panel in (one, other)]
     for future in futures:
         assert future.exception() is None or isinstance(future.exception(), LaunchError)
     assert (ends(one), ends(other)) == ("stopped", "stopped")
     assert page(one, "Trials") == page(other, "Trials")
     one.close()
-    until(lambda: "go_on" in pressable(other), "the end of its owner")
+    until(lambda: "go_on" in pressable(other), "the end of its supervisor")
     click(other, "go_on")
     until(lambda: status(other) == "running", "the sweep that goes on")
     assert str(other.folder) == folder
@@ -268,7 +270,7 @@ def test_going_on_with_another_function_is_refused_and_said(opened: Open) -> Non
     other = opened(panel_functions.reports, SPACE)
     assert panel.folder is not None
     other.watch(panel.folder)
-    until(lambda: "go_on" in pressable(other), "the end of its owner")
+    until(lambda: "go_on" in pressable(other), "the end of its supervisor")
     with pytest.raises(ResumeError):
         other.press("go_on")
     assert 'role="alert"' in told(other)
@@ -296,13 +298,13 @@ def test_a_folder_deleted_while_it_is_watched_leaves_the_panel_usable(opened: Op
     panel.press("sweep")
     assert ends(panel) == "completed"
     assert panel.folder is not None
-    until(lambda: not desk(panel).state.paths.owned(), "the end of its owner")
+    until(lambda: not controller(panel).state.paths.owned(), "the end of its supervisor")
     shutil.rmtree(panel.folder)
     assert status(panel) == "gone"
     for name in TABS:
         page(panel, name)
     assert pressable(panel) == {"launch", "sweep"}
-    desk(panel).board.run.value = ""
+    controller(panel).board.run.value = ""
     panel.refresh()
     assert panel.folder is None
 
@@ -312,20 +314,20 @@ def test_a_folder_deleted_while_it_is_watched_leaves_the_panel_usable(opened: Op
 
 def test_settings_are_saved_and_loaded_as_yaml(opened: Open, home: Path) -> None:
     panel = opened()
-    board = desk(panel).board
+    board = controller(panel).board
     board.form.input("optim.lr").value = "0.25"
     board.file.value = str(home / "mine.yaml")
     board.save.click()
     assert "saved to" in told(panel)
     assert yaml.safe_load((home / "mine.yaml").read_text())["optim"]["lr"] == 0.25
     other = opened()
-    desk(other).board.file.value = str(home / "mine.yaml")
-    desk(other).board.load.click()
+    controller(other).board.file.value = str(home / "mine.yaml")
+    controller(other).board.load.click()
     other.refresh()
     assert other.config == panel.config
-    assert desk(other).board.form.input("optim.lr").value == "0.25"
+    assert controller(other).board.form.input("optim.lr").value == "0.25"
     (home / "mine.yaml").write_text("optim: {lrr: 1}")
-    desk(other).board.load.click()
+    controller(other).board.load.click()
     assert "mine.yaml:1" in told(other)
     assert "did you mean" in told(other)
 
@@ -406,7 +408,7 @@ def test_close_ends_the_thread_and_the_widgets_and_not_the_run(opened: Open, hom
     panel.close()
     panel.close()
     assert {*threading.enumerate()} <= threads
-    assert desk(panel).board.root.comm is None
+    assert controller(panel).board.root.comm is None
     assert find_run(folder).owned()
     (home / "end").touch()
     assert nb.attach(folder).result(timeout=SECONDS).status == "completed"
@@ -417,7 +419,7 @@ def test_close_ends_the_thread_and_the_widgets_and_not_the_run(opened: Open, hom
 
 def test_an_error_while_looking_is_told_and_does_not_end_the_panel(opened: Open) -> None:
     panel = opened()
-    future = desk(panel).clock.do(lambda: 1 / 0)
+    future = controller(panel).clock.do(lambda: 1 / 0)
     assert isinstance(future.exception(), ZeroDivisionError)
     assert "ZeroDivisionError" in told(panel)
     panel.press("launch")
@@ -466,7 +468,7 @@ def test_in_a_kernel_a_click_starts_and_the_view_follows_while_a_cell_is_busy(
         assert "nothing is watched" in shown["text/plain"]
         assert "application/vnd.jupyter.widget-view+json" in shown
         press(kernel, kernel.run(CLICK).ok().text.strip())
-        (owner,) = until(lambda: [*home.glob("out/*/owner.json")], "the run")
+        (owner_file,) = until(lambda: [*home.glob("out/*/owner.json")], "the run")
         waits = kernel.start(WAITS)
         until((home / "waiting").exists, "the cell that waits")
         kernel.interrupt()
@@ -477,7 +479,7 @@ def test_in_a_kernel_a_click_starts_and_the_view_follows_while_a_cell_is_busy(
         assert kernel.run("print(panel)").ok().text.count("completed") == 1
         kernel.restart()
         again = kernel.run(
-            IN_KERNEL.format(config=settings) + f"\npanel.watch({str(owner.parent)!r})"
+            IN_KERNEL.format(config=settings) + f"\npanel.watch({str(owner_file.parent)!r})"
         )
         again.ok()
         assert "completed" in kernel.run("print(panel); panel.close()").ok().text
@@ -494,7 +496,7 @@ def press(kernel: Any, comm: str) -> None:
 
 PACKAGE = Path(nb.__file__).parent
 
-# Rooms behind public functions, and readers of folders; views of them are a room of their own.
+# Modules behind public functions, and readers of run folders. The views are a folder of their own.
 READERS = {
     "config.fields",
     "config.layers",
@@ -517,7 +519,6 @@ READERS = {
     "notebooks.task",
     "report.run_summary",
     "run.paths",
-    "search.handle",
     "search.sweep",
     "search.sweep_result",
     "study.sweep_config",

@@ -1,4 +1,4 @@
-"""The panel's answers: the best first, hidden errors told, a time left that knows pruning."""
+"""The panel's values: order of trials, errors in hidden sections, time left with pruning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import optuna
 import pytest
 from optuna.trial import TrialState
-from panels import Open, desk, page
+from panels import Open, controller, page
 from run_folders import NOON, hold_lock, write_run
 
 from nbtoolkit.run.paths import RunPaths
@@ -75,10 +75,10 @@ def test_sorting_by_a_metric_begins_with_the_best(
     panel = opened()
     panel.watch(sweep(tmp_path / "out", events, direction=direction).folder)
     assert rows(page(panel, "Trials")) == ["2", "1", "0"]
-    board = desk(panel).board
+    board = controller(panel).board
     board.sort.value = "loss"
     assert rows(page(panel, "Trials")) == ["1", "0", "2"]
-    board.down.value = not board.down.value  # whoever wishes the worst first has it
+    board.down.value = not board.down.value  # the worst first, if asked for
     assert rows(page(panel, "Trials")) == ["2", "0", "1"]
     board.sort.value = "trial"
     assert rows(page(panel, "Trials")) == ["2", "1", "0"]
@@ -89,7 +89,7 @@ def test_the_order_stays_as_chosen_when_a_column_is_added(opened: Open, tmp_path
     panel = opened()
     panel.watch(paths.folder)
     page(panel, "Trials")
-    board = desk(panel).board
+    board = controller(panel).board
     board.sort.value, board.down.value = "loss", True
     with paths.events.open("a") as diary:
         diary.write(json.dumps({**ended(2, 0.3), "params": {"another": 1}}) + "\n")
@@ -102,7 +102,7 @@ def test_the_order_stays_as_chosen_when_a_column_is_added(opened: Open, tmp_path
 
 def test_an_error_in_a_section_that_was_left_is_told_with_its_name(opened: Open) -> None:
     panel = opened()
-    form = desk(panel).board.form
+    form = controller(panel).board.form
     form.input("optim.lr").value = "0,01"
     panel.refresh()
     assert "0,01" in form.error("optim.lr")
@@ -111,7 +111,7 @@ def test_an_error_in_a_section_that_was_left_is_told_with_its_name(opened: Open)
     panel.refresh()
     assert "optim.lr (section optim)" in form.together.value
     assert "0,01" in form.together.value
-    assert "something in the settings is wrong: optim.lr" in desk(panel).board.plan.value
+    assert "something in the settings is wrong: optim.lr" in controller(panel).board.plan.value
     form.section.value = "optim"
     panel.refresh()
     assert form.together.value == ""

@@ -1,4 +1,4 @@
-"""Bad input and faults on the panel: each is told where one looks, and the panel goes on."""
+"""Bad input and faults on the panel: each is reported in place, and the panel goes on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import panel_functions
 import pytest
 from harmless import EVIL, assert_harmless
 from kernels import SECONDS, until
-from panels import SPACE, Open, click, desk, ends, page, pressable, status, told, trials_begun
+from panels import SPACE, Open, click, controller, ends, page, pressable, status, told, trials_begun
 from run_folders import sweep, trained, trial, write_run
 from traitlets import TraitError
 
@@ -87,7 +87,7 @@ def _accepted(name: str, text: str) -> bool:
 def test_a_wrong_value_of_its_own_in_every_field_disables_launch_and_sweep(opened: Open) -> None:
     """The first that the field refuses though it is YAML; lists offer only what is right."""
     panel = opened(space=SPACE)
-    form = desk(panel).board.form
+    form = controller(panel).board.form
     for name, field in FIELDS.items():
         right = form.input(name).value
         if field.choices:
@@ -114,7 +114,7 @@ def test_whatever_is_typed_as_a_space_is_told_below_it() -> None:
 
 def test_numbers_of_a_space_are_read_as_in_a_file(opened: Open) -> None:
     panel = opened(space=SPACE)
-    form = desk(panel).board.form
+    form = controller(panel).board.form
     sweep_config = "study: {metric: score}\nbudget: {n_trials: 2}\n"
     form.space.value = f"{sweep_config}space: {{optim.lr: [1e-4, 1e-3]}}"
     assert pressable(panel) == {"launch", "sweep"}
@@ -125,7 +125,7 @@ def test_numbers_of_a_space_are_read_as_in_a_file(opened: Open) -> None:
 def test_a_section_may_be_made_while_another_thread_shows_errors(opened: Open) -> None:
     """Sections are made in the kernel's thread, errors shown in the panel's."""
     panel = opened()
-    form = desk(panel).board.form
+    form = controller(panel).board.form
     made: list[bool] = []
 
     def make(_: Any) -> None:
@@ -148,8 +148,8 @@ def test_a_task_takes_what_stood_there_when_its_button_was_pressed(
 ) -> None:
     """The panel may be busy then: a launch takes seconds."""
     panel = opened()
-    board, free = desk(panel).board, threading.Event()
-    desk(panel).clock.do(free.wait)
+    board, free = controller(panel).board, threading.Event()
+    controller(panel).clock.do(free.wait)
     for name, rate in (("a", "0.25"), ("b", "0.5")):
         board.form.input("optim.lr").value = rate
         board.file.value = str(home / f"{name}.yaml")
@@ -194,12 +194,12 @@ def test_an_output_folder_that_is_read_only_is_told_and_so_is_a_file(opened: Ope
     assert "/sys/out" in told(panel)
     assert 'role="alert"' in told(panel)
     assert pressable(panel) == {"launch"}
-    desk(panel).board.file.value = f"/sys/{EVIL.replace('/', '')}.yaml"
-    desk(panel).board.save.click()
+    controller(panel).board.file.value = f"/sys/{EVIL.replace('/', '')}.yaml"
+    controller(panel).board.save.click()
     assert "Error: [Errno" in told(panel)
     assert "&lt;script&gt;" in told(panel)
     assert_harmless(told(panel))
-    desk(panel).board.load.click()
+    controller(panel).board.load.click()
     assert "Allowed: a file in one of" in told(panel)
     assert_harmless(told(panel))
 
@@ -237,7 +237,7 @@ def test_a_line_of_the_diary_that_is_damaged_or_foreign_costs_no_more_than_itsel
         diary.write(json.dumps({"t": 2.0, **trial(1, value=0.75)}).encode() + b"\n")
     panel = opened()
     panel.watch(paths.folder)
-    assert desk(panel).state.values == {0: 0.5, 1: 0.75}
+    assert controller(panel).state.values == {0: 0.5, 1: 0.75}
     for name in TABS:
         page(panel, name)
     assert told(panel) == ""
@@ -250,15 +250,15 @@ def test_a_running_run_whose_folder_is_deleted_is_gone_and_another_can_be_launch
     panel.press("launch")
     folder = panel.folder
     assert folder is not None
-    until(lambda: (status(panel), desk(panel).state.curves)[1], "its first report")
-    owner = json.loads((folder / "owner.json").read_text())["pid"]
+    until(lambda: (status(panel), controller(panel).state.curves)[1], "its first report")
+    supervisor = json.loads((folder / "owner.json").read_text())["pid"]
     shutil.rmtree(folder, ignore_errors=True)
     until(lambda: not folder.exists() or shutil.rmtree(folder, ignore_errors=True), "its end")
     assert status(panel) == "gone"
     assert "its folder was deleted" in page(panel, "Overview")
     assert pressable(panel) == {"launch"}
     (home / "end").touch()
-    until(lambda: not Path(f"/proc/{owner}").exists(), "the end of its owner")
+    until(lambda: not Path(f"/proc/{supervisor}").exists(), "the end of its supervisor")
     click(panel, "launch")
     assert ends(panel) == "completed"
 
@@ -285,7 +285,7 @@ def test_a_sweep_of_a_thousand_trials_can_be_paged_sorted_and_looked_at(
     events = [trial(n, value=n / 1000, best=True) for n in range(1000)]
     panel = opened()
     panel.watch(sweep(home / "out", events, count=1000).folder)
-    board = desk(panel).board
+    board = controller(panel).board
     for name in TABS:
         page(panel, name)
     page(panel, "Trials")
@@ -316,14 +316,14 @@ def test_parameters_metrics_and_folders_of_any_name_are_text_on_every_page(
     for name in TABS:
         assert_harmless(page(panel, name) or "<p></p>")
     assert_harmless(panel.html())
-    assert EVIL in desk(panel).board.sort.options  # a list shows its entries as text
+    assert EVIL in controller(panel).board.sort.options  # a list shows its entries as text
 
 
 # --- processes that are killed: the clock looks each second, nobody asks it to ---
 
 
 def overview(panel: nb.Panel) -> str:
-    return str(desk(panel).board.pages["Overview"].value)
+    return str(controller(panel).board.pages["Overview"].value)
 
 
 def test_a_killed_run_is_told_without_being_asked_and_goes_on(opened: Open, home: Path) -> None:
@@ -333,7 +333,7 @@ def test_a_killed_run_is_told_without_being_asked_and_goes_on(opened: Open, home
     until(lambda: "step " in overview(panel), "its first report")
     os.kill(json.loads((panel.folder / "owner.json").read_text())["pid"], signal.SIGKILL)
     until(lambda: "its process is gone" in overview(panel), "the fault")
-    until(lambda: not desk(panel).board.buttons["go_on"].disabled, "the offer")
+    until(lambda: not controller(panel).board.buttons["go_on"].disabled, "the offer")
     (home / "end").touch()
     folder = panel.folder
     panel.press("go_on")
@@ -348,7 +348,7 @@ def test_a_killed_rank_of_a_run_is_an_error_with_its_signal(opened: Open, home: 
     os.kill(rank_of(panel), signal.SIGKILL)
     assert ends(panel) == "failed"
     assert "SIGKILL" in page(panel, "Overview")
-    until(lambda: "go_on" in pressable(panel), "the end of its owner")
+    until(lambda: "go_on" in pressable(panel), "the end of its supervisor")
 
 
 def test_a_killed_rank_of_a_trial_costs_the_trial_and_not_the_sweep(
@@ -357,7 +357,7 @@ def test_a_killed_rank_of_a_trial_costs_the_trial_and_not_the_sweep(
     panel = opened(panel_functions.until_told, SPACE)
     panel.press("sweep")
     until(lambda: trials_begun(panel) == 2, "two trials")
-    desk(panel).board.number.value = 77
+    controller(panel).board.number.value = 77
     with pytest.raises(LaunchError, match=r"(?s)trial 77 does not run.*Allowed: 0, 1"):
         panel.press("stop_trial")
     os.kill(rank_of(panel, "trials/0001"), signal.SIGKILL)
@@ -383,7 +383,7 @@ def test_close_takes_every_widget_with_it(opened: Open) -> None:
     before = set(_instances)
     panel = opened()
     for name in FIELDS:
-        desk(panel).board.form.input(name)
+        controller(panel).board.form.input(name)
     assert len(_instances) > len(before) + len(FIELDS)
     panel.close()
     assert set(_instances) <= before

@@ -1,7 +1,7 @@
-"""The panel's clicks by version of ipykernel: they arrive in the main thread, or in a subshell's.
+"""The panel's clicks by version of ipykernel: handled by the main thread or by a subshell.
 
-ipykernel 6 has no subshells. 7.3 does in a subshell what a front end sends to one, while a cell
-runs; 7.4 hands it to the shell that last sent something on that widget. All are right for a panel.
+ipykernel 6 has no subshells. 7.3 handles in a subshell what a front end sends to one, while a cell
+runs; 7.4 uses the shell that last sent something on that widget. The panel works with all.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def test_clicks_while_a_cell_is_busy_are_done_once_and_in_order_and_write_into_n
         cell, others = watched(kernel, busy)
         assert cell.ok().text == "the cell's own\n"
         cell, late = watched(kernel, kernel.start(ALL_DONE))
-        assert others + late == []  # an error is told on the panel, not written anywhere
+        assert others + late == []  # an error is shown on the panel, not written anywhere
         told = cell.ok().text
         places = [told.index(f"saved to {tmp_path / name}") for name in names]
         assert places == sorted(places)

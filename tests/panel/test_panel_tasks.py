@@ -1,6 +1,6 @@
-"""nb.panel without a function of its own: a task by name is run by a notebook, in the background.
+"""nb.panel without a function: a notebook in the background runs a task given by name.
 
-And what a panel takes up that it did not start: a cross-validation, a sweep judged by folds.
+Also panels on runs that they did not start: a cross-validation, a sweep with folds.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from programs import write_program
 
 import nbtoolkit as nb
 from nbtoolkit.errors import ConfigError, LaunchError, NotebookError, NotebookFailed
+from nbtoolkit.notebooks.background import overrides_of
 from nbtoolkit.notebooks.run import run_notebook
-from nbtoolkit.notebooks.task import overrides_of
 from nbtoolkit.panel.controller import BackgroundNotebooks
 
 
@@ -153,7 +153,7 @@ def test_a_sweep_by_a_notebook_is_watched_paused_stopped_gone_on_with_and_its_be
     assert (ends(panel), ends(other)) == ("stopped", "stopped")
     until(lambda: not at_work(panel), "the end of the notebook")
     assert notebooks_in(home)[0].result().values["status"] == "stopped"
-    until(lambda: "go_on" in pressable(panel), "the end of its owner")
+    until(lambda: "go_on" in pressable(panel), "the end of its supervisor")
     (home / "end").touch()
     panel.press("go_on")
     assert ends(panel) == "completed"
@@ -266,7 +266,7 @@ def test_a_killed_notebook_is_told_and_its_run_goes_on_without_one(
     assert "is gone" in told(panel)
     all_gone(family)
     for left in {*Path(tempfile.gettempdir()).iterdir()} - folders:
-        shutil.rmtree(left)  # its kernel's: whoever is killed takes nothing away
+        shutil.rmtree(left)  # its kernel's: a killed process removes nothing
     (home / "end").touch()
     panel.press("go_on")
     assert ends(panel) == "completed"
@@ -339,10 +339,10 @@ def test_a_stopped_cross_validation_goes_on_with_its_folds(
     )
     panel = opened(fold_functions.waits)
     panel.watch(handle.paths.folder)
-    until(lambda: status(panel) == "running" and desk_folds(panel) == {0}, "the first fold")
+    until(lambda: status(panel) == "running" and folds_seen(panel) == {0}, "the first fold")
     panel.press("stop")
     assert ends(panel) == "stopped"
-    until(lambda: "go_on" in pressable(panel), "the end of its owner")
+    until(lambda: "go_on" in pressable(panel), "the end of its supervisor")
     (home / "open").touch()
     panel.press("go_on")
     assert ends(panel) == "completed"
@@ -353,7 +353,7 @@ def test_a_stopped_cross_validation_goes_on_with_its_folds(
     assert result.folds == folds
 
 
-def desk_folds(panel: nb.Panel) -> set[int]:
+def folds_seen(panel: nb.Panel) -> set[int]:
     return set(panel._desk.state.folds)
 
 
@@ -370,7 +370,7 @@ def test_a_stopped_sweep_over_folds_goes_on_with_its_folds(
     until(lambda: status(panel) == "running" and panel._desk.state.table.trials, "a trial")
     panel.press("stop")
     assert ends(panel) == "stopped"
-    until(lambda: "go_on" in pressable(panel), "the end of its owner")
+    until(lambda: "go_on" in pressable(panel), "the end of its supervisor")
     (home / "end").touch()
     panel.press("go_on")
     assert ends(panel) == "completed"

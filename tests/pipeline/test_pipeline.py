@@ -1,4 +1,4 @@
-"""Pipelines: notebooks in the order they need each other; what is done is not done again."""
+"""Pipelines run notebooks in the order of their dependencies and skip completed steps."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ nb.publish({"n": n, "status": "deadline" if n == 1 else "completed"})
     later = run(path, overrides={"one.n": 2})
     assert (later.status, statuses(later)) == ("completed", "one done, two done")
     other = run(path, overrides={"one.n": 3})
-    assert other["two"].reason == "what was done before it has other results"
+    assert other["two"].reason == "a step in `after` has other results"
 
 
 @pytest.mark.long
@@ -160,7 +160,7 @@ def test_the_command_prints_what_was_published_and_skips_without_loading_a_kerne
     assert (second.returncode, second.stdout) == (0, first.stdout)
     assert "[2/2] use: skipped, done with equal inputs" in second.stderr
     loaded = {line.rpartition("|")[2].strip() for line in second.stderr.splitlines()}
-    assert "nbtoolkit.pipeline.run" in loaded
+    assert "nbtoolkit.pipeline.runner" in loaded
     assert not loaded & {"torch", "numpy", "papermill", "nbformat", "nbclient", "IPython"}
 
     wrong = command("-o", "fnd.n=5")

@@ -1,4 +1,4 @@
-"""SIGKILL at random moments to a pipeline, its kernel or all of it: it ends with the same metrics.
+"""A pipeline killed at random moments, whole or in part, ends with the same metrics.
 
 `make test` kills a step in test_pipeline_faults.py.
 """
@@ -41,8 +41,8 @@ config = nb.load_config("config/train.yaml", env=None, overrides={
 FIND = """
 space = {"optim.lr": {"type": "float", "low": 1e-3, "high": 1e-1, "log": True}}
 study = {"metric": "val_accuracy", "sampler": "random", "pruner": "none"}
-wishes = {"study": study, "space": space, "budget": {"retries": 100}}
-found = nb.sweep(train, config, wishes, n_trials=3, display="off")
+sweep_config = {"study": study, "space": space, "budget": {"retries": 100}}
+found = nb.sweep(train, config, sweep_config, n_trials=3, display="off")
 nb.publish({"best": found.best_params, "value": found.best_value})
 """
 TRAIN = """

@@ -1,4 +1,4 @@
-"""Pipelines whose steps fail or are killed, whose folder cannot be written or is in use."""
+"""Pipelines whose steps fail or are killed, and whose folder is in use or cannot be written."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_time_limit_of_a_step_holds(tmp_path: Path) -> None:
 
 def test_a_missing_kernel_and_a_missing_file_are_told_with_the_step(tmp_path: Path) -> None:
     write_program(tmp_path, "1", name="one")
-    with pytest.raises(PipelineFailed, match=r"the step 'one' failed: .*wants the kernel 'nosuch'"):
+    with pytest.raises(PipelineFailed, match=r"the step 'one' failed: .*needs the kernel 'nosuch'"):
         run(write_pipeline(tmp_path, one={"notebook": "one.ipynb", "kernel": "nosuch"}))
     with pytest.raises(PipelineError, match=r"two\.yaml:4: there is no file 'no\*\.py'"):
         run(write_pipeline(tmp_path, one={"notebook": "one.ipynb", "files": ["no*.py"]}))

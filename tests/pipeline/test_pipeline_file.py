@@ -1,4 +1,4 @@
-"""A pipeline's file: what may stand in it, and how mistakes are told. No kernel is started."""
+"""The file of a pipeline: allowed content and reports of mistakes. No kernel starts."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_overrides_go_before_the_file_and_are_typed_by_the_notebook(tmp_path: Pa
             r"  Allowed: bst, score\n  Do now:  did you mean 'bst'\?",
         ),
         ({"best": 3, "score": 1}, "two.yaml:5: settings is 3\n  Allowed: dict"),
-        ({"best": {}, "score": [1]}, "a list cannot be a part of a text\n  Do now:  let the refer"),
+        ({"best": {}, "score": [1]}, "a list cannot be part of a text\n  Do now:  make the refer"),
         ({"best": {}}, "allowed: best|Allowed: best"),
         ({}, "Allowed: nothing: it published nothing|allowed: nothing: it published nothing"),
     ],

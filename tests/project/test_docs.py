@@ -1,4 +1,4 @@
-"""The pages: Python snippets compile, those not marked `no-run` run, links lead somewhere.
+"""The pages of the docs: snippets compile, those not marked `no-run` run, links are valid.
 
 The snippets of a page run in one namespace, in a fresh process, from top to bottom.
 """

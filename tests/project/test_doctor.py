@@ -1,4 +1,4 @@
-"""nb.doctor(): one report of what is here, what is known to be bad, and whether forks work."""
+"""nb.doctor(): a report of the environment, its known faults, and whether forks work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 import nbtoolkit as nb
-from nbtoolkit.environment.fork_diagnosis import Unproven, guilty_import, suspicious_cells
+from nbtoolkit.environment.fork_diagnosis import (
+    Inconclusive,
+    find_breaking_import,
+    suspicious_cells,
+)
 from nbtoolkit.environment.installed import known_bad
 
 USED_OPENMP = """
@@ -42,7 +46,7 @@ def test_a_process_that_computed_in_parallel_is_not_fork_safe() -> None:
         [sys.executable, "-c", USED_OPENMP], capture_output=True, text=True, timeout=240, check=True
     )
     assert "fork-safe no: a forked child hung" in done.stdout
-    assert "no import does it" in done.stdout
+    assert "no import is the cause" in done.stdout
 
 
 def test_a_fresh_process_is_fork_safe() -> None:
@@ -62,9 +66,10 @@ def test_the_import_that_breaks_forks_is_named(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert (
-        guilty_import(["json", "computes_at_import", "csv"], device=False) == "computes_at_import"
+        find_breaking_import(["json", "computes_at_import", "csv"], device=False)
+        == "computes_at_import"
     )
-    assert guilty_import(["json"], device=False) is None
+    assert find_breaking_import(["json"], device=False) is None
 
 
 def test_nobody_is_named_where_a_fresh_interpreter_fails_the_probe_too(
@@ -74,8 +79,8 @@ def test_nobody_is_named_where_a_fresh_interpreter_fails_the_probe_too(
         "import os\nos.register_at_fork(after_in_child=lambda: os._exit(1))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(Unproven, match="without any of them is not fork-safe"):
-        guilty_import(["json", "csv"], device=False)
+    with pytest.raises(Inconclusive, match="without any of them is not fork-safe"):
+        find_breaking_import(["json", "csv"], device=False)
 
 
 @pytest.mark.long
@@ -89,13 +94,13 @@ def test_nobody_is_named_where_two_tries_disagree(
         "if os.path.getsize(tries) < 2: os.register_at_fork(after_in_child=lambda: os._exit(1))\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(Unproven, match="two tries with `import sometimes` disagree"):
-        guilty_import(["json", "sometimes"], device=False)
+    with pytest.raises(Inconclusive, match="two tries with `import sometimes` disagree"):
+        find_breaking_import(["json", "sometimes"], device=False)
 
 
 def test_nobody_is_named_where_the_time_is_too_short() -> None:
-    with pytest.raises(Unproven, match="took too long"):
-        guilty_import(["json"], device=False, limit=0.0)
+    with pytest.raises(Inconclusive, match="took too long"):
+        find_breaking_import(["json"], device=False, limit=0.0)
 
 
 SLOW_CHILD = """

@@ -1,4 +1,4 @@
-"""The checks of conftest.py notice what they are there for."""
+"""The checks of conftest.py detect each kind of leak."""
 
 from __future__ import annotations
 

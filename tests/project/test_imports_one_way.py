@@ -1,4 +1,4 @@
-"""Imports point one way, as the data do: config, host and hardware, plan, ranks, launch.
+"""Imports point one way along the order of the folders, inside functions too.
 
 Read from the source, so that a module counts whether or not a test imports it.
 """
@@ -19,6 +19,7 @@ PACKAGE = Path(nbtoolkit.__file__).parent
 # A module may import those of its own layer and of the layers above, also inside functions. The
 # package itself may be imported anywhere: it loads its names on first use.
 LAYERS = (
+    "version",
     "errors",
     "text_table",
     "host",

@@ -1,4 +1,4 @@
-"""The trainers of docs/recipes.md, run as they stand there: one process, two, stopped, resumed."""
+"""The trainers of docs/recipes.md run unchanged: on one process, on two, stopped, resumed."""
 
 from __future__ import annotations
 

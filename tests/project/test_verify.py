@@ -1,4 +1,4 @@
-"""nb.verify: what it finds in functions that are equal, and in those that are not."""
+"""nb.verify: its findings in functions that are equal on all devices, and in others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def train(config: Any, ctx: Any) -> dict[str, float]:
 
 
 def own_loop(config: Any, ctx: Any) -> None:
-    """Without nb.fit: depends on the number of ranks, and cannot be gone on with exactly."""
+    """Without nb.fit: depends on the number of ranks, and cannot be resumed exactly."""
     import torch
 
     state = ctx.load() or {"weight": torch.zeros(1), "step": 0}
@@ -52,8 +52,8 @@ def test_parity_finds_nothing_in_a_function_that_calls_fit() -> None:
     returned = {"epoch", "best_epoch", "best_val_loss"}
     assert {*found.metrics} == {"train_loss", "val_loss", *returned}
     assert found.inexact == {}
-    assert "equal: 1 process against 2" in str(found)
-    assert "the same in 8 steps" in found._repr_html_()
+    assert "equal: 1 process compared with 2" in str(found)
+    assert "equal in 8 steps" in found._repr_html_()
 
 
 class Points:
@@ -99,14 +99,14 @@ def test_parity_names_the_layers_that_cannot_be_equal() -> None:
     found = nb.verify.parity(train, config(**{"model.dropout": 1}), processes=2)
     assert not found.passed
     assert found.first_other_step is None
-    assert found.inexact == {"1 (Dropout)": "draws random numbers, on every rank other ones"}
+    assert found.inexact == {"1 (Dropout)": "draws random numbers, different ones on every rank"}
     assert "DIFFERENT" in found.explain()
 
 
 def test_parity_of_a_loop_of_ones_own_sees_its_losses() -> None:
     found = nb.verify.parity(own_loop, config(), processes=2)
     assert (found.steps, found.loss, found.weights) == (None, 8.0, 8.0)
-    assert "not seen: the function does not call nb.fit" in str(found)
+    assert "unknown: the function does not call nb.fit" in str(found)
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
@@ -140,5 +140,5 @@ def nothing_logged(config: Any, ctx: Any) -> int:
 
 
 def test_a_function_that_logs_nothing_is_told_so(tmp_path: Path) -> None:
-    with pytest.raises(NbtoolkitError, match=r"logged 0 steps: there is no middle[\s\S]*nb\.fit"):
+    with pytest.raises(NbtoolkitError, match=r"logged 0 steps, too few to kill it[\s\S]*nb\.fit"):
         nb.verify.resume(nothing_logged, config(), processes=1)

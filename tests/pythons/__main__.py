@@ -1,9 +1,9 @@
-"""Every notebook and the quick suite in each environment: ``make test-pythons``.
+"""Run every notebook and the quick suite in each environment: ``make test-pythons``.
 
     python -m tests.pythons [NAME ...]
 
-Prints the table of docs/log.md, and fails where an environment does. What each said is beside it,
-in ``build/pythons/NAME``.
+Prints the table of docs/log.md, and fails if an environment fails. The output of each is in
+``build/pythons/NAME``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The environments that users have: their Pythons, their images' versions, both ends of our bounds.
+"""The environments of users: Pythons, host images' versions, both ends of our version bounds.
 
-Each is built once, in ``build/pythons``, and again when what it is made from has changed.
+Each is built once, in ``build/pythons``, and again when its sources change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nbtoolkit.kaggle.image import host_image
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build/pythons"
 
-EXTRAS = "tracking,tensorboard,training,search,notebooks,panel,dashboard,cli"
+EXTRAS = "tracking,tensorboard,training,search,notebooks,panel,dashboard,cli,bundle"
 
 # Of the tests, not of what users have.
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "nbval", "psutil", "hatchling", "kaggle")
@@ -142,7 +142,7 @@ def find_python(version: str) -> str:
 
 
 def _made_from(environment: Environment) -> str:
-    """What an environment depends on; another text, and it is built anew."""
+    """The sources of an environment as text; if the text changes, it is built again."""
     texts = [str(environment), *_tools(environment.python), (ROOT / "pyproject.toml").read_text()]
     if environment.image:
         texts += sorted(map(str, host_image(environment.image).packages.items()))

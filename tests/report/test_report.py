@@ -1,4 +1,4 @@
-"""The report on real runs, a sweep and folds: as sections for a notebook, as a page, by command."""
+"""The report of real runs, a sweep and folds: as notebook sections, page and command."""
 
 from __future__ import annotations
 

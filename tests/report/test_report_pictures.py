@@ -1,4 +1,4 @@
-"""Pictures are read on light and on dark, whatever the names in them: nothing is clipped."""
+"""Pictures are legible on light and dark ground and clip no name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run returned: read without executing anything, and shown as a matrix."""
+"""Predictions that a run returned: read without executing code, shown as a matrix."""
 
 from __future__ import annotations
 

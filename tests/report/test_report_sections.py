@@ -1,4 +1,4 @@
-"""Sections of a report, from diaries written by hand: what they say, and when they say nothing."""
+"""Sections of a report from events written by hand: their content, and when they are empty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports of sweeps whose study or wishes cannot be read."""
+"""Reports of sweeps whose study or configuration cannot be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run as its folder tells it, in whatever state that folder is."""
+"""The summary of a run from its folder, in any state of that folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there, the damaged passed over, the oldest taken away."""
+"""Checkpoints on disk are complete or absent; damaged ones are skipped, the oldest removed."""
 
 from __future__ import annotations
 
@@ -209,18 +209,18 @@ def is_whole(folder: Path, said: int) -> None:
 def test_a_snapshot_is_a_copy_and_uses_its_memory_again() -> None:
     weight = torch.arange(4.0)
     snapshot = HostCopy()
-    first = snapshot.take({"a": [weight, {"b": (weight, 3)}], "c": "text"})
+    first = snapshot.update({"a": [weight, {"b": (weight, 3)}], "c": "text"})
     weight += 1
     assert first["a"][0].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert (first["a"][1]["b"][1], first["c"]) == (3, "text")
-    second = snapshot.take({"a": [weight, {"b": (weight, 3)}], "c": "text"})
+    second = snapshot.update({"a": [weight, {"b": (weight, 3)}], "c": "text"})
     assert second["a"][0].data_ptr() == first["a"][0].data_ptr()
     assert second["a"][0].tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_a_snapshot_of_a_part_of_a_tensor_saves_that_part_alone(store: CheckpointStore) -> None:
     large = torch.zeros(1_000_000)
-    path = store.put("step", 1, HostCopy().take({"model": {"weight": large[:10]}}), {"epoch": 0})
+    path = store.put("step", 1, HostCopy().update({"model": {"weight": large[:10]}}), {"epoch": 0})
     assert (path / "model.pt").stat().st_size < 10_000
 
 

@@ -357,7 +357,7 @@ def test_aliases_of_aliases_are_refused(tmp_path: Path, text: str) -> None:
     # the file is some hundred bytes, and 10^12 values
     file = tmp_path / "train.yaml"
     file.write_text(text)
-    told = r"(?s)aliases stand for more than 100,000 values.*Allowed: .*Do now: "
+    told = r"(?s)aliases expand to more than 100,000 values.*Allowed: .*Do now: "
     with pytest.raises(ConfigError, match=told):
         nb.load_config(file, env=None)
 

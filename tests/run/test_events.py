@@ -1,4 +1,4 @@
-"""What is written as an event is read again; a damaged line costs no more than itself."""
+"""Events are read as they were written; a damaged line costs only itself."""
 
 from __future__ import annotations
 

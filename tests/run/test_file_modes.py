@@ -1,4 +1,4 @@
-"""Whose a run's folder is: its modes, what another user is told, and who can hold its lock."""
+"""File modes of a run folder, errors for other users, and who can hold its lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs and searches write is what the lists of events and files say."""
+"""Runs and searches write exactly the documented events and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between processes: each comes back from JSON as it was, with its descriptors by name."""
+"""Messages between processes survive JSON, with their descriptors by name."""
 
 from __future__ import annotations
 
@@ -144,11 +144,11 @@ def test_a_packet_carries_open_descriptors_under_their_names() -> None:
 
 
 def test_a_line_keeps_the_order_of_messages() -> None:
-    owner, rank = Connection.pair()
+    supervisor, rank = Connection.pair()
     said: list[Message] = [one for kind in SENT[:20] for one in examples(kind)]
     for one in said:
         assert rank.send(one)
     rank.close()
-    assert owner.drain() == said
-    assert owner.receive() is None
-    owner.close()
+    assert supervisor.drain() == said
+    assert supervisor.receive() is None
+    supervisor.close()

@@ -1,4 +1,4 @@
-"""Ranks that train models of their own are noticed, and others are not suspected."""
+"""Ranks that train separate models are detected, and others are not suspected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which run a launch goes on with: its settings, its number of ranks, and who else wants it."""
+"""Which run a launch resumes: its settings, its number of ranks, and other users of it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def begin(train: Any, config: nb.Config, processes: int = 2, **options: Any) -> 
 
 
 def cut_off(train: Any, config: nb.Config, processes: int = 2) -> RunPaths:
-    """A run that saved a checkpoint before its owner was killed."""
+    """A run that saved a checkpoint before its supervisor was killed."""
     handle = begin(train, config, processes)
     ranks_up(handle.paths.folder, processes)
     os.kill(json.loads(handle.paths.owner.read_text())["pid"], signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The function that ran is the one that is recorded, in a run, a sweep and its best settings."""
+"""A run, a sweep and its best settings record the function that ran."""
 
 from __future__ import annotations
 

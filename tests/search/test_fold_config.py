@@ -1,4 +1,4 @@
-"""``folds:`` of a sweep's file does what it says, and other tools' names for it are understood."""
+"""``folds:`` in a sweep's file, and other tools' names for its settings."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def train(config: Config, ctx: RunContext) -> dict[str, int]:
     return {"size": len(ctx.fold.valid_indices)}
 
 
-def folds_of(**wish: Any) -> FoldConfig:
-    return FoldConfig.model_validate(wish)
+def folds_of(**settings: Any) -> FoldConfig:
+    return FoldConfig.model_validate(settings)
 
 
 @pytest.mark.parametrize(
-    ("wish", "given", "expected"),
+    ("settings", "given", "expected"),
     [
         ({"k": 4, "seed": 3}, {"targets": Y}, {"k": 4, "seed": 3}),
         ({"k": 2, "repeats": 2}, {"targets": Y}, {"k": 2, "repeats": 2}),
@@ -67,10 +67,10 @@ def folds_of(**wish: Any) -> FoldConfig:
     ],
 )
 def test_every_setting_of_the_folds_counts(
-    wish: dict[str, Any], given: dict[str, Any], expected: dict[str, Any]
+    settings: dict[str, Any], given: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     given = {"groups": None, **given}
-    found = configured_folds(folds_of(**wish), "__main__:train", **given)
+    found = configured_folds(folds_of(**settings), "__main__:train", **given)
     groups = given["groups"] if expected.get("kind") == "group" else None
     y = range(24) if given["targets"] == 24 else Y
     assert found == nb.make_folds(y, groups=groups, **expected)
@@ -79,11 +79,11 @@ def test_every_setting_of_the_folds_counts(
 def test_a_file_of_folds_is_read(tmp_path: Path) -> None:
     folds = nb.make_folds(Y, k=3, seed=5)
     folds.save(tmp_path / "folds.json")
-    wish = folds_of(file=str(tmp_path / "folds.json"))
-    assert configured_folds(wish, "__main__:train", None, None) == folds
+    settings = folds_of(file=str(tmp_path / "folds.json"))
+    assert configured_folds(settings, "__main__:train", None, None) == folds
 
 
-def test_no_folds_are_made_unwished() -> None:
+def test_no_folds_are_made_without_settings() -> None:
     assert configured_folds(FoldConfig(), "__main__:train", None, None) is None
     with pytest.raises(FoldError, match=r"to a sweep without folds[\s\S]*set folds: \{k: 5\}"):
         configured_folds(FoldConfig(), "__main__:train", Y, None)

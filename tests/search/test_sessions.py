@@ -1,4 +1,4 @@
-"""What a second session of a search shows, and what a report says of a cross-validation's folds."""
+"""The display of a search's second session, and the report of a cross-validation's folds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the jobs of a search run: decided from injected hardware, and tried with real processes."""
+"""The slots of a search's jobs: decided from injected hardware, tried with real processes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_ranks_that_were_asked_for_get_all_devices(config: nb.Config) -> None:
 
 
 class Notes:
-    """A diary that keeps its notes."""
+    """An event log that keeps its notes."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -165,8 +165,8 @@ def test_a_trial_that_is_too_large_runs_on_all_devices(config: nb.Config) -> Non
         "space": {"data.large": {"type": "categorical", "choices": [False, True]}},
     }
     program = "nbtoolkit.search.sweep_algorithm:make_algorithm"
-    wished = SweepConfig.model_validate(sweep_config)
-    search = Search(kind="sweep", algorithm=program, sweep_config=wished, slots=slots)
+    given = SweepConfig.model_validate(sweep_config)
+    search = Search(kind="sweep", algorithm=program, sweep_config=given, slots=slots)
     started = start_search(needs_two, config, search, name="large")
     handle = nb.SweepHandle(started.run.paths, SweepResult, started=started.process)
     handle.result(timeout=SECONDS)

@@ -7,7 +7,7 @@ from typing import Any
 
 import optuna
 import pytest
-from searches import LR, SPACE, Fake, Memory, drive, program
+from searches import LR, SPACE, Fake, Memory, algorithm, drive
 
 from nbtoolkit.errors import SweepError
 from nbtoolkit.run.messages import SearchCommand
@@ -41,7 +41,7 @@ def ends(diary: Memory) -> dict[int, tuple[str, Any]]:
 
 
 def test_trials_are_run_and_the_best_is_named(tmp_path: Path) -> None:
-    made, diary = program(tmp_path, sweep(4))
+    made, diary = algorithm(tmp_path, sweep(4))
     jobs = drive(made, Fake(loss))
     assert [job.key for job in jobs] == TRIAL
     assert all(job.overrides == job.params for job in jobs)
@@ -69,7 +69,7 @@ def test_a_trials_number_decides_its_parameters_on_any_number_of_slots(
         space = (
             {"model.a": ["x", "y", "z"], "optim.lr": [0.1, 0.01]} if sampler == "grid" else SPACE
         )
-        made, _ = program(folder, {**sweep(6, study={"sampler": sampler}), "space": space})
+        made, _ = algorithm(folder, {**sweep(6, study={"sampler": sampler}), "space": space})
         drive(made, Fake(loss), slots=slots)
         found.append([made.close("completed"), [t.params for t in stored(folder)]])
         assert [trial.value is not None for trial in stored(folder)] == [True] * 6
@@ -86,7 +86,7 @@ def test_a_trial_asked_for_ahead_is_the_one_that_would_have_come(
         folder = tmp_path / str(ahead)
         folder.mkdir()
         study = {"sampler": sampler, "sampler_options": {}}
-        made, _ = program(folder, sweep(14, study=study))
+        made, _ = algorithm(folder, sweep(14, study=study))
         jobs: list[SearchJob] = []
         while (job := made.next(None)) is not None:
             jobs.append(job)
@@ -102,7 +102,7 @@ def test_a_trial_asked_for_ahead_is_the_one_that_would_have_come(
 
 def test_nothing_is_asked_ahead_of_what_the_sampler_learns_from(tmp_path: Path) -> None:
     study = {"sampler": "tpe", "sampler_options": {"n_startup_trials": 2}}
-    made, _ = program(tmp_path, sweep(9, study=study))
+    made, _ = algorithm(tmp_path, sweep(9, study=study))
     made.next(None)
     for _ in range(3):
         made.prepare(9)
@@ -112,7 +112,7 @@ def test_nothing_is_asked_ahead_of_what_the_sampler_learns_from(tmp_path: Path) 
 
 
 def test_a_trial_asked_for_ahead_comes_first_in_the_next_session(tmp_path: Path) -> None:
-    made, _ = program(tmp_path, sweep(3))
+    made, _ = algorithm(tmp_path, sweep(3))
     first = made.next(None)
     assert first is not None
     made.prepare(1)
@@ -121,7 +121,7 @@ def test_a_trial_asked_for_ahead_comes_first_in_the_next_session(tmp_path: Path)
     assert made.next(None) is None
     made.close("stopped")
     asked = stored(tmp_path)[1].params["optim.lr"]
-    again, _ = program(tmp_path, sweep(3))
+    again, _ = algorithm(tmp_path, sweep(3))
     jobs = drive(again, Fake(loss))
     assert [job.key for job in jobs] == TRIAL[1:3]
     assert jobs[0].params["optim.lr"] == asked
@@ -134,7 +134,7 @@ def test_tpe_on_one_slot_repeats_itself_from_scratch(tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         study = {"sampler": "tpe", "sampler_options": {"n_startup_trials": 4}}
-        made, _ = program(folder, sweep(8, study=study))
+        made, _ = algorithm(folder, sweep(8, study=study))
         found.append([job.params for job in drive(made, Fake(loss))])
         made.close("completed")
     assert found[0] == found[1]
@@ -143,14 +143,14 @@ def test_tpe_on_one_slot_repeats_itself_from_scratch(tmp_path: Path) -> None:
 def test_a_grid_ends_when_every_point_was_tried(tmp_path: Path) -> None:
     space = {"model.a": ["x", "y"], "optim.lr": [0.1, 0.01]}
     source = {"study": {"sampler": "grid", "pruner": "none"}, "space": space}
-    made, _ = program(tmp_path, source)
+    made, _ = algorithm(tmp_path, source)
     points = [tuple(job.params.values()) for job in drive(made, Fake(loss), slots=3)]
     assert points == [("x", 0.1), ("x", 0.01), ("y", 0.1), ("y", 0.01)]
     made.close("completed")
 
 
 def test_first_trials_come_first_and_count(tmp_path: Path) -> None:
-    made, _ = program(tmp_path, sweep(3, first_trials=[{"optim.lr": 0.01}]))
+    made, _ = algorithm(tmp_path, sweep(3, first_trials=[{"optim.lr": 0.01}]))
     jobs = drive(made, Fake(loss))
     assert len(jobs) == 3
     assert jobs[0].params["optim.lr"] == 0.01
@@ -163,7 +163,7 @@ def test_first_trials_come_first_and_count(tmp_path: Path) -> None:
 def test_a_hopeless_trial_is_pruned_at_a_report(tmp_path: Path) -> None:
     study = {"pruner": "median", "pruner_options": {"n_startup_trials": 2}}
     firsts = [{"optim.lr": 0.01}, {"optim.lr": 0.02}, {"optim.lr": 1.0}]
-    made, diary = program(tmp_path, sweep(3, study=study, first_trials=firsts))
+    made, diary = algorithm(tmp_path, sweep(3, study=study, first_trials=firsts))
     jobs = drive(made, Fake(loss))
     assert all(job.judged for job in jobs)
     assert [state for state, _ in ends(diary).values()] == ["complete", "complete", "pruned"]
@@ -175,7 +175,7 @@ def test_a_hopeless_trial_is_pruned_at_a_report(tmp_path: Path) -> None:
 def test_a_pruned_trial_that_was_through_counts(tmp_path: Path) -> None:
     study = {"pruner": "median", "pruner_options": {"n_startup_trials": 1}}
     firsts = [{"optim.lr": 0.01}, {"optim.lr": 1.0}]
-    made, diary = program(tmp_path, sweep(2, study=study, first_trials=firsts))
+    made, diary = algorithm(tmp_path, sweep(2, study=study, first_trials=firsts))
     one = made.next(None)
     assert made.on_report(one, {"val_loss": 0.1}, 0) is None
     made.on_end(one, JobResult(status="completed", metrics={"val_loss": 0.1}))
@@ -200,10 +200,8 @@ def test_a_pruned_trial_that_was_through_counts(tmp_path: Path) -> None:
 def test_a_metric_that_is_no_number_fails_the_trial(
     metrics: Any, reason: str, tmp_path: Path
 ) -> None:
-    made, diary = program(tmp_path, sweep(1))
-    told = (
-        "no trial of the sweep has a value: 1 failed" if "val_loss" in metrics else "has the metrics"
-    )
+    made, diary = algorithm(tmp_path, sweep(1))
+    told = "no trial of the sweep has a value: 1 failed" if "val_loss" in metrics else "the metrics"
     with pytest.raises(SweepError, match=told):
         _end_and_close(made, JobResult(status="completed", metrics=metrics))
     assert ends(diary) == {0: ("failed", reason)}
@@ -217,7 +215,7 @@ def _end_and_close(made: SweepAlgorithm, ending: JobResult) -> None:
 
 
 def test_a_report_that_is_nan_ends_its_trial_as_failed(tmp_path: Path) -> None:
-    made, diary = program(tmp_path, sweep(1, study={"pruner": "median"}))
+    made, diary = algorithm(tmp_path, sweep(1, study={"pruner": "median"}))
     job = made.next(None)
     assert made.on_report(job, {"lr": 0.1}, 0) is None  # not every report has the metric
     assert made.on_report(job, {"val_loss": math.nan}, 1) == "pruned"
@@ -228,7 +226,7 @@ def test_a_report_that_is_nan_ends_its_trial_as_failed(tmp_path: Path) -> None:
 
 
 def test_the_best_report_may_be_the_value(tmp_path: Path) -> None:
-    made, diary = program(tmp_path, sweep(1, study={"trial_value": "best"}))
+    made, diary = algorithm(tmp_path, sweep(1, study={"trial_value": "best"}))
     worse = Fake(lambda job, step: {"val_loss": [0.3, 0.1, 0.2][step]})
     drive(made, worse)
     assert diary.ends()[0].value == 0.1
@@ -237,7 +235,7 @@ def test_the_best_report_may_be_the_value(tmp_path: Path) -> None:
 
 def test_several_metrics_have_a_front(tmp_path: Path) -> None:
     study = {"metric": ["val_loss", "val_accuracy"], "pruner": "auto"}
-    made, diary = program(tmp_path, sweep(3, study=study))
+    made, diary = algorithm(tmp_path, sweep(3, study=study))
     rows = [(0.5, 0.7), (0.4, 0.6), (0.6, 0.6)]
     drive(
         made,
@@ -249,12 +247,12 @@ def test_several_metrics_have_a_front(tmp_path: Path) -> None:
 
 
 def test_a_broken_limit_is_infeasible_and_never_best(tmp_path: Path) -> None:
-    made, diary = program(tmp_path, sweep(2, constraints={"latency": {"max": 20}}))
+    made, diary = algorithm(tmp_path, sweep(2, constraints={"latency": {"max": 20}}))
     rows = [{"val_loss": 0.1, "latency": 25}, {"val_loss": 0.5, "latency": 15}]
     drive(made, Fake(lambda job, step: rows[int(job.key[-1])]))
     assert ends(diary) == {0: ("infeasible", "latency is 25, max 20"), 1: ("complete", None)}
     assert made.close("completed")["best"] == 1
-    again, _ = program(tmp_path, sweep(2, constraints={"latency": {"max": 20}}))
+    again, _ = algorithm(tmp_path, sweep(2, constraints={"latency": {"max": 20}}))
     assert again.close("completed")["best"] == 1
 
 
@@ -262,7 +260,7 @@ def test_a_broken_limit_is_infeasible_and_never_best(tmp_path: Path) -> None:
 
 
 def test_out_of_memory_is_infeasible_and_does_not_end_the_sweep(tmp_path: Path) -> None:
-    made, diary = program(tmp_path, sweep(4, budget={"max_failures": 0}))
+    made, diary = algorithm(tmp_path, sweep(4, budget={"max_failures": 0}))
     oom = JobResult(status="failed", fault="oom", error="CUDA out of memory")
     drive(made, Fake(loss, endings={TRIAL[1]: oom}))
     assert ends(diary)[1] == ("infeasible", "CUDA out of memory")
@@ -273,7 +271,7 @@ def test_out_of_memory_is_infeasible_and_does_not_end_the_sweep(tmp_path: Path) 
 def test_a_fault_that_may_not_come_again_is_tried_again(
     fault: Any, retried: bool, tmp_path: Path
 ) -> None:
-    made, diary = program(tmp_path, sweep(2, budget={"retries": 1}))
+    made, diary = algorithm(tmp_path, sweep(2, budget={"retries": 1}))
     bad = JobResult(status="failed", fault=fault, error="a reason")
     jobs = drive(made, Fake(loss, endings={TRIAL[0]: bad}))
     keys = [TRIAL[0], TRIAL[0], TRIAL[1]] if retried else TRIAL[:2]
@@ -283,7 +281,7 @@ def test_a_fault_that_may_not_come_again_is_tried_again(
 
 
 def test_too_many_failures_end_the_sweep_when_nothing_runs_any_more(tmp_path: Path) -> None:
-    made, _ = program(tmp_path, sweep(9, budget={"max_failures": 1}))
+    made, _ = algorithm(tmp_path, sweep(9, budget={"max_failures": 1}))
     jobs = [made.next(None) for _ in range(3)]
     bad = JobResult(status="failed", fault="raised", error="ValueError: no such layer")
     made.on_end(jobs[0], bad)
@@ -301,13 +299,13 @@ def test_too_many_failures_end_the_sweep_when_nothing_runs_any_more(tmp_path: Pa
 def test_trials_of_a_dead_session_are_run_again_and_the_total_is_exact(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     whole.mkdir()
-    made, _ = program(whole, sweep(6))
+    made, _ = algorithm(whole, sweep(6))
     wanted = {job.key: job.params for job in drive(made, Fake(loss))}
     made.close("completed")
 
-    first, _ = program(tmp_path, sweep(6))
+    first, _ = algorithm(tmp_path, sweep(6))
     cut = drive(first, Fake(loss), slots=2, jobs=4)  # two have ended, two run, and nobody closes
-    second, diary = program(tmp_path, sweep(6))
+    second, diary = algorithm(tmp_path, sweep(6))
     rest = drive(second, Fake(loss), slots=2)
     assert [job.key for job in rest] == [*TRIAL[2:], "trials/0004", "trials/0005"]
     assert {job.key: job.params for job in [*cut, *rest]} == wanted
@@ -315,26 +313,26 @@ def test_trials_of_a_dead_session_are_run_again_and_the_total_is_exact(tmp_path:
     summary = second.close("completed")
     assert summary["counts"] == {"complete": 6}
     assert [trial.state.name for trial in stored(tmp_path)] == ["COMPLETE"] * 6
-    third, _ = program(tmp_path, sweep(6))
+    third, _ = algorithm(tmp_path, sweep(6))
     assert third.done
     assert third.close("completed") == summary
 
 
 def test_a_larger_total_goes_on(tmp_path: Path) -> None:
     for n, new in ((2, TRIAL[:2]), (4, TRIAL[2:])):
-        made, _ = program(tmp_path, sweep(n))
+        made, _ = algorithm(tmp_path, sweep(n))
         assert [job.key for job in drive(made, Fake(loss))] == new
         made.close("completed")
 
 
 def test_another_space_or_other_folds_are_refused(tmp_path: Path) -> None:
-    made, _ = program(tmp_path, sweep(1))
+    made, _ = algorithm(tmp_path, sweep(1))
     drive(made, Fake(loss))
     made.close("completed")
     with pytest.raises(SweepError, match=r"space.optim.lr: was .*1.0.* is .*0.5"):
-        program(tmp_path, {**sweep(1), "space": {**SPACE, "optim.lr": {**LR, "high": 0.5}}})
+        algorithm(tmp_path, {**sweep(1), "space": {**SPACE, "optim.lr": {**LR, "high": 0.5}}})
     with pytest.raises(SweepError, match=r"folds: was None, is '[0-9a-f]+'"):
-        program(tmp_path, sweep(1), folds=3)
+        algorithm(tmp_path, sweep(1), folds=3)
 
 
 # --- folds ---
@@ -345,7 +343,7 @@ def by_fold(job: SearchJob, step: int) -> dict[str, float]:
 
 
 def test_a_trial_with_folds_is_the_mean_of_its_jobs(tmp_path: Path) -> None:
-    made, diary = program(tmp_path, sweep(2), folds=3)
+    made, diary = algorithm(tmp_path, sweep(2), folds=3)
     jobs = drive(made, Fake(by_fold), slots=2)
     assert [job.key for job in jobs] == [f"{key}/fold-{i}" for key in TRIAL[:2] for i in range(3)]
     assert [job.fold for job in jobs] == [0, 1, 2] * 2
@@ -360,7 +358,7 @@ def test_a_trial_with_folds_is_the_mean_of_its_jobs(tmp_path: Path) -> None:
 
 
 def test_running_means_wait_for_the_folds_before(tmp_path: Path) -> None:
-    made, diary = program(tmp_path, sweep(1), folds=3)
+    made, diary = algorithm(tmp_path, sweep(1), folds=3)
     jobs = [made.next(None) for _ in range(3)]
     for i, seen in ((1, []), (2, []), (0, [0, 1, 2])):
         made.on_end(jobs[i], JobResult(status="completed", metrics={"val_loss": float(i)}))
@@ -372,7 +370,7 @@ def test_running_means_wait_for_the_folds_before(tmp_path: Path) -> None:
 def test_a_trial_is_pruned_between_folds(tmp_path: Path) -> None:
     study = {"pruner": "median", "pruner_options": {"n_startup_trials": 1}}
     firsts = [{"optim.lr": 0.01}, {"optim.lr": 1.0}]
-    made, diary = program(tmp_path, sweep(2, study=study, first_trials=firsts), folds=4)
+    made, diary = algorithm(tmp_path, sweep(2, study=study, first_trials=firsts), folds=4)
     jobs = drive(made, Fake(by_fold))
     assert [job.key for job in jobs[4:]] == ["trials/0001/fold-0"]
     state, reason = ends(diary)[1]
@@ -385,7 +383,7 @@ def test_wilcoxon_compares_fold_by_fold(tmp_path: Path) -> None:
     study = {"pruner": "wilcoxon"}
     firsts = [{"optim.lr": 0.01}, {"optim.lr": 1.0}]
     source = sweep(2, study=study, first_trials=firsts)
-    made, diary = program(tmp_path, {**source, "folds": {"k": 8}}, folds=8)
+    made, diary = algorithm(tmp_path, {**source, "folds": {"k": 8}}, folds=8)
     jobs = drive(made, Fake(by_fold))
     assert ends(diary)[1][0] == "pruned"
     assert 8 + 2 < len(jobs) < 16
@@ -395,7 +393,7 @@ def test_wilcoxon_compares_fold_by_fold(tmp_path: Path) -> None:
 
 
 def test_a_failed_fold_fails_its_trial_and_lets_the_others_leave(tmp_path: Path) -> None:
-    made, diary = program(tmp_path, sweep(1), folds=4)
+    made, diary = algorithm(tmp_path, sweep(1), folds=4)
     one, two = made.next(None), made.next(None)
     made.on_end(one, JobResult(status="failed", fault="raised", error="ValueError: bad fold"))
     assert made.next(None) is None
@@ -408,9 +406,9 @@ def test_a_failed_fold_fails_its_trial_and_lets_the_others_leave(tmp_path: Path)
 
 
 def test_finished_folds_of_a_dead_session_are_not_run_again(tmp_path: Path) -> None:
-    first, _ = program(tmp_path, sweep(2), folds=3)
+    first, _ = algorithm(tmp_path, sweep(2), folds=3)
     drive(first, Fake(by_fold), jobs=3)  # folds 0 and 1 have ended, fold 2 runs
-    second, diary = program(tmp_path, sweep(2), folds=3)
+    second, diary = algorithm(tmp_path, sweep(2), folds=3)
     jobs = drive(second, Fake(by_fold))
     assert [job.key for job in jobs] == [
         "trials/0000/fold-2",
@@ -425,7 +423,7 @@ def test_finished_folds_of_a_dead_session_are_not_run_again(tmp_path: Path) -> N
 
 
 def test_no_trial_starts_that_cannot_end_in_time(tmp_path: Path) -> None:
-    made, diary = program(tmp_path, sweep(99))
+    made, diary = algorithm(tmp_path, sweep(99))
     jobs = drive(made, Fake(loss, seconds=10.0), left=45.0)
     assert len(jobs) == 3  # 10 s for the winner's refit are kept back
     assert made.done
@@ -435,13 +433,13 @@ def test_no_trial_starts_that_cannot_end_in_time(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_back_may_be_said(tmp_path: Path) -> None:
-    made, _ = program(tmp_path, sweep(99, budget={"reserve_for_refit": 0}))
+    made, _ = algorithm(tmp_path, sweep(99, budget={"reserve_for_refit": 0}))
     assert len(drive(made, Fake(loss, seconds=10.0), left=45.0)) == 4
     made.close("deadline")
 
 
 def test_a_sweep_without_a_number_of_trials_is_through_when_its_time_is_up(tmp_path: Path) -> None:
-    made, _ = program(tmp_path, {**sweep(1), "budget": {"timeout": 45}})
+    made, _ = algorithm(tmp_path, {**sweep(1), "budget": {"timeout": 45}})
     drive(made, Fake(loss, seconds=10.0), left=45.0)
     assert made.done
     assert not made.cut_short
@@ -450,7 +448,7 @@ def test_a_sweep_without_a_number_of_trials_is_through_when_its_time_is_up(tmp_p
 
 def test_time_is_kept_back_for_the_leaders_where_trials_are_not_counted(tmp_path: Path) -> None:
     source = {**sweep(1, reevaluate_top={"k": 1, "seeds": 2}), "budget": {"timeout": 75}}
-    made, diary = program(tmp_path, source)
+    made, diary = algorithm(tmp_path, source)
     keys = [job.key for job in drive(made, Fake(loss, seconds=10.0), left=75.0)]
     assert len(keys) == 6  # then 35 s are left: 20 for the leader, 10 for the winner's refit
     leader = made.close("completed")["best"]
@@ -462,7 +460,7 @@ def test_time_is_kept_back_for_the_leaders_where_trials_are_not_counted(tmp_path
 def test_no_leader_is_trained_again_without_the_time(tmp_path: Path) -> None:
     budget = {"timeout": 45, "reserve_for_refit": 20}
     source = {**sweep(1, reevaluate_top={"k": 1, "seeds": 3}), "budget": budget}
-    made, diary = program(tmp_path, source)
+    made, diary = algorithm(tmp_path, source)
     jobs = drive(made, Fake(loss, seconds=10.0), left=45.0)
     assert [job.key for job in jobs] == [TRIAL[0], f"{TRIAL[0]}/seed-1"]
     assert made.done
@@ -472,7 +470,7 @@ def test_no_leader_is_trained_again_without_the_time(tmp_path: Path) -> None:
 
 def test_leaders_wait_for_the_trials_that_are_missing(tmp_path: Path) -> None:
     source = sweep(9, reevaluate_top={"k": 1, "seeds": 2}, budget={"reserve_for_refit": 0})
-    made, _ = program(tmp_path, source)
+    made, _ = algorithm(tmp_path, source)
     jobs = drive(made, Fake(loss, seconds=10.0), left=35.0)
     assert [job.key for job in jobs] == TRIAL[:3]
     assert made.cut_short
@@ -480,7 +478,7 @@ def test_leaders_wait_for_the_trials_that_are_missing(tmp_path: Path) -> None:
 
 
 def test_leaders_are_repeated_side_by_side(tmp_path: Path) -> None:
-    made, _ = program(tmp_path, sweep(1, reevaluate_top={"k": 1, "seeds": 2}))
+    made, _ = algorithm(tmp_path, sweep(1, reevaluate_top={"k": 1, "seeds": 2}))
     (first,) = drive(made, Fake(loss), jobs=1)
     assert made.next(None) is None
     made.on_end(first, JobResult(status="completed", metrics=loss(first, 2), seconds=1.0))
@@ -490,7 +488,7 @@ def test_leaders_are_repeated_side_by_side(tmp_path: Path) -> None:
 
 def test_a_sweep_that_the_host_cuts_off_is_to_be_gone_on_with(tmp_path: Path) -> None:
     source = {**sweep(1), "budget": {"timeout": 9999}}
-    made, _ = program(tmp_path, source, imposed=True)
+    made, _ = algorithm(tmp_path, source, imposed=True)
     drive(made, Fake(loss, seconds=10.0), left=45.0)
     assert made.done
     assert made.cut_short
@@ -501,22 +499,22 @@ def test_the_number_of_epochs_scales_the_prediction(tmp_path: Path) -> None:
     space = {"optim.lr": LR, "train.epochs": {"type": "int", "low": 1, "high": 100}}
     firsts = [{"train.epochs": 10}, {"train.epochs": 100}]
     source = {**sweep(2, first_trials=firsts, budget={"reserve_for_refit": 0}), "space": space}
-    made, diary = program(tmp_path, source)
+    made, diary = algorithm(tmp_path, source)
     jobs = drive(made, Fake(loss, seconds=5.0), left=50.0)
     assert [job.params["train.epochs"] for job in jobs] == [10]
     assert "a trial takes about 50 s" in diary.notes()
     made.close("deadline")
     assert ends(diary)[1][0] == "waiting"
-    again, _ = program(tmp_path, source)
+    again, _ = algorithm(tmp_path, source)
     assert [job.params["train.epochs"] for job in drive(again, Fake(loss))] == [100]
     again.close("completed")
 
 
-# --- what others wish ---
+# --- commands from outside ---
 
 
 def test_a_paused_sweep_starts_nothing_until_it_is_resumed(tmp_path: Path) -> None:
-    made, _ = program(tmp_path, sweep(2))
+    made, _ = algorithm(tmp_path, sweep(2))
     job = made.next(None)
     made.on_command(SearchCommand(op="pause"))
     made.on_end(job, JobResult(status="completed", metrics={"val_loss": 0.5}))
@@ -527,7 +525,7 @@ def test_a_paused_sweep_starts_nothing_until_it_is_resumed(tmp_path: Path) -> No
 
 
 def test_a_stopped_sweep_leaves_its_trials_for_the_next_session(tmp_path: Path) -> None:
-    made, diary = program(tmp_path, sweep(3))
+    made, diary = algorithm(tmp_path, sweep(3))
     job = made.next(None)
     made.on_command(SearchCommand(op="stop"))
     assert made.next(None) is None
@@ -535,14 +533,14 @@ def test_a_stopped_sweep_leaves_its_trials_for_the_next_session(tmp_path: Path) 
     assert made.done
     made.close("stopped")
     assert ends(diary) == {0: ("waiting", "the sweep ended as stopped")}
-    again, diary = program(tmp_path, sweep(3))
+    again, diary = algorithm(tmp_path, sweep(3))
     assert [one.key for one in drive(again, Fake(loss))] == TRIAL[:3]
     assert diary.ends()[0].seconds == 5.0
     again.close("completed")
 
 
 def test_a_trial_stopped_by_hand_does_not_come_back(tmp_path: Path) -> None:
-    made, diary = program(tmp_path, sweep(2))
+    made, diary = algorithm(tmp_path, sweep(2))
     job = made.next(None)
     made.on_command(SearchCommand(op="stop_trial", n=0))
     made.on_end(job, JobResult(status="stopped"))
@@ -552,10 +550,10 @@ def test_a_trial_stopped_by_hand_does_not_come_back(tmp_path: Path) -> None:
 
 
 def test_added_trials_are_remembered(tmp_path: Path) -> None:
-    made, _ = program(tmp_path, sweep(1))
+    made, _ = algorithm(tmp_path, sweep(1))
     made.on_command(SearchCommand(op="add_trials", n=2))
     assert len(drive(made, Fake(loss), jobs=2)) == 2
-    again, _ = program(tmp_path, sweep(1))
+    again, _ = algorithm(tmp_path, sweep(1))
     assert [job.key for job in drive(again, Fake(loss))] == TRIAL[1:3]
     again.close("completed")
 
@@ -569,7 +567,7 @@ def test_leaders_are_repeated_with_other_seeds_before_a_winner_is_named(tmp_path
         plain = {"trials/0000": 0.9, "trials/0001": 0.3}
         return {"val_loss": luck.get(job.key) or plain[job.key[:11]]}
 
-    made, diary = program(tmp_path, sweep(3, reevaluate_top={"k": 2, "seeds": 2}))
+    made, diary = algorithm(tmp_path, sweep(3, reevaluate_top={"k": 2, "seeds": 2}))
     jobs = drive(made, Fake(lucky), slots=2)
     assert [job.key for job in jobs[3:]] == [
         f"{key}/seed-{seed}" for seed in (1, 2) for key in TRIAL[:2]
@@ -580,6 +578,6 @@ def test_leaders_are_repeated_with_other_seeds_before_a_winner_is_named(tmp_path
     assert (summary["best"], summary["best_value"]) == (1, pytest.approx(0.8 / 3))
     assert summary["repeats"] == {"0": {"1": 0.9, "2": 0.9}, "1": {"1": 0.3, "2": 0.3}}
     assert (diary.ends()[1].best, diary.ends()[1].value) == (True, pytest.approx(0.8 / 3))
-    again, _ = program(tmp_path, sweep(3, reevaluate_top={"k": 2, "seeds": 2}))
+    again, _ = algorithm(tmp_path, sweep(3, reevaluate_top={"k": 2, "seeds": 2}))
     assert again.done
     assert again.close("completed") == summary

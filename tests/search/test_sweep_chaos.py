@@ -1,4 +1,4 @@
-"""SIGKILL at random moments to kernel, scheduler and workers: the study ends as it should.
+"""A sweep whose processes are killed at random moments ends with the same study.
 
 `make test` kills the kernel and a worker once each, in test_sweep_faults.py.
 """
@@ -46,14 +46,14 @@ def lr(trials: int) -> list[float]:
 
 def strike(kernel: Script, folder: Path, victim: str) -> None:
     """Kill, and where the session ends by it, wait until nothing of it is left."""
-    owner = json.loads((folder / "owner.json").read_text())["pid"]
+    supervisor = json.loads((folder / "owner.json").read_text())["pid"]
     family = descendants(kernel.pid)
     if victim == "worker":
         workers = [pid for pid in family if alive(pid) and is_worker(pid, folder)]
         for pid in workers[:1]:
             kill(pid)
         return
-    kill(kernel.pid if victim == "kernel" else owner)
+    kill(kernel.pid if victim == "kernel" else supervisor)
     kernel.end()
     all_gone(family)
 
@@ -76,7 +76,7 @@ def is_worker(pid: int, folder: Path) -> bool:
 
 
 def some_trial_begins(kernel: Script, folder: Path) -> None:
-    """Wait until a trial begins, anew or again, or nothing is left to be done."""
+    """Wait until a trial starts, for the first time or again, or until nothing is left to do."""
     before = begun(folder)
     until(lambda: begun(folder) > before or kernel.process.poll() is not None, "a trial")
 
@@ -111,4 +111,4 @@ def test_no_trial_is_lost_and_none_counts_twice(tmp_path: Path) -> None:
     assert sorted(finished(folder).values()) == lr(trials)
     for trial in folder.glob("trials/*"):
         begun_with = {line.split()[0] for line in (trial / "begun.txt").read_text().splitlines()}
-        assert len(begun_with) == 1  # a trial is gone on with the same parameters
+        assert len(begun_with) == 1  # a trial resumes with the same parameters

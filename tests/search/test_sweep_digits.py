@@ -1,4 +1,4 @@
-"""The main job: a sweep of the digits' CNN over five folds, as `config/hpo/digits.yaml` has it."""
+"""A sweep of the digits' CNN over five folds, as in `config/hpo/digits.yaml`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in a sweep's processes costs a trial, or a session; never the sweep."""
+"""A fault in a sweep's processes costs a trial or a session, never the sweep."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def test_a_session_that_dies_is_gone_on_with(home: Path, victim: str) -> None:
         until(lambda: len(finished(folder)) == 2 < begun(folder), "two trials, and one that runs")
         family = descendants(kernel.pid)
         scheduler = json.loads((folder / "owner.json").read_text())["pid"]
-        (pad,) = [pid for pid in family if scheduler in descendants(pid)]
-        os.kill({"kernel": kernel.pid, "scheduler": scheduler, "forkserver": pad}[victim], 9)
+        (server,) = [pid for pid in family if scheduler in descendants(pid)]
+        os.kill({"kernel": kernel.pid, "scheduler": scheduler, "forkserver": server}[victim], 9)
         out, err = kernel.end()
         assert victim == "kernel" or "LaunchError" in err, out + err
     all_gone(family)
@@ -162,14 +162,14 @@ def test_a_full_disk_ends_the_session_and_not_the_study(home: Path) -> None:
     code = (
         FILL
         + """
-wishes = json.loads(open("sweep_config.json").read())
+sweep_config = json.loads(open("sweep_config.json").read())
 config = nb.load_config("config.json", env=None)
 def fills(config, ctx):
     if ctx.params["optim.lr"] < 1:
         fill(ctx.paths.folder)
     return {"val_loss": 1.0}
 try:
-    nb.sweep(fills, config, wishes, n_trials=4, display="off")
+    nb.sweep(fills, config, sweep_config, n_trials=4, display="off")
 except nb.errors.RunFolderError as error:
     print(str(error).splitlines()[0])
 """

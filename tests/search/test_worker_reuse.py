@@ -1,4 +1,4 @@
-"""Ranks take one trial after another: what is undone between them, and when one is replaced."""
+"""Ranks take one trial after another: what is restored between trials; replacement of ranks."""
 
 from __future__ import annotations
 

@@ -69,20 +69,20 @@ def test_a_sweep_goes_by_the_mode_of_the_checkpoints(config: Config) -> None:
 def test_a_sweep_over_a_name_that_says_nothing_is_refused_with_the_lines_to_choose_from(
     config: Config,
 ) -> None:
-    wished = {"study": {"metric": "width"}, "space": SPACE}
+    source = {"study": {"metric": "width"}, "space": SPACE}
     what = r"highest or the lowest 'width' is best cannot be told(.|\n)*`direction: maximize` or"
     with pytest.raises(SpaceError, match=what):
-        load_sweep_config(wished, config, n_trials=2)
-    wished["study"] = {"metric": "width", "direction": "minimize"}
-    assert load_sweep_config(wished, config, n_trials=2).directions == ("minimize",)
+        load_sweep_config(source, config, n_trials=2)
+    source["study"] = {"metric": "width", "direction": "minimize"}
+    assert load_sweep_config(source, config, n_trials=2).directions == ("minimize",)
 
 
 def test_of_several_metrics_each_has_a_direction_or_is_named(config: Config) -> None:
-    wished = {"study": {"metric": ["val_rmse", "width"]}, "space": SPACE}
+    source = {"study": {"metric": ["val_rmse", "width"]}, "space": SPACE}
     with pytest.raises(SpaceError, match=r"'width' is best(.|\n)*one for each metric"):
-        load_sweep_config(wished, config, n_trials=2)
-    wished["study"] = {"metric": ["val_rmse", "val_f1"]}
-    assert load_sweep_config(wished, config, n_trials=2).directions == ("minimize", "maximize")
+        load_sweep_config(source, config, n_trials=2)
+    source["study"] = {"metric": ["val_rmse", "val_f1"]}
+    assert load_sweep_config(source, config, n_trials=2).directions == ("minimize", "maximize")
 
 
 def test_a_fit_that_goes_by_a_name_that_says_nothing_is_refused_before_its_first_step(
@@ -103,6 +103,6 @@ def test_a_fit_that_goes_by_a_name_that_says_nothing_is_refused_before_its_first
             "tracking.mlflow": False,
         }
     )
-    what = r"'val_width' is best cannot be told(.|\n)*`mode: max` or `mode: min` under checkpoint"
+    what = r"'val_width' \(checkpoint\.monitor\) does not say(.|\n)*`mode: max` or `mode: min`"
     with pytest.raises(FitError, match=what):
         nb.launch(train, mine, start="inline", display="off")

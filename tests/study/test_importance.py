@@ -1,4 +1,4 @@
-"""Importance of parameters, by one rule in plot, panel and report: ranges, and what is in doubt."""
+"""Importance of parameters: one rule for plot, panel and report; ranges and doubts."""
 
 from __future__ import annotations
 

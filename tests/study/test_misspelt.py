@@ -1,4 +1,4 @@
-"""Misspelt metrics and parameters: told as early as they can be known."""
+"""Misspelt metrics and parameters are reported as early as they can be known."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import nbtoolkit as nb
-from nbtoolkit.config.aliases import meant
+from nbtoolkit.config.aliases import similar_name
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError, SpaceError, SweepError
 from nbtoolkit.run.events import EventReader
@@ -78,7 +78,7 @@ def swept(train: Any, config: Config, metric: str, **study: Any) -> Any:
     ],
 )
 def test_a_slip_is_told_from_another_name(name: str, known: list[str], near: str | None) -> None:
-    assert meant(name, known) == near
+    assert similar_name(name, known) == near
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,11 @@ def test_a_monitor_that_only_the_metric_itself_names_is_allowed(config: Config) 
 @pytest.mark.parametrize(
     ("train", "metric", "what"),
     [
-        (fits, "val_acuracy", r"the metrics: train_loss, val_loss.*\n[\s\S]*study.metric: val_accuracy"),
+        (
+            fits,
+            "val_acuracy",
+            r"the metrics: train_loss, val_loss.*\n[\s\S]*study.metric: val_accuracy",
+        ),
         (reports, "val_los", r"the metrics: val_loss, score\n[\s\S]*study.metric: val_loss"),
     ],
 )
@@ -126,7 +130,7 @@ def test_a_metric_that_the_first_trial_has_not_ends_the_sweep(
     config: Config, tmp_path: Path
 ) -> None:
     pytest.importorskip("optuna")
-    with pytest.raises(SweepError, match=r"'final'.*the metrics: val_loss, score\n[\s\S]*return final"):
+    with pytest.raises(SweepError, match=r"'final'.*metrics: val_loss, score\n[\s\S]*return final"):
         swept(reports, config, "final")
     (folder,) = tmp_path.glob("*-sweep-*")
     assert len(list((folder / "trials").iterdir())) <= 3  # side by side

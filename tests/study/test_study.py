@@ -25,7 +25,7 @@ class Opened:
         self.folder = folder
 
     def __call__(self, source: Any, identity: dict[str, Any] | None = None) -> SearchStudy:
-        sweep_config = wished(source)
+        sweep_config = configured(source)
         return open_study(
             self.folder / FILE, sweep_config, sweep_config.make_space(), identity or {}
         )
@@ -36,7 +36,7 @@ def opened(tmp_path: Path) -> Opened:
     return Opened(tmp_path)
 
 
-def wished(source: Any) -> SweepConfig:
+def configured(source: Any) -> SweepConfig:
     return load_sweep_config({"budget": {"n_trials": 9}, **source}, load_config(env=None))
 
 
@@ -84,11 +84,11 @@ def test_a_reopened_study_draws_what_it_would_have_drawn(sampler: str, tmp_path:
 
 
 def test_seeds_draw_differently() -> None:
-    space = wished(plain()).make_space()
+    space = configured(plain()).make_space()
 
     def first(sampler: str, seed: int) -> dict[str, Any]:
         study = optuna.create_study(
-            sampler=make_sampler(wished(plain(sampler=sampler, seed=seed)), space, 0)
+            sampler=make_sampler(configured(plain(sampler=sampler, seed=seed)), space, 0)
         )
         return space.suggest(study.ask())
 
@@ -237,10 +237,12 @@ def test_every_pruner_judges(name: str, opened: Opened) -> None:
 
 
 def test_options_reach_optuna_and_wrong_ones_are_refused() -> None:
-    pruner = make_pruner(wished(plain(pruner="percentile", pruner_options={"percentile": 25.0})))
+    pruner = make_pruner(
+        configured(plain(pruner="percentile", pruner_options={"percentile": 25.0}))
+    )
     assert isinstance(pruner, optuna.pruners.PercentilePruner)
     with pytest.raises(SpaceError, match=r"pruner_options(.|\n)*n_trials(.|\n)*MedianPruner"):
-        make_pruner(wished(plain(pruner="median", pruner_options={"n_trials": 3})))
-    wrong = wished(plain(sampler="tpe", sampler_options={"startup": 3}))
+        make_pruner(configured(plain(pruner="median", pruner_options={"n_trials": 3})))
+    wrong = configured(plain(sampler="tpe", sampler_options={"startup": 3}))
     with pytest.raises(SpaceError, match=r"sampler_options(.|\n)*startup(.|\n)*TPESampler"):
         make_sampler(wrong, wrong.make_space(), 0)

@@ -1,4 +1,4 @@
-"""The tables of sweeps and folds, fed with real event files."""
+"""The tables of sweeps and folds, built from real event files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line in a process of its own, and a user's module for it."""
+"""The command line in its own process, and a user's module for it."""
 
 from __future__ import annotations
 

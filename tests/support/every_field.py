@@ -1,4 +1,4 @@
-"""What the tests of single settings share: every field of the schemas, and which test proves it."""
+"""Every field of the schemas, and which test proves its effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contexts of ranks without the ranks, and data sets that draw at random: for tests of feeds."""
+"""Contexts of ranks without processes, and data sets that draw at random, for tests of loaders."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Draws = tuple[float, float, float]
 def contexts(folder: Path, *, ranks: int = 1, **overrides: Any) -> list[RunContext]:
     """What each of some ranks would see; ``train__num_workers=2`` overrides ``train.num_workers``.
 
-    A walk through a training set needs no word from the other ranks, so they need not live.
+    Iterating over a training set needs no message from the other ranks, so they need not run.
     """
     dotted = {name.replace("__", "."): value for name, value in overrides.items()}
-    wish = {"distributed.enabled": ranks > 1, "distributed.world_size": ranks}
-    config = Config().with_overrides({"train.batch_size": 12, **wish, **dotted})
+    distributed = {"distributed.enabled": ranks > 1, "distributed.world_size": ranks}
+    config = Config().with_overrides({"train.batch_size": 12, **distributed, **dotted})
     plan = make_plan(config, detect_host({}), machine(build=CPU_BUILD))
     assert plan.processes == ranks
     paths = RunPaths(folder)
@@ -84,9 +84,9 @@ def listed(samples: list[Any]) -> list[Any]:
 
 
 def steps_of(feed: Any, epoch: int, **more: Any) -> list[list[Any]]:
-    """What one rank's walk (of a feed that collates with ``listed``) gives, by optimizer step."""
+    """The samples of a loader that collates with ``listed``, by optimizer step."""
     found: list[list[Any]] = [[]]
-    for batch, share in feed.walk(epoch, **more):
+    for batch, share in feed.batches(epoch, **more):
         found[-1] += batch[: share.samples]
         if share.last:
             found.append([])

@@ -1,4 +1,4 @@
-"""Training functions for the tests of cross-validation. Imports little, as every rank does it."""
+"""Training functions for tests of cross-validation. Imports little, since every rank imports it."""
 
 from __future__ import annotations
 

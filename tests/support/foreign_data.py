@@ -1,4 +1,4 @@
-"""Training codes of others on one and on two processes: made data, launches, comparisons.
+"""Data, launches and comparisons for training code of others on one and two processes.
 
 The codes are restated, not copied: the architecture, the objects and the order of calls are those
 of the source that each names; names, comments and prints are not. Lines that a user has to change

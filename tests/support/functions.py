@@ -1,4 +1,4 @@
-"""Training functions for the tests of launches. Imports little: every rank imports it anew."""
+"""Training functions for tests of launches. Imports little, since every rank imports it."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def prepares(config: Any, ctx: Any) -> dict[str, Any]:
     return {"sizes": sizes, "gradient": float(gradient)}
 
 
-# --- that go on until told ---
+# --- that run until they are stopped ---
 
 
 def says_it_is_up(ctx: Any) -> None:

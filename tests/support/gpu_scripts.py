@@ -1,4 +1,4 @@
-"""Scripts on a machine with a GPU, which tell their answers as JSON."""
+"""Scripts on a machine with a GPU, which print their answers as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tell(**answers):
 
 
 def told(code: str, cwd: Path, cards: str = "0") -> dict[str, Any]:
-    """What a kernel with this code, which sees these cards, told."""
+    """Run the code in a kernel that sees these cards; return its answers."""
     with script(START + textwrap.dedent(code), cwd, CUDA_VISIBLE_DEVICES=cards) as kernel:
         out, err = kernel.end(SECONDS)
         assert kernel.process.returncode == 0, err

@@ -1,4 +1,4 @@
-"""Sessions: programs as a host runs them, each in a folder of its own; for tests of the relay."""
+"""Programs run as sessions on a host, each in its own folder, for tests of the archive."""
 
 from __future__ import annotations
 

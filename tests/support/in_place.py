@@ -1,4 +1,4 @@
-"""A script whose processes are ranks: launches one of its functions and tells what came back.
+"""A script whose processes are ranks: it launches one of its functions and prints the result.
 
 torchrun --nproc-per-node=2 tests/support/in_place.py works '{"runtime.output_dir": "somewhere"}'
 """

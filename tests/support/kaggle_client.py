@@ -1,4 +1,4 @@
-"""Kaggle's own client without a network: its checks run, what it would send is kept."""
+"""Kaggle's own client without a network: it checks a folder and keeps what it would send."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pushed(folder: Path) -> tuple[Any, str]:
 
 @cache
 def _imported() -> Any:
-    """The client's module; ``import kaggle`` would look for somebody's credentials."""
+    """The client's module; ``import kaggle`` would look for credentials."""
     spec = find_spec("kaggle")
     if spec is None or spec.origin is None:  # the tests' own folder of this name has no file
         pytest.skip("Kaggle's client is not installed: it needs Python 3.11")

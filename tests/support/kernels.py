@@ -1,4 +1,4 @@
-"""Kernels for the tests to kill: scripts that speak over a pipe, and real Jupyter kernels."""
+"""Processes for tests to talk to and kill: scripts with a pipe, and real Jupyter kernels."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def all_gone(pids: set[int], seconds: float = SECONDS) -> None:
 
 
 def run_folder(output_dir: Path) -> Path:
-    """The one run in a folder, once it has an owner."""
-    found = until(lambda: list(output_dir.glob("*/owner.json")), "the run's owner")
+    """The one run in a folder, once it has a supervisor."""
+    found = until(lambda: list(output_dir.glob("*/owner.json")), "the run's supervisor")
     assert len(found) == 1
     return Path(found[0]).parent
 
@@ -97,7 +97,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def finish(handle: Any, seconds: float = SECONDS) -> Any:
-    """A run's result; one that does not come in time is ended, and what is known of it told."""
+    """Wait for a run's result; after ``seconds``, stop the run and fail with its state."""
     try:
         return handle.result(timeout=seconds)
     except TimeoutError as error:
@@ -114,8 +114,8 @@ def _all_that_is_known(handle: Any) -> str:
     time.sleep(0.5)
     files = [*handle.paths.folder.glob("ranks/*.txt"), *handle.paths.folder.glob("ranks/*/*.txt")]
     logs = [f"--- {file}\n{without_launcher(file.read_text())[-3000:]}" for file in files]
-    owner = json.loads(handle.paths.owner.read_text())["pid"]
-    family = {owner, *ranks, *descendants(os.getpid())}
+    supervisor = json.loads(handle.paths.owner.read_text())["pid"]
+    family = {supervisor, *ranks, *descendants(os.getpid())}
     waits = [f"{pid} in {_read(pid, 'wchan')}: {_read(pid, 'stat')[:60]}" for pid in sorted(family)]
     return "\n".join([*map(str, events), *waits, *logs])
 
@@ -233,7 +233,7 @@ class Notebook:
         self._client.shell_channel.send(message)
 
     def warm(self) -> set[int]:
-        """The processes that it keeps between launches."""
+        """The pids of the processes that it keeps warm between launches."""
         cell = self.run(
             "from nbtoolkit.launcher.forkserver_client import pids; print(*pids())"
         ).ok()
@@ -303,7 +303,7 @@ def notebook(cwd: Path, **environ: str) -> Iterator[Notebook]:
 
 
 SHARED: list[Notebook] = []
-"""Kernels of more than one test: what they keep warm between launches is left by no test."""
+"""Kernels of several tests: the processes that they keep warm do not count as left behind."""
 
 
 @contextmanager

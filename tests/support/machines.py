@@ -1,4 +1,4 @@
-"""Machines that this one is not, as values to inject: what NVML answers there, and their torch."""
+"""Hardware to inject: machines with given GPUs, builds of torch and ages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training functions for the tests of the panel. Imports little: every rank imports it anew."""
+"""Training functions for tests of the panel. Imports little, since every rank imports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A panel read and pressed by tests, without a browser."""
+"""Read and press a panel from a test, without a browser."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SPACE = {
 Open = Callable[..., nb.Panel]
 
 
-def desk(panel: nb.Panel) -> Any:
+def controller(panel: nb.Panel) -> Any:
     return panel._desk
 
 
 def status(panel: nb.Panel) -> str:
     panel.refresh()
-    return str(desk(panel).state.status)
+    return str(controller(panel).state.status)
 
 
 def ends(panel: nb.Panel) -> str:
@@ -36,26 +36,26 @@ def ends(panel: nb.Panel) -> str:
 
 def pressable(panel: nb.Panel) -> set[str]:
     panel.refresh()
-    return {name for name, button in desk(panel).board.buttons.items() if not button.disabled}
+    return {name for name, button in controller(panel).board.buttons.items() if not button.disabled}
 
 
 def told(panel: nb.Panel) -> str:
     panel.refresh()
-    return str(desk(panel).board.message.value)
+    return str(controller(panel).board.message.value)
 
 
 def trials_begun(panel: nb.Panel) -> int:
     panel.refresh()
-    return len(desk(panel).state.trials)
+    return len(controller(panel).state.trials)
 
 
 def page(panel: nb.Panel, name: str) -> str:
-    desk(panel).board.tabs.selected_index = TABS.index(name)
+    controller(panel).board.tabs.selected_index = TABS.index(name)
     panel.refresh()
-    return str(desk(panel).board.pages[name].value)
+    return str(controller(panel).board.pages[name].value)
 
 
 def click(panel: nb.Panel, name: str) -> None:
     """What the browser's message does."""
-    desk(panel).board.buttons[name].click()
+    controller(panel).board.buttons[name].click()
     panel.refresh()

@@ -1,4 +1,4 @@
-"""Small pipelines for the tests: notebooks of a few cells, and the file that names them."""
+"""Small pipelines for tests: notebooks of a few cells, and the file that names them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from programs import write_program
 
 from nbtoolkit.config.yaml_source import dump
-from nbtoolkit.pipeline.run import PipelineResult, run_pipeline
+from nbtoolkit.pipeline.runner import PipelineResult, run_pipeline
 
 FIND = "import nbtoolkit as nb\nnb.publish({'best': {'lr': 0.1 * n}, 'score': n, 'tag': tag})"
 USE = "import nbtoolkit as nb\nnb.publish({'used': settings, 'said': said})"

@@ -1,4 +1,4 @@
-"""Launches that say whether a rank finds a module imported already."""
+"""Launches that report whether a rank finds a module imported already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small notebooks for the tests to run as programs."""
+"""Small notebooks for tests to run as programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run folders written by hand, for tests of what reads them: names and values of any kind."""
+"""Run folders written by hand, with names and values of any kind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.serialization import pack_value
 
-NOON = 1767225600.0  # 2026-01-01 00:00 UTC, when every story here begins
+NOON = 1767225600.0  # 2026-01-01 00:00 UTC, the start of every run here
 
 PLAN = {"processes": 2, "device_names": ["Tesla T4", "Tesla T4"], "precision": "fp16"}
 
@@ -49,7 +49,7 @@ def write_run(
 def trained(
     metrics: dict[str, list[float]], config: dict[str, Any] | None = None, start: float = NOON
 ) -> list[dict[str, Any]]:
-    """The diary of one attempt: a report a second, each with what fit logs beside it."""
+    """The events of one attempt: one report per second, each with the metrics that nb.fit logs."""
     events: list[dict[str, Any]] = [{"type": "run", "t": start, "config": config or {}}]
     for step in range(max(map(len, metrics.values()))):
         now = {"t": start + step + 1, "step": step + 1}

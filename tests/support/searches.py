@@ -1,4 +1,4 @@
-"""A scheduler without processes, for tests of programs: a plain loop over jobs."""
+"""A scheduler without processes, for tests of search algorithms: a plain loop over jobs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPACE = {
 
 
 class Memory:
-    """A diary in memory; what cannot be written as JSON is an error here too."""
+    """An event log in memory; an event that cannot be written as JSON is an error here too."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -52,7 +52,7 @@ class Memory:
 
 
 def request(folder: Path, **known: Any) -> SearchRequest:
-    """What a scheduler is told of a search in a folder."""
+    """The request for a search in a folder."""
     config, host, hardware = load_config(env=None), detect_host({}), machine(build=CPU_BUILD)
     usual = {
         "paths": RunPaths(folder),
@@ -70,10 +70,10 @@ def request(folder: Path, **known: Any) -> SearchRequest:
     return SearchRequest(**{**usual, **known})
 
 
-def program(
+def algorithm(
     folder: Path, source: Any, *, folds: int | None = None, **known: Any
 ) -> tuple[SweepAlgorithm, Memory]:
-    """A sweep's program in a folder, as a scheduler makes it."""
+    """A sweep's algorithm in a folder, as the scheduler makes it."""
     sweep_config, diary = load_sweep_config(source, load_config(env=None)), Memory()
     split = make_folds([0, 1] * 10, k=folds) if folds else None
     return make_algorithm(
@@ -100,14 +100,14 @@ def drive(
     left: float | None = None,
     jobs: int | None = None,
 ) -> list[SearchJob]:
-    """Run what the program wants, ``slots`` at once, oldest first; the jobs in order of start.
+    """Run the algorithm's jobs, ``slots`` at once; return them in order of start.
 
     Args:
-        made: the program.
+        made: the algorithm.
         job: what every job does.
         slots: jobs at once.
         left: seconds to the deadline; every job uses up its own.
-        jobs: leave off after so many, as a session that dies does: with jobs that run.
+        jobs: stop after so many, with jobs still running, as a session that dies does.
     """
     running: list[SearchJob] = []
     begun: list[SearchJob] = []

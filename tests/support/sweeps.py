@@ -1,4 +1,4 @@
-"""What the tests of sweeps look at from outside: the study's file, while others write it."""
+"""Read the study of a sweep while other processes write it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def finished(folder: Path) -> dict[int, float]:
 
 
 def sweep_folder(home: Path) -> Path:
-    """The one sweep's folder, once it is there."""
+    """The folder of the only sweep, once it exists."""
     (folder,) = until(lambda: list(home.glob("out/*-sweep-*")), "the sweep's folder")
     return Path(folder)
 
 
 def begun(folder: Path) -> int:
-    """How often a trial has begun."""
+    """How many trials have started."""
     return sum(file.read_text().count("\n") for file in folder.glob("trials/*/begun.txt"))

@@ -1,4 +1,4 @@
-"""Runs to track: folders with events written by hand, and what MLflow's database says of them."""
+"""Run folders with events written by hand, and MLflow's runs of them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "host": "script", "function":
 
 
 class Run:
-    """A run folder with a hand-written diary, owned until it is let go."""
+    """A run folder with events written by hand, locked until it is released."""
 
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
         self.log = EventLog(self.paths.events)
-        self._owner = os.open(self.paths.lock, os.O_RDWR | os.O_CREAT)
-        fcntl.flock(self._owner, fcntl.LOCK_EX)
+        self._lock = os.open(self.paths.lock, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     @classmethod
     def new(cls, output_dir: Path, name: str = "digits") -> Run:
@@ -66,11 +66,11 @@ class Run:
         self.paths.config.write_text("seed: 0\n")
         write_json(self.paths.result, {"status": status})
         self.log.write(RunEnded(status=status, seconds=1.0, error=error))
-        self.let_go()
+        self.release()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.log.close()
-        os.close(self._owner)
+        os.close(self._lock)
 
 
 def whole_run(output_dir: Path, name: str = "digits", **changed: Any) -> RunPaths:

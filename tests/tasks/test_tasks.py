@@ -18,6 +18,7 @@ import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import ConfigError, MissingExtra
 from nbtoolkit.tasks import breast_cancer, datasets, diabetes, digits
+from nbtoolkit.tasks.find import find_data
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -100,6 +101,12 @@ def test_without_scikit_learn_its_install_line_is_told(monkeypatch: pytest.Monke
 def test_every_shipped_configuration_names_a_task_that_is_there(file: Path) -> None:
     module, _, name = nb.load_config(file, env=None).task.partition(":")
     assert callable(getattr(importlib.import_module(module), name))
+
+
+@pytest.mark.parametrize("task", ["digits", "breast_cancer", "diabetes"])
+def test_every_task_has_its_data_for_folds(task: str) -> None:
+    inputs, targets = find_data(f"nbtoolkit.tasks.{task}:train")
+    assert len(inputs) == len(targets)
 
 
 def test_the_split_is_stratified_and_always_the_same() -> None:

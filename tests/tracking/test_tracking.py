@@ -34,7 +34,7 @@ from nbtoolkit.tracking.database import open_database
 from nbtoolkit.tracking.follower import Follower, follow
 from nbtoolkit.tracking.mlflow_values import tracking_table
 from nbtoolkit.tracking.service import Service, TrackingProcess, replay
-from nbtoolkit.tracking.tracker import NullTracker, Point, Trackers, choose_tracking, points
+from nbtoolkit.tracking.tracker import Point, Trackers, choose_tracking, points
 
 # MLflow 3.17 uses a loader that SQLAlchemy 2.1 means to drop; nothing we could do about it.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")
@@ -136,7 +136,7 @@ def test_a_value_without_a_step_follows_its_curves_last_step() -> None:
 
 
 def test_trackers_opens_each_of_them_even_when_the_first_is_new() -> None:
-    class Known(NullTracker):
+    class Known(Trackers):
         opened = 0
 
         def __init__(self, known: bool) -> None:
@@ -303,7 +303,7 @@ def test_a_dead_owner_means_killed_and_a_new_attempt_goes_on_in_the_same_run(
     run = Run.new(tmp_path)
     run.begin()
     run.train(range(3))
-    run.let_go()
+    run.release()
     run_id = follow(run.paths)
     (found,) = all_runs(tmp_path)
     assert found.info.status == "KILLED"
@@ -341,8 +341,8 @@ def test_a_folder_that_is_not_there() -> None:
         Follower(RunPaths(Path("/nonexistent")))
 
 
-def _null(run: Any, fresh: bool, state: Any) -> NullTracker:
-    return NullTracker()
+def _null(run: Any, fresh: bool, state: Any) -> Trackers:
+    return Trackers()
 
 
 def test_tracking_off_writes_no_database(tmp_path: Path) -> None:
@@ -596,16 +596,16 @@ def test_what_is_not_written_yet_is_told_of_and_written_at_the_kernels_end(
     outputs: Path, held: Path
 ) -> None:
     paths = whole_run(outputs)
-    pad = ForkServerClient(tracking=True)
-    pid, said = pad.track(paths.folder), list[str]()
+    client = ForkServerClient(tracking=True)
+    pid, said = client.track(paths.folder), list[str]()
     assert not wait_for_tracking(paths, pid, said.append, limit=0.0)
     (line,) = said
     assert line.startswith("tracking has not written the whole run yet, and goes on in the backgr")
     assert str(paths.tracking) in line
     assert f"nbtoolkit.tracking.replay({str(paths.folder)!r})" in line
     with soon(held.touch):
-        pad.close(stalled=1.0)
-    assert not pad.alive()
+        client.close(stalled=1.0)
+    assert not client.alive()
     assert read_json(paths.tracking)["done"]
     assert [run.info.run_name for run in all_runs(outputs)] == [paths.run_id]
 
@@ -614,17 +614,17 @@ def test_a_launch_waits_for_tracking_that_is_slow_and_tells_of_one_that_fails(
     outputs: Path, held: Path
 ) -> None:
     paths, said = whole_run(outputs), list[str]()
-    pad = ForkServerClient(tracking=True)
-    pid = pad.track(paths.folder)
+    client = ForkServerClient(tracking=True)
+    pid = client.track(paths.folder)
     with soon(held.touch):
         assert wait_for_tracking(paths, pid, said.append, stalled=1.0)
     assert said == []
     (outputs / "mlflow.db").write_text("not a database, but long enough")
     paths = whole_run(outputs)
-    pad.track(paths.folder)
+    client.track(paths.folder)
     assert not wait_for_tracking(paths, pid, said.append)
     assert said[0].startswith("warning: tracking did not write the whole run: TrackingError: ")
-    pad.close()
+    client.close()
 
 
 def test_a_service_that_does_nothing_is_given_up(outputs: Path) -> None:
@@ -664,6 +664,15 @@ def test_replay_in_a_process_of_its_own(tmp_path: Path) -> None:
 def test_replay_of_a_folder_without_a_run(tmp_path: Path) -> None:
     with pytest.raises(TrackingError, match="there are no events in"):
         replay(tmp_path)
+
+
+def test_replay_is_where_the_messages_say() -> None:
+    import nbtoolkit.tracking
+
+    assert nbtoolkit.tracking.replay is replay
+    assert nbtoolkit.tracking.tracking_table is tracking_table
+    with pytest.raises(AttributeError, match="no attribute 'repeat'"):
+        nbtoolkit.tracking.repeat  # noqa: B018
 
 
 def test_the_table_of_an_output_folder(outputs: Path) -> None:

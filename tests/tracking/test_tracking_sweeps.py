@@ -1,4 +1,4 @@
-"""Sweeps in MLflow: trials and folds nested in the sweep's run, out of real folders of events."""
+"""Sweeps in MLflow: trials and folds nested in the sweep's run, from real event files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIG = {"seed": 0, "optim": {"lr": 1e-3}}
 
 
 class Sweep:
-    """A sweep's folder with diaries written by hand, owned until it is let go."""
+    """A sweep's folder with events written by hand, locked until it is released."""
 
     def __init__(self, output_dir: Path, tracking: Mapping[str, bool] | None = None) -> None:
         self.paths = RunPaths.create(output_dir, "digits")
@@ -42,8 +42,8 @@ class Sweep:
 
     def own(self) -> None:
         self._log = EventLog(self.paths.events)
-        self._owner = os.open(self.paths.lock, os.O_RDWR | os.O_CREAT)
-        fcntl.flock(self._owner, fcntl.LOCK_EX)
+        self._lock = os.open(self.paths.lock, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._log.write(RunStarted(run_id="x", config=self._config))
 
     def trial(self, number: int, state: str, **fields: Any) -> None:
@@ -57,7 +57,7 @@ class Sweep:
         self._log.write(FoldChanged(number=number, fold=fold, state=state, **fields))
 
     def job(self, folder: str, steps: range, status: str | None = "completed") -> None:
-        """What a job's own carrier writes."""
+        """Write the events of a job's own supervisor."""
         paths = RunPaths(self.paths.folder / folder)
         paths.log(0).parent.mkdir(parents=True, exist_ok=True)
         paths.log(0).write_text("hello from the trial\n")
@@ -72,11 +72,11 @@ class Sweep:
 
     def end(self, status: str = "completed") -> None:
         self._log.write(RunEnded(status=status, seconds=1.0))
-        self.let_go()
+        self.release()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._log.close()
-        os.close(self._owner)
+        os.close(self._lock)
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_what_ran_when_the_scheduler_was_killed_ends_and_runs_again(outputs: Pat
     sweep = Sweep(outputs)
     sweep.trial(0, "running")
     sweep.job("trials/0000", range(2), None)
-    sweep.let_go()  # no last event
+    sweep.release()  # no last event
     follow(sweep.paths)
     found = runs(outputs)
     assert {run.info.status for run in found.values()} == {"KILLED"}

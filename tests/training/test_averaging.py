@@ -1,4 +1,4 @@
-"""Averaging: means of the weights, evaluated where they are; statistics that fit them."""
+"""Weight averaging: correct means, evaluation of the means, and matching statistics."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_decay_of_ema_grows_to_what_is_set(decay: float) -> None:
         mean = keep * mean + (1 - keep) * (step % 7)
         assert averages.module.weight.item() == pytest.approx(mean, abs=1e-5)
     assert averages.active
-    assert averages.taken == 30
+    assert averages.n_averaged == 30
 
 
 def test_ema_is_torchs_once_the_decay_is_reached() -> None:
@@ -114,7 +114,7 @@ def test_swa_is_the_mean_of_the_ends_of_late_epochs() -> None:
         assert averages.active == (number >= 50)
         if number >= 50:
             ends.append([weight.detach().clone() for weight in module.parameters()])
-    assert averages.taken == 6
+    assert averages.n_averaged == 6
     for mean, *weights in zip(averages.module.parameters(), *ends, strict=True):
         torch.testing.assert_close(mean.data, torch.stack(weights).mean(dim=0))
 
@@ -144,7 +144,7 @@ def test_batch_norm_statistics_of_swa_are_made_anew() -> None:
     expected = mlp(nn.BatchNorm1d(16))
     expected.load_state_dict(averages.weights())
     update_bn(batches, expected)
-    averages.finish(batches)
+    averages.update_batch_norm(batches)
     assert not averages.needs_batch_norm
     assert not averages.module.training
     expected[1].num_batches_tracked.copy_(module[1].num_batches_tracked)
@@ -161,7 +161,7 @@ def test_a_batch_of_any_form_may_be_passed_through() -> None:
         (other, {"x": inputs()}, lambda model, batch: model(batch["x"])),
     ):
         averages.end_epoch(1)
-        averages.finish([batch, batch], forward)
+        averages.update_batch_norm([batch, batch], forward)
     check_equal(one.module, other.module)
 
 
@@ -278,7 +278,7 @@ def test_it_goes_on_where_it_was(average: str) -> None:
         averages.update()
         averages.end_epoch(5)
     check_equal(mine.module, other.module)
-    assert mine.taken == other.taken == 5
+    assert mine.n_averaged == other.n_averaged == 5
 
 
 # --- what cannot be averaged or restored ---------------------------------------------------------
@@ -320,7 +320,7 @@ def statistics(config: Config, ctx: RunContext) -> dict[str, Any]:
     averages = make_averages(config, module, steps=1)
     assert averages is not None
     averages.end_epoch(1)
-    averages.finish([inputs(number) for number in range(6)][ctx.rank :: ctx.world_size])
+    averages.update_batch_norm([inputs(number) for number in range(6)][ctx.rank :: ctx.world_size])
     return {name: value.tolist() for name, value in averages.module.named_buffers()}
 
 

@@ -1,4 +1,4 @@
-"""Validation and prediction: every sample once and in order, whoever computes it."""
+"""Validation and prediction visit every sample once and in order, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.evaluation import make_walk
+from nbtoolkit.training.evaluation import make_evaluation_loader
 from nbtoolkit.worker.collectives import Rows, in_order
 from nbtoolkit.worker.context import RunContext
 
@@ -49,7 +49,7 @@ def test_the_ranks_walks_make_the_set(
 ) -> None:
     data, parts = form(torch.arange(size)), []
     for ctx in contexts(tmp_path / "run", ranks=ranks):
-        walk, rows = make_walk(ctx, data, batch=2), Rows()
+        walk, rows = make_evaluation_loader(ctx, data, batch_size=2), Rows()
         sizes = [samples for _, samples in walk]
         for batch, samples in walk:  # the second time as the first
             rows.add(batch, samples)
@@ -62,7 +62,9 @@ def test_the_ranks_walks_make_the_set(
 def test_augmentation_does_not_depend_on_the_ranks_or_the_walk(tmp_path: Path) -> None:
     def drawn(ranks: int) -> list[Any]:
         every = contexts(tmp_path / "run", ranks=ranks)
-        walks = [make_walk(ctx, Augmented(7), batch=2, collate=listed) for ctx in every]
+        walks = [
+            make_evaluation_loader(ctx, Augmented(7), batch_size=2, collate=listed) for ctx in every
+        ]
         return sorted(one for walk in walks for batch, _ in [*walk] for one in batch)
 
     assert drawn(1) == drawn(1) == drawn(3)

@@ -1,4 +1,4 @@
-"""fit: the same steps on any number of ranks, exact validation, checkpoints, resume."""
+"""nb.fit: the same steps on any number of ranks, exact validation, checkpoints, resume."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def model_of(*more: nn.Module) -> nn.Module:
 
 
 class Run:
-    """A run of one rank in this process, whose folder can be gone on with."""
+    """A run of one rank in this process, whose folder can be resumed."""
 
     def __init__(self, folder: Path) -> None:
         self.paths = RunPaths(folder)
@@ -306,7 +306,7 @@ def test_a_checkpoint_of_another_model_is_refused(run: Run) -> None:
 def test_a_checkpoint_of_another_walk_through_the_data_is_refused(run: Run) -> None:
     run.fit()
     what = (
-        r"made on another walk through the data: global_batch_size 12 then, 6 now; "
+        r"made with other samples in its steps: global_batch_size 12 then, 6 now; "
         r"steps_per_epoch 4 then, 7 now[\s\S]*resume='never'"
     )
     with pytest.raises(CheckpointError, match=what):
@@ -314,7 +314,7 @@ def test_a_checkpoint_of_another_walk_through_the_data_is_refused(run: Run) -> N
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_said(run: Run, another: Run) -> None:
-    """The one before it is gone on from; the end is the same."""
+    """The run resumes from the checkpoint before it; the end is the same."""
     config = configured(overrides={"checkpoint.every_steps": 5, "train.epochs": 4})
     whole, again = model_of(), model_of()
     expected = run.fit(whole, config=config)
@@ -326,7 +326,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(run: Run, another: Run) ->
     check_equal_weights(whole, again)
     (note,) = (event["text"] for event in run.events("note"))
     assert "step-000000016: model.pt is damaged: its SHA-256 differs" in note
-    assert "going on from step-000000015" in note
+    assert "resuming from step-000000015" in note
 
 
 def test_a_damaged_best_one_is_not_loaded(run: Run) -> None:
@@ -367,7 +367,7 @@ def test_early_stopping_ends_when_nothing_gets_better(run: Run) -> None:
 def test_a_run_that_was_asked_to_end_leaves_in_the_middle_of_an_epoch(
     run: Run, another: Run
 ) -> None:
-    """And goes on with the next sample and the same random numbers."""
+    """It resumes with the next sample and the same random numbers."""
     overrides = {"train.batch_size": 2, "train.epochs": 2, "checkpoint.every_steps": 1}
     config = configured(overrides=overrides)
     whole, halves, fresh = (model_of(nn.Dropout(0.5)) for _ in range(3))

@@ -1,4 +1,4 @@
-"""fit meets bad data and broken machines: it says what it was, and loses nothing it had saved."""
+"""nb.fit with bad data and broken machines: a clear error, and no saved work lost."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_disk_that_fills_up_does_not_end_training_nor_harm_what_is_saved(tmp_p
     assert result.status == "completed"
     events = map(json.loads, result.paths.events.read_text().splitlines())
     notes = [event["text"] for event in events if event["type"] == "note"]
-    assert any("training goes on without a checkpoint" in note for note in notes)
+    assert any("training continues without a checkpoint" in note for note in notes)
     saved = sorted(path.name for path in result.paths.checkpoints.iterdir())
     assert "step-000000005" in saved  # that of step 10 may be just under way when the disk is full
     assert [name for name in saved if name.startswith(".")] == []

@@ -1,4 +1,4 @@
-"""Training sets that can only be iterated: the same steps for all ranks, to the stream's end."""
+"""Iterable training sets: the same steps for all ranks, to the end of the stream."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_weights_make_the_mean_over_the_steps_samples(
     tmp_path: Path, size: int, ranks: int, passes: int
 ) -> None:
     feeds = feeds_of(tmp_path, Numbers(size), ranks, passes)
-    walks = [list(feed.walk(1)) for feed in feeds]
+    walks = [list(feed.batches(1)) for feed in feeds]
     assert len({tuple(share.last for _, share in walk) for walk in walks}) == 1  # in step
     means, part = [], 0.0
     for passes_of_all in zip(*walks, strict=True):
@@ -129,14 +129,14 @@ def test_what_is_skipped_is_read_but_makes_no_batch(tmp_path: Path) -> None:
         return samples
 
     feed = feed_of(tmp_path, Numbers(30), collate=collate)
-    next(feed.walk(1, skip=2))
+    next(feed.batches(1, skip=2))
     assert made == [[24, 25, 26, 27, 28, 29]]
 
 
 def test_a_walk_that_was_left_does_not_mix_with_the_next(tmp_path: Path) -> None:
     feed = feed_of(tmp_path, Numbers(99), train__num_workers=1)
     for _ in range(2):
-        batch, _ = next(feed.walk(1))
+        batch, _ = next(feed.batches(1))
         assert batch == list(range(12))
 
 
@@ -154,7 +154,7 @@ def test_a_worker_reads_what_the_process_itself_would(tmp_path: Path) -> None:
 
 def test_batches_are_collated_as_usual(tmp_path: Path) -> None:
     data = [(torch.full((2,), float(i)), i) for i in range(12)]
-    inputs, targets = next(feed_of(tmp_path, iter(data), collate=None).walk(1))[0]
+    inputs, targets = next(feed_of(tmp_path, iter(data), collate=None).batches(1))[0]
     assert inputs.shape == (12, 2)
     assert targets.tolist() == list(range(12))
 
@@ -164,7 +164,8 @@ def test_more_workers_than_one_are_refused_with_a_word(tmp_path: Path, capsys: A
     assert capsys.readouterr().out == ""
     feed_of(tmp_path, Numbers(9), train__num_workers=4)
     assert (
-        "one DataLoader worker a rank, not 4: the training set is a str" in capsys.readouterr().out
+        "one DataLoader worker per rank, not 4: the training set is a str"
+        in capsys.readouterr().out
     )
 
 
@@ -206,7 +207,7 @@ def test_an_error_of_the_stream_names_the_place(tmp_path: Path, workers: int) ->
             yield from range(14)
             raise LookupError("a shard is missing")
 
-    walk = feed_of(tmp_path, Broken(99), train__num_workers=workers).walk(1)
+    walk = feed_of(tmp_path, Broken(99), train__num_workers=workers).batches(1)
     next(walk)
     with pytest.raises(LookupError, match="a shard is missing") as caught:
         next(walk)

@@ -1,4 +1,4 @@
-"""The feed: the same global batches and augmented samples for any ranks, passes and workers."""
+"""The train loader: the same global batches and augmentations for any ranks, splits and workers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_is_skipped_is_not_loaded(tmp_path: Path) -> None:
     data = Counted(1_000_000)
     feed = make_train_loader(ctx, ctx.config, data, collate=listed)
     assert feed.steps == 83_334
-    batch, _ = next(feed.walk(1, skip=75_000))
+    batch, _ = next(feed.batches(1, skip=75_000))
     assert [index for index, _ in batch] == data.loaded == feed.sample_ids(1, 75_000)
 
 
@@ -158,7 +158,7 @@ def test_a_data_set_smaller_than_the_ranks_has_stand_ins(
         feed = make_train_loader(ctx, config, data)
         return [
             (batch.tolist(), share.samples, share.weight, share.last)
-            for batch, share in feed.walk(1)
+            for batch, share in feed.batches(1)
             if isinstance(batch, torch.Tensor)
         ]
 
@@ -182,7 +182,7 @@ def test_augmentation_does_not_disturb_the_models_own_draws(tmp_path: Path) -> N
         np.random.seed(1)
         torch.manual_seed(1)
         np.random.standard_normal()  # NumPy draws two at a time, and keeps the second
-        return [(draws(), np.random.standard_normal()) for _ in feed.walk(1)]
+        return [(draws(), np.random.standard_normal()) for _ in feed.batches(1)]
 
     expected = noise(0, X, collate=None)  # nobody else draws
     for data in (Augmented(37), Known(37)):

@@ -44,7 +44,7 @@ def points(size: int, seed: int = 0) -> Batch:
 
 
 class Rows:
-    """A data set whose targets are not at hand; the last samples only are to be ignored."""
+    """A data set without direct access to its targets; only the last samples are ignored."""
 
     def __init__(self, data: Batch) -> None:
         self._data = data
@@ -220,11 +220,11 @@ def fit_here(tmp_path: Any, loss: Any, target: str = "y", **overrides: Any) -> n
 @pytest.mark.parametrize(
     ("loss", "target", "why"),
     [
-        (dice, "y", "of 12 samples it is"),
-        (own_mask, "void", "of 12 samples it is"),
-        (contrastive, "y", "of 4 and 8 of them"),
-        (regularised, "y", "of 12 samples it is"),
-        (of_two, "y", "of a part it raises ValueError: give me twelve"),
+        (dice, "y", "for 12 samples it is"),
+        (own_mask, "void", "for 12 samples it is"),
+        (contrastive, "y", "for 4 and 8 of them"),
+        (regularised, "y", "for 12 samples it is"),
+        (of_two, "y", "for a part of them it raises ValueError: give me twelve"),
     ],
 )
 def test_a_loss_that_its_parts_do_not_give_is_refused_before_the_first_step(

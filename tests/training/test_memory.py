@@ -1,4 +1,4 @@
-"""Memory of a rank, as it is logged."""
+"""The logged memory of a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics: equal to scikit-learn's on the gathered predictions, on any number of ranks."""
+"""Metrics equal scikit-learn's on the gathered predictions, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.losses import Passed
+from nbtoolkit.training.losses import BatchLoss
 from nbtoolkit.training.metrics import Meter, accuracy, named_metrics
 from nbtoolkit.worker.collectives import Rows
 from nbtoolkit.worker.context import RunContext
@@ -25,7 +25,7 @@ def metered(metrics: Any, *batches: tuple[torch.Tensor, Any, Any]) -> dict[str, 
     """Metrics of batches (loss, outputs, targets) on one rank."""
     meter = Meter(named_metrics(metrics), CPU)
     for loss, outputs, targets in batches:
-        meter.add(Passed(loss, float(len(targets))), outputs, targets, len(targets))
+        meter.add(BatchLoss(loss, float(len(targets))), outputs, targets, len(targets))
     return meter.result()
 
 
@@ -101,7 +101,7 @@ def test_a_collection_of_torchmetrics_gives_each_its_name() -> None:
     both = MetricCollection([MulticlassAccuracy(3, average="micro"), MulticlassF1Score(3)])
     first = (torch.tensor(1.0), torch.eye(3)[:2], torch.tensor([0, 1]))
     second = (torch.tensor(4.0), torch.eye(3)[:1], torch.tensor([1]))
-    for _ in range(2):  # a pass begins anew
+    for _ in range(2):  # each pass starts from zero
         values = metered({"m": both}, first, second)
         assert values["loss"] == 2.0
         assert values["m_MulticlassAccuracy"] == pytest.approx(2 / 3)

@@ -1,4 +1,4 @@
-"""Losses that are not a number: which step it was, which samples, the same on all ranks."""
+"""Losses that are not finite: the step and samples are reported, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -110,9 +110,9 @@ def train_on_a_bad_sample(config: Config, ctx: RunContext) -> tuple[str, list[in
     )
     told = []
     for step, (rows, share) in enumerate(
-        zip(order.indices(1).split(order.micro), order.shares, strict=True)
+        zip(order.indices(1).split(order.micro), order.micro_batches, strict=True)
     ):
-        loss = train_step.take((inputs[rows], targets[rows]), share, watch=False).mean
+        loss = train_step.step((inputs[rows], targets[rows]), share, measure_norm=False).mean
         told.append(StepLoss(step + 1, 1, step, float(loss)))
     try:
         raise_if_not_finite(ctx, told, lambda epoch, step: batches[step], tolerant=False)

@@ -1,4 +1,4 @@
-"""Optimizer: any class of torch or of the user's own, with the arguments that it takes."""
+"""Optimizers: any class of torch or of the user, with the arguments it accepts."""
 
 from __future__ import annotations
 
@@ -222,20 +222,32 @@ def test_one_cycle_moves_what_momentum_there_is() -> None:
         ("torch.optim.Nadam", {}, r"torch.optim has no Nadam\n.*AdamW.*\n.*mean torch.optim.NAdam"),
         ("torch.optim.Zzz", {}, r"torch.optim has no Zzz\n.*Adagrad.*\n.*check the name"),
         ("__main__.Mine", {}, r"__main__ has no Mine\n.*\n.*into a file beside the notebook"),
-        ("torch.optims.SGD", {}, r"a module that is not there: torch.optims\n[\s\S]*install"),
-        ("nowhere.at_all.SGD", {}, r"nowhere.at_all.SGD names .* not there: nowhere\n"),
-        ("torch.nn.Linear", {}, r"torch.nn.Linear is no optimizer but a type\n.*a subclass of"),
-        ("torch.nn.functional", {}, r"is no optimizer but a module"),
-        ("torch.optim.LBFGS", {}, r"LBFGS wants a closure: .* several times[\s\S]*ctx.prepare"),
-        ("adamw", {"beta": [1]}, r"options.beta is no argument of adamw\n.*eps.*\n.*mean betas"),
-        ("torch.optim.Rprop", {"zzz": 1}, r"no argument of torch.optim.Rprop\n.*etas.*\n.*take it"),
+        ("torch.optims.SGD", {}, r"a module that does not exist: torch.optims\n[\s\S]*install"),
+        ("nowhere.at_all.SGD", {}, r"nowhere.at_all.SGD names .* not exist: nowhere\n"),
+        ("torch.nn.Linear", {}, r"torch.nn.Linear is not an optimizer but a type\n.*a subclass of"),
+        ("torch.nn.functional", {}, r"is not an optimizer but a module"),
+        ("torch.optim.LBFGS", {}, r"LBFGS needs a closure: .* several times[\s\S]*ctx.prepare"),
+        (
+            "adamw",
+            {"beta": [1]},
+            r"options.beta is not an argument of adamw\n.*eps.*\n.*mean betas",
+        ),
+        (
+            "torch.optim.Rprop",
+            {"zzz": 1},
+            r"not an argument of torch.optim.Rprop\n.*etas.*\n.*remove it",
+        ),
         (f"{__name__}.Anything", {}, r"needs more arguments: rank\n.*\n.*set optim.options.rank"),
         ("adamw", {"betas": [0.9, 2.0]}, r"adamw cannot be built: Invalid beta[\s\S]*\(betas\)"),
         ("adamw", {"betas": 3}, r"adamw cannot be built: .*\n[\s\S]*\(betas\)"),
-        ("adamw", {"lr": 1}, r"options.lr stands where optim.lr is meant\n.*\n.*take it out"),
-        ("sgd", {"momentum": 1}, r"options.momentum stands where optim.momentum is meant"),
-        ("adam", {"weight_decay": 0.1}, r"options.weight_decay stands where optim.weight_decay"),
-        ("adam", {"params": 1}, r"options.params stands where the model's parameters"),
+        ("adamw", {"lr": 1}, r"options.lr is set in place of optim.lr\n.*\n.*remove it"),
+        ("sgd", {"momentum": 1}, r"options.momentum is set in place of optim.momentum"),
+        (
+            "adam",
+            {"weight_decay": 0.1},
+            r"options.weight_decay is set in place of optim.weight_decay",
+        ),
+        ("adam", {"params": 1}, r"options.params is set in place of the model's parameters"),
     ],
 )
 def test_what_cannot_be_built_is_refused(name: str, options: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""What a function returns counts as reported at its end; which weights are left of a fit."""
+"""Returned metrics count as a last report; which weights nb.fit leaves in the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of the samples and the batches made of it: the same steps for any ranks and passes."""
+"""The sample order and its batches: the same steps for any ranks and gradient accumulation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.data import make_source
-from nbtoolkit.training.sampler import GlobalBatchSampler, mix, shard
+from nbtoolkit.training.sampler import GlobalBatchSampler, derive_seed, shard
 
 CPU = torch.device("cpu")
 
@@ -42,7 +42,9 @@ def steps(order: GlobalBatchSampler, epoch: int) -> list[list[tuple[list[int], f
     """By optimizer step: the samples that count and the weight of each pass."""
     indices = order.indices(epoch).tolist()
     found: list[list[tuple[list[int], float]]] = [[]]
-    for end, size, share in zip(accumulate(order.sizes), order.sizes, order.shares, strict=True):
+    for end, size, share in zip(
+        accumulate(order.sizes), order.sizes, order.micro_batches, strict=True
+    ):
         found[-1].append((indices[end - size : end][: share.samples], share.weight))
         if share.last:
             found.append([])
@@ -66,7 +68,7 @@ def test_the_permutation_is_a_function_of_seed_and_epoch() -> None:
 def test_the_permutation_is_the_one_that_old_checkpoints_were_trained_on() -> None:
     order = GlobalBatchSampler(size=8, batch=4, micro=4, seed=0)
     assert order.permutation(1).tolist() == [1, 3, 4, 6, 5, 2, 0, 7]
-    assert mix(0, "order", 1) == 4672741961019256271
+    assert derive_seed(0, "order", 1) == 4672741961019256271
 
 
 @pytest.mark.parametrize(("size", "batch", "ranks", "passes"), WALKS)
@@ -104,7 +106,7 @@ def test_every_rank_makes_as_many_passes(size: int, batch: int, ranks: int, pass
 
 def test_passes_of_some_steps() -> None:
     order = GlobalBatchSampler(size=37, batch=12, micro=3, seed=0, rank=1, ranks=2)
-    assert [order.passes(steps) for steps in (0, 1, 3, 4, 99)] == [0, 2, 6, 7, 7]
+    assert [order.count_micro_batches(steps) for steps in (0, 1, 3, 4, 99)] == [0, 2, 6, 7, 7]
 
 
 @pytest.mark.parametrize(("size", "batch", "ranks", "passes"), WALKS)

@@ -1,4 +1,4 @@
-"""The record of what every optimizer step was trained on."""
+"""The record of the samples of every optimizer step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_nothing_is_written_by_default(tmp_path: Path) -> None:
 
 
 def test_steps_taken_again_count_once_on_however_many_ranks(tmp_path: Path) -> None:
-    """Of sizes of their own, so that newer lines can be told from older ones."""
+    """Of different sizes, so that newer lines differ from older ones."""
     attempts = [(3, 29, 0), (2, 35, 1), (3, 31, 2)]  # ranks, samples, first step
     for ranks, size, first in attempts:
         for ctx in noting(tmp_path / "run", ranks=ranks):
@@ -103,7 +103,7 @@ def test_a_full_disk_ends_the_notes_and_not_the_training(tmp_path: Path, capsys:
     walk(ctx)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
-    assert "from epoch 1, step 0 on no samples are noted: [Errno 28] No space left" in said[0]
+    assert "samples are not recorded from epoch 1, step 0 on: [Errno 28] No space left" in said[0]
 
 
 def test_the_lines_are_json_that_anyone_can_read(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Schedule: the learning rate of every optimizer step, equal to torch's own where it has one."""
+"""The learning rate of every optimizer step, equal to torch's schedulers where they exist."""
 
 from __future__ import annotations
 

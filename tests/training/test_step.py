@@ -1,4 +1,4 @@
-"""The step on one rank and several: how a model is placed, what it is told when it cannot train."""
+"""The train step on one rank and several: model placement, errors for models it cannot train."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from nbtoolkit.host import detect_host
 from nbtoolkit.run.events import RunRecord
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.request import JobSpec
-from nbtoolkit.training.averaging import make_averages
 from nbtoolkit.training.losses import check_labels
 from nbtoolkit.training.model import find_blocks, first_compressed
 from nbtoolkit.training.optimizer import make_schedule
@@ -60,7 +59,7 @@ def train_step_of(
     loss: Any = cross_entropy,
     **more: Any,
 ) -> TrainStep:
-    """A stepper of this run; its settings may differ from the run's."""
+    """A train step of this run; its settings may differ from the run's."""
     config = ctx.config.with_overrides(overrides or {})
 
     def pair(model: nn.Module, batch: Any) -> tuple[Any, Any]:
@@ -75,7 +74,7 @@ Make = Callable[..., TrainStep]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Makes the stepper of a run of one rank in this process."""
+    """Make the train step of a run of one rank in this process."""
 
     def make(model: nn.Module, overrides: dict[str, Any] | None = None, **more: Any) -> TrainStep:
         return train_step_of(context(tmp_path / "run", configured(overrides)), model, **more)
@@ -94,7 +93,7 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-# --- activations computed anew --------------------------------------------------------------------
+# --- activation checkpointing ---------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -163,7 +162,7 @@ def test_recomputed_activations_give_the_same_weights_and_statistics(
         train_step = make(model, {"train.activation_checkpointing": switch}, loss=loss)
         torch.manual_seed(1)
         for _ in range(3):
-            train_step.take((inputs, answers), WHOLE, watch=False)
+            train_step.step((inputs, answers), WHOLE, measure_norm=False)
     expected, found = (model.state_dict() for model in models)
     assert list(expected) == list(found)
     for name, value in expected.items():
@@ -174,7 +173,7 @@ def test_recomputed_activations_give_the_same_weights_and_statistics(
 def test_blocks_run_twice_in_training_and_once_without_gradients(make: Make) -> None:
     model = Listed()
     train_step = make(model, {"train.activation_checkpointing": True})
-    train_step.take(points(), WHOLE, watch=False)
+    train_step.step(points(), WHOLE, measure_norm=False)
     assert [block.runs for block in model.blocks] == [2, 2]
     train_step.evaluate(points(), 6)
     assert [block.runs for block in model.blocks] == [3, 3]
@@ -239,7 +238,7 @@ def test_channels_last_changes_the_memory_and_not_the_values(make: Make) -> None
     batch = torch.randn(8, 2, 5, 5), points()[1]
     for model, switch in ((plain, False), (other, True)):
         train_step = make(model, {"train.channels_last": switch})
-        train_step.take(batch, WHOLE, watch=False)
+        train_step.step(batch, WHOLE, measure_norm=False)
         train_step.evaluate(batch, 8)
     assert (plain.by_pixel, other.by_pixel) == ([False] * 2, [True] * 2)
     assert other.conv.weight.is_contiguous(memory_format=torch.channels_last)
@@ -259,7 +258,9 @@ def test_channels_last_takes_batches_of_any_form_and_volumes_beside_images(make:
         ).flatten(1)
         return scores, torch.tensor(batch["y"])
 
-    make(model, {"train.channels_last": True}, forward=forward).take(batch, WHOLE, watch=False)
+    make(model, {"train.channels_last": True}, forward=forward).step(
+        batch, WHOLE, measure_norm=False
+    )
     assert seen == [(18, 1, 6, 2)]
 
 
@@ -295,7 +296,7 @@ def test_upcast_weights_are_those_that_the_optimizer_trains(make: Make) -> None:
     model = mlp().half()
     train_step = make(model, {"train.fp16_weights": "upcast"})
     before = model[0].weight.clone()
-    train_step.take(points(), WHOLE, watch=False)
+    train_step.step(points(), WHOLE, measure_norm=False)
     assert before.dtype == torch.float32
     assert not torch.equal(model[0].weight, before)
 
@@ -376,9 +377,9 @@ def test_the_first_batch_checks_all_labels_at_hand(make: Make) -> None:
     inputs, targets = points()
     everything = torch.cat([targets, torch.tensor([12])])
     with pytest.raises(FitError, match="labels go from 0 to 12"):
-        make(mlp(), targets=everything).take((inputs, targets), WHOLE, watch=False)
+        make(mlp(), targets=everything).step((inputs, targets), WHOLE, measure_norm=False)
     with pytest.raises(FitError, match="labels go from 3 to 3"):
-        make(mlp()).take((inputs, torch.full((8,), 3)), WHOLE, watch=False)
+        make(mlp()).step((inputs, torch.full((8,), 3)), WHOLE, measure_norm=False)
 
 
 def test_labels_that_a_step_of_ones_own_changes_are_judged_as_it_returns_them(
@@ -409,9 +410,9 @@ def test_an_error_of_the_users_keeps_its_type_and_gets_the_step(make: Make) -> N
 
     train_step = make(mlp(), loss=loss)
     for _ in range(2):
-        train_step.take(points(), WHOLE, watch=False)
+        train_step.step(points(), WHOLE, measure_norm=False)
     with pytest.raises(LookupError, match="mine") as caught:
-        train_step.take(points(), WHOLE, watch=False)
+        train_step.step(points(), WHOLE, measure_norm=False)
     notes = getattr(caught.value, "__notes__", ["in optimizer step 3 of nb.fit"])  # from 3.11 on
     assert notes == ["in optimizer step 3 of nb.fit"]
 
@@ -420,7 +421,7 @@ def test_one_cycle_moves_momentum_and_groups_keep_their_scale(make: Make) -> Non
     train_step = make(mlp(), {"optim.schedule": "one_cycle", "optim.momentum": 0.9})
     train_step.optimizer.param_groups[0]["lr_scale"] = 0.5
     for step in range(3):
-        train_step.take(points(), WHOLE, watch=False)
+        train_step.step(points(), WHOLE, measure_norm=False)
         group = train_step.optimizer.param_groups[0]
         assert train_step.rate == train_step.schedule.rate(step)
         assert group["lr"] == 0.5 * train_step.rate
@@ -430,21 +431,19 @@ def test_one_cycle_moves_momentum_and_groups_keep_their_scale(make: Make) -> Non
 def test_a_state_brings_back_the_schedule(make: Make) -> None:
     overrides = {"optim.schedule": "plateau", "optim.plateau_patience": 1}
     train_step, fresh = make(mlp(), overrides), make(mlp(), overrides)
-    train_step.take(points(), WHOLE, watch=False)
+    train_step.step(points(), WHOLE, measure_norm=False)
     train_step.schedule.observe(1.0, better=False)
     fresh.restore(train_step.state(), source="here")
-    assert fresh.step == 1
+    assert fresh.steps_done == 1
     assert fresh.schedule.rate(9) == train_step.schedule.rate(9) == pytest.approx(0.01)
 
 
 def test_the_average_is_evaluated_saved_and_brought_back(make: Make) -> None:
     overrides = {"train.weight_averaging": "ema", "train.ema_decay": 0.9}
     train_step, fresh = make(mlp(), overrides), make(mlp(), overrides)
-    for one in (train_step, fresh):
-        one.averages = make_averages(configured(overrides), one.module, steps=20)
-    assert train_step.evaluated is train_step.module  # nothing is averaged yet
+    assert train_step.evaluated_module is train_step.module  # nothing is averaged yet
     for _ in range(5):
-        train_step.take(points(), WHOLE, watch=False)
+        train_step.step(points(), WHOLE, measure_norm=False)
     inputs, _ = batch = points()
     with torch.no_grad():
         expected = train_step.averages.module(inputs)
@@ -461,10 +460,9 @@ def test_the_average_is_evaluated_saved_and_brought_back(make: Make) -> None:
 def test_swas_own_learning_rate_goes_before_the_schedules(make: Make) -> None:
     overrides = {"train.weight_averaging": "swa", "train.swa_start": 0.5, "train.swa_lr": 0.03}
     train_step = make(mlp(), overrides)
-    train_step.averages = make_averages(configured(overrides), train_step.module, steps=20)
     rates = []
     for _ in range(20):
-        train_step.take(points(), WHOLE, watch=False)
+        train_step.step(points(), WHOLE, measure_norm=False)
         rates.append(train_step.optimizer.param_groups[0]["lr"])
     assert rates[9] == train_step.schedule.rate(9)
     assert rates[-5:] == [0.03] * 5
@@ -483,16 +481,16 @@ def test_an_overflow_under_fp16_backs_off_as_the_settings_say(tmp_path: Path) ->
     train_step = train_step_of(ctx, model)
     start = model[0].weight.clone()
     inputs, targets = points()
-    train_step.take((inputs * torch.inf, targets), WHOLE, watch=False)
+    train_step.step((inputs * torch.inf, targets), WHOLE, measure_norm=False)
     assert torch.equal(model[0].weight, start)
     scales = [train_step.state()["scaler"]["scale"]]
     for _ in range(2):
-        train_step.take((inputs, targets), WHOLE, watch=False)
+        train_step.step((inputs, targets), WHOLE, measure_norm=False)
         scales.append(train_step.state()["scaler"]["scale"])
     assert scales == [256.0, 256.0, 2048.0]
     assert train_step.skips_overflows
     for _ in range(6):
-        train_step.take((inputs * torch.inf, targets), WHOLE, watch=False)
+        train_step.step((inputs * torch.inf, targets), WHOLE, measure_norm=False)
     assert not train_step.skips_overflows  # a scale of 0.5: hardly a step gets through
     assert not torch.equal(model[0].weight, start)
 
@@ -526,7 +524,7 @@ def train_forked(config: Config, ctx: RunContext) -> list[float]:
     train_step = train_step_of(ctx, Forked())
     inputs, targets = points()
     batches = [(inputs, targets)] * 2 + [(inputs + 200, targets)] * 2
-    return [float(train_step.take(batch, WHOLE, watch=True).mean) for batch in batches]
+    return [float(train_step.step(batch, WHOLE, measure_norm=True).mean) for batch in batches]
 
 
 Launch = Callable[..., nb.RunResult]
@@ -546,7 +544,7 @@ def launch(tmp_path: Path) -> Launch:
 @pytest.mark.long
 def test_parameters_without_a_part_are_named_in_the_very_step(launch: Launch) -> None:
     def one_step(config: Config, ctx: RunContext) -> None:
-        train_step_of(ctx, Forked()).take(points(), WHOLE, watch=False)
+        train_step_of(ctx, Forked()).step(points(), WHOLE, measure_norm=False)
 
     what = (
         r"no part in the loss[\s\S]*idle\.weight, idle\.bias\n"
@@ -581,8 +579,8 @@ def test_parameters_missing_after_accumulation_are_named_by_ddps_word(launch: La
         train_step = train_step_of(ctx, model)
         inputs, targets = points()
         for _ in range(2):  # the first pass of a step uses what the second does not
-            train_step.take((inputs, targets), MicroBatch(8, 0.5, False), watch=False)
-            train_step.take((inputs + 200, targets), MicroBatch(8, 0.5, True), watch=False)
+            train_step.step((inputs, targets), MicroBatch(8, 0.5, False), measure_norm=False)
+            train_step.step((inputs + 200, targets), MicroBatch(8, 0.5, True), measure_norm=False)
 
     with pytest.raises(FitError, match=r"gradients: .*sometimes\.weight, sometimes\.bias"):
         launch(train)
@@ -604,7 +602,7 @@ def train_compressed(config: Config, ctx: RunContext) -> dict[str, Weights]:
         wide = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 3))
         train_step = train_step_of(ctx, wide, overrides)
         for _ in range(20):
-            train_step.take(points(8, seed=ctx.rank), WHOLE, watch=False)
+            train_step.step(points(8, seed=ctx.rank), WHOLE, measure_norm=False)
         found[f"{kind} {rank}"] = weights_of(train_step)
     return found
 
@@ -643,11 +641,11 @@ def test_powersgd_begins_after_a_tenth_of_the_run() -> None:
 def share_statistics(config: Config, ctx: RunContext) -> list[list[float]]:
     """A batch norm that saw this rank's points, and its average; as all ranks have them then."""
     train_step = train_step_of(ctx, nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)))
-    averages = train_step.averages = make_averages(config, train_step.module, steps=20)
+    averages = train_step.averages
     assert averages is not None
     for _ in range(2):
-        train_step.take(points(8, seed=ctx.rank), WHOLE, watch=False)
-    train_step.share_buffers()
+        train_step.step(points(8, seed=ctx.rank), WHOLE, measure_norm=False)
+    train_step.broadcast_buffers()
     return [norm.running_mean.tolist() for norm in (train_step.module[0], averages.module[0])]
 
 
@@ -667,7 +665,7 @@ def train_blocks(config: Config, ctx: RunContext) -> list[Weights]:
         train_step = train_step_of(ctx, Listed(), {"train.activation_checkpointing": switch})
         torch.manual_seed(1 + ctx.rank)
         for last in (False, True) * 3:
-            train_step.take(points(8, seed=ctx.rank), MicroBatch(8, 0.5, last), watch=False)
+            train_step.step(points(8, seed=ctx.rank), MicroBatch(8, 0.5, last), measure_norm=False)
         found.append(weights_of(train_step))
     return found
 
@@ -691,7 +689,7 @@ def train_and_tell(config: Config, ctx: RunContext, *, tanh: bool = False) -> di
         ctx, nn.Sequential(*layers, *[nn.Tanh()] * tanh), {"train.compile": config.train.compile}
     )
     batch = points(8, seed=ctx.rank)
-    losses = [float(train_step.take(batch, WHOLE, watch=False).mean) for _ in range(4)]
+    losses = [float(train_step.step(batch, WHOLE, measure_norm=False).mean) for _ in range(4)]
     return {"losses": losses, "keys": list(train_step.state()["model"])}
 
 

@@ -1,4 +1,4 @@
-"""What a cell, a terminal or a log shows of a run while it runs: real kernels, papermill, a pty."""
+"""Output of a run while it runs, in a cell, a terminal or a log: real kernels, papermill, a pty."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_widgets_are_refused_where_there_can_be_none(config: nb.Config) -> None:
         nb.launch(print, config, display="widgets")
     with pytest.raises(LaunchError, match="outside a notebook"):
         nb.attach("anything", display="widgets")
-    with pytest.raises(LaunchError, match="display='rich' is not known\n  Allowed: 'auto'"):
+    with pytest.raises(LaunchError, match="display='rich' is not valid\n  Allowed: 'auto'"):
         nb.attach("anything", display="rich")  # type: ignore[arg-type]
     with pytest.raises(MissingExtra, match=r"needs ipywidgets\n.*nbtoolkit-torch\[panel\]"):
         choose_screen("widgets", BARE)
@@ -376,7 +376,7 @@ def on_terminal(code: str) -> str:
 
 @pytest.fixture
 def state(tmp_path: Path) -> Iterator[State]:
-    """Of a folder that somebody owns."""
+    """Of a folder whose lock is held."""
     paths = RunPaths(tmp_path)
     paths.versions.write_text("{}")
     with paths.lock.open("w") as lock:
@@ -392,7 +392,7 @@ def diary(tmp_path: Path) -> Iterator[EventLog]:
 
 
 def ends(diary: EventLog, state: State, **fields: Any) -> None:
-    """What an owner writes at the end."""
+    """Write the last event, as the supervisor does."""
     state.paths.result.write_text(json.dumps(fields))
     diary.write(RunEnded(**fields))
 

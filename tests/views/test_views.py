@@ -1,4 +1,4 @@
-"""What the panel shows of a folder: states, tables, curves, logs; nothing in them is executed."""
+"""What the panel shows of a folder: states, tables, curves, logs. Nothing in it is executed."""
 
 from __future__ import annotations
 

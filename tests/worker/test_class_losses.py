@@ -1,4 +1,4 @@
-"""Losses of own loops that are means over weights are refused on several ranks, and only these."""
+"""Class-weighted mean losses of custom loops are refused on several ranks; others are not."""
 
 from __future__ import annotations
 

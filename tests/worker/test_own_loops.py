@@ -1,4 +1,4 @@
-"""Own loops through ctx.prepare: each sample once, the same steps on any number of ranks."""
+"""Custom loops with ctx.prepare: each sample once, the same steps on any number of ranks."""
 
 from __future__ import annotations
 

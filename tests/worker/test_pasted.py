@@ -1,4 +1,4 @@
-"""Code pasted from scripts for torchrun works, or one is told what to delete."""
+"""Code pasted from scripts for torchrun works, or the error says what to delete."""
 
 from __future__ import annotations
 

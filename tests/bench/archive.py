@@ -1,4 +1,4 @@
-"""Relay: packing a folder of 1 GB beside ``tar`` of the same, and unpacking it."""
+"""Time to pack a folder of 1 GB, compared with ``tar``, and time to unpack it."""
 
 from __future__ import annotations
 
