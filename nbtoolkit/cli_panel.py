@@ -46,7 +46,7 @@ def panel(
 
     with sentences(debug):
         state = State(_paths(run, source))
-        state.look()
+        state.refresh()
         if press is not None:
             state = _press(press, state)
         if follow:
@@ -87,7 +87,7 @@ def _follow(state: State) -> None:
                 lines = shutil.get_terminal_size().lines - 1
                 print(_CLEAR + "\n".join(_page(state).splitlines()[:lines]), flush=True)
             time.sleep(_SECONDS)
-            state.look()
+            state.refresh()
     except KeyboardInterrupt:
         pass  # whoever watches has seen enough; it goes on
 

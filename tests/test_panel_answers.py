@@ -15,12 +15,12 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 from run_folders import NOON, write_run
-from test_panel import Open, desk, home, opened, page, settings
+from test_panel import Open, controller, home, opened, page, settings
 from test_views import _owned
 
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.study.table import SweepTable
-from nbtoolkit.views.state import read_state, seconds_left
+from nbtoolkit.views.state import read_state
 from nbtoolkit.views.trials import overview_text
 
 __all__ = ["home", "opened", "settings"]  # fixtures
@@ -78,7 +78,7 @@ def test_sorting_by_a_metric_begins_with_the_best(
     panel = opened()
     panel.watch(sweep(tmp_path / "out", events, direction=direction).folder)
     assert rows(page(panel, "Trials")) == ["2", "1", "0"]
-    board = desk(panel).board
+    board = controller(panel).board
     board.sort.value = "loss"
     assert rows(page(panel, "Trials")) == ["1", "0", "2"]
     board.down.value = not board.down.value  # whoever wishes the worst first has it
@@ -92,7 +92,7 @@ def test_the_order_stays_as_chosen_when_a_column_is_added(opened: Open, tmp_path
     panel = opened()
     panel.watch(paths.folder)
     page(panel, "Trials")
-    board = desk(panel).board
+    board = controller(panel).board
     board.sort.value, board.down.value = "loss", True
     with paths.events.open("a") as diary:
         diary.write(json.dumps({**ended(2, 0.3), "params": {"another": 1}}) + "\n")
@@ -105,16 +105,16 @@ def test_the_order_stays_as_chosen_when_a_column_is_added(opened: Open, tmp_path
 
 def test_an_error_in_a_section_that_was_left_is_told_with_its_name(opened: Open) -> None:
     panel = opened()
-    form = desk(panel).board.form
+    form = controller(panel).board.form
     form.input("optim.lr").value = "0,01"
     panel.refresh()
-    assert "0,01" in form.error("optim.lr")
+    assert "0,01" in form.errors["optim.lr"].value
     assert form.together.value == ""  # it stands beside its field
     form.section.value = "train"
     panel.refresh()
     assert "optim.lr (section optim)" in form.together.value
     assert "0,01" in form.together.value
-    assert "something in the settings is wrong: optim.lr" in desk(panel).board.plan.value
+    assert "something in the settings is wrong: optim.lr" in controller(panel).board.plan.value
     form.section.value = "optim"
     panel.refresh()
     assert form.together.value == ""
@@ -140,7 +140,7 @@ def test_a_paused_sweep_names_no_end_and_says_it_is_paused(tmp_path: Path) -> No
         assert state.table.summary(NOON + 11).endswith("; paused")
         with paths.events.open("a") as diary:
             diary.write(json.dumps({**command, "op": "resume"}) + "\n")
-        state.look()
+        state.refresh()
         assert "ends about" in overview_text(state, now=NOON + 11)
 
 
@@ -193,7 +193,7 @@ def test_the_time_left_of_a_sweep_that_prunes_is_within_a_third(
         paths = sweep(tmp_path / str(seed), events[:at])
         with _owned(paths):
             now = events[at - 1]["t"]
-            left = seconds_left(read_state(paths.folder), now)
+            left = read_state(paths.folder).seconds_left(now)
         assert left is not None
         wrong.append(abs(left / (events[-1]["t"] - now) - 1))
     assert statistics.median(wrong) < 0.33
@@ -206,5 +206,5 @@ def test_without_a_pruner_and_without_reports_the_pace_is_that_of_all(tmp_path: 
         paths = sweep(tmp_path / pruner, events, pruner=pruner, count=8)
         with _owned(paths):
             # 4 to start and 2 half done, 10 s each, two at a time
-            left = seconds_left(read_state(paths.folder), NOON + 15)
+            left = read_state(paths.folder).seconds_left(NOON + 15)
         assert left == pytest.approx((4 * 10 + 2 * 5) / 2)

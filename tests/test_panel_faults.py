@@ -20,7 +20,7 @@ from test_panel import (
     SPACE,
     Open,
     click,
-    desk,
+    controller,
     ends,
     home,
     opened,
@@ -39,7 +39,7 @@ from nbtoolkit.config.schema import Config
 from nbtoolkit.config.yaml_source import parse_value
 from nbtoolkit.errors import ConfigError, LaunchError
 from nbtoolkit.panel.board import TABS
-from nbtoolkit.panel.form import Draft, config_fields
+from nbtoolkit.panel.form import FormState, config_fields
 from nbtoolkit.run.events import EventReader
 
 __all__ = ["home", "opened", "settings"]  # fixtures
@@ -80,9 +80,9 @@ def test_whatever_is_typed_into_any_field_is_taken_or_told_beside_it() -> None:
     for name, text in itertools.product(FIELDS, TYPED):
         if FIELDS[name].choices and text not in ("[{", "a text"):
             continue
-        draft = Draft(Config())
-        draft.texts[name] = text
-        checked = draft.check()
+        form = FormState(Config())
+        form.texts[name] = text
+        checked = form.validate()
         assert set(checked.errors) <= {name}, text
         told = bool(checked.errors or checked.together)
         assert (checked.config is None, told) == (not _accepted(name, text),) * 2, (name, text)
@@ -103,7 +103,7 @@ def _accepted(name: str, text: str) -> bool:
 def test_a_wrong_value_of_its_own_in_every_field_disables_launch_and_sweep(opened: Open) -> None:
     """The first that the field refuses though it is YAML; lists offer only what is right."""
     panel = opened(space=SPACE)
-    form = desk(panel).board.form
+    form = controller(panel).board.form
     for name, field in FIELDS.items():
         right = form.input(name).value
         if field.choices:
@@ -113,16 +113,16 @@ def test_a_wrong_value_of_its_own_in_every_field_disables_launch_and_sweep(opene
         wrong = next(one for one in TYPED[1:] if not _accepted(name, one) and len(one) < 50)
         form.input(name).value = wrong
         assert pressable(panel) == set(), (name, wrong)
-        assert 'role="alert"' in form.error(name) + form.together.value
+        assert 'role="alert"' in form.errors[name].value + form.together.value
         form.input(name).value = right
         assert pressable(panel) == {"launch", "sweep"}, name
 
 
 def test_whatever_is_typed_as_a_space_is_told_below_it() -> None:
     for text, trials in itertools.product(SPACES, ("", "0", "-1", "1.5", "²", "9" * 5000)):
-        draft = Draft(Config(), text)
-        draft.trials = trials
-        checked = draft.check()
+        form = FormState(Config(), text)
+        form.trials = trials
+        checked = form.validate()
         assert checked.config is not None
         assert checked.sweep_config is None
         assert checked.space_error, text[:40]
@@ -130,7 +130,7 @@ def test_whatever_is_typed_as_a_space_is_told_below_it() -> None:
 
 def test_numbers_of_a_space_are_read_as_in_a_file(opened: Open) -> None:
     panel = opened(space=SPACE)
-    form = desk(panel).board.form
+    form = controller(panel).board.form
     sweep_config = "study: {metric: score}\nbudget: {n_trials: 2}\n"
     form.space.value = f"{sweep_config}space: {{optim.lr: [1e-4, 1e-3]}}"
     assert pressable(panel) == {"launch", "sweep"}
@@ -141,7 +141,7 @@ def test_numbers_of_a_space_are_read_as_in_a_file(opened: Open) -> None:
 def test_a_section_may_be_made_while_another_thread_shows_errors(opened: Open) -> None:
     """Sections are made in the kernel's thread, errors shown in the panel's."""
     panel = opened()
-    form = desk(panel).board.form
+    form = controller(panel).board.form
     made: list[bool] = []
 
     def make(_: Any) -> None:
@@ -150,13 +150,13 @@ def test_a_section_may_be_made_while_another_thread_shows_errors(opened: Open) -
         thread.join(SECONDS)
         made.append(not thread.is_alive())
 
-    form._errors["train.epochs"].observe(make, "value")  # in the middle of showing them
+    form.errors["train.epochs"].observe(make, "value")  # in the middle of showing them
     form.input("train.epochs").value = "many"
     assert told(panel) == ""
     assert made
     assert all(made)
-    assert "allowed" in form.error("train.epochs")
-    assert form.error("optim.lr") == ""
+    assert "allowed" in form.errors["train.epochs"].value
+    assert form.errors["optim.lr"].value == ""
 
 
 def test_a_task_takes_what_stood_there_when_its_button_was_pressed(
@@ -164,8 +164,8 @@ def test_a_task_takes_what_stood_there_when_its_button_was_pressed(
 ) -> None:
     """The panel may be busy then: a launch takes seconds."""
     panel = opened()
-    board, free = desk(panel).board, threading.Event()
-    desk(panel).clock.do(free.wait)
+    board, free = controller(panel).board, threading.Event()
+    controller(panel).worker.submit(free.wait)
     for name, rate in (("a", "0.25"), ("b", "0.5")):
         board.form.input("optim.lr").value = rate
         board.file.value = str(home / f"{name}.yaml")
@@ -210,12 +210,12 @@ def test_an_output_folder_that_is_read_only_is_told_and_so_is_a_file(opened: Ope
     assert "/sys/out" in told(panel)
     assert 'role="alert"' in told(panel)
     assert pressable(panel) == {"launch"}
-    desk(panel).board.file.value = f"/sys/{EVIL.replace('/', '')}.yaml"
-    desk(panel).board.save.click()
+    controller(panel).board.file.value = f"/sys/{EVIL.replace('/', '')}.yaml"
+    controller(panel).board.save.click()
     assert "Error: [Errno" in told(panel)
     assert "&lt;script&gt;" in told(panel)
     assert_harmless(told(panel))
-    desk(panel).board.load.click()
+    controller(panel).board.load.click()
     assert "Allowed: a file in one of" in told(panel)
     assert_harmless(told(panel))
 
@@ -253,7 +253,7 @@ def test_a_line_of_the_diary_that_is_damaged_or_foreign_costs_no_more_than_itsel
         diary.write(json.dumps({"t": 2.0, **trial(1, value=0.75)}).encode() + b"\n")
     panel = opened()
     panel.watch(paths.folder)
-    assert desk(panel).state.values == {0: 0.5, 1: 0.75}
+    assert controller(panel).state.values == {0: 0.5, 1: 0.75}
     for name in TABS:
         page(panel, name)
     assert told(panel) == ""
@@ -266,7 +266,7 @@ def test_a_running_run_whose_folder_is_deleted_is_gone_and_another_can_be_launch
     panel.press("launch")
     folder = panel.folder
     assert folder is not None
-    until(lambda: (status(panel), desk(panel).state.curves)[1], "its first report")
+    until(lambda: (status(panel), controller(panel).state.curves)[1], "its first report")
     owner = json.loads((folder / "owner.json").read_text())["pid"]
     shutil.rmtree(folder, ignore_errors=True)
     until(lambda: not folder.exists() or shutil.rmtree(folder, ignore_errors=True), "its end")
@@ -301,7 +301,7 @@ def test_a_sweep_of_a_thousand_trials_can_be_paged_sorted_and_looked_at(
     events = [trial(n, value=n / 1000, best=True) for n in range(1000)]
     panel = opened()
     panel.watch(sweep(home / "out", events, count=1000).folder)
-    board = desk(panel).board
+    board = controller(panel).board
     for name in TABS:
         page(panel, name)
     page(panel, "Trials")
@@ -332,14 +332,14 @@ def test_parameters_metrics_and_folders_of_any_name_are_text_on_every_page(
     for name in TABS:
         assert_harmless(page(panel, name) or "<p></p>")
     assert_harmless(panel.html())
-    assert EVIL in desk(panel).board.sort.options  # a list shows its entries as text
+    assert EVIL in controller(panel).board.sort.options  # a list shows its entries as text
 
 
 # --- processes that are killed: the clock looks each second, nobody asks it to ---
 
 
 def overview(panel: nb.Panel) -> str:
-    return str(desk(panel).board.pages["Overview"].value)
+    return str(controller(panel).board.pages["Overview"].value)
 
 
 def test_a_killed_run_is_told_without_being_asked_and_goes_on(opened: Open, home: Path) -> None:
@@ -348,8 +348,8 @@ def test_a_killed_run_is_told_without_being_asked_and_goes_on(opened: Open, home
     assert panel.folder is not None
     until(lambda: "step " in overview(panel), "its first report")
     os.kill(json.loads((panel.folder / "owner.json").read_text())["pid"], signal.SIGKILL)
-    until(lambda: "its process is gone" in overview(panel), "the fault")
-    until(lambda: not desk(panel).board.buttons["go_on"].disabled, "the offer")
+    until(lambda: "its process died" in overview(panel), "the fault")
+    until(lambda: not controller(panel).board.buttons["go_on"].disabled, "the offer")
     (home / "end").touch()
     folder = panel.folder
     panel.press("go_on")
@@ -373,7 +373,7 @@ def test_a_killed_rank_of_a_trial_costs_the_trial_and_not_the_sweep(
     panel = opened(panel_functions.until_told, SPACE)
     panel.press("sweep")
     until(lambda: trials_begun(panel) == 2, "two trials")
-    desk(panel).board.number.value = 77
+    controller(panel).board.number.value = 77
     with pytest.raises(LaunchError, match=r"(?s)trial 77 does not run.*Allowed: 0, 1"):
         panel.press("stop_trial")
     os.kill(rank_of(panel, "trials/0001"), signal.SIGKILL)
@@ -399,7 +399,7 @@ def test_close_takes_every_widget_with_it(opened: Open) -> None:
     before = set(_instances)
     panel = opened()
     for name in FIELDS:
-        desk(panel).board.form.input(name)
+        controller(panel).board.form.input(name)
     assert len(_instances) > len(before) + len(FIELDS)
     panel.close()
     assert set(_instances) <= before

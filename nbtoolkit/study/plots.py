@@ -7,7 +7,6 @@ optuna-dashboard, which opens the sweep's ``study.jsonl`` as it is.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Sequence
 from itertools import accumulate
 from textwrap import fill
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import MissingExtra, SweepError
 from nbtoolkit.study.importance import importance
+from nbtoolkit.text_table import shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,18 +25,6 @@ if TYPE_CHECKING:
 
 # --- labels ---
 # Names as they stand in a plot or a table's head: in one line, short, and no formulas.
-
-
-def shortened(text: str, length: int) -> str:
-    """A text in one line of at most ``length`` characters; what is left out is its middle.
-
-    Names of runs and settings often differ at their ends.
-    """
-    line = "".join(" " if unicodedata.category(one)[0] == "C" else one for one in text)
-    if len(line) <= length:
-        return line
-    end = (length - 1) // 2
-    return f"{line[: length - 1 - end]}…{line[-end:]}"
 
 
 def plain(text: str, length: int = 28) -> str:
