@@ -49,7 +49,7 @@ def panel(
         state.refresh()
         if press is not None:
             state = _press(press, state)
-        if follow:
+        if follow and state.live:
             _follow(state)
         print(_page(state))
     raise typer.Exit(_code(state.status))
@@ -82,7 +82,7 @@ def _press(wish: str, state: State) -> State:
 def _follow(state: State) -> None:
     """Look until it ends; in a terminal, write as much of the page as it holds each time."""
     try:
-        while state.live:
+        while not state.over:
             if sys.stdout.isatty():
                 lines = shutil.get_terminal_size().lines - 1
                 print(_CLEAR + "\n".join(_page(state).splitlines()[:lines]), flush=True)

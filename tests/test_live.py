@@ -228,6 +228,23 @@ def test_a_run_that_is_killed_or_whose_folder_goes_is_said_to_be(
     no_view_thread(kernel)
 
 
+def test_a_folder_that_cannot_be_read_for_a_moment_does_not_end_the_view(
+    kernel: Notebook, launch: str, tmp_path: Path
+) -> None:
+    kernel.run(f"handle = {launch}, wait=False)").ok()
+    kernel.hear(view, "the widget")
+    events = run_folder(tmp_path / "out") / "events.jsonl"
+    events.rename(events.with_suffix(".aside"))
+    events.mkdir()  # reading fails, for root too
+    kernel.hear(drawn("unreadable"), "the fault")
+    events.rmdir()
+    events.with_suffix(".aside").rename(events)
+    kernel.hear(drawn(": running"), "the run again")
+    (tmp_path / "end").touch()
+    assert "<svg" in kernel.hear(static("completed"), "the end")["text/html"]
+    no_view_thread(kernel)
+
+
 @pytest.mark.long
 def test_attach_shows_nothing_before_it_is_looked_at(
     kernel: Notebook, launch: str, tmp_path: Path
@@ -423,6 +440,29 @@ def test_names_and_errors_are_text_in_html_and_no_orders_to_a_terminal(
     assert "&lt;b&gt;no&lt;/b&gt;" in summary(state)
     assert summary_line(state).startswith("step 3 of 4, <script>ü [2J  1.5")
     assert "\x1b" not in summary_line(state)
+
+
+def test_a_folder_that_cannot_be_read_is_neither_live_nor_over(
+    diary: EventLog, state: State
+) -> None:
+    diary.write(RunStarted(config={}))
+    state.refresh()
+    assert (state.status, state.live, state.over) == ("running", True, False)
+    aside = state.paths.events.rename(state.paths.folder / "aside")
+    state.paths.events.mkdir()
+    assert state.refresh()
+    assert (state.status, state.live, state.over) == ("unreadable", False, False)
+    assert "Is a directory" in summary(state)
+    assert summary_line(state).endswith("unreadable")
+    state.paths.events.rmdir()
+    aside.rename(state.paths.events)
+    diary.write(MetricsReported(values={"loss": 0.5}, step=1))
+    assert state.refresh()
+    assert (state.status, state.live, state.over) == ("running", True, False)
+    assert state.points() == {"loss": [(1.0, 0.5)]}
+    shutil.rmtree(state.paths.folder)
+    state.refresh()
+    assert (state.status, state.over) == ("gone", True)
 
 
 def test_what_was_logged_is_drawn_where_nothing_was_reported(diary: EventLog, state: State) -> None:

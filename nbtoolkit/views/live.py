@@ -257,7 +257,7 @@ class WidgetDisplay(ProgressDisplay):
             if self._widgets is None and self._state.live:
                 self._widgets = _Widgets(self._state, stoppable=self._stoppable)
                 self._place.put({**mime_bundle(self._state), _WIDGET_VIEW: self._widgets.view})
-            return self._state.live
+            return not self._state.over
 
 
 class _Widgets:
@@ -284,8 +284,7 @@ class _Widgets:
     def show(self, state: State) -> None:
         """Draw; the button is there while the run is live."""
         self._html.value = summary(state)
-        if not state.live:
-            self._box.children = [self._html]
+        self._box.children = [self._html, *self._buttons] if state.live else [self._html]
 
     def close(self) -> None:
         """Close all widgets, in kernel and front end."""

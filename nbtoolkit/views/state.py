@@ -154,6 +154,14 @@ class State:
         return self.status in ("running", "paused")
 
     @property
+    def over(self) -> bool:
+        """Whether it has ended, was cut off, or its folder is gone.
+
+        An unreadable folder may become readable again, so it is neither live nor over.
+        """
+        return not self.live and self.status != "unreadable"
+
+    @property
     def resumable(self) -> bool:
         """Whether it has ended, its supervisor too, and has work left."""
         return not self._owned and self.status in ("stopped", "deadline", "failed", "cut off")

@@ -44,7 +44,9 @@ def summary(state: State, now: float | None = None) -> str:
     if state.live:
         for line in devices_text(state).splitlines()[:_DEVICES]:
             parts.append(f'<div style="font-size:12px;opacity:0.85">{escape(line)}</div>')
-    if state.ended is not None and state.ended.error:
+    if state.unreadable:
+        parts.append(alert(state.unreadable[:_ERROR]))
+    elif state.ended is not None and state.ended.error:
         parts.append(alert(state.ended.error[:_ERROR]))
     return view(*parts)
 
