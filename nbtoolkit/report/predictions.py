@@ -35,6 +35,8 @@ _ALLOWED = {
 TRUE_KEYS, PREDICTED_KEY = ("labels", "targets"), "predictions"
 """Keys of the dict that a training function returns, as those of ``nbtoolkit.tasks`` do."""
 
+_NOT_ONE_EACH = "its predictions are not one class or number for each sample"
+
 Class: TypeAlias = int | str
 Prediction: TypeAlias = int | float | str
 
@@ -148,7 +150,7 @@ def predictions_of(paths: RunPaths) -> Predictions:
         raise NoPredictions(f"{len(predicted)} predictions for {len(labels)} samples")
     predictions = Predictions(tuple(labels), tuple(predicted))
     if not (predictions.are_classes or predictions.are_numbers):
-        raise NoPredictions("its predictions are not one class or number for each sample")
+        raise NoPredictions(_NOT_ONE_EACH)
     return predictions
 
 
@@ -165,4 +167,7 @@ def _listed(values: Any) -> list[Prediction]:
     """Return the values of a list, array or tensor, of whatever type they are."""
     if hasattr(values, "detach"):
         values = values.detach()
-    return list(values.tolist() if hasattr(values, "tolist") else values)
+    try:
+        return list(values.tolist() if hasattr(values, "tolist") else values)
+    except TypeError:  # a single number
+        raise NoPredictions(_NOT_ONE_EACH) from None
