@@ -46,10 +46,10 @@ def panel(
 
     with report_errors(debug):
         state = State(_find_run(run, source))
-        state.look()
+        state.refresh()
         if press is not None:
             state = _press(press, state)
-        if follow:
+        if follow and state.live:
             _follow(state)
         print(_page(state))
     raise typer.Exit(_exit_code(state.status))
@@ -81,12 +81,12 @@ def _press(button: str, state: State) -> State:
 def _follow(state: State) -> None:
     """Wait until the run ends; a terminal shows as much of the page as fits."""
     try:
-        while state.live:
+        while not state.over:
             if sys.stdout.isatty():
                 lines = shutil.get_terminal_size().lines - 1
                 print(_CLEAR + "\n".join(_page(state).splitlines()[:lines]), flush=True)
             time.sleep(_SECONDS)
-            state.look()
+            state.refresh()
     except KeyboardInterrupt:
         pass  # ends the view, not the run
 

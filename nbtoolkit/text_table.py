@@ -1,8 +1,11 @@
-"""Render small tables as plain text and as escaped HTML."""
+"""Format values as text, and small tables as plain text and escaped HTML."""
 
 from __future__ import annotations
 
+import math
+import unicodedata
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from html import escape
 
 _LEFT = ' style="text-align: left; padding-right: 10px"'
@@ -53,3 +56,57 @@ def text_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def gib(size: int) -> str:
     """Format bytes as GiB: ``"15.0 GiB"``."""
     return f"{size / 2**30:.1f} GiB"
+
+
+def number(value: float | None) -> str:
+    """Format a number with five significant digits; empty for None."""
+    return "" if value is None else f"{value:.5g}"
+
+
+def duration(seconds: float) -> str:
+    """Format a length of time: ``"2.4 s"``, ``"3 min 20 s"`` or ``"2 h 05 min"``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def moment(unix: float | None) -> str:
+    """Format unix seconds as UTC, to the minute; empty for None and for an impossible time."""
+    if unix is None or not math.isfinite(unix):
+        return ""
+    try:
+        return datetime.fromtimestamp(unix, timezone.utc).strftime("%Y-%m-%d %H:%M")
+    except (OverflowError, ValueError, OSError):
+        return ""
+
+
+def counted(count: int, noun: str) -> str:
+    """Format a count with its noun: ``"1 run"``, ``"2 runs"``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def setting(value: object) -> str:
+    """Format a setting as in YAML, in at most 48 characters."""
+    words = {None: "null", True: "true", False: "false"}
+    text = words[value] if value is None or isinstance(value, bool) else str(value)
+    return shortened(text, 48)
+
+
+def one_line(text: str) -> str:
+    """Replace control characters, which a terminal would obey, by spaces."""
+    return "".join(" " if unicodedata.category(char)[0] == "C" else char for char in text)
+
+
+def shortened(text: str, length: int) -> str:
+    """Put a text on one line of at most ``length`` characters, without its middle if need be.
+
+    The end stays, since names of runs and settings often differ there.
+    """
+    line = one_line(text)
+    if len(line) <= length:
+        return line
+    end = (length - 1) // 2
+    return f"{line[: length - 1 - end]}…{line[-end:]}"

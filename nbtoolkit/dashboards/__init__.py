@@ -1,1 +1,1 @@
-"""Dashboards of others (Optuna's, MLflow's) on loopback, and how a browser reaches them."""
+"""optuna-dashboard and the MLflow UI on loopback, and how a browser reaches them."""

@@ -1,8 +1,8 @@
 """Run a dashboard in a process group of its own, and end all of it with the kernel.
 
-Started as a file, with Python's own modules alone: 10 MB and 20 ms. Its standard input is a pipe
-that the kernel holds: its end is the wish to end. A process that the kernel forked may hold a copy
-of that pipe, so the kernel's death is looked for as well.
+It is started as a file and uses the standard library only, which takes 10 MB and 20 ms. Its
+standard input is a pipe whose other end the kernel holds: it ends when the pipe closes. A process
+that the kernel forked may hold a copy of that end, so it also checks that the kernel is its parent.
 
     guard.py <the kernel's pid> <the dashboard's folder> <command> ...
 """
@@ -19,20 +19,20 @@ import sys
 from types import FrameType
 
 LOOK_SECONDS = 0.5
-"""Between two looks whether kernel and dashboard are there."""
+"""Between two checks of kernel and dashboard."""
 
 GRACE_SECONDS = 3.0
 """From SIGTERM to SIGKILL."""
 
 
 def main(kernel: int, folder: str, command: list[str]) -> int:
-    """Run the command until it ends, the pipe does, or the kernel is gone; its exit code."""
-    signal.signal(signal.SIGTERM, _leave)
+    """Run the command until it ends, the pipe closes or the kernel dies; return its exit code."""
+    signal.signal(signal.SIGTERM, _exit)
     program = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         while os.getppid() == kernel and program.poll() is None:
             if select.select([0], [], [], LOOK_SECONDS)[0]:
-                break  # nothing is ever written there: it is the end
+                break  # nothing is ever written to the pipe: it was closed
     finally:
         _end(program)
         if os.getppid() != kernel:  # else the kernel reads the log, and then removes it
@@ -54,7 +54,7 @@ def _signal(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-def _leave(_number: int, _frame: FrameType | None) -> None:
+def _exit(_number: int, _frame: FrameType | None) -> None:
     raise SystemExit(1)
 
 

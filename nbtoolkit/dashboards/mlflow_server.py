@@ -1,4 +1,4 @@
-"""Open the MLflow UI on the database of an output folder (``nb.open_mlflow``)."""
+"""Open the MLflow UI on the tracking database of an output folder (``nb.open_mlflow``)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from nbtoolkit.dashboards.server import COLAB_HOSTS, Dashboard, missing, shared, unreachable
-from nbtoolkit.errors import DashboardError, MissingExtra
+from nbtoolkit.dashboards.server import (
+    COLAB_HOSTS,
+    Dashboard,
+    check_available,
+    get_or_open,
+    unavailable,
+)
 from nbtoolkit.host import Host, detect_host
 from nbtoolkit.tracking.database import database_file, database_uri
 
-# Telemetry would ask the internet; jobs would start three processes more for GenAI.
+# No telemetry over the internet, and no job execution: three more processes, for GenAI.
 _ENVIRON = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 
 
@@ -24,9 +29,9 @@ def open_mlflow(
     wait: bool = True,
     host: Host | None = None,
 ) -> Dashboard:
-    """Open the MLflow UI on what an output folder's runs have tracked, on a port of 127.0.0.1.
+    """Open the MLflow UI on the tracked runs of an output folder, on a port of 127.0.0.1.
 
-    It ends with ``close()`` and with the kernel. A second call gives the same one.
+    It ends with ``close()`` and with the kernel. A second call returns the same dashboard.
 
     Args:
         output_dir: ``runtime.output_dir`` of the runs.
@@ -36,24 +41,20 @@ def open_mlflow(
 
     Raises:
         MissingExtra: MLflow is not installed.
-        DashboardError: nothing was tracked there, the store is a server, which has a page of its
-            own, no browser can reach it here, or it does not come up.
+        DashboardError: nothing was tracked there, the store is a server with a UI of its own, no
+            browser can reach the port, or the UI does not start.
     """
     host, folder = host or detect_host(), Path(output_dir).expanduser().absolute()
-    if package := missing("mlflow"):
-        raise MissingExtra(f"{package} is not installed", do=f"pip install {package}")
-    if why := no_mlflow(folder, uri, host):
-        raise DashboardError(
-            why, allowed="an output folder with tracked runs, where a browser can reach it"
-        )
+    allowed = "an output folder with tracked runs, where a browser can reach it"
+    check_available("mlflow", mlflow_unavailable(folder, uri, host), allowed)
     file = database_file(folder, uri)
-    assert file is not None  # else it would have been refused
-    dashboard = shared(("mlflow", file), lambda: _open(file, host))
+    assert file is not None  # else it is unavailable
+    dashboard = get_or_open(("mlflow", file), lambda: _open(file, host))
     return dashboard.wait() if wait else dashboard
 
 
-def no_mlflow(output_dir: Path, uri: str | None, host: Host) -> str:
-    """Why the MLflow UI cannot be opened on a folder; empty: it can.
+def mlflow_unavailable(output_dir: Path, uri: str | None, host: Host) -> str:
+    """Return why the MLflow UI cannot be opened on a folder; empty: it can.
 
     Args:
         output_dir: ``runtime.output_dir``.
@@ -63,28 +64,28 @@ def no_mlflow(output_dir: Path, uri: str | None, host: Host) -> str:
     file = database_file(output_dir, uri)
     if file is None:
         return f"runs are tracked at {uri}, which has a page of its own"
-    if package := missing("mlflow"):
-        return f"{package} is not installed: pip install {package}"
-    if why := unreachable(host):
-        return why
+    if reason := unavailable("mlflow", host):
+        return reason
     return "" if file.is_file() else f"no run was tracked in {file} yet"
 
 
 def _open(file: Path, host: Host) -> Dashboard:
-    name, environ = f"MLflow of {file.parent.name}", _environ(host)
-    return Dashboard(name, host, lambda port, _: _command(file, port), "/", _page(file), **environ)
+    name = f"MLflow of {file.parent.name}"
+    return Dashboard(
+        name, host, lambda port: _command(file, port), "/", _start_page(file), **_environ(host)
+    )
 
 
-def _page(file: Path) -> str:
-    """The experiment of the newest run; MLflow 3 opens on pages for GenAI else."""
+def _start_page(file: Path) -> str:
+    """Return the experiment of the newest run, since MLflow 3 opens on pages for GenAI."""
     query = "select experiment_id from runs order by start_time desc limit 1"
     try:
         uri = f"{file.absolute().as_uri()}?mode=ro"
         with closing(sqlite3.connect(uri, uri=True)) as database:
-            found = database.execute(query).fetchone()
-    except sqlite3.Error:  # another version's, or busy: the first page does too
+            row = database.execute(query).fetchone()
+    except sqlite3.Error:  # another version's, or busy: MLflow's own first page will do
         return ""
-    return f"#/experiments/{found[0]}?workflowType=machine_learning" if found else ""
+    return f"#/experiments/{row[0]}?workflowType=machine_learning" if row else ""
 
 
 def _command(file: Path, port: int) -> list[str]:
@@ -93,12 +94,12 @@ def _command(file: Path, port: int) -> list[str]:
 
 
 def _environ(host: Host) -> dict[str, str]:
-    # MLflow 3.5 and newer refuse hosts that they do not know; older ones look at no host
-    hosts = "localhost:*,127.0.0.1:*"
+    # MLflow 3.5 and newer refuse unknown host names; older versions do not check them.
+    names = "localhost:*,127.0.0.1:*"
     if host.kind != "colab":
-        return {**_ENVIRON, "MLFLOW_SERVER_ALLOWED_HOSTS": hosts}
-    names = {
-        "MLFLOW_SERVER_ALLOWED_HOSTS": f"{hosts},{COLAB_HOSTS}",
+        return {**_ENVIRON, "MLFLOW_SERVER_ALLOWED_HOSTS": names}
+    return {
+        **_ENVIRON,
+        "MLFLOW_SERVER_ALLOWED_HOSTS": f"{names},{COLAB_HOSTS}",
         "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": f"https://{COLAB_HOSTS}",
     }
-    return {**_ENVIRON, **names}

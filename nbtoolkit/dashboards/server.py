@@ -1,4 +1,4 @@
-"""Start a dashboard's server on loopback; it ends with the kernel."""
+"""Start a dashboard's server on loopback, which ends with the kernel, and find its address."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from getpass import getuser
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 from nbtoolkit.dashboards import guard
-from nbtoolkit.errors import DashboardError
+from nbtoolkit.errors import DashboardError, MissingExtra
 from nbtoolkit.host import Host
 from nbtoolkit.run.transport import free_port
-from nbtoolkit.views.markup import boxed, said
+from nbtoolkit.views.markup import paragraph, view
+
+# --- addresses ---
 
 COLAB_HOSTS = "*.googleusercontent.com"
-"""Where Colab's proxy shows a port: what a dashboard that looks at hosts must allow there."""
+"""Host names of Colab's proxy, which a dashboard that checks host names must allow."""
 
-_ASK_COLAB = 10.0  # seconds; a tab that was closed answers never
+_COLAB_SECONDS = 10.0  # a closed browser tab never answers
 
 
 @dataclass(frozen=True)
-class Reach:
-    """How a browser comes to a port.
+class BrowserAddress:
+    """How a browser reaches a port.
 
     Attributes:
-        url: what it opens; empty: only :attr:`how` tells.
-        how: what is to be done before, or instead, in words.
+        url: the address; empty: only :attr:`how` helps.
+        how: what to do first, or instead, in words.
     """
 
     url: str
@@ -47,14 +47,16 @@ class Reach:
 
 
 def unreachable(host: Host) -> str:
-    """Why no browser can come to any port of a host; empty: it can."""
+    """Return why no browser can reach any port of a host; empty: it can."""
     if host.kind == "kaggle":
-        return "Kaggle lets no browser reach a port of its machine: nb.report, or nb.pack and home"
+        return "Kaggle lets no browser reach a port of its machine: use nb.report, or nb.pack"
     return ""
 
 
-def reach(port: int, host: Host, modules: Mapping[str, Any] | None = None) -> Reach:
-    """How a browser comes to a port that listens on loopback.
+def browser_address(
+    port: int, host: Host, modules: Mapping[str, object] | None = None
+) -> BrowserAddress:
+    """Return how a browser reaches a port that listens on loopback.
 
     Args:
         port: of this machine.
@@ -62,29 +64,29 @@ def reach(port: int, host: Host, modules: Mapping[str, Any] | None = None) -> Re
         modules: the modules imported so far; default: this process's.
     """
     if host.kind == "colab":
-        return _through_colab(port, sys.modules if modules is None else modules)
-    if why := unreachable(host):
-        return Reach("", why)
-    # Who shows the notebook is not told to its kernel: both ways are named.
+        return _colab_address(port, sys.modules if modules is None else modules)
+    if reason := unreachable(host):
+        return BrowserAddress("", reason)
+    # The kernel cannot know on which machine the browser runs: the text covers both.
     tunnel = f"ssh -N -L {port}:127.0.0.1:{port} {_user()}@{socket.gethostname()}"
-    return Reach(
+    return BrowserAddress(
         f"http://127.0.0.1:{port}/",
         f"Is the browser on another machine than the notebook? First run there: {tunnel}",
     )
 
 
-def _through_colab(port: int, modules: Mapping[str, Any]) -> Reach:
-    """By Colab's own proxy, which is asked for the address; only a cell can wait for the answer."""
+def _colab_address(port: int, modules: Mapping[str, object]) -> BrowserAddress:
+    """Ask Colab's proxy for the address; only a cell can wait for its answer."""
     call = f"from google.colab import output; output.serve_kernel_port_as_window({port})"
-    by_cell = Reach("", f"Run this in a cell: {call}")
+    in_cell = BrowserAddress("", f"Run this in a cell: {call}")
     output = getattr(modules.get("google.colab"), "output", None)
     if output is None or threading.current_thread() is not threading.main_thread():
-        return by_cell
+        return in_cell
     try:
-        ask = f"google.colab.kernel.proxyPort({port})"
-        return Reach(str(output.eval_js(ask, timeout_sec=_ASK_COLAB)), "")
-    except Exception:  # of Colab's own kinds: a tab that is closed, an output that was cleared
-        return by_cell
+        script = f"google.colab.kernel.proxyPort({port})"
+        return BrowserAddress(str(output.eval_js(script, timeout_sec=_COLAB_SECONDS)), "")
+    except Exception:  # Colab's own types: the tab is closed, the output was cleared
+        return in_cell
 
 
 def _user() -> str:
@@ -94,61 +96,62 @@ def _user() -> str:
         return os.environ.get("USER", "you")
 
 
-START_SECONDS = 600.0
-"""Longest wait for a dashboard that runs; MLflow's takes 12 s on two cores, 120 s on slow ones."""
+# --- servers ---
 
-_LOOK, _ANSWER = 0.1, 1.0  # seconds between two requests, and for one
-_LAST_WORDS = 2000  # characters of its log that an error shows
+START_SECONDS = 600.0
+"""Longest wait for a dashboard to answer; MLflow takes 12 s on two cores, 120 s on slow ones."""
+
+_POLL_SECONDS = 0.1  # between two requests
+_ANSWER_SECONDS = 1.0  # for one of them
+_LOG_TAIL = 2000  # characters of its log that an error shows
 
 _GUARD = (sys.executable, "-I", "-S", guard.__file__)
 
-Command = Callable[[int, Path], Sequence[str]]
-"""Port and an empty folder -> what to run."""
-
 
 class Dashboard:
-    """A dashboard that runs, or is about to; made by ``nb.open_dashboard`` and ``nb.open_mlflow``.
+    """A running dashboard; made by ``nb.open_dashboard`` and ``nb.open_mlflow``.
 
     Args:
-        name: whose it is, and what it shows.
+        name: the program, and what it shows.
         host: where this process runs.
-        command: what to run.
-        asked: a path that it answers once it is up.
-        page: what follows the address: the page that is opened first.
-        environ: variables of its environment.
+        command: returns what to run, by port.
+        health_path: a path that it answers once it is up.
+        start_page: what follows the address of the page that is opened first.
+        environ: variables added to its environment.
 
     Attributes:
-        name: whose it is, and what it shows.
+        name: the program, and what it shows.
         port: on 127.0.0.1, the only address it listens on.
-        log: the file with what it wrote; it is removed with it.
+        log: the file with its output, which is removed when it closes.
     """
 
     def __init__(
         self,
         name: str,
         host: Host,
-        command: Command,
-        asked: str,
-        page: str = "",
+        command: Callable[[int], Sequence[str]],
+        health_path: str,
+        start_page: str = "",
         **environ: str,
     ) -> None:
         self.name, self.port = name, free_port()
         self._folder = Path(tempfile.mkdtemp(prefix="nbtoolkit-dashboard-"))
         self.log = self._folder / "log.txt"
-        self._asked, self._page, self._up = asked, page, False
+        self._health_path, self._start_page = health_path, start_page
+        self._up = False
         self._closing = threading.Lock()
-        self._guard = self._start(command(self.port, self._folder), environ)
-        self._reach = reach(self.port, host)
+        self._guard = self._start(command(self.port), environ)
+        self._address = browser_address(self.port, host)
 
     @property
     def url(self) -> str:
-        """What a browser opens; empty where it takes another way (:attr:`how` says which)."""
-        return self._reach.url and f"{self._reach.url}{self._page}"
+        """The address for a browser; empty where :attr:`how` describes another way."""
+        return self._address.url and f"{self._address.url}{self._start_page}"
 
     @property
     def how(self) -> str:
-        """What is to be done before the address can be opened, in words; or empty."""
-        return self._reach.how
+        """What to do before the address can be opened, in words; empty: nothing."""
+        return self._address.how
 
     @property
     def closed(self) -> bool:
@@ -157,11 +160,11 @@ class Dashboard:
 
     @property
     def starting(self) -> bool:
-        """Whether it runs and was not seen to answer yet."""
+        """Whether it runs and has not answered yet."""
         return not self._up and not self.closed
 
     def up(self) -> bool:
-        """Whether it answers; asks it, and returns within 1 s.
+        """Whether it answers; sends a request and returns within 1 s.
 
         Raises:
             DashboardError: it has ended.
@@ -169,7 +172,7 @@ class Dashboard:
         if self.starting:
             self._up = self._answers()
         if self.closed:
-            raise DashboardError(f"{self.name} has ended", do=self._last_words())
+            raise DashboardError(f"{self.name} has ended", do=self._log_advice())
         return self._up
 
     def wait(self, seconds: float = START_SECONDS) -> Dashboard:
@@ -181,14 +184,14 @@ class Dashboard:
         end = time.monotonic() + seconds
         while not self.up():
             if time.monotonic() > end:
-                words = self._last_words()
+                advice = self._log_advice()
                 self.close()
-                raise DashboardError(f"{self.name} did not answer within {seconds:g} s", do=words)
-            time.sleep(_LOOK)
+                raise DashboardError(f"{self.name} did not answer within {seconds:g} s", do=advice)
+            time.sleep(_POLL_SECONDS)
         return self
 
     def close(self) -> None:
-        """End it, with all its processes; a second time does nothing."""
+        """End it with all its processes; does nothing when called again."""
         with self._closing:
             assert self._guard.stdin is not None
             self._guard.stdin.close()
@@ -198,31 +201,24 @@ class Dashboard:
     def __enter__(self) -> Dashboard:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
         how = f"\n{self.how}" if self.how and not self.closed else ""
-        return f"{self.name}: {self._sentence()}{how}"
+        return f"{self.name}: {self._location(self.url)}{how}"
 
     def _repr_html_(self) -> str:
-        how = said(self.how) if self.how and not self.closed else ""
-        return boxed(f"<div>{escape(self.name)}: {self._sentence(link=True)}</div>{how}")
+        how = paragraph(self.how) if self.how and not self.closed else ""
+        url = escape(self.url, quote=True)
+        link = f'<a href="{url}" target="_blank" rel="noopener">{url}</a>' if url else ""
+        return view(f"<div>{escape(self.name)}: {self._location(link)}</div>{how}")
 
-    def _sentence(self, *, link: bool = False) -> str:
+    def _location(self, address: str) -> str:
         if self.closed:
             return "closed"
-        where = f"port {self.port} of 127.0.0.1"
-        if not self.url:
-            return where  # :attr:`how` tells the way
-        url = escape(self.url, quote=True)
-        address = f'<a href="{url}" target="_blank" rel="noopener">{url}</a>' if link else self.url
-        return f"{address} ({where})"
+        port = f"port {self.port} of 127.0.0.1"
+        return f"{address} ({port})" if address else port
 
     def _start(self, command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
         with self.log.open("wb") as log:
@@ -231,78 +227,94 @@ class Dashboard:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Jupyter interrupts the kernel's whole process group
-                cwd=self._folder,  # nothing of the user's is imported, nothing is left there
+                # Jupyter interrupts the kernel's whole process group.
+                start_new_session=True,
+                # It imports nothing of the user's and leaves nothing there.
+                cwd=self._folder,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **environ},
             )
 
     def _answers(self) -> bool:
-        """Whether a request is answered; urllib would ask a proxy that the environment names."""
-        asked = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_ANSWER)
+        """Whether it answers a request; urllib would use a proxy that the environment names."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_ANSWER_SECONDS)
         try:
-            asked.request("GET", self._asked)
-            return asked.getresponse().status == http.HTTPStatus.OK
+            connection.request("GET", self._health_path)
+            return connection.getresponse().status == http.HTTPStatus.OK
         except (OSError, http.client.HTTPException):
             return False  # nobody listens yet
         finally:
-            asked.close()
+            connection.close()
 
-    def _last_words(self) -> str:
+    def _log_advice(self) -> str:
         try:
             text = self.log.read_text(errors="replace").strip()
         except OSError:
             text = ""
-        return f"read what it wrote:\n{text[-_LAST_WORDS:]}" if text else "open it again"
-
-
-def shared(key: tuple[str, Path], open_one: Callable[[], Dashboard]) -> Dashboard:
-    """The dashboard that shows something already, or a new one.
-
-    Kept here too: one that no variable holds must not end before it is looked at.
-
-    Args:
-        key: what kind it is, and what it shows.
-        open_one: makes a new one.
-    """
-    with _LOCK:
-        if (known := _OPEN.get(key)) is None or known.closed:
-            _OPEN[key] = open_one()
-        return _OPEN[key]
+        return f"read what it wrote:\n{text[-_LOG_TAIL:]}" if text else "open it again"
 
 
 _OPEN: dict[tuple[str, Path], Dashboard] = {}
 _LOCK = threading.Lock()
 
 
-@atexit.register
-def _close_all() -> None:
-    """At a good end of this process; at any other the guards see to it."""
-    for one in _OPEN.values():
-        one.close()
+def get_or_open(key: tuple[str, Path], open_new: Callable[[], Dashboard]) -> Dashboard:
+    """Return the running dashboard on something, or open one.
 
-
-def python(module: str, *arguments: str) -> list[str]:
-    """A command that runs ``main`` of a module of ours, wherever this package lies.
+    The reference kept here lets a dashboard run that no variable holds.
 
     Args:
-        module: its dotted name.
-        arguments: what ``main`` is given.
+        key: the module that serves it, and what it shows.
+        open_new: makes a new one.
     """
-    home = str(Path(__file__).resolve().parents[2])
-    boot = f"import sys; sys.path.append({home!r}); from {module} import main; main(*sys.argv[1:])"
-    return [sys.executable, "-c", boot, *arguments]
+    with _LOCK:
+        known = _OPEN.get(key)
+        if known is None or known.closed:
+            known = _OPEN[key] = open_new()
+        return known
 
 
-def missing(module: str, spec: Callable[[str], object] = find_spec) -> str:
-    """The package that has to be installed for a dashboard; empty: it is there.
+@atexit.register
+def _close_all() -> None:
+    """Close all at a regular exit; at any other the guards do."""
+    for dashboard in _OPEN.values():
+        dashboard.close()
+
+
+def check_available(module: str, reason: str, allowed: str) -> None:
+    """Refuse to open a dashboard.
+
+    Args:
+        module: as for :func:`missing_package`.
+        reason: why it cannot be opened; empty: it can.
+        allowed: what can be opened.
+
+    Raises:
+        MissingExtra: its package is not installed.
+        DashboardError: there is another reason.
+    """
+    if package := missing_package(module):
+        raise MissingExtra(f"{package} is not installed", do=f"pip install {package}")
+    if reason:
+        raise DashboardError(reason, allowed=allowed)
+
+
+def unavailable(module: str, host: Host) -> str:
+    """Return why a dashboard cannot be opened on anything; empty: it can."""
+    if package := missing_package(module):
+        return f"{package} is not installed: pip install {package}"
+    return unreachable(host)
+
+
+# mlflow-skinny lacks these, and then fails with a message that names none of them.
+_REQUIRED = {"optuna_dashboard": ("optuna",), "mlflow": ("sqlalchemy", "alembic", "flask")}
+
+
+def missing_package(module: str, spec: Callable[[str], object] = find_spec) -> str:
+    """Return the package that has to be installed for a dashboard; empty: none.
 
     Args:
         module: ``"optuna_dashboard"`` or ``"mlflow"``.
-        spec: looks for a module.
+        spec: finds a module.
     """
-    there = all(map(spec, (module, *_NEEDS[module])))
-    return "" if there else module.replace("_", "-")
-
-
-_NEEDS = {"optuna_dashboard": ("optuna",), "mlflow": ("sqlalchemy", "alembic", "flask")}
-"""mlflow-skinny comes without these, and then fails with a message that names none of them."""
+    installed = all(map(spec, (module, *_REQUIRED[module])))
+    return "" if installed else module.replace("_", "-")

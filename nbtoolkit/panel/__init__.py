@@ -1,1 +1,1 @@
-"""The control panel: widgets over public functions, and views of the folders of runs."""
+"""The control panel of a notebook (``nb.panel``)."""

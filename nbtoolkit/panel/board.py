@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nbtoolkit.config.schema import Config
-from nbtoolkit.dashboards.mlflow_server import no_mlflow, open_mlflow
+from nbtoolkit.dashboards.mlflow_server import mlflow_unavailable, open_mlflow
 from nbtoolkit.dashboards.server import Dashboard
-from nbtoolkit.dashboards.study_dashboard import no_dashboard, open_dashboard
+from nbtoolkit.dashboards.study_dashboard import dashboard_unavailable, open_dashboard
 from nbtoolkit.errors import DashboardError
 from nbtoolkit.host import Host, detect_host
-from nbtoolkit.panel.form import Checked, Form
+from nbtoolkit.panel.form import Form, Validation
 from nbtoolkit.study.table import SweepTable
-from nbtoolkit.views.markup import boxed, said, wrong
+from nbtoolkit.views.markup import alert, paragraph, view
 from nbtoolkit.views.state import State
 
-# --- style ---
-# What the stock widgets lack in contrast, beside a panel's widgets and for them alone.
+if TYPE_CHECKING:
+    import ipywidgets
 
+# --- style ---
 
 CLASS = "nbtoolkit-panel"
-"""Of the panel's outermost widget."""
+"""The CSS class of the panel's outermost widget."""
 
-# A grey whose contrast is above 3 on white (4.5) and on the dark theme's ground (4.2).
+# A grey whose contrast is above 3 on white (4.5) and on the dark theme's background (4.2).
 _GREY = "#767676"
 
 _ARROW = (
@@ -31,10 +32,10 @@ _ARROW = (
     "%3Cpath d='M5 7l4 4 4-4' fill='none' stroke='%23808080' stroke-width='2'/%3E%3C/svg%3E"
 )
 
-# What the stock has (contrasts by WCAG 2.2): labels of tabs 4.2 to 4.5 where SC 1.4.3 wants 4.5,
-# placeholders 3.5, borders of fields 1.9 where SC 1.4.11 wants 3, black arrows on dark lists, and
-# hardly a sign of where the keyboard's focus is. In a narrow window there is no room
-# for tabs of one width in one row.
+# What stock widgets lack (contrasts by WCAG 2.2): labels of tabs have 4.2 to 4.5 where SC 1.4.3
+# wants 4.5, placeholders 3.5, borders of fields 1.9 where SC 1.4.11 wants 3; dark lists have black
+# arrows; the keyboard's focus is hardly visible. In a narrow window, tabs of one width do not fit
+# in one row.
 STYLE = f"""<style>
 .jupyter-widgets.{CLASS} {{
   --jp-widgets-input-border-color: {_GREY};
@@ -60,8 +61,6 @@ STYLE = f"""<style>
 </style>"""
 
 # --- links ---
-# The dashboards that a panel opens, why it cannot, and what it says of those it opened.
-
 
 LINKS = {
     "dashboard": (
@@ -70,11 +69,11 @@ LINKS = {
     ),
     "mlflow": ("Open MLflow", "Start the MLflow UI on what the runs have tracked; takes 10 s"),
 }
-"""Name -> label and tooltip."""
+"""Label and tooltip of each link, by name."""
 
 
 class Links:
-    """The dashboards of a panel; used by the clock's thread alone.
+    """The dashboards that a panel opens; used by the panel's thread alone.
 
     Args:
         host: where this process runs; default: detected.
@@ -84,121 +83,123 @@ class Links:
         self._host = host or detect_host()
         self._opened: list[Dashboard] = []
 
-    def open(self, name: str, state: State | None, checked: Checked) -> None:
-        """Start one, or find it started; returns at once.
+    def open(self, name: str, state: State | None, validation: Validation) -> None:
+        """Open a dashboard; returns at once.
 
         Args:
             name: one of :data:`LINKS`.
-            state: of what is watched; None: nothing is.
-            checked: of the form.
+            state: of the watched run; None: none is watched.
+            validation: of the form.
 
         Raises:
             NbtoolkitError: it cannot be opened.
         """
-        if why := self.refused(name, state, checked):
-            raise DashboardError(why)
+        if reason := self.unavailable(name, state, validation):
+            raise DashboardError(reason)
         if name == "dashboard" and state is not None:
-            one = open_dashboard(state.paths.folder, wait=False, host=self._host)
+            opened = open_dashboard(state.paths.folder, wait=False, host=self._host)
         else:
-            folder, uri = _tracked(state, checked)
-            one = open_mlflow(folder, uri=uri, wait=False, host=self._host)
-        others = [other for other in self._opened if other is not one and not other.closed]
-        self._opened = [*others, one]
+            folder, uri = _tracking(state, validation)
+            opened = open_mlflow(folder, uri=uri, wait=False, host=self._host)
+        others = [other for other in self._opened if other is not opened and not other.closed]
+        self._opened = [*others, opened]
 
-    def refused(self, name: str, state: State | None, checked: Checked) -> str:
-        """Why one cannot be opened now; empty: it can."""
+    def unavailable(self, name: str, state: State | None, validation: Validation) -> str:
+        """Return why a dashboard cannot be opened now; empty: it can."""
         if name == "dashboard":
-            return no_dashboard(None if state is None else state.paths.folder, self._host)
-        return no_mlflow(*_tracked(state, checked), self._host)
+            return dashboard_unavailable(None if state is None else state.paths.folder, self._host)
+        return mlflow_unavailable(*_tracking(state, validation), self._host)
 
     @property
     def starting(self) -> bool:
-        """Whether one does not answer yet."""
-        return any(one.starting for one in self._opened)
+        """Whether one of them does not answer yet."""
+        return any(dashboard.starting for dashboard in self._opened)
 
-    def html(self, state: State | None, checked: Checked) -> str:
-        """Those that were opened, with address and port, and why others cannot be, as HTML."""
-        reasons = {name: self.refused(name, state, checked) for name in LINKS}
-        parts = [said(f"{LINKS[name][0]}: {why}") for name, why in reasons.items() if why]
-        return "".join(_sentence(one) for one in self._opened) + boxed(*parts)
+    def html(self, state: State | None, validation: Validation) -> str:
+        """Render the opened dashboards with address and port, and why others are unavailable."""
+        reasons = {name: self.unavailable(name, state, validation) for name in LINKS}
+        lines = [f"{LINKS[name][0]}: {reason}" for name, reason in reasons.items() if reason]
+        return "".join(map(_dashboard_html, self._opened)) + view(*map(paragraph, lines))
 
     def close(self) -> None:
-        """End all that were opened here."""
-        for one in self._opened:
-            one.close()
+        """Close all that were opened here."""
+        for dashboard in self._opened:
+            dashboard.close()
 
 
-def _tracked(state: State | None, checked: Checked) -> tuple[Path, str | None]:
-    """The output folder of what is watched, or of the form, and where its runs are tracked."""
-    config = checked.config or Config()
+def _tracking(state: State | None, validation: Validation) -> tuple[Path, str | None]:
+    """Return the output folder of the watched run, or of the form, and the tracking URI."""
+    config = validation.config or Config()
     folder = config.runtime.output_dir if state is None else state.paths.folder.parent
     return Path(folder).expanduser(), config.tracking.uri
 
 
-def _sentence(one: Dashboard) -> str:
+def _dashboard_html(dashboard: Dashboard) -> str:
     try:
-        return one._repr_html_() if one.up() else boxed(said(f"{one.name}: starting ..."))
+        if dashboard.up():
+            return dashboard._repr_html_()
+        return view(paragraph(f"{dashboard.name}: starting ..."))
     except DashboardError as error:
-        return boxed(wrong(str(error)))
+        return view(alert(str(error)))
 
 
-# --- rules ---
-# Which buttons can be pressed, by what the folder and the form say.
-
+# --- buttons ---
 
 BUTTONS = {
     "launch": ("Launch", "Train once with these settings, on every device"),
-    "sweep": ("Sweep", "Search for the best settings; it goes on when the kernel ends"),
+    "sweep": ("Sweep", "Search for the best settings; continues when the kernel ends"),
     "pause": ("Pause", "Finish what runs and start nothing more"),
-    "go_on": ("Go on", "Take a paused or unfinished run up where it was"),
-    "stop": ("Stop", "Let everything leave at its next report; Go on takes it up again"),
+    "go_on": ("Go on", "Resume a paused or unfinished run"),
+    "stop": ("Stop", "Stop everything at its next report; Go on resumes it"),
     "add_trials": ("Add trials", "Run as many more as the number beside says"),
-    "stop_trial": ("Stop trial", "Let the trial of the number beside end at its next report"),
+    "stop_trial": ("Stop trial", "Stop the trial of the number beside at its next report"),
     "train_best": ("Train the best", "Train once with the best settings of the sweep"),
 }
-"""Name -> label and tooltip."""
+"""Label and tooltip of each button, by name."""
 
 
-def pressable(state: State | None, checked: Checked, starting: bool = False) -> set[str]:
-    """The names of the buttons that can be pressed.
+def enabled_buttons(
+    state: State | None, validation: Validation, starting: bool = False
+) -> set[str]:
+    """Return the names of the buttons that can be pressed.
 
-    A panel starts one thing at a time: a second press, even a fast one, finds that something runs.
+    A panel starts one thing at a time, so that a second press, however fast, starts nothing.
 
     Args:
-        state: of what is watched; None: nothing is.
-        checked: of the form.
-        starting: whether a notebook is at work whose run is not there yet.
+        state: of the watched run; None: none is watched.
+        validation: of the form.
+        starting: whether a notebook was started whose run does not exist yet.
     """
     if starting:
         return {"stop"}
-    free = state is None or not state.live
-    names = {
-        "launch": free and checked.config is not None,
-        "sweep": free and checked.sweep_config is not None,
+    idle = state is None or not state.live
+    enabled = {
+        "launch": idle and validation.config is not None,
+        "sweep": idle and validation.sweep_config is not None,
     }
     if state is not None:
+        best = state.table.best if isinstance(state.table, SweepTable) else []
         lost = state.gone or bool(state.unreadable)
-        going = state.kind == "sweep" and state.live
-        ended = isinstance(state.table, SweepTable) and state.ended is not None
-        names |= {
+        live_sweep = state.kind == "sweep" and state.live
+        enabled |= {
             "pause": state.kind != "run" and state.status == "running",
-            "go_on": state.status == "paused" or state.unfinished,
+            "go_on": state.status == "paused" or state.resumable,
             "stop": state.live,
-            "add_trials": going,
-            "stop_trial": going,
-            "train_best": ended and not lost and bool(_best(state)),
+            "add_trials": live_sweep,
+            "stop_trial": live_sweep,
+            "train_best": bool(best) and state.ended is not None and not lost,
         }
-    return {name for name, can in names.items() if can}
+    return {name for name, is_enabled in enabled.items() if is_enabled}
 
 
-def why_not(name: str, state: State | None, checked: Checked, starting: bool) -> str:
-    """Why nothing can be started now, to follow a sentence; empty: there is no telling.
+def disabled_reason(name: str, state: State | None, validation: Validation, starting: bool) -> str:
+    """Return why nothing can be started now, to follow a sentence; empty for other buttons.
 
     Args:
         name: the button's.
-        state: see :func:`pressable`.
-        checked: the same.
-        starting: the same.
+        state: as for :func:`enabled_buttons`.
+        validation: as for :func:`enabled_buttons`.
+        starting: as for :func:`enabled_buttons`.
     """
     if name not in ("launch", "sweep"):
         return ""
@@ -206,28 +207,23 @@ def why_not(name: str, state: State | None, checked: Checked, starting: bool) ->
         return ": a notebook is starting"
     if state is not None and state.live:
         return f": {state.paths.run_id} is {state.status}; watch(None) leaves it running"
-    wrong = [f"{setting}: {text}" for setting, text in checked.errors.items()]
-    wrong += [text for text in (checked.together, checked.space_error) if text]
-    if not wrong and name == "sweep" and checked.sweep_config is None:
-        wrong = ["there is no space to search"]
-    return "".join(f": {text}" for text in wrong[:1])
+    reasons = [f"{setting}: {text}" for setting, text in validation.errors.items()]
+    reasons += [text for text in (validation.together, validation.space_error) if text]
+    if not reasons and name == "sweep" and validation.sweep_config is None:
+        reasons = ["there is no space to search"]
+    return f": {reasons[0]}" if reasons else ""
 
 
-def _best(state: State) -> bool:
-    return isinstance(state.table, SweepTable) and bool(state.table.best)
-
-
-# --- board ---
-
+# --- widgets ---
 
 TABS = ("Overview", "Trials", "Curves", "Devices", "Log", "Settings", "Search", "Files", "Links")
-"""The pages, in their order."""
+"""The titles of the pages, in order."""
 
 # By weight, not by colour: JupyterLab's orange has a contrast of 2.7 to its label, AA wants 4.5.
-_FIRST = ("launch", "sweep")
+_BOLD = ("launch", "sweep")
 
-_CLOSE = {"description_width": "initial"}  # a label as wide as it is
-_WRAPPED = {"flex_flow": "row wrap", "grid_gap": "0 10px"}  # wrapped in a narrow window
+_AUTO_LABEL = {"description_width": "initial"}  # a label as wide as its text
+_WRAPPED_ROW = {"flex_flow": "row wrap", "grid_gap": "0 10px"}  # wraps in a narrow window
 
 
 class Board:
@@ -239,8 +235,8 @@ class Board:
     Attributes:
         buttons: by the names of :data:`~nbtoolkit.panel.board.BUTTONS`.
         links: by the names of :data:`~nbtoolkit.panel.board.LINKS`.
-        pages: title -> the HTML widget that a view is written into.
-        root: what is displayed.
+        pages: the HTML widget of each page's view, by title.
+        root: the widget that is displayed.
     """
 
     def __init__(self, form: Form) -> None:
@@ -248,87 +244,85 @@ class Board:
 
         self.form = form
         self.plan, self.message = w.HTML(), w.HTML()
-        self.buttons: dict[str, Any] = {
+        self.buttons: dict[str, ipywidgets.Button] = {
             name: w.Button(
                 description=label,
                 tooltip=tooltip,
                 disabled=True,
-                style={"font_weight": "bold" if name in _FIRST else "normal"},
+                style={"font_weight": "bold" if name in _BOLD else "normal"},
                 layout=w.Layout(width="auto"),
             )
             for name, (label, tooltip) in BUTTONS.items()
         }
-        self.more = _count("more", 5, low=1, high=100_000)
-        self.number = _count("trial", 0, low=0, high=1_000_000)
+        self.more = _number_field("more", 5, low=1, high=100_000)
+        self.number = _number_field("trial", 0, low=0, high=1_000_000)
         self.run = w.Dropdown(
             options=[("(none)", "")],
             description="watch",
             tooltip="Which run of the output folder is watched",
-            style=_CLOSE,
+            style=_AUTO_LABEL,
             layout=w.Layout(width="520px", max_width="99%"),
         )
         self._make_pages()
-        above = self._above()
-        pages = [w.VBox([*above.get(name, []), self.pages[name]]) for name in TABS]
+        controls = self._page_controls()
+        pages = [w.VBox([*controls.get(name, []), self.pages[name]]) for name in TABS]
         self.tabs = w.Tab(pages, titles=TABS)
         style = w.HTML(STYLE, layout=w.Layout(display="none"))
-        self.root = w.VBox([style, self.plan, *self._bars(), self.message, self.run, self.tabs])
+        rows = self._button_rows()
+        self.root = w.VBox([style, self.plan, *rows, self.message, self.run, self.tabs])
         self.root.add_class(CLASS)
 
     @property
     def page(self) -> str:
-        """The title of the page that is seen."""
+        """The title of the page that is shown."""
         return TABS[self.tabs.selected_index or 0]
 
-    def _bars(self) -> list[Any]:
+    def _button_rows(self) -> list[ipywidgets.HBox]:
         import ipywidgets as w
 
-        b = self.buttons
-        first = [b[name] for name in ("launch", "sweep", "pause", "go_on", "stop", "train_best")]
-        second = [self.more, b["add_trials"], self.number, b["stop_trial"]]
-        return [w.HBox(first, layout=_WRAPPED), w.HBox(second, layout=_WRAPPED)]
+        names = ("launch", "sweep", "pause", "go_on", "stop", "train_best")
+        first = [self.buttons[name] for name in names]
+        second = [self.more, self.buttons["add_trials"], self.number, self.buttons["stop_trial"]]
+        return [w.HBox(first, layout=_WRAPPED_ROW), w.HBox(second, layout=_WRAPPED_ROW)]
 
     def _make_pages(self) -> None:
         import ipywidgets as w
 
+        auto = w.Layout(width="auto")
         self.pages = {name: w.HTML() for name in TABS}
-        self.sort = w.Dropdown(options=["trial"], description="sort by", style=_CLOSE)
-        self.down = w.Checkbox(
-            value=True, description="largest first", indent=False, layout=w.Layout(width="auto")
-        )
-        self.part = _count("page", 1, low=1, high=1)
-        self.log = w.Dropdown(options=[], description="log of", style=_CLOSE)
+        self.sort = w.Dropdown(options=["trial"], description="sort by", style=_AUTO_LABEL)
+        self.down = w.Checkbox(value=True, description="largest first", indent=False, layout=auto)
+        self.part = _number_field("page", 1, low=1, high=1)
+        self.log = w.Dropdown(options=[], description="log of", style=_AUTO_LABEL)
         self.file = w.Text(
             value="config.yaml",
             description="file",
             tooltip="A YAML file of settings",
-            style=_CLOSE,
+            style=_AUTO_LABEL,
             layout=w.Layout(width="520px"),
         )
         self.load = w.Button(description="Load", tooltip="Read the settings from the file")
         self.save = w.Button(description="Save", tooltip="Write the settings to the file")
-        auto = w.Layout(width="auto")
-        self.links: dict[str, Any] = {
+        self.links: dict[str, ipywidgets.Button] = {
             name: w.Button(description=label, tooltip=tooltip, disabled=True, layout=auto)
             for name, (label, tooltip) in LINKS.items()
         }
 
-    def _above(self) -> dict[str, list[Any]]:
-        """What stands above the view, by page."""
+    def _page_controls(self) -> dict[str, list[ipywidgets.Widget]]:
+        """Return the controls above a page's view, by title."""
         import ipywidgets as w
 
         return {
-            "Trials": [w.HBox([self.sort, self.down, self.part], layout=_WRAPPED)],
+            "Trials": [w.HBox([self.sort, self.down, self.part], layout=_WRAPPED_ROW)],
             "Log": [self.log],
             "Settings": [self.form.settings],
             "Search": [self.form.search],
             "Files": [w.HBox([self.file, self.load, self.save])],
-            "Links": [w.HBox([*self.links.values()], layout=_WRAPPED)],
+            "Links": [w.HBox([*self.links.values()], layout=_WRAPPED_ROW)],
         }
 
 
-def _count(label: str, value: int, *, low: int, high: int) -> Any:
-    """A field for a whole number, as wide as it needs to be."""
+def _number_field(label: str, value: int, *, low: int, high: int) -> ipywidgets.BoundedIntText:
     import ipywidgets as w
 
     return w.BoundedIntText(
@@ -336,16 +330,6 @@ def _count(label: str, value: int, *, low: int, high: int) -> Any:
         min=low,
         max=high,
         description=label,
-        style=_CLOSE,
+        style=_AUTO_LABEL,
         layout=w.Layout(width="150px"),
     )
-
-
-def close(widget: Any) -> None:
-    """Close a widget and all that is in it or belongs to it: ipywidgets keeps each it made."""
-    parts = [*getattr(widget, "children", ())]
-    parts += [getattr(widget, name) for name in ("layout", "style") if widget.has_trait(name)]
-    for part in parts:
-        if part is not None:
-            close(part)
-    widget.close()

@@ -6,185 +6,173 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from nbtoolkit.config.schema import load_config
 from nbtoolkit.errors import LaunchError, NbtoolkitError
 from nbtoolkit.notebooks.handle import NotebookHandle
 from nbtoolkit.panel import actions
-from nbtoolkit.panel.board import BUTTONS, Board, Links, close, pressable, why_not
+from nbtoolkit.panel.board import BUTTONS, Board, Links, disabled_reason, enabled_buttons
 from nbtoolkit.panel.drawing import Drawing, plan_text
-from nbtoolkit.panel.form import Checked, Draft, Entered, Form
+from nbtoolkit.panel.form import Form, FormSnapshot, FormState, Validation, close_widget
 from nbtoolkit.run.paths import write_whole
-from nbtoolkit.views.markup import boxed, said, wrong
+from nbtoolkit.views.markup import alert, paragraph, view
 from nbtoolkit.views.state import State, read_state
 from nbtoolkit.views.trials import largest_first, page_html, page_text
 
 if TYPE_CHECKING:
     from nbtoolkit.launcher.handle import RunHandle
 
+T = TypeVar("T")
 
-# Callbacks of widgets arrive in the kernel's main thread or in a subshell's, by version of
-# ipykernel; they only leave a task here and return. So no two tasks ever run at once, an interrupt
-# of the kernel (which goes to its main thread) does not end the panel, and a busy cell does not
-# stop it.
-
-
-SECONDS = 1.0
-"""Between two looks."""
+POLL_SECONDS = 1.0
+"""Between two polls."""
 
 
-class Clock:
-    """Runs tasks one after the other, and ``look`` between them.
+class WorkerThread:
+    """A thread that runs tasks one after the other, and polls between them.
+
+    Callbacks of widgets arrive in the kernel's main thread or in a subshell's, depending on
+    ipykernel's version; they only submit a task here and return. So no two tasks run at once, an
+    interrupt of the kernel, which goes to its main thread, does not end the panel, and a busy cell
+    does not stop it.
 
     Args:
-        look: called every second, and after each task.
-        failed: called with what ``look`` or a task raised.
-        seconds: between two looks.
+        poll: called every second, and after each task.
+        on_error: called with what ``poll`` or a task raised.
+        seconds: between two polls.
     """
 
     def __init__(
         self,
-        look: Callable[[], None],
-        failed: Callable[[BaseException], None],
-        seconds: float = SECONDS,
+        poll: Callable[[], None],
+        on_error: Callable[[BaseException], None],
+        seconds: float = POLL_SECONDS,
     ) -> None:
-        self._look, self._failed, self._seconds = look, failed, seconds
-        self._tasks: queue.Queue[tuple[Callable[[], Any], Future[Any]] | None]
-        self._tasks = queue.Queue()
+        self._poll, self._on_error, self._seconds = poll, on_error, seconds
+        self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._closed, self._lock = False, threading.Lock()
-        # A daemon: a kernel that ends waits for no panel.
-        self._thread = threading.Thread(target=self._run, name="nbtoolkit-panel", daemon=True)
+        # A daemon: the kernel's exit does not wait for a panel.
+        self._thread = threading.Thread(target=self._loop, name="nbtoolkit-panel", daemon=True)
         self._thread.start()
 
     @property
-    def here(self) -> bool:
-        """Whether the caller is the clock's own thread."""
+    def is_current(self) -> bool:
+        """Whether this thread calls."""
         return threading.current_thread() is self._thread
 
-    def do(self, task: Callable[[], Any]) -> Future[Any]:
-        """Have a task done; returns at once. After :meth:`close` nothing is done any more."""
-        future: Future[Any] = Future()
-        with self._lock:  # a task put behind the end would never be done
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        """Queue a task and return at once; after :meth:`close` it is refused."""
+        future: Future[T] = Future()
+        with self._lock:  # nothing would run a task that is queued behind the end
             if not self._closed:
-                self._tasks.put((task, future))
+                self._tasks.put(partial(self._run, task, future))
                 return future
         future.set_exception(LaunchError("the panel is closed", do="open another: nb.panel()"))
         return future
 
-    def ask(self, task: Callable[[], Any]) -> Any:
-        """What a task returns, between the others; after :meth:`close` there are none."""
-        if self.here or self._closed:
+    def call(self, task: Callable[[], T]) -> T:
+        """Run a task between the others, or here after :meth:`close`; return its result."""
+        if self.is_current or self._closed:
             return task()
-        return self.do(task).result()
+        return self.submit(task).result()
 
     def close(self) -> None:
-        """End the thread, after the tasks that wait."""
+        """End the thread after the queued tasks."""
         with self._lock:
             self._closed = True
             self._tasks.put(None)
-        if not self.here:
+        if not self.is_current:
             self._thread.join()
 
-    def _run(self) -> None:
-        next_look = time.monotonic()
+    def _loop(self) -> None:
+        next_poll = time.monotonic()
         while True:
             try:
-                entry = self._tasks.get(timeout=max(next_look - time.monotonic(), 0.0))
+                task = self._tasks.get(timeout=max(next_poll - time.monotonic(), 0.0))
             except queue.Empty:
-                self._call(self._look)
-                next_look = time.monotonic() + self._seconds
+                self._run(self._poll, Future())
+                next_poll = time.monotonic() + self._seconds
                 continue
-            if entry is None:
+            if task is None:
                 return
-            task, future = entry
-            self._call(task, future)
-            next_look = time.monotonic()
+            task()
+            next_poll = time.monotonic()
 
-    def _call(self, task: Callable[[], Any], future: Future[Any] | None = None) -> None:
-        """Whatever a user's module or a full disk raises is told, and the panel goes on."""
+    def _run(self, task: Callable[[], T], future: Future[T]) -> None:
+        """Run a task; any error, of a user's module or a full disk, is reported."""
         try:
             value = task()
         except BaseException as error:
-            self._failed(error)
-            if future is not None:
-                future.set_exception(error)
+            self._on_error(error)
+            future.set_exception(error)
         else:
-            if future is not None:
-                future.set_result(value)
-
-
-# --- background notebooks ---
-# The notebooks that a panel has started, until their run is there, and to their own end.
+            future.set_result(value)
 
 
 class BackgroundNotebooks:
-    """Notebooks in the background; looked at by the clock's thread.
+    """The notebooks that a panel has started; used by the panel's thread.
 
     Attributes:
         last: the one that was started last; None: none was.
-        starting: the one whose run is not there yet; None: there is none.
-        run: the folder of the run that was started last, once it is there.
+        starting: the one whose run does not exist yet; None: there is none.
     """
 
     def __init__(self) -> None:
         self.last: NotebookHandle | None = None
         self.starting: NotebookHandle | None = None
-        self.run: Future[Path] = Future()
-        self._at_work: list[NotebookHandle] = []
+        self._run: Future[Path] = Future()
+        self._running: list[NotebookHandle] = []
 
     def add(self, notebook: NotebookHandle) -> Future[Path]:
-        """Follow another notebook; its run's folder, once it is there."""
+        """Follow another notebook; the future gets the folder of its run."""
         self.last = self.starting = notebook
-        self.run = Future()
-        return self.run
+        self._run = Future()
+        return self._run
 
-    def look(self) -> Path | None:
-        """The folder of a run that has come since the last look; None: none has.
+    def poll(self) -> Path | None:
+        """Return the folder of a run that appeared since the last call; None: none did.
 
         Raises:
-            NotebookFailed: a notebook has failed, before its run came or after.
+            NotebookFailed: a notebook has failed, before its run appeared or after.
         """
-        for notebook in [one for one in self._at_work if one.done()]:
-            self._at_work.remove(notebook)
+        for notebook in [notebook for notebook in self._running if notebook.done()]:
+            self._running.remove(notebook)
             notebook.result()
-        return None if self.starting is None else self._arrived(self.starting)
+        return None if self.starting is None else self._poll_run(self.starting)
 
-    def said(self) -> str:
-        """What is waited for, in words; empty: nothing is."""
+    def status_text(self) -> str:
+        """Describe the notebook that is starting; empty: there is none."""
         if self.starting is None:
             return ""
         return f"starting the notebook {self.starting.output}; its log: {self.starting.log}"
 
-    def _arrived(self, notebook: NotebookHandle) -> Path | None:
-        done = notebook.done()  # asked first: what it starts before its end is in the list then
+    def _poll_run(self, notebook: NotebookHandle) -> Path | None:
+        done = notebook.done()  # first, since what it starts before its end is listed then
         if runs := notebook.runs:
             self.starting = None
-            self._at_work.append(notebook)
-            self.run.set_result(runs[-1])
+            self._running.append(notebook)
+            self._run.set_result(runs[-1])
             return runs[-1]
         if done:
             self.starting = None
-            self._failed(notebook)
+            self._raise_failure(notebook)
         return None
 
-    def _failed(self, notebook: NotebookHandle) -> None:
+    def _raise_failure(self, notebook: NotebookHandle) -> None:
         try:
             notebook.result()
             raise LaunchError(
-                f"the notebook {notebook.output} came to its end, and started nothing",
+                f"the notebook {notebook.output} ended without starting a run",
                 do="look at its cells",
             )
         except BaseException as error:
-            self.run.set_exception(error)
+            self._run.set_exception(error)
             raise
-
-
-# --- the controller ---
 
 
 class Controller:
@@ -192,268 +180,265 @@ class Controller:
 
     Args:
         train: the training function; None: the one that ``task`` names.
-        draft: what the form begins with.
+        form: the form's first contents.
 
     Attributes:
-        state: what is watched; None: nothing is.
+        state: of the watched run; None: none is watched.
         board: the widgets.
-        clock: the thread in which all this happens.
+        notebooks: those that were started here.
+        worker: the thread in which all tasks run, and in which alone the state changes.
     """
 
-    def __init__(self, train: actions.Train | None, draft: Draft) -> None:
+    def __init__(self, train: actions.Train | None, form: FormState) -> None:
         self._train = train
         self.state: State | None = None
         self._handle: RunHandle | None = None
-        self._checked = Checked()
-        self._entry = Entered(draft, 0, 0)
+        self._validation = Validation()
+        self._snapshot = FormSnapshot(form, 0, 0)
         self._stale = True
         self._pressing = threading.Lock()
-        self._pressed: dict[str, Future[Any]] = {}
-        self.board = Board(Form(draft, self._typed))
-        self._links, self._begun = Links(), BackgroundNotebooks()
+        self._pressed: dict[str, Future[Future[Path] | None]] = {}
+        self.board = Board(Form(form, self._on_edit))
+        self._links, self.notebooks = Links(), BackgroundNotebooks()
         self._drawing = Drawing(self.board, train, self._links)
-        self.clock = Clock(self.look, self._failed)
-        self._listen()
-        # The first look, so that it is shown complete; what it raises is told as later on.
-        self.clock.do(self.look).exception()
-
-    @property
-    def notebook(self) -> NotebookHandle | None:
-        """What was started last of those that run in the background; None: nothing was."""
-        return self._begun.last
+        self.worker = WorkerThread(self.poll, self._show_error)
+        self._observe_widgets()
+        # A first poll, so that the panel is shown complete; its errors are shown like later ones.
+        self.worker.submit(self.poll).exception()
 
     @property
     def output_dir(self) -> str:
-        """Where the runs lie, by the form."""
-        config = self._checked.config
+        """The folder of the runs, by the form."""
+        config = self._validation.config
         return config.runtime.output_dir if config is not None else "outputs"
 
-    def check(self) -> Checked:
-        """What stands in the form now."""
-        return self.board.form.draft.copy().check()
+    def validate(self) -> Validation:
+        """Validate what stands in the form now."""
+        return self.board.form.state.copy().validate()
 
-    def press(self, name: str) -> Future[Any]:
-        """Have a button's task done, once for all presses until it is.
+    def press(self, name: str) -> Future[Future[Path] | None]:
+        """Submit a button's task; pressing it again before the task is done submits no other.
 
         Returns:
-            None, once it is done; of what a notebook is going to start: the folder, once it is
-            there.
+            The task's future. Its result is None, or a future of the run's folder if the task has
+            started a notebook.
         """
         with self._pressing:
             if name not in self._pressed:
                 if name in self.board.buttons:
                     self.board.buttons[name].disabled = True
-                self._pressed[name] = self.clock.do(partial(self._do, name, self._entered()))
+                task = partial(self._run_button, name, self._take_snapshot())
+                self._pressed[name] = self.worker.submit(task)
             return self._pressed[name]
 
+    def close(self) -> None:
+        """End the thread and the widgets."""
+        self.worker.close()
+        self._links.close()
+        for widget in (*self.board.form.rows, self.board.root):
+            close_widget(widget)
+
+    # --- callbacks of widgets, in any thread ---
+
+    def _observe_widgets(self) -> None:
+        board = self.board
+        for name, button in board.buttons.items():
+            button.on_click(lambda _, name=name: self.press(name))
+        board.load.on_click(lambda _: self._submit_with_file(self._load))
+        board.save.on_click(lambda _: self._submit_with_file(self._save))
+        for name, button in board.links.items():
+            button.on_click(lambda _, name=name: self.worker.submit(partial(self._open, name)))
+        board.run.observe(self._on_run_chosen, "value")
+        board.sort.observe(self._on_sort_chosen, "value")
+        for widget in (board.sort, board.down, board.part, board.log):
+            widget.observe(self._on_view_changed, "value")
+        board.tabs.observe(self._on_view_changed, "selected_index")
+
+    def _take_snapshot(self) -> FormSnapshot:
+        board = self.board
+        return FormSnapshot(board.form.state.copy(), board.more.value, board.number.value)
+
+    def _submit_with_file(self, task: Callable[[str, FormState], None]) -> None:
+        board = self.board
+        self.worker.submit(partial(task, board.file.value, board.form.state.copy()))
+
+    def _on_edit(self) -> None:
+        self._stale = True
+        # The form calls this while it is made, before there is a thread.
+        if hasattr(self, "worker") and not self.worker.is_current:
+            self.worker.submit(lambda: None)  # a poll follows
+
+    def _on_view_changed(self, _: object) -> None:
+        if not self.worker.is_current:
+            self._on_edit()
+
+    def _on_sort_chosen(self, change: Mapping[str, str]) -> None:
+        if not self.worker.is_current:  # that thread fills the list
+            self.board.down.value = largest_first(self.state, change["new"])
+
+    def _on_run_chosen(self, change: Mapping[str, str]) -> None:
+        if not self.worker.is_current:
+            folder = Path(change["new"]) if change["new"] else None
+            self.worker.submit(lambda: self.watch(folder))
+
+    # --- tasks, in the panel's thread ---
+
     def watch(self, folder: Path | None) -> None:
-        """Show another folder; None: nothing."""
+        """Watch another folder; None: none."""
         self.state = None if folder is None else read_state(folder)
         self._handle = None
         self._stale = True
 
     def text(self) -> str:
-        """What is shown, as text."""
-        return str(self.clock.ask(self._text))
+        """Format what is shown as text."""
+        texts = [plan_text(self.validate()), self.notebooks.status_text(), page_text(self.state)]
+        return "\n\n".join(text for text in texts if text)
 
     def html(self) -> str:
-        """What is shown, as a static picture."""
-        return str(self.clock.ask(self._html))
+        """Render what is shown as static HTML."""
+        return view(paragraph(plan_text(self.validate()))) + page_html(self.state)
 
-    def close(self) -> None:
-        """End the thread and the widgets."""
-        self.clock.close()
-        self._links.close()
-        for widget in (*self.board.form.rows, self.board.root):
-            close(widget)
-
-    # --- in the clock's thread, in which alone the state changes ---
-
-    def _text(self) -> str:
-        parts = [plan_text(self.check()), self._begun.said(), page_text(self.state)]
-        return "\n\n".join(part for part in parts if part)
-
-    def _html(self) -> str:
-        return boxed(said(plan_text(self.check()))) + page_html(self.state)
-
-    # --- in any thread ---
-
-    def _entered(self) -> Entered:
-        board = self.board
-        return Entered(board.form.draft.copy(), board.more.value, board.number.value)
-
-    def _listen(self) -> None:
-        board = self.board
-        for name, button in board.buttons.items():
-            button.on_click(lambda _, name=name: self.press(name))
-        for task, button in ((self._load, board.load), (self._save, board.save)):
-            button.on_click(
-                lambda _, task=task: self.clock.do(partial(task, board.file.value, self._entered()))
-            )
-        for name, button in board.links.items():
-            button.on_click(lambda _, name=name: self.clock.do(partial(self._open, name)))
-        board.run.observe(self._chosen, "value")
-        board.sort.observe(self._sorted, "value")
-        for widget in (board.sort, board.down, board.part, board.log):
-            widget.observe(self._turned, "value")
-        board.tabs.observe(self._turned, "selected_index")
-
-    def _typed(self) -> None:
-        self._stale = True
-        if hasattr(self, "clock") and not self.clock.here:
-            self.clock.do(lambda: None)
-
-    def _sorted(self, change: dict[str, Any]) -> None:
-        if not self.clock.here:  # there the list is filled anew
-            self.board.down.value = largest_first(self.state, change["new"])
-
-    def _turned(self, _: Any) -> None:
-        if not self.clock.here:
-            self._typed()
-
-    def _chosen(self, change: dict[str, Any]) -> None:
-        if not self.clock.here:
-            folder = Path(change["new"]) if change["new"] else None
-            self.clock.do(lambda: self.watch(folder))
-
-    # --- in the clock's thread ---
-
-    def _do(self, name: str, entered: Entered) -> Future[Path] | None:
+    def _run_button(self, name: str, snapshot: FormSnapshot) -> Future[Path] | None:
         try:
-            self._entry = entered
-            self._refuse(name)
-            self._say(f"{BUTTONS[name][0]} ...")
-            coming: Future[Path] | None = getattr(self, f"_{name}")()
-            return coming
+            self._snapshot = snapshot
+            self._refuse_if_disabled(name)
+            self._show_message(f"{BUTTONS[name][0]} ...")
+            run: Future[Path] | None = getattr(self, f"_{name}")()
+            return run
         finally:
             with self._pressing:
                 self._pressed.pop(name, None)
             self._stale = True
 
-    def _refuse(self, name: str) -> None:
-        """What is true now counts, not what was when the button was drawn."""
-        self._checked = self._entry.draft.check()
+    def _refuse_if_disabled(self, name: str) -> None:
+        """Check the present state, which may differ from when the button was drawn."""
+        self._validation = self._snapshot.state.validate()
         if self.state is not None:
-            self.state.look()
-        can = pressable(self.state, self._checked, self._begun.starting is not None)
-        if name not in can:
+            self.state.refresh()
+        starting = self.notebooks.starting is not None
+        enabled = enabled_buttons(self.state, self._validation, starting)
+        if name not in enabled:
+            label = BUTTONS[name][0] if name in BUTTONS else name
+            reason = disabled_reason(name, self.state, self._validation, starting)
             raise LaunchError(
-                f"{BUTTONS[name][0] if name in BUTTONS else name} cannot be pressed now"
-                + why_not(name, self.state, self._checked, self._begun.starting is not None),
-                allowed=", ".join(one for one in BUTTONS if one in can) or "nothing",
+                f"{label} cannot be pressed now{reason}",
+                allowed=", ".join(button for button in BUTTONS if button in enabled) or "nothing",
                 do="look at the overview and at the errors in the form",
             )
 
     def _launch(self) -> Future[Path] | None:
-        config = self._checked.config
-        assert config is not None  # else it could not be pressed
-        return self._started(actions.start_run(self._train, config), "launched")
+        config = self._validation.config
+        assert config is not None  # else the button is disabled
+        return self._follow_started(actions.start_run(self._train, config), "launched")
 
     def _sweep(self) -> Future[Path] | None:
-        config, draft = self._checked.config, self._entry.draft
+        config, form = self._validation.config, self._snapshot.state
         assert config is not None
-        handle = actions.start_sweep(self._train, config, draft.searched(), draft.count())
-        return self._started(handle, "started")
+        handle = actions.start_sweep(self._train, config, form.parsed_space(), form.n_trials())
+        return self._follow_started(handle, "started")
 
     def _go_on(self) -> None:
         state = self._watched()
         if state.status == "paused":
-            actions.resume(state)
-            self._say("going on")
+            actions.search_handle(state).resume()
+            self._show_message("resuming")
         else:
-            self._started(actions.go_on(state, self._train), "going on")
+            self._follow_started(actions.resume_unfinished(state, self._train), "resuming")
 
     def _train_best(self) -> Future[Path] | None:
-        return self._started(actions.train_best(self._watched(), self._train), "training the best")
+        handle = actions.train_best(self._watched(), self._train)
+        return self._follow_started(handle, "training the best")
 
     def _pause(self) -> None:
-        actions.pause(self._watched())
-        self._say("asked to pause: what runs is finished first")
+        actions.search_handle(self._watched()).pause()
+        self._show_message("asked to pause: what runs is finished first")
 
     def _stop(self) -> None:
-        if self._begun.starting is not None:
-            self._begun.starting.stop()
-            self._say("asked the notebook to end")
+        if self.notebooks.starting is not None:
+            self.notebooks.starting.stop()
+            self._show_message("asked the notebook to stop")
         else:
             actions.stop(self._watched())
-            self._say("asked to stop: all leave at their next report")
+            self._show_message("asked to stop: all ranks stop at their next report")
 
     def _stop_trial(self) -> None:
-        actions.stop_trial(self._watched(), self._entry.number)
-        self._say(f"asked trial {self._entry.number} to end")
+        number = self._snapshot.number
+        actions.stop_trial(self._watched(), number)
+        self._show_message(f"asked trial {number} to stop")
 
     def _add_trials(self) -> None:
-        actions.add_trials(self._watched(), self._entry.more)
-        self._say(f"asked for {self._entry.more} more trials")
+        count = self._snapshot.more
+        actions.sweep_handle(self._watched()).add_trials(count)
+        self._show_message(f"asked for {count} more trials")
 
     def _open(self, name: str) -> None:
-        self._links.open(name, self.state, self.check())
+        self._links.open(name, self.state, self.validate())
         self._stale = True
 
-    def _load(self, file: str, entered: Entered) -> None:
-        draft = Draft(load_config(file), entered.draft.space)
-        draft.trials = entered.draft.trials
-        self.board.form.load(draft)
+    def _load(self, file: str, form: FormState) -> None:
+        loaded = FormState(load_config(file), form.space)
+        loaded.trials = form.trials
+        self.board.form.load(loaded)
         self._stale = True
-        self._say(f"loaded {file}")
+        self._show_message(f"loaded {file}")
 
-    def _save(self, file: str, entered: Entered) -> None:
-        checked = entered.draft.check()
-        if checked.config is None:
+    def _save(self, file: str, form: FormState) -> None:
+        config = form.validate().config
+        if config is None:
             raise LaunchError("the settings are not saved: something in the form is wrong")
         path = Path(file).expanduser()
-        write_whole(path, checked.config.to_yaml())
-        self._say(f"saved to {path.absolute()}")
+        write_whole(path, config.to_yaml())
+        self._show_message(f"saved to {path.absolute()}")
 
-    def _started(self, handle: actions.Started, how: str) -> Future[Path] | None:
+    def _follow_started(self, handle: actions.Started, verb: str) -> Future[Path] | None:
+        """Watch what was started; a notebook's run later, once it exists."""
         if isinstance(handle, NotebookHandle):
-            self.watch(None)  # until there is a run of it
-            coming = self._begun.add(handle)
-            self._say(self._begun.said())
-            return coming
+            self.watch(None)
+            run = self.notebooks.add(handle)
+            self._show_message(self.notebooks.status_text())
+            return run
         self.watch(handle.paths.folder)
-        self._handle = handle  # its line is open: it is listened to at each look
-        self._say(f"{how}: {handle.paths.folder}")
+        self._handle = handle  # each poll reads its connection
+        self._show_message(f"{verb}: {handle.paths.folder}")
         return None
 
     def _watched(self) -> State:
-        assert self.state is not None  # else nothing could be pressed
+        assert self.state is not None  # else the button is disabled
         return self.state
 
-    def _say(self, text: str) -> None:
-        self.board.message.value = boxed(said(text))
+    def _show_message(self, text: str) -> None:
+        self.board.message.value = view(paragraph(text))
 
-    def _failed(self, error: BaseException) -> None:
-        told = (
-            str(error) if isinstance(error, NbtoolkitError) else f"{type(error).__name__}: {error}"
-        )
-        with contextlib.suppress(Exception):  # the kernel's end: nobody is there to be told
-            self.board.message.value = boxed(wrong(told))
+    def _show_error(self, error: BaseException) -> None:
+        ours = isinstance(error, NbtoolkitError)
+        text = str(error) if ours else f"{type(error).__name__}: {error}"
+        with contextlib.suppress(Exception):  # the kernel is exiting
+            self.board.message.value = view(alert(text))
             self._stale = True
 
-    # --- drawing, in the clock's thread ---
+    # --- drawing, in the panel's thread ---
 
-    def look(self) -> None:
-        """Take what is new and draw it; called by the clock."""
-        self._follow()
-        news = self._stale
+    def poll(self) -> None:
+        """Read what is new and draw it."""
+        self._poll_notebooks()
+        draws = self._stale
         self._stale = False
         if self._handle is not None:
-            self._handle.done()  # takes what its supervisor says, so that the line never fills
+            self._handle.done()  # reads its connection, so that it never fills
         if self.state is not None:
-            news = self.state.look() or news or self.state.live  # times and devices change
-        self._drawing.offer_runs(self.state, self.output_dir)
-        if news or self._links.starting:
-            draft = self.board.form.draft.copy()
-            self._checked = draft.check()
-            pressed, starting = self._pressed, self._begun.starting is not None
-            self._drawing.draw(self.state, draft, self._checked, pressed, starting)
+            draws = self.state.refresh() or draws or self.state.live  # times and devices change
+        self._drawing.list_runs(self.state, self.output_dir)
+        if draws or self._links.starting:
+            form = self.board.form.state.copy()
+            self._validation = form.validate()
+            starting = self.notebooks.starting is not None
+            self._drawing.draw(self.state, form, self._validation, self._pressed, starting)
 
-    def _follow(self) -> None:
-        """Watch the run of a notebook when it is there; tell how a notebook has failed."""
+    def _poll_notebooks(self) -> None:
+        """Watch a notebook's run once it exists; show why a notebook has failed."""
         try:
-            if folder := self._begun.look():
+            if folder := self.notebooks.poll():
                 self.watch(folder)
-                self._say(f"the notebook has started: {folder}")
+                self._show_message(f"the notebook has started: {folder}")
         except NbtoolkitError as error:
-            self._failed(error)
+            self._show_error(error)

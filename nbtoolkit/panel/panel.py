@@ -5,74 +5,31 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from nbtoolkit.config.layers import file_layer
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
+from nbtoolkit.config.yaml_source import dump
 from nbtoolkit.errors import LaunchError, MissingExtra
-from nbtoolkit.panel.actions import space_text
 from nbtoolkit.panel.controller import Controller
-from nbtoolkit.panel.form import Draft
+from nbtoolkit.panel.form import FormState
 from nbtoolkit.run.paths import find_run
 
-# --- a cell that is run again ---
-# A cell that is run again replaces its panel.
-#
-# Else the one before would go on looking and drawing, for widgets that nobody sees: ten runs of a
-# cell, and the browser gets every table ten times a second.
-
-
-class Closes(Protocol):
-    """What can be closed."""
-
-    def close(self) -> None:
-        """End it."""
-
-
-_MADE: dict[str, tuple[int, list[Closes]]] = {}
-"""Cell -> which run of a cell made panels in it last, and those."""
-
-
-def replace(panel: Closes, modules: Mapping[str, Any] | None = None) -> None:
-    """Keep a new panel, and close those that an earlier run of the same cell has made.
-
-    Args:
-        panel: made in the cell that runs now.
-        modules: the modules imported so far; default: this process's.
-    """
-    cell, number = _running(sys.modules if modules is None else modules)
-    if not cell:
-        return
-    before, panels = _MADE.get(cell, (number, []))
-    _MADE[cell] = (number, [*panels, panel] if before == number else [panel])
-    for other in panels if before != number else []:
-        other.close()
-
-
-def _running(modules: Mapping[str, Any]) -> tuple[str, int]:
-    """The id of the cell that runs, and the number of its run; empty where no front end tells."""
-    ipython = modules.get("IPython")
-    shell: Any = ipython.get_ipython() if ipython is not None else None
-    if not hasattr(shell, "get_parent"):
-        return "", 0
-    return str(shell.get_parent().get("metadata", {}).get("cellId", "")), shell.execution_count
-
-
-# --- panel ---
-
-
 if TYPE_CHECKING:
+    import ipywidgets
+
     from nbtoolkit.notebooks.handle import NotebookHandle
     from nbtoolkit.panel.actions import Train
 
-    Source = str | os.PathLike[str] | Mapping[str, Any]
+    Source = str | os.PathLike[str] | Mapping[str, object]
 
-_SECONDS = 300.0  # to wait for a notebook's first run: its first cell may install packages
-_LOOK = 0.1  # seconds between two looks meanwhile
+_START_SECONDS = 300.0  # for a notebook's first run: its first cell may install packages
+_POLL_SECONDS = 0.1
 
 
 def panel(
@@ -80,15 +37,15 @@ def panel(
     config: ConfigLike = None,
     space: Source | None = None,
 ) -> Panel:
-    """A control panel for a cell: a form of all settings, buttons, and views of what runs.
+    """Open a control panel: a form of all settings, buttons, and views of what runs.
 
-    What it starts is detached: it goes on when the kernel ends, and another panel can watch it.
-    Where nothing shows widgets (papermill, a terminal, a saved notebook) it is text and a picture.
+    What it starts is detached: it continues when the kernel ends, and another panel can watch it.
+    Without widgets (papermill, a terminal, a saved notebook) it is text and static HTML.
 
     Args:
         train: the training function, as for :func:`nbtoolkit.launch`; None: the one that
             ``config.task`` names.
-        config: what the form begins with: a Config, a path to YAML, or a dict; None: the defaults.
+        config: the form's first values: a Config, a path to YAML, or a dict; None: the defaults.
         space: what is searched, as for :func:`nbtoolkit.sweep`; None: it may be typed.
 
     Returns:
@@ -101,111 +58,141 @@ def panel(
     """
     if find_spec("ipywidgets") is None:
         raise MissingExtra("the panel needs ipywidgets", do="pip install 'nbtoolkit-torch[panel]'")
-    made = Panel(train, Draft(as_config(config, None), _text(space)))
-    replace(made)
-    return made
+    opened = Panel(train, FormState(as_config(config, None), _space_text(space)))
+    _close_previous(opened)
+    return opened
+
+
+def _space_text(space: Source | None) -> str:
+    """Return a space as YAML text for the form."""
+    if space is None:
+        return ""
+    return dump(space if isinstance(space, Mapping) else file_layer(space).values)
 
 
 class Panel:
-    """A panel; made by :func:`panel`."""
+    """A control panel; made by :func:`panel`."""
 
-    def __init__(self, train: Callable[..., Any] | None, draft: Draft) -> None:
-        self._desk = Controller(train, draft)
+    def __init__(self, train: Train | None, form: FormState) -> None:
+        self._controller = Controller(train, form)
 
     @property
     def folder(self) -> Path | None:
-        """The folder that is watched; ``nb.attach`` takes it. None: nothing is."""
-        state = self._desk.state
+        """The watched folder, for ``nb.attach``; None: none is watched."""
+        state = self._controller.state
         return None if state is None else state.paths.folder
 
     @property
     def notebook(self) -> NotebookHandle | None:
-        """The notebook that was started last; None: none was (a panel of a cell's function)."""
-        return self._desk.notebook
+        """The notebook that was started last; None: none was (the panel has a function)."""
+        return self._controller.notebooks.last
 
     @property
     def config(self) -> Config | None:
-        """The configuration that stands in the form; None: something in it is wrong."""
-        return self._desk.check().config
+        """The configuration in the form; None: something in it is wrong."""
+        return self._controller.validate().config
 
     @property
-    def widget(self) -> Any:
-        """The widget itself, to be put beside others."""
-        return self._desk.board.root
+    def widget(self) -> ipywidgets.VBox:
+        """The widget itself, to be placed beside others."""
+        return self._controller.board.root
 
     def press(self, button: str) -> None:
-        """Do what a button does, and wait until it is done: until a run has a folder, too.
+        """Press a button and wait until its task is done; until a new run has a folder, too.
 
         Args:
             button: ``"launch"``, ``"sweep"``, ``"pause"``, ``"go_on"``, ``"stop"``,
                 ``"add_trials"``, ``"stop_trial"`` or ``"train_best"``.
 
         Raises:
-            LaunchError: the button cannot be pressed now, or there is none of that name; a notebook
-                that was started has started no run after five minutes (it goes on).
-            NbtoolkitError: what was started could not be.
+            LaunchError: the button is disabled, or there is none of that name; or a notebook has
+                not started its run after five minutes (it continues).
+            NbtoolkitError: the task has failed.
         """
-        coming = self._desk.press(button).result()
-        if coming is not None:
-            self._wait_for(coming)
+        run = self._controller.press(button).result()
+        if run is not None:
+            self._wait_for(run)
 
-    def _wait_for(self, run: Future[Path], seconds: float = _SECONDS) -> None:
-        """Look more often than the clock does; between two looks it does what else is pressed."""
+    def _wait_for(self, run: Future[Path], seconds: float = _START_SECONDS) -> None:
+        """Wait for a run's folder; other buttons' tasks run meanwhile."""
         end = time.monotonic() + seconds
         while not run.done() and time.monotonic() < end:
-            futures.wait([run], _LOOK)
+            futures.wait([run], _POLL_SECONDS)
             self.refresh()
         if not run.done():
             raise LaunchError(
-                f"no run has begun after {seconds:.0f} s; the notebook goes on",
+                f"no run has started after {seconds:.0f} s; the notebook continues",
                 do="look at its log: print(panel)",
             )
         run.result()
 
     def watch(self, run: str | os.PathLike[str] | None) -> None:
-        """Show another run.
+        """Watch another run.
 
         Args:
-            run: its folder, or its id in the output folder; None: show none.
+            run: its folder, or its id in the output folder; None: watch none.
 
         Raises:
             LaunchError: there is none.
         """
-        folder = None if run is None else find_run(run, self._desk.output_dir).folder
-        self._desk.clock.do(lambda: self._desk.watch(folder)).result()
+        controller = self._controller
+        folder = None if run is None else find_run(run, controller.output_dir).folder
+        controller.worker.submit(lambda: controller.watch(folder)).result()
 
     def refresh(self) -> None:
-        """Look at the folder now instead of within a second."""
-        self._desk.clock.do(self._desk.look).result()
+        """Read the folder now instead of within a second."""
+        self._controller.worker.submit(self._controller.poll).result()
 
     def close(self) -> None:
-        """End the panel's thread and its widgets; what runs goes on."""
-        self._desk.close()
+        """End the panel's thread and its widgets; what runs continues."""
+        self._controller.close()
 
     def text(self) -> str:
-        """What the panel shows now, as text."""
-        return self._desk.text()
+        """Return what the panel shows now as text."""
+        return self._controller.worker.call(self._controller.text)
 
     def html(self) -> str:
-        """What the panel shows now, as a static picture: tables and curves, without buttons."""
-        return self._desk.html()
+        """Return what the panel shows now as static HTML: tables and curves, without buttons."""
+        return self._controller.worker.call(self._controller.html)
 
     def __repr__(self) -> str:
         return self.text()
 
-    def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
-        """The widget for who can show it, HTML and text for all others."""
-        bundle = self.widget._repr_mimebundle_()
-        shown: dict[str, Any] = dict(bundle[0] if isinstance(bundle, tuple) else bundle or {})
-        return {**shown, "text/plain": self.text(), "text/html": self.html()}
+    def _repr_mimebundle_(self, **_: object) -> dict[str, object]:
+        """Return the widget, and HTML and text for front ends that cannot show it."""
+        bundle: Any = self.widget._repr_mimebundle_()  # with metadata in some versions
+        data = bundle[0] if isinstance(bundle, tuple) else bundle or {}
+        return {**data, "text/plain": self.text(), "text/html": self.html()}
 
 
-def _text(space: Source | None) -> str:
-    """A space as the YAML text that is edited."""
-    if space is None:
-        return ""
-    if isinstance(space, Mapping):
-        return space_text(space)
-    from nbtoolkit.config.layers import file_layer
+# --- one panel per cell ---
 
-    return space_text(file_layer(space).values)
+_OPENED: dict[str, tuple[int, list[Panel]]] = {}
+"""By cell: the number of the execution that last opened panels in it, and those panels."""
+
+
+def _close_previous(opened: Panel) -> None:
+    """Keep a new panel, and close those that an earlier execution of the same cell opened.
+
+    Nobody sees their widgets, but they would continue to read and draw: after ten executions of a
+    cell, the browser gets every table ten times a second.
+    """
+    cell, execution = _running_cell()
+    if not cell:
+        return
+    previous, panels = _OPENED.get(cell, (execution, []))
+    if previous == execution:
+        _OPENED[cell] = (execution, [*panels, opened])
+        return
+    _OPENED[cell] = (execution, [opened])
+    for other in panels:
+        other.close()
+
+
+def _running_cell() -> tuple[str, int]:
+    """Return the id of the running cell and its execution count; empty where it has no id."""
+    ipython = sys.modules.get("IPython")
+    shell: Any = ipython.get_ipython() if ipython is not None else None
+    if not hasattr(shell, "get_parent"):
+        return "", 0
+    return str(shell.get_parent().get("metadata", {}).get("cellId", "")), shell.execution_count

@@ -1,1 +1,1 @@
-"""Reports: what lies in the folders of runs, as cells and as a page."""
+"""The report on a folder of runs, sweeps and cross-validations, from their files alone."""

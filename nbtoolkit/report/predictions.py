@@ -1,4 +1,9 @@
-"""Read a run's predictions of its validation set without executing pickled code."""
+"""Read a run's predictions of its validation set without executing pickled code.
+
+A pickle may call any function (https://docs.python.org/3/library/pickle.html#restricting-globals),
+and a report is also made of folders from elsewhere. The reader here knows only the names that
+arrays and tensors need.
+"""
 
 from __future__ import annotations
 
@@ -9,58 +14,62 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from nbtoolkit.run.paths import RunPaths
 
-# --- plain pickle ---
-# Plain pickle: reads what a run returned as far as it is plain data, and executes nothing.
-#
-# A pickle may call any function (https://docs.python.org/3/library/pickle.html#restricting-
-# globals). A report is also made of folders that came from elsewhere, so that here only the names
-# that arrays and tensors need are known.
-
-
-LARGEST = 200_000_000  # bytes: a report is no place for more
+LARGEST = 200_000_000
+"""Bytes of the largest file that is read."""
 
 _NUMPY = (("multiarray", "_reconstruct"), ("multiarray", "scalar"), ("numeric", "_frombuffer"))
-_KNOWN = {
+_ALLOWED = {
     ("numpy", "ndarray"),
     ("numpy", "dtype"),
     ("_codecs", "encode"),  # bytes, in pickles of old protocols
-    # NumPy 2 has renamed its core; each version reads the other's names
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch._utils", "_rebuild_parameter"),
+    # NumPy 2 has renamed its core; each version reads the other's names.
     *((f"numpy.{core}.{module}", name) for core in ("core", "_core") for module, name in _NUMPY),
 }
-_TENSORS = {"_rebuild_tensor_v2", "_rebuild_parameter"}
+
+TRUE_KEYS, PREDICTED_KEY = ("labels", "targets"), "predictions"
+"""Keys of the dict that a training function returns, as those of ``nbtoolkit.tasks`` do."""
+
+_NOT_ONE_EACH = "its predictions are not one class or number for each sample"
+
+Class: TypeAlias = int | str
+Prediction: TypeAlias = int | float | str
 
 
 class NotPlain(Exception):
-    """A return value holds something that is no plain data, array or tensor; names it."""
+    """A return value holds something else than plain data, arrays and tensors; names it."""
+
+
+class NoPredictions(Exception):
+    """A run has no predictions that can be shown; says why."""
 
 
 class _Reader(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _KNOWN:
-            return getattr(import_module(module), name)
-        if module == "torch._utils" and name in _TENSORS:
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) in _ALLOWED:
             return getattr(import_module(module), name)
         if (module, name) == ("torch.storage", "_load_from_bytes"):
-            return _storage
+            return _tensor_storage
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         raise NotPlain(f"{module}.{name}")
 
 
-def _storage(data: bytes) -> Any:
-    """A tensor's numbers; torch's own function for that would execute what is in them."""
+def _tensor_storage(data: bytes) -> object:
+    """Read a tensor's numbers; torch's own function would execute what is in them."""
     import torch
 
-    load: Callable[..., Any] = torch.load
+    load: Callable[..., object] = torch.load
     return load(io.BytesIO(data), weights_only=True)
 
 
-def read_plain(file: Path) -> Any:
-    """What a rank returned.
+def read_plain(file: Path) -> object:
+    """Read what a rank returned.
 
     Args:
         file: a pickle, as in ``values/`` of a run's folder.
@@ -75,21 +84,8 @@ def read_plain(file: Path) -> Any:
         return _Reader(io.BytesIO(file.read_bytes())).load()
     except NotPlain:
         raise
-    except Exception as error:  # a damaged pickle raises whatever it likes
+    except Exception as error:  # a damaged pickle may raise any type
         raise NotPlain(f"{type(error).__name__}: {error}") from error
-
-
-# --- predictions ---
-
-
-TRUE, PREDICTED = ("labels", "targets"), "predictions"
-"""The keys of the dict that a training function returns (``nbtoolkit.tasks`` do)."""
-
-Class: TypeAlias = int | str
-
-
-class NoPredictions(Exception):
-    """A run keeps no predictions that could be shown; says why."""
 
 
 @dataclass(frozen=True)
@@ -97,43 +93,43 @@ class Predictions:
     """One prediction for each sample.
 
     Attributes:
-        true: what each sample is.
-        predicted: what it was taken for.
+        true: each sample's class or value.
+        predicted: what was predicted for it.
     """
 
-    true: tuple[Any, ...]
-    predicted: tuple[Any, ...]
+    true: tuple[Prediction, ...]
+    predicted: tuple[Prediction, ...]
 
     @property
     def are_classes(self) -> bool:
-        """Whether they are classes (whole numbers, booleans, texts) rather than quantities."""
+        """Whether all are classes (integers, booleans, texts) rather than quantities."""
         return all(isinstance(value, (int, str)) for value in (*self.true, *self.predicted))
 
     @property
     def are_numbers(self) -> bool:
-        """Whether both can be compared as quantities."""
+        """Whether all are numbers."""
         return all(isinstance(value, (int, float)) for value in (*self.true, *self.predicted))
 
     @property
     def classes(self) -> list[Class]:
         """Every class that occurs, in order; texts after numbers."""
-        found = {*self.true, *self.predicted}
-        return sorted(found, key=lambda one: (isinstance(one, str), one))
+        classes = cast("set[Class]", {*self.true, *self.predicted})
+        return sorted(classes, key=lambda value: (isinstance(value, str), value))
 
     @property
-    def counts(self) -> Counter[tuple[Class, Class]]:
-        """How often each class (first) was taken for each other (second)."""
+    def counts(self) -> Counter[tuple[Prediction, Prediction]]:
+        """The number of samples of each pair of true and predicted class."""
         return Counter(zip(self.true, self.predicted, strict=True))
 
     @property
     def accuracy(self) -> float:
-        """The share that is right."""
+        """The share of samples that were predicted right."""
         right = sum(n for (true, predicted), n in self.counts.items() if true == predicted)
         return right / len(self.true)
 
 
 def predictions_of(paths: RunPaths) -> Predictions:
-    """What rank 0 of a run returned as ``"predictions"``, with its ``"labels"`` or ``"targets"``.
+    """Read what rank 0 returned as ``"predictions"``, with its ``"labels"`` or ``"targets"``.
 
     Raises:
         NoPredictions: it returned none, or something else.
@@ -146,32 +142,32 @@ def predictions_of(paths: RunPaths) -> Predictions:
         raise NoPredictions(f"what it returned is not read: {reason}") from None
     if not isinstance(value, Mapping):
         raise NoPredictions(f"it returned no dict, but a {type(value).__name__}")
-    true = next((value[name] for name in TRUE if name in value), None)
-    if true is None or PREDICTED not in value:
+    true = next((value[key] for key in TRUE_KEYS if key in value), None)
+    if true is None or PREDICTED_KEY not in value:
         raise NoPredictions('it returned no "predictions" with "labels" or "targets"')
-    return _checked(_listed(true), _listed(value[PREDICTED]))
+    labels, predicted = _listed(true), _listed(value[PREDICTED_KEY])
+    if len(labels) != len(predicted) or not labels:
+        raise NoPredictions(f"{len(predicted)} predictions for {len(labels)} samples")
+    predictions = Predictions(tuple(labels), tuple(predicted))
+    if not (predictions.are_classes or predictions.are_numbers):
+        raise NoPredictions(_NOT_ONE_EACH)
+    return predictions
 
 
 def joined(parts: Iterable[Predictions]) -> Predictions:
-    """The predictions of several folds as one."""
-    several = list(parts)
+    """Join the predictions of several folds."""
+    parts = list(parts)
     return Predictions(
-        tuple(value for part in several for value in part.true),
-        tuple(value for part in several for value in part.predicted),
+        tuple(value for part in parts for value in part.true),
+        tuple(value for part in parts for value in part.predicted),
     )
 
 
-def _checked(true: list[Any], predicted: list[Any]) -> Predictions:
-    if len(true) != len(predicted) or not true:
-        raise NoPredictions(f"{len(predicted)} predictions for {len(true)} samples")
-    found = Predictions(tuple(true), tuple(predicted))
-    if not (found.are_classes or found.are_numbers):
-        raise NoPredictions("its predictions are not one class or number for each sample")
-    return found
-
-
-def _listed(values: Any) -> list[Any]:
-    """The values of a list, array or tensor."""
+def _listed(values: Any) -> list[Prediction]:
+    """Return the values of a list, array or tensor, of whatever type they are."""
     if hasattr(values, "detach"):
         values = values.detach()
-    return list(values.tolist() if hasattr(values, "tolist") else values)
+    try:
+        return list(values.tolist() if hasattr(values, "tolist") else values)
+    except TypeError:  # a single number
+        raise NoPredictions(_NOT_ONE_EACH) from None

@@ -10,16 +10,18 @@ from pathlib import Path
 
 from nbtoolkit.errors import ReportFolderError
 from nbtoolkit.report.charts import confusion, curves, throughput
-from nbtoolkit.report.run_summary import RunSummary, counted, read_run_summary
+from nbtoolkit.report.run_summary import RunSummary, read_run_summary
 from nbtoolkit.report.section import Picture, ReportSection
 from nbtoolkit.report.sections import differences, folds, overview, sweeps
 from nbtoolkit.run.paths import RunPaths, age_key, write_whole
+from nbtoolkit.text_table import counted
 
-# --- page ---
-# A report as one HTML file that needs nothing else, light or dark as its reader's system.
+FILE = "report.html"
 
+DEPTH = 4
+"""Levels of folders below the reported one in which runs are looked for."""
 
-# Text on ground has a contrast of 15 and more, what is dimmed 6 and more (WCAG AA wants 4.5).
+# Text has a contrast of 15 and more to its background, dimmed text 6 and more (WCAG AA: 4.5).
 _STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --text: #1f2328; --dim: #59636e;
   --line: #d1d9e0; --band: #f6f8fa; }
@@ -40,114 +42,46 @@ svg { display: block; height: auto; max-width: 100%; }
 """
 
 
-def page(title: str, subtitle: str, sections: Sequence[ReportSection]) -> str:
-    """The whole page.
+def report(
+    folder: str | os.PathLike[str] = "outputs", output: str | os.PathLike[str] | None = None
+) -> Path:
+    """Write a page on all runs in a folder, from their files alone; nothing in them is executed.
+
+    The page holds a table of the runs, learning curves, sweeps with history, parameter importance
+    and slices, cross-validations, confusion matrices, throughput and device use, and the settings
+    in which the runs differ. It is a single file that needs no network, for light and dark themes.
 
     Args:
-        title: its heading.
-        subtitle: a sentence below.
-        sections: its contents.
+        folder: a run's folder, or one that holds runs.
+        output: the page; None: ``report.html`` in ``folder``.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        ReportFolderError: there is no such folder, or the page cannot be written.
+        MissingExtra: Matplotlib is not installed.
     """
-    links = "".join(f'<a href="#{_id(one)}">{escape(one.title)}</a>' for one in sections)
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title>
-<style>{_STYLE}</style>
-</head>
-<body>
-<h1>{escape(title)}</h1>
-<p class="dim">{escape(subtitle)}</p>
-<nav>{links}</nav>
-{"".join(map(_section, sections))}
-</body>
-</html>
-"""
-
-
-def _section(section: ReportSection) -> str:
-    parts = "\n".join(f'<div class="part">{_markup(part)}</div>' for part in section.parts)
-    return f'<h2 id="{_id(section)}">{escape(section.title)}</h2>\n{parts}\n'
-
-
-def _markup(part: str | Picture) -> str:
-    return part.svg() if isinstance(part, Picture) else part
-
-
-def _id(section: ReportSection) -> str:
-    return section.title.lower().replace(" ", "-")
-
-
-# --- contents ---
-# A report's sections, made from the folders of runs alone.
-
-
-DEPTH = 4  # folders below the one that is reported on
-
-
-class RunsReport:
-    """What the folders of runs tell; each section is made when it is first asked for.
-
-    Attributes:
-        folder: what is reported on.
-        stories: the runs, sweeps and cross-validations in it, oldest first.
-    """
-
-    def __init__(self, folder: Path, stories: Sequence[RunSummary]) -> None:
-        self.folder, self.stories = folder, list(stories)
-
-    @cached_property
-    def overview(self) -> ReportSection:
-        """All runs in one table."""
-        return overview(self.stories)
-
-    @cached_property
-    def curves(self) -> ReportSection:
-        """Learning curves of the newest runs."""
-        return curves(self.stories)
-
-    @cached_property
-    def sweeps(self) -> ReportSection:
-        """Best trials, history, importances and slices of the newest sweeps."""
-        return sweeps(self.stories)
-
-    @cached_property
-    def folds(self) -> ReportSection:
-        """Scores of the newest cross-validations, fold by fold."""
-        return folds(self.stories)
-
-    @cached_property
-    def confusion(self) -> ReportSection:
-        """Which class was taken for which."""
-        return confusion(self.stories)
-
-    @cached_property
-    def throughput(self) -> ReportSection:
-        """Samples a second, and use of the devices."""
-        return throughput(self.stories)
-
-    @cached_property
-    def differences(self) -> ReportSection:
-        """Settings that are not the same in all runs."""
-        return differences(self.stories)
-
-    @property
-    def sections(self) -> list[ReportSection]:
-        """All of them, in the order of the page."""
-        names = ("overview", "curves", "sweeps", "folds", "confusion", "throughput", "differences")
-        return [getattr(self, name) for name in names]
-
-    def __repr__(self) -> str:
-        return f"Report({len(self.stories)} runs, {self.folder})"
+    contents = read_report(folder)
+    target = contents.folder / FILE if output is None else Path(output).expanduser().absolute()
+    subtitle = f"{counted(len(contents.runs), 'run')} in {contents.folder}"
+    text = page(f"Report on {contents.folder.name}", subtitle, contents.sections)
+    try:
+        write_whole(target, text, durable=False)
+    except OSError as error:
+        raise ReportFolderError(
+            f"the report {target} cannot be written: {error.strerror or error}",
+            allowed="a file in a folder on a disk with free space that you may write to",
+            do='choose another file: output="report.html", or --output in a shell',
+        ) from error
+    return target
 
 
 def read_report(folder: str | os.PathLike[str]) -> RunsReport:
     """Read the runs in a folder.
 
     Args:
-        folder: a run's folder, or one that holds runs, at most four folders below it.
+        folder: a run's folder, or one that holds runs, at most four levels below it.
 
     Raises:
         ReportFolderError: there is no such folder, or it is another user's.
@@ -164,68 +98,122 @@ def read_report(folder: str | os.PathLike[str]) -> RunsReport:
     except OSError as error:
         raise ReportFolderError(
             f"the folder {path} cannot be read: {error.strerror}",
-            allowed="a folder that this user may read; a run's is its owner's alone",
+            allowed="a folder that this user may read; by default only its owner may read a run's",
             do=f"let its owner share it: chmod go+rX {path}",
         ) from error
     return RunsReport(path, [read_run_summary(paths) for paths in runs_below(path)])
 
 
 def runs_below(folder: Path) -> list[RunPaths]:
-    """The runs in a folder, oldest first; not the trials and folds inside."""
-    return sorted(_found(folder, DEPTH), key=lambda paths: (age_key(paths.folder), paths.folder))
+    """Find the runs in a folder, oldest first, without the trials and folds inside them."""
+    return sorted(_runs(folder, DEPTH), key=lambda paths: (age_key(paths.folder), paths.folder))
 
 
-def _found(folder: Path, depth: int) -> Iterator[RunPaths]:
-    # both: MLflow keeps a copy of the first among a run's artifacts
+def _runs(folder: Path, depth: int) -> Iterator[RunPaths]:
+    # Both files: MLflow keeps a copy of the first among a run's artifacts.
     if all(os.path.isfile(folder / name) for name in ("versions.json", "events.jsonl")):
         yield RunPaths(folder)
         return
-    try:
-        inside = [
-            Path(entry) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)
-        ]
-    except OSError:  # somebody else's
+    if not depth:
         return
-    for one in inside if depth else []:
-        yield from _found(one, depth - 1)
+    try:
+        entries = [entry for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+    except OSError:  # another user's
+        return
+    for entry in entries:
+        yield from _runs(Path(entry), depth - 1)
 
 
-# --- report ---
+class RunsReport:
+    """The sections of a report; each is made when it is first used.
+
+    Attributes:
+        folder: the reported folder.
+        runs: the runs, sweeps and cross-validations in it, oldest first.
+    """
+
+    def __init__(self, folder: Path, runs: Sequence[RunSummary]) -> None:
+        self.folder, self.runs = folder, list(runs)
+
+    @cached_property
+    def overview(self) -> ReportSection:
+        """All runs in one table."""
+        return overview(self.runs)
+
+    @cached_property
+    def curves(self) -> ReportSection:
+        """Learning curves of the newest runs."""
+        return curves(self.runs)
+
+    @cached_property
+    def sweeps(self) -> ReportSection:
+        """Best trials, history, parameter importance and slices of the newest sweeps."""
+        return sweeps(self.runs)
+
+    @cached_property
+    def folds(self) -> ReportSection:
+        """Scores of the newest cross-validations, fold by fold."""
+        return folds(self.runs)
+
+    @cached_property
+    def confusion(self) -> ReportSection:
+        """Predictions of the newest runs, as confusion matrices."""
+        return confusion(self.runs)
+
+    @cached_property
+    def throughput(self) -> ReportSection:
+        """Samples per second, and device use."""
+        return throughput(self.runs)
+
+    @cached_property
+    def differences(self) -> ReportSection:
+        """Settings that are not the same in all runs."""
+        return differences(self.runs)
+
+    @property
+    def sections(self) -> list[ReportSection]:
+        """All sections, in the order of the page."""
+        names = ("overview", "curves", "sweeps", "folds", "confusion", "throughput", "differences")
+        return [getattr(self, name) for name in names]
+
+    def __repr__(self) -> str:
+        return f"Report({len(self.runs)} runs, {self.folder})"
 
 
-FILE = "report.html"
-
-
-def report(
-    folder: str | os.PathLike[str] = "outputs", output: str | os.PathLike[str] | None = None
-) -> Path:
-    """Write a page on all runs in a folder, from their files alone; nothing in them is executed.
-
-    It holds a table of the runs, learning curves, sweeps with history, importances and slices,
-    cross-validations, confusion matrices, throughput and use of the devices, and the settings in
-    which the runs differ. It needs no other file and no network, and is read in light and dark.
+def page(title: str, subtitle: str, sections: Sequence[ReportSection]) -> str:
+    """Render the HTML page, which needs no other file, light or dark as the reader's system.
 
     Args:
-        folder: a run's folder, or one that holds runs.
-        output: the page; None: ``report.html`` in ``folder``.
-
-    Returns:
-        The page's path.
-
-    Raises:
-        ReportFolderError: there is no such folder, or the page cannot be written.
-        MissingExtra: Matplotlib is not installed.
+        title: its heading.
+        subtitle: a sentence below.
+        sections: its contents.
     """
-    contents = read_report(folder)
-    target = contents.folder / FILE if output is None else Path(output).expanduser().absolute()
-    told = f"{counted(len(contents.stories), 'run')} in {contents.folder}"
-    text = page(f"Report on {contents.folder.name}", told, contents.sections)
-    try:
-        write_whole(target, text, durable=False)
-    except OSError as error:
-        raise ReportFolderError(
-            f"the report {target} cannot be written: {error.strerror or error}",
-            allowed="a file in a folder on a disk with free space that you may write to",
-            do='choose another place: output="report.html", or --output in a shell',
-        ) from error
-    return target
+    links = "".join(
+        f'<a href="#{_id(section)}">{escape(section.title)}</a>' for section in sections
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<h1>{escape(title)}</h1>
+<p class="dim">{escape(subtitle)}</p>
+<nav>{links}</nav>
+{"".join(map(_section_html, sections))}
+</body>
+</html>
+"""
+
+
+def _section_html(section: ReportSection) -> str:
+    parts = [part.svg() if isinstance(part, Picture) else part for part in section.parts]
+    body = "\n".join(f'<div class="part">{part}</div>' for part in parts)
+    return f'<h2 id="{_id(section)}">{escape(section.title)}</h2>\n{body}\n'
+
+
+def _id(section: ReportSection) -> str:
+    return section.title.lower().replace(" ", "-")

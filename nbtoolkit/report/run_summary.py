@@ -1,117 +1,75 @@
-"""Summarise one run from its folder, in whatever state it is; nothing is executed."""
+"""Summarise a run from its folder, in whatever state it is; nothing in it is executed."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from nbtoolkit.errors import RunFileError
 from nbtoolkit.run.events import Event, EventReader, MetricsLogged, MetricsReported, Reading
 from nbtoolkit.run.paths import RunPaths, read_record
-from nbtoolkit.study.plots import shortened
-
-# --- values as text ---
-# Values as a person reads them.
-
-
-def number(value: float | None) -> str:
-    """Five digits of a number; nothing for None."""
-    return "" if value is None else f"{value:.5g}"
-
-
-def duration(seconds: float) -> str:
-    """A time as ``"2.4 s"``, ``"3 min 20 s"`` or ``"2 h 05 min"``."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def moment(unix: float | None) -> str:
-    """A moment in UTC, to the minute; nothing for None or for what is no moment."""
-    if unix is None or not math.isfinite(unix):
-        return ""
-    try:
-        return datetime.fromtimestamp(unix, timezone.utc).strftime("%Y-%m-%d %H:%M")
-    except (OverflowError, ValueError, OSError):
-        return ""
-
-
-def setting(value: Any) -> str:
-    """A setting as YAML would say it, in short."""
-    words = {None: "null", True: "true", False: "false"}
-    text = words[value] if value is None or isinstance(value, bool) else str(value)
-    return shortened(text, 48)
-
-
-def counted(count: int, noun: str) -> str:
-    """``"1 run"``, ``"2 runs"``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-# --- one run ---
-
+from nbtoolkit.text_table import shortened
 
 Kind = Literal["run", "sweep", "cv"]
-Points: TypeAlias = list[tuple[float, float]]
+KIND_NAMES: dict[Kind, str] = {"run": "run", "sweep": "sweep", "cv": "cross-validation"}
 
-_OWN = ("samples_per_second", "memory_gb_rank", "lr", "grad_norm")  # what fit logs beside the loss
+Points: TypeAlias = list[tuple[float, float]]
+"""A metric's steps and values."""
+
+# What nb.fit logs beside the loss; these are no learning curves.
+_OTHER_METRICS = ("samples_per_second", "memory_gb_rank", "lr", "grad_norm")
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What is known of a run, a sweep or a cross-validation.
+    """What the folder of a run, a sweep or a cross-validation holds.
 
     Attributes:
         paths: its folder.
         kind: what it is.
-        about: its ``versions.json``.
-        plan: its ``plan.json``; empty where it was never made.
+        versions: its ``versions.json``.
+        plan: its ``plan.json``; empty where none was made.
         result: its ``result.json``; empty where it did not end well.
         error: its ``error.json``; empty where it did not fail.
-        events: its diary, all attempts.
-        damaged: files of it that cannot be read.
+        events: the events of all its attempts.
+        damaged: the names of its files that cannot be read.
     """
 
     paths: RunPaths
     kind: Kind
-    about: Mapping[str, Any] = field(default_factory=dict)
-    plan: Mapping[str, Any] = field(default_factory=dict)
-    result: Mapping[str, Any] = field(default_factory=dict)
-    error: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, object] = field(default_factory=dict)
+    plan: Mapping[str, object] = field(default_factory=dict)
+    result: Mapping[str, object] = field(default_factory=dict)
+    error: Mapping[str, object] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
     damaged: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        """The run's name and its 4 hex digits: its id without the time. Of a fold: its number."""
+        """Its name and 4 hex digits: the id without the time. Of a fold: its number."""
         if self.paths.folder.parent.name == "folds":
             return f"fold {self.paths.run_id}"
         return re.sub(r"^\d{8}T\d{6}-(?=.)", "", self.paths.run_id)
 
+    @property
+    def label(self) -> str:
+        """The name, short enough for a table's header or a legend."""
+        return shortened(self.name, 28)
+
     @cached_property
     def folds(self) -> tuple[RunSummary, ...]:
         """The runs of a cross-validation's folds, by number; empty for another run."""
-        folders = [one for one in self.paths.folder.glob("folds/*") if one.name.isdecimal()]
+        folders = [path for path in self.paths.folder.glob("folds/*") if path.name.isdecimal()]
         ordered = sorted(folders, key=lambda folder: int(folder.name))
         return tuple(read_run_summary(RunPaths(folder)) for folder in ordered)
 
     @property
-    def label(self) -> str:
-        """The name, short enough for a table's head or a legend."""
-        return shortened(self.name, 28)
-
-    @property
     def status(self) -> str:
-        """How it ended, ``"failed"``, ``"running"``, or ``"cut off"``: nobody wrote its end."""
+        """How it ended, ``"failed"``, ``"running"``, or ``"cut off"`` (its supervisor died)."""
         if self.result:
             return str(self.result.get("status", "?"))
         if self.error:
@@ -119,9 +77,22 @@ class RunSummary:
         return "running" if self.paths.owned() else "cut off"
 
     @property
+    def totals(self) -> Mapping[str, object]:
+        """What a sweep or a cross-validation wrote of itself at its end; empty before."""
+        return _mapping(self.result.get("summary"))
+
+    @property
     def metrics(self) -> dict[str, float]:
-        """Its values: of a run those last reported, of a sweep the best, of folds their mean."""
-        return numbers(_METRICS[self.kind](self))
+        """Its values: the last reported ones; of a sweep the best, of folds their mean."""
+        if self.kind == "sweep":
+            names = self.totals.get("metrics")
+            first = names[:1] if isinstance(names, list) else []
+            return numbers({name: self.totals.get("best_value") for name in first})
+        if self.kind == "cv":
+            scores = _mapping(self.totals.get("scores"))
+            return numbers({name: _mapping(score).get("mean") for name, score in scores.items()})
+        last = {name: points[-1][1] for name, points in self.curves.items()}
+        return numbers(self.result.get("metrics") or last)
 
     @cached_property
     def seconds(self) -> float:
@@ -136,7 +107,7 @@ class RunSummary:
 
     @property
     def attempts(self) -> int:
-        """How often it was begun or gone on with."""
+        """The number of attempts: 1, and 1 more per resume."""
         return max([event.type for event in self.events].count("run"), 1)
 
     @property
@@ -146,119 +117,113 @@ class RunSummary:
 
     @property
     def device(self) -> str:
-        """What it ran on, in words: ``"2 x Tesla T4, fp16"``."""
+        """Its devices and precision: ``"2 x Tesla T4, fp16"``."""
         if not self.plan:
             return ""
-        names = [str(name) for name in self.plan.get("device_names") or ()]
-        counted = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+        listed = self.plan.get("device_names")
+        names = [str(name) for name in listed] if isinstance(listed, list) else []
+        devices = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
         ranks = self.plan.get("processes", 1)
-        where = counted or ("CPU" if ranks == 1 else f"CPU, {ranks} processes")
-        return f"{where}, {self.plan.get('precision', '?')}"
+        devices = devices or ("CPU" if ranks == 1 else f"CPU, {ranks} processes")
+        return f"{devices}, {self.plan.get('precision', '?')}"
 
     @cached_property
     def curves(self) -> dict[str, Points]:
-        """Each metric's values by step: those reported; where none were, those logged.
+        """Each metric's values by step: the reported ones; where there are none, the logged ones.
 
-        A step that was trained again after a resume counts once, as it was trained last.
+        A step that was trained again after a resume counts once, with its last value.
         """
         return self._series(MetricsReported) or {
             name: points
             for name, points in self._series(MetricsLogged).items()
-            if not name.startswith(_OWN)
+            if not name.startswith(_OTHER_METRICS)
         }
 
     @cached_property
     def logged(self) -> list[tuple[float, dict[str, float]]]:
-        """What was logged on the way: steps, and values by name."""
-        found: list[tuple[float, dict[str, float]]] = []
+        """The step of each log entry, and its values by name."""
+        entries: list[tuple[float, dict[str, float]]] = []
         for event in self.events:
             if isinstance(event, MetricsLogged):
-                found.append((_step(event, len(found)), numbers(event.values)))
-        return found
+                entries.append((_step(event, len(entries)), numbers(event.values)))
+        return entries
 
     @property
     def readings(self) -> list[Reading]:
-        """What was read of ranks and GPUs every few seconds, oldest first."""
-        sampled = (event for event in self.events if event.type == "device")
-        return [reading for event in sampled for reading in event.readings]
+        """The readings of ranks and GPUs, oldest first."""
+        samples = (event for event in self.events if event.type == "device")
+        return [reading for event in samples for reading in event.readings]
 
     @cached_property
-    def config(self) -> dict[str, Any]:
-        """Its settings, as they were resolved; of the last attempt."""
+    def config(self) -> dict[str, object]:
+        """The resolved settings of the last attempt."""
         for event in reversed(self.events):
             if event.type == "run" and event.config:
                 return event.config
         return {}
 
     def _series(self, kind: type[MetricsLogged | MetricsReported]) -> dict[str, Points]:
-        found: dict[str, dict[float, float]] = {}
+        series: dict[str, dict[float, float]] = {}
         for event in self.events:
             if isinstance(event, kind):
                 for name, value in numbers(event.values).items():
-                    points = found.setdefault(name, {})
+                    points = series.setdefault(name, {})
                     points[_step(event, len(points))] = value
-        return {name: sorted(points.items()) for name, points in found.items()}
+        return {name: sorted(points.items()) for name, points in series.items()}
 
 
-def _step(event: MetricsLogged | MetricsReported, before: int) -> float:
-    """An event's step; of one without any: how many came before it, and one."""
-    return before + 1 if event.step is None else event.step
+def read_run_summary(paths: RunPaths) -> RunSummary:
+    """Read a run's folder; files that are damaged are left out and named."""
+    damaged: list[str] = []
+
+    def read(file: Path) -> Mapping[str, object]:
+        try:
+            return read_record(file) or {}
+        except RunFileError:
+            damaged.append(file.name)
+            return {}
+
+    versions, plan = read(paths.versions), read(paths.plan)
+    result, error = read(paths.result), read(paths.error)
+    try:
+        events = tuple(EventReader(paths.events).read())
+    except RunFileError:
+        events = ()
+        damaged.append(paths.events.name)
+    return RunSummary(
+        paths, kind_of(versions), versions, plan, result, error, events, tuple(damaged)
+    )
 
 
-def _last_reported(story: RunSummary) -> Mapping[str, Any]:
-    ended = story.result.get("metrics")
-    if ended:
-        return dict(ended)
-    return {name: points[-1][1] for name, points in story.curves.items()}
-
-
-def _best_of_sweep(story: RunSummary) -> Mapping[str, Any]:
-    summary = story.result.get("summary") or {}
-    return {name: summary.get("best_value") for name in (summary.get("metrics") or ())[:1]}
-
-
-def _mean_of_folds(story: RunSummary) -> Mapping[str, Any]:
-    scores = (story.result.get("summary") or {}).get("scores") or {}
-    return {name: score.get("mean") for name, score in scores.items()}
-
-
-_METRICS = {"run": _last_reported, "sweep": _best_of_sweep, "cv": _mean_of_folds}
+def kind_of(versions: Mapping[str, object]) -> Kind:
+    """Return what a folder holds, by its ``versions.json``."""
+    kind = versions.get("kind")
+    return "sweep" if kind == "sweep" else "cv" if kind == "cv" else "run"
 
 
 def numbers(values: object) -> dict[str, float]:
-    """The numbers among named values; NaN and infinities are numbers, ``True`` is none."""
-    pairs = values.items() if isinstance(values, Mapping) else ()
+    """Select the numbers among named values; NaN and infinity are numbers, ``True`` is not."""
     return {
         str(name): float(value)
-        for name, value in pairs
+        for name, value in _mapping(values).items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
 
 
-def read_run_summary(paths: RunPaths) -> RunSummary:
-    """Read a run's folder; what is damaged in it is left out, and named."""
-    files = {"about": paths.versions, "plan": paths.plan}
-    files |= {"result": paths.result, "error": paths.error}
-    read = {name: _read(file) for name, file in files.items()}
-    damaged = tuple(file.name for name, file in files.items() if read[name] is None)
-    told = {name: value or {} for name, value in read.items()}
-    kind = told["about"].get("kind")
-    try:
-        events = tuple(EventReader(paths.events).read())
-    except RunFileError:
-        events, damaged = (), (*damaged, paths.events.name)
-    return RunSummary(
-        paths,
-        kind if kind in ("sweep", "cv") else "run",
-        **told,
-        events=events,
-        damaged=damaged,
-    )
+def thinned(points: Points, most: int = 1000) -> Points:
+    """Drop points evenly until at most ``most`` are left; the last one stays.
+
+    A chart shows no more of them, and a page with all of them is slow.
+    """
+    every = -(-len(points) // most)
+    return points[:: -every or -1][::-1]
 
 
-def _read(file: Path) -> dict[str, Any] | None:
-    """A JSON file of names and values; empty where there is none, None where it is damaged."""
-    try:
-        return read_record(file) or {}
-    except RunFileError:
-        return None
+def _step(event: MetricsLogged | MetricsReported, before: int) -> float:
+    """Return an event's step; without one, its position after ``before`` others."""
+    return before + 1 if event.step is None else event.step
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    """Return a value of a JSON file if it is an object, else an empty one."""
+    return value if isinstance(value, Mapping) else {}

@@ -1,11 +1,11 @@
-"""Build a section, a title with tables, sentences and pictures, for a cell or a page."""
+"""Build a section of a report: a title with tables, sentences and pictures."""
 
 from __future__ import annotations
 
 import io
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
@@ -17,29 +17,31 @@ from nbtoolkit.study.plots import STYLE
 from nbtoolkit.text_table import html_columns
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-# --- picture ---
-# A Matplotlib figure that is read on light and on dark pages.
-#
-# In a cell it is a PNG on a white card, since a cell's image cannot know the theme around it. In
-# the report's page it is an SVG without a card, and its texts take the page's own colour.
-
-
 INK = "#333333"
-"""Of all texts: 12.6 to the white card; the page puts its own text colour there."""
+"""The colour of text in a figure: a contrast of 12.6 to white; a page replaces it by its own."""
 
 _WIDTH, _HEIGHT = 4.0, 2.8  # inches of a panel
-_CSS_DPI = 96  # pixels that a page counts to an inch
-_SHRINKS = 0.8  # so far a narrow page makes it smaller; then it is scrolled, to stay readable
-_DPI = 144  # twice as fine as it is shown, for screens of that kind
+_CSS_DPI = 96  # pixels of a page per inch
+_SHRINKS = 0.8  # the smallest scale on a narrow page, which scrolls beyond that
+_DPI = 144  # of the PNG, for screens with twice as many pixels
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure and what it shows, in words."""
+    """A Matplotlib figure that is readable in light and dark themes.
+
+    In a cell it is a PNG on white, since an image in a cell does not know the theme around it. On
+    the report's page it is an SVG without a background, and its text takes the page's colour.
+
+    Attributes:
+        figure: the figure.
+        alt: what it shows, in words.
+    """
 
     figure: Figure
     alt: str
@@ -53,22 +55,21 @@ class Picture:
             text.set_color(INK)
 
     def png(self) -> bytes:
-        """For a cell, twice as large as it is to be shown."""
+        """Render it for a cell, at twice the size at which it is shown."""
         file = io.BytesIO()
-        with _drawing():
+        with _drawing({}):
             self.figure.savefig(file, format="png", dpi=_DPI, facecolor="white")
         return file.getvalue()
 
     def width(self) -> int:
-        """Pixels that the PNG is to be shown in."""
+        """The width at which the PNG is shown, in pixels."""
         return round(self.figure.get_figwidth() * _DPI / 2)
 
     def svg(self) -> str:
-        """For a page: an ``<svg>`` element; its texts are texts, in the page's colour."""
+        """Render it for a page: an ``<svg>`` element whose text is text, in the page's colour."""
         file = io.StringIO()
-        # The salt makes ids that no other picture on the page has, and the same ones every time.
-        more = {"svg.fonttype": "none", "svg.hashsalt": self.alt}
-        with _drawing(more):
+        # The salt makes its ids unique on the page, and the same in every report.
+        with _drawing({"svg.fonttype": "none", "svg.hashsalt": self.alt}):
             self.figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
         text = file.getvalue()
         body = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
@@ -77,8 +78,21 @@ class Picture:
         return body.replace("<svg", opening, 1).replace(INK, "currentColor")
 
 
+@contextmanager
+def _drawing(options: Mapping[Any, Any]) -> Iterator[None]:
+    """Draw in the report's style, with more of Matplotlib's settings.
+
+    Without warnings for letters that the font lacks: a table has the name as well.
+    """
+    from matplotlib import rc_context
+
+    with rc_context({**STYLE, **options}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        yield
+
+
 def panels(count: int, across: int = 3) -> tuple[Figure, list[Axes]]:
-    """A figure with ``count`` panels, at most so many side by side.
+    """Make a figure with ``count`` panels, at most ``across`` side by side.
 
     Raises:
         MissingExtra: Matplotlib is not installed.
@@ -104,37 +118,19 @@ def panels(count: int, across: int = 3) -> tuple[Figure, list[Axes]]:
     return figure, axes[:count]
 
 
-def legend_below(figure: Figure, handles: list[Any], labels: list[str]) -> None:
-    """One legend for all panels, below them, as many columns as its names leave room for."""
-    # a character takes about 0.09 inches at this size, the line before it 0.6
-    room = figure.get_figwidth() / (0.09 * max(map(len, labels)) + 0.6)
+def legend_below(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
+    """Add one legend for all panels below them, with as many columns as fit."""
+    # A character takes about 0.09 inches at this size, the line before it 0.6.
+    columns = figure.get_figwidth() / (0.09 * max(map(len, labels)) + 0.6)
     figure.legend(
         handles,
         labels,
         loc="outside lower center",
-        ncols=max(1, min(int(room), len(labels))),
+        ncols=max(1, min(int(columns), len(labels))),
         frameon=False,
         fontsize="small",
     )
 
-
-@contextmanager
-def _drawing(more: dict[str, Any] | None = None) -> Iterator[None]:
-    """Draw in the style; a name's letters that the font lacks are no news: a table has the name."""
-    from matplotlib import rc_context
-
-    with rc_context(STYLE | (more or {})), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        yield
-
-
-# --- section ---
-
-
-_NO_FORMULAS = "tex2jax_ignore mathjax_ignore"
-"""Classes by which MathJax leaves a dollar sign alone; JupyterLab has it look at all outputs."""
-
-_WIDE = '<table style="width: max-content">'  # it is scrolled rather than its words broken
 
 Part: TypeAlias = str | Picture
 """HTML, whose values are escaped, or a picture."""
@@ -142,35 +138,35 @@ Part: TypeAlias = str | Picture
 
 @dataclass
 class ReportSection:
-    """A part of a report; a cell shows it when it is its last value.
+    """A section of a report; a cell shows it when it is the cell's last value.
 
     Attributes:
-        title: what it is about.
-        parts: its contents in their order.
+        title: its heading.
+        parts: its contents, in order.
     """
 
     title: str
     parts: list[Part] = field(default_factory=list)
 
-    def say(self, sentence: str) -> ReportSection:
-        """Add a sentence."""
-        self.parts.append(f"<p>{escape(sentence)}</p>")
+    def paragraph(self, text: str) -> ReportSection:
+        """Add a paragraph."""
+        self.parts.append(f"<p>{escape(text)}</p>")
         return self
 
-    def head(self, text: str) -> ReportSection:
-        """Add a heading below the section's own."""
+    def heading(self, text: str) -> ReportSection:
+        """Add a heading."""
         self.parts.append(f"<h3>{escape(text)}</h3>")
         return self
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> ReportSection:
-        """Add a table of short values; nothing where it has no rows."""
+        """Add a table of short values, which scrolls rather than wraps; nothing without rows."""
         if rows:
-            wide = html_columns(header, rows).replace("<table>", _WIDE, 1)
-            self.parts.append(wide)
+            wide = '<table style="width: max-content">'
+            self.parts.append(html_columns(header, rows).replace("<table>", wide, 1))
         return self
 
     def html(self, markup: str) -> ReportSection:
-        """Add HTML as it is: its values are escaped already."""
+        """Add HTML whose values are escaped already."""
         self.parts.append(markup)
         return self
 
@@ -180,13 +176,15 @@ class ReportSection:
         return self
 
     def _ipython_display_(self) -> None:
-        shown: Any = import_module("IPython.display")  # its functions have no annotations
+        display: Any = import_module("IPython.display")  # its functions are not annotated
         for part in self.parts:
             if isinstance(part, Picture):
-                picture = shown.Image(part.png(), width=part.width(), metadata={"alt": part.alt})
-                shown.display(picture)
+                image = display.Image(part.png(), width=part.width(), metadata={"alt": part.alt})
+                display.display(image)
             else:
-                shown.display(shown.HTML(f'<div class="{_NO_FORMULAS}">{part}</div>'))
+                # JupyterLab runs MathJax on all outputs; these classes keep it from dollar signs.
+                classes = "tex2jax_ignore mathjax_ignore"
+                display.display(display.HTML(f'<div class="{classes}">{part}</div>'))
 
     def __repr__(self) -> str:
         pictures = sum(isinstance(part, Picture) for part in self.parts)

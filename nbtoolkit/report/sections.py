@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbtoolkit.crossval.cv_result import FoldTable
 from nbtoolkit.errors import RunFileError, SweepError
 from nbtoolkit.report.charts import add_curves
-from nbtoolkit.report.run_summary import RunSummary, counted, duration, moment, number, setting
+from nbtoolkit.report.run_summary import KIND_NAMES, RunSummary
 from nbtoolkit.report.section import Picture, ReportSection
 from nbtoolkit.run.resume import decides_result
 from nbtoolkit.search.sweep_result import STUDY_FILE, read_sweep_config
-from nbtoolkit.study.plots import plot_history, plot_importances, plot_slices, shortened
-from nbtoolkit.study.sweep_config import SweepConfig
+from nbtoolkit.study.plots import plot_history, plot_importances, plot_slices
 from nbtoolkit.study.table import SweepTable
+from nbtoolkit.text_table import counted, duration, moment, number, setting, shortened
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,140 +24,133 @@ if TYPE_CHECKING:
 
 
 # --- overview ---
-# All runs in one table: what they are, how they ended, what they scored.
-
 
 _METRICS = 5  # columns
-_WORDS = {"run": "run", "sweep": "sweep", "cv": "cross-validation"}
 
 
-def overview(stories: Sequence[RunSummary]) -> ReportSection:
-    """The table of runs, the oldest first; below it what failed, and what cannot be read."""
+def overview(runs: Sequence[RunSummary]) -> ReportSection:
+    """Tabulate the runs, oldest first; below, why runs failed and which files cannot be read."""
     section = ReportSection("Runs")
-    if not stories:
-        return section.say("There are no runs in this folder.")
-    names = _metrics(stories)
-    heads = [shortened(name, 28) for name in names]
-    header = ["run", "what", "status", *heads, "took", "device", "began (UTC)"]
-    section.table(header, [_overview_row(story, names) for story in stories])
-    for story in stories:
-        for sentence in _troubles(story):
-            section.say(f"{story.label}: {sentence}")
+    if not runs:
+        return section.paragraph("There are no runs in this folder.")
+    metrics = _most_common_metrics(runs)
+    names = [shortened(metric, 28) for metric in metrics]
+    header = ["run", "what", "status", *names, "took", "device", "began (UTC)"]
+    section.table(header, [_overview_row(run, metrics) for run in runs])
+    for run in runs:
+        for sentence in _problems(run):
+            section.paragraph(f"{run.label}: {sentence}")
     return section
 
 
-def _metrics(stories: Sequence[RunSummary]) -> list[str]:
-    """The metrics that most runs have; those of validation before others."""
-    runs = Counter(name for story in stories for name in story.metrics)
-    ranked = sorted(runs, key=lambda name: (not name.startswith("val_"), -runs[name]))
+def _most_common_metrics(runs: Sequence[RunSummary]) -> list[str]:
+    """Return the metrics that most runs have; those of validation before others."""
+    counts = Counter(name for run in runs for name in run.metrics)
+    ranked = sorted(counts, key=lambda name: (not name.startswith("val_"), -counts[name]))
     return ranked[:_METRICS]
 
 
-def _overview_row(story: RunSummary, names: Sequence[str]) -> list[str]:
-    begun = f", in {counted(story.attempts, 'attempt')}" if story.attempts > 1 else ""
+def _overview_row(run: RunSummary, metrics: Sequence[str]) -> list[str]:
+    attempts = f", in {counted(run.attempts, 'attempt')}" if run.attempts > 1 else ""
     return [
-        story.label,
-        _WORDS[story.kind],
-        story.status,
-        *(number(story.metrics.get(name)) for name in names),
-        duration(story.seconds) + begun,
-        shortened(story.device, 32),
-        moment(story.began),
+        run.label,
+        KIND_NAMES[run.kind],
+        run.status,
+        *(number(run.metrics.get(name)) for name in metrics),
+        duration(run.seconds) + attempts,
+        shortened(run.device, 32),
+        moment(run.began),
     ]
 
 
-def _troubles(story: RunSummary) -> list[str]:
-    found = [f"{name} cannot be read" for name in story.damaged]
-    if story.error:
-        kind = str(story.error.get("type", "")).removeprefix("builtins.")
-        text = f"{kind}: {story.error.get('text', '')}"
-        found.append(f"failed: {shortened(text, 300)}")
-    if story.status == "cut off":
-        found.append("cut off: its process died; the same launch goes on with it")
-    return found
+def _problems(run: RunSummary) -> list[str]:
+    problems = [f"{name} cannot be read" for name in run.damaged]
+    if run.error:
+        kind = str(run.error.get("type", "")).removeprefix("builtins.")
+        text = f"{kind}: {run.error.get('text', '')}"
+        problems.append(f"failed: {shortened(text, 300)}")
+    if run.status == "cut off":
+        problems.append("cut off: its process died; the same launch resumes it")
+    return problems
 
 
 # --- differences ---
-# The settings in which runs differ, side by side.
 
-
-_RUNS = 8  # columns
+_COMPARED = 8  # the newest runs
 _ABSENT = object()
 
 
-def differences(stories: Sequence[RunSummary]) -> ReportSection:
-    """A row for each setting that is not the same in all runs, a column for each run.
+def differences(runs: Sequence[RunSummary]) -> ReportSection:
+    """Tabulate the settings that are not the same in all runs, a column per run.
 
-    What decides about results comes first; where results are written, for example, does not.
+    Settings that change what a run computes come first.
     """
     section = ReportSection("Differences of configurations")
-    told = [story for story in stories if story.config][-_RUNS:]
-    if len(told) < 2:
-        return section.say("There are no two configurations to compare.")
-    settings = [flat(story.config) for story in told]
-    names = dict.fromkeys(name for one in settings for name in one)
-    differing = [
-        n
-        for n in names
-        if any(one.get(n, _ABSENT) != settings[0].get(n, _ABSENT) for one in settings)
-    ]
+    compared = [run for run in runs if run.config][-_COMPARED:]
+    if len(compared) < 2:
+        return section.paragraph("There are no two configurations to compare.")
+    configs = [_flat(run.config) for run in compared]
+    names = dict.fromkeys(name for config in configs for name in config)
+    values = {name: [config.get(name, _ABSENT) for config in configs] for name in names}
+    differing = [name for name in names if any(v != values[name][0] for v in values[name])]
     if not differing:
-        return section.say(f"The {len(told)} configurations are equal.")
-    differing.sort(key=lambda name: not decides_result(name, told[-1].config))
-    header = ["setting", *(story.label for story in told)]
-    section.table(header, [_difference_row(name, settings) for name in differing])
-    if len(told) < len(stories):
-        section.say(f"The newest {len(told)} of {len(stories)} runs are compared.")
+        return section.paragraph(f"The {len(compared)} configurations are equal.")
+    differing.sort(key=lambda name: not decides_result(name, compared[-1].config))
+    rows = [
+        [name, *("" if value is _ABSENT else setting(value) for value in values[name])]
+        for name in differing
+    ]
+    section.table(["setting", *(run.label for run in compared)], rows)
+    if len(compared) < len(runs):
+        section.paragraph(f"The newest {len(compared)} of {len(runs)} runs are compared.")
     return section
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted name."""
-    found: dict[str, Any] = {}
+def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Return nested settings by dotted name."""
+    settings: dict[str, object] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
+            settings |= _flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            settings[f"{prefix}{key}"] = value
+    return settings
 
 
-def _difference_row(name: str, settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    values = (one.get(name, _ABSENT) for one in settings)
-    return [name, *("" if value is _ABSENT else setting(value) for value in values)]
+# --- searches ---
+
+_SHOWN = 3  # the newest cross-validations, and the newest sweeps
 
 
-# --- folds ---
-# The scores of every cross-validation, fold by fold, and the folds' learning curves.
-
-
-_SHOWN = 3  # the newest cross-validations
-
-
-def folds(stories: Sequence[RunSummary]) -> ReportSection:
-    """A table of scores for each of the newest cross-validations."""
+def folds(runs: Sequence[RunSummary]) -> ReportSection:
+    """Tabulate the folds' scores of the newest cross-validations, and draw the folds' curves."""
     section = ReportSection("Cross-validations")
-    found = [story for story in stories if story.kind == "cv"]
-    for story in reversed(found[-_SHOWN:]):
-        table = FoldTable(name=story.label, folds=_count(story))
-        table.read(story.events)
-        section.head(story.label).html(table.html())
-        add_curves(section, story.folds)
-    if len(found) > _SHOWN:
-        section.say(f"The newest {_SHOWN} of {len(found)} cross-validations are shown.")
-    return section if found else section.say("There is no cross-validation in this folder.")
+    searches = [run for run in runs if run.kind == "cv"]
+    for run in reversed(searches[-_SHOWN:]):
+        count = run.totals.get("folds")  # absent before the end
+        table = FoldTable(name=run.label, folds=count if isinstance(count, int) else None)
+        table.read(run.events)
+        section.heading(run.label).html(table.html())
+        add_curves(section, run.folds)
+    return _with_count(section, "cross-validation", len(searches))
 
 
-def _count(story: RunSummary) -> int | None:
-    """How many folds there are; None: not known before it has ended."""
-    count = (story.result.get("summary") or {}).get("folds")
-    return count if isinstance(count, int) else None
+def sweeps(runs: Sequence[RunSummary]) -> ReportSection:
+    """Tabulate the newest sweeps' trials, and plot their studies."""
+    section = ReportSection("Sweeps")
+    searches = [run for run in runs if run.kind == "sweep"]
+    for run in reversed(searches[-_SHOWN:]):
+        section.heading(run.label)
+        _add_sweep(section, run)
+    return _with_count(section, "sweep", len(searches))
 
 
-# --- sweeps ---
+def _with_count(section: ReportSection, noun: str, count: int) -> ReportSection:
+    if count > _SHOWN:
+        section.paragraph(f"The newest {_SHOWN} of {count} {noun}s are shown.")
+    return section if count else section.paragraph(f"There is no {noun} in this folder.")
 
 
-_SWEEPS = 3  # the newest
 _PLOTS: dict[str, Callable[..., Figure]] = {
     "history": plot_history,
     "importances": plot_importances,
@@ -165,52 +158,37 @@ _PLOTS: dict[str, Callable[..., Figure]] = {
 }
 
 
-def sweeps(stories: Sequence[RunSummary]) -> ReportSection:
-    """The newest sweeps, with plots of their studies."""
-    section = ReportSection("Sweeps")
-    found = [story for story in stories if story.kind == "sweep"]
-    for story in reversed(found[-_SWEEPS:]):
-        section.head(story.label)
-        _add(section, story)
-    if len(found) > _SWEEPS:
-        section.say(f"The newest {_SWEEPS} of {len(found)} sweeps are shown.")
-    return section if found else section.say("There is no sweep in this folder.")
-
-
-def _add(section: ReportSection, story: RunSummary) -> None:
+def _add_sweep(section: ReportSection, run: RunSummary) -> None:
     try:
-        sweep_config = read_sweep_config(story.paths.folder)
+        sweep_config = read_sweep_config(run.paths.folder)
     except RunFileError as error:
-        section.say(f"Its sweep.yaml cannot be read: {shortened(str(error.__cause__), 200)}")
+        reason = shortened(str(error.__cause__), 200)
+        section.paragraph(f"Its sweep.yaml cannot be read: {reason}")
         return
-    section.html(_table(story, sweep_config).html())
+    table = SweepTable.of(sweep_config)
+    table.read(run.events)
+    section.html(table.html())
     if find_spec("optuna") is None:
-        section.say("Its plots need Optuna: pip install optuna")
+        section.paragraph("Its plots need Optuna: pip install optuna")
         return
     from nbtoolkit.study.storage import read_study
 
     try:
-        study = read_study(story.paths.folder / STUDY_FILE)
-        _add_plots(section, story, study, sweep_config.metrics)
+        study = read_study(run.paths.folder / STUDY_FILE)
+        _add_plots(section, run, study, sweep_config.metrics)
     except SweepError as error:
-        section.say(f"Its plots are missing: {error.what}.")
-
-
-def _table(story: RunSummary, sweep_config: SweepConfig) -> SweepTable:
-    table = SweepTable.of(sweep_config)
-    table.read(story.events)
-    return table
+        section.paragraph(f"Its plots are missing: {error.what}.")
 
 
 def _add_plots(
-    section: ReportSection, story: RunSummary, study: Study, metrics: Sequence[str]
+    section: ReportSection, run: RunSummary, study: Study, metrics: Sequence[str]
 ) -> None:
     for objective, metric in enumerate(metrics):
         for name, plot in _PLOTS.items():
             try:
                 figure = plot(study, metric=metric, objective=objective)
             except SweepError as error:
-                section.say(f"No plot of its {name}: {error.what}; it takes {error.allowed}.")
+                section.paragraph(f"No plot of its {name}: {error.what}; it takes {error.allowed}.")
                 continue
-            alt = f"{name} of the sweep {story.label}, {metric}"
+            alt = f"{name} of the sweep {run.label}, {metric}"
             section.picture(Picture(figure, alt))

@@ -7,7 +7,6 @@ which opens the sweep's ``study.jsonl`` directly.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Sequence
 from itertools import accumulate
 from textwrap import fill
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import MissingExtra, SweepError
 from nbtoolkit.study.importance import importance
+from nbtoolkit.text_table import shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,18 +37,6 @@ STYLE: dict[Any, Any] = {
 _MAX_CHOICE, _MAX_CHOICES = 20, 24  # characters of one choice; of all choices side by side
 _LINE = 64  # characters of a line below a panel
 _WIDTH, _HEIGHT, _PER_ROW = 3.4, 3.0, 4  # inches of a panel; panels per row
-
-
-def shortened(text: str, length: int) -> str:
-    """The text in one line of at most ``length`` characters, without its middle if it is longer.
-
-    Names of runs and settings often differ at their ends.
-    """
-    line = "".join(" " if unicodedata.category(char)[0] == "C" else char for char in text)
-    if len(line) <= length:
-        return line
-    end = (length - 1) // 2
-    return f"{line[: length - 1 - end]}…{line[-end:]}"
 
 
 def plain(text: str, length: int = 28) -> str:

@@ -1,1 +1,1 @@
-"""What a folder of runs says now, and views of it as HTML and text; read by cells and panels."""
+"""The current state of a folder of runs, as HTML and text, for cells, terminals and panels."""

@@ -1,4 +1,4 @@
-"""Render the curves, devices, importances and log of a run or a search."""
+"""Render the curves, devices, parameter importance and log of a run or a search."""
 
 from __future__ import annotations
 
@@ -6,49 +6,45 @@ import re
 from collections.abc import Iterator
 from html import escape
 from importlib.util import find_spec
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbtoolkit.errors import MissingExtra, RunFileError, SweepError
 from nbtoolkit.report.charts import group
-from nbtoolkit.report.run_summary import Points
 from nbtoolkit.run.events import Reading
 from nbtoolkit.search.sweep_result import read_sweep_config
 from nbtoolkit.study.importance import LEAST, importance
 from nbtoolkit.study.plots import COLOURS
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.text_table import gib
-from nbtoolkit.views.markup import Mark, Series, bar, boxed, chart, said, wrong
-from nbtoolkit.views.state import State
+from nbtoolkit.views.markup import Mark, Series, alert, chart, paragraph, progress_bar, view
+from nbtoolkit.views.state import State, read_tail
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 
 # --- curves ---
-# What was reported by step, and the values of trials by their number.
 
-
-_PANELS, _LINES = 6, len(COLOURS) - 2  # the last two are too near to the third and the second
+_CHARTS = 6
+_LINES = len(COLOURS) - 2  # the last two are too similar to the third and the second
 
 
 def curves(state: State | None) -> str:
-    """A run's metrics, or the reports of a sweep's newest and best trials, as HTML with SVG."""
+    """Draw a run's metrics, or the reports of a sweep's newest and best trials, by step."""
     if state is None or state.kind == "cv":
         return ""
     if isinstance(state.table, SweepTable):
-        return boxed(chart(f"{state.metric} while training", _trial_lines(state, state.table)))
+        return view(chart(f"{state.metric} while training", _trial_lines(state, state.table)))
     groups: dict[str, list[Series]] = {}
     for name, points in state.points().items():
         mark: Mark = "dashed" if name.startswith("train_") else "line"
         groups.setdefault(group(name), []).append(Series(name, points, mark))
-    shown = list(groups.items())[:_PANELS]
-    return boxed(*(chart(name, lines) for name, lines in shown))
+    return view(*(chart(name, lines) for name, lines in list(groups.items())[:_CHARTS]))
 
 
 def history(state: State | None) -> str:
-    """Each trial's value by its number, with the best so far, as HTML with SVG."""
+    """Draw each trial's value by its number, with the best value so far."""
     if state is None or not isinstance(state.table, SweepTable):
         return ""
     pruned = [
@@ -56,182 +52,170 @@ def history(state: State | None) -> str:
         for number, points in sorted(state.trials.items())
         if points and state.table.trials[number].state == "pruned"
     ]
-    values = sorted((float(number), value) for number, value in state.values.items())
     lines = [
-        Series("complete", values, "dots", COLOURS[0]),
+        Series("complete", state.trial_values(), "dots", COLOURS[0]),
         Series("pruned, as last reported", pruned, "crosses", COLOURS[4]),
-        Series("best so far", _best_so_far(values, state.direction), "steps", COLOURS[1]),
+        Series("best so far", state.best_values(), "steps", COLOURS[1]),
     ]
-    return boxed(chart(f"{state.metric} of each trial", lines, along="trial"))
-
-
-def _best_so_far(values: Points, direction: str) -> Points:
-    best = accumulate((value for _, value in values), max if direction == "maximize" else min)
-    return list(zip((number for number, _ in values), best, strict=True))
+    return view(chart(f"{state.metric} of each trial", lines, along="trial"))
 
 
 def _trial_lines(state: State, table: SweepTable) -> list[Series]:
-    """The best trial, those that run, and those that ended last."""
-    wanted = [*table.best[:1], *table.running, *table.last(_LINES)]
-    numbers = dict.fromkeys(one.number for one in wanted if state.trials.get(one.number))
+    """Select the best trial, the running ones, and those that ended last."""
+    trials = [*table.best[:1], *table.running, *table.last(_LINES)]
+    numbers = dict.fromkeys(trial.number for trial in trials if state.trials.get(trial.number))
     return [Series(f"trial {n}", list(state.trials[n])) for n in list(numbers)[:_LINES]]
 
 
 # --- devices ---
-# What each rank and each GPU was last seen to use.
 
 
 def devices(state: State | None) -> str:
-    """Use and memory of each as HTML; it is read every 5 s while something runs."""
+    """Render the newest use and memory of each rank and GPU, which are read every 5 s."""
     if state is None:
         return ""
-    lines = list(_lines(state))
+    lines = list(_device_lines(state))
     if not lines:
-        return boxed(said("No device was looked at yet (every 5 s, tracking.device_metrics)."))
-    return boxed(*(bar(share, text) for share, text in lines))
+        return view(paragraph("No device was read yet (every 5 s, tracking.device_metrics)."))
+    return view(*(progress_bar(share, text) for share, text in lines))
 
 
 def devices_text(state: State | None) -> str:
-    """The same as lines of text."""
-    return "\n".join(text for _, text in _lines(state)) if state is not None else ""
+    """Format the newest use and memory of each rank and GPU as lines of text."""
+    return "" if state is None else "\n".join(text for _, text in _device_lines(state))
 
 
-def _lines(state: State) -> Iterator[tuple[float | None, str]]:
+def _device_lines(state: State) -> Iterator[tuple[float | None, str]]:
+    """Yield the used share of each rank and GPU (None: unknown), and its line."""
     for name, readings in state.readings().items():
         for reading in readings:
-            share, text = _reading(reading)
+            share, text = _gpu_line(reading) if "index" in reading else _rank_line(reading)
             yield share, f"{name}: {text}" if name else text
 
 
-def _reading(reading: Reading) -> tuple[float | None, str]:
-    """How much of it is used, and the same in words."""
-    if "index" in reading:
-        used, use = reading.get("memory_used"), reading.get("utilization")
-        words = [f"GPU {reading['index']}"]
-        words += [f"{use:.0f} % used"] if isinstance(use, (int, float)) else []
-        words += [f"{gib(int(used))} in use"] if isinstance(used, (int, float)) else []
-        return (use / 100 if isinstance(use, (int, float)) else None), ", ".join(words)
+def _gpu_line(reading: Reading) -> tuple[float | None, str]:
+    memory, percent = reading.get("memory_used"), reading.get("utilization")
+    parts = [f"GPU {reading['index']}"]
+    share = None
+    if isinstance(percent, (int, float)):
+        share = percent / 100
+        parts.append(f"{percent:.0f} % used")
+    if isinstance(memory, (int, float)):
+        parts.append(f"{gib(int(memory))} in use")
+    return share, ", ".join(parts)
+
+
+def _rank_line(reading: Reading) -> tuple[float, str]:
     cores = float(reading.get("cpu", 0.0))
     memory = gib(int(reading.get("memory", 0)))
     return cores, f"rank {reading.get('rank')}: {cores:.2f} cores of CPU, {memory} of memory"
 
 
-# --- importances ---
-# How much of the values' variance each parameter explains, as bars.
+# --- importance of parameters ---
+
+_GROWTH = 1.25  # recomputed when there are so many times the trials of the last time
 
 
-_GROWN = 1.25  # times as many trials as when it was last computed
-
-
-class Importances:
-    """The bars of a sweep, computed anew when there are a quarter more trials, and at its end."""
+class ImportanceCache:
+    """Renders :func:`importances`; recomputes at a quarter more trials and at the sweep's end."""
 
     def __init__(self) -> None:
-        self._of: tuple[Path, bool, int] | None = None
+        self._computed_for: tuple[Path, bool, int] | None = None
         self._html = ""
 
     def html(self, state: State | None) -> str:
-        """The bars as HTML; empty where there are none to show."""
+        """Render the bars; empty where there are none."""
         if state is None or not isinstance(state.table, SweepTable):
             return ""
-        here = (state.paths.folder, state.live, len(state.values))
-        if self._of is None or self._of[:2] != here[:2] or here[2] >= self._of[2] * _GROWN:
-            self._html, self._of = importances(state), here
+        now, last = (state.paths.folder, state.live, len(state.values)), self._computed_for
+        if last is None or last[:2] != now[:2] or now[2] >= last[2] * _GROWTH:
+            self._html, self._computed_for = importances(state), now
         return self._html
 
 
 def importances(state: State) -> str:
-    """The bars of a sweep as HTML; Optuna is imported for it. Empty below ten complete trials."""
+    """Render how much of the values' variance each parameter of a sweep explains, as bars.
+
+    Empty below ten complete trials and without Optuna, which it imports.
+    """
     if len(state.values) < LEAST or find_spec("optuna") is None:
         return ""
     try:
-        found = importance(_trials(state), maximize=state.direction == "maximize")
-    except (SweepError, ValueError):  # equally good trials; sweep.yaml was changed
+        computed = importance(_optuna_trials(state), maximize=state.direction == "maximize")
+    except (SweepError, ValueError):  # all values are equal, or sweep.yaml was changed
         return ""
     except MissingExtra as error:
-        return boxed(wrong(str(error)))
-    lines = [bar(one.value, f"{one.name}: {one.text}") for one in found.shares]
-    heading = said(f"Importance for {state.metric}", strong=True)
-    return boxed(heading, *lines, *(said(note) for note in found.notes()))
+        return view(alert(str(error)))
+    bars = [progress_bar(share.value, f"{share.name}: {share.text}") for share in computed.shares]
+    heading = paragraph(f"Importance for {state.metric}", strong=True)
+    return view(heading, *bars, *map(paragraph, computed.notes()))
 
 
-def _trials(state: State) -> list[FrozenTrial]:
-    """The trials that have ended well, and one for each that was pruned."""
+def _optuna_trials(state: State) -> list[FrozenTrial]:
+    """Make the complete trials, and one for each that was pruned."""
     from optuna.trial import TrialState, create_trial
 
     assert isinstance(state.table, SweepTable)
     try:
         space = read_sweep_config(state.paths.folder).make_space()
-    except RunFileError:  # gone, or damaged
+    except RunFileError:  # deleted, or damaged
         return []
     known = space.distributions()
-    found = [create_trial(state=TrialState.PRUNED)] * state.table.count("pruned")
+    trials = [create_trial(state=TrialState.PRUNED)] * state.table.count("pruned")
     for number, value in sorted(state.values.items()):
         params = space.encode(state.table.trials[number].params)
-        kinds = {name: known[name] for name in params}
-        found.append(create_trial(params=params, distributions=kinds, value=value))
-    return found
+        distributions = {name: known[name] for name in params}
+        trials.append(create_trial(params=params, distributions=distributions, value=value))
+    return trials
 
 
 # --- log ---
 
-
-LINES = 20
-"""Lines that are shown."""
-
-_BYTES, _WIDTH = 16_000, 300  # read from the end; characters of a line
+_LOG_LINES = 20
+_LOG_TAIL = 16_000  # bytes read from the end
+_LOG_WIDTH = 300  # characters of a line
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def log_names(state: State | None) -> dict[str, Path]:
-    """The logs that can be looked at: ``"rank 0"`` or ``"trial 7, rank 0"`` -> file.
+    """Return the logs by name: ``"rank 0"`` or ``"trial 7, rank 0"``.
 
-    Of a sweep those of trials that run, then of the ones that ended last.
+    Of a sweep: running trials first, then those that ended last.
     """
     if state is None:
         return {}
-    found = _logs(state.paths.folder, "")
+    logs = _rank_logs(state.paths.folder, "")
     if isinstance(state.table, SweepTable):
         for trial in [*state.table.running, *state.table.waiting, *state.table.last()]:
-            found |= _logs(state.trial(trial.number).folder, f"trial {trial.number}, ")
+            logs |= _rank_logs(state.trial(trial.number).folder, f"trial {trial.number}, ")
     if state.kind == "cv":
         for folder in sorted((state.paths.folder / "folds").glob("*")):
-            found |= _logs(folder, f"fold {folder.name}, ")
-    return found
+            logs |= _rank_logs(folder, f"fold {folder.name}, ")
+    return logs
 
 
-def log(file: Path | None, lines: int = LINES) -> str:
-    """The end of a log as HTML.
-
-    Args:
-        file: the log; None: none is chosen.
-        lines: how many of its last lines.
-    """
+def log(file: Path | None) -> str:
+    """Render the end of a log; empty for None."""
     if file is None:
         return ""
-    text = log_text(file, lines)
     style = "margin:0;white-space:pre-wrap;overflow-wrap:anywhere;font-size:12px"
-    return boxed(f'<pre style="{style}">{escape(text)}</pre>' if text else said("nothing written"))
+    if text := log_text(file):
+        return view(f'<pre style="{style}">{escape(text)}</pre>')
+    return view(paragraph("nothing written"))
 
 
-def log_text(file: Path, lines: int = LINES) -> str:
-    """The same as text: bars in their last state, no colours; empty where there is nothing."""
-    try:
-        with file.open("rb") as raw:
-            raw.seek(max(raw.seek(0, 2) - _BYTES, 0))
-            text = raw.read(_BYTES).decode(errors="replace")
-    except OSError:
-        return ""
-    last = text.rstrip("\n").split("\n")[-lines:]
-    return "\n".join(_line(line) for line in last)
+def log_text(file: Path, lines: int = _LOG_LINES) -> str:
+    """Return the last lines of a log without colours, progress bars in their last state."""
+    last = read_tail(file, _LOG_TAIL).rstrip("\n").split("\n")[-lines:]
+    return "\n".join(map(_visible, last))
 
 
-def _line(line: str) -> str:
-    """What is left of a line that a progress bar has overwritten."""
-    seen = _ESCAPES.sub("", line.rstrip("\r").rpartition("\r")[2])
-    return seen if len(seen) <= _WIDTH else f"{seen[:_WIDTH]}…"
+def _visible(line: str) -> str:
+    """Return what is left of a line that a progress bar has overwritten."""
+    text = _ESCAPES.sub("", line.rstrip("\r").rpartition("\r")[2])
+    return text if len(text) <= _LOG_WIDTH else f"{text[:_LOG_WIDTH]}…"
 
 
-def _logs(folder: Path, prefix: str) -> dict[str, Path]:
-    files = {int(p.parent.name): p for p in folder.glob("ranks/[0-9]*/log.txt")}
+def _rank_logs(folder: Path, prefix: str) -> dict[str, Path]:
+    files = {int(path.parent.name): path for path in folder.glob("ranks/[0-9]*/log.txt")}
     return {f"{prefix}rank {rank}": files[rank] for rank in sorted(files)}

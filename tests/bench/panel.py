@@ -51,7 +51,7 @@ def measure() -> dict[str, float]:
 
 def look(panel: nb.Panel, folder: Path, page: int) -> float:
     """Median CPU seconds of a look after something new was written, with a page in sight."""
-    panel._desk.board.tabs.selected_index = page
+    panel._controller.board.tabs.selected_index = page
     panel.refresh()
 
     def once() -> None:
@@ -63,7 +63,7 @@ def look(panel: nb.Panel, folder: Path, page: int) -> float:
 
 def answered(panel: nb.Panel) -> float:
     """Seconds until a click has its task done, here its refusal: nothing runs in that folder."""
-    return taken(lambda: panel._desk.press("pause").exception(), time.perf_counter)
+    return taken(lambda: panel._controller.press("pause").exception(), time.perf_counter)
 
 
 def taken(what: Callable[[], Any], clock: Callable[[], float]) -> float:

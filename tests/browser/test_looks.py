@@ -29,7 +29,7 @@ DRAWN = {
     "Overview": "4 of 4 trials",
     "Trials": "4 trials, page 1 of 1",
     "Curves": "val_accuracy of each trial",
-    "Devices": re.compile("cores of CPU|No device was looked at"),
+    "Devices": re.compile("cores of CPU|No device was read"),
     "Log": "rank 0 of 2 has trained",
     "Files": "The same in a cell",
 }

@@ -78,7 +78,7 @@ def test_a_killed_sweep_is_told_and_gone_on_with(
         anna.clicks("Sweep")
         anna.sees(re.compile("1 running"))
         kill_supervisor(jupyter.root / "outputs" / anna.chosen("watch"))
-        anna.sees(re.compile("cut off .*Go on takes it up where it was"))
+        anna.sees(re.compile("cut off .*Go on resumes it"))
         hold.unlink()
         anna.clicks("Go on")
         anna.sees("4 of 4 trials")

@@ -41,7 +41,7 @@ def test_the_newest_run_is_shown_stopped_and_gone_on_with(home: Path) -> None:
     assert f"run {run.name}: running" in seen.stdout
     stopped = command(home, "panel", run.name, "--press", "stop")
     assert stopped.returncode == 3
-    assert f"run {run.name}: stopped (Go on takes it up where it was)" in stopped.stdout
+    assert f"run {run.name}: stopped (Go on resumes it)" in stopped.stdout
     again = command(home, "panel", str(run), "--press", "go_on", "--once")
     assert again.returncode == 0, again.stderr
     assert f"run {run.name}: running" in again.stdout

@@ -22,7 +22,7 @@ from panels import SPACE, click, controller, ends, page, told
 from run_folders import write_run
 
 import nbtoolkit as nb
-from nbtoolkit.dashboards.server import Dashboard, missing, reach
+from nbtoolkit.dashboards.server import Dashboard, browser_address, missing_package
 from nbtoolkit.errors import DashboardError, LaunchError
 from nbtoolkit.host import Host
 from nbtoolkit.tracking.database import open_database
@@ -158,7 +158,7 @@ def test_a_store_that_is_a_server_has_a_page_of_its_own(tmp_path: Path) -> None:
 
 def test_one_that_ends_shows_what_it_wrote() -> None:
     code = "print('no such store'); raise SystemExit(3)"
-    with Dashboard("mine", HERE, lambda port, own: [sys.executable, "-c", code], "/") as dashboard:
+    with Dashboard("mine", HERE, lambda port: [sys.executable, "-c", code], "/") as dashboard:
         with pytest.raises(DashboardError, match=r"(?s)mine has ended.*no such store"):
             dashboard.wait()
         assert dashboard.closed
@@ -171,7 +171,7 @@ def test_one_that_never_answers_is_ended_with_all_its_processes() -> None:
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
         "print('waiting', flush=True); time.sleep(600)"
     )
-    dashboard = Dashboard("mine", HERE, lambda port, own: [sys.executable, "-c", code], "/")
+    dashboard = Dashboard("mine", HERE, lambda port: [sys.executable, "-c", code], "/")
     until(lambda: "waiting" in dashboard.log.read_text(), "its start")
     pids = family(dashboard)
     assert len(pids) == 3
@@ -187,7 +187,7 @@ def test_one_ends_with_the_kernel_even_if_a_child_of_that_holds_its_pipes(tmp_pa
     from pathlib import Path
     from nbtoolkit.dashboards.server import Dashboard
     from nbtoolkit.host import detect_host
-    program = lambda port, own: [sys.executable, "-m", "http.server", str(port), "-b", "127.0.0.1"]
+    program = lambda port: [sys.executable, "-m", "http.server", str(port), "-b", "127.0.0.1"]
     dashboard = Dashboard("files", detect_host(), program, "/").wait()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not (child := os.fork()):
@@ -228,16 +228,16 @@ def test_one_that_is_left_open_ends_with_a_program_without_a_word(tmp_path: Path
 
 
 def test_what_is_not_installed_is_named_by_its_package() -> None:
-    assert missing("optuna_dashboard", lambda name: None) == "optuna-dashboard"
-    assert missing("mlflow", lambda name: None if name == "flask" else name) == "mlflow"
-    assert missing("mlflow") == ""
+    assert missing_package("optuna_dashboard", lambda name: None) == "optuna-dashboard"
+    assert missing_package("mlflow", lambda name: None if name == "flask" else name) == "mlflow"
+    assert missing_package("mlflow") == ""
 
 
 # --- how a browser gets there ---
 
 
 def test_beside_the_kernel_it_is_a_link_and_from_elsewhere_a_tunnel() -> None:
-    way = reach(8080, HERE)
+    way = browser_address(8080, HERE)
     assert way.url == "http://127.0.0.1:8080/"
     assert "ssh -N -L 8080:127.0.0.1:8080" in way.how
 
@@ -256,15 +256,15 @@ def test_colab_is_asked_for_its_own_address_from_a_cell_and_else_told_how() -> N
         return "https://8080-colab.googleusercontent.com/"
 
     modules = {"google.colab": SimpleNamespace(output=SimpleNamespace(eval_js=eval_js))}
-    assert reach(8080, COLAB, modules).url == "https://8080-colab.googleusercontent.com/"
+    assert browser_address(8080, COLAB, modules).url == "https://8080-colab.googleusercontent.com/"
     assert scripts == ["google.colab.kernel.proxyPort(8080)"]
     ways: list[Any] = []
-    thread = threading.Thread(target=lambda: ways.append(reach(8080, COLAB, modules)))
+    thread = threading.Thread(target=lambda: ways.append(browser_address(8080, COLAB, modules)))
     thread.start()
     thread.join()
     assert ways[0].url == ""  # a panel's thread cannot wait for the browser
     assert "output.serve_kernel_port_as_window(8080)" in ways[0].how
-    assert reach(8080, COLAB, {}).url == ""
+    assert browser_address(8080, COLAB, {}).url == ""
 
 
 # --- on the panel ---

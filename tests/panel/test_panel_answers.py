@@ -19,7 +19,7 @@ from run_folders import NOON, hold_lock, write_run
 
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.study.table import SweepTable
-from nbtoolkit.views.state import read_state, seconds_left
+from nbtoolkit.views.state import read_state
 from nbtoolkit.views.trials import overview_text
 
 SWEEP_CONFIG = """
@@ -105,7 +105,7 @@ def test_an_error_in_a_section_that_was_left_is_told_with_its_name(opened: Open)
     form = controller(panel).board.form
     form.input("optim.lr").value = "0,01"
     panel.refresh()
-    assert "0,01" in form.error("optim.lr")
+    assert "0,01" in form.errors["optim.lr"].value
     assert form.together.value == ""  # it stands beside its field
     form.section.value = "train"
     panel.refresh()
@@ -137,7 +137,7 @@ def test_a_paused_sweep_names_no_end_and_says_it_is_paused(tmp_path: Path) -> No
         assert state.table.summary(NOON + 11).endswith("; paused")
         with paths.events.open("a") as diary:
             diary.write(json.dumps({**command, "op": "resume"}) + "\n")
-        state.look()
+        state.refresh()
         assert "ends about" in overview_text(state, now=NOON + 11)
 
 
@@ -190,7 +190,7 @@ def test_the_time_left_of_a_sweep_that_prunes_is_within_a_third(
         paths = sweep(tmp_path / str(seed), events[:at])
         with hold_lock(paths):
             now = events[at - 1]["t"]
-            left = seconds_left(read_state(paths.folder), now)
+            left = read_state(paths.folder).seconds_left(now)
         assert left is not None
         wrong.append(abs(left / (events[-1]["t"] - now) - 1))
     assert statistics.median(wrong) < 0.33
@@ -203,5 +203,5 @@ def test_without_a_pruner_and_without_reports_the_pace_is_that_of_all(tmp_path: 
         paths = sweep(tmp_path / pruner, events, pruner=pruner, count=8)
         with hold_lock(paths):
             # 4 to start and 2 half done, 10 s each, two at a time
-            left = seconds_left(read_state(paths.folder), NOON + 15)
+            left = read_state(paths.folder).seconds_left(NOON + 15)
         assert left == pytest.approx((4 * 10 + 2 * 5) / 2)

@@ -25,7 +25,7 @@ from nbtoolkit.config.schema import Config
 from nbtoolkit.config.yaml_source import parse_value
 from nbtoolkit.errors import ConfigError, LaunchError
 from nbtoolkit.panel.board import TABS
-from nbtoolkit.panel.form import Draft, config_fields
+from nbtoolkit.panel.form import FormState, config_fields
 from nbtoolkit.run.events import EventReader
 
 FIELDS = config_fields()
@@ -64,9 +64,9 @@ def test_whatever_is_typed_into_any_field_is_taken_or_told_beside_it() -> None:
     for name, text in itertools.product(FIELDS, TYPED):
         if FIELDS[name].choices and text not in ("[{", "a text"):
             continue
-        draft = Draft(Config())
-        draft.texts[name] = text
-        checked = draft.check()
+        form = FormState(Config())
+        form.texts[name] = text
+        checked = form.validate()
         assert set(checked.errors) <= {name}, text
         told = bool(checked.errors or checked.together)
         assert (checked.config is None, told) == (not _accepted(name, text),) * 2, (name, text)
@@ -97,16 +97,16 @@ def test_a_wrong_value_of_its_own_in_every_field_disables_launch_and_sweep(opene
         wrong = next(one for one in TYPED[1:] if not _accepted(name, one) and len(one) < 50)
         form.input(name).value = wrong
         assert pressable(panel) == set(), (name, wrong)
-        assert 'role="alert"' in form.error(name) + form.together.value
+        assert 'role="alert"' in form.errors[name].value + form.together.value
         form.input(name).value = right
         assert pressable(panel) == {"launch", "sweep"}, name
 
 
 def test_whatever_is_typed_as_a_space_is_told_below_it() -> None:
     for text, trials in itertools.product(SPACES, ("", "0", "-1", "1.5", "²", "9" * 5000)):
-        draft = Draft(Config(), text)
-        draft.trials = trials
-        checked = draft.check()
+        form = FormState(Config(), text)
+        form.trials = trials
+        checked = form.validate()
         assert checked.config is not None
         assert checked.sweep_config is None
         assert checked.space_error, text[:40]
@@ -134,13 +134,13 @@ def test_a_section_may_be_made_while_another_thread_shows_errors(opened: Open) -
         thread.join(SECONDS)
         made.append(not thread.is_alive())
 
-    form._errors["train.epochs"].observe(make, "value")  # in the middle of showing them
+    form.errors["train.epochs"].observe(make, "value")  # in the middle of showing them
     form.input("train.epochs").value = "many"
     assert told(panel) == ""
     assert made
     assert all(made)
-    assert "allowed" in form.error("train.epochs")
-    assert form.error("optim.lr") == ""
+    assert "allowed" in form.errors["train.epochs"].value
+    assert form.errors["optim.lr"].value == ""
 
 
 def test_a_task_takes_what_stood_there_when_its_button_was_pressed(
@@ -149,7 +149,7 @@ def test_a_task_takes_what_stood_there_when_its_button_was_pressed(
     """The panel may be busy then: a launch takes seconds."""
     panel = opened()
     board, free = controller(panel).board, threading.Event()
-    controller(panel).clock.do(free.wait)
+    controller(panel).worker.submit(free.wait)
     for name, rate in (("a", "0.25"), ("b", "0.5")):
         board.form.input("optim.lr").value = rate
         board.file.value = str(home / f"{name}.yaml")
@@ -332,7 +332,7 @@ def test_a_killed_run_is_told_without_being_asked_and_goes_on(opened: Open, home
     assert panel.folder is not None
     until(lambda: "step " in overview(panel), "its first report")
     os.kill(json.loads((panel.folder / "owner.json").read_text())["pid"], signal.SIGKILL)
-    until(lambda: "its process is gone" in overview(panel), "the fault")
+    until(lambda: "its process died" in overview(panel), "the fault")
     until(lambda: not controller(panel).board.buttons["go_on"].disabled, "the offer")
     (home / "end").touch()
     folder = panel.folder

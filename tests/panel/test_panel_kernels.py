@@ -25,7 +25,7 @@ OVERLAYS = Path(__file__).parents[2] / "build" / "kernels"
 OPEN = """
 import panel_functions, ipykernel, pathlib, threading, time
 panel = nb.panel(panel_functions.until_told, {config!r})
-board = panel._desk.board
+board = panel._controller.board
 said = []
 board.message.observe(lambda change: said.append(change["new"]), "value")
 threads = set()

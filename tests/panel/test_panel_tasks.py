@@ -67,8 +67,8 @@ def opened(settings: dict[str, Any], home: Path) -> Iterator[Open]:
 def at_work(panel: nb.Panel) -> bool:
     """Whether a notebook that a panel has started has not ended."""
     panel.refresh()
-    begun = panel._desk._begun
-    return begun.starting is not None or bool(begun._at_work)
+    begun = panel._controller.notebooks
+    return begun.starting is not None or bool(begun._running)
 
 
 def notebooks_in(home: Path) -> list[nb.NotebookHandle]:
@@ -83,7 +83,7 @@ def test_a_task_by_name_is_launched_by_a_notebook_with_the_form_s_values(
     opened: Open, home: Path
 ) -> None:
     panel = opened(task="panel_functions:reports")
-    panel._desk.board.form.input("train.epochs").value = "3"
+    panel._controller.board.form.input("train.epochs").value = "3"
     panel.press("launch")
     folder = panel.folder
     assert folder is not None
@@ -199,7 +199,7 @@ def test_launch_pressed_twice_starts_one_notebook_and_stop_is_answered_meanwhile
     opened: Open, home: Path, never_ready: None
 ) -> None:
     panel = opened(task="panel_functions:until_told")
-    coming = panel._desk.press("launch").result()
+    coming = panel._controller.press("launch").result()
     assert pressable(panel) == {"stop"}
     assert panel.folder is None
     [notebook] = [*(home / "out/notebooks").glob("*.run.log")]
@@ -220,7 +220,7 @@ def test_a_click_is_not_held_up_by_who_waits_for_a_run(
     with ThreadPoolExecutor() as threads:
         waits = threads.submit(panel.press, "launch")
         until(lambda: pressable(panel) == {"stop"}, "the notebook that starts")
-        panel._desk.board.buttons["stop"].click()
+        panel._controller.board.buttons["stop"].click()
         assert isinstance(waits.exception(timeout=SECONDS), NotebookFailed)
 
 
@@ -316,14 +316,14 @@ def test_a_notebook_that_ends_and_has_started_nothing_is_told(home: Path) -> Non
     notebook = run_notebook(write_program(home, "1"), home / "o.ipynb", html=False, wait=False)
     coming = begun.add(notebook)
     until(notebook.done, "the end of the notebook")
-    with pytest.raises(LaunchError, match=r"o\.ipynb came to its end, and started nothing"):
-        begun.look()
+    with pytest.raises(LaunchError, match=r"o\.ipynb ended without starting a run"):
+        begun.poll()
     assert isinstance(coming.exception(), LaunchError)
-    assert (begun.starting, begun.look()) == (None, None)
+    assert (begun.starting, begun.poll()) == (None, None)
 
 
 def test_who_waits_for_a_run_that_does_not_come_is_told(opened: Open) -> None:
-    with pytest.raises(LaunchError, match="no run has begun after 0 s; the notebook goes on"):
+    with pytest.raises(LaunchError, match="no run has started after 0 s; the notebook continues"):
         opened()._wait_for(Future(), seconds=0)
 
 
@@ -339,7 +339,7 @@ def test_a_stopped_cross_validation_goes_on_with_its_folds(
     )
     panel = opened(fold_functions.waits)
     panel.watch(handle.paths.folder)
-    until(lambda: status(panel) == "running" and folds_seen(panel) == {0}, "the first fold")
+    until(lambda: status(panel) == "running" and complete_folds(panel) == {0}, "the first fold")
     panel.press("stop")
     assert ends(panel) == "stopped"
     until(lambda: "go_on" in pressable(panel), "the end of its supervisor")
@@ -353,8 +353,8 @@ def test_a_stopped_cross_validation_goes_on_with_its_folds(
     assert result.folds == folds
 
 
-def folds_seen(panel: nb.Panel) -> set[int]:
-    return set(panel._desk.state.folds)
+def complete_folds(panel: nb.Panel) -> set[int]:
+    return set(panel._controller.state.folds)
 
 
 def test_a_stopped_sweep_over_folds_goes_on_with_its_folds(
@@ -367,7 +367,7 @@ def test_a_stopped_sweep_over_folds_goes_on_with_its_folds(
     )
     panel = opened(panel_functions.until_told)
     panel.watch(handle.paths.folder)
-    until(lambda: status(panel) == "running" and panel._desk.state.table.trials, "a trial")
+    until(lambda: status(panel) == "running" and panel._controller.state.table.trials, "a trial")
     panel.press("stop")
     assert ends(panel) == "stopped"
     until(lambda: "go_on" in pressable(panel), "the end of its supervisor")

@@ -55,13 +55,19 @@ def pictures(section: ReportSection) -> list[Picture]:
 
 
 def test_the_table_has_every_run_with_its_status_and_scores(report: RunsReport) -> None:
-    kinds = [(story.kind, story.status) for story in report.stories]
-    run = ("run", "completed")
-    assert kinds == [run, run, ("run", "failed"), ("sweep", "completed"), ("cv", "completed")]
+    kinds = [(run.kind, run.status) for run in report.runs]
+    completed = ("run", "completed")
+    assert kinds == [
+        completed,
+        completed,
+        ("run", "failed"),
+        ("sweep", "completed"),
+        ("cv", "completed"),
+    ]
     told = words(report.overview)
-    small, larger, _, sweep, cv = report.stories
-    for story in (small, larger, sweep, cv):
-        assert f">{story.metrics['val_accuracy']:.5g}</td>" in told
+    small, larger, _, sweep, cv = report.runs
+    for run in (small, larger, sweep, cv):
+        assert f">{run.metrics['val_accuracy']:.5g}</td>" in told
     assert "CPU, 2 processes, fp32" in told
     assert "failed: ValueError: &lt;b&gt;not&lt;/b&gt; today" in told
 
@@ -70,7 +76,7 @@ def test_the_curves_are_those_that_fit_reported(report: RunsReport) -> None:
     [picture] = pictures(report.curves)
     loss, accuracy = picture.figure.axes
     assert (loss.get_title(), accuracy.get_title()) == ("loss", "accuracy")
-    small = report.stories[0]
+    small = report.runs[0]
     dashed, solid = loss.lines[:2]
     assert list(dashed.get_ydata()) == [value for _, value in small.curves["train_loss"]]
     assert list(solid.get_ydata()) == [value for _, value in small.curves["val_loss"]]
@@ -92,7 +98,7 @@ def test_the_folds_have_their_scores_curves_and_predictions(report: RunsReport) 
     labels = [text.get_text() for text in picture.figure.legends[0].get_texts()]
     assert labels[:3] == ["fold 0", "fold 1", "fold 2"]
     told = words(report.confusion)
-    [accuracy] = [f"{report.stories[-1].metrics['val_accuracy']:.4f} of 1797 samples are right"]
+    [accuracy] = [f"{report.runs[-1].metrics['val_accuracy']:.4f} of 1797 samples are right"]
     assert accuracy in told
     assert told.count("true \\ predicted") == 3
     assert "it returned nothing" in told  # the run that failed

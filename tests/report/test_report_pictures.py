@@ -15,9 +15,9 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 from run_folders import trained, write_run
 
-from nbtoolkit.report.charts import thinned
 from nbtoolkit.report.report import _STYLE as STYLE
 from nbtoolkit.report.report import page, read_report
+from nbtoolkit.report.run_summary import thinned
 from nbtoolkit.report.section import INK, Picture
 from nbtoolkit.study.plots import COLOURS
 
@@ -179,8 +179,8 @@ def test_a_picture_for_a_cell_is_opaque(nasty: Path) -> None:
 
 
 def test_a_long_line_is_thinned_and_keeps_its_end() -> None:
-    steps, values = thinned([(float(n), float(n)) for n in range(25_001)])
-    assert len(steps) <= 1000
-    assert (steps[-1], values[-1]) == (25_000.0, 25_000.0)
-    assert steps == sorted(steps)
-    assert thinned([]) == ([], [])
+    points = thinned([(float(n), float(n)) for n in range(25_001)])
+    assert len(points) <= 1000
+    assert points[-1] == (25_000.0, 25_000.0)
+    assert points == sorted(points)
+    assert thinned([]) == []

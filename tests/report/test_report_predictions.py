@@ -99,6 +99,7 @@ NOT_SHOWN = [
     ({"labels": [1, 2], "predictions": [1]}, "1 predictions for 2 samples"),
     ({"labels": [], "predictions": []}, "0 predictions for 0 samples"),
     ({"labels": [1], "predictions": [[0.5, 0.5]]}, "not one class or number for each sample"),
+    ({"labels": 1, "predictions": 1}, "predictions are not one class or number for each"),
     ({"labels": [1], "predictions": [1], "model": torch.nn.Linear(1, 1)}, "is not read: torch.nn"),
 ]
 

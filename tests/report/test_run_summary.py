@@ -24,13 +24,13 @@ def words(folder: Path) -> str:
 def test_a_run_that_ended_well_has_its_result_and_its_time(tmp_path: Path) -> None:
     diary = trained({"val_loss": [0.5, 0.25]})
     ended = {"status": "completed", "metrics": {"val_loss": 0.25}}
-    story = read_run_summary(
+    run = read_run_summary(
         write_run(tmp_path, "20260101T000000-a-0001", events=diary, result=ended)
     )
-    assert (story.name, story.status, story.seconds) == ("a-0001", "completed", 2.0)
-    assert story.metrics == {"val_loss": 0.25}
-    assert story.device == "2 x Tesla T4, fp16"
-    assert story.curves == {"val_loss": [(1, 0.5), (2, 0.25)]}
+    assert (run.name, run.status, run.seconds) == ("a-0001", "completed", 2.0)
+    assert run.metrics == {"val_loss": 0.25}
+    assert run.device == "2 x Tesla T4, fp16"
+    assert run.curves == {"val_loss": [(1, 0.5), (2, 0.25)]}
 
 
 def test_seconds_are_those_of_all_attempts_and_a_step_counts_as_it_was_trained_last(
@@ -38,23 +38,23 @@ def test_seconds_are_those_of_all_attempts_and_a_step_counts_as_it_was_trained_l
 ) -> None:
     first = trained({"val_loss": [0.5, 0.4, 0.3]})
     again = trained({"val_loss": [0.45, 0.35]}, start=NOON + 3600)  # steps 1 and 2 once more
-    story = read_run_summary(write_run(tmp_path, "a", events=[*first, *again]))
-    assert (story.attempts, story.seconds) == (2, 5.0)
-    assert story.curves["val_loss"] == [(1, 0.45), (2, 0.35), (3, 0.3)]
+    run = read_run_summary(write_run(tmp_path, "a", events=[*first, *again]))
+    assert (run.attempts, run.seconds) == (2, 5.0)
+    assert run.curves["val_loss"] == [(1, 0.45), (2, 0.35), (3, 0.3)]
     assert "5.0 s, in 2 attempts" in words(tmp_path)
 
 
 def test_without_reports_the_curves_are_what_was_logged(tmp_path: Path) -> None:
     logged = [{"type": "metrics", "values": {"loss": v, "lr": 0.1}, "step": v} for v in (1, 2)]
     logged.append({"type": "metrics", "values": {"loss": 3.0}, "step": None})
-    story = read_run_summary(write_run(tmp_path, "a", events=logged))
-    assert story.curves == {"loss": [(1, 1.0), (2, 2.0), (3, 3.0)]}
+    run = read_run_summary(write_run(tmp_path, "a", events=logged))
+    assert run.curves == {"loss": [(1, 1.0), (2, 2.0), (3, 3.0)]}
 
 
 def test_a_run_without_an_end_runs_while_it_has_an_owner(tmp_path: Path) -> None:
     paths = write_run(tmp_path, "a", events=trained({"val_loss": [1.0]}))
     assert read_run_summary(paths).status == "cut off"
-    assert "the same launch goes on with it" in words(tmp_path)
+    assert "the same launch resumes it" in words(tmp_path)
     with paths.lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert read_run_summary(paths).status == "running"
@@ -75,9 +75,9 @@ def test_damaged_files_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
     paths.result.write_text("[1]")
     with paths.events.open("a") as diary:
         diary.write('[1]\n{"type": "report"}\n{"t": 1, "ty\n{"t": 2, "type": "report"')
-    story = read_run_summary(paths)
-    assert story.damaged == ("plan.json", "result.json")
-    assert story.curves == {"val_loss": [(1, 1.0), (2, 0.5)]}
+    run = read_run_summary(paths)
+    assert run.damaged == ("plan.json", "result.json")
+    assert run.curves == {"val_loss": [(1, 1.0), (2, 0.5)]}
     assert "plan.json cannot be read" in words(tmp_path)
 
 
@@ -105,8 +105,8 @@ def test_only_numbers_are_metrics() -> None:
 
 @pytest.mark.parametrize("name", ["20260101T000000-a-0001", "a-0001", "2026-a"])
 def test_a_name_is_the_id_without_its_time(tmp_path: Path, name: str) -> None:
-    story = read_run_summary(write_run(tmp_path, name))
-    assert story.name == {"20260101T000000-a-0001": "a-0001"}.get(name, name)
+    run = read_run_summary(write_run(tmp_path, name))
+    assert run.name == {"20260101T000000-a-0001": "a-0001"}.get(name, name)
 
 
 def test_runs_of_one_second_are_in_the_order_in_which_they_were_made(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.study.plots import plot_importances
 from nbtoolkit.study.storage import FILE, open_journal
 from nbtoolkit.views.state import read_state
-from nbtoolkit.views.tabs import Importances, importances
+from nbtoolkit.views.tabs import ImportanceCache, importances
 
 SPACE: dict[str, BaseDistribution] = {
     "optim.lr": FloatDistribution(1e-4, 1e-1, log=True),
@@ -218,16 +218,16 @@ def test_the_bars_are_drawn_anew_when_a_quarter_more_trials_are_there(tmp_path: 
     paths = folder_of(tmp_path, study)
     lines = paths.events.read_text().splitlines(keepends=True)
     paths.events.write_text("".join(lines[:-3]))
-    state, bars = read_state(paths.folder), Importances()
+    state, bars = read_state(paths.folder), ImportanceCache()
     ten = bars.html(state)
     assert "From 10 complete" in ten
     with paths.events.open("a") as diary:
         diary.writelines(lines[-3:-1])
         diary.flush()
-        state.look()
+        state.refresh()
         assert bars.html(state) is ten
         diary.write(json.dumps({**json.loads(lines[-1]), "t": NOON}) + "\n")
-    state.look()
+    state.refresh()
     assert "From 13 complete" in bars.html(state)
 
 

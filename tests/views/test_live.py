@@ -16,6 +16,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,8 @@ from nbtoolkit.run.events import (
 )
 from nbtoolkit.run.output import CellOutput, Display, DisplayFacts, Shape, choose_screen
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.views.live import Live
-from nbtoolkit.views.picture import Minutes, Throttle
+from nbtoolkit.views.live import LiveView
+from nbtoolkit.views.progress_display import LineDisplay, ProgressDisplay, Throttle
 from nbtoolkit.views.state import State
 from nbtoolkit.views.summary import summary, summary_line
 
@@ -214,7 +215,7 @@ def test_a_run_that_is_killed_or_whose_folder_goes_is_said_to_be(
     kernel.hear(view, "the widget")
     folder = run_folder(tmp_path / "out")
     os.kill(json.loads((folder / "owner.json").read_text())["pid"], signal.SIGKILL)
-    kernel.hear(static("its process is gone"), "the end")
+    kernel.hear(static("its process died"), "the end")
     assert kernel.run("handle.result()").error == "LaunchError"
     shutil.rmtree(folder)
 
@@ -224,6 +225,23 @@ def test_a_run_that_is_killed_or_whose_folder_goes_is_said_to_be(
     kernel.hear(static("its folder was deleted"), "the end")
     kill = "from nbtoolkit.run.messages import KillRequest\nhandle._line.send(KillRequest())"
     kernel.run(f"handle.stop(grace=0.0)\n{kill}")
+    no_view_thread(kernel)
+
+
+def test_a_folder_that_cannot_be_read_for_a_moment_does_not_end_the_view(
+    kernel: Notebook, launch: str, tmp_path: Path
+) -> None:
+    kernel.run(f"handle = {launch}, wait=False)").ok()
+    kernel.hear(view, "the widget")
+    events = run_folder(tmp_path / "out") / "events.jsonl"
+    events.rename(events.with_suffix(".aside"))
+    events.mkdir()  # reading fails, for root too
+    kernel.hear(drawn("unreadable"), "the fault")
+    events.rmdir()
+    events.with_suffix(".aside").rename(events)
+    kernel.hear(drawn(": running"), "the run again")
+    (tmp_path / "end").touch()
+    assert "<svg" in kernel.hear(static("completed"), "the end")["text/html"]
     no_view_thread(kernel)
 
 
@@ -317,7 +335,7 @@ def test_under_papermill_there_are_lines_and_at_the_end_a_picture(tmp_path: Path
 
 def test_a_line_a_minute_says_how_far_it_is(diary: EventLog, state: State) -> None:
     said: list[str] = []
-    lines = Minutes(lambda: state, said.append, seconds=0.0)
+    lines = LineDisplay(lambda: state, said.append, seconds=0.0)
     lines.open(waits=True)
     diary.write(RunStarted(config={"train": {"epochs": 4}}))
     both = time.time()  # no time between two steps: what is left takes none
@@ -331,7 +349,7 @@ def test_a_line_a_minute_says_how_far_it_is(diary: EventLog, state: State) -> No
         "step 2 of 4, about 0.0 s left, val_loss 0.5, rank 0: 0.98 cores of CPU, 1.0 GiB of memory",
         "step 2, val_loss 0.5, completed after 3.0 s",
     ]
-    lines = Minutes(lambda: state, said.append)
+    lines = LineDisplay(lambda: state, said.append)
     lines.open(waits=True)
     lines.pump()
     assert len(said) == 2  # a minute is not over
@@ -417,23 +435,46 @@ def test_names_and_errors_are_text_in_html_and_no_orders_to_a_terminal(
         values = {"<script>ü\x1b[2J\n": step / 2, '"><img src=x>': 1.0, "nan": float("nan")}
         diary.write(MetricsReported(values=values, step=step))
     ends(diary, state, status="failed", error="<b>no</b>", seconds=1.0)
-    state.look()
+    state.refresh()
     assert Tags(summary(state)).found <= {"div", "span", "b", "svg", "polyline"}
     assert "&lt;b&gt;no&lt;/b&gt;" in summary(state)
     assert summary_line(state).startswith("step 3 of 4, <script>ü [2J  1.5")
     assert "\x1b" not in summary_line(state)
 
 
+def test_a_folder_that_cannot_be_read_is_neither_live_nor_over(
+    diary: EventLog, state: State
+) -> None:
+    diary.write(RunStarted(config={}))
+    state.refresh()
+    assert (state.status, state.live, state.over) == ("running", True, False)
+    aside = state.paths.events.rename(state.paths.folder / "aside")
+    state.paths.events.mkdir()
+    assert state.refresh()
+    assert (state.status, state.live, state.over) == ("unreadable", False, False)
+    assert "Is a directory" in summary(state)
+    assert summary_line(state).endswith("unreadable")
+    state.paths.events.rmdir()
+    aside.rename(state.paths.events)
+    diary.write(MetricsReported(values={"loss": 0.5}, step=1))
+    assert state.refresh()
+    assert (state.status, state.live, state.over) == ("running", True, False)
+    assert state.points() == {"loss": [(1.0, 0.5)]}
+    shutil.rmtree(state.paths.folder)
+    state.refresh()
+    assert (state.status, state.over) == ("gone", True)
+
+
 def test_what_was_logged_is_drawn_where_nothing_was_reported(diary: EventLog, state: State) -> None:
     diary.write(RunStarted(config={}))
     for step in range(10_000):
         diary.write(MetricsLogged(values={"loss": 1 / (step + 1)}, step=step))
-    state.look()
+    state.refresh()
     assert "loss" in summary(state)
     assert len(state.logged["loss"]) <= 4000
     assert state.logged["loss"][-1][0] == 9999
     diary.write(MetricsReported(values={"val_loss": 0.5}, step=1))
-    state.look()
+    state.refresh()
     assert set(state.points()) == {"val_loss"}
 
 
@@ -459,7 +500,7 @@ def test_steps_that_are_no_epochs_have_no_end_in_sight(diary: EventLog, state: S
     diary.write(RunStarted(config={"train": {"epochs": 10}}))
     for step in (100, 200):
         diary.write(MetricsReported(values={"loss": 1.0}, step=step))
-    state.look()
+    state.refresh()
     assert summary_line(state) == "step 200, loss 1"
     assert state.share() is None
     assert "progressbar" not in summary(state)
@@ -479,7 +520,7 @@ def test_a_line_of_ours_does_not_tear_a_bar_of_rank_0(
     assert capsys.readouterr().out == "\rbar 10%\nstep 3 of 10\nbar 20%\n"
 
 
-class Broken:
+class Broken(ProgressDisplay):
     """A picture that cannot be drawn."""
 
     def open(self, *, waits: bool) -> None:
@@ -497,7 +538,11 @@ class Broken:
 def test_a_picture_that_fails_ends_only_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    live = Live(CellOutput(RunPaths(tmp_path), "text"), Broken(), needs_wait=True)
+    live = LiveView(
+        CellOutput(RunPaths(tmp_path), "text"),
+        Broken(partial(State, RunPaths(tmp_path))),
+        needs_wait=True,
+    )
     live.open(waits=True)
     live.pump()
     live.say("going on")

@@ -65,11 +65,11 @@ def test_a_run_whose_process_is_gone_says_so_and_how_to_go_on(tmp_path: Path) ->
     paths = write_run(tmp_path, "one", events=trained({"loss": [1.0]}))
     state = State(paths)
     with hold_lock(paths):
-        state.look()
+        state.refresh()
         assert state.status == "running"
-    assert state.look()  # that alone is news
-    assert (state.status, state.unfinished) == ("cut off", True)
-    assert "its process is gone" in overview(state)
+    assert state.refresh()  # that alone is news
+    assert (state.status, state.resumable) == ("cut off", True)
+    assert "its process died" in overview(state)
 
 
 def test_an_owner_that_comes_while_the_diary_is_read_is_no_death(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_an_owner_that_comes_while_the_diary_is_read_is_no_death(tmp_path: Path)
 
     paths = write_run(tmp_path, "train-0001", events=[{"type": "run"}])
     state = State(TakenMeanwhile(paths.folder))
-    state.look()
+    state.refresh()
     assert state.status == "running"
 
 
@@ -89,21 +89,21 @@ def test_trials_of_a_sweep_whose_process_is_gone_run_no_more(tmp_path: Path) -> 
     paths = sweep(tmp_path, [trial(0, value=0.5), trial(1, "running")])
     state = State(paths)
     with hold_lock(paths):
-        state.look()
+        state.refresh()
         assert "1 complete, 1 running" in overview_text(state)
-    state.look()
+    state.refresh()
     assert "1 complete, 1 waiting; cut off" in overview_text(state)
     with hold_lock(paths), paths.events.open("a") as diary:
         diary.write(json.dumps({"type": "run", "t": NOON}) + "\n")
         diary.flush()
-        state.look()
+        state.refresh()
         assert "cut off" not in overview_text(state)
 
 
 def test_a_folder_deleted_while_it_is_watched_is_said_to_be_gone(tmp_path: Path) -> None:
     state = read_state(sweep(tmp_path, [trial(0, value=0.5)]).folder)
     shutil.rmtree(tmp_path / "sweep-0001")
-    assert state.look()
+    assert state.refresh()
     assert state.status == "gone"
     assert "its folder was deleted" in overview_text(state)
     for view in (trials, curves, history, devices):
@@ -125,7 +125,7 @@ def test_a_search_that_is_paused_says_so_until_it_goes_on(tmp_path: Path) -> Non
         state = read_state(paths.folder)
         assert (state.status, state.ends_at(NOON)) == ("paused", None)
         _append(paths, {"type": "command", "op": "resume", "t": NOON})
-        state.look()
+        state.refresh()
         assert state.status == "running"
 
 
@@ -144,7 +144,7 @@ def test_two_readers_of_a_folder_show_the_same(tmp_path: Path) -> None:
     paths = sweep(tmp_path, [trial(0, value=0.5)])
     early = read_state(paths.folder)
     _append(paths, {**trial(1, value=0.75, best=True), "t": NOON})
-    early.look()
+    early.refresh()
     late = read_state(paths.folder)
     for view in (overview, trials, curves, history):
         assert view(early) == view(late)
@@ -187,7 +187,7 @@ def test_a_thousand_trials_are_shown_in_pages_and_quickly(tmp_path: Path) -> Non
     last = trials(state, SortOrder("score", True, page=10_000))
     assert f"page {1000 // PAGE} of {1000 // PAGE}" in last
     assert last.count("<tr>") == PAGE + 1
-    state.look()
+    state.refresh()
     began = time.process_time()
     page = overview(state) + trials(state, SortOrder("score")) + history(state) + curves(state)
     drawing = time.process_time() - began
