@@ -20,7 +20,7 @@ Open = Callable[..., nb.Panel]
 
 
 def controller(panel: nb.Panel) -> Any:
-    return panel._desk
+    return panel._controller
 
 
 def status(panel: nb.Panel) -> str:
