@@ -517,7 +517,7 @@ READERS = {
     "launcher.handle",
     "launcher.launch",
     "notebooks.handle",
-    "notebooks.task",
+    "notebooks.background",
     "run.paths",
     "search.sweep",
     "search.sweep_result",

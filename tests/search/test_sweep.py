@@ -366,7 +366,7 @@ def test_a_sweep_in_one_rank_of_several_is_refused(
 def test_a_sweep_of_another_configuration_is_not_gone_on_with(config: nb.Config) -> None:
     first = swept(bowl, config, n_trials=1)
     other = config.with_overrides({"train.epochs": 77})
-    with pytest.raises(errors.ResumeError, match=r"train.epochs: \d+ before, 77 now"):
+    with pytest.raises(errors.ResumeError, match=r"train.epochs: \d+ then, 77 now"):
         swept(bowl, other, n_trials=2, resume=first.paths.run_id)
     more = swept(bowl, config, n_trials=2, resume=first.paths.run_id)
     assert (more.paths.folder, len(more.trials)) == (first.paths.folder, 2)
