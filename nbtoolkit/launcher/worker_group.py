@@ -1,4 +1,4 @@
-"""Keep track of one agent and its ranks: messages, phases, exit codes."""
+"""Keep track of the messages, phases and exit codes of one agent and its ranks."""
 
 from __future__ import annotations
 

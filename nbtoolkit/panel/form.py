@@ -1,4 +1,4 @@
-"""Build the form: a widget for each setting of the schema, with its error beside it."""
+"""Build the form with a widget and an error line for each setting of the schema."""
 
 from __future__ import annotations
 

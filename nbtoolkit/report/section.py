@@ -1,4 +1,4 @@
-"""Build a section of a report: a title with tables, sentences and pictures."""
+"""Build report sections from tables, sentences and pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Show a run in the cell: its notes and rank 0's lines, and the choice of a display."""
+"""Show a run's notes and rank 0's lines in the cell, and choose its display."""
 
 from __future__ import annotations
 
