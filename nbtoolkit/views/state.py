@@ -76,6 +76,7 @@ class State:
         self.began: float | None = None
         self.first_report: tuple[float, float] | None = None
         self.last_report: tuple[float, float] | None = None
+        self._reports_steps = False
         self.ended: events.RunEnded | None = None
         self._owned = True
         self._restarting = False
@@ -282,12 +283,16 @@ class State:
         self.paused = False
         self.first_report = None
         self.last_report = None
+        self._reports_steps = False
         self.phases.clear()
         self.epochs = (event.config.get("train") or {}).get("epochs")
 
     def _add_report(self, event: events.MetricsReported) -> None:
-        next_step = 1.0 if self.last_report is None else self.last_report[1] + 1
+        last = 0.0 if self.last_report is None else self.last_report[1]
+        # Returned numbers come as a last report without a step; they belong to the last step.
+        next_step = last if self._reports_steps else last + 1
         step = next_step if event.step is None else float(event.step)
+        self._reports_steps = event.step is not None or self._reports_steps
         self.first_report = self.first_report or (event.t, step)
         self.last_report = (event.t, step)
         for name, value in numbers(event.values).items():

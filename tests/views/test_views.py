@@ -111,6 +111,15 @@ def test_a_folder_deleted_while_it_is_watched_is_said_to_be_gone(tmp_path: Path)
     assert log_names(state) == {}
 
 
+def test_returned_numbers_belong_to_the_last_step(tmp_path: Path) -> None:
+    returned = {"type": "report", "t": NOON + 8, "values": {"best": 0.25}, "step": None}
+    ended = {"type": "ended", "t": NOON + 9, "status": "completed", "seconds": 9.0, "error": None}
+    diary = trained({"val_loss": [0.5, 0.25]}, {"train": {"epochs": 2}})
+    state = read_state(write_run(tmp_path, "one", events=[*diary, returned, ended]).folder)
+    assert "step 2 of 2" in overview_text(state)
+    assert state.points()["best"] == [(2.0, 0.25)]
+
+
 def test_a_failed_run_shows_its_error_and_where_the_rest_is(tmp_path: Path) -> None:
     ended = {"type": "ended", "status": "failed", "seconds": 1.0, "error": f"ValueError: {EVIL}"}
     page = overview(read_state(write_run(tmp_path, "one", events=[{"type": "run"}, ended]).folder))
