@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 _CALLED_FROM = "/nbtoolkit/worker/main.py"
 
 
-# --- failure ---
-# A failed run's exception, raised in the kernel as its own type, with rank, cell line and log.
+# --- raising in the kernel ---
 
 
 def raise_failure(paths: RunPaths) -> NoReturn:
-    """Raise what ended the run; where the exception cannot be read, one with its text.
+    """Raise the exception of a failed run, with its own type, and rank, cell line and log as notes.
+
+    If it cannot be unpickled, raise a :class:`WorkerError` with its text.
 
     Raises:
         RunFileError: neither can be read.
@@ -55,7 +56,7 @@ def raise_failure(paths: RunPaths) -> NoReturn:
 
 
 def _show_notes(error: BaseException) -> None:
-    """IPython 7, which Kaggle and Colab have, leaves an exception's notes out of its traceback."""
+    """Print the exception's notes; the traceback of IPython 7 (Kaggle, Colab) omits them."""
     ipython = sys.modules.get("IPython")
     if ipython is not None and ipython.version_info[0] < 8 and ipython.get_ipython() is not None:
         print(*getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
@@ -66,8 +67,8 @@ def _failure(paths: RunPaths) -> BaseException:
         packed = PackedError.decode(paths.error_pickle.read_bytes())
         error = unpack_error(packed)
         if packed.rank is not None:
-            place = user_line(packed)
-            where = f"rank {packed.rank}" + (f", {cell_name(*place)}" if place else "")
+            location = user_line(packed)
+            where = f"rank {packed.rank}" + (f", {cell_name(*location)}" if location else "")
             add_note(error, f"[nbtoolkit] {where}; log: {paths.log(packed.rank)}")
         for note in packed.notes:
             add_note(error, f"[nbtoolkit] {note}")
@@ -75,7 +76,7 @@ def _failure(paths: RunPaths) -> BaseException:
 
 
 def cell_name(filename: str, line: int) -> str:
-    """``Cell In[3], line 5`` for code of a cell of this kernel, else file and line."""
+    """Return ``Cell In[3], line 5`` for code of a cell of this kernel, else ``file:line``."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     compiler = getattr(shell, "compile", None)
@@ -84,7 +85,7 @@ def cell_name(filename: str, line: int) -> str:
         if name is not None:
             return f"{name[0]} {name[1]}, line {line}"
     elif shell is not None and compiler is not None:
-        # IPython 7 (Kaggle, Colab) names a cell's file after its text; the history has lost the
+        # IPython 7 (Kaggle, Colab) derives a cell's file name from its text. The history lacks the
         # text's last newline.
         cells = list(enumerate(shell.history_manager.input_hist_raw))
         for number, text in reversed(cells):
@@ -94,36 +95,37 @@ def cell_name(filename: str, line: int) -> str:
     return f"{filename}:{line}"
 
 
-# --- how a group ended ---
+# --- classification ---
 
 
-# Failures this close together have one cause: a dead rank breaks its neighbours' connections within
-# milliseconds.
+# Failures within so many seconds have one cause: a dead rank breaks its neighbours' connections
+# within milliseconds.
 _TOGETHER = 0.15
-_CODE_SECONDS = 6.0  # for the agent to tell a dead rank's exit code; 0.1 on a quiet machine
+# Seconds that the agent gets to report a dead rank's exit code; it takes 0.1 on a quiet machine.
+_CODE_SECONDS = 6.0
 
-# What a signal usually means to somebody who trains models.
+# The usual causes of signals in training.
 _MEANINGS = {
     signal.SIGKILL: "killed from outside, usually by the kernel because memory ran out",
     signal.SIGSEGV: "a crash in native code, usually of incompatible versions or after a fork",
     signal.SIGBUS: "usually a full /dev/shm (DataLoader workers) or a mapped file cut short",
-    signal.SIGABRT: "native code gave up: often a CUDA device-side assert or NCCL's watchdog",
-    signal.SIGTERM: "asked to end from outside",
+    signal.SIGABRT: "native code aborted: often a CUDA device-side assert or NCCL's watchdog",
+    signal.SIGTERM: "terminated from outside",
     signal.SIGFPE: "an arithmetic fault in native code, usually an integer division by zero",
     signal.SIGILL: "an instruction this CPU does not have: a wheel built for another CPU",
 }
 
 
 _TOGETHER_CALLS = (
-    "calls in which ranks wait for each other (nb.predict, a model in DDP, collectives, "
-    "ctx.report) are made by all ranks, in the same order"
+    "all ranks make calls that wait for other ranks (nb.predict, a model in DDP, collectives, "
+    "ctx.report), in the same order"
 )
-_ALONE = "to use a model on one rank alone call ctx.unwrap(model)(...)"
+_ALONE = "to use a model on one rank only, call ctx.unwrap(model)(...)"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The error the launch raises: packed, with the rank that failed first."""
+    """The packed error that the launch raises, and the rank that failed first."""
 
     error: PackedError
     rank: int | None
@@ -133,55 +135,53 @@ class Failure:
 def classify(
     worker_group: WorkerGroup, supervisor: RunSupervisor
 ) -> str | Failure | GroupFailure | PortBusy | None:
-    """The end of a worker group; None while it goes on."""
+    """Return how a worker group ended: a status or a failure; None while it runs."""
     if supervisor.killed_on_request and (
         worker_group.exited is not None or all(rank.over for rank in worker_group.ranks)
     ):
         return supervisor.record.leaving or "stopped"
-    landed = worker_group.agent_result
-    if isinstance(landed, messages.RanksNotStarted):
-        return PortBusy(worker_group.port) if landed.busy else GroupFailure(landed.error)
-    troubled = [rank for rank in worker_group.ranks if rank.phase in ("failed", "dead")]
-    if troubled:
-        return _trouble(worker_group, supervisor, troubled)
+    result = worker_group.agent_result
+    if isinstance(result, messages.RanksNotStarted):
+        return PortBusy(worker_group.port) if result.busy else GroupFailure(result.error)
+    failed = [rank for rank in worker_group.ranks if rank.phase in ("failed", "dead")]
+    if failed:
+        return _classify_failed(worker_group, supervisor, failed)
     if all(rank.over for rank in worker_group.ranks):
-        words = [rank.last_word for rank in worker_group.ranks]
-        left = [word.status for word in words if isinstance(word, messages.FunctionLeft)]
+        finals = [rank.last_word for rank in worker_group.ranks]
+        left = [final.status for final in finals if isinstance(final, messages.FunctionLeft)]
         return left[0] if left else "completed"
     return None
 
 
-def _trouble(
-    worker_group: WorkerGroup, supervisor: RunSupervisor, troubled: list[RankView]
+def _classify_failed(
+    worker_group: WorkerGroup, supervisor: RunSupervisor, failed: list[RankView]
 ) -> Failure | GroupFailure | PortBusy | None:
-    first = min(rank.ended_at or 0.0 for rank in troubled)
+    """Find the cause among the failed ranks; None while others may still follow."""
+    first = min(rank.ended_at or 0.0 for rank in failed)
     if time.monotonic() - first < _TOGETHER:
         return None
     dead = [
-        rank
-        for rank in troubled
-        if rank.phase == "dead" and (rank.ended_at or 0) - first < _TOGETHER
+        rank for rank in failed if rank.phase == "dead" and (rank.ended_at or 0) - first < _TOGETHER
     ]
     if dead and not supervisor.killed_on_request:
-        return _death(worker_group, supervisor.paths, dead, first)
-    cause = min(troubled, key=lambda rank: rank.ended_at or 0.0)
-    word = cause.last_word
-    if isinstance(word, messages.GroupNotJoined):
-        busy = "EADDRINUSE" in word.error
-        return (
-            PortBusy(worker_group.port)
-            if busy
-            else GroupFailure(f"rank {cause.rank}: {word.error}")
-        )
-    return _error(supervisor.paths, cause)
+        return _classify_dead(worker_group, supervisor.paths, dead, first)
+    cause = min(failed, key=lambda rank: rank.ended_at or 0.0)
+    final = cause.last_word
+    if isinstance(final, messages.GroupNotJoined):
+        if "EADDRINUSE" in final.error:
+            return PortBusy(worker_group.port)
+        return GroupFailure(f"rank {cause.rank}: {final.error}")
+    return _user_error(supervisor.paths, cause)
 
 
-def _error(paths: RunPaths, cause: RankView) -> Failure:
-    """The user's own exception, as the rank wrote it."""
-    word = cause.last_word
-    # where its disk is full, in the message itself
-    said = word.packed if isinstance(word, messages.FunctionRaised) else None
-    raw = base64.b64decode(said) if said else paths.rank_error(cause.rank).read_bytes()
+def _user_error(paths: RunPaths, cause: RankView) -> Failure:
+    """Return the exception that the training function raised on a rank."""
+    final = cause.last_word
+    # The message holds the exception if the rank could not write the file: its disk was full.
+    packed_text = final.packed if isinstance(final, messages.FunctionRaised) else None
+    raw = (
+        base64.b64decode(packed_text) if packed_text else paths.rank_error(cause.rank).read_bytes()
+    )
     packed = PackedError.decode(raw)
     if packed.exit:
         kind = packed.type.removeprefix("builtins.")
@@ -194,21 +194,24 @@ def _error(paths: RunPaths, cause: RankView) -> Failure:
     return Failure(packed, cause.rank)
 
 
-def _death(
+def _classify_dead(
     worker_group: WorkerGroup, paths: RunPaths, dead: list[RankView], first: float
 ) -> Failure | GroupFailure | None:
-    """A rank that ended without a word: wait for its exit code, then say what it usually means."""
+    """Explain ranks that ended without a final message; None while their exit code is unknown."""
     waited = time.monotonic() - first
     if worker_group.exited is not None and len(worker_group.ranks) == 1:
         dead[0].code = worker_group.exited
-    # elastic ends the others with SIGTERM as soon as one is dead, within milliseconds
+    # elastic ends the others with SIGTERM within milliseconds after one has died.
     rank = min(dead, key=lambda rank: (rank.code == -signal.SIGTERM, rank.code is None))
     if rank.code is None and waited < _CODE_SECONDS:
         if waited > 1.0:
-            worker_group.kill_ranks()  # elastic tells codes once all are gone; C++ ignores SIGTERM
+            # elastic reports the codes after all ranks have ended, and a rank blocked in C++
+            # ignores its SIGTERM.
+            worker_group.kill_ranks()
         return None
     what = f"rank {rank.rank} died with {describe(rank.code)}"
-    if rank.reached in ("none", "started"):  # later it died of what the user's modules do at import
+    # A rank that dies in a later phase dies of the user's code, such as a module it imports.
+    if rank.reached in ("none", "started"):
         return GroupFailure(f"{what} before the ranks had formed their group")
     trace = _last_stack(paths.stacks(rank.rank))
     error = WorkerDied(
@@ -220,7 +223,7 @@ def _death(
 
 
 def describe(code: int | None) -> str:
-    """An exit code in words: what it is and what it usually means."""
+    """Describe an exit code and its usual cause."""
     if code is None:
         return "an unknown exit code"
     if code >= 0:
@@ -230,7 +233,7 @@ def describe(code: int | None) -> str:
 
 
 def _last_stack(path: Path) -> str:
-    """What faulthandler wrote when the rank crashed in native code; empty where it did not."""
+    """Return the stack that faulthandler wrote at a crash in native code; empty if none."""
     try:
         text = path.read_text(errors="replace")
     except FileNotFoundError:
@@ -239,28 +242,28 @@ def _last_stack(path: Path) -> str:
     return textwrap.indent(without_launcher(crash), "    ")
 
 
-def hung(ranks: list[RankView], stacks: str, timeout: float, paths: RunPaths) -> Failure:
-    """The failure of ranks that the watch takes for hung."""
+def hang_failure(ranks: list[RankView], stacks: str, timeout: float, paths: RunPaths) -> Failure:
+    """Return the failure for hung ranks."""
     names = " and ".join(str(rank.rank) for rank in ranks)
     error = WorkerHung(
         f"rank {names} sent nothing and used under 1% CPU for {timeout:g} s while another rank "
         f"waits for it\n{stacks}",
         allowed="silence while computing, or inside `with ctx.pause_hang_detection(...)`; "
         "a larger hang_timeout",
-        do=f"see in the stacks where the ranks' ways part, and {paths.log(ranks[0].rank)}",
+        do=f"compare the ranks' stacks, and read {paths.log(ranks[0].rank)}",
     )
     return Failure(pack_error(error), ranks[0].rank)
 
 
-def lone_call(
+def refuse_lone_call(
     asking: list[RankView], others: list[RankView], places: dict[int, str]
 ) -> messages.CallRefused:
-    """What ranks that wait in a common call are told when the others are not coming.
+    """Return the reply to ranks that wait in a call which the other ranks cannot reach.
 
     Args:
         asking: the ranks in the call.
         others: ranks that have returned, or wait in a collective.
-        places: the user's line at which those wait.
+        places: the user's line at which each of those waits, by rank.
     """
     question = asking[0].asking
     assert question is not None
@@ -271,25 +274,25 @@ def lone_call(
     if 0 not in places:
         return messages.CallRefused(
             what=call,
-            allowed=f"{verb} is called by all ranks, in the same order",
-            do="take the call out of `if ctx.is_main:` (rank 0 alone writes and counts anyway)",
+            allowed=f"all ranks call {verb}, in the same order",
+            do="move the call out of `if ctx.is_main:` (only rank 0 writes and counts anyway)",
         )
     return messages.CallRefused(
         what=f"rank 0 waits at {places[0]} for the other ranks, but {call}",
         allowed=_TOGETHER_CALLS,
-        do=f"take the call at {places[0]} out of `if ctx.is_main:`; {_ALONE}",
+        do=f"move the call at {places[0]} out of `if ctx.is_main:`; {_ALONE}",
     )
 
 
-def stuck_apart(places: dict[int, str], over: list[RankView]) -> Failure:
-    """The failure of ranks that wait for each other at different lines, or for one that is over."""
-    where = [f"rank {rank} at {place}" for rank, place in places.items()]
-    gone = [f"rank {rank.rank} has returned" for rank in over]
+def deadlock_failure(places: dict[int, str], over: list[RankView]) -> Failure:
+    """Return the failure for ranks that wait at different lines, or for a rank that has ended."""
+    waiting = [f"rank {rank} at {place}" for rank, place in places.items()]
+    returned = [f"rank {rank.rank} has returned" for rank in over]
     error = WorkerHung(
-        "the ranks wait for each other in different calls: " + "; ".join([*where, *gone]),
+        "the ranks wait for each other in different calls: " + "; ".join([*waiting, *returned]),
         allowed=_TOGETHER_CALLS,
-        do=f"look there, and before, for a call that only some ranks make, as under "
-        f"`if ctx.is_main:`, and let all ranks make it; {_ALONE}",
+        do=f"find the call, there or before, that only some ranks make (as under "
+        f"`if ctx.is_main:`), and make it on all ranks; {_ALONE}",
     )
     return Failure(pack_error(error), min(places))
 
@@ -300,18 +303,24 @@ def _where(rank: RankView, places: dict[int, str]) -> str:
     return f"which waits in another collective, at {places[rank.rank]}"
 
 
-def different_calls(questions: Sequence[messages.Question]) -> messages.CallRefused:
-    """What ranks are told that wait for each other in different calls; each rank's question."""
-    calls = [f"rank {rank}: {one.call} at {one.where}" for rank, one in enumerate(questions)]
+def refuse_different_calls(questions: Sequence[messages.Question]) -> messages.CallRefused:
+    """Return the reply to ranks that wait for each other in different calls.
+
+    Args:
+        questions: the question of each rank, by rank.
+    """
+    calls = [
+        f"rank {rank}: {question.call} at {question.where}"
+        for rank, question in enumerate(questions)
+    ]
     return messages.CallRefused(
         what="the ranks wait for each other in different calls: " + "; ".join(calls),
-        allowed="ctx.report, ctx.raise_if_stopped and ctx.save are called by all ranks, "
-        "in the same order",
-        do="make every rank take the same way through the function",
+        allowed="all ranks call ctx.report, ctx.raise_if_stopped and ctx.save, in the same order",
+        do="make every rank take the same path through the function",
     )
 
 
 def without_launcher(stack: str) -> str:
-    """A stack, newest call first, down to where the user's function was called."""
-    mine = itertools.takewhile(lambda line: _CALLED_FROM not in line, stack.strip().splitlines())
-    return "\n".join(mine)
+    """Return a stack, innermost call first, without the callers of the user's function."""
+    lines = itertools.takewhile(lambda line: _CALLED_FROM not in line, stack.strip().splitlines())
+    return "\n".join(lines)

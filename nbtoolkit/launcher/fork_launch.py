@@ -1,4 +1,4 @@
-"""Launch with ``start="fork"``: fork the agent from this process; refused where that is unsafe."""
+"""Launch with ``start="fork"``: fork the agent from this process, if a probe finds that safe."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from nbtoolkit.run.transport import GroupConnections
 
 
 class ForkedAgent:
-    """A child of this process that waits for the supervisor's word, then starts the ranks.
+    """A child of this process that starts the ranks when the supervisor says so.
 
     Raises:
-        ForkRefused: the probe says that a forked child of this process could not work.
+        ForkRefused: the probe found that a forked child of this process could not work.
     """
 
     def __init__(
@@ -52,21 +52,20 @@ class ForkedAgent:
         environment: KernelEnvironment,
         lines: GroupConnections,
     ) -> None:
-        preload()  # else the probe, the agent and each launch after this one would do it: 2 s
+        preload()  # else the probe, the agent and each later launch would import for 2 s
         probe = probe_fork(device=job.plan.device_type == "cuda")
         if not probe.ok:
             raise ForkRefused(
                 f'start="fork" would not work in this process: {probe.reason}',
-                allowed='start="forkserver" (ranks of a clean process), or a kernel that has '
+                allowed='start="forkserver" (forks from a clean process), or a kernel that has '
                 "not computed yet",
-                do="leave start out; what cannot be pickled is named then",
+                do="leave start out; an error names what cannot be pickled",
             )
         print(end="", flush=True)
         print(end="", file=sys.stderr, flush=True)  # either may be None
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # Python 3.12 on fork beside threads: probed above
+            # Python 3.12 warns about a fork in a process with threads; the probe has checked that.
+            warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         self._reaped = False
         if self.pid == 0:
@@ -74,20 +73,20 @@ class ForkedAgent:
 
     @property
     def descriptors(self) -> GroupDescriptors:
-        """The supervisor's ends of the lines."""
+        """The supervisor's ends of the connections."""
         return self._lines.descriptors
 
     def close(self) -> None:
-        """Close this process's copies of the lines, once the supervisor has its own."""
+        """Close this process's copies of the connections, once the supervisor has its own."""
         self._lines.close()
 
     def kill(self) -> None:
-        """End it, the ranks with it, and reap it; once is enough, more does no harm."""
+        """Kill and reap the agent and its ranks; further calls have no effect."""
         if self._reaped:
             return
-        for end in (os.killpg, os.kill):  # it may not lead its group yet
+        for kill in (os.killpg, os.kill):  # it may not lead its group yet
             with contextlib.suppress(ProcessLookupError):
-                end(self.pid, signal.SIGKILL)
+                kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
         self._reaped = True
@@ -98,8 +97,17 @@ def _child(
     job: JobSpec,
     environment: KernelEnvironment,
     lines: GroupConnections,
-    others: GroupConnections,
+    supervisor_lines: GroupConnections,
 ) -> None:
+    """Run the agent in the forked child, and exit.
+
+    Args:
+        train: the training function.
+        job: the run.
+        environment: the kernel's environment.
+        lines: the child's ends of the connections.
+        supervisor_lines: the other ends, to be closed here.
+    """
     code = 1
     try:
         from nbtoolkit.launcher.agent import call_launcher
@@ -108,11 +116,9 @@ def _child(
 
         default_signals()
         die_with_parent(signal.SIGKILL)
-        others.close()
-        _forget_accelerators()
-        message = (
-            lines.agent.receive()
-        )  # the supervisor's word; None when there will be no supervisor
+        supervisor_lines.close()
+        _reset_accelerate()
+        message = lines.agent.receive()  # None if no supervisor was started
         if isinstance(message, StartRanks):
             group = replace(lines.descriptors, agent=os.dup(lines.agent.fileno()))
             call_launcher(
@@ -127,8 +133,8 @@ def _child(
         os._exit(code)
 
 
-def _forget_accelerators() -> None:
-    """With an ``Accelerator()`` made in the kernel notebook_launcher would refuse to start."""
+def _reset_accelerate() -> None:
+    """Reset accelerate: notebook_launcher refuses to start if the kernel made an Accelerator."""
     if "accelerate" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState
 

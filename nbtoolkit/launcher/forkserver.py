@@ -1,9 +1,9 @@
 """Run the fork server, a clean interpreter that forks supervisors and agents.
 
-It forks supervisors (one a run) for the kernel, agents (one a group of ranks) for supervisors, and
-one tracking service. It has no threads of its own, never computes, never touches a device and never
-imports anything from the working directory. It watches its sockets for their end: kernel gone means
-no new run; it goes itself when its last child has gone.
+It forks supervisors (one per run) for the kernel, agents (one per worker group) for supervisors,
+and one tracking service. It has no threads of its own, never computes, never touches a device and
+never imports anything from the working directory. When the kernel's socket closes it accepts no
+more runs, and it exits after its last child.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ TRACKING = "nbtoolkit.tracking.service:run_service"
 
 @dataclass
 class Supervisor:
-    """A supervisor process: the socket it asks for agents on, and the agents it has."""
+    """A supervisor process: the socket for its requests, and the pids of its agents."""
 
     socket: socket.socket
     agents: set[int] = field(default_factory=set)
 
 
 class ForkServer(Forker):
-    """Accepts requests from the kernel and from supervisors, forks, reaps."""
+    """Accepts requests from the kernel and from supervisors, and forks and reaps processes."""
 
     def __init__(self, kernel: socket.socket) -> None:
         super().__init__()
         self._kernel: socket.socket | None = kernel
         self._supervisors: dict[int, Supervisor] = {}
-        self._agents: dict[int, int] = {}  # agent -> its supervisor
-        # requests that a branch is working on -> their supervisor, and what it calls them
+        self._agents: dict[int, int] = {}  # pid of an agent -> pid of its supervisor
+        # Token of a request to a branch -> pid of the supervisor, and the supervisor's ticket.
         self._tokens: dict[int, tuple[int, int]] = {}
-        self._own_agents: set[int] = set()  # those forked here, not in a branch
-        # Agents for the first branch, which is about to be there: its supervisor and message.
-        self._patient: list[tuple[int, messages.ForkAgent]] = []
+        self._own_agents: set[int] = set()  # agents that this process forked, not a branch
+        # Requests that wait for the first branch: pid of the supervisor, and its message.
+        self._waiting: list[tuple[int, messages.ForkAgent]] = []
         self._tracking: socket.socket | None = None
         self._tracking_pid: int | None = None
         self._preloader = Preloader(
@@ -67,7 +67,8 @@ class ForkServer(Forker):
         while self._kernel is not None or self._supervisors or self._tracking_pid is not None:
             self.turn()
             if self._kernel is None and not self._supervisors:
-                self._end_tracking()  # it writes what has ended, then goes; detached runs are over
+                # Detached runs have ended too: the service writes what is left, and exits.
+                self._end_tracking()
 
     # --- requests ---
 
@@ -83,7 +84,7 @@ class ForkServer(Forker):
             case messages.ForkSupervisor():
                 self._fork_supervisor(packet)
             case messages.ImportModules():
-                self._preloader.want(packet.names, packet.environ)
+                self._preloader.request(packet.names, packet.environ)
             case messages.PreloadModules():
                 self._preload(packet.names)
             case messages.TrackRun():
@@ -94,9 +95,9 @@ class ForkServer(Forker):
                 send_packet(self._kernel, messages.ProcessList(pids=pids))
 
     def _preload(self, names: list[str]) -> None:
-        """Import what schedulers need, and call functions ("module:function") that prepare it.
+        """Import modules for schedulers, and call functions (``"module:function"``) of theirs.
 
-        Each scheduler would take a second for it.
+        Otherwise each scheduler would spend a second on it.
         """
         gc.disable()
         for name in names:
@@ -114,7 +115,8 @@ class ForkServer(Forker):
         fds = message.descriptors.numbers()
 
         def child() -> None:
-            ours.close()  # else the supervisor would hold its own line open and not hear of our end
+            # An open copy in the supervisor would hide the end of the fork server from it.
+            ours.close()
             entry_point(message.main)(theirs, message)
 
         pid = self.fork(child, keep=[theirs.fileno(), *fds])
@@ -135,11 +137,11 @@ class ForkServer(Forker):
             case messages.ForkAgent():
                 self._fork_agent(supervisor, packet)
             case messages.ImportModules():
-                self._preloader.want(packet.names, packet.environ)
+                self._preloader.request(packet.names, packet.environ)
 
     def _fork_agent(self, supervisor: int, message: messages.ForkAgent) -> None:
-        if message.patient and self._preloader.begins(message.environment):
-            self._patient.append((supervisor, message))
+        if message.patient and self._preloader.first_branch_is_starting(message.environment):
+            self._waiting.append((supervisor, message))
             return
         branch, fds = self._preloader.branch_for(message.environment), message.descriptors.numbers()
         token = max(self._tokens, default=0) + 1
@@ -167,7 +169,7 @@ class ForkServer(Forker):
         if self._tracking is None:
             self.start_tracking()
         assert self._tracking is not None
-        if not send_packet(self._tracking, message):  # it died: the next request starts another
+        if not send_packet(self._tracking, message):  # it died; the next request starts a new one
             self._end_tracking()
 
     def _end_tracking(self) -> None:
@@ -175,12 +177,12 @@ class ForkServer(Forker):
             self._tracking.close()
             self._tracking = None
 
-    # --- agents, wherever they were forked ---
+    # --- agents, of this process and of branches ---
 
     def _fork_waiting(self) -> None:
-        """Fork the agents that waited for the first branch: it is there, or it will not come."""
-        while self._patient:
-            supervisor, message = self._patient.pop(0)
+        """Fork the agents that waited for the first branch, which is ready or has ended."""
+        while self._waiting:
+            supervisor, message = self._waiting.pop(0)
             self._fork_agent(supervisor, replace(message, patient=False))
 
     def _branch_forked(self, token: int, pid: int) -> None:
@@ -202,14 +204,14 @@ class ForkServer(Forker):
             supervisor.agents.discard(pid)
             send_packet(supervisor.socket, messages.AgentExited(pid=pid, code=code))
 
-    # --- what the loop asks ---
+    # --- callbacks of the base class ---
 
     def is_group(self, pid: int) -> bool:
-        """See :class:`Forker`."""
+        """Return True for agents forked here, which lead process groups."""
         return pid in self._own_agents
 
     def ended(self, pid: int, code: int) -> None:
-        """See :class:`Forker`."""
+        """Clean up after an agent, a supervisor or the tracking service."""
         if pid in self._own_agents:
             self._own_agents.discard(pid)
             self._agent_ended(pid, code)
@@ -224,54 +226,53 @@ class ForkServer(Forker):
             self._end_tracking()
 
     def descriptors(self) -> list[int]:
-        """See :class:`Forker`."""
+        """Return the descriptors that children must not inherit."""
         tracking = [self._tracking.fileno()] if self._tracking is not None else []
-        waiting = [fd for _, message in self._patient for fd in message.descriptors.numbers()]
+        waiting = [fd for _, message in self._waiting for fd in message.descriptors.numbers()]
         supervisors = [supervisor.socket.fileno() for supervisor in self._supervisors.values()]
         return [*supervisors, *tracking, *waiting, *self._preloader.descriptors]
 
-    def _listen(self, sock: socket.socket, hear: Callable[[], None]) -> None:
-        self.selector.register(sock, selectors.EVENT_READ, hear)
+    def _listen(self, sock: socket.socket, on_readable: Callable[[], None]) -> None:
+        self.selector.register(sock, selectors.EVENT_READ, on_readable)
 
     def _forget(self, sock: socket.socket) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(sock)
 
 
-# --- what the children are ---
-
-
 def entry_point(name: str) -> Callable[..., None]:
-    """The function that ``"module:function"`` names.
+    """Import the function that ``"module:function"`` names.
 
-    What lies above this package (searches, tracking) is named, not imported.
+    Names avoid imports of the packages above this one (search, tracking).
     """
     module, _, function = name.partition(":")
-    found: Callable[..., None] = getattr(import_module(module), function)
-    return found
+    entry: Callable[..., None] = getattr(import_module(module), function)
+    return entry
 
 
 def main(kernel_fd: int, tracking: bool) -> None:
-    """Start the fork server's process on an inherited socket.
+    """Run the fork server; the main function of its process.
 
     Args:
-        kernel_fd: the socket.
-        tracking: start the tracking service first: it imports MLflow while torch is imported here.
+        kernel_fd: the inherited socket to the kernel.
+        tracking: start the tracking service first; it imports MLflow while this process imports
+            torch.
     """
-    # Python 3.12 warns on fork beside threads; the idle BLAS threads that numpy leaves here are
+    # Python 3.12 warns about a fork in a process with threads. NumPy's idle BLAS threads are
     # harmless (see fork_diagnosis.py).
     warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
     # A cluster's warning is for the kernel and the supervisors, with which this process ends.
     ignore_warning_signals()
-    gc.disable()  # until all is imported: it would look through what stays again and again
+    gc.disable()  # during the imports: it would traverse the same objects again and again
     kernel = socket.socket(fileno=kernel_fd)
     forkserver = ForkServer(kernel)
     if tracking:
         forkserver.start_tracking()
     preload(FIRST)
-    forkserver.turn(0.0)  # what is wanted already is imported by a branch, beside the rest here
+    # A branch imports what is requested already, in parallel with the rest here.
+    forkserver.turn(0.0)
     preload()
     send_packet(kernel, messages.ServerReady())
-    gc.freeze()  # children share these objects' pages as long as the collector leaves them alone
+    gc.freeze()  # children share these objects' pages until the collector writes to them
     gc.enable()
     forkserver.serve()

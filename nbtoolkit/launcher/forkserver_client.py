@@ -35,11 +35,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LAST_WORDS = 2000  # characters of its stderr that an error shows
-END_SECONDS = 20.0  # without progress, at the kernel's end: tracking writes what has ended
+# Characters of the fork server's stderr that an error shows.
+_STDERR_CHARACTERS = 2000
+# Seconds without progress after which the kernel's exit waits no longer for tracking.
+END_SECONDS = 20.0
 
-# `-c` puts the working directory first on sys.path; it must not be imported from (a user's
-# random.py would win).
+# `-c` puts the working directory first on sys.path, where a user's random.py would shadow the
+# standard library's.
 _BOOT = (
     "import sys; sys.path[:] = [p for p in sys.path if p]; sys.path.append({home!r}); "
     "from nbtoolkit.launcher.forkserver import main; main({fd}, {tracking})"
@@ -47,12 +49,12 @@ _BOOT = (
 
 
 class ForkServerClient:
-    """One warm process of this kernel.
+    """The kernel's side of the fork server.
 
     Args:
         tracking: start the tracking service first.
-        stalled: seconds without any progress after which it is given up; slow as it may be, it is
-            waited for as long as it makes some.
+        stalled: seconds without progress after which a request fails; a slow fork server has all
+            the time it needs while it makes progress.
     """
 
     def __init__(self, *, tracking: bool = False, stalled: float = STALL_SECONDS) -> None:
@@ -64,8 +66,8 @@ class ForkServerClient:
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting GPUs must not create a CUDA context
             "PYTHONUNBUFFERED": "1",
         }
-        # Not this process's stderr: who reads a kernel's pipes to their end would wait for detached
-        # runs too, and in a notebook nobody would see it.
+        # Not this process's stderr: a program that reads the kernel's pipes to their end would wait
+        # for detached runs too, and a notebook would not show it.
         self._stderr = os.memfd_create("nbtoolkit-forkserver-stderr", os.MFD_CLOEXEC)
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT.format(home=home, fd=theirs.fileno(), tracking=tracking)],
@@ -91,7 +93,7 @@ class ForkServerClient:
         return self._process.pid
 
     def alive(self) -> bool:
-        """Whether it can take a run."""
+        """Return True if it can start runs."""
         return self._process.poll() is None
 
     def run(
@@ -104,20 +106,23 @@ class ForkServerClient:
         detached: bool,
         group: messages.GroupDescriptors | None = None,
     ) -> Connection:
-        """Start a supervisor for a run, or a scheduler for a search; returns the line to it.
+        """Start a supervisor for a run, or a scheduler for a search.
 
         Args:
             main: its main function, as ``"module:function"``.
-            payload: the packed function.
-            request: what it is to do, packed.
-            lock: of the folder.
-            detached: whether it outlives this process.
-            group: the supervisor's ends of the lines to processes that this one has forked.
+            payload: descriptor of the packed training function.
+            request: descriptor of the packed request.
+            lock: the folder's lock.
+            detached: True if it outlives this process.
+            group: the supervisor's ends of the connections to processes that this one forked.
+
+        Returns:
+            The connection to it.
 
         Raises:
             LaunchError: the fork server did not start, or died.
         """
-        mine, theirs = Connection.pair()
+        ours, theirs = Connection.pair()
         try:
             descriptors = messages.SupervisorDescriptors(
                 payload=payload,
@@ -129,14 +134,15 @@ class ForkServerClient:
             message = messages.ForkSupervisor(main=main, detached=detached, descriptors=descriptors)
             self._ask(message, messages.SupervisorForked)
         except BaseException:
-            mine.close()  # else a traceback kept by the notebook keeps the supervisor waiting
+            # A traceback that the notebook keeps would hold it open, and the supervisor would wait.
+            ours.close()
             raise
         finally:
             theirs.close()
-        return mine
+        return ours
 
     def preload(self, names: list[str]) -> None:
-        """Have modules imported that schedulers need, and functions called; only once each.
+        """Import modules for schedulers and call functions (``"module:function"``), once each.
 
         Raises:
             LaunchError: the fork server did not start, or died.
@@ -146,69 +152,69 @@ class ForkServerClient:
             self._preloaded.update(new)
 
     def import_ahead(self, names: list[str], environ: Mapping[str, str]) -> None:
-        """Have modules imported for ranks, beside everything else; it is not waited for."""
+        """Import modules for ranks in the background, without waiting for them."""
         with self._asking:
             if self._socket.fileno() < 0:
-                raise _at_exit()
+                raise _exiting_error()
             request = messages.ImportModules(names=names, environ=dict(environ))
             send_enclosed(self._socket, request)
 
     def track(self, folder: Path) -> int:
-        """Have a run's events followed into the tracking database, below the process returned."""
+        """Track a run's events; return the pid of the fork server, below which tracking runs."""
         with self._asking:
             self._wait_ready()
             send_packet(self._socket, messages.TrackRun(folder=str(folder)))
         return self.pid
 
     def let_outlive(self, run: RunPaths) -> None:
-        """Note a detached run: while it goes on, this kernel's end does not wait."""
+        """Register a detached run: while it runs, this kernel's exit does not wait."""
         self._detached.append(run)
 
     def warm_pids(self) -> set[int]:
-        """The processes that stay between launches."""
+        """Return the pids of the processes that live between launches."""
         return set(self._ask(messages.ListProcesses(), messages.ProcessList).pids)
 
     def close(self, stalled: float = END_SECONDS) -> None:
-        """Let it go, and wait until it has ended; not where a detached run keeps it.
+        """Disconnect, and wait for its end unless a detached run keeps it alive.
 
         Args:
-            stalled: seconds without any progress after which it is not waited for any more.
+            stalled: seconds without progress after which the wait ends.
         """
-        self._hang_up()
+        self._disconnect()
         if any(run.owned() for run in self._detached):
             return
         what = f"the fork server (process {self.pid}) to end: tracking writes what has ended"
         if not wait_while_active(self._has_ended, Activity(self.pid), what, stalled=stalled):
             print(
                 f"the fork server (process {self.pid}) has not ended: no progress for "
-                f"{stalled:g} s; what tracking has not written of a run, "
-                "nbtoolkit.tracking.replay(folder) writes",
+                f"{stalled:g} s; nbtoolkit.tracking.replay(folder) writes what tracking has not "
+                "written of a run",
                 file=sys.stderr,
             )
 
     def kill(self) -> None:
         """End it at once."""
-        self._hang_up()
+        self._disconnect()
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         if self._socket.fileno() >= 0:
             self._socket.close()
             os.close(self._stderr)
 
-    def _last_words(self) -> str:
-        said = os.pread(self._stderr, 1 << 20, 0).decode(errors="replace").rstrip()
-        return f"; its last words:\n{said[-_LAST_WORDS:]}" if said else ""
+    def _stderr_tail(self) -> str:
+        text = os.pread(self._stderr, 1 << 20, 0).decode(errors="replace").rstrip()
+        return f"; its last output:\n{text[-_STDERR_CHARACTERS:]}" if text else ""
 
     def _ask(self, request: messages.Message, kind: type[T]) -> T:
         with self._asking:
             if self._socket.fileno() < 0:
-                raise _at_exit()
+                raise _exiting_error()
             self._wait_ready()
             send_packet(self._socket, request)
             while not isinstance(answer := self._receive(), kind):
-                pass  # the answer to a launch that was interrupted before it was read
+                pass  # an interrupt kept an earlier request from reading its answer
             return answer
 
     def _wait_ready(self) -> None:
@@ -216,14 +222,14 @@ class ForkServerClient:
             self._receive()
 
     def _receive(self) -> messages.Message:
-        news = select.poll()  # select() refuses descriptors above 1023
-        news.register(self._socket, select.POLLIN)
+        poller = select.poll()  # select() refuses descriptors above 1023
+        poller.register(self._socket, select.POLLIN)
         what = f"the fork server (process {self.pid}) to {'answer' if self._ready else 'start'}"
         # Once it has started, its descendants are runs, whose progress is not its own.
         activity = Activity(self.pid, descendants=not self._ready)
         packet = None
         if wait_while_active(
-            lambda seconds: news.poll(seconds * 1000), activity, what, stalled=self._stalled
+            lambda seconds: poller.poll(seconds * 1000), activity, what, stalled=self._stalled
         ):
             # An interrupt between the two would lose ServerReady, for which the next call waits.
             with without_interrupts():
@@ -233,60 +239,62 @@ class ForkServerClient:
         else:
             end = f"does not answer: no progress for {self._stalled:g} s"
         if packet is None:
-            # its socket closes a moment before it has ended
+            # Its socket closes a moment before the process ends.
             if wait_while_active(self._has_ended, Activity(self.pid), what, stalled=1.0):
                 end = f"ended with code {self._process.poll()}"
-            words = self._last_words()
+            tail = self._stderr_tail()
             self.kill()
             raise LaunchError(
-                f"the fork server process {end}{words}",
-                allowed="one that starts slowly is waited for as long as it uses CPU or does I/O",
-                do="launch again (a new one is started); if it stays so, see nb.doctor()",
+                f"the fork server process {end}{tail}",
+                allowed="a slow start, as long as the process uses CPU or does I/O",
+                do="launch again (this starts a new one); if it fails again, see nb.doctor()",
             )
         return packet
 
 
 _current: ForkServerClient | None = None
 _starting = threading.Lock()
-_ending = False
+_exiting = False
 
 
 def fork_server(*, tracking: bool = False) -> ForkServerClient:
-    """This kernel's fork server, started if there is none (a forked child of it gets its own).
+    """Return this kernel's fork server; start one if there is none.
+
+    A forked child of the kernel gets its own.
 
     Args:
-        tracking: a run is going to be tracked: a new fork server starts the tracking service first.
+        tracking: a new fork server starts the tracking service first.
     """
     global _current
     with _starting:
-        if _ending:
-            raise _at_exit()
+        if _exiting:
+            raise _exiting_error()
         if _current is None or not _current.alive() or _current.kernel_pid != os.getpid():
             if _current is not None and _current.kernel_pid == os.getpid():
                 _current.kill()
             if _current is None:
-                atexit.register(_end)
+                atexit.register(_shut_down_at_exit)
             _current = ForkServerClient(tracking=tracking)
         return _current
 
 
-def _end() -> None:
-    """This process ends: other threads of it, daemons, start nothing more."""
-    global _ending
-    _ending = True
+def _shut_down_at_exit() -> None:
+    """Shut down at exit, and keep daemon threads from starting another fork server."""
+    global _exiting
+    _exiting = True
     shutdown()
 
 
-def _at_exit() -> LaunchError:
+def _exiting_error() -> LaunchError:
     return LaunchError(
-        "this process ends: its fork server is gone",
+        "this process is exiting: its fork server has shut down",
         allowed="launches before the main thread has ended",
-        do="join the thread that launches, or let another process launch",
+        do="join the launching thread before the main thread ends, or launch in another process",
     )
 
 
 def shutdown() -> None:
-    """End this kernel's fork server, if there is one; the next launch starts a new one."""
+    """Shut down this kernel's fork server, if there is one; the next launch starts a new one."""
     global _current
     if _current is not None and _current.kernel_pid == os.getpid():
         _current.close()
@@ -294,7 +302,7 @@ def shutdown() -> None:
 
 
 def pids() -> set[int]:
-    """The processes that this kernel keeps warm: fork server, its branches, tracking."""
+    """Return the pids of the fork server, its branches and the tracking service."""
     if _current is None or _current.kernel_pid != os.getpid() or not _current.alive():
         return set()
     return _current.warm_pids()

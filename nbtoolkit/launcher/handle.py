@@ -1,4 +1,4 @@
-"""Define RunResult, how a run ended, and RunHandle, a run that is still going."""
+"""Define RunResult, the result of a run, and RunHandle, a run in progress."""
 
 from __future__ import annotations
 
@@ -38,25 +38,26 @@ from nbtoolkit.run.transport import Connection
 if TYPE_CHECKING:
     import torch
 
-INTERRUPT_GRACE = 5.0  # seconds the ranks get to come to a report after the first interrupt
-# So long a launch waits for tracking to catch up: a new folder takes 2 s, on a loaded machine 20 s.
-# Tracking goes on behind, and at the kernel's end it is waited for.
+# Seconds that the ranks get to reach a report after the first interrupt.
+INTERRUPT_GRACE = 5.0
+# Seconds that a launch waits for tracking to catch up: a new folder takes 2 s, on a loaded machine
+# 20 s. Tracking then continues in the background, and the kernel's exit waits for it.
 TRACKING_SECONDS = 60.0
-_TRACKING_STALLED = 10.0  # and so long when it makes no progress
-_POLL = 0.1
+_TRACKING_STALLED = 10.0  # seconds without progress after which that wait ends
+_POLL_SECONDS = 0.1
 
 
 class RunResult:
-    """How a run ended, read from its folder.
+    """The result of a run, read from its folder.
 
     Attributes:
         status: ``"completed"``, or why all ranks left early: ``"stopped"``, ``"deadline"``,
             ``"pruned"``.
-        metrics: the values last reported or returned (or logged, where nothing was reported).
-        plan: what was run: processes, devices, precision, batch split, with reasons.
+        metrics: the last reported or returned values; the last logged ones if none was reported.
+        plan: the launch plan: processes, devices, precision, batch split, with reasons.
         paths: the run's folder and files.
         seconds: wall time from the supervisor's start to the last rank's end.
-        checkpoint: the checkpoint (ctx.save's file, fit's folder) last saved; None: nothing was.
+        checkpoint: the last saved checkpoint (ctx.save's file, fit's folder), or None.
     """
 
     def __init__(self, paths: RunPaths) -> None:
@@ -70,19 +71,19 @@ class RunResult:
             self.status: Status = ended["status"]
             self.metrics: dict[str, float] = ended["metrics"]
             self.seconds: float = ended["seconds"]
-            self.checkpoint = _here(paths, ended["checkpoint"])
+            self.checkpoint = _find_checkpoint(paths, ended["checkpoint"])
             self._processes: int = ended["processes"]
         with reading(paths.plan):
             self.plan = LaunchPlan.from_dict(read_record(paths.plan) or {})
 
     @cached_property
     def value(self) -> Any:
-        """What rank 0 returned (tensors on the CPU); None when the run left early."""
+        """The value that rank 0 returned, with tensors on the CPU; None if the run left early."""
         return unpack_value(self.paths.value(0)) if self.status == "completed" else None
 
     @cached_property
     def values(self) -> list[Any]:
-        """What each rank returned, by rank; empty when the run left early."""
+        """The values that the ranks returned, by rank; empty if the run left early."""
         if self.status != "completed":
             return []
         others = range(1, self._processes)
@@ -91,15 +92,16 @@ class RunResult:
     def load_into(
         self, model: torch.nn.Module, kind: Literal["best", "last"] | None = None
     ) -> torch.nn.Module:
-        """Load the run's weights into ``model`` (the notebook's own object) and return it.
+        """Load the run's weights into ``model`` in place, and return it.
 
         Args:
-            model: a model of the same shape as the trained one.
-            kind: which weights; None: those that ``checkpoint.weights`` says. Where there are no
-                best ones, the last saved are used.
+            model: a model with the same parameters as the trained one.
+            kind: which weights; None for the setting ``checkpoint.weights``. If there are no best
+                weights, the last saved ones are used.
 
         Raises:
-            CheckpointError: the run saved none, they are damaged, or they do not fit the model.
+            CheckpointError: the run saved no weights, they are damaged, or they do not fit the
+                model.
         """
         from nbtoolkit.run.weights import find_weights, load_model
 
@@ -107,9 +109,9 @@ class RunResult:
             raise CheckpointError(
                 f"the run {self.paths.run_id} has saved no checkpoint",
                 allowed="runs whose function calls nb.fit(...) or ctx.save(...)",
-                do='call ctx.save({"model": model.state_dict()}) before it returns',
+                do='call ctx.save({"model": model.state_dict()}) before the function returns',
             )
-        # where there is none by these names, the one last saved has a name of its own
+        # A checkpoint that ctx.save wrote under another name is not found by its kind.
         return load_model(find_weights(self.paths.folder, kind) or self.checkpoint, model)
 
     def __repr__(self) -> str:
@@ -134,11 +136,11 @@ class RunResult:
 
 
 def refuse_deleted(paths: RunPaths) -> None:
-    """Refuse a run whose folder somebody has deleted, the function itself perhaps.
+    """Raise an error if the run's folder was deleted, possibly by the training function.
 
     Raises:
-        RunFolderError: it is gone, or holds only what was written since; its cause is what the
-            function raised.
+        RunFolderError: the folder is missing, or holds only files written after the deletion. Its
+            cause is the exception that the function raised.
     """
     if not paths.versions.exists():
         failure: BaseException | None = None
@@ -148,24 +150,24 @@ def refuse_deleted(paths: RunPaths) -> None:
         except BaseException as error:
             failure = error
         raise RunFolderError(
-            f"the folder {paths.folder} was deleted while the run went on: its result is lost",
-            allowed="functions that delete only what is theirs",
-            do="look for what deletes it (shutil.rmtree, rm -r), and launch again",
+            f"the folder {paths.folder} was deleted during the run: its result is lost",
+            allowed="a training function that deletes only its own files",
+            do="find the code that deletes it (shutil.rmtree, rm -r), and launch again",
         ) from failure
 
 
-def _here(paths: RunPaths, told: str | None) -> Path | None:
-    """The checkpoint that a run's result names, also where the folder was moved or unpacked since.
+def _find_checkpoint(paths: RunPaths, recorded: str | None) -> Path | None:
+    """Return the recorded checkpoint, even if the folder was moved or unpacked since.
 
-    A bundle carries the best checkpoint of a finished run, not its last one.
+    A bundle holds the best checkpoint of a finished run, not its last one.
     """
-    if told is None:
+    if recorded is None:
         return None
-    _, found, below = told.rpartition(f"/{paths.checkpoints.name}/")
-    if found and (paths.checkpoints / below).exists():
-        return paths.checkpoints / below
+    _, separator, name = recorded.rpartition(f"/{paths.checkpoints.name}/")
+    if separator and (paths.checkpoints / name).exists():
+        return paths.checkpoints / name
     best = sorted(paths.checkpoints.glob("best*"))
-    return best[-1] if best else Path(told)
+    return best[-1] if best else Path(recorded)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,10 +175,11 @@ class StartedRun:
     """A run or search that this process has started.
 
     Attributes:
-        line: to its supervisor.
-        tracked: has the tracking service look at it now; None: it is not tracked.
-        forked: the agent, to be reaped, where this process has forked it.
-        detached: whether it outlives this process.
+        line: the connection to its supervisor.
+        tracked: makes the tracking service read its events now, and returns the fork server's pid;
+            None if it is not tracked.
+        forked: the agent, if this process forked it and has to reap it.
+        detached: True if it outlives this process.
     """
 
     line: Connection
@@ -186,7 +189,7 @@ class StartedRun:
 
 
 class RunHandle:
-    """A run that goes on, from ``launch(wait=False)`` or ``attach``; it reads the run's folder."""
+    """A run in progress, from ``launch(wait=False)`` or ``attach``; it reads the run's folder."""
 
     def __init__(
         self,
@@ -204,93 +207,94 @@ class RunHandle:
         self._ended: RunEnded | None = None
         self._lost: SupervisorLost | None = None
         self._was_live = started is not None or paths.owned()
-        self._hearing = threading.Lock()
+        self._receiving = threading.Lock()
         if started is not None:
-            _keep(self)
+            _keep_connected(self)
 
     def done(self) -> bool:
-        """Whether the run has ended (or lost its supervisor)."""
-        self._hear()
+        """Return True if the run has ended or lost its supervisor."""
+        self._receive()
         return self.paths.ended() or not self._supervisor_lives()
 
     def events(self) -> Iterator[Event]:
-        """The run's events so far, oldest first (see run/events.py for their types)."""
+        """Read the run's events so far, oldest first (see run/events.py for their types)."""
         return EventReader(self.paths.events).read()
 
     def stop(self, reason: str = "a handle asked", grace: float | None = None) -> None:
         """Ask all ranks to leave at their next report; the run ends with status ``"stopped"``.
 
         Args:
-            reason: noted in the run's events.
-            grace: seconds after which the ranks are killed; None: as long as it takes.
+            reason: recorded in the run's events.
+            grace: seconds after which the ranks are killed; None for no limit.
         """
         request = StopRequest(reason=reason, grace=grace)
         if self._line is None or not self._line.send(request):
             write_json(self.paths.stop, {"reason": reason, "grace": grace}, durable=False)
 
     def result(self, timeout: float | None = None) -> RunResult:
-        """Wait for the run's end and return its result; shows its output meanwhile.
+        """Wait for the run's end and return its result; show its output meanwhile.
 
-        An interrupt asks the ranks to leave (they get 5 s, then are killed) and raises
-        KeyboardInterrupt; a second one kills. In a script, SIGTERM, SIGUSR1 and SIGUSR2 ask the
-        ranks to leave too, with status ``"deadline"``, unless you have handlers for them.
+        An interrupt asks the ranks to leave, kills them after 5 s, and raises KeyboardInterrupt; a
+        second one kills them at once. In a script, SIGTERM, SIGUSR1 and SIGUSR2 ask the ranks to
+        leave too, with status ``"deadline"``, unless you have handlers for them.
 
         Args:
-            timeout: seconds to wait; None: as long as it takes.
+            timeout: seconds to wait; None for no limit.
 
         Raises:
-            TimeoutError: it has not ended yet (it goes on).
+            TimeoutError: the run has not ended yet (it continues).
             KeyboardInterrupt: the wait was interrupted, and the run ended.
-            Exception: what the failed rank raised, with its own type.
+            Exception: the failed rank's exception, with its own type.
         """
         __tracebackhide__ = True
         limit = None if timeout is None else time.monotonic() + timeout
         if self._cell is not None:
             self._cell.open(waits=True)
         try:
-            interrupts = self._wait_heeding(limit)
-        except (
-            BaseException
-        ):  # on_event's own error, or a third interrupt: nobody waits for the run any more
-            self.let_go()
+            interrupts = self._wait_with_signals(limit)
+        except BaseException:
+            # on_event raised, or a third interrupt came: nothing waits for the run any more.
+            self.disconnect()
             raise
         if interrupts is None:
             raise TimeoutError(
-                f"the run {self.paths.run_id} has not ended after {timeout:g} s; it goes on"
+                f"the run {self.paths.run_id} has not ended after {timeout:g} s; it continues"
             )
         self._finish()
         if interrupts:
             raise KeyboardInterrupt
         outcome = self._outcome()
-        if self._was_live:  # once, and not when somebody looks at how a run ended long ago
+        # Pack once, and not when a run that ended long ago is read.
+        if self._was_live:
             self._was_live = False
             pack_at_deadline(outcome.status, self.paths, self._say)
         return outcome
 
-    def let_go(self) -> None:
-        """Close the line to the supervisor: a run that is not detached ends (the kernel ends)."""
+    def disconnect(self) -> None:
+        """Close the connection to the supervisor, which ends the run unless it is detached."""
         if self._line is not None:
             self._line.close()
 
     # --- waiting ---
 
-    def _wait_heeding(self, limit: float | None) -> int | None:
-        """Wait; a signal that announces this process's end is handed on to a run it would end."""
-        heard, started = SignalFlag(), self._started
+    def _wait_with_signals(self, limit: float | None) -> int | None:
+        """Wait; forward termination signals to a run that would end with this process."""
+        flag, started = SignalFlag(), self._started
         ends_with_us = started is not None and not started.detached
-        with catch_termination_signals(heard) if ends_with_us else nullcontext():
-            return self._wait_for_end(limit, heard)
+        with catch_termination_signals(flag) if ends_with_us else nullcontext():
+            return self._wait_for_end(limit, flag)
 
-    def _wait_for_end(self, limit: float | None, heard: SignalFlag) -> int | None:
-        """How often the wait was interrupted; None when the limit came first."""
-        interrupts = handed_on = 0
+    def _wait_for_end(self, limit: float | None, flag: SignalFlag) -> int | None:
+        """Return how often the wait was interrupted; None if the limit came first."""
+        interrupts = handled = 0
         while True:
             try:
-                if handed_on < interrupts:  # in here, since the next interrupt may come meanwhile
-                    handed_on = interrupts
+                # Inside the try block, because the next interrupt may come during the request.
+                if handled < interrupts:
+                    handled = interrupts
                     self._interrupt(interrupts)
-                self._pass_on(heard)
-                if self._over():
+                self._forward_signal(flag)
+                if self._read_events():
                     return interrupts
                 if limit is not None and time.monotonic() >= limit:
                     return None
@@ -298,16 +302,17 @@ class RunHandle:
             except KeyboardInterrupt:
                 interrupts += 1
 
-    def _pass_on(self, heard: SignalFlag) -> None:
-        """Let the run end as if its supervisor had got the signal itself."""
-        if heard.number and self._line is not None:
-            reason = describe_signal(heard.number)
+    def _forward_signal(self, flag: SignalFlag) -> None:
+        """End the run as if its supervisor had received the signal itself."""
+        if flag.number and self._line is not None:
+            reason = describe_signal(flag.number)
             self._line.send(StopRequest(reason=reason, status="deadline"))
-            heard.number = 0
+            flag.number = 0
 
-    def _over(self) -> bool:
-        """Take what is new; whether the run has ended and its supervisor is gone."""
-        gone = not self._supervisor_lives()
+    def _read_events(self) -> bool:
+        """Handle new events and output; return True if no more can follow."""
+        # Before the events are read, so that none of the supervisor's last ones is missed.
+        complete = not self._supervisor_lives()
         for event in self._reader.read():
             if self._on_event is not None:
                 self._on_event(event)
@@ -319,24 +324,23 @@ class RunHandle:
                 self._ended = event
         if self._cell is not None:
             self._cell.pump()
-        return gone
+        return complete
 
     def _wait(self) -> None:
         if self._line is None:
-            time.sleep(_POLL)
+            time.sleep(_POLL_SECONDS)
             return
-        news = (
-            select.poll()
-        )  # select() refuses descriptors above 1023, which a lived-in kernel may reach
-        news.register(self._line, select.POLLIN)
-        news.poll(_POLL * 1000)
-        self._hear()
+        # select() refuses descriptors above 1023, which a kernel in long use may reach.
+        poller = select.poll()
+        poller.register(self._line, select.POLLIN)
+        poller.poll(_POLL_SECONDS * 1000)
+        self._receive()
 
-    def _hear(self) -> None:
-        """Take what the supervisor said; mostly that there is something new in the files."""
+    def _receive(self) -> None:
+        """Receive the supervisor's messages; most only announce new content of the files."""
         if self._line is None:
             return
-        with self._hearing:
+        with self._receiving:
             for message in self._line.drain():
                 if isinstance(message, SupervisorLost):
                     self._lost = message
@@ -361,9 +365,9 @@ class RunHandle:
             return
         self._started.line.close()
         if self._started.forked is not None:
-            self._started.forked.kill()  # its supervisor is gone, and would have ended it
+            self._started.forked.kill()  # in case its supervisor died before it could end it
         if self._started.tracked is not None and self._ended is not None:
-            pid = self._started.tracked()  # the service need not wait for its next look
+            pid = self._started.tracked()  # else the service waits until its next poll
             wait_for_tracking(self.paths, pid, self._say)
 
     def _say(self, text: str) -> None:
@@ -381,16 +385,17 @@ class RunHandle:
         if self.paths.result.exists():
             return RunResult(self.paths)
         raise LaunchError(
-            f"the supervisor process of the run {self.paths.run_id} died, and the ranks with it",
-            allowed="a run that was cut off goes on from its last checkpoint",
-            do="launch again (resume='auto' finds it); the usual cause is memory",
+            f"the supervisor process of the run {self.paths.run_id} died, and the ranks with it "
+            "(usual cause: out of memory)",
+            allowed="an interrupted run resumes from its last checkpoint",
+            do="launch again (resume='auto' finds the run)",
         )
 
     def __repr__(self) -> str:
         return f"RunHandle({'ended' if self.done() else 'running'}, {self.paths.folder})"
 
     def _ipython_display_(self) -> None:
-        """As a cell's value it is a live view, where there are widgets."""
+        """Show a live view as the cell's value, if widgets are available."""
         displays().show_handle(self.paths, self._cell)
 
     def _repr_html_(self) -> str:
@@ -398,12 +403,12 @@ class RunHandle:
 
 
 def pack_at_deadline(status: Status, paths: RunPaths, say: Callable[[str], None]) -> None:
-    """A run that ended at its deadline is packed, where its session is about to end.
+    """Pack a run that ended at its deadline, if its session is about to end.
 
     Args:
-        status: how it ended.
-        paths: its folder.
-        say: shows a sentence to the user.
+        status: the run's final status.
+        paths: the run.
+        say: shows a message to the user.
     """
     if status == "deadline":
         from nbtoolkit.archive.pack import pack_for_next_session
@@ -411,29 +416,32 @@ def pack_at_deadline(status: Status, paths: RunPaths, say: Callable[[str], None]
         pack_for_next_session(paths, say)
 
 
-_kept: list[RunHandle] = []
-"""Runs of this kernel: their lines stay open while they go on, whoever holds the handle."""
-_keeping = threading.Lock()
+_connected: list[RunHandle] = []
+"""Running runs of this kernel; their connections stay open even if the user drops the handles."""
+_connected_lock = threading.Lock()
 
 
-def _keep(handle: RunHandle) -> None:
-    """Keep a run's line until the run or this process ends: by it the supervisor knows us alive."""
-    with _keeping:
-        if not _kept:
-            atexit.unregister(_let_all_go)
-            atexit.register(
-                _let_all_go
-            )  # after the fork server's, hence called before: it waits for supervisors
-        for other in list(_kept):
+def _keep_connected(handle: RunHandle) -> None:
+    """Keep a run's connection open until the run or this process ends.
+
+    The open connection tells the supervisor that this process lives.
+    """
+    with _connected_lock:
+        if not _connected:
+            # Registered after the fork server's exit function, and so called before it: that one
+            # waits for the supervisors.
+            atexit.unregister(_disconnect_all)
+            atexit.register(_disconnect_all)
+        for other in list(_connected):
             if other.done():
-                other.let_go()
-                _kept.remove(other)
-        _kept.append(handle)
+                other.disconnect()
+                _connected.remove(other)
+        _connected.append(handle)
 
 
-def _let_all_go() -> None:
-    for handle in _kept:
-        handle.let_go()
+def _disconnect_all() -> None:
+    for handle in _connected:
+        handle.disconnect()
 
 
 def wait_for_tracking(
@@ -444,49 +452,49 @@ def wait_for_tracking(
     limit: float = TRACKING_SECONDS,
     stalled: float = _TRACKING_STALLED,
 ) -> bool:
-    """Wait until tracking has written a run's events; say so where it has not.
+    """Wait until tracking has written a run's events; show a message if it has not.
 
     Args:
         paths: the run.
-        pid: the fork server, below which tracking runs.
-        say: shows a sentence to the user.
+        pid: the fork server's process; tracking runs below it.
+        say: shows a message to the user.
         limit: seconds to wait.
-        stalled: seconds to wait without any progress.
+        stalled: seconds without progress after which the wait ends.
 
     Returns:
-        Whether they are written.
+        True if all events are written.
     """
 
-    def over(seconds: float) -> bool:
-        known = any(_tracking_state(paths))
-        if not known:
+    def has_ended(seconds: float) -> bool:
+        ended = any(_tracking_state(paths))
+        if not ended:
             time.sleep(min(seconds, 0.01))
-        return known
+        return ended
 
     what = f"tracking to write the run {paths.run_id}"
-    over_in_time = wait_while_active(
-        over, Activity(pid), what, limit=limit, stalled=stalled, say=say
+    in_time = wait_while_active(
+        has_ended, Activity(pid), what, limit=limit, stalled=stalled, say=say
     )
     replay = f"nbtoolkit.tracking.replay({str(paths.folder)!r})"
     done, error = _tracking_state(paths)
     if error:
-        say(f"warning: tracking did not write the whole run: {error}; {replay} tries again")
-    elif not over_in_time:
+        say(f"warning: tracking did not write the whole run: {error}; {replay} retries")
+    elif not in_time:
         say(
-            "tracking has not written the whole run yet, and goes on in the background: "
-            f'{paths.tracking} has "done": true once it is through; after a crash, {replay}'
+            "tracking has not written the whole run yet, and continues in the background: "
+            f'{paths.tracking} has "done": true at its end; after a crash, call {replay}'
         )
     return done
 
 
 def _tracking_state(paths: RunPaths) -> tuple[bool, str]:
-    """Whether tracking has written the whole run, and why it gave up."""
+    """Return whether tracking has written the whole run, and the error that ended it, or ""."""
     try:
         state: dict[str, Any] = read_or_empty(paths.tracking)
         written = paths.tracking.stat().st_mtime
     except FileNotFoundError:
         return False, ""
-    # What an earlier attempt left has read less, and failed before this one began.
+    # The file of an earlier attempt has read fewer events, or is older than this attempt.
     done = state.get("done") and state.get("read", 0) >= paths.events.stat().st_size
     owner: dict[str, Any] = read_or_empty(paths.owner)
     return bool(done), state.get("error", "") if written >= owner.get("since", 0.0) else ""

@@ -328,7 +328,7 @@ class HealthMonitor:
         if (warning := self._hangs.warning()) is not None:
             self._record.note(warning, level="warning")
         if (hung := self._hangs.hung()) is not None:
-            return failures.hung(*hung, self._hang_timeout, self._record.paths)
+            return failures.hang_failure(*hung, self._hang_timeout, self._record.paths)
         return None
 
     def _check_calls(self) -> failures.Failure | None:
@@ -341,7 +341,7 @@ class HealthMonitor:
         if failed or len(ranks) == 1 or len(over) == len(ranks):
             return None
         if asking and over:
-            self._worker_group.reply(failures.lone_call(asking, over, {}))
+            self._worker_group.reply(failures.refuse_lone_call(asking, over, {}))
             return None
         if not others:
             return None
@@ -352,7 +352,7 @@ class HealthMonitor:
         places = self._hangs.waiting(others)
         if asking and places:
             there = [rank for rank in others if rank.rank in places]
-            self._worker_group.reply(failures.lone_call(asking, there, places))
+            self._worker_group.reply(failures.refuse_lone_call(asking, there, places))
         elif len(places) == len(others) and (over or len(set(places.values())) > 1):
-            return failures.stuck_apart(places, over)
+            return failures.deadlock_failure(places, over)
         return None

@@ -1,4 +1,4 @@
-"""Run ranks in this process, inline in a kernel, or as a rank of torchrun, Slurm or Ray."""
+"""Run a rank in this process: inline in a kernel, or as a rank of torchrun, Slurm or Ray."""
 
 from __future__ import annotations
 
@@ -47,18 +47,14 @@ if TYPE_CHECKING:
     from nbtoolkit.tracking.service import TrackingProcess
 
 
-# --- the record ---
-# Keeps the record of a run that has no supervisor process, in the process that trains.
-
-
 class InProcessRecorder(RecordChannel):
-    """Does what a supervisor does for other runs: lock, events, trackers, listeners.
+    """Replaces the supervisor in the process that trains: lock, events, tracking, callbacks.
 
-    Used in a ``with`` block that lasts as long as the run; at its end the lock is given back.
+    It is a context manager for the duration of the run, and releases the lock at the end.
 
     Args:
         run: the run's folder, locked.
-        request: what was decided.
+        request: the run.
         cell: shows notes.
         on_event: called with each event of this attempt.
     """
@@ -70,12 +66,12 @@ class InProcessRecorder(RecordChannel):
         cell: CellOutput,
         on_event: Callable[[Event], None] | None,
     ) -> None:
-        before = run.paths.events.stat().st_size if run.resumed else 0
+        offset = run.paths.events.stat().st_size if run.resumed else 0
         self._run, self._cell, self._on_event = run, cell, on_event
         self._thread = threading.get_ident()
-        self._reader = EventReader(run.paths.events, before)
-        about = {"pid": os.getpid(), "boot_id": boot_id(), "since": time.time()}
-        write_json(run.paths.owner, about, durable=False)
+        self._reader = EventReader(run.paths.events, offset)
+        owner = {"pid": os.getpid(), "boot_id": boot_id(), "since": time.time()}
+        write_json(run.paths.owner, owner, durable=False)
         job = request.job
         super().__init__(RunRecord(run.paths, deadline=job.deadline))
         self.record.write(request.header)
@@ -84,12 +80,12 @@ class InProcessRecorder(RecordChannel):
         self._tracking = self._track(job.config)
 
     def send(self, message: Statement) -> None:
-        """See :class:`Channel`."""
+        """Record the message, and forward the new events."""
         super().send(message)
         self._forward_events()
 
     def ask(self, question: Question) -> Reply:
-        """See :class:`Channel`."""
+        """Answer the question, and forward the new events."""
         reply = super().ask(question)
         self._forward_events()
         return reply
@@ -111,7 +107,7 @@ class InProcessRecorder(RecordChannel):
             self._end_tracking()
 
     def _forward_events(self) -> None:
-        """Hand on the events that are new; what another thread writes (it saves) has time."""
+        """Forward new events, but not from other threads (saving): the next call does it."""
         if threading.get_ident() != self._thread:
             return
         for event in self._reader.read():
@@ -133,19 +129,18 @@ class InProcessRecorder(RecordChannel):
         return service
 
     def _end_tracking(self) -> None:
-        """Wait for the trackers; what fails there is no matter of the run."""
+        """Wait for the tracking; its errors do not fail the run."""
         if self._tracking is None:
             return
         try:
             self._tracking.wait(say=self._cell.say)
         except (TrackingError, TimeoutError) as error:
-            self._cell.say(f"warning: the run is not wholly tracked: {error}")
+            self._cell.say(f"warning: the run is not completely tracked: {error}")
         finally:
             self._tracking.close()
 
 
 # --- inline ---
-# A run of one rank in this very process. Breakpoints work, exceptions pass as they are.
 
 
 Train = Callable[..., Any]
@@ -159,14 +154,16 @@ def run_inline(
     cell: CellOutput,
     on_event: Callable[[Event], None] | None,
 ) -> RunResult:
-    """One rank, here; folder, events, tracking and result as with ranks of their own.
+    """Run one rank in this process, where breakpoints work.
 
-    Its output goes where this process's goes, and to no file. Variables and accelerate's state are
-    the run's while it lasts, and then again what they were; so are the handlers of signals that
-    announce an end, where this is a script's main thread (a kernel's are left alone).
+    Folder, events, tracking and result are those of any run. The output is this process's own, and
+    no file receives it. During the run, environment variables and accelerate's state are the run's;
+    so are the handlers of termination signals, in a script's main thread. All are restored at the
+    end.
 
     Raises:
-        BaseException: what ``train`` raises, as it is. An interrupt ends the run as ``stopped``.
+        BaseException: the exception of ``train``, unchanged. An interrupt ends the run as
+            ``stopped``.
     """
     plan = request.job.plan
     variables = {**without_stale(os.environ), **plan_variables(plan, run.paths.folder)}
@@ -184,7 +181,7 @@ def run_inline(
 
 
 def settle(ctx: RunContext) -> None:
-    """Seeds and the current device, as in a rank of its own."""
+    """Seed everything and set the current device, as in a rank's own process."""
     from nbtoolkit.worker.main import seed_everything
 
     seed_everything(ctx.seed)
@@ -198,27 +195,27 @@ def call(
     train: Train,
     ctx: RunContext,
     record: RunRecord | None,
-    together: Callable[[], object] = lambda: None,
+    wait_for_ranks: Callable[[], object] = lambda: None,
 ) -> None:
-    """Call the function and write how the run ended, as far as that is this rank's to write.
+    """Call the training function, write its value, and record how the run ended.
 
     Args:
-        train: the user's function.
-        ctx: handed to it.
-        record: the run's; None where another rank keeps it.
-        together: waits for the other ranks; only when all are well is the run complete.
+        train: the training function.
+        ctx: its context.
+        record: the run's record; None if another rank writes it.
+        wait_for_ranks: waits for the other ranks, and raises if one failed.
     """
     status = "completed"
     try:
         with record_reads() as reads:
             value = train(ctx.config, ctx)
         _write_value(ctx, value)
-        together()
+        wait_for_ranks()
         if record is not None:
             ctx.tell_unread(reads)
             record.returned(returned_numbers(value))
-    except RunStopped as leave:  # on all ranks at the same report
-        status = leave.status
+    except RunStopped as stopped:  # on all ranks at the same report
+        status = stopped.status
     except KeyboardInterrupt:
         if record is not None:
             record.request_stop("stopped", "interrupted")
@@ -249,26 +246,26 @@ def _complete(record: RunRecord, status: str, processes: int) -> None:
 
 
 def _fail(ctx: RunContext, record: RunRecord | None, error: BaseException) -> None:
-    """Write the error down, unless a rank that failed first did; it is raised in any case."""
+    """Record the error, unless another rank failed first; the caller raises it in any case."""
     if ctx.paths.error.exists():
         return
-    with suppress(OSError):  # the disk may be what failed
+    with suppress(OSError):  # the disk may be the cause
         record = record or RunRecord(ctx.paths, deadline=None)
         record.fail(pack_error(error), rank=ctx.rank, notes=[])
 
 
 def _device_index(plan: LaunchPlan, hardware: Hardware) -> int:
-    """Where this process finds the planned device: here nothing hides the others."""
-    places = {device.uuid: device.index for device in hardware.devices}
-    return places.get(plan.devices[0], 0) if plan.devices else 0
+    """Return the index of the planned device in this process, which sees all devices."""
+    indices = {device.uuid: device.index for device in hardware.devices}
+    return indices.get(plan.devices[0], 0) if plan.devices else 0
 
 
 @contextmanager
 def own_accelerate_state() -> Iterator[None]:
-    """Give the run an accelerate state of its own, and then back what was there.
+    """Give the run a fresh accelerate state, and restore the previous one afterwards.
 
-    accelerate keeps one a process and refuses a second ``Accelerator`` with other settings: a run
-    with another precision, or after an ``Accelerator`` of a cell, would fail.
+    accelerate keeps one state per process and refuses a second ``Accelerator`` with other settings:
+    a run with another precision, or after an ``Accelerator`` of a cell, would fail.
     """
     before = [(state, dict(state)) for state in _accelerate_states()]
     for state, _ in before:
@@ -288,12 +285,12 @@ def _accelerate_states() -> list[dict[str, Any]]:
     return [getattr(module, name)._shared_state for name in names] if module is not None else []
 
 
-# --- as a rank of torchrun or Slurm ---
+# --- a rank of torchrun or Slurm ---
 
 
 T = TypeVar("T")
 
-_LET_GO_SECONDS = 0.1
+_GLOO_RELEASE_SECONDS = 0.1
 
 
 def run_in_place(
@@ -306,25 +303,27 @@ def run_in_place(
     display: Display,
     on_event: Callable[[Event], None] | None,
 ) -> RunResult:
-    """Join the other ranks and call ``train``; returns when all of them are through.
+    """Join the other ranks, call ``train``, and return when all ranks have finished.
 
-    SIGTERM, SIGUSR1 or SIGUSR2 to any rank: all of them leave at the next report, as ``deadline``.
+    If any rank gets SIGTERM, SIGUSR1 or SIGUSR2, all ranks leave at the next report with status
+    ``deadline``.
 
-    Every rank gets the same result, read from the run's folder: ranks on several machines need one
-    that all of them see. Output goes where this process's goes.
+    Every rank reads the same result from the run's folder, so ranks on several machines need a
+    folder that all of them see. The output is this process's own.
 
     Args:
         train: the training function.
         config: the resolved configuration.
-        host: which rank this is.
-        hardware: what it may use.
-        choose: finds or makes the run; rank 0 calls it.
-        display: what rank 0 shows.
-        on_event: called with each event, by rank 0.
+        host: says which rank this is.
+        hardware: the devices that this rank may use.
+        choose: finds or creates the run; only rank 0 calls it.
+        display: the display of rank 0.
+        on_event: called with each event, on rank 0 only.
 
     Raises:
-        GroupStartFailed: the ranks did not find each other.
-        BaseException: what ``train`` raises on this rank, as it is; the launcher ends the others.
+        GroupStartFailed: the ranks could not form a process group.
+        BaseException: the exception of ``train`` on this rank, unchanged; torchrun or Slurm ends
+            the other ranks.
     """
     plan = make_plan(config, host, hardware)
     threads = {"OMP_NUM_THREADS": omp_threads(os.environ, plan)}
@@ -333,8 +332,8 @@ def run_in_place(
         _join(plan, host)
         run = _choose(choose, host)
         limit = time_limit(config)
-        mine = ("", None) if run is None else (str(run.paths.folder), limit.deadline)
-        folder, deadline = _broadcast(mine, host)
+        local = ("", None) if run is None else (str(run.paths.folder), limit.deadline)
+        folder, deadline = _broadcast(local, host)
         paths, recorder = RunPaths(Path(folder)), None
         job = JobSpec(paths=paths, plan=plan, config=config, deadline=deadline)
         if run is not None:
@@ -351,12 +350,12 @@ def run_in_place(
 
 
 def _choose(choose: Callable[[], ChosenRun], host: Host) -> ChosenRun | None:
-    """The run, for rank 0; the others hear of it."""
+    """Choose the run on rank 0; None on the other ranks."""
     if host.rank != 0:
         return None
     run = choose()
     for rank in range(host.world_size):
-        run.paths.value(rank).unlink(missing_ok=True)  # an earlier attempt's
+        run.paths.value(rank).unlink(missing_ok=True)  # of an earlier attempt
     return run
 
 
@@ -385,18 +384,18 @@ def _run_rank(
         if optimizers is not None:
             stack.callback(optimizers.close)
         settle(ctx)
-        call(train, ctx, record, together=lambda: _wait_for_all(host, job.paths))
+        call(train, ctx, record, wait_for_ranks=lambda: _wait_for_all(host, job.paths))
 
 
 def _join(plan: LaunchPlan, host: Host) -> None:
-    """Form the group, unless the script has; it is left when the process ends."""
+    """Form the process group unless the script has; one formed here is left at exit."""
     import torch
     import torch.distributed as dist
 
     from nbtoolkit.worker.main import join_group
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
-    ours = not dist.is_initialized()
+    formed_here = not dist.is_initialized()
     try:
         join_group(plan, host.rank)
     except Exception as error:
@@ -404,10 +403,10 @@ def _join(plan: LaunchPlan, host: Host) -> None:
             f"rank {host.rank} of {host.world_size} ({host.rank_reason}) could not join the others "
             f"at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: "
             f"{type(error).__name__}: {error}",
-            allowed="as many ranks as WORLD_SIZE says, which reach that address and port",
+            allowed="WORLD_SIZE ranks that all reach this address and port",
             do="unset RANK and WORLD_SIZE if no launcher started this process",
         ) from error
-    if ours and dist.is_initialized():
+    if formed_here and dist.is_initialized():
         atexit.register(_leave_group)
 
 
@@ -415,33 +414,35 @@ def _leave_group() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
-        # A thread of gloo's may still hold the last collective's tensor, and frees it under the
-        # interpreter's lock; the group's end waits for that thread with the lock held (torch 2.6).
-        time.sleep(_LET_GO_SECONDS)
+        # A gloo thread may still hold the last collective's tensor and needs the interpreter's lock
+        # to free it; destroy_process_group waits for that thread with the lock held (torch 2.6).
+        time.sleep(_GLOO_RELEASE_SECONDS)
         dist.destroy_process_group()
 
 
 def rendezvous(host: Host, hardware: Hardware, environ: Mapping[str, str]) -> dict[str, str]:
-    """What torch.distributed and accelerate look for where the launcher did not say it (srun).
+    """Return the variables that torch.distributed and accelerate need and srun does not set.
 
-    A task that sees one GPU (``srun --gpus-per-task=1``) has it as ``cuda:0``, whatever its number.
+    A task that sees one GPU (``srun --gpus-per-task=1``) has local rank 0, since the GPU is
+    ``cuda:0`` there.
     """
     if host.world_size == 1:
         return {}
     step = int(environ.get("SLURM_JOB_ID", "0")) * 31 + int(environ.get("SLURM_STEP_ID", "0"))
-    wanted = {
+    variables = {
         "RANK": str(host.rank),
         "LOCAL_RANK": "0" if len(hardware.devices) == 1 else str(host.local_rank),
         "WORLD_SIZE": str(host.world_size),
         "LOCAL_WORLD_SIZE": str(host.local_world_size),
         "MASTER_ADDR": first_node(environ.get("SLURM_STEP_NODELIST", "")) or "127.0.0.1",
-        "MASTER_PORT": str(20000 + step % 10000),  # equal on all ranks; two steps seldom meet
+        # The same on all ranks, and rarely the same for two steps.
+        "MASTER_PORT": str(20000 + step % 10000),
     }
-    return {name: value for name, value in wanted.items() if name not in environ}
+    return {name: value for name, value in variables.items() if name not in environ}
 
 
 def first_node(nodes: str) -> str:
-    """The first host of a Slurm node list: ``n[01-04,07],m2`` begins with ``n01``."""
+    """Return the first host of a Slurm node list: ``n01`` of ``n[01-04,07],m2``."""
     head, bracket, rest = nodes.partition("[")
     if bracket and "," not in head:
         return head + re.split(r"[-,\]]", rest)[0]
@@ -449,33 +450,37 @@ def first_node(nodes: str) -> str:
 
 
 def _wait_for_all(host: Host, paths: RunPaths) -> None:
-    """Wait until every rank is through with the function; raise the error of one that failed."""
+    """Wait until the function has ended on all ranks; raise the error of a failed one."""
     values = [paths.value(rank) for rank in range(host.world_size)]
     _barrier(host, lambda: paths.error.exists() or all(value.exists() for value in values))
     if paths.error.exists():
         raise_failure(paths)
 
 
-def _barrier(host: Host, together: Callable[[], bool]) -> None:
-    """Wait for the other ranks: in the group, or by the run's files where the function ended it.
+def _barrier(host: Host, reached: Callable[[], bool]) -> None:
+    """Wait for the other ranks in the process group, or poll the run's files without one.
 
-    ``Accelerator.end_training()`` does that, as the last line of many a training function.
+    A function that ends with ``Accelerator.end_training()`` has destroyed the group.
+
+    Args:
+        host: says how many ranks there are.
+        reached: checks the files.
     """
     import torch.distributed as dist
 
     if host.world_size == 1 or dist.is_initialized():
         _broadcast(None, host)
         return
-    while not together():
+    while not reached():
         time.sleep(0.05)
 
 
 def _broadcast(value: T, host: Host) -> T:
-    """Rank 0's value on every rank; also a barrier."""
+    """Return rank 0's value on every rank; also a barrier."""
     if host.world_size == 1:
         return value
     import torch.distributed as dist
 
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    objects = [value]
+    dist.broadcast_object_list(objects, src=0)
+    return objects[0]

@@ -1,12 +1,13 @@
-"""Import what ranks will import before they need it, in a branch of the fork server.
+"""Import modules before ranks need them, in branches of the fork server.
 
-While a rank imports, say, transformers, a branch does the same beside it; the next launch forks its
-ranks from the branch, where the import is done. A branch is made, import by import, by forking the
-one before; an import that leaves a process which is not fork-safe (see fork_diagnosis.py), or that
-starts a thread, is remembered and left to the ranks.
+A branch is a copy of the fork server with more modules imported. While a rank imports, for example,
+transformers, a branch imports it too, and the next launch forks its ranks from that branch. Each
+branch is forked from the previous one. A branch ends if its imports start a thread or leave a
+process that is not fork-safe (see fork_diagnosis.py); the ranks then import these modules
+themselves.
 
-Nothing from the working directory or an editable install is imported here: a changed file must take
-effect. A branch holds for one set of environment variables, since many packages read them at
+A branch imports nothing from the working directory or an editable install, because changed files
+must take effect. It serves one set of environment variables, since many packages read them at
 import.
 """
 
@@ -29,17 +30,18 @@ from nbtoolkit.run import messages
 from nbtoolkit.run.transport import packet_pair, receive_packet, send_packet
 from nbtoolkit.worker.forking import Forker, close_all, die_with_parent, kill_group
 
-# Known not to survive a fork although a probe of torch passes: they keep native threads and
+# Packages that do not survive a fork although a probe of torch passes: they keep native threads and
 # connections of their own.
-_NEVER = frozenset(
+_NOT_FORK_SAFE = frozenset(
     {"tensorflow", "jax", "jaxlib", "ray", "grpc", "pyspark", "torch_xla", "triton", "bitsandbytes"}
 )
 
-# Imported first: a branch that is wanted at once begins from here, beside the rest.
+# Imported first: a branch that is requested at once is forked then, and imports in parallel with
+# the rest.
 FIRST = ("torch",)
 
-# Imported once here, for supervisors, agents and ranks alike; the last ones are what elastic and a
-# rank would otherwise import in each launch, some milliseconds each.
+# Imported once, for supervisors, agents and ranks. Otherwise elastic and each rank would import the
+# last ones in each launch, which takes some milliseconds each.
 PRELOADED = (
     "accelerate",
     "cloudpickle",
@@ -60,16 +62,16 @@ PRELOADED = (
     "shutil",
 )
 
-
-# accelerate 1.6 (Kaggle's) imports torchao where it finds it, which initialises CUDA and so breaks
-# every fork (accelerate#3524). In a rank they are importable again.
+# accelerate 1.6 (Kaggle's) imports torchao if it is installed, which initialises CUDA and so breaks
+# every fork (accelerate#3524). Ranks can import these.
 TOUCH_DEVICES = ("torchao", "bitsandbytes")
 
 
 def preload(names: Iterable[str] = PRELOADED) -> None:
-    """Import what every launch needs, and nothing that touches a device."""
+    """Import the modules that every launch needs, without touching a device."""
+    # For the import system, None means that a module is not installed.
     hidden = {name: None for name in TOUCH_DEVICES if name not in sys.modules}
-    sys.modules.update(hidden)  # type: ignore[arg-type]  # None: "not installed", says the import system
+    sys.modules.update(hidden)  # type: ignore[arg-type]
     for name in names:
         importlib.import_module(name)
     for name in hidden:
@@ -77,32 +79,41 @@ def preload(names: Iterable[str] = PRELOADED) -> None:
 
 
 class Preloader:
-    """The branch in use, the one that grows, and what is still to be imported."""
+    """Manages the branches: the one in use, the one that imports, and the pending requests.
+
+    Args:
+        fork: forks a child of the fork server.
+        listen: calls a function when a socket is readable.
+        forget: undoes ``listen``.
+        agent_exited: receives the pid and exit code of an agent that a branch forked.
+        agent_forked: receives the ticket and pid of an agent that a branch forked.
+        branch_settled: called when the importing branch is ready or has ended.
+    """
 
     def __init__(
         self,
         fork: Callable[..., int],
         listen: Callable[[socket.socket, Callable[[], None]], None],
         forget: Callable[[socket.socket], None],
-        exited: Callable[[int, int], None],
-        forked: Callable[[int, int], None],
-        settled: Callable[[], None],
+        agent_exited: Callable[[int, int], None],
+        agent_forked: Callable[[int, int], None],
+        branch_settled: Callable[[], None],
     ) -> None:
         self._fork, self._listen, self._forget = fork, listen, forget
-        self._exited, self._forked = exited, forked
-        self._settled = settled  # the growing branch is ready, or will not come
+        self._agent_exited, self._agent_forked = agent_exited, agent_forked
+        self._branch_settled = branch_settled
         self._key: str | None = None
         self._branch: socket.socket | None = None
-        self._growing: socket.socket | None = None
-        self._wanted: list[list[str]] = []
-        self._known: set[str] = set()
+        self._next_branch: socket.socket | None = None
+        self._pending: list[list[str]] = []
+        self._requested: set[str] = set()
         self._installed = _installed_state()
         self._environ: dict[str, str] = {}
-        # with their pids, once they have said so
+        # All branches that live, with their pids once known.
         self._branches: dict[socket.socket, int | None] = {}
 
-    def want(self, names: list[str], environ: dict[str, str]) -> None:
-        """Import ``names`` as soon as possible, under ``environ``."""
+    def request(self, names: list[str], environ: dict[str, str]) -> None:
+        """Import ``names`` as soon as possible, with ``environ`` as environment variables."""
         key = environment_key(environ)
         if key != self._key or self._installed != _installed_state():
             self.drop()
@@ -110,37 +121,32 @@ class Preloader:
         new = [
             name
             for name in names
-            if name not in self._known and name.partition(".")[0] not in _NEVER
+            if name not in self._requested and name.partition(".")[0] not in _NOT_FORK_SAFE
         ]
-        self._known.update(new)
+        self._requested.update(new)
         if new:
-            self._wanted.append(new)
-            self._grow()
+            self._pending.append(new)
+            self._fork_branch()
 
     def branch_for(self, key: str) -> socket.socket | None:
-        """The branch to fork ranks from in an environment; None: the fork server itself."""
+        """Return the branch to fork agents from in an environment; None for the fork server."""
         fits = key == self._key and self._installed == _installed_state()
         return self._branch if fits else None
 
-    def begins(self, key: str) -> bool:
-        """Whether the first branch for an environment is being made: there will be one soon."""
-        return self._branch is None and self._growing is not None and key == self._key
+    def first_branch_is_starting(self, key: str) -> bool:
+        """Return True while the first branch for an environment imports."""
+        return self._branch is None and self._next_branch is not None and key == self._key
 
     def drop(self) -> None:
-        """Let all branches go, once their agents have ended."""
-        for sock in (self._branch, self._growing):
+        """Retire all branches; they exit after their last agent."""
+        for sock in (self._branch, self._next_branch):
             if sock is not None:
                 send_packet(sock, messages.RetireBranch())
-        if self._growing is not None:
-            self._settled()
-        self._branch = self._growing = None
-        self._wanted.clear()
-        self._known.clear()
-
-    def close(self) -> None:
-        """The fork server ends."""
-        for sock in list(self._branches):
-            self._gone(sock)
+        if self._next_branch is not None:
+            self._branch_settled()
+        self._branch = self._next_branch = None
+        self._pending.clear()
+        self._requested.clear()
 
     @property
     def pids(self) -> list[int]:
@@ -152,15 +158,15 @@ class Preloader:
         """Sockets that belong to the fork server alone."""
         return [sock.fileno() for sock in self._branches]
 
-    def _grow(self) -> None:
-        """Fork the next branch off the present one (or off the fork server)."""
-        if self._growing is not None or not self._wanted:
+    def _fork_branch(self) -> None:
+        """Fork the next branch from the current one, or from the fork server."""
+        if self._next_branch is not None or not self._pending:
             return
-        names = self._wanted.pop(0)
+        names = self._pending.pop(0)
         ours, theirs = packet_pair()
         self._branches[ours] = None
-        self._growing = ours
-        self._listen(ours, lambda: self._hear(ours))
+        self._next_branch = ours
+        self._listen(ours, lambda: self._from_branch(ours))
         if self._branch is not None:
             end = messages.FileDescriptor(file=theirs.fileno())
             send_packet(self._branch, messages.GrowBranch(names=names, descriptors=end))
@@ -173,40 +179,40 @@ class Preloader:
             )
         theirs.close()
 
-    def _hear(self, sock: socket.socket) -> None:
+    def _from_branch(self, sock: socket.socket) -> None:
         packet = receive_packet(sock)
         if packet is None:
-            self._gone(sock)
+            self._on_branch_end(sock)
             return
         match packet:
             case messages.BranchStarted():
                 self._branches[sock] = packet.pid
             case messages.AgentForked():
-                self._forked(packet.ticket, packet.pid)
+                self._agent_forked(packet.ticket, packet.pid)
             case messages.AgentExited():
-                self._exited(packet.pid, packet.code)
-            case messages.ServerReady() if sock is self._growing:
+                self._agent_exited(packet.pid, packet.code)
+            case messages.ServerReady() if sock is self._next_branch:
                 if self._branch is not None:
                     send_packet(self._branch, messages.RetireBranch())
-                self._branch, self._growing = sock, None
-                self._settled()
-                self._grow()
+                self._branch, self._next_branch = sock, None
+                self._branch_settled()
+                self._fork_branch()
 
-    def _gone(self, sock: socket.socket) -> None:
-        """A branch ended: it retired, or an import was not fork-safe (the ranks do it then)."""
+    def _on_branch_end(self, sock: socket.socket) -> None:
+        """Handle the end of a branch: it was retired, or its imports were not fork-safe."""
         self._forget(sock)
         self._branches.pop(sock, None)
         sock.close()
         if sock is self._branch:
             self._branch = None
-        if sock is self._growing:
-            self._growing = None
-            self._grow()
-            self._settled()
+        if sock is self._next_branch:
+            self._next_branch = None
+            self._fork_branch()
+            self._branch_settled()
 
 
 def _installed_state() -> tuple[float, ...]:
-    """Changes when something is installed or removed: earlier imports may be stale then."""
+    """Return a value that changes with each install or removal, after which imports are stale."""
     times = []
     for root in installed_roots():
         with contextlib.suppress(OSError):
@@ -218,7 +224,7 @@ def _installed_state() -> tuple[float, ...]:
 
 
 class PreloadBranch(Forker):
-    """A copy of the fork server with more imported; forks agents, and the branch after it."""
+    """A copy of the fork server with more modules imported; forks agents and the next branch."""
 
     def __init__(self, forkserver: socket.socket) -> None:
         super().__init__()
@@ -228,13 +234,13 @@ class PreloadBranch(Forker):
         self.selector.register(forkserver, selectors.EVENT_READ, self._request)
 
     def serve(self) -> None:
-        """Fork until retired or until the fork server is gone, and the last agent with it."""
+        """Fork on request until retired and the last agent has ended, or the fork server has."""
         while not self._retired or self._agents:
             self.turn()
 
     def _request(self) -> None:
         packet = receive_packet(self._forkserver)
-        if packet is None:  # the fork server died: nobody is left to hear of the ranks
+        if packet is None:  # the fork server died, and with it the connection to the supervisors
             for pid in self._agents:
                 kill_group(pid)
             os._exit(1)
@@ -264,41 +270,49 @@ class PreloadBranch(Forker):
         send_packet(self._forkserver, messages.AgentForked(ticket=message.ticket, pid=pid))
 
     def is_group(self, pid: int) -> bool:
-        """See :class:`Forker`."""
+        """Return True for agents, which lead process groups."""
         return pid in self._agents
 
     def ended(self, pid: int, code: int) -> None:
-        """See :class:`Forker`."""
+        """Report the exit of an agent."""
         if pid in self._agents:
             self._agents.discard(pid)
             send_packet(self._forkserver, messages.AgentExited(pid=pid, code=code))
 
 
 def run_branch(forkserver: socket.socket, names: list[str], environ: dict[str, str] | None) -> None:
-    """Import, prove to be fork-safe, then serve; ends when an import fails the proof."""
+    """Import modules, then serve; exit with code 3 if the process is not fork-safe afterwards.
+
+    Args:
+        forkserver: the connection to the fork server.
+        names: the modules.
+        environ: replaces the environment variables; None keeps those of the previous branch.
+    """
     if environ is not None:
         os.environ.clear()
         os.environ.update(environ)
     send_packet(forkserver, messages.BranchStarted(pid=os.getpid()))
-    gc.disable()  # imports make much that stays: torch._dynamo takes 1.0 s with it, 0.6 s without
+    # Imports create many objects that stay: torch._dynamo takes 1.0 s with the collector, 0.6 s
+    # without.
+    gc.disable()
     roots = installed_roots()
     for name in names:
         _import_installed(name, roots)
-    preload()  # what the fork server had not imported yet when this branch left it
+    preload()  # in case the fork server was still importing when this branch was forked
     device = _has_gpu()
     if threading.active_count() > 1 or not probe_fork(device=device).ok:
         os._exit(3)
     gc.freeze()
     gc.enable()
-    # An import hears of no end: until here its parent's was this one's. From here on the socket's
-    # end tells of the fork server's, and the branch before this one may go.
+    # During the imports nothing reads the socket, so this process dies with its parent. From here
+    # on the end of the socket shows the end of the fork server, and the previous branch may exit.
     die_with_parent(0)
     send_packet(forkserver, messages.ServerReady())
     PreloadBranch(forkserver).serve()
 
 
 def _import_installed(name: str, roots: tuple[str, ...]) -> None:
-    """Import an installed module; if that fails it fails in the rank too, where it is shown."""
+    """Import an installed module; ignore errors, which the rank's own import will raise."""
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.origin and spec.origin.startswith(roots):

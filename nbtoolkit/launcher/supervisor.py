@@ -314,7 +314,7 @@ class RunSupervisor:
 
     def _answer(self, questions: Sequence[messages.Question]) -> messages.Reply:
         if len({type(question) for question in questions}) > 1:
-            return failures.different_calls(questions)
+            return failures.refuse_different_calls(questions)
         reports = [one for one in questions if isinstance(one, messages.ReportRequest)]
         if reports:
             self.record.compare([report.weights for report in reports])

@@ -122,7 +122,7 @@ def test_a_fork_server_that_does_nothing_is_given_up_with_its_last_words(
 ) -> None:
     at_start("import sys, time\nsys.stderr.write('a cold disk\\n')\ntime.sleep(3600)")
     client = ForkServerClient(stalled=1.0)
-    said = r"does not answer: no progress for 1 s; its last words:\n.*a cold disk"
+    said = r"does not answer: no progress for 1 s; its last output:\n.*a cold disk"
     with pytest.raises(LaunchError, match=rf"(?s){said}.*Allowed: .*Do now:  launch again"):
         client.warm_pids()
     assert not client.alive()

@@ -40,7 +40,7 @@ def deletes_and_raises(config: Any, ctx: Any) -> float:
     raise ValueError("its own error")
 
 
-DELETED = r"(?s)was deleted while the run went on.*Allowed: .*Do now:  look for what deletes it"
+DELETED = r"(?s)was deleted during the run.*Allowed: .*Do now:  find the code that deletes it"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ nb.launch(train, config, **options)
 def test_a_daemon_thread_that_launches_at_the_end_is_told(tmp_path: Path) -> None:
     with script(LATE, tmp_path) as kernel:
         out, err = kernel.end(SECONDS)
-    told = "this process ends: its fork server is gone\n"
+    told = "this process is exiting: its fork server has shut down\n"
     assert (kernel.process.returncode, out) == (0, told), err
 
 

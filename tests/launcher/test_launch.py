@@ -159,7 +159,7 @@ def test_a_handle_is_asked_now_and_then(config: nb.Config, tmp_path: Path) -> No
     handle = begin(functions.waits_for_file, mine)
     ranks_up(handle.paths.folder)
     assert not handle.done()
-    with pytest.raises(TimeoutError, match="it goes on"):
+    with pytest.raises(TimeoutError, match="it continues"):
         handle.result(timeout=0.1)
     go.write_text("now")
     assert handle.result(timeout=SECONDS).value == "now"

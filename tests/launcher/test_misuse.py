@@ -277,7 +277,7 @@ def test_a_forkserver_that_cannot_start_says_why(config: nb.Config, tmp_path: Pa
     """
     with script(code, tmp_path) as kernel:
         said = kernel.output()
-    assert "the fork server process ended with code 1; its last words:" in said
+    assert "the fork server process ended with code 1; its last output:" in said
     assert "No module named 'encodings'" in said
     assert "Do now:  launch again" in said
     assert not list((tmp_path / "out").iterdir())

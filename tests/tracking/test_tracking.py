@@ -600,7 +600,7 @@ def test_what_is_not_written_yet_is_told_of_and_written_at_the_kernels_end(
     pid, said = client.track(paths.folder), list[str]()
     assert not wait_for_tracking(paths, pid, said.append, limit=0.0)
     (line,) = said
-    assert line.startswith("tracking has not written the whole run yet, and goes on in the backgr")
+    assert line.startswith("tracking has not written the whole run yet, and continues in the backg")
     assert str(paths.tracking) in line
     assert f"nbtoolkit.tracking.replay({str(paths.folder)!r})" in line
     with soon(held.touch):
