@@ -30,7 +30,7 @@ from nbtoolkit.config.schema import ConfigLike
 from nbtoolkit.environment.resources import free_space, size_text
 from nbtoolkit.errors import BundleError
 from nbtoolkit.host import Host, detect_host
-from nbtoolkit.run.paths import by_age
+from nbtoolkit.run.paths import age_key
 from nbtoolkit.text_table import html_table
 
 # Kaggle mounts the output of an earlier session at /kaggle/input/<name>, or deeper:
@@ -235,7 +235,7 @@ def _newest(top: Path | None, more_files: Iterable[Path]) -> Path | None:
         return max(bundles, key=lambda bundle: bundle.header.created).path
     runs = [folder for folder, files in walked if _is_run(files)]
     upper = min((len(run.parts) for run in runs), default=0)
-    newest = max((run for run in runs if len(run.parts) == upper), key=by_age, default=None)
+    newest = max((run for run in runs if len(run.parts) == upper), key=age_key, default=None)
     return None if newest is None else newest.parent
 
 
