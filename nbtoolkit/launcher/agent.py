@@ -53,7 +53,7 @@ def call_launcher(job: RankJob, environment: KernelEnvironment, port: int) -> No
     os.setpgid(0, 0)  # where the kernel forked it; from the fork server it leads a group already
     line = Connection(socket.socket(fileno=job.group.agent))
     paths = job.spec.paths
-    write_output_to(paths.agent_log())  # what goes wrong from here on is found there
+    write_output_to(paths.agent_log)  # what goes wrong from here on is found there
     enter(environment, job.spec.plan, paths.folder)
     # elastic leaves its log folder in the temporary folder: give it one that the supervisor removes
     paths.elastic.mkdir(parents=True, exist_ok=True)

@@ -168,7 +168,7 @@ def run_inline(
     with InProcessRecorder(run, request, cell, on_event) as recorder:
         ctx = RunContext(request.job, recorder, local_rank=_device_index(plan, request.hardware))
         with (
-            catch_termination_signals(recorder.heard),
+            catch_termination_signals(recorder.signal_flag),
             lend_variables(variables),
             own_accelerate_state(),
         ):
@@ -210,7 +210,7 @@ def call(
         _write_value(ctx, value)
         together()
         if record is not None:
-            ctx.tell_unread(reads)
+            ctx.warn_unused_settings(reads)
             record.returned(returned_numbers(value))
     except RunStopped as leave:  # on all ranks at the same report
         status = leave.status
@@ -371,7 +371,11 @@ def _run_rank(
     )
     record = recorder.record if recorder is not None else None
     variables = {**os.environ, **of_plan(job.plan, job.paths.folder)}
-    with catch_termination_signals(channel.heard), lend_variables(variables), ExitStack() as stack:
+    with (
+        catch_termination_signals(channel.signal_flag),
+        lend_variables(variables),
+        ExitStack() as stack,
+    ):
         stack.callback(ctx.close)
         if optimizers is not None:
             stack.callback(optimizers.close)

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from nbtoolkit.errors import MissingExtra
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from nbtoolkit.config.schema import Config
     from nbtoolkit.worker.context import RunContext
 
+Indices: TypeAlias = "Sequence[int] | NDArray[np.int64]"
 Name: TypeAlias = Literal["digits", "breast_cancer", "diabetes"]
 
 _SPLIT_SEED = 0  # the split is the same for every run, so that runs can be compared
@@ -39,7 +42,7 @@ def load(name: Name) -> tuple[Tensor, Tensor]:
     return torch.as_tensor(inputs, dtype=torch.float32), torch.as_tensor(targets, dtype=kind)
 
 
-def split(strata: Tensor, config: Config, ctx: RunContext) -> tuple[Sequence[int], Sequence[int]]:
+def split(strata: Tensor, config: Config, ctx: RunContext) -> tuple[Indices, Indices]:
     """Indices to train and to validate on: the fold's, or a stratified split, always the same.
 
     Args:
@@ -60,7 +63,7 @@ def split(strata: Tensor, config: Config, ctx: RunContext) -> tuple[Sequence[int
     return fitted, held_out
 
 
-def scale_of(values: Tensor, fitted: Sequence[int]) -> tuple[Tensor, Tensor]:
+def scale_of(values: Tensor, fitted: Indices) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each column, of the training part alone.
 
     The validation set must not be seen: what is known of it would make its score too good.

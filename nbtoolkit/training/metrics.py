@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.losses import Passed
-from nbtoolkit.worker.collectives import Part, Rows, gather_on_first, in_order, tell_all
+from nbtoolkit.worker.collectives import Part, Rows, broadcast, gather_on_first, in_order
 
 if TYPE_CHECKING:
     import torch
@@ -297,7 +297,7 @@ class Meter:
             parts = [part for part in gathered if part is not None]
             for name, metric in self._late.items():
                 values.update(_flat(name, metric.value([part[name] for part in parts])))
-        told: dict[str, float] = tell_all(values, self._ranks)
+        told: dict[str, float] = broadcast(values, self._ranks)
         return told
 
 
