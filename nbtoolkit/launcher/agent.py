@@ -55,7 +55,7 @@ def call_launcher(job: RankJob, environment: KernelEnvironment, port: int) -> No
     os.setpgid(0, 0)
     line = Connection(socket.socket(fileno=job.group.agent))
     paths = job.spec.paths
-    write_output_to(paths.agent_log())
+    write_output_to(paths.agent_log)
     apply_environment(environment, job.spec.plan, paths.folder)
     # elastic leaves a log folder in the temporary folder; the supervisor removes this one.
     paths.elastic.mkdir(parents=True, exist_ok=True)

@@ -170,7 +170,7 @@ def run_inline(
     with InProcessRecorder(run, request, cell, on_event) as recorder:
         ctx = RunContext(request.job, recorder, local_rank=_device_index(plan, request.hardware))
         with (
-            catch_termination_signals(recorder.heard),
+            catch_termination_signals(recorder.signal_flag),
             temporary_variables(variables),
             own_accelerate_state(),
         ):
@@ -212,7 +212,7 @@ def call(
         _write_value(ctx, value)
         wait_for_ranks()
         if record is not None:
-            ctx.tell_unread(reads)
+            ctx.warn_unused_settings(reads)
             record.returned(returned_numbers(value))
     except RunStopped as stopped:  # on all ranks at the same report
         status = stopped.status
@@ -376,7 +376,7 @@ def _run_rank(
     record = recorder.record if recorder is not None else None
     variables = {**os.environ, **plan_variables(job.plan, job.paths.folder)}
     with (
-        catch_termination_signals(channel.heard),
+        catch_termination_signals(channel.signal_flag),
         temporary_variables(variables),
         ExitStack() as stack,
     ):

@@ -27,7 +27,7 @@ from nbtoolkit.run.payload import unpack
 from nbtoolkit.run.request import RunRequest
 from nbtoolkit.run.serialization import pack_error
 from nbtoolkit.run.transport import Connection, free_port
-from nbtoolkit.worker.channel import answer, take
+from nbtoolkit.worker.channel import answer_question, record_statement
 
 TICK = 0.05
 """Seconds between two polls without a message."""
@@ -260,7 +260,7 @@ class RunSupervisor:
         if isinstance(message, messages.SettingsUnread) and listener is not None:
             listener.unread(message.text)
         elif isinstance(message, messages.Recorded):
-            take(self.record, message)
+            record_statement(self.record, message)
             if isinstance(message, messages.Reported):
                 self._judge(message)
         elif isinstance(message, messages.PhaseReached):
@@ -319,7 +319,7 @@ class RunSupervisor:
         if reports:
             self.record.compare([report.weights for report in reports])
             self._judge(reports[0])
-        return answer(self.record, questions[0])
+        return answer_question(self.record, questions[0])
 
     def _judge(self, report: messages.Reported | messages.ReportRequest) -> None:
         """Pass a report to the search, and stop the run if the search says so."""
@@ -363,7 +363,7 @@ class RunSupervisor:
             f"{what if count > 1 else 'the rank could not start'}: "
             f"{getattr(ended, 'reason', ended)}",
             allowed="distributed.fallback: true continues with one process" if count > 1 else "",
-            do=f"read {self.paths.agent_log()} and {self.paths.log(0)}",
+            do=f"read {self.paths.agent_log} and {self.paths.log(0)}",
         )
 
     def _fail_with(self, error: NbtoolkitError) -> None:

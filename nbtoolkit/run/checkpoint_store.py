@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias, TypedDict
 
 from nbtoolkit.errors import CheckpointError
-from nbtoolkit.run.paths import temporary_beside
+from nbtoolkit.run.paths import atomic_file, temporary_beside
 
 State: TypeAlias = dict[str, Any]
 """A state that was read: tensors, numbers, strings, and dicts, lists and tuples of them."""
@@ -39,22 +39,15 @@ def write_state(path: Path, state: Mapping[str, object]) -> None:
         CheckpointError: the state holds something that is not a tensor or a plain value (names it),
             or the disk is full.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_beside(path)
     try:
-        with temporary.open("xb") as file:
+        with atomic_file(path) as file:
             dump_state(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint {path} could not be written: {error}",
             allowed="a folder on a disk with free space (the last good checkpoint is unchanged)",
             do="free some space, save fewer checkpoints, or set runtime.output_dir to another disk",
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def dump_state(state: Mapping[str, object], file: Any) -> None:

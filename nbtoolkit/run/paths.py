@@ -32,9 +32,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import IO, Any, Literal, TypedDict, cast
 
 from nbtoolkit.errors import LaunchError, RunFileError, RunFolderError
+
+
+class _File:
+    """An attribute of :class:`RunPaths`: a path relative to the run's folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunPaths, _: object) -> Path:
+        return run.folder / self._name
 
 
 @dataclass(frozen=True)
@@ -43,75 +53,45 @@ class RunPaths:
 
     folder: Path
 
+    config = _File("config.yaml")
+    """The resolved configuration (YAML)."""
+    plan = _File("plan.json")
+    """The launch plan (JSON)."""
+    versions = _File("versions.json")
+    """Versions, host, function name and fingerprint (JSON)."""
+    events = _File("events.jsonl")
+    """The run's events (JSON lines)."""
+    lock = _File("owner.lock")
+    """Locked (flock) by the supervisor while it lives."""
+    owner = _File("owner.json")
+    """Who owns or owned the run (JSON: pid, boot_id)."""
+    stop = _File("stop")
+    """A handle's request to stop (JSON: grace, reason)."""
+    checkpoints = _File("checkpoints")
+    """The folder that ctx.save and fit write to."""
+    result = _File("result.json")
+    """The result of a run that did not fail (JSON)."""
+    error = _File("error.json")
+    """The error of a failed run (JSON; the exception itself is in ``error.pkl``)."""
+    error_pickle = _File("error.pkl")
+    """The failed rank's exception."""
+    commands = _File("commands")
+    """Handles' commands to a search, one file each; the search removes those it has read."""
+    tracking = _File("tracking.json")
+    """How far tracking has read the events (JSON)."""
+    layers = _File("samples/layers.json")
+    """Layers whose results depend on the ranks, with the reason (tracking.record_samples)."""
+    previous = _File("previous")
+    """The decisions and the end of the attempt before this one."""
+    elastic = _File("ranks/elastic")
+    """Temporary files of the launcher; removed by the supervisor."""
+    agent_log = _File("ranks/launcher.txt")
+    """The output of the launcher process itself (accelerate, elastic)."""
+
     @property
     def run_id(self) -> str:
         """The folder's name: ``<UTC time>-<name>-<4 hex>``."""
         return self.folder.name
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration (YAML)."""
-        return self.folder / "config.yaml"
-
-    @property
-    def plan(self) -> Path:
-        """The launch plan (JSON)."""
-        return self.folder / "plan.json"
-
-    @property
-    def versions(self) -> Path:
-        """Versions, host, function name and fingerprint (JSON)."""
-        return self.folder / "versions.json"
-
-    @property
-    def events(self) -> Path:
-        """The run's events (JSON lines)."""
-        return self.folder / "events.jsonl"
-
-    @property
-    def lock(self) -> Path:
-        """Locked (flock) by the supervisor while it lives."""
-        return self.folder / "owner.lock"
-
-    @property
-    def owner(self) -> Path:
-        """Who owns or owned the run (JSON: pid, boot_id)."""
-        return self.folder / "owner.json"
-
-    @property
-    def stop(self) -> Path:
-        """A handle's request to stop (JSON: grace, reason)."""
-        return self.folder / "stop"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder that ctx.save and fit write to."""
-        return self.folder / "checkpoints"
-
-    @property
-    def result(self) -> Path:
-        """The result of a run that did not fail (JSON)."""
-        return self.folder / "result.json"
-
-    @property
-    def error(self) -> Path:
-        """The error of a failed run (JSON; the exception itself is in ``error.pkl``)."""
-        return self.folder / "error.json"
-
-    @property
-    def error_pickle(self) -> Path:
-        """The failed rank's exception."""
-        return self.folder / "error.pkl"
-
-    @property
-    def commands(self) -> Path:
-        """Handles' commands to a search, one file each; the search removes those it has read."""
-        return self.folder / "commands"
-
-    @property
-    def tracking(self) -> Path:
-        """How far tracking has read the events (JSON)."""
-        return self.folder / "tracking.json"
 
     def log(self, rank: int) -> Path:
         """The stdout and stderr of rank ``rank``."""
@@ -121,28 +101,9 @@ class RunPaths:
         """Stacks of rank ``rank``, written when it is suspected to hang."""
         return self.folder / "ranks" / str(rank) / "stacks.txt"
 
-    def agent_log(self) -> Path:
-        """The output of the launcher process itself (accelerate, elastic)."""
-        return self.folder / "ranks" / "launcher.txt"
-
     def samples(self, rank: int) -> Path:
         """The samples of rank ``rank`` in every optimizer step (JSON lines)."""
         return self.folder / "samples" / f"rank-{rank}.jsonl"
-
-    @property
-    def layers(self) -> Path:
-        """Layers whose results depend on the ranks, with the reason (tracking.record_samples)."""
-        return self.folder / "samples" / "layers.json"
-
-    @property
-    def previous(self) -> Path:
-        """The decisions and the end of the attempt before this one."""
-        return self.folder / "previous"
-
-    @property
-    def elastic(self) -> Path:
-        """Temporary files of the launcher; removed by the supervisor."""
-        return self.folder / "ranks" / "elastic"
 
     def rank_error(self, rank: int) -> Path:
         """The packed exception of rank ``rank``, as the rank wrote it."""
@@ -231,30 +192,34 @@ def folder_error(folder: Path, error: OSError) -> RunFolderError:
     )
 
 
-def write_whole(path: Path, data: bytes | str, *, durable: bool = True) -> None:
-    """Write ``path`` atomically: temporary file, fsync, ``os.replace``.
+@contextlib.contextmanager
+def atomic_file(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
+    """Open a temporary file that replaces ``path`` at the end of the block, unless that raises.
 
     Args:
         path: the file; its parent folder is created if it is missing.
-        data: its whole content.
         durable: fsync before the replace; False where a crash of the machine may lose it.
 
     Raises:
         OSError: disk full, not writable, ...
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    raw = data.encode() if isinstance(data, str) else data
     temporary = temporary_beside(path)
     try:
         with temporary.open("xb") as file:
-            file.write(raw)
+            yield file
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
+
+
+def write_whole(path: Path, data: bytes | str, *, durable: bool = True) -> None:
+    """Write the whole content of a file with :func:`atomic_file`."""
+    with atomic_file(path, durable=durable) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
 
 
 def temporary_beside(path: Path) -> Path:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
     from nbtoolkit.environment.deadline import Note
     from nbtoolkit.environment.hardware import Hardware
     from nbtoolkit.environment.launch_plan import LaunchPlan
+    from nbtoolkit.folds.folds import Fold
     from nbtoolkit.host import Host
     from nbtoolkit.run.events import RunStarted
     from nbtoolkit.run.paths import RunPaths
@@ -36,7 +37,7 @@ class JobSpec:
     config: Config
     deadline: float | None = None
     params: Mapping[str, object] = field(default_factory=dict)
-    fold: Any = None
+    fold: Fold | None = None
     synchronous_reports: bool = False
     reuse_workers: bool = False
 

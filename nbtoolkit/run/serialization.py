@@ -207,7 +207,7 @@ def pack_error(error: BaseException, depth: int = 0) -> PackedError:
     cause, context = error.__cause__, error.__context__
     return PackedError(
         type=f"{type(error).__module__}.{type(error).__qualname__}",
-        text=_text(error),
+        text=error_text(error),
         traceback="".join(printed),
         frames=tblib.Traceback(_shortened(trace)).to_dict() if trace else None,
         pickle=_pickle_error(error),
@@ -234,7 +234,8 @@ def _shortened(trace: types.TracebackType) -> types.TracebackType:
     return short
 
 
-def _text(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
+    """``str(error)``, also where that raises."""
     try:
         return str(error)
     except Exception as failure:
@@ -249,7 +250,7 @@ def _pickle_error(error: BaseException) -> bytes | None:
         except Exception:  # foreign code may raise anything when it is pickled: try the next one
             continue
         restored = _restore(data)
-        if restored is not None and _text(restored) == _text(error):
+        if restored is not None and error_text(restored) == error_text(error):
             return data
     return None
 

@@ -10,7 +10,9 @@ from nbtoolkit.training.evaluation import predict
 from nbtoolkit.training.loop import fit
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from nbtoolkit.config.schema import Config
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
     from nbtoolkit.worker.context import RunContext
 
 Name: TypeAlias = Literal["digits", "breast_cancer", "diabetes"]
-Split: TypeAlias = tuple[Sequence[int], Sequence[int]]
+Indices: TypeAlias = "Sequence[int] | NDArray[np.int64]"
+Split: TypeAlias = "tuple[Indices, Indices]"
 """Indices of the samples to train on, and of those to validate on."""
 
 _SPLIT_SEED = 0  # the split is the same for every run, so that runs can be compared

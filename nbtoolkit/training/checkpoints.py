@@ -15,7 +15,7 @@ from nbtoolkit.host import detect_host
 from nbtoolkit.run.checkpoint_store import CheckpointStore, Kind, StoredCheckpoint
 from nbtoolkit.training.step import TrainStep
 from nbtoolkit.training.train_state import State
-from nbtoolkit.worker.collectives import tell_all
+from nbtoolkit.worker.collectives import broadcast
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -182,7 +182,7 @@ class CheckpointManager:
                 latest = self._find_latest()
             except CheckpointError as error:
                 latest = error
-        latest = tell_all(latest, self._ctx.world_size)
+        latest = broadcast(latest, self._ctx.world_size)
         if isinstance(latest, CheckpointError):
             raise latest
         return latest

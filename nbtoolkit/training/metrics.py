@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.losses import BatchLoss
-from nbtoolkit.worker.collectives import Part, Rows, gather_on_first, in_order, tell_all
+from nbtoolkit.worker.collectives import Part, Rows, broadcast, gather_on_first, in_order
 
 if TYPE_CHECKING:
     import torch
@@ -204,8 +204,8 @@ class Meter:
             parts = [part for part in gathered if part is not None]
             for name, metric in deferred:
                 values.update(_as_numbers(name, metric.value([part[name] for part in parts])))
-        broadcast: dict[str, float] = tell_all(values, self._ranks)
-        return broadcast
+        combined: dict[str, float] = broadcast(values, self._ranks)
+        return combined
 
 
 def _name_of(metric: object) -> str:

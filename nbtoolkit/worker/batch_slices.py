@@ -1,4 +1,4 @@
-"""Give each rank its slice of every batch of a user's own loader, no sample twice.
+"""Give each rank a slice of every batch of a user's own loader; no sample is repeated.
 
 batches of 4, 9 samples    0 1 2 3 | 4 5 6 7 8      a rest smaller than the ranks joins the last
 rank 0 of 2                0 1     | 4 5
@@ -10,48 +10,54 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from nbtoolkit.errors import PlanError
 
 if TYPE_CHECKING:
-    from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+    from torch.utils.data import (
+        BatchSampler,
+        DataLoader,
+        DistributedSampler,
+        IterableDataset,
+        RandomSampler,
+    )
 
     from nbtoolkit.worker.context import RunContext
 
+Batch = TypeVar("Batch")
 
 # --- rows of a batch ---
-# Some samples of a batch, whatever it is made of.
 
 
 class NotRows(Exception):
-    """Something in a batch does not have one row a sample."""
+    """Something in a batch does not have one row per sample."""
 
 
 def rows(batch: Any, low: int, high: int, size: int) -> Any:
-    """The samples [low, high) of a batch of ``size``.
+    """The samples [low, high) of a batch of ``size``, in the structure of the batch.
 
     Args:
-        batch: a tensor with one row a sample, a list with one text or number a sample, or dicts,
-            lists and tuples of these; its form is kept.
+        batch: a tensor with one row per sample, a list with one text or number per sample, or
+            dicts, lists and tuples of these.
         low: the first sample.
-        high: the one after the last.
-        size: samples in the batch.
+        high: the sample after the last.
+        size: number of samples in the batch.
 
     Raises:
-        NotRows: it is something else.
+        NotRows: the batch contains something else.
     """
     import torch
 
     if isinstance(batch, torch.Tensor) and batch.ndim and len(batch) == size:
         return batch[low:high]
     if isinstance(batch, Mapping):
-        parts = {name: rows(one, low, high, size) for name, one in batch.items()}
+        parts = {name: rows(item, low, high, size) for name, item in batch.items()}
         return parts if type(batch) is dict else type(batch)(**parts)
     if isinstance(batch, (list, tuple)):
-        if len(batch) == size and all(isinstance(one, (str, int, float)) for one in batch):
+        if len(batch) == size and all(isinstance(item, (str, int, float)) for item in batch):
             return batch[low:high]
-        items = [rows(one, low, high, size) for one in batch]
+        items = [rows(item, low, high, size) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     raise NotRows
 
@@ -60,10 +66,10 @@ def rows(batch: Any, low: int, high: int, size: int) -> Any:
 
 
 Epoch: TypeAlias = "Callable[[int], Iterable[list[int]]]"
-"""Epoch, from 0 -> the batches of all ranks, as indices."""
+"""Number of an epoch, from 0 -> the batches of all ranks, as lists of indices."""
 
-# What a loader was made with, and one of its slices is made with again.
-_KEPT = (
+# Options that a loader of slices takes over from the user's loader.
+_LOADER_OPTIONS = (
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -73,66 +79,58 @@ _KEPT = (
     "prefetch_factor",
     "persistent_workers",
 )
-_EVEN = "batches that the ranks share equally in training, any in an evaluation without gradients"
-_REMEDY = (
-    "in training pass DataLoader(..., drop_last=True), or use nb.fit, which weighs an uneven step; "
-    "run an evaluation's whole loop under `with torch.no_grad():`"
-)
 
 
-def sliced(ctx: RunContext, loader: DataLoader[Any], number: int) -> DataLoader[Any]:
+def slice_loader(ctx: RunContext, loader: DataLoader[object], number: int) -> DataLoader[object]:
     """A loader of this rank's slices of ``loader``'s batches, on the rank's device.
 
-    Every rank has as many batches as the others; together they have the samples that ``loader`` has
-    on one rank, in its order. ``shuffle=True`` draws from the run's seed, ``number`` and the epoch,
-    so that an epoch has the same batches on any number of ranks; another sampler draws on rank 0
-    for all ranks.
+    All ranks have the same number of batches; together they have the samples of ``loader``, in its
+    order. ``shuffle=True`` draws from the run's seed, ``number`` and the epoch, so that an epoch
+    has the same batches on any number of ranks; any other sampler draws on rank 0 for all ranks.
 
     Args:
         ctx: the run's context.
-        loader: its batch size is the global one; with a ``DistributedSampler`` it is that of one
-            rank, as in the script that such a loader comes from.
-        number: which of the function's loaders it is.
+        loader: its batch size is the global one; with a ``DistributedSampler`` it is the batch size
+            of one rank, as in scripts for torchrun.
+        number: the loader's number in the training function.
 
     Raises:
-        PlanError: its batches cannot be sliced, or a training step could not be the mean over its
-            samples. An uneven batch that shows only later raises when the loop comes to it.
+        PlanError: the batches cannot be sliced, or a training step could not be the mean over its
+            samples. An uneven batch that is not known yet raises when the loop reaches it.
     """
     from accelerate.data_loader import DataLoaderShard
     from torch.utils.data import IterableDataset
 
     if getattr(loader, "_is_accelerate_prepared", False):
         return loader
-    made: Any
+    prepared: Any
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        whole = _sliced_batches(ctx, loader)
-        made = DataLoaderShard(whole, device=ctx.device, batch_size=None, collate_fn=_same)
+        stream = _batch_slices(ctx, loader)
+        prepared = DataLoaderShard(stream, device=ctx.device, batch_size=None, collate_fn=_same)
     else:
-        batches = _batches(ctx, loader, number)
-        made = DataLoaderShard(
+        prepared = DataLoaderShard(
             loader.dataset,
             device=ctx.device,
-            batch_sampler=batches,
-            # Else accelerate takes the last batch for padded.
+            batch_sampler=_index_slices(ctx, loader, number),
+            # Else accelerate assumes that the last batch is padded.
             _drop_last=True,
-            **{name: getattr(loader, name) for name in _KEPT},
+            **{name: getattr(loader, name) for name in _LOADER_OPTIONS},
         )
-    # Scripts call loader.sampler.set_epoch, some only where that sampler has it.
-    made.sampler = loader.sampler
-    made._is_accelerate_prepared = True
-    prepared: DataLoader[Any] = made
-    return prepared
+    prepared.sampler = loader.sampler  # scripts call loader.sampler.set_epoch
+    prepared._is_accelerate_prepared = True
+    slices: DataLoader[object] = prepared
+    return slices
 
 
-class Batches:
-    """The batch sampler of one rank: its slice of each batch of all ranks.
+class RankBatchSampler:
+    """The batch sampler of one rank: its slice of each global batch.
 
     Args:
         ctx: the run's context.
-        epoch: makes the batches of an epoch, equal on all ranks.
-        size: samples of a batch of all ranks; None: it varies.
-        length: batches of an epoch; None: nobody knows.
-        samples: of an epoch; None: nobody knows.
+        epoch: returns the batches of an epoch, equal on all ranks.
+        size: samples of a global batch; None: it varies.
+        length: batches per epoch; None: unknown.
+        samples: samples per epoch; None: unknown.
     """
 
     def __init__(
@@ -150,12 +148,12 @@ class Batches:
         self._uneven = rest % self._ranks > 0
         joined = length is not None and length > 1 and 0 < rest < self._ranks
         self._length = length - 1 if joined and length is not None else length
-        # For accelerate's counts.
+        # accelerate reads these.
         self.batch_size, self.drop_last = (size or 0) // self._ranks, False
 
     def __len__(self) -> int:
         if self._length is None:
-            raise TypeError("a batch sampler without a length")
+            raise TypeError("this batch sampler has no length")
         return self._length
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -165,34 +163,36 @@ class Batches:
         return _slices(batches, self._rank, self._ranks, size=len, join=list.__add__, part=_items)
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by accelerate before each walk."""
+        """Set the next epoch; accelerate calls it before each one."""
         self._epoch = epoch
 
 
-def _batches(ctx: RunContext, loader: DataLoader[Any], number: int) -> Batches:
-    """Slices of a loader's batch sampler."""
+def _index_slices(ctx: RunContext, loader: DataLoader[object], number: int) -> RankBatchSampler:
+    """This rank's slices of the batches of a loader's batch sampler."""
     from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
     given: Any = loader.batch_sampler
+    length = _length(given)
     if type(given) is not BatchSampler:
-        return Batches(ctx, _on_rank_0(given), size=None, length=_length(given))
-    sampler, length = given.sampler, _length(given)
+        return RankBatchSampler(ctx, _drawn_on_rank_0(given), size=None, length=length)
+    sampler: Any = given.sampler
     if isinstance(sampler, DistributedSampler):
-        return _batches_of_ranks(ctx, sampler, given)
-    size = _shared(given.batch_size, ctx.world_size)
+        return _distributed_slices(ctx, sampler, given)
+    size = _divisible(given.batch_size, ctx.world_size)
     samples = None if given.drop_last else _length(sampler)
+    in_order = type(sampler) is SequentialSampler
+    if not in_order:
+        _check_even(samples, size, ctx.world_size)
+    epoch: Epoch
     if isinstance(sampler, RandomSampler) and sampler.generator is None:
-        _check_even(samples, size, ctx.world_size)
         epoch = _seeded(sampler, given, (ctx.seed, number))
-        return Batches(ctx, epoch, size=size, length=length, samples=samples)
-    same = type(sampler) is SequentialSampler
-    if not same:
-        _check_even(samples, size, ctx.world_size)
-    epoch = (lambda _: given) if same else _on_rank_0(given)
-    return Batches(ctx, epoch, size=size, length=length, samples=samples)
+    else:
+        epoch = (lambda _: given) if in_order else _drawn_on_rank_0(given)
+    return RankBatchSampler(ctx, epoch, size=size, length=length, samples=samples)
 
 
-def _seeded(sampler: Any, given: BatchSampler, seed: tuple[int, int]) -> Epoch:
+def _seeded(sampler: RandomSampler, given: BatchSampler, seed: tuple[int, int]) -> Epoch:
+    """Shuffled batches that depend only on the seed and the epoch."""
     import torch
     from torch.utils.data import BatchSampler, RandomSampler
 
@@ -210,34 +210,33 @@ def _seeded(sampler: Any, given: BatchSampler, seed: tuple[int, int]) -> Epoch:
     return batches
 
 
-def _on_rank_0(given: Iterable[list[int]]) -> Epoch:
-    """Batches that a sampler may draw at random: rank 0's, on all ranks."""
+def _drawn_on_rank_0(given: Iterable[list[int]]) -> Epoch:
+    """Rank 0's batches, on all ranks: the sampler may draw at random."""
 
     def batches(epoch: int) -> Iterable[list[int]]:
         import torch.distributed as dist
 
         length = _length(given)
         if not dist.is_initialized():
-            # At once, as on several ranks: a sampler then draws the same from torch's stream.
+            # A list, as on several ranks: the sampler then draws the same from torch's generator.
             return given if length is None else list(islice(given, length))
         if length is None:
             raise PlanError(
                 f"a {type(given).__name__} has no length, so that an epoch has no end",
                 allowed="samplers and batch samplers with __len__",
-                do="give it __len__: the batches of an epoch",
+                do="give it __len__: the number of batches per epoch",
             )
-        box: list[Any] = [list(islice(given, length)) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(box, src=0)
-        drawn: list[list[int]] = box[0]
-        return drawn
+        drawn = [list(islice(given, length)) if dist.get_rank() == 0 else []]
+        dist.broadcast_object_list(drawn, src=0)
+        return drawn[0]
 
     return batches
 
 
-def _batches_of_ranks(
-    ctx: RunContext, sampler: DistributedSampler[Any], given: BatchSampler
-) -> Batches:
-    """The same steps as of a script whose ranks have this sampler; no sample comes twice."""
+def _distributed_slices(
+    ctx: RunContext, sampler: DistributedSampler[object], given: BatchSampler
+) -> RankBatchSampler:
+    """The same steps as in a script whose ranks have this sampler; no sample is repeated."""
     from torch.utils.data import BatchSampler, DistributedSampler
 
     ranks = ctx.world_size
@@ -245,9 +244,9 @@ def _batches_of_ranks(
         raise PlanError(
             f"a DistributedSampler divides its samples by {sampler.num_replicas}, but this run has "
             f"{ranks} ranks",
-            allowed="a DistributedSampler of as many replicas as there are ranks, or none",
-            do="delete sampler=DistributedSampler(...): ctx.prepare divides the batches (give it "
-            "the batch size of all ranks together, and shuffle=True)",
+            allowed="a DistributedSampler with one replica per rank, or none",
+            do="delete sampler=DistributedSampler(...): ctx.prepare divides the batches (pass the "
+            "global batch size and shuffle=True)",
         )
     size, total = given.batch_size * ranks, len(sampler.dataset)  # type: ignore[arg-type]
     count = total - total % ranks if sampler.drop_last else total
@@ -256,32 +255,31 @@ def _batches_of_ranks(
         _check_even(samples, size, ranks)
 
     def batches(epoch: int) -> BatchSampler:
-        whole: DistributedSampler[Any] = DistributedSampler(
+        undivided: DistributedSampler[int] = DistributedSampler(
             sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
         )
-        whole.set_epoch(sampler.epoch)  # as the script says it to its own
-        return BatchSampler(list(whole)[:count], size, given.drop_last)
+        undivided.set_epoch(sampler.epoch)  # the script sets it
+        return BatchSampler(list(undivided)[:count], size, given.drop_last)
 
     length = len(batches(0)) if count else 0
-    return Batches(ctx, batches, size=size, length=length, samples=samples)
+    return RankBatchSampler(ctx, batches, size=size, length=length, samples=samples)
 
 
-def _sliced_batches(ctx: RunContext, loader: DataLoader[Any]) -> Any:
-    """Whole batches, made by the loader's own workers on every rank, of which each takes a slice.
+def _batch_slices(ctx: RunContext, loader: DataLoader[object]) -> IterableDataset[object]:
+    """This rank's slices of whole batches; every rank's own loader workers make all batches.
 
     For streams, and for data sets that make batches by themselves (``batch_size=None``).
     """
     from accelerate.utils import concatenate
     from torch.utils.data import IterableDataset
 
-    def join(one: Any, other: Any) -> Any:
-        return concatenate([one, other])
+    def join(first: object, second: object) -> object:
+        return concatenate([first, second])
 
     class Slices(IterableDataset):  # type: ignore[type-arg]
-        def __iter__(self) -> Iterator[Any]:
-            batches = _checked(iter(loader))
+        def __iter__(self) -> Iterator[object]:
             return _slices(
-                batches, ctx.rank, ctx.world_size, size=_size, join=join, part=_part_of_batch
+                _checked(iter(loader)), ctx.rank, ctx.world_size, size=_size, join=join, part=_part
             )
 
         def __len__(self) -> int:
@@ -291,23 +289,23 @@ def _sliced_batches(ctx: RunContext, loader: DataLoader[Any]) -> Any:
 
 
 def _slices(
-    batches: Iterable[Any],
+    batches: Iterable[Batch],
     rank: int,
     ranks: int,
     *,
-    size: Callable[[Any], int],
-    join: Callable[[Any, Any], Any],
-    part: Callable[[Any, int, int], Any],
-) -> Iterator[Any]:
-    """This rank's part of every batch; one that has not a sample for each rank joins the last."""
+    size: Callable[[Batch], int],
+    join: Callable[[Batch, Batch], Batch],
+    part: Callable[[Batch, int, int], Batch],
+) -> Iterator[Batch]:
+    """This rank's part of every batch; a batch with fewer samples than ranks joins the last one."""
 
-    def mine(batch: Any) -> Any:
+    def slice_of(batch: Batch) -> Batch:
         samples = size(batch)
         if samples < ranks:
             raise PlanError(
                 f"a loader's only batch has {samples} samples for {ranks} ranks",
-                allowed="one sample or more for each rank",
-                do="take fewer ranks (distributed.world_size), or more data",
+                allowed="at least one sample per rank",
+                do="use fewer ranks (distributed.world_size), or more data",
             )
         if samples % ranks:
             _check_without_gradients(f"a batch of {samples} samples", ranks)
@@ -320,14 +318,18 @@ def _slices(
             held = join(held, batch)
             continue
         if held is not None:
-            yield mine(held)
+            yield slice_of(held)
         held = batch
     if held is not None:
-        yield mine(held)
+        yield slice_of(held)
 
 
-def _shared(size: int, ranks: int) -> int:
-    """``size``, if the ranks can share it."""
+def _divisible(size: int, ranks: int) -> int:
+    """``size``, if the ranks can divide it.
+
+    Raises:
+        PlanError: they cannot.
+    """
     if size % ranks:
         below, above = size - size % ranks, size + ranks - size % ranks
         raise PlanError(
@@ -339,7 +341,7 @@ def _shared(size: int, ranks: int) -> int:
 
 
 def _check_even(samples: int | None, size: int, ranks: int) -> None:
-    """Of a shuffled loader, which is one for training: its last step is knowable now."""
+    """Refuse an uneven last batch of a shuffled loader, which is for training."""
     rest = 0 if samples is None else samples % size
     if rest % ranks:
         raise _uneven(
@@ -360,31 +362,37 @@ def _uneven(what: str, ranks: int) -> PlanError:
     return PlanError(
         f"{what}, which {ranks} ranks cannot share equally: a training step of them would not be "
         "the mean over its samples",
-        allowed=_EVEN,
-        do=_REMEDY,
+        allowed="in training, batches that the ranks share equally; in an evaluation without "
+        "gradients, any batch",
+        do="in training pass DataLoader(..., drop_last=True), or use nb.fit, which weights an "
+        "uneven step; run the whole loop of an evaluation under `with torch.no_grad():`",
     )
 
 
-def _checked(batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches, if the first is the same on all ranks."""
+def _checked(batches: Iterator[object]) -> Iterator[object]:
+    """The batches, if the first one is equal on all ranks.
+
+    Raises:
+        PlanError: it differs.
+    """
     import torch.distributed as dist
 
     for number, batch in enumerate(batches):
         if number == 0 and dist.is_initialized():
-            marks: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(marks, _digest(batch))
-            if len(set(marks)) > 1:
+            digests: list[str | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(digests, _digest(batch))
+            if len(set(digests)) > 1:
                 raise PlanError(
-                    "the ranks read different batches from a loader that they are to share",
-                    allowed="a stream that is the same on all ranks",
-                    do="seed what it draws at random with ctx.seed; a stream that divides itself "
-                    "among the ranks is not for ctx.prepare: move its batches to ctx.device",
+                    "the ranks read different batches from a loader that they should share",
+                    allowed="a stream that is equal on all ranks",
+                    do="seed its random numbers with ctx.seed; do not pass ctx.prepare a stream "
+                    "that divides itself among the ranks: move its batches to ctx.device",
                 )
         yield batch
 
 
-def _digest(batch: Any) -> str:
-    """What the tensors of a batch hold, in a few characters."""
+def _digest(batch: object) -> str:
+    """A hash of the tensors of a batch."""
     import torch
     from accelerate.utils import recursively_apply
 
@@ -399,8 +407,8 @@ def _digest(batch: Any) -> str:
     return digest.hexdigest()
 
 
-def _size(batch: Any) -> int:
-    """Samples in a batch: rows of its first tensor."""
+def _size(batch: object) -> int:
+    """Number of samples in a batch: rows of its first tensor."""
     from accelerate.utils import find_batch_size
 
     try:
@@ -408,21 +416,22 @@ def _size(batch: Any) -> int:
     except TypeError:
         size = None
     if size is None:
-        raise _no_rows(batch)
+        raise _not_divisible(batch)
     return size
 
 
-def _part_of_batch(batch: Any, low: int, high: int) -> Any:
+def _part(batch: object, low: int, high: int) -> object:
     try:
-        return rows(batch, low, high, _size(batch))
+        part: object = rows(batch, low, high, _size(batch))
     except NotRows:
-        raise _no_rows(batch) from None
+        raise _not_divisible(batch) from None
+    return part
 
 
-def _no_rows(batch: Any) -> PlanError:
+def _not_divisible(batch: object) -> PlanError:
     return PlanError(
         f"a batch of the type {type(batch).__name__} cannot be shared among the ranks",
-        allowed="tensors with one row a sample, lists of texts, and dicts, lists, tuples of them",
+        allowed="tensors with one row per sample, lists of texts, and dicts, lists, tuples of them",
         do="let collate_fn make tensors",
     )
 
@@ -438,5 +447,5 @@ def _length(sized: Any) -> int | None:
         return None
 
 
-def _same(batch: Any) -> Any:
+def _same(batch: Batch) -> Batch:
     return batch

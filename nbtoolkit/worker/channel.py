@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from types import TracebackType
 from typing import Any, Protocol
 
 from nbtoolkit.run import messages
@@ -19,113 +18,117 @@ from nbtoolkit.worker.collectives import new_gloo_group
 # --- channel ---
 
 
-# What comes many times a second and can wait for the supervisor's next look, 50 ms away at most: to
-# wake it takes 0.2 ms, more than a small model's step.
-_QUIET = (messages.MetricsSent, messages.Reported, messages.CollectivesStarted)
+# Sent many times a second, and not urgent: the supervisor reads them every 50 ms. To wake it would
+# take 0.2 ms, more than a step of a small model.
+_TELEMETRY = (messages.MetricsSent, messages.Reported, messages.CollectivesStarted)
 
-LOOK_SECONDS = 0.2  # between two looks at the run's folder when asked for news: one takes 10 us
+LOOK_SECONDS = 0.2  # between two checks of the run's folder for a stop request; one takes 10 us
 
 
 class Channel(Protocol):
-    """One rank's way to the run's record.
+    """One rank's connection to the run's record.
 
     Attributes:
-        alone: a report need not wait for an answer as long as there are no news: no other rank has
-            to hear the same, and nobody judges what is reported.
+        async_reports: whether a report may return without an answer while no stop is pending:
+            there is no other rank, and no search that decides by the reports.
     """
 
-    alone: bool
+    async_reports: bool
 
     def send(self, message: messages.Statement) -> None:
-        """Say something; no answer comes. Any thread may."""
+        """Send a message that has no answer. Any thread may call it."""
 
     def ask(self, question: messages.Question) -> messages.Reply:
-        """Say something that every rank says, and wait for the one answer all of them get."""
+        """Ask what every rank asks, and wait for the common answer."""
 
-    def news(self) -> bool:
-        """Whether the ranks are to come and ask; on rank 0, at once, without the other ranks."""
+    def stop_pending(self) -> bool:
+        """Whether rank 0 should call all ranks to a check; returns at once."""
 
 
-class OwnerChannel:
-    """A rank under a supervisor, which answers all ranks alike once every one has asked."""
+class SupervisorChannel:
+    """A rank under a supervisor, which sends all ranks one answer once every rank has asked."""
 
-    def __init__(self, line: Connection, quiet: Connection, *, alone: bool) -> None:
-        self._line, self._quiet, self.alone = line, quiet, alone
+    def __init__(
+        self, connection: Connection, telemetry: Connection, *, async_reports: bool
+    ) -> None:
+        self._connection, self._telemetry = connection, telemetry
+        self.async_reports = async_reports
         self._asking = threading.Lock()
-        self._called = False
+        self._stop_pending = False
 
     def send(self, message: messages.Statement) -> None:
-        """See :class:`Channel`. A supervisor that is gone is noticed at the next ask."""
-        line = self._quiet if isinstance(message, _QUIET) else self._line
-        line.send(message)
+        """See :class:`Channel`. A lost supervisor is noticed at the next :meth:`ask`."""
+        not_urgent = isinstance(message, _TELEMETRY)
+        (self._telemetry if not_urgent else self._connection).send(message)
 
     def ask(self, question: messages.Question) -> messages.Reply:
-        """See :class:`Channel`. Supervisor gone: the answer is to leave with ``stopped``."""
+        """See :class:`Channel`. The answer of a lost supervisor is to stop."""
         with self._asking:
-            self._line.send(question)
+            self._connection.send(question)
             reply = self.wait()
         return reply if isinstance(reply, messages.Reply) else messages.Answer(leave="stopped")
 
-    def news(self) -> bool:
-        """See :class:`Channel`: 2 us. A supervisor that is gone is news too."""
-        if not self._called and self._asking.acquire(blocking=False):  # else another thread asks
+    def stop_pending(self) -> bool:
+        """See :class:`Channel`: 2 us. True for a lost supervisor, too."""
+        # If the lock is taken, another thread asks and reads the messages.
+        if not self._stop_pending and self._asking.acquire(blocking=False):
             try:
-                for message in self._line.drain():
-                    self._note(message)
+                for message in self._connection.drain():
+                    self._is_stop(message)
             finally:
                 self._asking.release()
-        return self._called or self._line.closed
+        return self._stop_pending or self._connection.closed
 
     def wait(self) -> messages.Message | None:
-        """The supervisor's next message; None when it is gone. Its call to come is only noted."""
-        while (message := self._line.receive()) is not None and self._note(message):
+        """The supervisor's next message but StopPending, which it only notes; None: it is gone."""
+        while (message := self._connection.receive()) is not None and self._is_stop(message):
             pass
         return message
 
-    def _note(self, message: messages.Message) -> bool:
-        """Note the supervisor's call to come, which comes at any moment; whether it was that."""
-        called = isinstance(message, messages.StopPending)
-        self._called |= called
-        return called
+    def _is_stop(self, message: messages.Message) -> bool:
+        """Whether this is StopPending, which may come at any moment; notes it."""
+        stop = isinstance(message, messages.StopPending)
+        self._stop_pending |= stop
+        return stop
 
 
 class RecordChannel:
     """A rank that keeps the record itself: ``start="inline"``, or rank 0 of a torchrun job."""
 
-    alone = False
+    async_reports = False
 
     def __init__(self, record: RunRecord) -> None:
-        self.record, self.heard = record, SignalFlag()
+        self.record, self.signal_flag = record, SignalFlag()
         self._looked = time.monotonic()
 
     def send(self, message: messages.Statement) -> None:
         """See :class:`Channel`."""
-        take(self.record, message)
+        record_statement(self.record, message)
 
     def ask(self, question: messages.Question) -> messages.Reply:
         """See :class:`Channel`."""
-        self._obey()
-        return answer(self.record, question)
+        self._read_stop_requests()
+        return answer_question(self.record, question)
 
-    def news(self) -> bool:
-        """See :class:`Channel`; looks at the run's folder a few times a second."""
+    def stop_pending(self) -> bool:
+        """See :class:`Channel`; checks the run's folder a few times a second."""
         now = time.monotonic()
-        due = self.heard.number or now - self._looked >= LOOK_SECONDS
+        due = self.signal_flag.number or now - self._looked >= LOOK_SECONDS
         if self.record.leaving is None and due:
             self._looked = now
-            self._obey()
+            self._read_stop_requests()
         return self.record.leaving is not None
 
-    def _obey(self) -> None:
-        """Heed a signal that came, and the request to stop that a handle left in the folder."""
-        if self.heard.number:
-            self.record.request_stop("deadline", describe_signal(self.heard.number))
+    def _read_stop_requests(self) -> None:
+        """Stop for a caught signal, or for the request of a handle in the run's folder."""
+        if self.signal_flag.number:
+            self.record.request_stop("deadline", describe_signal(self.signal_flag.number))
         if (request := self.record.stop_requested()) is not None:
             self.record.request_stop("stopped", request.reason, request.grace)
 
 
-def take(record: RunRecord, message: messages.Statement) -> None:
-    """Record what a rank sends without asking; what only a supervisor needs is ignored."""
+def record_statement(record: RunRecord, message: messages.Statement) -> None:
+    """Record a rank's message that has no answer; ignores what only a supervisor needs."""
     match message:
         case messages.MetricsSent():
             record.logged(message.values, message.step)
@@ -139,8 +142,8 @@ def take(record: RunRecord, message: messages.Statement) -> None:
             record.note(message.text, "warning")
 
 
-def answer(record: RunRecord, question: messages.Question) -> messages.Answer:
-    """What the record says to a question that every rank has asked (this one is rank 0's)."""
+def answer_question(record: RunRecord, question: messages.Question) -> messages.Answer:
+    """Record rank 0's question, which every rank has asked, and answer it."""
     match question:
         case messages.ReportRequest():
             return messages.Answer(leave=record.reported(question.values, question.step))
@@ -154,11 +157,11 @@ def answer(record: RunRecord, question: messages.Question) -> messages.Answer:
 class GroupChannel:
     """Ranks that torchrun or Slurm started: rank 0 keeps the record and broadcasts its answers."""
 
-    alone = False
+    async_reports = False
 
     def __init__(self, own: RecordChannel | None) -> None:
         self._own = own
-        self.heard = own.heard if own is not None else SignalFlag()
+        self.signal_flag = own.signal_flag if own is not None else SignalFlag()
         self._group = new_gloo_group()
 
     def send(self, message: messages.Statement) -> None:
@@ -167,59 +170,58 @@ class GroupChannel:
             self._own.send(message)
 
     def ask(self, question: messages.Question) -> messages.Reply:
-        """See :class:`Channel`: blocking collectives."""
+        """See :class:`Channel`; runs blocking collectives."""
         import torch.distributed as dist
 
         self._share_signals()
         if isinstance(question, messages.ReportRequest) and question.weights is not None:
             self._compare(question.weights)
-        box: list[Any] = [self._own.ask(question) if self._own is not None else None]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        reply: messages.Reply = box[0]
-        return reply
+        own = messages.Answer() if self._own is None else self._own.ask(question)
+        replies: list[messages.Reply] = [own]
+        dist.broadcast_object_list(replies, src=0, group=self._group)
+        return replies[0]
 
     def _compare(self, weights: Weights) -> None:
-        """All ranks are compared where one is: the setting is the run's."""
+        """Compare all ranks' weights; either all ranks have weights or none."""
         import torch.distributed as dist
 
-        ranks: list[Any] = [None] * dist.get_world_size(self._group)
+        ranks: list[Weights | None] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(ranks, weights, group=self._group)
         if self._own is not None:
             self._own.record.compare(ranks)
 
-    def news(self) -> bool:
-        """See :class:`Channel`; of the signals rank 0 knows its own, and the others' when asked."""
-        return self._own is not None and self._own.news()
+    def stop_pending(self) -> bool:
+        """See :class:`Channel`; knows rank 0's signals at once, the others' after :meth:`ask`."""
+        return self._own is not None and self._own.stop_pending()
 
     def _share_signals(self) -> None:
-        """A cluster scheduler may signal any one rank: rank 0 has to know."""
+        """Tell rank 0 of the other ranks' signals: a cluster scheduler may signal any rank."""
         import torch
         import torch.distributed as dist
 
-        came = torch.tensor([self.heard.number])
-        dist.all_reduce(came, op=dist.ReduceOp.MAX, group=self._group)
-        # A signal that reaches this rank while it waits in the collective is not in the result: it
-        # must not be overwritten by 0, and is shared the next time.
-        if int(came):
-            self.heard.number = int(came)
+        number = torch.tensor([self.signal_flag.number])
+        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._group)
+        # A signal that comes during the collective is not in the result. It must not be overwritten
+        # with 0, and is shared the next time.
+        if int(number):
+            self.signal_flag.number = int(number)
 
 
 # --- heartbeat ---
-# A rank's heartbeat: how many collectives it has started, sent by a thread of its own.
-#
-# The number shows who waits for whom, also where no stack does: on a GPU a collective returns at
-# once, and the rank waits in the next ``.item()``.
 
 
-SECONDS = 1.0  # between two looks; one takes 0.1 ms
+SECONDS = 1.0  # between two checks; one takes 0.1 ms
 
 
 class Heartbeat:
-    """Sends the number while it is open, each time that it has changed.
+    """Sends the number of collectives that the rank has started, whenever it has changed.
+
+    It shows which rank waits for which, even if the stacks do not: on a GPU a collective returns at
+    once, and the rank waits in the next ``.item()``. A thread sends it inside the ``with`` block.
 
     Args:
-        channel: where to.
-        ranks: of the run; one rank waits for nobody, and has no thread.
+        channel: where to send it.
+        ranks: of the run; a single rank waits for no other, and has no thread.
     """
 
     def __init__(self, channel: Channel, ranks: int) -> None:
@@ -232,12 +234,7 @@ class Heartbeat:
         if self._on:
             self._thread.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._on:
             self._ended.set()
             self._thread.join()
@@ -255,16 +252,16 @@ class Heartbeat:
 
 
 def started_collectives() -> int:
-    """How many collectives of the default process group this process has started.
+    """The number of collectives of the default process group that this process has started.
 
-    Gloo and NCCL count them when they are started, not when they are through. Collectives of other
-    groups and point-to-point messages are not counted.
+    Gloo and NCCL count them when they start, not when they end. Collectives of other groups and
+    point-to-point messages do not count.
     """
     import torch.distributed as dist
 
     # The user's code may end the group at any moment.
     with contextlib.suppress(RuntimeError, ValueError):
         if dist.is_initialized():
-            group: Any = dist.group.WORLD  # torch's stubs do not have the method
+            group: Any = dist.group.WORLD  # torch's stubs lack the method
             return int(group._get_sequence_number_for_group())
     return 0

@@ -1,4 +1,4 @@
-"""Define the run context, what ``train(config, ctx)`` sees of its run."""
+"""Define the run context, the ``ctx`` of ``train(config, ctx)``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nbtoolkit.config.aliases import refuse_old_name
 from nbtoolkit.config.validation import mark_used, unused_settings
 from nbtoolkit.errors import CheckpointError, ReportError, RunStopped
 from nbtoolkit.run import messages
-from nbtoolkit.run.checkpoint_store import read_state, write_state
+from nbtoolkit.run.checkpoint_store import State, read_state, write_state
 from nbtoolkit.worker.channel import Channel
 
 if TYPE_CHECKING:
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 
 class RunContext:
-    """One rank's view of its run. Everything else a training function needs is in ``config``.
+    """One rank's view of its run. All settings are in ``config``.
 
     Attributes:
         config: the resolved configuration.
-        plan: what was decided for this launch, with reasons.
+        plan: the plan of this launch, with reasons.
         paths: the run's folder.
-        rank: this process, 0 to ``world_size - 1``.
+        rank: the number of this process, 0 to ``world_size - 1``.
         local_rank: its number on this machine; the index of its device.
         world_size: the number of ranks.
         device: the ``torch.device`` of this rank.
-        seed: the run's seed (equal on all ranks).
+        seed: the run's seed, equal on all ranks.
         fold: a fold with ``index, train_indices, valid_indices``; None outside cross-validation.
-        deadline: unix time at which the run is asked to leave; None: no limit.
+        deadline: unix time at which the run is asked to stop; None: no limit.
     """
 
     def __init__(
@@ -58,17 +58,18 @@ class RunContext:
     ) -> None:
         self.config, self.plan, self.paths = job.config, job.plan, job.paths
         self.rank, self.local_rank, self.world_size = rank, local_rank, world_size
-        self.deadline, self._params, self.fold = job.deadline, dict(job.params), job.fold
+        self.deadline, self.fold = job.deadline, job.fold
+        self._params: dict[str, Any] = dict(job.params)
         self.seed: int = job.config.seed
         self._channel = channel
         self._accelerator: Accelerator | None = None
         self._optimizers = optimizers
         self._class_losses: ClassLosses | None = None
 
-    if not TYPE_CHECKING:  # type checkers are to know the attributes that there are
+    if not TYPE_CHECKING:  # else type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Refuse an unknown name; one of version 0.1 with its new name."""
+            """Refuse an unknown name; the error gives the new name of one of version 0.1."""
             refuse_old_name(f"ctx.{name}")
             raise AttributeError(f"the run context has no attribute {name!r}")
 
@@ -94,7 +95,7 @@ class RunContext:
 
     @property
     def accelerator(self) -> Accelerator:
-        """An ``accelerate.Accelerator`` set up from the plan; built when first asked for.
+        """An ``accelerate.Accelerator`` set up from the plan, created on first use.
 
         Its ``prepare`` is :meth:`prepare`.
         """
@@ -104,41 +105,42 @@ class RunContext:
             self._accelerator = make_accelerator(self)
         return self._accelerator
 
-    def print(self, *values: Any, **options: Any) -> None:
-        """``print`` on the main rank, nothing on the others."""
+    def print(self, *values: object, **options: Any) -> None:
+        """``print`` on the main rank; the other ranks print nothing."""
         if self.is_main:
             print(*values, **options)
 
     def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Note metrics of this moment; cheap, no collective; the other ranks' calls do nothing.
+        """Log metrics; cheap, without a collective; calls on other ranks than 0 do nothing.
 
         Args:
-            metrics: names and numbers (a tensor of one element is a number).
+            metrics: numbers by name (a tensor of one element is a number).
             step: the optimizer step they belong to.
 
         Raises:
             TypeError: a value or the step is not a number.
         """
         if self.is_main:
-            self._channel.send(messages.MetricsSent(values=_numbers(metrics), step=_whole(step)))
+            self._channel.send(
+                messages.MetricsSent(values=_as_numbers(metrics), step=_as_step(step))
+            )
 
     def report(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Report a validation's metrics; called by **all** ranks, once each. May not return.
+        """Report the metrics of a validation; **all** ranks call it, once each. May not return.
 
-        The ranks wait for each other here, and then all go on, or all leave the training function:
-        because somebody pressed stop, the time budget is used up, or the trial is pruned. Rank 0's
-        values count.
+        The ranks wait for each other here. Then all of them continue, or all leave the training
+        function: because of a stop request, the time budget, or pruning. Rank 0's values count.
 
         Args:
-            metrics: names and numbers.
+            metrics: numbers by name.
             step: the optimizer step (or epoch) they belong to.
 
         Raises:
-            RunStopped: the run is to end here (a BaseException: let it pass).
-            ReportError: another rank is not coming to this call.
+            RunStopped: the run must stop here (a BaseException: do not catch it).
+            ReportError: another rank does not make this call.
         """
-        values, at = _numbers(metrics), _whole(step)
-        if self._channel.alone and not self.stop_requested():
+        values, at = _as_numbers(metrics), _as_step(step)
+        if self._channel.async_reports and not self.stop_requested():
             self._channel.send(messages.Reported(values=values, step=at))
         else:
             weights, where = self.weights(), _caller()
@@ -149,11 +151,11 @@ class RunContext:
     def announce(
         self, names: Sequence[str], stems: Sequence[str] = (), *, first_step: int = 0
     ) -> None:
-        """Say which metrics will be reported, so that a search over a misspelt one ends now.
+        """Announce the metrics to be reported, so that a search with a misspelt metric fails early.
 
         Args:
-            names: of the metrics; others may still come.
-            stems: beginnings of names that are not known yet.
+            names: of metrics; others may follow.
+            stems: prefixes of names that are not known yet.
             first_step: the step of the first report; Optuna's pruners count from 0.
         """
         if self.is_main:
@@ -164,94 +166,94 @@ class RunContext:
             )
 
     def raise_if_stopped(self, *, reserve: float = 0.0) -> None:
-        """Ask whether to go on, inside a long epoch; called by **all** ranks. May not return.
+        """Stop here if a stop was requested; **all** ranks call it. May not return.
 
-        As :meth:`report`, without metrics: all ranks go on, or all leave the training function. It
-        costs what a small collective costs (about 0.2 ms): every few seconds is enough.
+        Like :meth:`report` without metrics, for use inside a long epoch: all ranks continue, or all
+        leave the training function. Costs as much as a small collective (about 0.2 ms): every few
+        seconds is enough.
 
         Args:
-            reserve: seconds you need to save before the run can end: with a deadline nearer than
-                that all ranks leave now. Rank 0's counts.
+            reserve: seconds needed for saving: all ranks stop if the deadline is nearer than that.
+                Rank 0's value counts.
 
         Raises:
-            RunStopped: the run is to end here (a BaseException: let it pass).
-            ReportError: another rank is not coming to this call.
+            RunStopped: the run must stop here (a BaseException: do not catch it).
+            ReportError: another rank does not make this call.
         """
         if status := self.should_stop(reserve=reserve):
             raise RunStopped(status)
 
     def should_stop(self, reserve: float = 0.0) -> str | None:
-        """As :meth:`check`, but the status is returned, so that a loop can save before it leaves.
+        """Like :meth:`raise_if_stopped`, but returns the status, so that a loop can save first.
 
         Returns:
-            None: go on. ``"stopped"``, ``"deadline"`` or ``"pruned"``, the same on all ranks: save,
+            None: continue. ``"stopped"``, ``"deadline"`` or ``"pruned"``, equal on all ranks: save,
             then ``raise nb.RunStopped(status)``.
 
         Raises:
-            ReportError: another rank is not coming to this call.
+            ReportError: another rank does not make this call.
         """
         return self._ask(messages.StopCheck(reserve=float(reserve), where=_caller()))
 
     def stop_requested(self) -> bool:
-        """Whether all ranks should come to :meth:`check` now; for rank 0, False on the others.
+        """Whether a stop was requested (stop button, signal, deadline); always False on ranks > 0.
 
-        Somebody pressed stop, a signal came, or the deadline is reached. No collective, never
-        waits, 2 us: a loop may ask in every step. The other ranks must hear of it from rank 0.
+        Returns at once (2 us, no collective): a loop may call it in every step. Rank 0 must then
+        tell the other ranks, and all ranks call :meth:`raise_if_stopped` or :meth:`should_stop`.
         """
         if not self.is_main:
             return False
         late = self.deadline is not None and time.time() >= self.deadline
-        return late or self._channel.news()
+        return late or self._channel.stop_pending()
 
     def message(self, text: str, level: Literal["info", "warning"] = "info") -> None:
-        """Show the user a sentence, and keep it in the run's events; the main rank's counts."""
+        """Show a message to the user and add it to the run's events; from the main rank only."""
         if self.is_main:
             self._channel.send(messages.NoteSent(text=text, level=level))
 
-    def tell_unread(self, reads: set[str]) -> None:
-        """Warn of settings that had no effect on the function, which read ``reads`` of them."""
+    def warn_unused_settings(self, reads: set[str]) -> None:
+        """Warn of settings without effect: those that the function has not read (``reads``)."""
         if self.is_main and (text := unused_settings(self.config, reads, self._params)) is not None:
             self._channel.send(messages.SettingsUnread(text=text))
 
     def note_saved(self, path: str | os.PathLike[str], step: int | None, kind: str) -> None:
-        """Note a checkpoint that is written without :meth:`save`; the main rank's, any thread's."""
+        """Record a checkpoint written without :meth:`save`; from the main rank only, any thread."""
         if self.is_main:
             self._channel.send(
-                messages.CheckpointWritten(path=str(path), step=_whole(step), kind=kind)
+                messages.CheckpointWritten(path=str(path), step=_as_step(step), kind=kind)
             )
 
     def save(
         self, state: Mapping[str, Any], *, kind: str = "last", step: int | None = None
     ) -> Path:
-        """Save a checkpoint; called by **all** ranks, written by the main one, whole or not at all.
+        """Save a checkpoint atomically; **all** ranks call it, the main rank writes.
 
         Args:
-            state: tensors, numbers, strings, and dicts, lists, tuples of them (``state_dict()`` is
-                that), so that ``torch.load(path, weights_only=True)`` reads it.
-            kind: ``"last"``, ``"best"`` or a name of your own; the file ``checkpoints/<kind>.pt``
-                is replaced.
+            state: tensors, numbers, strings, and dicts, lists, tuples of them (such as
+                ``state_dict()``), so that ``torch.load(path, weights_only=True)`` reads it.
+            kind: ``"last"``, ``"best"`` or a name of your own; replaces ``checkpoints/<kind>.pt``.
             step: the optimizer step it belongs to.
 
         Returns:
-            The file, there on return on every rank.
+            The file, which exists for every rank.
 
         Raises:
-            CheckpointError: the state holds something else (names it), ``kind`` is no name, or the
-                disk is full.
-            ReportError: another rank is not coming to this call.
+            CheckpointError: the state holds something else (names it), ``kind`` is not a name, or
+                the disk is full.
+            ReportError: another rank does not make this call.
         """
         path, where = self._checkpoint(kind), _caller()
-        # only when all ranks are here: one that is late must not load what is saved now
+        # First wait for all ranks: a late one must not load what is saved now.
         self._together(messages.SaveRequest(where=where))
         if self.is_main:
             write_state(path, state)
         self._together(
-            messages.CheckpointRequest(path=str(path), step=_whole(step), kind=kind, where=where)
+            messages.CheckpointRequest(path=str(path), step=_as_step(step), kind=kind, where=where)
         )
         return path
 
-    def load(self, kind: str = "last") -> dict[str, Any] | None:
-        """The state last saved as ``kind`` in this run, on the CPU; None when there is none.
+    def load(self, kind: str = "last") -> State | None:
+        """The last state saved as ``kind`` in this run, on the CPU; None: there is none.
 
         Raises:
             CheckpointError: the file is damaged.
@@ -260,50 +262,50 @@ class RunContext:
         return read_state(path) if path.exists() else None
 
     def prepare(self, *objects: Any) -> Any:
-        """Prepare your own loop's model, optimizer and loaders, as ``Accelerator.prepare`` does.
+        """Prepare the model, optimizer and loaders of your own loop, like ``Accelerator.prepare``.
 
-        A loader's ``batch_size`` is the global batch: the ranks divide each batch among them (one
-        with a ``DistributedSampler`` has a rank's batch size). No sample comes twice. A model gets
-        ``distributed.sync_batchnorm``.
+        A loader's ``batch_size`` is the global batch size: each rank gets a slice of every batch
+        (with a ``DistributedSampler`` it is the batch size of one rank). No sample is repeated.
+        Applies ``distributed.sync_batchnorm`` to models.
 
         Raises:
-            PlanError: a loader's batches cannot be divided by the ranks, a step of training would
-                not be the mean over its samples, or the model is wrapped already. Later, when the
-                loop trains with class weights or ignored targets, whose mean is over weights.
+            PlanError: the ranks cannot divide a loader's batches, a training step would not be the
+                mean over its samples, or the model is already wrapped. Later, if the loop trains
+                with class weights or ignored targets, whose mean is over weights.
         """
         return self.accelerator.prepare(*objects)
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model as it was before :meth:`prepare`: its ``state_dict()`` has the plain names."""
+        """The model without :meth:`prepare`'s wrapper: its ``state_dict()`` has the plain names."""
         plain: torch.nn.Module = self.accelerator.unwrap_model(model)
         return plain
 
     def refuse_weighted_losses(self) -> None:
-        """From here on, and until :meth:`close`, an own loop's loss must be a mean over samples."""
+        """Until :meth:`close`, refuse losses that are not a mean over samples."""
         if self._class_losses is None:
             from nbtoolkit.worker.loss_checks import ClassLosses
 
             self._class_losses = ClassLosses()
 
     def close(self) -> None:
-        """The training function has ended: what it had changed in this process is as before."""
+        """Undo, after the training function, what :meth:`refuse_weighted_losses` has changed."""
         if self._class_losses is not None:
             self._class_losses.close()
             self._class_losses = None
 
     def weights(self) -> Weights | None:
-        """What the ranks are compared by; None: nothing is (``runtime.compare_ranks``)."""
+        """Some weights, to compare the ranks; None: ``runtime.compare_ranks`` is off."""
         return None if self._optimizers is None else self._optimizers.weights()
 
     def cached(self, key: str, build: Callable[[], Any]) -> Any:
-        """``build()``, but once for all ranks and later runs; the others map its file.
+        """The value of ``build()``, computed once for all ranks and later runs, mapped from a file.
 
         Args:
-            key: names the content; a new content needs a new key.
-            build: makes tensors (or dicts, lists, tuples of them).
+            key: identifies the value; use a new key for a new value.
+            build: returns tensors (or dicts, lists, tuples of them).
 
         Returns:
-            The built value, its tensors mapped from disk (writes stay private).
+            The value, its tensors mapped from disk (writes stay private).
         """
         name = hashlib.sha256(key.encode()).hexdigest()[:16]
         path = Path(self.config.runtime.output_dir).expanduser() / ".cache" / f"{name}.pt"
@@ -317,7 +319,7 @@ class RunContext:
 
     @contextmanager
     def pause_hang_detection(self, what: str) -> Iterator[None]:
-        """Inside ``with ctx.pause_hang_detection("download"):`` a rank may be silent and idle."""
+        """Inside ``with ctx.pause_hang_detection("download"):``, a silent, idle rank is no hang."""
         self._channel.send(messages.LongOperation(what=what, entered=True))
         try:
             yield
@@ -325,7 +327,7 @@ class RunContext:
             self._channel.send(messages.LongOperation(what=what, entered=False))
 
     def _checkpoint(self, kind: str) -> Path:
-        if not re.fullmatch(r"[^./][^/]*", kind):  # "../../x" would leave the run's folder
+        if not re.fullmatch(r"[^./][^/]*", kind):  # "../../x" is outside the run's folder
             raise CheckpointError(
                 f"kind={kind!r} cannot name a checkpoint",
                 allowed="a name without '/' and a leading '.': the file is checkpoints/<kind>.pt",
@@ -334,12 +336,12 @@ class RunContext:
         return self.paths.checkpoints / f"{kind}.pt"
 
     def _together(self, question: messages.Question) -> None:
-        """One call that every rank makes; leaves where the answer says so."""
+        """Ask with all ranks; raise RunStopped if the answer is to stop."""
         if status := self._ask(question):
             raise RunStopped(status)
 
     def _ask(self, question: messages.Question) -> str | None:
-        """One call that every rank makes; the status to leave with, or None."""
+        """Ask with all ranks; returns the status to stop with, or None."""
         reply = self._channel.ask(question)
         if isinstance(reply, messages.CallRefused):
             raise ReportError(reply.what, allowed=reply.allowed, do=reply.do)
@@ -350,7 +352,7 @@ class RunContext:
         return f"RunContext(rank={rank}, device={self.device}, run={self.paths.run_id})"
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     if not isinstance(metrics, Mapping):
         raise TypeError(
             f"metrics are {reprlib.repr(metrics)} (a {type(metrics).__name__}), not a dict\n"
@@ -370,8 +372,8 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return values
 
 
-def _whole(step: Any) -> int | None:
-    """A step as the whole number it stands for (NumPy's and torch's are taken too)."""
+def _as_step(step: Any) -> int | None:
+    """The step as an int; also of NumPy's and torch's numbers."""
     try:
         if isinstance(step, str):
             raise TypeError
@@ -380,7 +382,7 @@ def _whole(step: Any) -> int | None:
         raise TypeError(
             f"step is {step!r} (a {type(step).__name__}), not a number\n"
             "  Allowed: a whole number, such as the optimizer step or the epoch; None\n"
-            "  Do now:  pass step=<number>; what has a name belongs into the metric's name"
+            "  Do now:  pass step=<number>; put names into the metric's name"
         ) from None
 
 

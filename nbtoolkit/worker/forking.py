@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 
 class Forker:
-    """A single-threaded loop over sockets and ended children; subclasses give both a meaning."""
+    """Base class of a single-threaded loop over sockets and exited children."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -25,10 +25,9 @@ class Forker:
         self.selector.register(self._wakeup_read, selectors.EVENT_READ, self._reap)
 
     def turn(self, seconds: float | None = None) -> None:
-        """Wait for something to do (None: as long as it takes), and do it."""
+        """Wait for events, at most ``seconds`` (None: no limit), and handle them."""
         for key, _ in self.selector.select(seconds):
-            # what was done for one key of this batch may have closed another (a supervisor that
-            # ended and was reaped)
+            # Handling one event may have closed the socket of another (a reaped supervisor's).
             if self.selector.get_map().get(key.fd) is key:
                 key.data()
 
@@ -40,16 +39,16 @@ class Forker:
         parent_death: int = 0,
         leader: bool = False,
     ) -> int:
-        """Fork a child that calls ``run`` and ends.
+        """Fork a child that calls ``run`` and exits.
 
         Args:
-            run: its main function.
-            keep: the descriptors it keeps; all others of this loop are closed in it.
-            parent_death: the signal it gets when this process dies; 0: none.
-            leader: it leads a process group of its own.
+            run: the child's main function.
+            keep: descriptors that it keeps; it closes all others of this loop.
+            parent_death: the signal that it receives when this process dies; 0: none.
+            leader: whether it leads its own process group.
 
         Returns:
-            Its pid.
+            The child's pid.
         """
         sys.stdout.flush()
         sys.stderr.flush()
@@ -57,7 +56,7 @@ class Forker:
         if pid:
             if leader:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.setpgid(pid, pid)  # the child does so too; whoever is first
+                    os.setpgid(pid, pid)  # the child does so, too: either may be first
             return pid
         code = 1
         try:
@@ -75,19 +74,19 @@ class Forker:
             os._exit(code)
 
     def descriptors(self) -> list[int]:
-        """The descriptors that belong to this process alone (besides those it listens to)."""
+        """Further descriptors that children close, besides those in the selector."""
         return []
 
     def is_group(self, pid: int) -> bool:
-        """Whether a child leads a process group that ends with it."""
+        """Whether a child leads a process group that must end with it."""
         raise NotImplementedError
 
     def ended(self, pid: int, code: int) -> None:
-        """A child has ended and is reaped; ``code`` is negative for a signal."""
+        """Handle a child that has exited and is reaped; ``code`` is negative for a signal."""
         raise NotImplementedError
 
     def _become_child(self, keep: list[int], parent_death: int, leader: bool) -> None:
-        gc.enable()  # the fork server may be importing
+        gc.enable()  # the fork server disables it while it imports
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -95,10 +94,10 @@ class Forker:
             os.setpgid(0, 0)
         if parent_death:
             die_with_parent(parent_death)
-        mine = {self._wakeup_read, self._wakeup_write, *self.descriptors()}
-        mine |= {key.fd for key in self.selector.get_map().values()}
+        fds = {self._wakeup_read, self._wakeup_write, *self.descriptors()}
+        fds |= {key.fd for key in self.selector.get_map().values()}
         self.selector.close()
-        close_all(sorted(mine - set(keep)))
+        close_all(sorted(fds - set(keep)))
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -110,8 +109,8 @@ class Forker:
                 return
             if info is None:
                 return
-            # Not reaped yet, so its pid is still taken, and its group can be killed without hitting
-            # a stranger: ranks and DataLoader workers that outlived their agent.
+            # Before it is reaped, its pid cannot belong to another process: kill its group now, the
+            # ranks and DataLoader workers that have outlived their agent.
             if self.is_group(info.si_pid):
                 kill_group(info.si_pid)
             _, status = os.waitpid(info.si_pid, 0)
@@ -119,20 +118,20 @@ class Forker:
 
 
 def kill_group(pid: int) -> None:
-    """SIGKILL a process group, if it is still there."""
+    """SIGKILL a process group, if it still exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def close_all(fds: list[int]) -> None:
-    """Close descriptors; those closed already are skipped."""
+    """Close descriptors; ignores those that are already closed."""
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)
 
 
 def die_with_parent(number: int) -> None:
-    """Ask Linux for signal ``number`` when the thread that forked us ends (PR_SET_PDEATHSIG)."""
+    """Ask Linux for signal ``number`` when the parent thread ends (PR_SET_PDEATHSIG)."""
     from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
     _prctl_pr_set_pdeathsig(number)

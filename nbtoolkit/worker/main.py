@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from nbtoolkit.config.validation import record_reads
 from nbtoolkit.environment.installed import ImportRecorder
@@ -33,120 +33,119 @@ from nbtoolkit.run.events import returned_numbers
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
 from nbtoolkit.run.rank_check import track_optimizers
 from nbtoolkit.run.request import JobSpec
-from nbtoolkit.run.serialization import add_note, pack_error, pack_value
+from nbtoolkit.run.serialization import add_note, error_text, pack_error, pack_value
 from nbtoolkit.run.signals import ignore_warning_signals
 from nbtoolkit.run.transport import Connection
-from nbtoolkit.worker.channel import Heartbeat, OwnerChannel
+from nbtoolkit.worker.channel import Heartbeat, SupervisorChannel
 from nbtoolkit.worker.collectives import new_gloo_group, without_gloo_lines
 from nbtoolkit.worker.context import RunContext
 from nbtoolkit.worker.forking import die_with_parent
 
-# --- code pasted from scripts ---
-# Code pasted from scripts for torchrun or a shell: what to delete, where it cannot work.
+# --- advice for code from scripts ---
 
 
-_SET_BY_TORCHRUN = {
+_TORCHRUN_VARIABLES = {
     "RANK": "ctx.rank",
     "LOCAL_RANK": "ctx.local_rank",
     "WORLD_SIZE": "ctx.world_size",
-    "MASTER_ADDR": "nothing: the ranks have met",
-    "MASTER_PORT": "nothing: the ranks have met",
+    "MASTER_ADDR": "nothing: the ranks are connected",
+    "MASTER_PORT": "nothing: the ranks are connected",
 }
-_GROUP = ("initialize the default process group twice", "environment variable RANK expected")
+_GROUP_ERRORS = ("initialize the default process group twice", "environment variable RANK expected")
 
 
 def advice(error: BaseException) -> str | None:
-    """What to do about an error of such code; None: it is another one.
+    """What to change in code that was written for torchrun or a shell; None: another error.
 
     Args:
-        error: what a training function raised.
+        error: raised by a training function.
     """
     if isinstance(error, SystemExit):
-        return _about_arguments(error)
-    if isinstance(error, KeyError) and (name := next(iter(error.args), None)) in _SET_BY_TORCHRUN:
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        if any(file.endswith("argparse.py") for file in files):
+            return (
+                "argparse has read the arguments of the notebook's own process: "
+                "parser.parse_args([]) uses the defaults; settings come with config"
+            )
+        return None
+    name = next(iter(error.args), None) if isinstance(error, KeyError) else None
+    if isinstance(name, str) and name in _TORCHRUN_VARIABLES:  # the key may not be hashable
         return (
-            f"os.environ[{name!r}] is torchrun's, and there is none on one process: put "
-            f"{_SET_BY_TORCHRUN[str(name)]} in its place"
+            f"torchrun sets os.environ[{name!r}], and a single process does not have it: use "
+            f"{_TORCHRUN_VARIABLES[name]} instead"
         )
-    if "process group has not been initialized" in str(error):
+    text = error_text(error)
+    if "process group has not been initialized" in text:
         return (
-            "one process has no process group, and needs none: ctx.rank and ctx.world_size are "
+            "a single process has no process group and needs none: ctx.rank and ctx.world_size are "
             "always there (DistributedSampler(data, ctx.world_size, ctx.rank)), ctx.prepare wraps "
-            "the model, ctx.accelerator.reduce and .gather work on one process, too"
+            "the model, ctx.accelerator.reduce and .gather also work on one process"
         )
-    if any(said in str(error) for said in _GROUP):
+    if any(part in text for part in _GROUP_ERRORS):
         return (
-            "delete init_process_group(...): several ranks have their process group when the "
-            "function begins, one needs none (destroy_process_group() may go, too)"
+            "delete init_process_group(...): several ranks have a process group when the function "
+            "starts, a single one needs none (delete destroy_process_group(), too)"
         )
     return None
-
-
-def _about_arguments(error: SystemExit) -> str | None:
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    if not any(file.endswith("argparse.py") for file in files):
-        return None
-    return (
-        "argparse read the arguments that the notebook's own process was started with: "
-        "parser.parse_args([]) takes the defaults; settings come with config"
-    )
 
 
 # --- worker ---
 
 
-# Asks a rank for its stacks. A real-time signal, since users and clusters have meanings of their
-# own for SIGUSR1 and 2.
+# Asks a rank for its stacks. A real-time signal, since users and clusters use SIGUSR1 and SIGUSR2.
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 
-# Gloo's end waits for its threads. Code that destroys the group (Accelerator.end_training does)
-# leaves DDP as its last holder, whose end keeps the GIL, for which such a thread may wait: of a
-# few launches one hung. Who holds the group here, never ends it; a forked process's end, which is
-# os._exit, does. (An interpreter that is finalized aborts: not for ranks that torchrun started.)
-_GROUPS: list[Any] = []
+# A reference keeps the process group alive until os._exit. Destroying a gloo group waits for its
+# threads. In code that destroys it (Accelerator.end_training does) DDP holds the last reference and
+# drops it with the GIL, which such a thread may wait for: one of a few launches hung. Not for ranks
+# that torchrun started: a finalized interpreter aborts.
+_kept_groups: list[object] = []
+
+_stacks_file: IO[str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankJob:
-    """What every rank of a group gets from its agent."""
+    """What every rank of a group receives from its agent."""
 
     spec: JobSpec
     """Their first job."""
     load: Callable[[], Callable[..., Any]]
     """Returns the training function."""
     group: messages.GroupDescriptors
-    """The agent's and the ranks' ends of their lines."""
+    """The agent's and the ranks' ends of their connections."""
 
 
 def run_rank(job: RankJob) -> None:
-    """What the launcher starts in each rank's process. Errors go to the supervisor, not up."""
+    """Run one rank; the launcher's entry point. Errors go to the supervisor."""
     rank = int(os.environ.get("RANK", 0))
-    lines, plan = _settle(job, rank), job.spec.plan
-    channel = OwnerChannel(*lines, alone=plan.processes == 1)
+    connection, telemetry = _set_up_process(job, rank)
+    plan = job.spec.plan
+    channel = SupervisorChannel(connection, telemetry, async_reports=False)
     channel.send(messages.PhaseReached(phase="started", pid=os.getpid()))
     if plan.processes > 1 and channel.wait() is None:  # until all ranks are forked
-        return None
+        return
     try:
         join_group(plan, rank)
-    except Exception as error:  # any failure before the user's code is the supervisor's to judge
-        return channel.send(messages.GroupNotJoined(error=f"{type(error).__name__}: {error}"))
-    _hold_group()
+    except Exception as error:  # before the user's code; the supervisor decides what to do
+        channel.send(messages.GroupNotJoined(error=f"{type(error).__name__}: {error}"))
+        return
+    _keep_group()
     channel.send(messages.PhaseReached(phase="group"))
-    work: JobSpec | None = job.spec
+    spec: JobSpec | None = job.spec
     state = ProcessState() if job.spec.reuse_workers else None
-    while work is not None:
-        alone = work.plan.processes == 1 and not work.synchronous_reports
-        channel = OwnerChannel(*lines, alone=alone)
-        _work(job, work, rank, channel)
+    while spec is not None:
+        async_reports = spec.plan.processes == 1 and not spec.synchronous_reports
+        channel = SupervisorChannel(connection, telemetry, async_reports=async_reports)
+        _run_job(job, spec, rank, channel)
         if state is None:
             break
         state.restore()
-        work = _next_job(rank, channel)
+        spec = _next_job(rank, channel)
     _leave_group()
-    return None
 
 
-def _work(job: RankJob, spec: JobSpec, rank: int, channel: OwnerChannel) -> None:
+def _run_job(job: RankJob, spec: JobSpec, rank: int, channel: SupervisorChannel) -> None:
     """Call the function of one job."""
     optimizers = track_optimizers(spec.config, spec.plan.processes)
     context = RunContext(
@@ -159,15 +158,15 @@ def _work(job: RankJob, spec: JobSpec, rank: int, channel: OwnerChannel) -> None
     )
     imports = ImportRecorder(lambda names: channel.send(messages.ModulesImported(names=names)))
     if rank == 0:
-        # What is imported from here on, the fork server imports for the next launch.
+        # The fork server imports these modules for the next launch.
         sys.meta_path.insert(0, imports)
     try:
         function = job.load()
         channel.send(messages.PhaseReached(phase="ready"))
-        if channel.wait() is not None:  # the supervisor's go; it comes when every rank is ready
-            _call(function, context, channel, imports)
+        if channel.wait() is not None:  # the supervisor sends Go when every rank is ready
+            _call_function(function, context, channel, imports)
     except BaseException as error:
-        _tell_error(spec.paths, rank, channel, error)
+        _report_error(spec.paths, rank, channel, error)
     finally:
         context.close()
         if imports in sys.meta_path:
@@ -176,14 +175,14 @@ def _work(job: RankJob, spec: JobSpec, rank: int, channel: OwnerChannel) -> None
             optimizers.close()
 
 
-def _next_job(rank: int, channel: OwnerChannel) -> JobSpec | None:
-    """The next job of a group that takes several; None when there is none."""
+def _next_job(rank: int, channel: SupervisorChannel) -> JobSpec | None:
+    """Wait for the next job of a group that is reused; None: there is none."""
     message = channel.wait()
     if not isinstance(message, messages.JobAssigned):
         return None
     spec: JobSpec = pickle.loads(Path(message.file).read_bytes())
     os.environ[RANK_MARK] = str(spec.paths.folder)
-    _write_into(spec.paths, rank)
+    _redirect_output(spec.paths, rank)
     return spec
 
 
@@ -232,18 +231,18 @@ class ProcessState:
             torch.cuda.empty_cache()
 
 
-def _call(
+def _call_function(
     function: Callable[..., Any],
     context: RunContext,
-    channel: OwnerChannel,
+    channel: SupervisorChannel,
     imports: ImportRecorder,
 ) -> None:
     seed_everything(context.seed)
     try:
         with Heartbeat(channel, context.world_size), record_reads() as reads:
             value = function(context.config, context)
-    except RunStopped as leave:
-        channel.send(messages.FunctionLeft(status=leave.status))
+    except RunStopped as stopped:
+        channel.send(messages.FunctionLeft(status=stopped.status))
         return
     packed, path = pack_value(value), context.paths.value(context.rank)
     try:
@@ -251,27 +250,29 @@ def _call(
     except OSError as error:
         raise folder_error(path, error) from error
     _flush()
-    context.tell_unread(reads)
+    context.warn_unused_settings(reads)
     imports.report_submodules()
     weights = context.weights()
     channel.send(messages.FunctionReturned(numbers=returned_numbers(value), weights=weights))
 
 
-def _tell_error(paths: RunPaths, rank: int, channel: OwnerChannel, error: BaseException) -> None:
-    """Send the error to the supervisor, then wait: an early exit raises errors in the others."""
+def _report_error(
+    paths: RunPaths, rank: int, channel: SupervisorChannel, error: BaseException
+) -> None:
+    """Send the error to the supervisor, then wait: an early exit raises errors in other ranks."""
     advised = advice(error)
     if advised is not None:
         add_note(error, advised)
     packed = replace(pack_error(error), advice=advised)
-    with contextlib.suppress(OSError):  # a full disk takes no log; the supervisor hears of it below
+    with contextlib.suppress(OSError):  # the disk may be full; the message below says so
         sys.stderr.write(packed.traceback)
         _flush()
-    word = messages.FunctionRaised()
+    message = messages.FunctionRaised()
     try:
         write_whole(paths.rank_error(rank), packed.encode(), durable=False)
     except OSError:
-        word = messages.FunctionRaised(packed=base64.b64encode(packed.encode()).decode())
-    channel.send(word)
+        message = messages.FunctionRaised(packed=base64.b64encode(packed.encode()).decode())
+    channel.send(message)
     channel.wait()
     os._exit(1)
 
@@ -279,43 +280,41 @@ def _tell_error(paths: RunPaths, rank: int, channel: OwnerChannel, error: BaseEx
 # --- before the user's code ---
 
 
-def _settle(job: RankJob, rank: int) -> tuple[Connection, Connection]:
-    """Make a forked process a rank: signals, output, stacks, connections to the supervisor."""
+def _set_up_process(job: RankJob, rank: int) -> tuple[Connection, Connection]:
+    """Set up signals, output and stacks of a forked rank; returns its two connections."""
     default_signals()
     die_with_parent(signal.SIGKILL)
     tempfile.tempdir = None
-    _write_into(job.spec.paths, rank)
-    loud, quiet = job.group.connections, job.group.telemetry
-    for fd in {*loud, *quiet} - {loud[rank], quiet[rank]}:
+    _redirect_output(job.spec.paths, rank)
+    connections, telemetry = job.group.connections, job.group.telemetry
+    for fd in {*connections, *telemetry} - {connections[rank], telemetry[rank]}:
         os.close(fd)
     text_mode()
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
-    return Connection(socket.socket(fileno=loud[rank])), Connection(
-        socket.socket(fileno=quiet[rank])
+    return (
+        Connection(socket.socket(fileno=connections[rank])),
+        Connection(socket.socket(fileno=telemetry[rank])),
     )
 
 
-def _write_into(paths: RunPaths, rank: int) -> None:
-    """From here on output and stacks go into the job's folder."""
+def _redirect_output(paths: RunPaths, rank: int) -> None:
+    """Write output and stacks to the job's folder from now on."""
+    global _stacks_file
     write_output_to(paths.log(rank))
-    stacks = open(paths.stacks(rank), "w")  # noqa: SIM115  (kept open)
-    faulthandler.enable(stacks)
-    faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)
-    for before in _keep:
+    before, _stacks_file = _stacks_file, paths.stacks(rank).open("w")
+    faulthandler.enable(_stacks_file)
+    faulthandler.register(STACKS_SIGNAL, _stacks_file, all_threads=True)
+    if before is not None:
         before.close()
-    _keep[:] = [stacks]
-
-
-_keep: list[Any] = []
 
 
 def text_mode() -> None:
-    """What notebooks draw as widgets is text here: tqdm writes lines, ``display()`` prints."""
-    _leave_notebook()
+    """Replace a notebook's widgets by text: tqdm writes lines, ``display()`` prints."""
+    _disable_widgets()
     if not hasattr(builtins, "display"):
-        setattr(builtins, "display", _display)  # noqa: B010  (IPython puts it there for cells)
+        setattr(builtins, "display", _display)  # noqa: B010  (IPython adds it for cells)
     notebook_bars = types.ModuleType(
         "tqdm.notebook", "Text bars: this process has no notebook front end."
     )
@@ -323,41 +322,40 @@ def text_mode() -> None:
     sys.modules["tqdm.notebook"] = notebook_bars
 
 
-def _leave_notebook() -> None:
-    """In a rank forked from a notebook, what would talk to the front end falls back to text."""
+def _disable_widgets() -> None:
+    """In a rank forked from a notebook, replace what would send messages to the front end."""
     shells = sys.modules.get("IPython.core.interactiveshell")
     if shells is not None and shells.InteractiveShell.initialized():
-        type(
-            shells.InteractiveShell.instance()
-        ).clear_instance()  # display() prints where there is no shell
+        # display() prints where there is no shell.
+        type(shells.InteractiveShell.instance()).clear_instance()
     bars = sys.modules.get("tqdm.notebook")
     widget_bar = getattr(bars, "tqdm_notebook", None)
-    if isinstance(
-        widget_bar, type
-    ):  # tqdm.auto's class derives from it: without its own methods it is the text bar
+    # tqdm.auto's class derives from it. Without its own methods it is the text bar.
+    if isinstance(widget_bar, type):
         for name in {*vars(widget_bar)} - {"__module__", "__doc__"}:
             delattr(widget_bar, name)
 
 
-def _text_bar(name: str) -> Any:
+def _text_bar(name: str) -> object:
     import tqdm.std
 
     names = {"tqdm": "tqdm", "tqdm_notebook": "tqdm", "trange": "trange", "tnrange": "trange"}
     if name not in names:
         raise AttributeError(name)
-    return getattr(tqdm.std, names[name])
+    bar: object = getattr(tqdm.std, names[name])
+    return bar
 
 
-def _display(*objects: Any, **_: Any) -> None:
+def _display(*objects: object, **_: object) -> None:
     for item in objects:
         print(repr(item))
 
 
 def join_group(plan: LaunchPlan, rank: int) -> None:
-    """Form the default process group and prove it with an all-reduce on each back end.
+    """Form the default process group and test it with an all-reduce on each backend.
 
     Raises:
-        Exception: whatever torch.distributed raises; nothing of the user's ran yet.
+        Exception: torch.distributed failed.
     """
     if plan.processes == 1:
         return
@@ -368,7 +366,7 @@ def join_group(plan: LaunchPlan, rank: int) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():  # a script under torchrun may have joined already
         limit = timedelta(seconds=plan.group_timeout)
-        # NCCL says on stdout what hinders it (NCCL_DEBUG): that is written at once
+        # NCCL writes its problems to stdout (NCCL_DEBUG), which must not be held back.
         with without_gloo_lines() if plan.backend == "gloo" else contextlib.nullcontext():
             dist.init_process_group(plan.backend, timeout=limit)
     ones = torch.ones(1, device="cuda" if plan.backend == "nccl" else "cpu")
@@ -382,25 +380,21 @@ def join_group(plan: LaunchPlan, rank: int) -> None:
             f"the first all-reduce of {plan.processes} ranks gave {ones.item()} on rank {rank}"
         )
     if plan.device_type == "cpu":
-        _tell_accelerate()
+        from accelerate import PartialState
+
+        # A user's bare PartialState() on the CPU would see one rank (1.15).
+        PartialState(cpu=True, backend="gloo")
 
 
-def _hold_group() -> None:
+def _keep_group() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
-        _GROUPS.append(dist.group.WORLD)
-
-
-def _tell_accelerate() -> None:
-    """Make accelerate's state: a bare ``PartialState()`` on the CPU sees one rank (1.15)."""
-    from accelerate import PartialState
-
-    PartialState(cpu=True, backend="gloo")
+        _kept_groups.append(dist.group.WORLD)
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and torch alike on all ranks, so that models start equal everywhere."""
+    """Seed Python, NumPy and torch, with the same seed on all ranks so that models start equal."""
     import numpy as np
     import torch
 
@@ -409,7 +403,7 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-# --- after it ---
+# --- the end, output and signals ---
 
 
 def _leave_group() -> None:
@@ -426,7 +420,7 @@ def _flush() -> None:
 
 
 def write_output_to(path: Path) -> None:
-    """Append this process's stdout and stderr, C libraries included, to a file; whole lines."""
+    """Append stdout and stderr of this process, those of C libraries too, to a file, by lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     os.dup2(fd, 1)
@@ -441,10 +435,9 @@ def write_output_to(path: Path) -> None:
 
 
 def default_signals() -> None:
-    """Default signal handling, whatever was installed in the process this one was forked from.
+    """Reset the signal handlers that a forked process inherits.
 
-    But a cluster's warning, which may reach every process of a job, is for the supervisor to
-    heed.
+    Ignores a cluster's warning, which may reach every process of a job: the supervisor handles it.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import PlanError
-from nbtoolkit.worker.batch_slices import sliced
+from nbtoolkit.worker.batch_slices import slice_loader
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -15,38 +16,38 @@ if TYPE_CHECKING:
     from nbtoolkit.worker.context import RunContext
 
 
-def _ready(ctx: RunContext, objects: tuple[Any, ...]) -> list[Any]:
-    """What accelerate is to prepare: models checked, loaders that have this rank's slices."""
+def prepared_inputs(ctx: RunContext, objects: Iterable[object]) -> list[object]:
+    """The objects for accelerate: models checked, loaders with this rank's slices."""
     from torch import nn
     from torch.utils.data import DataLoader
 
-    ready: list[Any] = []
-    number = 0
+    inputs: list[object] = []
+    loaders = 0
     for item in objects:
         if isinstance(item, nn.Module):
-            item = _module(ctx, item)
+            item = _checked_model(ctx, item)
         elif isinstance(item, DataLoader):
-            item = sliced(ctx, item, number)
-            number += 1
-        ready.append(item)
-    return ready
+            item = slice_loader(ctx, item, loaders)
+            loaders += 1
+        inputs.append(item)
+    return inputs
 
 
 def with_sync_batchnorm(ctx: RunContext, config: Config, model: nn.Module) -> nn.Module:
-    """The model with what ``distributed.sync_batchnorm`` asks for."""
+    """The model, with synchronised batch norm if ``distributed.sync_batchnorm`` is on."""
     from torch import nn
 
     if ctx.world_size == 1 or not config.distributed.sync_batchnorm:
         return model
     if ctx.device.type == "cpu":
-        ctx.print("distributed.sync_batchnorm is left out: torch has it for GPUs only")
+        ctx.print("distributed.sync_batchnorm is ignored: torch supports it on GPUs only")
         return model
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return converted
 
 
 def make_accelerator(ctx: RunContext) -> Accelerator:
-    """An ``Accelerator`` set up from the plan; its ``prepare`` is :meth:`RunContext.prepare`."""
+    """An ``Accelerator`` set up from the plan; :meth:`RunContext.prepare` calls its ``prepare``."""
     from datetime import timedelta
 
     from accelerate import Accelerator
@@ -60,27 +61,27 @@ def make_accelerator(ctx: RunContext) -> Accelerator:
 
     plan = ctx.plan
 
-    class OfUnevenParts(Accelerator):  # type: ignore[misc]
-        """Accelerate's own pads the last batch with samples again; here ranks have what there is.
+    class UnpaddedAccelerator(Accelerator):  # type: ignore[misc]
+        """Divides batches without accelerate's padding, so the ranks may have uneven parts.
 
-        Code written for accelerate calls its ``prepare``, so that one checks and slices, too.
+        Code written for accelerate calls its ``prepare``, so this class checks and slices.
         """
 
         def prepare(self, *args: Any, **options: Any) -> Any:
-            return super().prepare(*_ready(ctx, args), **options)
+            return super().prepare(*prepared_inputs(ctx, args), **options)
 
         def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
             if self.num_processes == 1:
                 return super().gather_for_metrics(input_data, use_gather_object)
             try:
-                recursively_apply(lambda one: one, input_data, error_on_other_type=True)
+                recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
             except TypeError:
                 use_gather_object = True
             if use_gather_object:
                 return gather_object(input_data)
-            return recursively_apply(self._gathered, input_data)
+            return recursively_apply(self._gather_uneven, input_data)
 
-        def _gathered(self, tensor: Tensor) -> Tensor:
+        def _gather_uneven(self, tensor: Tensor) -> Tensor:
             import torch
 
             rows = torch.tensor([len(tensor) if tensor.ndim else -1], device=tensor.device)
@@ -93,7 +94,7 @@ def make_accelerator(ctx: RunContext) -> Accelerator:
             gathered: Tensor = self.gather(tensor)
             return gathered
 
-    return OfUnevenParts(
+    return UnpaddedAccelerator(
         cpu=plan.device_type == "cpu",
         mixed_precision="no" if plan.precision == "fp32" else plan.precision,
         gradient_accumulation_steps=plan.accumulate,
@@ -105,12 +106,12 @@ def make_accelerator(ctx: RunContext) -> Accelerator:
     )
 
 
-def _module(ctx: RunContext, model: nn.Module) -> nn.Module:
+def _checked_model(ctx: RunContext, model: nn.Module) -> nn.Module:
     from torch.nn.parallel import DataParallel, DistributedDataParallel
 
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         raise PlanError(
-            f"the model is wrapped already: it is a {type(model).__name__}",
+            f"the model is already wrapped: it is a {type(model).__name__}",
             allowed="the plain model: ctx.prepare wraps it for several ranks",
             do=f"delete the line with {type(model).__name__}(model)",
         )

@@ -23,7 +23,6 @@ from nbtoolkit.run.events import EventLog, EventReader, NoteAdded
 from nbtoolkit.run.messages import Answer, Go, StopCheck, StopPending
 from nbtoolkit.run.signals import ENDING
 from nbtoolkit.run.transport import Connection
-from nbtoolkit.worker.channel import OwnerChannel
 
 
 @pytest.fixture
@@ -421,42 +420,46 @@ def line() -> Any:
     """The supervisor's end of a connection, and a rank's channel at the other."""
     supervisor, rank = Connection.pair()
     ear, quiet = Connection.pair()
-    yield supervisor, OwnerChannel(rank, quiet, alone=False)
+    yield supervisor, SupervisorChannel(rank, quiet, async_reports=False)
     for end in (supervisor, rank, ear, quiet):
         end.close()
 
 
-def test_a_call_to_come_is_no_answer(line: tuple[Connection, OwnerChannel]) -> None:
+def test_a_call_to_come_is_no_answer(line: tuple[Connection, SupervisorChannel]) -> None:
     supervisor, channel = line
-    assert not channel.news()
+    assert not channel.stop_pending()
     supervisor.send(StopPending())
     supervisor.send(Answer())
     assert channel.ask(CHECK) == Answer()
-    assert channel.news()
+    assert channel.stop_pending()
 
 
-def test_a_call_to_come_before_the_start_is_no_start(line: tuple[Connection, OwnerChannel]) -> None:
+def test_a_call_to_come_before_the_start_is_no_start(
+    line: tuple[Connection, SupervisorChannel],
+) -> None:
     supervisor, channel = line
     supervisor.send(StopPending())
     supervisor.send(Go())
     assert channel.wait() == Go()
-    assert channel.news()
+    assert channel.stop_pending()
 
 
-def test_an_owner_that_is_gone_is_news(line: tuple[Connection, OwnerChannel]) -> None:
+def test_an_owner_that_is_gone_is_news(line: tuple[Connection, SupervisorChannel]) -> None:
     supervisor, channel = line
     supervisor.close()
-    assert channel.news()
+    assert channel.stop_pending()
     assert channel.ask(CHECK) == Answer(leave="stopped")
 
 
-def test_asking_for_news_waits_for_no_other_thread(line: tuple[Connection, OwnerChannel]) -> None:
+def test_asking_for_news_waits_for_no_other_thread(
+    line: tuple[Connection, SupervisorChannel],
+) -> None:
     supervisor, channel = line
     other = threading.Thread(target=channel.ask, args=(CHECK,))
     other.start()
     # From here on it waits for the answer.
     assert supervisor.receive(timeout=SECONDS) == CHECK
-    assert not channel.news()
+    assert not channel.stop_pending()
     supervisor.send(Answer())
     other.join(SECONDS)
 

@@ -126,7 +126,7 @@ def test_a_metric_of_several_numbers_is_refused_with_its_name() -> None:
     ids=["scalar", "rows", "text"],
 )
 def test_outputs_without_a_row_a_sample_are_refused(outputs: Any, what: str) -> None:
-    with pytest.raises(FitError, match=what + r"[\s\S]*one row a sample"):
+    with pytest.raises(FitError, match=what + r"[\s\S]*one row per sample"):
         Rows().add(outputs, 2)
 
 
@@ -134,7 +134,7 @@ def test_rows_of_two_shapes_are_refused() -> None:
     rows = Rows()
     rows.add(torch.zeros(2, 3), 2)
     rows.add(torch.zeros(2, 4), 2)
-    with pytest.raises(FitError, match=r"two batches cannot be put together[\s\S]*pad them"):
+    with pytest.raises(FitError, match=r"two batches cannot be concatenated[\s\S]*pad them"):
         rows.part()
 
 

@@ -317,7 +317,7 @@ REFUSED: dict[Callable[[RunContext], None], str] = {
     divided_stream: r"ranks read different batches[\s\S]*move its batches to ctx.device",
     endless: r"Endless has no length[\s\S]*__len__",
     texts: r"type str cannot be shared[\s\S]*collate_fn",
-    wrapped: r"wrapped already: it is a DistributedDataParallel[\s\S]*delete the line",
+    wrapped: r"already wrapped: it is a DistributedDataParallel[\s\S]*delete the line",
 }
 
 

@@ -48,6 +48,19 @@ def exits(config: Config, ctx: RunContext) -> None:
     sys.exit(2)
 
 
+class Textless(Exception):
+    def __str__(self) -> str:
+        raise TypeError("no text")
+
+
+def raises_odd_key(config: Config, ctx: RunContext) -> None:
+    raise KeyError(["not hashable"])
+
+
+def raises_textless(config: Config, ctx: RunContext) -> None:
+    raise Textless
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_group_is_not_to_be_formed(config: Config, processes: int) -> None:
     with pytest.raises(ValueError, match=r"group twice|RANK expected") as caught:
@@ -62,7 +75,7 @@ def test_a_variable_of_torchruns_is_in_ctx(config: Config) -> None:
     for start in ("forkserver", "inline"):
         with pytest.raises(KeyError) as caught:
             nb.launch(reads_local_rank, config, processes=1, start=start, display="off")
-        assert "put ctx.local_rank in its place" in "\n".join(caught.value.__notes__)
+        assert "use ctx.local_rank instead" in "\n".join(caught.value.__notes__)
 
 
 def test_a_group_may_be_left(config: Config) -> None:
@@ -78,3 +91,10 @@ def test_arguments_are_those_of_the_kernel(config: Config, monkeypatch: pytest.M
 def test_another_exit_is_told_as_before(config: Config) -> None:
     with pytest.raises(WorkerDied, match=r"SystemExit\(2\)[\s\S]*return instead"):
         nb.launch(exits, config, display="off")
+
+
+def test_an_error_that_advice_cannot_read_arrives_as_it_is(config: Config) -> None:
+    with pytest.raises(KeyError, match="not hashable"):
+        nb.launch(raises_odd_key, config, display="off")
+    with pytest.raises(Textless):
+        nb.launch(raises_textless, config, display="off")
