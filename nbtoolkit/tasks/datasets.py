@@ -99,7 +99,7 @@ def fit_and_predict(
     return scores, predict(ctx, model, valid[0])
 
 
-def scale_of(values: Tensor, fitted: Sequence[int]) -> tuple[Tensor, Tensor]:
+def scale_of(values: Tensor, fitted: Indices) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each column, of shape (columns,), on the training part.
 
     The validation set is left out: its statistics would make its score too good.

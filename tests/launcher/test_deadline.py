@@ -23,6 +23,7 @@ from nbtoolkit.run.events import EventLog, EventReader, NoteAdded
 from nbtoolkit.run.messages import Answer, Go, StopCheck, StopPending
 from nbtoolkit.run.signals import ENDING
 from nbtoolkit.run.transport import Connection
+from nbtoolkit.worker.channel import SupervisorChannel
 
 
 @pytest.fixture
