@@ -1,4 +1,4 @@
-"""Run a rank in this process: inline in a kernel, or as a rank of torchrun, Slurm or Ray."""
+"""Run a rank in this process, inline in a kernel or as a rank of torchrun, Slurm or Ray."""
 
 from __future__ import annotations
 

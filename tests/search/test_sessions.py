@@ -49,7 +49,7 @@ def test_a_reports_sections_tell_of_the_folds(config: Config) -> None:
     page = nb.report(cv.paths.folder).read_text()
     assert "No run outside" not in page
     assert "No run has logged" not in page
-    assert "are under Cross-validations" in page
+    assert "are in Cross-validations" in page
     for number in range(2):
         assert f", fold {number}" in page
     assert ">200<" in page
