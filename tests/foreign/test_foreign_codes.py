@@ -166,7 +166,7 @@ def test_torchrun_script(tmp_path: Path) -> None:
 
 
 PASTED = [
-    (as_pasted, 1, KeyError, r"put ctx\.local_rank in its place"),
+    (as_pasted, 1, KeyError, r"use ctx\.local_rank instead"),
     (as_pasted, 2, ValueError, r"delete init_process_group"),
     (without_its_group, 1, ValueError, r"DistributedSampler\(data, ctx\.world_size, ctx\.rank\)"),
     (with_its_wrapper, 1, ValueError, r"ctx\.prepare wraps the model"),

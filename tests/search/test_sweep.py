@@ -205,9 +205,9 @@ def test_a_trial_that_takes_too_long_has_failed(config: nb.Config) -> None:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        pytest.param(None, r"does not have: it has nothing", id="missing", marks=LONG),
+        pytest.param(None, r"the first trial has the metrics: none", id="missing", marks=LONG),
         pytest.param(math.nan, r"no trial .* has a value: 2 failed; .*val_loss is nan", id="nan"),
-        pytest.param("high", r"does not have: it has nothing", id="text", marks=LONG),
+        pytest.param("high", r"the first trial has the metrics: none", id="text", marks=LONG),
     ],
 )
 def test_a_value_that_is_none_is_never_zero(config: nb.Config, value: Any, reason: str) -> None:
