@@ -50,20 +50,18 @@ class IdleWorkers:
             self._end(group)
 
     def take(self, plan: LaunchPlan) -> WorkerGroup | None:
-        """A group that fits a plan; None if there is none.
+        """Return a group that fits a plan; None if there is none.
 
-        Others on the plan's devices are ended: they hold memory there (a CUDA context: 0.3 GB).
+        Groups that do not fit and share its devices are ended: a CUDA context alone holds 0.3 GB.
         """
         for group in list(self._groups):
-            if not group.alive():
+            shares = set(group.plan.devices) & set(plan.devices) or plan.device_type == "cpu"
+            if not group.alive() or (shares and not same_ranks(group.plan, plan)):
                 self._groups.remove(group)
                 self._end(group)
         fitting = next((one for one in self._groups if same_ranks(one.plan, plan)), None)
-        for group in list(self._groups):
-            if group is fitting or set(group.plan.devices) & set(plan.devices):
-                self._groups.remove(group)
-                if group is not fitting:
-                    self._end(group)
+        if fitting is not None:
+            self._groups.remove(fitting)
         return fitting
 
     def close(self) -> None:
@@ -73,7 +71,10 @@ class IdleWorkers:
 
     def _has_grown(self, group: WorkerGroup) -> bool:
         for pid in filter(None, (rank.pid for rank in group.ranks)):
-            size = psutil.Process(pid).memory_info().rss
+            try:
+                size = psutil.Process(pid).memory_info().rss
+            except psutil.NoSuchProcess:  # it died a moment ago
+                return True
             if size > 1.5 * self._sizes.setdefault(pid, size) + _GROWTH:
                 return True
         return False
