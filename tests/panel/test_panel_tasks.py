@@ -32,19 +32,8 @@ from nbtoolkit.panel.controller import BackgroundNotebooks
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path
-
-
-@pytest.fixture
-def settings(home: Path) -> dict[str, Any]:
-    return {
-        "tracking.mlflow": False,
-        "train.epochs": 2,
-        "runtime.output_dir": str(home / "out"),
-        "model.end": str(home / "end"),
-        "data.folder": str(home),
-    }
+def settings(settings: dict[str, Any], home: Path) -> dict[str, Any]:
+    return {**settings, "data.folder": str(home)}
 
 
 @pytest.fixture
