@@ -110,8 +110,8 @@ class LaunchPlan:
         object.__setattr__(self, "ddp", MappingProxyType(dict(self.ddp)))
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A mapping proxy cannot be pickled.
-        return LaunchPlan.from_dict, (self.to_dict(),)
+        # A mapping proxy cannot be pickled; cloudpickle copies the code of a class's method.
+        return _rebuild, (self.to_dict(),)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert the plan to JSON data, for :meth:`from_dict`."""
@@ -167,6 +167,10 @@ def same_ranks(plan: LaunchPlan, other: LaunchPlan) -> bool:
 
 
 def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
+    if isinstance(value, MappingProxyType):
         return dict(value)
     return list(value) if isinstance(value, tuple) else value
+
+
+def _rebuild(values: Mapping[str, Any]) -> LaunchPlan:
+    return LaunchPlan.from_dict(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import selectors
 import signal
 import socket
@@ -138,7 +139,8 @@ class Spawner:
         mine, theirs = GroupConnections.pair(spec.plan.processes)
         worker_group = WorkerGroup(spec.plan, port, mine, spec.paths.elastic)
         group = theirs.descriptors
-        with pack_content(spec) as packed:
+        # Plain values; in a fresh process cloudpickle takes 5 ms longer.
+        with pack_content(pickle.dumps(spec)) as packed:
             request = messages.ForkAgent(
                 ticket=self.connection.adopt(worker_group),
                 port=port,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -62,7 +63,8 @@ def submit(
             forked = ForkedAgent(train, request.job, environment)
             request = replace(request, agent_pid=forked.pid)
         function, group = (None, forked.descriptors) if forked else (train, None)
-        with pack_function(function, environment) as payload, pack_content(request) as content:
+        packed = pickle.dumps(request)
+        with pack_function(function, environment) as payload, pack_content(packed) as content:
             line = server.run(_OWNER, payload, content, run.lock, detached=detach, group=group)
         if detach:
             server.let_outlive(run.paths)

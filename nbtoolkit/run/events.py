@@ -379,6 +379,7 @@ class RunRecord:
         self.leaving: str | None = None
         """The status that all ranks stop with at the next report; None: continue."""
         self._reported = self._warned_of_weights = False
+        self._stop_file = os.fspath(paths.stop)
         self._log = EventLog(paths.events)
 
     def note(self, text: str, level: str = "info") -> None:
@@ -435,6 +436,9 @@ class RunRecord:
 
     def stop_requested(self) -> StopRequest | None:
         """The request that a handle has written into the run's folder; removes it."""
+        # Called 20 times per second; an exception would take ten times as long as this check.
+        if not os.path.exists(self._stop_file):
+            return None
         try:
             request = json.loads(self.paths.stop.read_text())
         except FileNotFoundError:

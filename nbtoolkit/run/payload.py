@@ -209,10 +209,10 @@ def unpack(fd: int, kind: type[T]) -> T:
 
 
 @contextlib.contextmanager
-def pack_content(content: object) -> Iterator[int]:
-    """Pickle ``content`` into a sealed memfd, open until the block ends."""
+def pack_content(pickled: bytes) -> Iterator[int]:
+    """Write a pickle into a sealed memfd, open until the block ends."""
     with PayloadWriter() as writer:
-        yield writer.finish(cloudpickle.dumps(content))
+        yield writer.finish(pickled)
 
 
 def load_function(fd: int, packed: PackedFunction) -> Callable[..., Any]:

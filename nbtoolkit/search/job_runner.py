@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import cloudpickle
 import psutil
 
 from nbtoolkit.environment.launch_plan import LaunchPlan, same_ranks
@@ -185,7 +185,7 @@ class JobRunner:
         if group is None:
             return None
         file = self.paths.folder / "ranks" / "job.pkl"
-        write_whole(file, cloudpickle.dumps(spec), durable=False)
+        write_whole(file, pickle.dumps(spec), durable=False)
         return group, file
 
     def _request(self, search: SearchRequest) -> RunRequest:

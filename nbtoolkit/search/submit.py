@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
+
 from nbtoolkit.config.schema import load_config
 from nbtoolkit.environment.deadline import time_limit
 from nbtoolkit.environment.hardware import detect_hardware
@@ -250,7 +252,8 @@ def start_search(
         )
         try:
             server.preload(["nbtoolkit.search.scheduler", *search.preload])
-            with pack_function(train, environment) as payload, pack_content(request) as content:
+            packed = cloudpickle.dumps(request)
+            with pack_function(train, environment) as payload, pack_content(packed) as content:
                 line = server.run(_SCHEDULER, payload, content, run.lock, detached=detach)
         except LaunchError:
             roll_back(run)
