@@ -239,7 +239,8 @@ def test_ranks_leave_their_group_right_after_a_collective(tmp_path: Path) -> Non
     """With torch 2.6 nearly every such end waited for a thread that waited for it."""
     command = [sys.executable, "-c", LEAVES]
     ranks = [start([*command, str(rank), str(tmp_path)]) for rank in (0, 1)]
-    assert [rank.communicate(timeout=240)[0].strip() for rank in ranks] == ["left"] * 2
+    # Some versions of torch write a line of gloo's before it.
+    assert [rank.communicate(timeout=240)[0].split()[-1:] for rank in ranks] == [["left"]] * 2
 
 
 @pytest.mark.long
