@@ -1,0 +1,360 @@
+"""Draw charts as SVG without scripts, for panel, live view, report and saved notebooks.
+
+Text takes the colour of its surroundings. Lines and marks have colours by state, with a contrast of
+at least 3 on white, #111111 and #1e1e1e (https://www.w3.org/TR/WCAG21/#non-text-contrast), so both
+read well in light and in dark themes. A chart fills the width of its card and scales with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from typing import Literal, TypeAlias
+
+from nbtoolkit.text_table import shortened
+
+Points: TypeAlias = list[tuple[float, float]]
+"""Positions and values."""
+
+RUNNING, ENDED, BEST, FAILED = "#2a7fc9", "#7d7d7d", "#d55e00", "#dc3a3a"
+"""Colours by state. What is failed also has a sign and a word."""
+
+PALETTE = (RUNNING, BEST, "#009e73", "#8a63d2", "#a07800", "#c44e9b", "#0f8f9f", "#b5651d")
+"""Colours of compared runs, in the order in which they were chosen."""
+
+Mark = Literal["line", "dashed", "steps", "dots", "crosses", "ring"]
+
+_WIDTH, _HEIGHT = 360, 176  # units of a view box; a card is 300 to 500 pixels wide
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 10, 8, 32  # margins for ticks and names
+_FONT = 11
+_NAME = 40  # characters of a name
+_MOST = 400  # points of a series: a chart shows no more
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of a chart.
+
+    Attributes:
+        label: its name.
+        low: the smallest value; None: that of the points. Smaller values lie on the edge.
+        high: the largest value; None: that of the points. Larger values lie on the edge.
+        log: whether it is logarithmic; ignored where a limit is not above 0.
+        integer: whether only whole numbers are labelled.
+        choices: the texts at 0, 1, 2, ...; empty: it is numeric.
+    """
+
+    label: str = ""
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    integer: bool = False
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points that are drawn in one way.
+
+    Attributes:
+        name: in the legend and in the description.
+        points: their positions and values; those that are not finite are left out.
+        mark: a line, or a mark for each point.
+        colour: of line and marks.
+        titles: what a pointer shows: one for each point, or one for all; empty: nothing.
+        faint: whether it stands behind the others.
+    """
+
+    name: str
+    points: Points
+    mark: Mark = "line"
+    colour: str = ENDED
+    titles: Sequence[str] = ()
+    faint: bool = False
+
+
+def chart(
+    series: Sequence[Series],
+    *,
+    x: Axis = Axis(integer=True),
+    y: Axis = Axis(),
+    legend: bool = False,
+) -> str:
+    """Draw several series; a sentence where there are no points.
+
+    Args:
+        series: what is drawn, the last one on top.
+        x: the horizontal axis.
+        y: the vertical axis.
+        legend: whether the names stand below it.
+    """
+    drawn = [(line, _finite(line)) for line in series]
+    drawn = [(line, points) for line, points in drawn if points]
+    if not drawn:
+        return '<div style="opacity:0.75">Nothing yet.</div>'
+    positions = [step for _, points in drawn for step, _, _ in points]
+    values = [value for _, points in drawn for _, value, _ in points]
+    across = _Scale.of(x, positions, _LEFT, _WIDTH - _RIGHT)
+    up = _Scale.of(y, values, _HEIGHT - _BOTTOM, _TOP)
+    label = f"{y.label or 'value'} by {x.label or 'step'}: "
+    label += ", ".join(line.name for line, _ in drawn[-len(PALETTE) :])
+    shapes = "".join(_shape(line, points, across, up) for line, points in drawn)
+    below = "".join(_legend(line) for line, _ in drawn) if legend else ""
+    return (
+        f'<svg role="img" aria-label="{escape(label, quote=True)}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
+        f' style="display:block;width:100%;height:auto" font-size="{_FONT}" fill="currentColor">'
+        f"{''.join(_axes(across, up))}{shapes}</svg>"
+        + (f'<div style="font-size:11px;line-height:1.5">{below}</div>' if below else "")
+    )
+
+
+# --- scales ---
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Where the values of an axis lie, in units of the view box."""
+
+    axis: Axis
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool
+
+    @classmethod
+    def of(cls, axis: Axis, values: Sequence[float], start: float, end: float) -> _Scale:
+        if axis.choices:
+            return cls(axis, -0.5, len(axis.choices) - 0.5, start, end, log=False)
+        low = min(values) if axis.low is None else axis.low
+        high = max(values) if axis.high is None else axis.high
+        log = axis.log and low > 0 and high > low
+        if not high > low:
+            margin = abs(low) * 0.05 or 0.5
+            low, high = low - margin, high + margin
+        elif not log and axis.low is None and axis.high is None and not axis.integer:
+            margin = (high - low) * 0.04
+            low, high = low - margin, high + margin
+        return cls(axis, low, high, start, end, log)
+
+    def at(self, value: float) -> float:
+        """The position of a value; of one outside of the axis, its edge."""
+        value = min(max(value, self.low), self.high)
+        low, high = self.low, self.high
+        if self.log:
+            value, low, high = math.log(value), math.log(low), math.log(high)
+        return self.start + (value - low) / (high - low) * (self.end - self.start)
+
+    def outside(self, value: float) -> bool:
+        """Whether a value lies beyond the axis."""
+        return not self.low <= value <= self.high
+
+    def ticks(self, most: int) -> list[tuple[float, str]]:
+        """A few round values, each with its text."""
+        if self.axis.choices:
+            every = -(-len(self.axis.choices) // most)
+            return [
+                (float(index), shortened(text, 12))
+                for index, text in enumerate(self.axis.choices)
+                if index % every == 0
+            ]
+        values = self._powers(most) if self.log else []
+        return [(value, f"{value:.4g}") for value in values or self._round(most)]
+
+    def _powers(self, most: int) -> list[float]:
+        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        for factors in ((1, 2, 5), (1,)):
+            values = [f * 10.0**p for p in range(first, last + 1) for f in factors]
+            inside = [value for value in values if not self.outside(value)]
+            if 2 <= len(inside) <= most:
+                return inside
+        return inside[:: -(-len(inside) // most)]
+
+    def _round(self, most: int) -> list[float]:
+        rough = (self.high - self.low) / most
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+        step = max(step, 1.0) if self.axis.integer else step
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [multiple * step for multiple in range(first, last + 1)]
+
+
+def _axes(across: _Scale, up: _Scale) -> Iterator[str]:
+    floor = _HEIGHT - _BOTTOM
+    for value, text in up.ticks(4):
+        y = up.at(value)
+        yield (
+            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" '
+            f'stroke="currentColor" stroke-opacity="0.15"/>'
+            f'<text x="{_LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>'
+        )
+    for value, text in across.ticks(6):
+        at = f'x="{across.at(value):.1f}" y="{floor + 14}"'
+        yield f'<text {at} text-anchor="middle">{escape(text)}</text>'
+    yield (
+        f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{floor}" y2="{floor}" '
+        f'stroke="currentColor" stroke-opacity="0.6"/>'
+    )
+    if across.axis.label:
+        name = escape(shortened(across.axis.label, _NAME))
+        middle = (_LEFT + _WIDTH - _RIGHT) / 2
+        yield f'<text x="{middle}" y="{_HEIGHT - 4}" text-anchor="middle">{name}</text>'
+
+
+# --- shapes ---
+
+
+def _finite(series: Series) -> list[tuple[float, float, str]]:
+    """The points that can be drawn, each with its title, thinned to what is visible."""
+    alone = len(series.titles) == 1
+    titles = series.titles if len(series.titles) == len(series.points) and not alone else ()
+    found = [
+        (step, value, titles[index] if titles else "")
+        for index, (step, value) in enumerate(series.points)
+        if drawable(step) and drawable(value)
+    ]
+    every = -(-len(found) // _MOST)
+    return found[:: -every or -1][::-1]
+
+
+def drawable(value: float) -> bool:
+    """Whether a value is finite, and so is its difference to another such value."""
+    return math.isfinite(value) and abs(value) < 1e300
+
+
+def _shape(
+    series: Series, points: list[tuple[float, float, str]], across: _Scale, up: _Scale
+) -> str:
+    corners = [(across.at(step), up.at(value)) for step, value, _ in points]
+    if series.mark in ("dots", "crosses", "ring") or len(corners) == 1:
+        return "".join(
+            _point(series, x, y, title, cut=up.outside(value))
+            for (x, y), (_, value, title) in zip(corners, points, strict=True)
+        )
+    if series.mark == "steps":
+        turns = [(x, y0) for (_, y0), (x, _) in pairwise(corners)]
+        turns.append(corners[-1])
+        corners = [point for pair in zip(corners, turns, strict=True) for point in pair]
+    dash = ' stroke-dasharray="5 3"' if series.mark == "dashed" else ""
+    faint = ' stroke-opacity="0.45"' if series.faint else ""
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
+    title = _title(series.titles[0] if len(series.titles) == 1 else series.name)
+    width = 1.2 if series.faint else 2
+    return (
+        f'<polyline points="{path}" fill="none" stroke="{series.colour}" '
+        f'stroke-width="{width}"{dash}{faint}>{title}</polyline>'
+    )
+
+
+def _point(series: Series, x: float, y: float, title: str, *, cut: bool) -> str:
+    """A mark; a cross where the value lies beyond the axis."""
+    inside = _title(title or (series.titles[0] if len(series.titles) == 1 else ""))
+    if series.mark == "crosses" or cut:
+        path = f"M{x - 3:.1f},{y - 3:.1f}l6,6m0,-6l-6,6"
+        stroke = f'stroke="{series.colour}" stroke-width="1.5" fill="none"'
+        return f'<path d="{path}" {stroke}>{inside}</path>'
+    if series.mark == "ring":
+        return (
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="none" stroke="{series.colour}" '
+            f'stroke-width="2">{inside}</circle>'
+        )
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.8" fill="{series.colour}">{inside}</circle>'
+
+
+def _title(text: str) -> str:
+    return f"<title>{escape(text)}</title>" if text else ""
+
+
+_SIGNS: dict[Mark, str] = {
+    "line": "—", "dashed": "- -", "steps": "—", "dots": "●", "crosses": "×", "ring": "○",
+}  # fmt: skip
+
+
+def _legend(series: Series) -> str:
+    return (
+        f'<span style="margin-right:12px;white-space:nowrap"><span aria-hidden="true" '
+        f'style="color:{series.colour};font-weight:700">{_SIGNS[series.mark]}</span> '
+        f"{escape(shortened(series.name, _NAME))}</span>"
+    )
+
+
+# --- sparklines ---
+
+
+def sparkline(points: Points, label: str, *, width: int = 120, height: int = 28) -> str:
+    """Draw a small curve without axes, of fixed size; empty below two points.
+
+    Args:
+        points: positions and values.
+        label: the same in words.
+        width: in pixels.
+        height: in pixels.
+    """
+    found = _finite(Series("", points))
+    if len(found) < 2:
+        return ""
+    across = _Scale.of(Axis(), [step for step, _, _ in found], 3, width - 3)
+    up = _Scale.of(Axis(), [value for _, value, _ in found], height - 3, 3)
+    path = " ".join(f"{across.at(step):.1f},{up.at(value):.1f}" for step, value, _ in found)
+    return (
+        f'<svg role="img" aria-label="{escape(label, quote=True)}" width="{width}" '
+        f'height="{height}" viewBox="0 0 {width} {height}"><polyline points="{path}" fill="none" '
+        f'stroke="{RUNNING}" stroke-width="1.8"/></svg>'
+    )
+
+
+# --- timeline ---
+
+_ROW, _BAR = 22, 14  # units of a row, and of the bar in it
+
+
+@dataclass(frozen=True)
+class Span:
+    """A bar of a timeline: from ``begin`` to ``end``, in seconds; ``title``: for a pointer."""
+
+    begin: float
+    end: float
+    label: str
+    title: str
+    colour: str = ENDED
+
+
+def timeline(rows: Sequence[tuple[str, Sequence[Span]]], begin: float, end: float) -> str:
+    """Draw what each worker does over time; a gap in a row is time without work.
+
+    Args:
+        rows: each worker's name and its bars.
+        begin: seconds at the left edge.
+        end: seconds at the right edge.
+    """
+    if not rows or not end > begin:
+        return ""
+    height = _ROW * len(rows) + 18
+    across = _Scale.of(Axis(low=begin, high=end), [], _LEFT, _WIDTH - _RIGHT)
+    parts = []
+    for index, (name, spans) in enumerate(rows):
+        top = index * _ROW
+        at = f'x="{_LEFT - 5}" y="{top + 11}" text-anchor="end"'
+        parts.append(f"<text {at}>{escape(shortened(name, 9))}</text>")
+        for span in spans:
+            x0, x1 = across.at(span.begin), across.at(span.end)
+            parts.append(
+                f'<rect x="{x0:.1f}" y="{top}" width="{max(x1 - x0 - 0.5, 0.5):.1f}" '
+                f'height="{_BAR}" fill="{span.colour}" fill-opacity="0.55">'
+                f"{_title(span.title)}</rect>"
+            )
+            if x1 - x0 > 7 * len(span.label):
+                at = f'x="{(x0 + x1) / 2:.1f}" y="{top + 11}" text-anchor="middle"'
+                parts.append(f'<text {at} pointer-events="none">{escape(span.label)}</text>')
+    for value in _Scale.of(Axis(low=0, high=end - begin), [], 0, 1).ticks(5):
+        at = f'x="{across.at(begin + value[0]):.1f}" y="{height - 4}" text-anchor="middle"'
+        parts.append(f"<text {at}>{escape(value[1])} s</text>")
+    label = f"what {len(rows)} workers did over {end - begin:.0f} s"
+    return (
+        f'<svg role="img" aria-label="{label}" viewBox="0 0 {_WIDTH} {height}" '
+        f'style="display:block;width:100%;height:auto" font-size="{_FONT}" fill="currentColor">'
+        f"{''.join(parts)}</svg>"
+    )
