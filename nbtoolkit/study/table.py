@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from nbtoolkit.run import events
 from nbtoolkit.run.events import Event, TrialChanged
-from nbtoolkit.text_table import html_columns, text_columns
+from nbtoolkit.text_table import html_columns, number, text_columns
 
 if TYPE_CHECKING:
     from nbtoolkit.study.parameter import Params
@@ -392,7 +392,7 @@ class SweepTable(EventTable):
 
 def short(value: object) -> str:
     """A value as short text: four digits of a number, the beginning of a long text."""
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = number(value) if isinstance(value, float) else str(value)
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
 
 
