@@ -19,6 +19,8 @@ from nbtoolkit.run.paths import RunPaths
 if TYPE_CHECKING:
     from nbtoolkit.environment.launch_plan import LaunchPlan
     from nbtoolkit.run.resume import ChosenRun
+    from nbtoolkit.study.importance import Importance
+    from nbtoolkit.views.figure import Chart
 
 
 Display = Literal["auto", "widgets", "text", "off"]
@@ -312,3 +314,18 @@ class Displays(Protocol):
 def displays() -> Displays:
     """``nbtoolkit.views.live``, imported by name: imports point from views to run."""
     return cast("Displays", import_module("nbtoolkit.views.live"))
+
+
+class Charts(Protocol):
+    """The functions of ``nbtoolkit.views.figure``."""
+
+    def result_chart(self, paths: RunPaths, region: str) -> Chart:
+        """Draw one region of a result's page."""
+
+    def importance_chart(self, importance: Importance, metric: str) -> Chart:
+        """Draw the importance of each parameter of a sweep."""
+
+
+def charts() -> Charts:
+    """``nbtoolkit.views.figure``, imported by name: imports point from views to run."""
+    return cast("Charts", import_module("nbtoolkit.views.figure"))

@@ -14,6 +14,7 @@ from nbtoolkit.run.events import Event
 from nbtoolkit.run.output import CellOutput, RunDisplay, Screen, choose_screen, find_display
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.search.sweep_result import TableLines
+from nbtoolkit.views.page import page_html
 from nbtoolkit.views.progress_display import (
     DisplayPlace,
     HtmlDisplay,
@@ -24,7 +25,6 @@ from nbtoolkit.views.progress_display import (
     running_cell,
 )
 from nbtoolkit.views.state import State, read_state
-from nbtoolkit.views.summary import summary
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -89,7 +89,7 @@ def show_handle(paths: RunPaths, shown: RunDisplay | None) -> None:
 
 def static(paths: RunPaths) -> str:
     """Render the current state of a folder as HTML."""
-    return summary(read_state(paths.folder))
+    return page_html(read_state(paths.folder))
 
 
 def _progress_display(
@@ -185,7 +185,7 @@ def _failure(error: Exception) -> str:
 
 
 class WidgetDisplay(ProgressDisplay):
-    """A live view in a cell, drawn by a thread of its own.
+    """A live view in a cell, drawn by a thread of its own: the page, and a button that stops.
 
     The thread only reads the folder. So the view is live while the cell waits, after it has ended,
     and while other cells run. Updates of a widget reach it from any thread.
@@ -198,7 +198,7 @@ class WidgetDisplay(ProgressDisplay):
         super().__init__(make_state)
         self._drawing = threading.Lock()  # the waiting thread and ours both see the end
         self._closed = threading.Event()
-        self._widgets: _Widgets | None = None
+        self._box: ipywidgets.VBox | None = None
 
     def open(self, *, waits: bool) -> None:
         """Show it in this cell, and start the thread.
@@ -225,12 +225,15 @@ class WidgetDisplay(ProgressDisplay):
                 return
             self._closed.set()
             self._state.refresh()
-            if self._widgets is not None:
-                # A front end may keep the output of a past cell; its widget then shows the end.
-                self._widgets.show(self._state)
-            self._place.put(mime_bundle(self._state))
-            if self._widgets is not None:
-                self._widgets.close()
+            bundle = mime_bundle(self._state)
+            # A front end may keep the output of a past cell; its widget then shows the end.
+            self._show(bundle["text/html"])
+            self._place.put(bundle)
+            for widget in () if self._box is None else (*self._box.children, self._box):
+                if hasattr(widget, "style"):
+                    widget.style.close()
+                widget.layout.close()
+                widget.close()
 
     def _run(self) -> None:
         """Draw until it has ended; an error is shown and does not affect the run."""
@@ -254,51 +257,35 @@ class WidgetDisplay(ProgressDisplay):
                 return False
             with self._throttle.drawing():
                 self._state.refresh()
-                if self._widgets is not None:
-                    self._widgets.show(self._state)
-            if self._widgets is None and self._state.live:
-                self._widgets = _Widgets(self._state, stoppable=self._stoppable)
-                self._place.put({**mime_bundle(self._state), _WIDGET_VIEW: self._widgets.view})
+                bundle = mime_bundle(self._state)
+                self._show(bundle["text/html"])
+            if self._box is None and self._state.live:
+                self._box = self._make_box(bundle["text/html"])
+                model = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
+                self._place.put({**bundle, _WIDGET_VIEW: model})
             return not self._state.over
 
-
-class _Widgets:
-    """The summary as HTML, and a button that stops the run."""
-
-    def __init__(self, state: State, *, stoppable: bool) -> None:
+    def _make_box(self, html: str) -> ipywidgets.VBox:
         import ipywidgets
 
-        self._paths = state.paths
-        self._html = ipywidgets.HTML(summary(state))
-        self._buttons: list[ipywidgets.Button] = []
-        if stoppable:
-            tooltip = "All ranks stop at their next report"
-            button = ipywidgets.Button(description="Stop", icon="stop", tooltip=tooltip)
-            button.on_click(self._stop)
-            self._buttons.append(button)
-        self._box = ipywidgets.VBox([self._html, *self._buttons])
+        page, tooltip = ipywidgets.HTML(html), "All ranks stop at their next report"
+        if not self._stoppable:
+            return ipywidgets.VBox([page])
+        button = ipywidgets.Button(description="Stop", icon="stop", tooltip=tooltip)
+        button.on_click(self._stop)
+        return ipywidgets.VBox([page, button])
 
-    @property
-    def view(self) -> dict[str, object]:
-        """The MIME data by which a front end finds the widgets."""
-        return {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
-
-    def show(self, state: State) -> None:
-        """Draw; the button is there while the run is live."""
-        self._html.value = summary(state)
-        self._box.children = [self._html, *self._buttons] if state.live else [self._html]
-
-    def close(self) -> None:
-        """Close all widgets, in kernel and front end."""
-        styled = [self._html, *self._buttons]
-        for widget in [self._box, *styled]:
-            widget.layout.close()
-            widget.close()
-        for widget in styled:
-            widget.style.close()
+    def _show(self, html: str) -> None:
+        """Draw, if there are widgets; the button is there while the run is live."""
+        if self._box is None:
+            return
+        page, *buttons = self._box.children
+        page.value = html  # ipywidgets sends it only if it has changed
+        for button in buttons:
+            button.layout.display = None if self._state.live else "none"
 
     def _stop(self, button: ipywidgets.Button) -> None:
         """Request the stop; called in the kernel's main thread or in a subshell's."""
         button.disabled, button.description = True, "Stopping"
         with contextlib.suppress(FileNotFoundError):  # the folder was deleted: the view shows it
-            RunHandle(self._paths).stop("the Stop button of the live view")
+            RunHandle(self._state.paths).stop("the Stop button of the live view")

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from nbtoolkit.crossval.cv_result import FoldTable
 from nbtoolkit.errors import RunFileError
-from nbtoolkit.report.run_summary import Kind, Points, kind_of, numbers
 from nbtoolkit.run import events
 from nbtoolkit.run.events import DevicesSampled, Reading, decode
-from nbtoolkit.run.paths import RunPaths, read_or_empty
+from nbtoolkit.run.events import number_values as numbers
+from nbtoolkit.run.paths import Kind, RunPaths, kind_of, read_or_empty
 from nbtoolkit.search.sweep_result import read_sweep_config
 from nbtoolkit.study.table import SweepTable
+from nbtoolkit.views.chart import Points
 
 _READINGS_TAIL = 1 << 16  # bytes at the end of an event log in which readings are looked for
 _NOTES = 5  # the newest notes that are kept
