@@ -10,7 +10,7 @@ from html import escape
 from statistics import fmean, median
 
 from nbtoolkit.report.predictions import NoPredictions, Predictions, joined, predictions_of
-from nbtoolkit.report.run_summary import RunSummary
+from nbtoolkit.report.reported_run import ReportedRun
 from nbtoolkit.run.paths import KIND_NAMES, RunPaths
 from nbtoolkit.run.resume import decides_result
 from nbtoolkit.text_table import counted, duration, metric_column, moment, setting, shortened
@@ -43,7 +43,7 @@ class ReportSection:
 _METRICS = 5  # columns
 
 
-def overview(runs: Sequence[RunSummary]) -> ReportSection:
+def overview(runs: Sequence[ReportedRun]) -> ReportSection:
     """Tabulate the runs, oldest first; below, why runs failed and which files cannot be read."""
     if not runs:
         return ReportSection("Runs", [paragraph("There are no runs in this folder.")])
@@ -65,12 +65,12 @@ def overview(runs: Sequence[RunSummary]) -> ReportSection:
     return ReportSection("Runs", [data_table(header, [*zip(*columns, strict=True)]), *problems])
 
 
-def _took(run: RunSummary) -> str:
+def _took(run: ReportedRun) -> str:
     attempts = f", in {run.attempts} attempts" if run.attempts > 1 else ""
     return duration(run.elapsed()) + attempts
 
 
-def _problems(run: RunSummary) -> list[str]:
+def _problems(run: ReportedRun) -> list[str]:
     problems = [f"{name} cannot be read" for name in run.damaged]
     if run.error:
         kind = str(run.error.get("type", "")).removeprefix("builtins.")
@@ -80,7 +80,7 @@ def _problems(run: RunSummary) -> list[str]:
     return problems
 
 
-def page_section(run: RunSummary) -> ReportSection:
+def page_section(run: ReportedRun) -> ReportSection:
     """Write the page of a run, a sweep or a cross-validation, as the panel shows it."""
     return ReportSection(run.name, [page_html(run)])
 
@@ -91,7 +91,7 @@ _ABSENT = object()
 _LOG_RATIO = 20.0  # largest to smallest loss, above which the scale is logarithmic
 
 
-def comparison(runs: Sequence[RunSummary]) -> ReportSection:
+def comparison(runs: Sequence[ReportedRun]) -> ReportSection:
     """Compare the newest single runs: learning curves, and the settings that differ."""
     section = ReportSection("Comparison")
     single = [run for run in runs if run.kind == "run"]
@@ -111,7 +111,7 @@ def _quantity(metric: str) -> str:
     return metric.removeprefix("train_").removeprefix("val_")
 
 
-def _curves(runs: Sequence[RunSummary], quantity: str) -> str:
+def _curves(runs: Sequence[ReportedRun], quantity: str) -> str:
     lines = [
         Series(
             f"{run.label}, training" if name.startswith("train_") else run.label,
@@ -129,7 +129,7 @@ def _curves(runs: Sequence[RunSummary], quantity: str) -> str:
     return card(shortened(quantity, 32), drawn, span=2)
 
 
-def _differences(runs: Sequence[RunSummary]) -> list[str]:
+def _differences(runs: Sequence[ReportedRun]) -> list[str]:
     """Tabulate the settings that are not equal; those that change a run's results come first."""
     configs = [_flat(run.config) for run in runs]
     names = dict.fromkeys(name for config in configs for name in config)
@@ -159,7 +159,7 @@ def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
 # --- throughput ---
 
 
-def throughput(runs: Sequence[RunSummary]) -> ReportSection:
+def throughput(runs: Sequence[ReportedRun]) -> ReportSection:
     """Tabulate samples per second and device use of runs and folds."""
     labelled = [
         (run.label if part is run else f"{run.label}, {part.label}", part)
@@ -175,12 +175,12 @@ def throughput(runs: Sequence[RunSummary]) -> ReportSection:
     return ReportSection("Throughput and device use", [data_table(["run", *cells], [*rows])])
 
 
-def _median_rate(run: RunSummary) -> str:
+def _median_rate(run: ReportedRun) -> str:
     rates = [rate for _, rate in run.logged.get("samples_per_second", ())]
     return f"{median(rates):,.0f}" if rates else ""
 
 
-def _rank_memory(run: RunSummary) -> str:
+def _rank_memory(run: ReportedRun) -> str:
     """Return the most memory that a rank used, in GB: logged by fit, else read."""
     logged = [
         value
@@ -192,20 +192,20 @@ def _rank_memory(run: RunSummary) -> str:
     return "" if most is None else f"{most:.4g}"
 
 
-def _gpu_memory(run: RunSummary) -> str:
+def _gpu_memory(run: ReportedRun) -> str:
     """Return the most memory in use on a GPU, in GB, by all processes of the machine."""
     read = _read(run, "memory_used", "index", 1e-9)
     return f"{max(read):.4g}" if read else ""
 
 
-def _means(run: RunSummary, name: str, device: str) -> str:
+def _means(run: ReportedRun, name: str, device: str) -> str:
     """Return the mean of a reading, for each ``"rank"`` or GPU (``"index"``)."""
     keys = dict.fromkeys(str(one[device]) for one in run.samples if device in one)
     means = {key: _read(run, name, device, 1.0, key) for key in sorted(keys)}
     return ", ".join(f"{fmean(values):.4g}" for values in means.values() if values)
 
 
-def _read(run: RunSummary, name: str, device: str, scale: float, key: str = "") -> list[float]:
+def _read(run: ReportedRun, name: str, device: str, scale: float, key: str = "") -> list[float]:
     """Select the readings of ranks or GPUs; ``key``: of one of them."""
     return [
         value * scale
@@ -215,7 +215,7 @@ def _read(run: RunSummary, name: str, device: str, scale: float, key: str = "") 
     ]
 
 
-_COLUMNS: dict[str, Callable[[RunSummary], str]] = {
+_COLUMNS: dict[str, Callable[[ReportedRun], str]] = {
     "samples a second (median)": _median_rate,
     "memory of a rank (GB, most)": _rank_memory,
     "CPU cores of each rank (mean)": lambda run: _means(run, "cpu", "rank"),
@@ -233,7 +233,7 @@ _BLUE = "42, 127, 201"  # RUNNING; at most half of it, so that the page's text s
 _DARKEST = 0.5
 
 
-def predictions(runs: Sequence[RunSummary]) -> ReportSection:
+def predictions(runs: Sequence[ReportedRun]) -> ReportSection:
     """Show the newest runs' predictions; of a cross-validation, the out-of-fold predictions.
 
     For predictions that cannot be shown, the section states the reason.
@@ -252,7 +252,7 @@ def predictions(runs: Sequence[RunSummary]) -> ReportSection:
     return ReportSection("Predictions", ([grid(*cards)] if cards else []) + reasons)
 
 
-def _predictions(run: RunSummary) -> Predictions | None:
+def _predictions(run: ReportedRun) -> Predictions | None:
     if run.kind == "run":
         return predictions_of(run.paths)
     files = sorted(run.paths.folder.glob("folds/*/values/0.pkl"))
