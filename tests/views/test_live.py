@@ -40,9 +40,10 @@ from nbtoolkit.run.events import (
 from nbtoolkit.run.output import CellOutput, Display, DisplayFacts, Shape, choose_screen
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.views.live import LiveView
+from nbtoolkit.views.page import page_html
 from nbtoolkit.views.progress_display import LineDisplay, ProgressDisplay, Throttle
 from nbtoolkit.views.state import State
-from nbtoolkit.views.summary import summary, summary_line
+from nbtoolkit.views.text import summary_line
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 WIDGETS = "sys.modules['ipywidgets.widgets.widget']._instances"
@@ -436,8 +437,8 @@ def test_names_and_errors_are_text_in_html_and_no_orders_to_a_terminal(
         diary.write(MetricsReported(values=values, step=step))
     ends(diary, state, status="failed", error="<b>no</b>", seconds=1.0)
     state.refresh()
-    assert Tags(summary(state)).found <= {"div", "span", "b", "svg", "polyline"}
-    assert "&lt;b&gt;no&lt;/b&gt;" in summary(state)
+    assert Tags(page_html(state)).found <= {"div", "span", "b", "svg", "polyline"}
+    assert "&lt;b&gt;no&lt;/b&gt;" in page_html(state)
     assert summary_line(state).startswith("step 3 of 4, <script>ü [2J  1.5")
     assert "\x1b" not in summary_line(state)
 
@@ -452,7 +453,7 @@ def test_a_folder_that_cannot_be_read_is_neither_live_nor_over(
     state.paths.events.mkdir()
     assert state.refresh()
     assert (state.status, state.live, state.over) == ("unreadable", False, False)
-    assert "Is a directory" in summary(state)
+    assert "Is a directory" in page_html(state)
     assert summary_line(state).endswith("unreadable")
     state.paths.events.rmdir()
     aside.rename(state.paths.events)
@@ -470,7 +471,7 @@ def test_what_was_logged_is_drawn_where_nothing_was_reported(diary: EventLog, st
     for step in range(10_000):
         diary.write(MetricsLogged(values={"loss": 1 / (step + 1)}, step=step))
     state.refresh()
-    assert "loss" in summary(state)
+    assert "loss" in page_html(state)
     assert len(state.logged["loss"]) <= 4000
     assert state.logged["loss"][-1][0] == 9999
     diary.write(MetricsReported(values={"val_loss": 0.5}, step=1))
@@ -503,7 +504,7 @@ def test_steps_that_are_no_epochs_have_no_end_in_sight(diary: EventLog, state: S
     state.refresh()
     assert summary_line(state) == "step 200, loss 1"
     assert state.share() is None
-    assert "progressbar" not in summary(state)
+    assert "progressbar" not in page_html(state)
 
 
 def test_a_line_of_ours_does_not_tear_a_bar_of_rank_0(
