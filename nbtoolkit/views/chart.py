@@ -109,7 +109,8 @@ def chart(
     below = "".join(_legend(line) for line, _ in drawn) if legend else ""
     return (
         f'<svg role="img" aria-label="{escape(label, quote=True)}" viewBox="0 0 {width} {height}"'
-        f' style="display:block;width:100%;height:auto;max-height:{height * 3 // 2}px" font-size="{_FONT}" fill="currentColor">'
+        f' style="display:block;width:100%;height:auto;max-height:{height * 3 // 2}px"'
+        f' font-size="{_FONT}" fill="currentColor">'
         f"{''.join(_axes(across, up))}{shapes}</svg>"
         + (f'<div style="font-size:11px;line-height:1.5">{below}</div>' if below else "")
     )

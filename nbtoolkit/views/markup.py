@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from nbtoolkit.views.chart import FAILED, RUNNING
+from nbtoolkit.views.chart import BEST, FAILED, RUNNING
 
 WRAPS = "white-space:pre-wrap;overflow-wrap:anywhere"
 """The style of text with lines of its own."""
@@ -81,6 +81,12 @@ def alert(text: str) -> str:
     return f'<div role="alert" style="{style}">⚠ {escape(text)}</div>'
 
 
+def headline(text: str) -> str:
+    """Render the value that matters most."""
+    style = f"font-size:26px;font-weight:700;line-height:1.3;{tinted(BEST)}"
+    return f'<div style="{style}">{escape(text)}</div>'
+
+
 def tinted(colour: str) -> str:
     """Return the style of text in the colour of a state, readable in light and dark themes."""
     return f"color:color-mix(in srgb, {colour} 65%, currentColor)"
@@ -122,10 +128,11 @@ def data_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: st
         return f"<tr>{inside}</tr>"
 
     above = f'<caption style="text-align:left">{escape(caption)}</caption>' if caption else ""
+    head = line(header, "th scope=col", "currentColor")
     body = "".join(line(row, "td", RULE) for row in rows)
     return (
         f'<table style="border-collapse:collapse;font-size:inherit">{above}'
-        f'<thead>{line(header, "th scope=col", "currentColor")}</thead><tbody>{body}</tbody></table>'
+        f"<thead>{head}</thead><tbody>{body}</tbody></table>"
     )
 
 

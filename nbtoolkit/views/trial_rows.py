@@ -51,6 +51,10 @@ class View:
     log: str = ""
 
 
+EVERYTHING = View()
+"""The view before anything was chosen."""
+
+
 @dataclass(frozen=True)
 class Column:
     """A column: ``name`` for :attr:`View.sort`, its heading, and its width in characters."""
@@ -122,7 +126,7 @@ def value_of(trial: Trial, index: int = 0) -> float | None:
     return value if value is None or math.isfinite(value) else None
 
 
-def ordered(state: State, chosen: View = View()) -> list[Trial]:
+def ordered(state: State, chosen: View = EVERYTHING) -> list[Trial]:
     """Return the trials that are shown, in order.
 
     By default the best complete ones come first. Running ones follow, at the latest at the end of
@@ -176,14 +180,14 @@ def _key(value: object) -> tuple[int, float, str] | tuple[()]:
     return 1, 0, str(value)
 
 
-def pages(state: State | None, chosen: View = View()) -> int:
+def pages(state: State | None, chosen: View = EVERYTHING) -> int:
     """Return the number of pages of the table, at least 1."""
     if state is None or not isinstance(state.table, SweepTable):
         return 1
     return max(-(-len(ordered(state, chosen)) // ROWS), 1)
 
 
-def count_text(state: State, chosen: View = View()) -> str:
+def count_text(state: State, chosen: View = EVERYTHING) -> str:
     """Say which trials are shown: ``"1 to 10 of 20, best first"``."""
     count = len(ordered(state, chosen))
     first = min(max(chosen.page, 0), pages(state, chosen) - 1) * ROWS
@@ -195,7 +199,9 @@ def count_text(state: State, chosen: View = View()) -> str:
 # --- rows ---
 
 
-def rows(state: State | None, chosen: View = View(), now: float | None = None) -> list[TrialRow]:
+def rows(
+    state: State | None, chosen: View = EVERYTHING, now: float | None = None
+) -> list[TrialRow]:
     """Return the rows of a page of the table."""
     if state is None or not isinstance(state.table, SweepTable):
         return []
@@ -241,7 +247,10 @@ def _deltas(table: SweepTable, values: Sequence[float | None]) -> list[str]:
     """Each value's difference to the best trial's, with its sign."""
     best = value_of(table.best[0]) if table.best else None
     away = [None if v is None or best is None or v == best else v - best for v in values]
-    return [f"+{text}" if (v or 0) > 0 else text for v, text in zip(away, metric_column(away), strict=True)]
+    return [
+        f"+{text}" if (v or 0) > 0 else text
+        for v, text in zip(away, metric_column(away), strict=True)
+    ]
 
 
 def state_text(state: State, trial: Trial) -> str:
@@ -287,14 +296,15 @@ def row_html(row: TrialRow, shown: Sequence[Column]) -> str:
         inside = chip(text, row.colour) if column.name == "#state" else escape(text)
         fill = ""
         if bar is not None:
-            fill = f"background:linear-gradient(to left,{row.colour}3d {bar:.0%},transparent {bar:.0%});"
+            stops = f"{row.colour}3d {bar:.0%},transparent {bar:.0%}"
+            fill = f"background:linear-gradient(to left,{stops});"
         cells.append(_cell(inside, column, fill))
     weight = "font-weight:600;" if row.colour == BEST else ""
     title = escape(row.title, quote=True)
     return f'<div title="{title}" style="{weight}{_line(shown)}">{"".join(cells)}</div>'
 
 
-def header_html(shown: Sequence[Column], chosen: View = View()) -> str:
+def header_html(shown: Sequence[Column], chosen: View = EVERYTHING) -> str:
     """Render the row of headings; an arrow marks the column that sorts."""
     arrow = {chosen.sort: " ▴" if chosen.reverse else " ▾"}
     cells = [_cell(escape(column.label + arrow.get(column.name, "")), column) for column in shown]
