@@ -24,16 +24,16 @@ _FONT = (
     "font-variant-numeric:tabular-nums"
 )
 _CELL = "padding:2px 10px 2px 0;white-space:nowrap"
-_WIDTHS = {1: "1 1 200px", 2: "2 1 280px", 3: "3 1 500px", 4: "1 1 100%"}
+_WIDTHS = {1: "1 1 200px", 2: "2 1 280px", 3: "3 1 560px", 4: "1 1 100%"}
 
 
 def view(*parts: str) -> str:
-    """Wrap the parts of a view in one element.
+    """Wrap the parts of a view in one element, as wide as its page.
 
     JupyterLab runs MathJax on all outputs, and two dollar signs enclose a formula; these classes
     keep it from doing so.
     """
-    return f'<div {_SAFE} style="{_FONT};overflow-x:auto">{"".join(parts)}</div>'
+    return f'<div {_SAFE} style="{_FONT};flex:{_WIDTHS[4]};overflow-x:auto">{"".join(parts)}</div>'
 
 
 def card(title: str, body: str, *, span: int = 1, note: str = "") -> str:
@@ -42,7 +42,7 @@ def card(title: str, body: str, *, span: int = 1, note: str = "") -> str:
     Args:
         title: the heading; empty: none.
         body: HTML.
-        span: the width beside others: 1 (200 pixels or more), 2 (280), 3 (500) or 4 (a whole row).
+        span: the width beside others: 1 (200 pixels or more), 2 (280), 3 (560) or 4 (a whole row).
         note: a short text beside the heading.
     """
     beside = f'<span style="opacity:0.75">{escape(note)}</span>' if note else ""
@@ -64,9 +64,8 @@ def grid(*cards: str) -> str:
 
 def tiles(parts: Sequence[str], least: int) -> str:
     """Place parts of equal width in rows; ``least``: pixels of the narrowest."""
-    columns = f"repeat(auto-fit,minmax({least}px,1fr))"
-    inside = "".join(parts)
-    return f'<div style="display:grid;grid-template-columns:{columns};gap:8px">{inside}</div>'
+    style = f"display:grid;grid-template-columns:repeat(auto-fit,minmax({least}px,1fr));gap:8px"
+    return f'<div style="{style}">{"".join(parts)}</div>'
 
 
 def paragraph(text: str, *, strong: bool = False, faint: bool = False) -> str:

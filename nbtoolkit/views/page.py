@@ -112,6 +112,10 @@ def _renderers(state: State, chosen: View, now: float) -> dict[str, Callable[[],
     return renderers
 
 
+def _progress(state: State, now: float) -> str:
+    return progress(state).removesuffix(" trials") or state.activity(now)
+
+
 def strip(state: State, now: float) -> str:
     """Render name, status, progress, time and the best value in a line; below it what is wrong."""
     sign, colour = _SIGNS.get(state.status, ("✕", FAILED))
@@ -120,16 +124,16 @@ def strip(state: State, now: float) -> str:
     parts = [
         f'<b title="{escape(state.paths.run_id, quote=True)}">{escape(name_of(state))}</b>',
         chip(f"{sign} {status_of(state)}", colour, hint),
-        progress_bar(state.share(), progress(state) or state.activity(now), width=120),
+        progress_bar(state.share(), _progress(state, now), width=110),
         escape(trial_counts(state)),
         f"<b>{escape(times(state, now))}</b>",
         escape(ended_ago(state, now)),
     ]
     if value:
         number = f'<b style="{tinted(BEST)}">{escape(value)}</b>'
-        parts.append(f"{escape(name)} {number} {escape(where)}")
+        parts.append(f"{escape(name.partition(' ')[0])} {number} {escape(where)}")
     items = "".join(f"<span>{part}</span>" for part in parts if part)
-    line = f'<div style="display:flex;flex-wrap:wrap;align-items:center;gap:0 14px">{items}</div>'
+    line = f'<div style="display:flex;flex-wrap:wrap;align-items:center;gap:0 12px">{items}</div>'
     below = paragraph(text) if (text := explanation(state)) else ""
     below += alert(text[:_ERROR]) if (text := error_of(state)) else ""
     return card("", line + below, span=4)

@@ -159,7 +159,7 @@ def workers_card(state: State, now: float) -> str:
         parts.append(paragraph("Device readings appear after 5 s.", faint=True))
     parts.append(paragraph(_pace(state, now), faint=True))
     title = "Devices" if state.kind == "run" else "Workers"
-    return card(title, "".join(parts)) if any(parts) else ""
+    return card(title, "".join(parts), span=1 if state.kind == "run" else 2) if any(parts) else ""
 
 
 def _bars(state: State, row: list[JobSpan], begin: float, now: float) -> list[Span]:
@@ -202,7 +202,7 @@ def _pace(state: State, now: float) -> str:
         return ""
     parts = [f"{60 * state.table.ended / max(state.elapsed(now), 1e-3):.1f} trials/min"]
     saved = state.saved_by_pruning()
-    parts += [f"pruning saved {saved:.0%} of the steps"] if saved else []
+    parts += [f"pruning saved {100 * saved:.0f} % of the steps"] if saved else []
     return " · ".join(parts)
 
 

@@ -19,7 +19,15 @@ from nbtoolkit.study.parameter import CategoricalParameter, Searched
 from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.text_table import counted, duration, metric_column, number, param, setting
 from nbtoolkit.views.chart import BEST, ENDED, FAILED, PALETTE, RUNNING, Axis, Mark, Series, chart
-from nbtoolkit.views.markup import card, data_table, headline, paragraph, property_table, tiles
+from nbtoolkit.views.markup import (
+    card,
+    data_table,
+    headline,
+    paragraph,
+    property_table,
+    tiles,
+    view,
+)
 from nbtoolkit.views.state import State
 from nbtoolkit.views.trial_rows import (
     View,
@@ -62,10 +70,11 @@ def best_card(state: State, table: SweepTable) -> str:
         return card(title, paragraph(text), note=note)
     trial = table.best[0]
     names = short_names([*trial.params])
-    facts = [f"trial {trial.number}", _age(table, trial)]
-    facts += [f"step {trial.step}"] if trial.step is not None else []
+    facts = [f"step {trial.step}"] if trial.step is not None else []
     facts += [duration(trial.seconds)] if trial.seconds is not None else []
-    body = headline(number(value_of(trial))) + paragraph(" · ".join(facts), faint=True)
+    body = headline(number(value_of(trial)))
+    body += paragraph(f"trial {trial.number} · {_age(table, trial)}", faint=True)
+    body += paragraph(" · ".join(facts), faint=True)
     body += paragraph(_against_default(state, table, trial), faint=True)
     values = {names[name]: param(value) for name, value in trial.params.items()}
     return card(title, body + property_table(values, right=True), note=note)
@@ -141,7 +150,9 @@ def value_axis(state: State) -> Axis:
 def history_card(state: State, table: SweepTable) -> str:
     """Draw each trial's value by its number, with the best value so far."""
     groups = _marks(state, table, {t: float(t.number) for t in table.trials.values()})
-    best = Series("best so far", state.best_values(), "steps", BEST)
+    so_far = state.best_values()
+    so_far += [(max(map(float, table.trials)), so_far[-1][1])] if so_far else []
+    best = Series("best so far", so_far, "steps", BEST)
     axis = value_axis(state)
     failed = [(float(t.number), axis.high) for t in table.trials.values() if t.state == "failed"]
     edge = Series("failed", [(x, y) for x, y in failed if y is not None], "crosses", FAILED)
@@ -195,13 +206,13 @@ def curves_card(state: State, table: SweepTable) -> str:
     most = max(_LINE_POINTS // len(shown), 12)
     lines = []
     for trial in sorted(shown, key=lambda t: (t in table.best, t.state == "running")):
-        name = f"trial {trial.number}: {number(value_of(trial))}, {trial.state}"
+        title = f"trial {trial.number}: {number(value_of(trial))}, {trial.label}"
         colour = colour_of(table, trial)
-        faint = colour == ENDED
+        name = {BEST: "best", RUNNING: "running", FAILED: "failed"}.get(colour, "ended")
         points = thinned(state.trials[trial.number], most)
-        lines.append(Series(name, points, colour=colour, titles=[name], faint=faint))
-    axis = Axis("step: orange the best, blue running, grey ended", integer=True)
-    picture = chart(lines, x=axis, y=value_axis(state), size=(330, 185))
+        lines.append(Series(name, points, "line", colour, [title], faint=colour == ENDED))
+    axis = Axis("step", integer=True)
+    picture = chart(lines, x=axis, y=value_axis(state), legend=True, size=(330, 170))
     return card("Learning curves", picture, span=2, note=which)
 
 
@@ -237,14 +248,14 @@ def slices_card(state: State, table: SweepTable) -> str:
     cards = []
     for name in names[:_SLICES]:
         across, at = _positions(space.get(name), [t for t in trials if name in t.params], name)
-        picture = chart(_marks(state, table, at, name), x=across, y=axis, size=(220, 130))
+        picture = chart(_marks(state, table, at, name), x=across, y=axis, size=(240, 140))
         share = shares.get(name)
-        note = f"importance {share.low:.2f} to {share.high:.2f}" if share else ""
+        note = f"({share.low:.2f}–{share.high:.2f})" if share else ""
         cards.append(card(labels[name], picture, note=note))
-    notes = known.notes() if known else []
+    notes = ["Importance of the parameters by fANOVA.", *known.notes()] if known else []
     if len(names) > _SLICES:
         notes = [*notes, f"{_SLICES} of {len(names)} parameters are drawn."]
-    return tiles(cards, 185) + (paragraph(" ".join(notes), faint=True) if notes else "")
+    return view(tiles(cards, 180), paragraph(" ".join(notes), faint=True) if notes else "")
 
 
 def _positions(

@@ -168,7 +168,8 @@ def fold_scores(state: State) -> dict[str, str]:
 def _spread(values: list[float]) -> str:
     if len(values) < 2:
         return number(values[0])
-    return " ± ".join(metric_column([statistics.fmean(values), statistics.stdev(values)]))
+    spread = [*values, statistics.fmean(values), statistics.stdev(values)]
+    return " ± ".join(metric_column(spread)[-2:])
 
 
 def best(state: State) -> tuple[str, str, str]:

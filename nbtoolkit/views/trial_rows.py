@@ -25,7 +25,7 @@ SHOWS = ("all", "running", "complete", "pruned", "failed")
 """What :attr:`View.show` can be."""
 
 _PARAMS = 8  # columns; a row's title has all parameters
-_UNIT = 7.5  # pixels of a character, for the least width of a row
+_UNIT, _GAP = 7.0, 8  # pixels of a character and between columns, for the least width of a row
 _BAR = 0.12  # share of the worst value's bar
 _STATES = {"complete": "complete", "pruned": "pruned", "stopped": "pruned", "running": "running"}
 
@@ -95,8 +95,8 @@ def columns(state: State | None) -> list[Column]:
     names = dict.fromkeys(name for trial in state.table.trials.values() for name in trial.params)
     labels = short_names(list(names)[:_PARAMS])
     return [
-        Column("#", "#", width=4.5),
-        Column("#state", "state", right=False, width=14),
+        Column("#", "#", width=5),
+        Column("#state", "state", right=False, width=13),
         *metrics,
         *delta,
         Column("#time", "time", width=7),
@@ -254,13 +254,13 @@ def _deltas(table: SweepTable, values: Sequence[float | None]) -> list[str]:
 
 
 def state_text(state: State, trial: Trial) -> str:
-    """Return a trial's state with what it did: ``"running 7/12"``, ``"pruned at 3"``."""
+    """Return a trial's state with what it did: ``"● 7/12"``, ``"pruned at 3"``."""
     word = state.trial_state(trial)
     if trial.state == "running" and trial.folds:
         return f"● running, {sum(s == 'complete' for s in trial.folds.values())} folds done"
     if trial.state == "running":
         of = f"/{state.epochs}" if state.epochs and (trial.step or 0) <= state.epochs else ""
-        return "● running" if trial.step is None else f"● running {trial.step}{of}"
+        return "● running" if trial.step is None else f"● {trial.step}{of}"
     if trial.state == "pruned" and trial.step is not None:
         return f"{word} at {trial.step}"
     return f"✕ {word}" if trial.state in ("failed", "infeasible") else word
@@ -293,6 +293,7 @@ def row_html(row: TrialRow, shown: Sequence[Column]) -> str:
     """Render a row; ``shown``: its columns."""
     cells = []
     for column, text, bar in zip(shown, row.texts, row.bars, strict=True):
+        text = shortened(text, max(round(column.width), 4))
         inside = chip(text, row.colour) if column.name == "#state" else escape(text)
         fill = ""
         if bar is not None:
@@ -312,14 +313,14 @@ def header_html(shown: Sequence[Column], chosen: View = EVERYTHING) -> str:
 
 
 def _cell(inside: str, column: Column, fill: str = "") -> str:
-    side = "right" if column.right else "left"
-    clip = "overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
-    return f'<span style="{fill}text-align:{side};padding:0 6px;{clip}">{inside}</span>'
+    style = fill + ("" if column.right else "text-align:left")
+    return f'<span style="{style}">{inside}</span>' if style else f"<span>{inside}</span>"
 
 
 def _line(shown: Sequence[Column]) -> str:
-    least = round(_UNIT * sum(column.width for column in shown))
+    least = round(_UNIT * sum(column.width for column in shown) + _GAP * len(shown))
     return (
-        f"display:grid;grid-template-columns:{template(shown)};min-width:{least}px;"
-        f"line-height:24px;border-bottom:1px solid {RULE}"
+        f"display:grid;grid-template-columns:{template(shown)};column-gap:{_GAP}px;"
+        f"min-width:{least}px;line-height:24px;text-align:right;white-space:nowrap;"
+        f"border-bottom:1px solid {RULE}"
     )

@@ -98,10 +98,11 @@ def sweep(
     begun = [started({"train.epochs": epochs}, search="sweep")]
     begun += [NoteAdded(t=NOON, text=f"{slots} slots (cpu 0, cpu 1), device_per_trial: 2 CPUs")]
     if status is None:
+        now = max(free) + 3.0
         for number in range(ended, min(ended + slots, planned)):
             slot = min(range(slots), key=free.__getitem__)
-            trials.train(number, free[slot], until=max(free) + 8.0)
-            free[slot] = max(free) + 8.0
+            trials.train(number, free[slot], until=now)
+            free[slot] = now
     events: list[Event] = sorted([*begun, *trials.events], key=lambda event: event.t)
     events += more
     if status is not None:
@@ -153,7 +154,8 @@ class _Trials:
                 IntermediateReported(t=at, number=number, step=step, value=self._sign * value)
             )
             others = sorted(other[step - 1] for other in self._curves if len(other) >= step)
-            if len(self._curves) >= 5 and len(others) >= 3 and value > others[len(others) // 2]:
+            pruned = until == math.inf and len(self._curves) >= 5
+            if pruned and len(others) >= 3 and value > others[len(others) // 2]:
                 reason = f"at step {step}, with val_rmse {value:g}"
                 self._add(at, number, "pruned", params, seconds=at - begin, reason=reason)
                 self._curves.append(curve)
