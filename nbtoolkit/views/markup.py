@@ -65,7 +65,8 @@ def grid(*cards: str) -> str:
 def tiles(parts: Sequence[str], least: int) -> str:
     """Place parts of equal width in rows; ``least``: pixels of the narrowest."""
     style = f"display:grid;grid-template-columns:repeat(auto-fit,minmax({least}px,1fr));gap:8px"
-    return f'<div style="{style}">{"".join(parts)}</div>'
+    inside = "".join(f'<div style="min-width:0">{part}</div>' for part in parts)
+    return f'<div style="{style}">{inside}</div>'
 
 
 def paragraph(text: str, *, strong: bool = False, faint: bool = False) -> str:
@@ -112,11 +113,9 @@ def property_table(values: Mapping[str, object], *, right: bool = False) -> str:
 
 
 def data_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:
-    """Render a table with a header; columns of numbers are aligned right."""
-    sides = [
-        "right" if all(map(_numeric, column)) and any(column) else "left"
-        for column in (zip(*rows, strict=True) if rows else [()] * len(header))
-    ]
+    """Render a table with a header; columns with numbers are aligned right."""
+    columns = zip(*rows, strict=True) if rows else [()] * len(header)
+    sides = ["right" if any(map(_numeric, column)) else "left" for column in columns]
 
     def line(cells: Sequence[str], tag: str, rule: str) -> str:
         inside = "".join(
@@ -136,8 +135,8 @@ def data_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: st
 
 
 def _numeric(text: str) -> bool:
-    """Whether a cell holds a number (with a unit or a deviation), or nothing."""
-    return not text or text.lstrip("+-−")[:1].isdigit()
+    """Whether a cell holds a number, perhaps with a sign, a unit or a deviation."""
+    return text.lstrip("+-")[:1].isdigit()
 
 
 def progress_bar(share: float | None, label: str, *, width: int = 220) -> str:

@@ -150,16 +150,16 @@ def workers_card(state: State, now: float) -> str:
     history, lines = state.device_history(), state.device_lines()
     zero_to_one = Axis(low=0, high=1)
     for name, _, text in lines:
-        picture = sparkline(history.get(name, []), f"use of {name}", y=zero_to_one, height=18)
+        picture = sparkline(history.get(name, []), f"use of {name}", y=zero_to_one, width=90, height=18)
         parts.append(
-            f'<div style="display:flex;align-items:center;gap:8px"><span>{escape(name)}</span>'
+            f'<div style="display:flex;align-items:center;gap:8px;white-space:nowrap"><span>{escape(name)}</span>'
             f"{picture}<span>{escape(text)}</span></div>"
         )
     if state.live and not lines:
         parts.append(paragraph("Device readings appear after 5 s.", faint=True))
     parts.append(paragraph(_pace(state, now), faint=True))
     title = "Devices" if state.kind == "run" else "Workers"
-    return card(title, "".join(parts), span=1 if state.kind == "run" else 2) if any(parts) else ""
+    return card(title, "".join(parts), span=2) if any(parts) else ""
 
 
 def _bars(state: State, row: list[JobSpan], begin: float, now: float) -> list[Span]:
@@ -180,8 +180,9 @@ def _bars(state: State, row: list[JobSpan], begin: float, now: float) -> list[Sp
 
 
 def _job(state: State, span: JobSpan) -> str:
-    kind = "fold" if state.kind == "cv" else "trial"
-    return f"{kind} {span.number}" + (f", fold {span.fold}" if span.fold is not None else "")
+    if state.kind == "cv":
+        return f"fold {span.number}"
+    return f"trial {span.number}" + (f", fold {span.fold}" if span.fold is not None else "")
 
 
 def _doing(state: State, span: JobSpan) -> str:

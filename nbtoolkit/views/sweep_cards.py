@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _LINES, _SELECTED = 200, 50  # learning curves; above that so many of the best and the newest
 _LINE_POINTS = 4000  # points of all learning curves together
-_SLICES, _SLICE_POINTS = 8, 200
+_SLICES, _SLICE_POINTS = 8, 120
 _FENCE = 3.0  # interquartile ranges: https://en.wikipedia.org/wiki/Outlier#Tukey's_fences
 _FRONT = 8  # rows
 
@@ -72,7 +72,7 @@ def best_card(state: State, table: SweepTable) -> str:
     names = short_names([*trial.params])
     facts = [f"step {trial.step}"] if trial.step is not None else []
     facts += [duration(trial.seconds)] if trial.seconds is not None else []
-    body = headline(number(value_of(trial)))
+    body = headline(fixed(value_of(trial)))
     body += paragraph(f"trial {trial.number} · {_age(table, trial)}", faint=True)
     body += paragraph(" · ".join(facts), faint=True)
     body += paragraph(_against_default(state, table, trial), faint=True)
