@@ -18,7 +18,7 @@ from nbtoolkit.report.sections import (
     predictions,
     throughput,
 )
-from nbtoolkit.run.paths import RunPaths, age_key, write_whole
+from nbtoolkit.run.paths import TRASH, RunPaths, age_key, write_whole
 from nbtoolkit.text_table import counted, shortened
 from nbtoolkit.views.markup import view
 
@@ -123,7 +123,7 @@ def _runs(folder: Path, depth: int) -> Iterator[RunPaths]:
     except OSError:  # another user's
         return
     for entry in entries:
-        if not entry.name.startswith("."):  # the panel's trash
+        if entry.name != TRASH:
             yield from _runs(Path(entry), depth - 1)
 
 

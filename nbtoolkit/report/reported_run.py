@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -12,11 +11,9 @@ from nbtoolkit.run.events import DevicesSampled, Event, Reading, RunStarted, num
 from nbtoolkit.run.paths import RunPaths, read_record
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.text_table import shortened
-from nbtoolkit.views.chart import Points
 from nbtoolkit.views.state import State
-
-# What nb.fit logs beside the loss; these are no learning curves.
-_OTHER_METRICS = ("samples_per_second", "memory_gb_rank", "lr", "grad_norm")
+from nbtoolkit.views.text import curves_of, name_of
+from nbtoolkit.views.trial_rows import value_of
 
 
 class ReportedRun(State):
@@ -61,16 +58,10 @@ class ReportedRun(State):
             self.samples += event.readings
 
     @property
-    def name(self) -> str:
-        """Its name and 4 hex digits: the id without the time. Of a fold: its number."""
-        if self.paths.folder.parent.name == "folds":
-            return f"fold {self.paths.run_id}"
-        return re.sub(r"^\d{8}T\d{6}-(?=.)", "", self.paths.run_id)
-
-    @property
     def label(self) -> str:
-        """The name, short enough for a table's header or a legend."""
-        return shortened(self.name, 28)
+        """The name, short enough for a table's header or a legend; of a fold its number."""
+        fold = self.paths.folder.parent.name == "folds"
+        return f"fold {self.paths.run_id}" if fold else shortened(name_of(self), 28)
 
     @cached_property
     def fold_runs(self) -> tuple[ReportedRun, ...]:
@@ -91,19 +82,16 @@ class ReportedRun(State):
     def metrics(self) -> dict[str, float]:
         """Its values: the last reported ones; of a sweep the best, of folds their mean."""
         totals = _mapping(self.result.get("summary"))  # of a search that has ended
-        if isinstance(self.table, SweepTable):
-            best = self.table.best[0].values if self.table.best else ()
-            averaged = {self.metric: totals.get("best_value")}  # with its re-evaluations
-            several = len(self.table.metrics) > 1
-            return (
-                {}
-                if several
-                else number_values(averaged) or dict(zip(self.table.metrics, best, strict=False))
-            )
         if self.kind == "cv":
             scores = _mapping(totals.get("scores"))
             return number_values({name: _mapping(of).get("mean") for name, of in scores.items()})
-        last = {name: points[-1][1] for name, points in self.lines.items()}
+        if isinstance(self.table, SweepTable):
+            best = [value_of(trial) for trial in self.table.best]
+            if len(self.table.metrics) > 1 or not best:
+                return {}
+            averaged = totals.get("best_value")  # with its re-evaluations
+            return number_values({self.metric: best[0] if averaged is None else averaged})
+        last = {name: points[-1][1] for name, points in curves_of(self).items()}
         return number_values(self.result.get("metrics") or last)
 
     @property
@@ -117,15 +105,6 @@ class ReportedRun(State):
         ranks = self.plan_file.get("processes", 1)
         devices = devices or ("CPU" if ranks == 1 else f"CPU, {ranks} processes")
         return f"{devices}, {self.plan_file.get('precision', '?')}"
-
-    @property
-    def lines(self) -> dict[str, Points]:
-        """Each metric's values by step: reported, or where nothing was reported, logged."""
-        return {
-            name: points
-            for name, points in self.points().items()
-            if points and (self.curves or not name.startswith(_OTHER_METRICS))
-        }
 
 
 def _mapping(value: object) -> Mapping[str, object]:

@@ -17,6 +17,7 @@ from nbtoolkit.text_table import counted, duration, metric_column, moment, setti
 from nbtoolkit.views.chart import PALETTE, RUNNING, Axis, Series, chart
 from nbtoolkit.views.markup import alert, card, data_table, grid, paragraph, view
 from nbtoolkit.views.page import page_html
+from nbtoolkit.views.text import curves_of, status_of
 
 
 @dataclass
@@ -53,7 +54,7 @@ def overview(runs: Sequence[ReportedRun]) -> ReportSection:
     columns = [
         [run.label for run in runs],
         [KIND_NAMES[run.kind] for run in runs],
-        [run.status for run in runs],
+        [status_of(run) for run in runs],
         *(metric_column([run.metrics.get(name) for run in runs]) for name in metrics),
         [_took(run) for run in runs],
         [shortened(run.device, 32) for run in runs],
@@ -82,7 +83,7 @@ def _problems(run: ReportedRun) -> list[str]:
 
 def page_section(run: ReportedRun) -> ReportSection:
     """Write the page of a run, a sweep or a cross-validation, as the panel shows it."""
-    return ReportSection(run.name, [page_html(run)])
+    return ReportSection(run.label, [page_html(run)])
 
 
 # --- comparison ---
@@ -100,7 +101,7 @@ def comparison(runs: Sequence[ReportedRun]) -> ReportSection:
         return section
     if len(compared) < len(single):
         section.parts.append(paragraph(f"The newest {len(compared)} of {len(single)} runs."))
-    quantities = dict.fromkeys(_quantity(name) for run in compared for name in run.lines)
+    quantities = dict.fromkeys(_quantity(name) for run in compared for name in curves_of(run))
     charts = [_curves(compared, name) for name in quantities]
     section.parts += [grid(*charts)] if charts else []
     return ReportSection(section.title, section.parts + _differences(compared))
@@ -120,7 +121,7 @@ def _curves(runs: Sequence[ReportedRun], quantity: str) -> str:
             colour,
         )
         for run, colour in zip(runs, PALETTE, strict=False)
-        for name, points in run.lines.items()
+        for name, points in curves_of(run).items()
         if _quantity(name) == quantity
     ]
     values = [value for line in lines for _, value in line.points if math.isfinite(value)]

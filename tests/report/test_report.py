@@ -15,7 +15,6 @@ from nbtoolkit.errors import ReportFolderError
 from nbtoolkit.report.report import RunsReport, page, read_report
 from nbtoolkit.report.sections import ReportSection
 from nbtoolkit.tasks import digits
-from nbtoolkit.views.chart import PALETTE
 
 
 def fails(config, ctx):
@@ -82,6 +81,8 @@ def test_each_run_has_its_page_the_newest_first(report: RunsReport) -> None:
 def test_the_comparison_has_both_runs_curves_and_the_settings_that_differ(
     report: RunsReport,
 ) -> None:
+    from nbtoolkit.views.chart import PALETTE
+
     told = words(report.comparison)
     small, larger = report.runs[:2]
     assert f"{small.label}, training" in told
