@@ -24,9 +24,9 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     from nbtoolkit.config.schema import load_config as load_config
     from nbtoolkit.crossval.cross_validation import cross_validate as cross_validate
     from nbtoolkit.crossval.cv_result import CVResult as CVResult
-    from nbtoolkit.dashboards.opening import open_dashboard as open_dashboard
-    from nbtoolkit.dashboards.opening import open_mlflow as open_mlflow
+    from nbtoolkit.dashboards.mlflow_server import open_mlflow as open_mlflow
     from nbtoolkit.dashboards.server import Dashboard as Dashboard
+    from nbtoolkit.dashboards.study_dashboard import open_dashboard as open_dashboard
     from nbtoolkit.doctor import doctor as doctor
     from nbtoolkit.environment.hardware import Hardware as Hardware
     from nbtoolkit.environment.hardware import detect_hardware as detect_hardware
@@ -66,8 +66,9 @@ _NAMES = {
     "config.schema": ("Config", "load_config"),
     "crossval.cross_validation": ("cross_validate",),
     "crossval.cv_result": ("CVResult",),
-    "dashboards.opening": ("open_dashboard", "open_mlflow"),
+    "dashboards.mlflow_server": ("open_mlflow",),
     "dashboards.server": ("Dashboard",),
+    "dashboards.study_dashboard": ("open_dashboard",),
     "doctor": ("doctor",),
     "environment.hardware": ("Hardware", "detect_hardware"),
     "environment.launch_plan": ("LaunchPlan",),

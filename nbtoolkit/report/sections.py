@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from statistics import fmean, median
 
+from nbtoolkit.config.schema import flat_settings
 from nbtoolkit.report.predictions import NoPredictions, Predictions, joined, predictions_of
 from nbtoolkit.report.reported_run import ReportedRun
 from nbtoolkit.run.paths import KIND_NAMES, RunPaths
@@ -132,7 +133,7 @@ def _curves(runs: Sequence[ReportedRun], quantity: str) -> str:
 
 def _differences(runs: Sequence[ReportedRun]) -> list[str]:
     """Tabulate the settings that are not equal; those that change a run's results come first."""
-    configs = [_flat(run.config) for run in runs]
+    configs = [flat_settings(run.config) for run in runs]
     names = dict.fromkeys(name for config in configs for name in config)
     values = {name: [config.get(name, _ABSENT) for config in configs] for name in names}
     differing = [name for name in names if any(v != values[name][0] for v in values[name])]
@@ -144,17 +145,6 @@ def _differences(runs: Sequence[ReportedRun]) -> list[str]:
         for name in differing
     ]
     return [data_table(["setting", *(run.label for run in runs)], rows)]
-
-
-def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return nested settings by dotted name."""
-    settings: dict[str, object] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            settings |= _flat(value, f"{prefix}{key}.")
-        else:
-            settings[f"{prefix}{key}"] = value
-    return settings
 
 
 # --- throughput ---

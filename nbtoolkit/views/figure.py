@@ -104,7 +104,7 @@ def importance_chart(importance: Importance, metric: str) -> Chart:
         low, high = (_NAMES + _BAR * value for value in (share.low, share.high))
         parts.append(
             f'<text x="{_NAMES - 6}" y="{top + 15}" text-anchor="end">'
-            f"{escape(shortened(share.name, 28))}</text>"
+            f"{escape(shortened(share.name, 24))}</text>"
             f'<rect x="{_NAMES}" y="{top + 5}" width="{_BAR * share.value:.1f}" height="13" '
             f'fill="{RUNNING}" fill-opacity="0.55"/><path d="M{low:.1f},{top + 11.5}H{high:.1f}" '
             f'stroke="currentColor" stroke-width="1.5"/><text x="{_NAMES + _BAR + 6}" '
