@@ -150,69 +150,41 @@ def _differences(runs: Sequence[ReportedRun]) -> list[str]:
 # --- throughput ---
 
 
+_READINGS: tuple[tuple[str, str, str, float, Callable[[list[float]], float]], ...] = (
+    ("CPU cores of each rank (mean)", "rank", "cpu", 1.0, fmean),
+    ("memory of each rank (GB, most)", "rank", "memory", 1e-9, max),
+    ("use of each GPU (%, mean)", "index", "utilization", 1.0, fmean),
+    ("memory of each GPU (GB, most)", "index", "memory_used", 1e-9, max),
+)
+"""Column; what was read: a rank or a GPU; the reading's name, its factor, and its summary."""
+
+
 def throughput(runs: Sequence[ReportedRun]) -> ReportSection:
     """Tabulate samples per second and device use of runs and folds."""
-    labelled = [
-        (run.label if part is run else f"{run.label}, {part.label}", part)
+    cells = {
+        run.label if part is run else f"{run.label}, {part.label}": _use(part)
         for run in runs
         for part in (run, *run.fold_runs)
-        if part.logged or part.samples
-    ]
-    cells = {name: [text(run) for _, run in labelled] for name, text in _COLUMNS.items()}
-    cells = {name: column for name, column in cells.items() if any(column)}
-    if not cells:
-        return ReportSection("Throughput and device use")
-    rows = zip([label for label, _ in labelled], *cells.values(), strict=True)
-    return ReportSection("Throughput and device use", [data_table(["run", *cells], [*rows])])
+    }
+    columns = dict.fromkeys(column for row in cells.values() for column in row)
+    rows = [[n, *(row.get(column, "") for column in columns)] for n, row in cells.items() if row]
+    parts = [data_table(["run", *columns], rows)] if rows else []
+    return ReportSection("Throughput and device use", parts)
 
 
-def _median_rate(run: ReportedRun) -> str:
+def _use(run: ReportedRun) -> dict[str, str]:
+    """The cells of a run, by column; columns without a value are left out."""
     rates = [rate for _, rate in run.logged.get("samples_per_second", ())]
-    return f"{median(rates):,.0f}" if rates else ""
+    cells = {"samples a second (median)": f"{median(rates):,.0f}"} if rates else {}
+    for column, device, name, factor, summary in _READINGS:
+        values: dict[str, list[float]] = {}
+        for reading in run.samples:
+            if device in reading and isinstance(value := reading.get(name), (int, float)):
+                values.setdefault(str(reading[device]), []).append(value * factor)
+        if values:
+            cells[column] = ", ".join(f"{summary(values[key]):.4g}" for key in sorted(values))
+    return cells
 
-
-def _rank_memory(run: ReportedRun) -> str:
-    """Return the most memory that a rank used, in GB: logged by fit, else read."""
-    logged = [
-        value
-        for name, points in run.logged.items()
-        for _, value in points
-        if name.startswith("memory_gb_rank")
-    ]
-    most = max(logged or _read(run, "memory", "rank", 1e-9), default=None)
-    return "" if most is None else f"{most:.4g}"
-
-
-def _gpu_memory(run: ReportedRun) -> str:
-    """Return the most memory in use on a GPU, in GB, by all processes of the machine."""
-    read = _read(run, "memory_used", "index", 1e-9)
-    return f"{max(read):.4g}" if read else ""
-
-
-def _means(run: ReportedRun, name: str, device: str) -> str:
-    """Return the mean of a reading, for each ``"rank"`` or GPU (``"index"``)."""
-    keys = dict.fromkeys(str(one[device]) for one in run.samples if device in one)
-    means = {key: _read(run, name, device, 1.0, key) for key in sorted(keys)}
-    return ", ".join(f"{fmean(values):.4g}" for values in means.values() if values)
-
-
-def _read(run: ReportedRun, name: str, device: str, scale: float, key: str = "") -> list[float]:
-    """Select the readings of ranks or GPUs; ``key``: of one of them."""
-    return [
-        value * scale
-        for one in run.samples
-        if device in one and (not key or str(one[device]) == key)
-        if isinstance(value := one.get(name), (int, float))
-    ]
-
-
-_COLUMNS: dict[str, Callable[[ReportedRun], str]] = {
-    "samples a second (median)": _median_rate,
-    "memory of a rank (GB, most)": _rank_memory,
-    "CPU cores of each rank (mean)": lambda run: _means(run, "cpu", "rank"),
-    "use of each GPU (%, mean)": lambda run: _means(run, "utilization", "index"),
-    "memory of a GPU (GB, most)": _gpu_memory,
-}
 
 # --- predictions ---
 

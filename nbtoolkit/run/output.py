@@ -290,10 +290,7 @@ def _front_end() -> bool | None:
 class Displays(Protocol):
     """The functions of ``nbtoolkit.views.live``."""
 
-    def show_run(self, cell: CellOutput, paths: RunPaths, screen: Screen) -> RunDisplay:
-        """Show a run: rank 0's lines and the progress."""
-
-    def show_search(
+    def show(
         self,
         lines: RunDisplay,
         paths: RunPaths,
@@ -302,7 +299,7 @@ class Displays(Protocol):
         deadline: float | None = None,
         folds: int | None = None,
     ) -> RunDisplay:
-        """Show a sweep or a cross-validation: notes and the progress."""
+        """Show lines and progress of a run, a sweep or a cross-validation."""
 
     def show_handle(self, paths: RunPaths, shown: RunDisplay | None) -> None:
         """Show a handle that is a cell's value."""

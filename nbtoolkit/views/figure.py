@@ -42,7 +42,8 @@ class Chart:
             The file's absolute path.
 
         Raises:
-            ReportFolderError: the name has another ending, or the file cannot be written.
+            ReportFolderError: the name has another ending.
+            OSError: the file cannot be written.
         """
         file = Path(path).expanduser().absolute()
         texts = {".svg": self._svg, ".html": self._page}
@@ -52,14 +53,7 @@ class Chart:
                 allowed="a name that ends with .svg or .html",
                 do="choose such a name; a browser prints a page as PDF",
             )
-        try:
-            write_whole(file, texts[file.suffix](), durable=False)
-        except OSError as error:
-            raise ReportFolderError(
-                f"the chart {file} cannot be written: {error.strerror or error}",
-                allowed="a file in a folder on a disk with free space that you may write to",
-                do="choose another file",
-            ) from error
+        write_whole(file, texts[file.suffix](), durable=False)
         return file
 
     def _page(self) -> str:

@@ -25,6 +25,7 @@ from nbtoolkit.views.progress_display import (
     running_cell,
 )
 from nbtoolkit.views.state import State, read_state
+from nbtoolkit.views.sweep_cards import IMPORTANCES
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -35,38 +36,39 @@ _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 # --- the functions that nbtoolkit.run.output.displays() finds here ---
 
 
-def show_run(cell: CellOutput, paths: RunPaths, screen: Screen) -> LiveView:
-    """Show a run: rank 0's lines and its progress.
-
-    Args:
-        cell: shows the lines.
-        paths: the run's folder.
-        screen: where and how it is shown.
-    """
-    return _live_view(cell, screen, _progress_display(screen, partial(State, paths), cell.say))
-
-
-def show_search(
-    lines: TableLines,
+def show(
+    lines: CellOutput | TableLines,
     paths: RunPaths,
     screen: Screen,
     *,
     deadline: float | None = None,
     folds: int | None = None,
 ) -> LiveView:
-    """Show a sweep or a cross-validation: its notes and its progress.
+    """Show lines and progress of a run, a sweep or a cross-validation.
 
     Args:
-        lines: shows notes; where nothing else is drawn, also each trial or fold that ends.
-        paths: the search's folder.
+        lines: shows rank 0's lines, or the notes of a search; where nothing else is drawn, also
+            each trial or fold that ends.
+        paths: the folder.
         screen: where and how it is shown.
         deadline: unix seconds at which a sweep ends at the latest; None: no limit.
         folds: the number of folds of a cross-validation; None: unknown.
     """
     make_state = partial(State, paths, deadline=deadline, folds=folds)
-    lines_only = screen.shape == "lines"
-    display = None if lines_only else _progress_display(screen, make_state, lines.say)
-    return _live_view(lines, screen, display)
+    display: ProgressDisplay | None = None
+    match screen.shape:
+        case "widgets":
+            display = WidgetDisplay(make_state)
+        case "html":
+            display = HtmlDisplay(make_state)
+        case "bar":
+            display = TerminalBar(make_state)
+            lines.redirect(display.write)
+        case "minutes":
+            display = LineDisplay(make_state, lines.say, DisplayPlace().put)
+        case "lines" if isinstance(lines, CellOutput):
+            display = LineDisplay(make_state, lines.say)
+    return LiveView(lines, display, needs_wait=screen.shape != "widgets")
 
 
 def show_handle(paths: RunPaths, shown: RunDisplay | None) -> None:
@@ -90,32 +92,6 @@ def show_handle(paths: RunPaths, shown: RunDisplay | None) -> None:
 def static(paths: RunPaths) -> str:
     """Render the current state of a folder as HTML."""
     return page_html(read_state(paths.folder))
-
-
-def _progress_display(
-    screen: Screen, make_state: Callable[[], State], say: Callable[[str], None]
-) -> ProgressDisplay | None:
-    match screen.shape:
-        case "widgets":
-            return WidgetDisplay(make_state)
-        case "html":
-            return HtmlDisplay(make_state)
-        case "bar":
-            return TerminalBar(make_state)
-        case "minutes":
-            return LineDisplay(make_state, say, DisplayPlace().put)
-        case "lines":
-            return LineDisplay(make_state, say)
-        case "off":
-            return None
-
-
-def _live_view(
-    lines: CellOutput | TableLines, screen: Screen, display: ProgressDisplay | None
-) -> LiveView:
-    if isinstance(display, TerminalBar):
-        lines.redirect(display.write)
-    return LiveView(lines, display, needs_wait=screen.shape != "widgets")
 
 
 # --- lines and progress ---
@@ -211,7 +187,7 @@ class WidgetDisplay(ProgressDisplay):
         self._state.refresh()
         self._stoppable = not waits
         self._place = DisplayPlace()
-        self._place.put(mime_bundle(self._state))
+        self._place.put(mime_bundle(self._state, quick=True))
         # A daemon: the kernel's exit does not wait for a view.
         threading.Thread(target=self._run, name="nbtoolkit-view", daemon=True).start()
 
@@ -225,7 +201,7 @@ class WidgetDisplay(ProgressDisplay):
                 return
             self._closed.set()
             self._state.refresh()
-            bundle = mime_bundle(self._state)
+            bundle = mime_bundle(self._state, quick=True)
             # A front end may keep the output of a past cell; its widget then shows the end.
             self._show(bundle["text/html"])
             self._place.put(bundle)
@@ -234,6 +210,13 @@ class WidgetDisplay(ProgressDisplay):
                     widget.style.close()
                 widget.layout.close()
                 widget.close()
+        if IMPORTANCES.due(self._state):  # takes seconds, for which the cell does not wait
+            whole = threading.Thread(target=self._put_whole, name="nbtoolkit-view", daemon=True)
+            whole.start()
+
+    def _put_whole(self) -> None:
+        with contextlib.suppress(Exception):  # the kernel is exiting, or the output is gone
+            self._place.put(mime_bundle(self._state))
 
     def _run(self) -> None:
         """Draw until it has ended; an error is shown and does not affect the run."""
@@ -257,7 +240,7 @@ class WidgetDisplay(ProgressDisplay):
                 return False
             with self._throttle.drawing():
                 self._state.refresh()
-                bundle = mime_bundle(self._state)
+                bundle = mime_bundle(self._state, quick=True)
                 self._show(bundle["text/html"])
             if self._box is None and self._state.live:
                 self._box = self._make_box(bundle["text/html"])

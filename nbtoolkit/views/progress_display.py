@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.views.page import page_html
+from nbtoolkit.views.markup import grid
+from nbtoolkit.views.page import page_html, regions
 from nbtoolkit.views.state import State
 from nbtoolkit.views.text import summary_line
 
@@ -92,9 +93,15 @@ def running_cell() -> int | None:
     return int(shell.execution_count) if hasattr(shell, "kernel") else None
 
 
-def mime_bundle(state: State) -> dict[str, str]:
-    """Render a state for a cell: as HTML, and as text for front ends that show none."""
-    return {"text/plain": summary_line(state), "text/html": page_html(state)}
+def mime_bundle(state: State, *, quick: bool = False) -> dict[str, str]:
+    """Render a state for a cell: as HTML, and as text for front ends that show none.
+
+    Args:
+        state: of the folder.
+        quick: without the importance of parameters, unless that is known.
+    """
+    page = grid(*regions(state).values()) if quick else page_html(state)
+    return {"text/plain": summary_line(state), "text/html": page}
 
 
 class ProgressDisplay:

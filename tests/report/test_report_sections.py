@@ -35,8 +35,8 @@ def test_device_use_is_the_mean_for_each_rank_and_gpu_and_memory_the_most(tmp_pa
     write_run(tmp_path, "looked-at", events=diary)
     write_run(tmp_path, "trained", events=trained({"loss": [1.0] * 3}))
     assert cells(read_report(tmp_path).throughput) == [
-        ["looked-at", "", "1", "0.75", "75, 50", "10"],
-        ["trained", "200", "1.5", "", "", ""],
+        ["looked-at", "0.75", "1", "75, 50", "4, 10", ""],
+        ["trained", "", "", "", "", "200"],
     ]
 
 
