@@ -19,7 +19,7 @@ from nbtoolkit.host import Host, detect_host
 from nbtoolkit.run.paths import find_run
 
 if TYPE_CHECKING:
-    from _typeshed.wsgi import StartResponse, WSGIEnvironment
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 
 def open_dashboard(
@@ -75,7 +75,7 @@ def serve(study: str, port: str) -> None:
 
     from nbtoolkit.study.storage import ReadOnlyBackend
 
-    app = wsgi(JournalStorage(ReadOnlyBackend(study)))
+    app: WSGIApplication = wsgi(JournalStorage(ReadOnlyBackend(study)))
 
     def read_only(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         host = environ.get("HTTP_HOST", "")
