@@ -64,7 +64,7 @@ def metrics_card(state: State, now: float) -> str:
         last, top = metric_column([points[-1][1], at[1] if at else None])
         lines.append([metric, last, top, number(at[0]) if at else ""])
     body = headline(value) + paragraph(where, faint=True)
-    body += data_table(["", "last", "best", f"at {step_name(state)}"], lines)
+    body += data_table(["", "last", "best", f"at {step_name(state)}"], lines, right=True)
     body += property_table({**state.speed(), "time": times(state, now)}, right=True)
     return card(name[0].upper() + name[1:], body, span=2)
 
@@ -119,7 +119,9 @@ def folds_card(state: State, trial: int | None = None) -> str:
         ),
         ["time", *("" if s is None else duration(s) for s in seconds), ""],
     ]
-    table = data_table(["", *(f"fold {fold.number}" for fold in folds), "mean ± sd"], lines)
+    table = data_table(
+        ["", *(f"fold {fold.number}" for fold in folds), "mean ± sd"], lines, right=True
+    )
     if trial is not None:
         return card(f"Folds of trial {trial}", table, span=3)
     name, value, where = best(state)
@@ -139,7 +141,7 @@ def fold_curves_card(state: State) -> str:
         ]
         picture = chart(lines, x=Axis("step", integer=True), legend=True, size=(330, 185))
         pictures.append(paragraph(name) + picture)
-    return card("Curves", tiles(pictures, 240), span=3) if pictures else ""
+    return card("Curves", tiles(pictures, 240), span=2) if pictures else ""
 
 
 # --- workers and devices ---

@@ -399,7 +399,7 @@ def compare_card(state: State, table: SweepTable, ticked: Sequence[int]) -> str:
     notes = read_annotations(state.paths.folder).notes
     if any(str(t.number) in notes for t in trials):
         table_rows.append(["note", *(notes.get(str(t.number), "") for t in trials)])
-    body = data_table(["", *(f"trial {t.number}" for t in trials)], table_rows)
+    body = data_table(["", *(f"trial {t.number}" for t in trials)], table_rows, right=True)
     if same := len(names) - len(differ):
         body += paragraph(f"{counted(same, 'setting')} of the space: equal.", faint=True)
     picture = chart(lines, y=Axis(label=state.metric), legend=True, size=(330, 185))
