@@ -199,7 +199,7 @@ def test_a_line_a_minute_says_how_far_it_is(diary: EventLog, state: State) -> No
     lines.close()
     first, last = said
     assert "epoch 2/4" in first
-    assert "about 0.0 s left, best val_loss 0.5 (at 2), rank 0: CPU 98 %" in first
+    assert "about 0.0 s left, best val_loss 0.5000 (at epoch 2), rank 0: CPU 98 %" in first
     assert ": completed, " in last
     assert "val_loss 0.5" in last
     lines = LineDisplay(lambda: state, said.append)
@@ -234,7 +234,7 @@ def test_the_output_of_a_sweep_of_20_trials_is_below_60_kb(tmp_path: Path) -> No
     paths = sweep_of(tmp_path, 20)
     text = static(paths)
     assert len(text) < 60_000
-    assert "20/20 trials" in text
+    assert "20/20" in text
     assert_harmless(text)
 
 

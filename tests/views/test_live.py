@@ -38,7 +38,7 @@ BARE = DisplayFacts(kernel=True, front_end=True)
 SILENT = DisplayFacts(kernel=True, front_end=None, widgets=True)
 PAPERMILL = DisplayFacts(kernel=True, front_end=False, widgets=True)
 
-ENDED = r"reports-....: completed, epoch 2/2, [\d.:]+( s)?, best score .* \(at 2\)"
+ENDED = r"reports-....: completed, epoch 2/2, [\d.:]+( s)?, best score .* \(at epoch 2\)"
 """The last line about a run, however long it took."""
 
 
@@ -275,8 +275,8 @@ def test_a_sweep_and_folds_end_as_their_tables(kernel: Notebook, tmp_path: Path)
     few = {**settings(tmp_path), "train.epochs": 2}
     cell = kernel.run(SWEEP.format(config=few)).ok()
     ended = [data for data in cell.updated if "completed" in data["text/html"]]
-    assert "2/2 trials" in ended[0]["text/html"]
-    assert "2/2 folds" in ended[-1]["text/html"]
+    assert "2/2" in ended[0]["text/html"]
+    assert "2/2" in ended[-1]["text/html"]
     assert "best score" in ended[0]["text/plain"]
     assert VIEW not in ended[0]
     assert not [line for line in cell.text.splitlines() if line.startswith(("trial", "fold"))]
