@@ -13,9 +13,11 @@ from nbtoolkit.crossval.out_of_fold import Ensemble, assemble
 from nbtoolkit.errors import CheckpointError, FoldError, LaunchError, MissingExtra
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunEnded, RunStarted
+from nbtoolkit.run.output import charts
 from nbtoolkit.run.paths import RunPaths, Status, read_result, reading
 from nbtoolkit.run.serialization import unpack_value
 from nbtoolkit.study.table import EventTable, short
+from nbtoolkit.text_table import duration
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from nbtoolkit.crossval.out_of_fold import Array
+    from nbtoolkit.views.figure import Chart
 
 
 class FoldTable(EventTable):
@@ -69,11 +72,11 @@ class FoldTable(EventTable):
     def _columns(self, now: float | None) -> tuple[list[str], list[list[str]]]:
         names = self._names()
         rows = [self._row(number, fold, names) for number, fold in sorted(self._folds.items())]
-        return ["fold", "state", *names, "seconds"], rows
+        return ["fold", "state", *names, "time"], rows
 
     def _row(self, number: int, fold: FoldChanged, names: Sequence[str]) -> list[str]:
         values = [short(fold.metrics[name]) if name in fold.metrics else "" for name in names]
-        seconds = "" if fold.seconds is None else f"{fold.seconds:.1f}"
+        seconds = "" if fold.seconds is None else duration(fold.seconds)
         return [str(number), fold.state, *values, seconds]
 
     def _names(self) -> list[str]:
@@ -240,6 +243,10 @@ class CVResult:
                 "runtime.time_budget if that ended it",
             )
         return sorted(self._finished)
+
+    def plot(self) -> Chart:
+        """Draw the learning curves of all folds."""
+        return charts().result_chart(self.paths, "curves")
 
     # --- one fold ---
 

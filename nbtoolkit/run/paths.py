@@ -14,6 +14,7 @@ checkpoints/                              written by ctx.save and fit
 samples/rank-<rank>.jsonl                 the samples of each step (tracking.record_samples)
 result.json | error.json, error.pkl       how the run ended
 previous/                                 the decisions and the end of the attempt before
+annotations.json                          the user's title and notes (views/runs.py)
 
 The folder of a search also has sweep.yaml, study.jsonl and trials/<number>/, or folds/<number>/
 and folds.json (docs/search.md); each trial and fold is the folder of a run.
@@ -28,7 +29,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -159,6 +160,16 @@ class RunPaths:
     def ended(self) -> bool:
         """Whether the run has ended: there is a result or an error."""
         return self.result.exists() or self.error.exists()
+
+
+Kind = Literal["run", "sweep", "cv"]
+KIND_NAMES: dict[Kind, str] = {"run": "run", "sweep": "sweep", "cv": "cross-validation"}
+
+
+def kind_of(versions: Mapping[str, object]) -> Kind:
+    """Return what a folder holds, by its ``versions.json``."""
+    kind = versions.get("kind")
+    return "sweep" if kind == "sweep" else "cv" if kind == "cv" else "run"
 
 
 def find_run(run: str | os.PathLike[str], output_dir: str | Path = "outputs") -> RunPaths:
@@ -311,6 +322,10 @@ def read_result(paths: RunPaths) -> ResultRecord | None:
         RunFileError: it is damaged, or another user's.
     """
     return cast("ResultRecord | None", read_record(paths.result))
+
+
+TRASH = ".trash"
+"""The folder below an output folder to which runs are moved that a user deletes."""
 
 
 def runs_in(output_dir: str | Path) -> list[RunPaths]:

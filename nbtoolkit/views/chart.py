@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from nbtoolkit.text_table import shortened
+
+_T = TypeVar("_T")
 
 Points: TypeAlias = list[tuple[float, float]]
 """Positions and values."""
@@ -60,7 +62,7 @@ class Series:
     """Points that are drawn in one way.
 
     Attributes:
-        name: in the legend and in the description.
+        name: in the legend and in the description; equal ones of one colour share an entry.
         points: their positions and values; those that are not finite are left out.
         mark: a line, or a mark for each point.
         colour: of line and marks.
@@ -82,6 +84,7 @@ def chart(
     x: Axis = Axis(integer=True),
     y: Axis = Axis(),
     legend: bool = False,
+    size: tuple[int, int] = (_WIDTH, _HEIGHT),
 ) -> str:
     """Draw several series; a sentence where there are no points.
 
@@ -90,22 +93,27 @@ def chart(
         x: the horizontal axis.
         y: the vertical axis.
         legend: whether the names stand below it.
+        size: width and height in pixels at which its text has 11 pixels.
     """
+    width, height = size
     drawn = [(line, _finite(line)) for line in series]
     drawn = [(line, points) for line, points in drawn if points]
     if not drawn:
         return '<div style="opacity:0.75">Nothing yet.</div>'
     positions = [step for _, points in drawn for step, _, _ in points]
     values = [value for _, points in drawn for _, value, _ in points]
-    across = _Scale.of(x, positions, _LEFT, _WIDTH - _RIGHT)
-    up = _Scale.of(y, values, _HEIGHT - _BOTTOM, _TOP)
+    bottom = _BOTTOM if x.label else _BOTTOM - _FONT
+    across = _Scale.of(x, positions, _LEFT, width - _RIGHT)
+    up = _Scale.of(y, values, height - bottom, _TOP)
     label = f"{y.label or 'value'} by {x.label or 'step'}: "
-    label += ", ".join(line.name for line, _ in drawn[-len(PALETTE) :])
+    entries = {(line.name, line.colour): line for line, _ in drawn}
+    label += ", ".join(line.name for line in [*entries.values()][-len(PALETTE) :])
     shapes = "".join(_shape(line, points, across, up) for line, points in drawn)
-    below = "".join(_legend(line) for line, _ in drawn) if legend else ""
+    below = "".join(map(_legend, entries.values())) if legend else ""
     return (
-        f'<svg role="img" aria-label="{escape(label, quote=True)}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
-        f' style="display:block;width:100%;height:auto" font-size="{_FONT}" fill="currentColor">'
+        f'<svg role="img" aria-label="{escape(label, quote=True)}" viewBox="0 0 {width} {height}"'
+        f' style="display:block;width:100%;height:auto;max-height:{height * 5 // 4}px"'
+        f' font-size="{_FONT}" fill="currentColor">'
         f"{''.join(_axes(across, up))}{shapes}</svg>"
         + (f'<div style="font-size:11px;line-height:1.5">{below}</div>' if below else "")
     )
@@ -183,25 +191,25 @@ class _Scale:
 
 
 def _axes(across: _Scale, up: _Scale) -> Iterator[str]:
-    floor = _HEIGHT - _BOTTOM
+    left, right, floor = across.start, across.end, up.start
     for value, text in up.ticks(4):
         y = up.at(value)
         yield (
-            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" '
+            f'<line x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" '
             f'stroke="currentColor" stroke-opacity="0.15"/>'
-            f'<text x="{_LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>'
+            f'<text x="{left - 5}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>'
         )
-    for value, text in across.ticks(6):
+    for value, text in across.ticks(int(right - left) // 45):
         at = f'x="{across.at(value):.1f}" y="{floor + 14}"'
         yield f'<text {at} text-anchor="middle">{escape(text)}</text>'
     yield (
-        f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{floor}" y2="{floor}" '
+        f'<line x1="{left}" x2="{right}" y1="{floor}" y2="{floor}" '
         f'stroke="currentColor" stroke-opacity="0.6"/>'
     )
     if across.axis.label:
         name = escape(shortened(across.axis.label, _NAME))
-        middle = (_LEFT + _WIDTH - _RIGHT) / 2
-        yield f'<text x="{middle}" y="{_HEIGHT - 4}" text-anchor="middle">{name}</text>'
+        at = f'x="{(left + right) / 2}" y="{floor + _BOTTOM - 4}"'
+        yield f'<text {at} text-anchor="middle">{name}</text>'
 
 
 # --- shapes ---
@@ -216,8 +224,13 @@ def _finite(series: Series) -> list[tuple[float, float, str]]:
         for index, (step, value) in enumerate(series.points)
         if drawable(step) and drawable(value)
     ]
-    every = -(-len(found) // _MOST)
-    return found[:: -every or -1][::-1]
+    return thinned(found, _MOST)
+
+
+def thinned(points: list[_T], most: int) -> list[_T]:
+    """Drop points evenly until at most ``most`` are left; the last one stays."""
+    every = -(-len(points) // most)
+    return points[:: -every or -1][::-1]
 
 
 def drawable(value: float) -> bool:
@@ -258,8 +271,8 @@ def _point(series: Series, x: float, y: float, title: str, *, cut: bool) -> str:
         return f'<path d="{path}" {stroke}>{inside}</path>'
     if series.mark == "ring":
         return (
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="none" stroke="{series.colour}" '
-            f'stroke-width="2">{inside}</circle>'
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{series.colour}" fill-opacity="0.25" '
+            f'stroke="{series.colour}" stroke-width="2">{inside}</circle>'
         )
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.8" fill="{series.colour}">{inside}</circle>'
 
@@ -284,12 +297,15 @@ def _legend(series: Series) -> str:
 # --- sparklines ---
 
 
-def sparkline(points: Points, label: str, *, width: int = 120, height: int = 28) -> str:
+def sparkline(
+    points: Points, label: str, *, y: Axis = Axis(), width: int = 120, height: int = 28
+) -> str:
     """Draw a small curve without axes, of fixed size; empty below two points.
 
     Args:
         points: positions and values.
         label: the same in words.
+        y: the limits of the values.
         width: in pixels.
         height: in pixels.
     """
@@ -297,7 +313,7 @@ def sparkline(points: Points, label: str, *, width: int = 120, height: int = 28)
     if len(found) < 2:
         return ""
     across = _Scale.of(Axis(), [step for step, _, _ in found], 3, width - 3)
-    up = _Scale.of(Axis(), [value for _, value, _ in found], height - 3, 3)
+    up = _Scale.of(y, [value for _, value, _ in found], height - 3, 3)
     path = " ".join(f"{across.at(step):.1f},{up.at(value):.1f}" for step, value, _ in found)
     return (
         f'<svg role="img" aria-label="{escape(label, quote=True)}" width="{width}" '
@@ -355,6 +371,7 @@ def timeline(rows: Sequence[tuple[str, Sequence[Span]]], begin: float, end: floa
     label = f"what {len(rows)} workers did over {end - begin:.0f} s"
     return (
         f'<svg role="img" aria-label="{label}" viewBox="0 0 {_WIDTH} {height}" '
-        f'style="display:block;width:100%;height:auto" font-size="{_FONT}" fill="currentColor">'
+        f'style="display:block;width:100%;height:auto;max-height:{height * 5 // 4}px" '
+        f'font-size="{_FONT}" fill="currentColor">'
         f"{''.join(parts)}</svg>"
     )

@@ -1,0 +1,257 @@
+"""Render the cards of a run or a cross-validation, and those that all kinds share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from html import escape
+from itertools import cycle
+
+from pydantic import ValidationError
+
+from nbtoolkit.config.schema import Config
+from nbtoolkit.run.paths import read_or_empty
+from nbtoolkit.study.table import SweepTable
+from nbtoolkit.text_table import duration, metric_column, number, setting
+from nbtoolkit.views.chart import (
+    BEST,
+    ENDED,
+    FAILED,
+    PALETTE,
+    RUNNING,
+    Axis,
+    Series,
+    Span,
+    chart,
+    drawable,
+    sparkline,
+    timeline,
+)
+from nbtoolkit.views.log import log_html, log_names
+from nbtoolkit.views.markup import (
+    alert,
+    card,
+    data_table,
+    headline,
+    paragraph,
+    property_table,
+    tiles,
+)
+from nbtoolkit.views.state import State
+from nbtoolkit.views.text import best, best_point, curves_of, fold_scores, step_name, times
+from nbtoolkit.views.timeline import JobSpan
+
+_CHARTS = 6
+_SPANS = 40  # of a row of the timeline
+_LOG_RATIO = 20.0  # largest to smallest value, above which a loss has a logarithmic scale
+_TRACEBACK = 8  # lines
+_FILES = ("config.yaml", "sweep.yaml", "events.jsonl", "study.jsonl", "result.json", "error.json")
+
+
+# --- single runs ---
+
+
+def metrics_card(state: State, now: float) -> str:
+    """Render a run's best and last values, its speed and the time left."""
+    curves = curves_of(state)
+    if not curves:
+        text = state.activity(now) or "Nothing was reported."
+        return card("Metrics", paragraph(text, faint=True), span=2)
+    name, value, where = best(state)
+    lines = []
+    for metric, points in curves.items():
+        at = best_point(state, metric, points)
+        last, top = metric_column([points[-1][1], at[1] if at else None])
+        lines.append([metric, last, top, number(at[0]) if at else ""])
+    body = headline(value) + paragraph(where, faint=True)
+    body += data_table(["", "last", "best", f"at {step_name(state)}"], lines, right=True)
+    body += property_table({**state.speed(), "time": times(state, now)}, right=True)
+    return card(name[0].upper() + name[1:], body, span=2)
+
+
+def run_curves_card(state: State) -> str:
+    """Draw a run's metrics by step: training and validation of one quantity in one chart."""
+    curves = {name: points for name, points in curves_of(state).items() if len(points) > 1}
+    groups: dict[str, list[Series]] = {}
+    for name, points in curves.items():
+        group = groups.setdefault(name.removeprefix("train_").removeprefix("val_"), [])
+        if name.startswith("train_"):
+            group.insert(0, Series(name, points, "dashed", ENDED))
+            continue
+        group.append(Series(name, points, "line", (RUNNING, *PALETTE[2:])[len(group) % 7]))
+        if at := best_point(state, name, points):
+            group.append(Series("best", [at], "ring", BEST, [number(at[1])]))
+    x = Axis(step_name(state), integer=True)
+    pictures = [
+        chart(lines, x=x, y=_loss_axis(name, lines), legend=True, size=(330, 185))
+        for name, lines in list(groups.items())[:_CHARTS]
+    ]
+    return card("Curves", tiles(pictures, 240), span=3) if pictures else ""
+
+
+def _loss_axis(name: str, lines: list[Series]) -> Axis:
+    """The axis of a quantity: logarithmic for a loss that fell a lot."""
+    values = [value for line in lines for _, value in line.points if drawable(value)]
+    log = bool(values) and "loss" in name and 0 < min(values) * _LOG_RATIO < max(values)
+    return Axis(name, low=min(values), high=max(values), log=True) if log else Axis(name)
+
+
+# --- folds ---
+
+
+def folds_card(state: State, trial: int | None = None) -> str:
+    """Render folds as columns, with mean and deviation.
+
+    Args:
+        state: of a cross-validation, or of a sweep.
+        trial: the trial whose folds they are; None: the cross-validation's.
+    """
+    folds = state.folds_table(trial)
+    if not folds:
+        return ""
+    scores = fold_scores(folds)
+    seconds = [fold.seconds for fold in folds]
+    lines = [
+        ["state", *(fold.state for fold in folds), ""],
+        *(
+            [name, *metric_column([f.metrics.get(name) for f in folds]), scores[name]]
+            for name in scores
+        ),
+        ["time", *("" if s is None else duration(s) for s in seconds), ""],
+    ]
+    table = data_table(
+        ["", *(f"fold {fold.number}" for fold in folds), "mean ± sd"], lines, right=True
+    )
+    if trial is not None:
+        return card(f"Folds of trial {trial}", table, span=3)
+    name, value, where = best(state)
+    top = headline(value) + paragraph(where, faint=True) if value else ""
+    return card(name or "Folds", top + table, span=3)
+
+
+def fold_curves_card(state: State) -> str:
+    """Draw a line for each fold, in one chart per metric."""
+    folds = state.folds_table()
+    names = dict.fromkeys(n for f in folds for n, points in f.curves.items() if len(points) > 1)
+    pictures = []
+    for name in sorted(names, key=lambda name: name.startswith("train_"))[:_CHARTS]:
+        lines = [
+            Series(f"fold {f.number}", f.curves.get(name, []), colour=colour)
+            for f, colour in zip(folds, cycle(PALETTE), strict=False)
+        ]
+        picture = chart(lines, x=Axis("step", integer=True), legend=True, size=(330, 185))
+        pictures.append(paragraph(name) + picture)
+    return card("Curves", tiles(pictures, 240), span=2) if pictures else ""
+
+
+# --- workers and devices ---
+
+
+def workers_card(state: State, now: float) -> str:
+    """Draw what each slot did over time; say what each does now, and how busy the devices are."""
+    slots = (
+        {} if state.kind == "run" else {f"slot {i}": r for i, r in enumerate(state.workers(now))}
+    )
+    begin = max((row[-_SPANS:][0].begin for row in slots.values()), default=now)
+    end = now if state.live else max((row[-1].end or now for row in slots.values()), default=now)
+    bars = [(name, _bars(state, row, begin, now)) for name, row in slots.items()]
+    parts = [timeline(bars, begin, end)]
+    if state.live and slots:
+        parts.append(property_table({name: _doing(state, row[-1]) for name, row in slots.items()}))
+    history, lines = state.device_history(), state.device_lines()
+    limits = Axis(low=0, high=1)
+    for name, _, text in lines:
+        use = sparkline(history.get(name, []), f"use of {name}", y=limits, width=90, height=18)
+        cells = f"<span>{escape(name)}</span>{use}<span>{escape(text)}</span>"
+        style = "display:flex;align-items:center;gap:8px;white-space:nowrap"
+        parts.append(f'<div style="{style}">{cells}</div>')
+    if state.live and not lines:
+        parts.append(paragraph("Device readings appear after 5 s.", faint=True))
+    if pace := _pace(state, now):
+        parts.append(paragraph(pace, faint=True))
+    title = "Devices" if state.kind == "run" else "Workers"
+    return card(title, "".join(parts), span=2) if any(parts) else ""
+
+
+def _bars(state: State, row: list[JobSpan], begin: float, now: float) -> list[Span]:
+    best_trials = state.table.best if isinstance(state.table, SweepTable) else []
+    bars = []
+    for span in row[-_SPANS:]:
+        end = now if span.end is None else span.end
+        colour = {"running": RUNNING, "failed": FAILED}.get(span.state, ENDED)
+        if any(trial.number == span.number for trial in best_trials):
+            colour = BEST
+        title = f"{_job(state, span)}: {span.state}, {duration(end - span.begin)}"
+        if end > begin:
+            bars.append(Span(max(span.begin, begin), end, str(span.number), title, colour))
+    return bars
+
+
+def _job(state: State, span: JobSpan) -> str:
+    if state.kind == "cv":
+        return f"fold {span.number}"
+    return f"trial {span.number}" + (f", fold {span.fold}" if span.fold is not None else "")
+
+
+def _doing(state: State, span: JobSpan) -> str:
+    """What a slot does now."""
+    if span.state != "running":
+        return "idle"
+    text = _job(state, span)
+    trial = state.table.trials.get(span.number) if isinstance(state.table, SweepTable) else None
+    if trial is None or trial.latest is None:
+        return f"{text}, no report yet" if trial is not None else text
+    of = f"/{state.epochs}" if state.epochs else ""
+    return f"{text}, step {trial.step}{of}, {number(trial.latest)}"
+
+
+def _pace(state: State, now: float) -> str:
+    """How many trials end per minute, and what pruning saved."""
+    if not isinstance(state.table, SweepTable) or not state.table.ended:
+        return ""
+    parts = [f"{60 * state.table.ended / max(state.elapsed(now), 1e-3):.1f} trials/min"]
+    saved = state.saved_by_pruning()
+    parts += [f"pruning saved {100 * saved:.0f} % of the steps"] if saved else []
+    return " · ".join(parts)
+
+
+# --- log, files ---
+
+
+def log_card(state: State, chosen: str) -> str:
+    """Render the end of the chosen log, else of the newest running one."""
+    logs = log_names(state)
+    name = chosen if chosen in logs else next(iter(logs), "")
+    return card("Log", log_html(logs[name]), span=2, note=name) if name else ""
+
+
+def files_card(state: State) -> str:
+    """Render where everything is, what differs from the default settings, notes and the error."""
+    facts = {
+        "changed settings": changed_settings(state.config),
+        "devices": _devices(state),
+        "folder": str(state.paths.folder),
+        "files": ", ".join(name for name in _FILES if (state.paths.folder / name).exists()),
+        "notes": "\n".join(state.notes),
+    }
+    body = property_table({name: text for name, text in facts.items() if text})
+    if trace := read_or_empty(state.paths.error).get("traceback"):
+        lines = str(trace).rstrip().splitlines()[-_TRACEBACK:]
+        body += alert("\n".join([f"The end of the traceback in {state.paths.error}:", *lines]))
+    return card("Settings and files", body, span=2)
+
+
+def changed_settings(config: Mapping[str, object]) -> str:
+    """List the settings that differ from the defaults; empty where they cannot be read."""
+    with contextlib.suppress(ValidationError, TypeError):  # of an older version
+        changed = Config.model_validate(config).differences(Config())
+        return ", ".join(f"{name} {setting(value)}" for name, (value, _) in changed.items())
+    return ""
+
+
+def _devices(state: State) -> str:
+    """What it runs on, by its launch plan."""
+    listed = state.plan.get("device_names")
+    names = [str(name) for name in listed] if isinstance(listed, list) else []
+    devices = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "CPU"
+    return f"{devices}, {state.plan.get('precision', '?')}" if state.plan else ""
