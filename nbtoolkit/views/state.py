@@ -13,13 +13,13 @@ from statistics import median_low
 from nbtoolkit.crossval.cv_result import FoldTable
 from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, fold_key
 from nbtoolkit.errors import RunFileError
-from nbtoolkit.report.run_summary import Kind, Points, kind_of, numbers
 from nbtoolkit.run import events
-from nbtoolkit.run.events import Reading
-from nbtoolkit.run.paths import RunPaths, read_or_empty
+from nbtoolkit.run.events import Reading, number_values
+from nbtoolkit.run.paths import Kind, RunPaths, kind_of, read_or_empty
 from nbtoolkit.search.sweep_result import read_sweep_config
 from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.text_table import counted, duration, number
+from nbtoolkit.views.chart import Points
 from nbtoolkit.views.devices import DeviceReader, device_text, samples_in, share_of
 from nbtoolkit.views.devices import read_tail as read_tail
 from nbtoolkit.views.timeline import JobSpan, Timeline
@@ -521,13 +521,13 @@ class State:
         self._reports_steps = event.step is not None or self._reports_steps
         self.first_report = self.first_report or (event.t, step)
         self.last_report = (event.t, step)
-        for name, value in numbers(event.values).items():
+        for name, value in number_values(event.values).items():
             _add_point(self.curves.setdefault(name, []), step, value)
 
     def _add_logged(self, event: events.MetricsLogged) -> None:
         if event.step is not None:
             self._logged_at.append((event.t, float(event.step)))
-        for name, value in numbers(event.values).items():
+        for name, value in number_values(event.values).items():
             points = self.logged.setdefault(name, [])
             step = len(points) + 1.0 if event.step is None else float(event.step)
             _add_point(points, step, value)

@@ -12,13 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbtoolkit.errors import MissingExtra, RunFileError, SweepError
-from nbtoolkit.report.run_summary import thinned
 from nbtoolkit.search.sweep_result import read_sweep_config
 from nbtoolkit.study.importance import LEAST, Importance, importance
 from nbtoolkit.study.parameter import CategoricalParameter, Searched
 from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.text_table import counted, duration, metric_column, number, param, setting
-from nbtoolkit.views.chart import BEST, ENDED, FAILED, PALETTE, RUNNING, Axis, Mark, Series, chart
+from nbtoolkit.views.chart import (
+    BEST,
+    ENDED,
+    FAILED,
+    PALETTE,
+    RUNNING,
+    Axis,
+    Mark,
+    Series,
+    chart,
+    thinned,
+)
 from nbtoolkit.views.markup import (
     card,
     data_table,

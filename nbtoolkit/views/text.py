@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from nbtoolkit.config.validation import direction_of
-from nbtoolkit.report.run_summary import KIND_NAMES
+from nbtoolkit.run.paths import KIND_NAMES
 from nbtoolkit.study.table import ENDED, SweepTable
 from nbtoolkit.text_table import (
     ago,
