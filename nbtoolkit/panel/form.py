@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -359,6 +360,12 @@ def kept_edits(output_dir: str | os.PathLike[str]) -> tuple[FormState, float] | 
         if isinstance(text, str) and (not setting.choices or text in setting.choices):
             state.texts[name] = text
     return state, saved
+
+
+def drop_edits(output_dir: str | os.PathLike[str]) -> None:
+    """Delete what :func:`keep_edits` wrote."""
+    with contextlib.suppress(OSError):
+        _edits_file(output_dir).unlink(missing_ok=True)
 
 
 def _edits_file(output_dir: str | os.PathLike[str]) -> Path:

@@ -200,15 +200,19 @@ class Setup:
         if vars(kept) == vars(self.state):
             return
 
-        def decide(state: FormState, _: object) -> None:
-            self.load(state)
-            self.edited = True  # what stands in the form replaces what was kept
-            self.offered.children = ()
+        def decide(chosen: FormState | None) -> None:
+            if chosen is None:
+                form.drop_edits(output_dir)
+            else:
+                self.load(chosen)
+            widgets, self.offered.children = self.offered.children, ()
+            for widget in widgets:
+                form.close_widget(widget)
 
         text = f"Unsaved edits from {_rounded(max(time.time() - saved, 0.0))} ago:"
         restore, discard = w.Button(description="Restore"), w.Button(description="Discard")
-        restore.on_click(partial(decide, kept))
-        discard.on_click(lambda _: decide(self.state, _))
+        restore.on_click(lambda _: decide(kept))
+        discard.on_click(lambda _: decide(None))
         self.offered.children = [w.HTML(view(paragraph(text))), restore, discard]
 
     # --- which settings are shown ---
