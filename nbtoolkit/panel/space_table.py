@@ -125,7 +125,7 @@ def _row(name: object, value: object) -> Row | None:
         return None
     try:
         texts = {key: _flow(spec.pop(key)) for key in _KEYS[kind] if key in spec}
-    except (TypeError, ValueError):  # bytes and dates; a number of 5,000 digits
+    except (TypeError, ValueError, RecursionError):  # bytes; 5,000 digits; `&a [*a]`
         return None
     values = texts.get("choices", "").removeprefix("[").removesuffix("]") or texts.get("value", "")
     return Row(name, kind, texts.get("low", ""), texts.get("high", ""), log, values, spec)
