@@ -121,8 +121,8 @@ class Setup:
         choice = w.HBox([self.search, self.section], layout={"flex_flow": "row wrap"})
         left = w.VBox([choice, self.together, self._matches, self._shown])
         right = w.VBox([self.table.root, self.space_error, self.trials, self.cost, yaml])
-        for side in (left, right):
-            side.layout.flex, side.layout.min_width = "1 1 480px", "0"
+        left.layout.flex, right.layout.flex = "0 1 462px", "1 1 575px"
+        left.layout.min_width = right.layout.min_width = "0"
         columns = w.HBox([left, right], layout={"flex_flow": "row wrap"})
         self.root = w.VBox([self.offered, columns])
         self.search.observe(lambda _: self._show_rows(), "value")
