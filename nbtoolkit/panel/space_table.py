@@ -1,0 +1,262 @@
+"""Edit the space of a sweep as a table that reads and writes its YAML."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from yaml import YAMLError
+
+from nbtoolkit.config.yaml_source import dump, parse_value
+from nbtoolkit.panel.form import set_trait, text_of
+from nbtoolkit.study.parameter import expand
+from nbtoolkit.study.sweep_config import SweepConfig
+from nbtoolkit.text_table import shortened
+from nbtoolkit.views.markup import paragraph, view
+
+if TYPE_CHECKING:
+    import ipywidgets
+
+_RANGE = ("low", "high", "log")
+_KEYS = {"float": _RANGE, "int": _RANGE, "categorical": ("choices",), "constant": ("value",)}
+"""The keys of each kind of parameter that the table shows."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A parameter as texts.
+
+    Attributes:
+        name: the setting that is searched.
+        kind: ``"float"``, ``"int"``, ``"categorical"`` or ``"constant"``.
+        low: the lower limit of a range.
+        high: the upper limit of a range.
+        log: whether the range is logarithmic.
+        values: the choices with commas between them, or a constant's value.
+        more: keys that the table does not show, such as ``step`` and ``when``.
+    """
+
+    name: str
+    kind: str = "float"
+    low: str = ""
+    high: str = ""
+    log: bool = False
+    values: str = ""
+    more: Mapping[str, object] = field(default_factory=dict)
+
+    def spec(self) -> dict[str, object]:
+        """Return the parameter as YAML holds it."""
+        limits = {"low": self.low, "high": self.high}
+        shown: dict[str, object] = {key: _parsed(text) for key, text in limits.items() if text}
+        if self.kind == "categorical":
+            shown = {"choices": _parsed(f"[{self.values}]")}
+        elif self.kind == "constant":
+            shown = {"value": _parsed(self.values)}
+        elif self.log:
+            shown["log"] = True
+        return {"type": self.kind, **shown, **self.more}
+
+
+def read_rows(text: str) -> tuple[list[Row], list[str]]:
+    """Read the parameters of a space.
+
+    Args:
+        text: its YAML; sections beside ``space`` are ignored.
+
+    Returns:
+        The parameters as rows, and the names of those that the table cannot show.
+
+    Raises:
+        YAMLError: the text is not YAML, or not a mapping.
+    """
+    rows = {name: _row(name, value) for name, value in _parameters(_document(text)).items()}
+    without = [str(name) for name, row in rows.items() if row is None]
+    return [row for row in rows.values() if row is not None], without
+
+
+def write_rows(text: str, rows: Sequence[Row]) -> str:
+    """Replace the parameters of a space that have a row; the others stay, comments are lost.
+
+    Args:
+        text: the YAML that :func:`read_rows` has read.
+        rows: the parameters; rows without a name are left out, and those whose name is a section of
+            a sweep's settings, as it may be while it is typed.
+    """
+    document = _document(text)
+    old = _parameters(document)
+    before = {name: _row(name, value) for name, value in old.items()}
+    # An unchanged parameter keeps its notation: [a, b] instead of {type: categorical, ...}.
+    new: dict[str, object] = {
+        row.name: old[row.name] if row == before.get(row.name) else row.spec()
+        for row in rows
+        if row.name and row.name not in SweepConfig.model_fields
+    }
+    new |= {name: old[name] for name, row in before.items() if row is None}
+    document = {**document, "space": new} if _has_sections(document) else new
+    return dump(document) if document else ""
+
+
+def _document(text: str) -> dict[str, object]:
+    document = parse_value(text) or {}
+    if not isinstance(document, dict):
+        raise YAMLError("the space is not a mapping")
+    return document
+
+
+def _has_sections(document: Mapping[str, object]) -> bool:
+    """Whether the space is a section of a sweep's settings, not the whole document."""
+    return bool(set(document) & set(SweepConfig.model_fields))
+
+
+def _parameters(document: Mapping[str, object]) -> Mapping[str, object]:
+    parameters = document.get("space") if _has_sections(document) else document
+    return parameters if isinstance(parameters, Mapping) else {}
+
+
+def _row(name: object, value: object) -> Row | None:
+    """Convert a parameter to a row; None: the table cannot show it."""
+    spec = dict(expand(value))
+    kind, log = str(spec.pop("type", "")), spec.get("log", False)
+    if not isinstance(name, str) or kind not in _KEYS or not isinstance(log, bool):
+        return None
+    try:
+        texts = {key: _flow(spec.pop(key)) for key in _KEYS[kind] if key in spec}
+    except (TypeError, ValueError, RecursionError):  # bytes; 5,000 digits; `&a [*a]`
+        return None
+    values = texts.get("choices", "").removeprefix("[").removesuffix("]") or texts.get("value", "")
+    return Row(name, kind, texts.get("low", ""), texts.get("high", ""), log, values, spec)
+
+
+def _flow(value: object) -> str:
+    """Format a value on one line."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else text_of(value)
+
+
+def _parsed(text: str) -> object:
+    """Parse a value; what is no YAML stays a text, and is reported as a wrong value."""
+    try:
+        return parse_value(text)
+    except YAMLError:
+        return text
+
+
+class _RowWidgets:
+    """The widgets of one row.
+
+    Args:
+        on_edit: called after each edit.
+        on_remove: called with this row when its button is pressed.
+    """
+
+    def __init__(
+        self, on_edit: Callable[[], None], on_remove: Callable[[_RowWidgets], None]
+    ) -> None:
+        import ipywidgets as w
+
+        kinds = [("choices" if kind == "categorical" else kind, kind) for kind in _KEYS]
+        self.inputs: dict[str, ipywidgets.Widget] = {
+            "name": w.Combobox(placeholder="optim.lr", layout={"width": "160px", "flex": "auto"}),
+            "kind": w.Dropdown(options=kinds, layout={"width": "122px"}),
+            "low": w.Text(placeholder="1e-4", layout={"width": "90px"}),
+            "high": w.Text(placeholder="0.1", layout={"width": "94px"}),
+            "log": w.Checkbox(indent=False, layout={"width": "48px"}),
+            "values": w.Text(placeholder="adamw, sgd", layout={"width": "236px"}),
+        }
+        self.more: Mapping[str, object] = {}
+        remove = w.Button(description="✕", tooltip="Remove", layout={"width": "34px"})
+        self.box = w.HBox([*self.inputs.values(), remove], layout={"flex_flow": "row wrap"})
+        for key, widget in self.inputs.items():
+            widget.description, widget.style.description_width = key, "initial"
+            widget.observe(lambda _: on_edit(), "value")
+        self.inputs["kind"].observe(lambda _: self._arrange(), "value")
+        remove.on_click(lambda _: on_remove(self))
+
+    @property
+    def row(self) -> Row:
+        """What stands in the widgets."""
+        values = {key: widget.value for key, widget in self.inputs.items()}
+        return Row(**{**values, "name": values["name"].strip()}, more=self.more)
+
+    def show(self, row: Row) -> None:
+        """Put a parameter into the widgets."""
+        self.more = row.more
+        for key, widget in self.inputs.items():
+            set_trait(widget, "value", getattr(row, key))
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Hide what the kind of the parameter does not have."""
+        is_range = self.inputs["kind"].value in ("float", "int")
+        for key in (*_RANGE, "values"):
+            shown = is_range == (key in _RANGE)
+            set_trait(self.inputs[key].layout, "display", None if shown else "none")
+
+
+class SpaceTable:
+    """A table of the parameters of a space, with buttons to add and remove rows.
+
+    Args:
+        on_change: called with the new YAML after each edit in the table.
+
+    Attributes:
+        root: the widget.
+        rows: the rows that are shown.
+        made: every row made so far.
+    """
+
+    def __init__(self, on_change: Callable[[str], None]) -> None:
+        import ipywidgets as w
+
+        self._on_change, self._text, self._loading = on_change, "", False
+        self._names: tuple[str, ...] = ()
+        self.made: list[_RowWidgets] = []
+        self.rows: list[_RowWidgets] = []
+        self.add = w.Button(description="Add parameter", layout={"align_self": "flex-start"})
+        self.add.on_click(lambda _: self._show([*(row.row for row in self.rows), Row("")]))
+        self._body, self._note = w.VBox(), w.HTML()
+        self.root = w.VBox([self._body, self.add, self._note])
+
+    def load(self, text: str) -> None:
+        """Show another YAML text."""
+        if text == self._text:  # this table wrote it; reading it back would change what is typed
+            return
+        self._text = text
+        try:
+            rows, without = read_rows(text)
+            without += [f"{row.name} ({', '.join(row.more)})" for row in rows if row.more]
+            names = shortened(", ".join(without), 200)
+            note = f"Only in the YAML below: {names}" if without else ""
+            self.add.disabled = False
+        except YAMLError:
+            rows, note = [], "The table appears when the YAML below is right."
+            self.add.disabled = True
+        set_trait(self._note, "value", view(paragraph(note)) if note else "")
+        self._show(rows)
+
+    def suggest(self, names: Sequence[str]) -> None:
+        """Suggest names for the parameters."""
+        self._names = tuple(names)
+        for row in self.made:
+            set_trait(row.inputs["name"], "options", self._names)
+
+    def _show(self, rows: Sequence[Row]) -> None:
+        self._loading = True
+        while len(self.made) < len(rows):
+            self.made.append(_RowWidgets(self._write, self._remove))
+        self.suggest(self._names)
+        self.rows = self.made[: len(rows)]
+        for widgets, row in zip(self.rows, rows, strict=True):
+            widgets.show(row)
+        self._body.children = [widgets.box for widgets in self.rows]
+        self._loading = False
+
+    def _remove(self, removed: _RowWidgets) -> None:
+        self._show([row.row for row in self.rows if row is not removed])
+        self._write()
+
+    def _write(self) -> None:
+        if not self._loading:
+            self._text = write_rows(self._text, [row.row for row in self.rows])
+            self._on_change(self._text)
