@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 from html import escape
 
 _LEFT = ' style="text-align: left; padding-right: 10px"'
+_SCIENTIFIC = 1e6  # from this size on, numbers are in scientific notation
 
 
 def html_table(title: str, rows: Sequence[tuple[str, object]], notes: Sequence[str] = ()) -> str:
@@ -59,18 +60,74 @@ def gib(size: int) -> str:
 
 
 def number(value: float | None) -> str:
-    """Format a number with five significant digits; empty for None."""
-    return "" if value is None else f"{value:.5g}"
+    """Format a number with four significant digits: ``"0.3602"``, ``"12000"``; empty for None."""
+    return "" if value is None else _significant(value, 4)
+
+
+def param(value: object) -> str:
+    """Format a parameter: three significant digits of a float, any other value in full."""
+    return _significant(value, 3) if isinstance(value, float) else setting(value)
+
+
+def _significant(value: float, digits: int) -> str:
+    """Format a number; whole below a million, in scientific notation from there on."""
+    if 10**digits - 0.5 <= abs(value) < _SCIENTIFIC:
+        return f"{value:.0f}"
+    return _short_exponent(f"{value:.{digits}g}")
+
+
+def _short_exponent(text: str) -> str:
+    """Write ``1e-5`` instead of ``1e-05``."""
+    mantissa, mark, exponent = text.partition("e")
+    return f"{mantissa}e{int(exponent)}" if mark else text
+
+
+def metric_column(values: Sequence[float | None]) -> list[str]:
+    """Format the values of a column with equal decimals, so that a reader can compare them.
+
+    The largest value has four significant digits, outliers above ten times the median aside: a
+    trial that diverged does not cost the others their digits. Values from a million on, and columns
+    below 0.0001, are in scientific notation. None is an empty text.
+    """
+    sizes = sorted(abs(value) for value in values if value and math.isfinite(value))
+    usual = [size for size in sizes if size <= 10 * sizes[(len(sizes) - 1) // 2]]
+    largest = usual[-1] if usual else 1.0
+    decimals = max(3 - math.floor(math.log10(largest)), 0)
+
+    def text(value: float | None) -> str:
+        if value is None:
+            return ""
+        if not 1e-4 <= largest < _SCIENTIFIC:
+            return _short_exponent(f"{value:.3e}") if value else "0"
+        if abs(value) > 1000 * largest:
+            return _significant(value, 4)
+        return f"{value:.{decimals}f}"
+
+    return [text(value) for value in values]
 
 
 def duration(seconds: float) -> str:
-    """Format a length of time: ``"2.4 s"``, ``"3 min 20 s"`` or ``"2 h 05 min"``."""
-    if seconds < 60:
+    """Format a length of time: ``"0.4 s"``, ``"25 s"``, ``"2:41"`` or ``"1 h 05 min"``."""
+    if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
     if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
+        return f"{whole // 60}:{whole % 60:02d}"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def ago(seconds: float) -> str:
+    """Format how long ago something was, to the minute: ``"just now"``, ``"8 min ago"``."""
+    minutes = int(seconds // 60)
+    if minutes < 1:
+        return "just now"
+    if minutes < 60:
+        return f"{minutes} min ago"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h ago"
+    return f"{minutes // (24 * 60)} days ago"
 
 
 def moment(unix: float | None) -> str:

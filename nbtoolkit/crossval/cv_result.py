@@ -16,6 +16,7 @@ from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunEnded, RunS
 from nbtoolkit.run.paths import RunPaths, Status, read_result, reading
 from nbtoolkit.run.serialization import unpack_value
 from nbtoolkit.study.table import EventTable, short
+from nbtoolkit.text_table import duration
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,11 +70,11 @@ class FoldTable(EventTable):
     def _columns(self, now: float | None) -> tuple[list[str], list[list[str]]]:
         names = self._names()
         rows = [self._row(number, fold, names) for number, fold in sorted(self._folds.items())]
-        return ["fold", "state", *names, "seconds"], rows
+        return ["fold", "state", *names, "time"], rows
 
     def _row(self, number: int, fold: FoldChanged, names: Sequence[str]) -> list[str]:
         values = [short(fold.metrics[name]) if name in fold.metrics else "" for name in names]
-        seconds = "" if fold.seconds is None else f"{fold.seconds:.1f}"
+        seconds = "" if fold.seconds is None else duration(fold.seconds)
         return [str(number), fold.state, *values, seconds]
 
     def _names(self) -> list[str]:

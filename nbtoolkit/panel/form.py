@@ -1,13 +1,18 @@
-"""Build the form with a widget and an error line for each setting of the schema."""
+"""Hold and validate what is typed into the panel: a text for each setting, and the space."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import threading
+import json
+import os
+import re
+import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -27,8 +32,9 @@ from nbtoolkit.config.schema import Config, Section
 from nbtoolkit.config.validation import fields as allowed_values
 from nbtoolkit.config.yaml_source import dump, parse_value
 from nbtoolkit.errors import ConfigError, NbtoolkitError
+from nbtoolkit.run.paths import atomic_file
 from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
-from nbtoolkit.views.markup import alert, view
+from nbtoolkit.text_table import shortened
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -37,6 +43,8 @@ if TYPE_CHECKING:
 
 GENERAL = "general"
 """The section of settings that stand in none."""
+
+_QUOTED = 40  # characters of a wrong text
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,11 @@ class Field:
         return head if dot or self.free else GENERAL
 
     @property
+    def nullable(self) -> bool:
+        """Whether ``null`` is allowed; its widget shows an empty field then."""
+        return types.NoneType in get_args(self.hint)
+
+    @property
     def tooltip(self) -> str:
         """Its documentation and allowed values."""
         return f"{self.help} Allowed: {self.allowed}."
@@ -79,19 +92,43 @@ class Field:
         try:
             value = parse_value(text)
         except YAMLError as error:
-            raise ConfigError(f"{text!r} is not YAML", allowed=self.allowed) from error
+            raise ConfigError(_yaml_mistake(text, error), allowed=self.allowed) from error
         value = {} if self.free and value is None else value
         try:
             _validator(self.name).validate_python(value)
         except (ValidationError, RecursionError) as error:  # `&a {b: *a}` has no end
-            raise ConfigError(f"{text!r} is not allowed", allowed=self.allowed) from error
+            what = f"{shortened(text, _QUOTED)!r} is not allowed"
+            raise ConfigError(what, allowed=self.allowed) from error
         return value
+
+    def error(self, text: str) -> str:
+        """Say what a text must be; empty: it is right."""
+        try:
+            self.value(text)
+        except ConfigError as error:
+            if self.free:
+                return f"{error.what}. Must be lines such as hidden: 64"
+            return f"Must be {self.allowed}{self._example(text)}"
+        return ""
+
+    def _example(self, text: str) -> str:
+        """Format an example of an allowed value: for ``0,01`` what was meant, else the default."""
+        meant, default = text.strip().replace(",", ".", 1), default_texts()[self.name]
+        if re.fullmatch(r"-?\d*,\d+", text.strip()) and not self.error(meant):
+            return f", e.g. {meant} (decimal point)"
+        return "" if default == "null" or default in self.allowed else f", e.g. {default}"
 
 
 @functools.cache
 def config_fields() -> dict[str, Field]:
     """Return every setting by its dotted name, in the order of the schema."""
     return {field.name: field for field in _fields(Config, "")}
+
+
+@functools.cache
+def default_texts() -> dict[str, str]:
+    """Return the default of every setting as text, by dotted name."""
+    return texts_of(Config())
 
 
 @functools.cache
@@ -108,11 +145,12 @@ def _fields(model: type[BaseModel], prefix: str) -> list[Field]:
             fields += _fields(hint, f"{name}.")
             continue
         free = get_origin(hint) is Annotated and get_args(hint)[0] is FreeSection
+        words = allowed.get(name, "settings of your own, as YAML")
         fields.append(
             Field(
                 name,
                 help=info.description or "",
-                allowed=allowed.get(name, "settings of your own, as YAML"),
+                allowed=words if free else re.sub(r"\bnull\b", "empty", words),
                 choices=() if free else tuple(_choices(hint) or ()),
                 free=free,
                 hint=hint,
@@ -141,12 +179,18 @@ def text_of(value: object) -> str:
     if isinstance(value, dict):
         return dump(value).rstrip("\n") if value else ""
     if isinstance(value, str):
-        return value if _reads_as(value, value) else f'"{value}"'
+        return value if _reads_as(value, value) else json.dumps(value, ensure_ascii=False)
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(text_of, value))}]"
+        return f"[{', '.join(map(_item_text, value))}]"
     return repr(value)
+
+
+def _item_text(item: object) -> str:
+    """Format an item of a list; JSON is YAML, for one that holds a comma, a bracket or a colon."""
+    text = text_of(item)
+    return text if _reads_as(f"[{text}]", [item]) else json.dumps(item, ensure_ascii=False)
 
 
 def texts_of(config: Config) -> dict[str, str]:
@@ -167,10 +211,19 @@ def _get(values: dict[str, Any], name: str, default: object = None) -> object:
     return values[section].get(key, default) if dot else values.get(section, default)
 
 
+def _yaml_mistake(text: str, error: YAMLError) -> str:
+    """Describe a YAML error by its line."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    lines = text.splitlines()
+    if mark is None or mark.line >= len(lines):
+        return f"YAML error: {problem or shortened(str(error), 2 * _QUOTED)}"
+    line = shortened(lines[mark.line].strip(), _QUOTED)
+    return f"YAML error in line {mark.line + 1}: {line!r} ({problem})"
+
+
 # --- the form's contents ---
 
 _DIGITS = 9  # of the number of trials
-_SHOWN = 40  # characters of a wrong one
 
 
 @dataclass(frozen=True)
@@ -203,7 +256,6 @@ class FormState:
     def __init__(self, config: Config, space: str = "") -> None:
         self.texts = texts_of(config)
         self.space, self.trials = space, ""
-        self._defaults = texts_of(Config())
 
     def copy(self) -> FormState:
         """Copy it, since another thread may change it while it is used."""
@@ -211,13 +263,17 @@ class FormState:
         other.texts = dict(self.texts)
         return other
 
+    def changed(self) -> list[str]:
+        """Return the names of the settings that are not at their default."""
+        return [name for name, text in self.texts.items() if text != default_texts()[name]]
+
     def overrides(self) -> dict[str, object]:
         """Return the settings that are not at their default, by dotted name.
 
         Raises:
             ConfigError: a text is not a value of its setting.
         """
-        return {name: config_fields()[name].value(self.texts[name]) for name in self._changed()}
+        return {name: config_fields()[name].value(self.texts[name]) for name in self.changed()}
 
     def parsed_space(self) -> dict[str, object]:
         """Parse the space as a YAML file is parsed: ``1e-4`` is a number.
@@ -228,7 +284,7 @@ class FormState:
         try:
             space = parse_value(self.space)
         except YAMLError as error:
-            raise ConfigError(f"the space is not YAML: {error}") from error
+            raise ConfigError(_yaml_mistake(self.space, error)) from error
         if not isinstance(space, dict):
             raise ConfigError("the space is not a mapping", allowed="names, each with its limits")
         return space
@@ -243,12 +299,14 @@ class FormState:
         if not text:
             return None
         if not text.isdecimal() or len(text) > _DIGITS or int(text) < 1:
-            raise ConfigError(f"trials: {text[:_SHOWN]!r}", allowed=f"1 to {10**_DIGITS - 1}")
+            limits = f"from 1 to {10**_DIGITS - 1}"
+            raise ConfigError(f"Number of trials must be a whole number {limits}")
         return int(text)
 
     def validate(self) -> Validation:
         """Make the configuration and the sweep; collect what is wrong, setting by setting."""
-        if errors := self._errors():
+        errors = {name: config_fields()[name].error(self.texts[name]) for name in self.changed()}
+        if errors := {name: error for name, error in errors.items() if error}:
             return Validation(errors=errors)
         try:
             config = Config().with_overrides(self.overrides())
@@ -258,18 +316,6 @@ class FormState:
             return Validation(config=config, sweep_config=self._sweep_config(config))
         except NbtoolkitError as error:
             return Validation(config=config, space_error=str(error))
-
-    def _errors(self) -> dict[str, str]:
-        errors = {}
-        for name in self._changed():
-            try:
-                config_fields()[name].value(self.texts[name])
-            except ConfigError as error:
-                errors[name] = f"{error.what}; allowed: {error.allowed}"
-        return errors
-
-    def _changed(self) -> list[str]:
-        return [name for name, text in self.texts.items() if text != self._defaults[name]]
 
     def _sweep_config(self, config: Config) -> SweepConfig | None:
         if not self.space.strip():
@@ -295,168 +341,81 @@ class FormSnapshot:
     number: int
 
 
-# --- widgets ---
+# --- edits that survive the kernel ---
 
-_FIRST_SECTION = "train"  # its settings are changed most often
-_NARROW_LABEL = {"description_width": "50px"}
-_WIDE_LABEL = {"description_width": "210px"}
+EDITS_FILE = ".panel.json"
+"""The file of the edits, in the output folder."""
+
+_SECONDS = 1.0  # between two writes
 
 
-class Form:
-    """The widgets of a form; what is typed is in :attr:`state` at once, right or wrong.
-
-    A section's widgets are made when it is first shown: 75 settings at once would take the browser
-    a second.
-
-    Args:
-        state: what is edited.
-        on_edit: called after each edit, in the thread of the edit.
+@dataclass(frozen=True)
+class Edits:
+    """What a panel held before its kernel ended.
 
     Attributes:
-        errors: the HTML widgets beside the settings, by dotted name, as far as they are made.
+        state: the form's contents.
+        saved: when they were written, in unix seconds.
     """
 
-    def __init__(self, state: FormState, on_edit: Callable[[], None]) -> None:
-        import ipywidgets as w
-
-        self.state, self._on_edit = state, on_edit
-        self._fields = config_fields()
-        self._inputs: dict[str, ipywidgets.Widget] = {}
-        self.errors: dict[str, ipywidgets.HTML] = {}
-        self._rows: dict[str, list[ipywidgets.HBox]] = {}
-        fixed = {"max_width": "99%", "flex": "0 0 auto"}  # an error beside takes no room away
-        self._narrow = w.Layout(width="420px", **fixed)
-        self._wide = w.Layout(width="640px", **fixed)
-        self._beside = w.Layout(min_width="200px", flex="1 1 0")
-        # The kernel's thread makes a section while the panel's shows errors or loads a file.
-        self._lock, self._loading = threading.RLock(), False
-        self.together = w.HTML()
-        sections = list(dict.fromkeys(field.section for field in self._fields.values()))
-        sections.remove(GENERAL)
-        self.section = w.Dropdown(
-            options=[*sections, GENERAL],
-            value=_FIRST_SECTION,
-            description="section",
-            tooltip="Which settings are shown",
-            style=_WIDE_LABEL,
-            layout=self._narrow,
-        )
-        self.section.observe(lambda _: self._show_section(), "value")
-        self._shown = w.VBox()
-        self.space = w.Textarea(
-            value=state.space,
-            description="space",
-            tooltip="What is searched, as YAML: names of settings, each with its limits",
-            placeholder="optim.lr: {type: float, low: 1.0e-4, high: 1.0e-1, log: true}",
-            rows=14,
-            style=_NARROW_LABEL,
-            layout=self._wide,
-        )
-        self.trials = w.Text(
-            value=state.trials,
-            description="trials",
-            tooltip="How many in all; empty: as the space says",
-            style=_NARROW_LABEL,
-            layout=self._narrow,
-        )
-        self.space_error = w.HTML()
-        self.space.observe(lambda change: self._store("space", change["new"]), "value")
-        self.trials.observe(lambda change: self._store("trials", change["new"]), "value")
-        self.settings = w.VBox([self.section, self.together, self._shown])
-        self.search = w.VBox([self.trials, self.space, self.space_error])
-        self._show_section()
-
-    def load(self, state: FormState) -> None:
-        """Replace the form's contents."""
-        with self._lock:
-            self.state, self._loading = state, True
-            try:
-                for name, widget in self._inputs.items():
-                    widget.value = state.texts[name]
-                self.space.value, self.trials.value = state.space, state.trials
-            finally:
-                self._loading = False
-
-    def show(self, validation: Validation) -> None:
-        """Show errors, each beside its field; those of other sections above the fields."""
-        with self._lock:
-            widgets, section = dict(self.errors), self.section.value
-        for name, widget in widgets.items():
-            _show_error(widget, validation.errors.get(name, ""))
-        hidden = [
-            f"{name} (section {self._fields[name].section}): {error}"
-            for name, error in validation.errors.items()
-            if self._fields[name].section != section
-        ]
-        _show_error(self.together, "\n".join(hidden) or validation.together)
-        _show_error(self.space_error, validation.space_error)
-
-    @property
-    def rows(self) -> list[ipywidgets.HBox]:
-        """Every row made so far, also of sections that are not shown."""
-        return [row for rows in self._rows.values() for row in rows]
-
-    def input(self, name: str) -> Any:
-        """Show the section of a setting and return its widget."""
-        self.section.value = self._fields[name].section
-        return self._inputs[name]
-
-    def _show_section(self) -> None:
-        with self._lock:
-            section = self.section.value
-            if section not in self._rows:
-                fields = [field for field in self._fields.values() if field.section == section]
-                self._rows[section] = [self._row(field) for field in fields]
-            self._shown.children = self._rows[section]
-        self._on_edit()  # shows the errors of the new fields
-
-    def _row(self, field: Field) -> ipywidgets.HBox:
-        import ipywidgets as w
-
-        self._inputs[field.name] = widget = self._input(field)
-        self.errors[field.name] = error = w.HTML(layout=self._beside)
-        widget.observe(lambda change: self._store(field.name, change["new"]), "value")
-        return w.HBox([widget, error], layout={"flex_flow": "row wrap"})  # narrow: below it
-
-    def _input(self, field: Field) -> ipywidgets.Widget:
-        import ipywidgets as w
-
-        text = self.state.texts[field.name]
-        common: dict[str, Any] = {
-            "value": text,
-            "description": field.name.removeprefix(f"{field.section}."),
-            "tooltip": field.tooltip,
-            "style": _WIDE_LABEL,
-        }
-        if field.free:
-            return w.Textarea(**common, rows=5, layout=self._wide, placeholder="name: value")
-        if field.choices:
-            options = field.choices if text in field.choices else (text, *field.choices)
-            return w.Dropdown(**common, options=options, layout=self._narrow)
-        return w.Text(**common, layout=self._narrow, placeholder=field.allowed)
-
-    def _store(self, name: str, text: str) -> None:
-        """Store what was typed.
-
-        Args:
-            name: a setting's, ``"space"`` or ``"trials"``.
-            text: what the field holds now.
-        """
-        with self._lock:
-            if self._loading:
-                return
-            match name:
-                case "space":
-                    self.state.space = text
-                case "trials":
-                    self.state.trials = text
-                case _:
-                    self.state.texts[name] = text
-        self._on_edit()
+    state: FormState
+    saved: float
 
 
-def _show_error(widget: ipywidgets.HTML, text: str) -> None:
-    set_trait(widget, "value", view(alert(text)) if text else "")
+def keep_edits(output_dir: str | os.PathLike[str], state: FormState) -> bool:
+    """Write a form's contents, readable by this user alone; at most once a second.
+
+    Args:
+        output_dir: the folder of the runs, as it was when the panel was opened: the one in the form
+            may be half typed, and would be created.
+        state: the contents.
+
+    Returns:
+        Whether they are written; False: the last write is too recent, or the folder cannot be
+        written.
+    """
+    path = _edits_file(output_dir)
+    changed = {name: state.texts[name] for name in state.changed()}
+    contents = {"texts": changed, "space": state.space, "trials": state.trials}
+    try:
+        if path.exists() and abs(time.time() - path.stat().st_mtime) < _SECONDS:
+            return False
+        with atomic_file(path, durable=False) as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(json.dumps(contents).encode())
+    except OSError:  # a launch reports that
+        return False
+    return True
+
+
+def kept_edits(output_dir: str | os.PathLike[str]) -> Edits | None:
+    """Read what :func:`keep_edits` wrote; None: nothing, or a damaged file."""
+    path = _edits_file(output_dir)
+    try:
+        contents, saved = json.loads(path.read_bytes()), path.stat().st_mtime
+        state = FormState(Config(), str(contents["space"]))
+        state.trials, texts = str(contents["trials"]), dict(contents["texts"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    for name, setting in config_fields().items():
+        text = texts.get(name)
+        if isinstance(text, str) and (not setting.choices or text in setting.choices):
+            state.texts[name] = text
+    return Edits(state, saved)
+
+
+def drop_edits(output_dir: str | os.PathLike[str]) -> None:
+    """Delete what :func:`keep_edits` wrote."""
+    with contextlib.suppress(OSError):
+        _edits_file(output_dir).unlink(missing_ok=True)
+
+
+def _edits_file(output_dir: str | os.PathLike[str]) -> Path:
+    # Unlike Path.expanduser, this accepts the name of a user that does not exist.
+    return Path(os.path.expanduser(output_dir)) / EDITS_FILE
+
+
+# --- widgets ---
 
 
 def set_trait(widget: ipywidgets.Widget, name: str, value: object) -> None:

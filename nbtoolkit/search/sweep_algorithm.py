@@ -18,6 +18,7 @@ from nbtoolkit.search.algorithm import (
 )
 from nbtoolkit.search.leaderboard import better, missing
 from nbtoolkit.search.time_budget import TimeBudget, TopKReevaluation
+from nbtoolkit.study.table import STOPPED_BY_HAND
 
 if TYPE_CHECKING:
     from nbtoolkit.search.study_recorder import StudyRecorder
@@ -401,7 +402,7 @@ class SweepAlgorithm:
 
     def _stop_trial(self, number: int) -> None:
         for trial in [one for one in self._live.values() if one.number == number]:
-            trial.leave("pruned", "stopped by hand")
+            trial.leave("pruned", STOPPED_BY_HAND)
             if trial.over:
                 self._settle(trial)
 

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from itertools import groupby
+from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
 from nbtoolkit.run import events
 from nbtoolkit.run.events import Event, TrialChanged
-from nbtoolkit.text_table import html_columns, text_columns
+from nbtoolkit.text_table import duration, html_columns, number, text_columns
 
 if TYPE_CHECKING:
     from nbtoolkit.study.parameter import Params
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 ENDED = ("complete", "pruned", "failed", "infeasible")
 """States of a trial that has ended. The others are running and waiting (to run again)."""
+
+STOPPED_BY_HAND = "stopped by hand"
+"""The reason of a trial that a user has stopped; its state is ``"pruned"``."""
 
 LAST = 5
 """Trials that ended last, shown below the best and the running ones."""
@@ -82,6 +85,7 @@ class Trial:
         seconds: how long it took; None: it has not ended.
         reason: why it failed or was pruned.
         began: unix seconds of its start.
+        ended_at: unix seconds of its end; None: it has not ended.
         step: the step of its last report (with folds: the fold's number).
         latest: the value of that report.
         folds: the state of each of its folds.
@@ -94,6 +98,7 @@ class Trial:
     seconds: float | None = None
     reason: str | None = None
     began: float = 0.0
+    ended_at: float | None = None
     step: int | None = None
     latest: float | None = None
     folds: dict[int, str] = field(default_factory=dict)
@@ -103,15 +108,23 @@ class Trial:
         """Whether it has ended."""
         return self.state in ENDED
 
+    @property
+    def label(self) -> str:
+        """The state to show: ``"stopped"`` for a trial that was stopped by hand."""
+        return "stopped" if self.reason == STOPPED_BY_HAND else self.state
+
     def update(self, event: TrialChanged) -> None:
         """Process an event of this trial."""
         if event.state == "running" and self.state != "running":
             self.began, self.step, self.latest = event.t, None, None
             self.folds.clear()
+        # The event that names the best trial at the end of a sweep comes after the trial's own end.
+        if event.state != self.state or event.seconds is not None:
+            self.seconds = event.seconds
+            self.ended_at = event.t if event.state in ENDED else None
         self.state = event.state
         self.params = event.params or self.params
         self.values = tuple(event.values or ([] if event.value is None else [event.value]))
-        self.seconds = event.seconds
         self.reason = event.reason
 
 
@@ -190,7 +203,7 @@ class SweepTable(EventTable):
         self.status = "running"
         """How the sweep ended, once it has."""
         self._best = BestTrials(directions)
-        self._ended: list[Trial] = []  # in the order in which they ended
+        self._ended: dict[int, Trial] = {}  # in the order in which they ended
         self._running: dict[int, Trial] = {}
         self._counts: Counter[str] = Counter()
 
@@ -250,7 +263,12 @@ class SweepTable(EventTable):
 
     def last(self, count: int = LAST) -> list[Trial]:
         """The trials that ended last, the latest first."""
-        return self._ended[: -count - 1 : -1]
+        return [*islice(reversed(self._ended.values()), count)]
+
+    @property
+    def ended(self) -> int:
+        """The number of trials that have ended."""
+        return len(self._ended)
 
     def count(self, state: str) -> int:
         """The number of trials in a state."""
@@ -274,8 +292,9 @@ class SweepTable(EventTable):
             return None
         if not self._ended or not self._running or self.n_trials is None:
             return self.deadline
-        complete = [trial for trial in self._ended if trial.state == "complete"]
-        mean = _mean_seconds(complete or self._ended)
+        ended = [*self._ended.values()]
+        complete = [trial for trial in ended if trial.state == "complete"]
+        mean = _mean_seconds(complete or ended)
         to_start = max(self.n_trials - len(self._ended) - len(self._running), 0)
         # Trials that began from `since` on are those that the pruner could end.
         since, spared, added = 0.0, 0, []
@@ -288,7 +307,7 @@ class SweepTable(EventTable):
                 since = math.inf
             elif first_complete:
                 since = first_complete[-1].began + (first_complete[-1].seconds or 0.0)
-        durations = [trial.seconds or 0.0 for trial in self._ended if trial.began >= since]
+        durations = [trial.seconds or 0.0 for trial in ended if trial.began >= since]
         durations = sorted([*durations, *added])
         ages = sorted(now - trial.began for trial in self._running.values() if trial.began >= since)
         left = spared * mean + (to_start - spared) * _expected_rest(durations, ages, 0.0)
@@ -321,10 +340,10 @@ class SweepTable(EventTable):
         if not isinstance(event, TrialChanged) or event.state not in ENDED:
             return None
         trial = self.trials[event.number]
-        parts = [f"trial {trial.number}", trial.state, *self._values(trial)]
+        parts = [f"trial {trial.number}", trial.label, *self._values(trial)]
         parts += ["(best)"] if trial in self.best else []
         parts += [f"{name}={short(value)}" for name, value in trial.params.items()]
-        parts += [f"{trial.seconds:.1f} s"] if trial.seconds is not None else []
+        parts += [duration(trial.seconds)] if trial.seconds is not None else []
         parts += [trial.reason] if trial.reason else []
         return "  ".join(parts)
 
@@ -355,15 +374,14 @@ class SweepTable(EventTable):
         """Undo :meth:`_add`, before the trial's state changes."""
         self._counts[trial.state] -= 1
         self._running.pop(trial.number, None)
-        if trial.ended:
-            self._ended.remove(trial)
+        self._ended.pop(trial.number, None)
 
     def _add(self, trial: Trial) -> None:
         self._counts[trial.state] += 1
         if trial.state == "running":
             self._running[trial.number] = trial
         elif trial.ended:
-            self._ended.append(trial)
+            self._ended[trial.number] = trial
 
     # --- rows ---
 
@@ -372,7 +390,7 @@ class SweepTable(EventTable):
         shown = [*self.best[:_MAX_BEST], *self.running[:_MAX_RUNNING], *self.last()]
         shown = list({trial.number: trial for trial in shown}.values())
         names = list(dict.fromkeys(name for trial in shown for name in trial.params))[:_MAX_PARAMS]
-        header = ["", "trial", "state", *self.metrics, "seconds", *names]
+        header = ["", "trial", "state", *self.metrics, "time", *names]
         return header, [self._row(trial, names, now) for trial in shown]
 
     def _row(self, trial: Trial, names: Sequence[str], now: float) -> list[str]:
@@ -383,16 +401,16 @@ class SweepTable(EventTable):
         return [
             "*" if trial in self.best else "",
             str(trial.number),
-            trial.state,
+            trial.label,
             *values[: len(self.metrics)],
-            "" if seconds is None else f"{seconds:.1f}",
+            "" if seconds is None else duration(seconds),
             *(short(trial.params[name]) if name in trial.params else "" for name in names),
         ]
 
 
 def short(value: object) -> str:
     """A value as short text: four digits of a number, the beginning of a long text."""
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = number(value) if isinstance(value, float) else str(value)
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
 
 

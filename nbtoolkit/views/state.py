@@ -5,21 +5,48 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from statistics import median_low
 
 from nbtoolkit.crossval.cv_result import FoldTable
+from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, fold_key
 from nbtoolkit.errors import RunFileError
 from nbtoolkit.report.run_summary import Kind, Points, kind_of, numbers
 from nbtoolkit.run import events
-from nbtoolkit.run.events import DevicesSampled, Reading, decode
+from nbtoolkit.run.events import Reading
 from nbtoolkit.run.paths import RunPaths, read_or_empty
 from nbtoolkit.search.sweep_result import read_sweep_config
-from nbtoolkit.study.table import SweepTable
+from nbtoolkit.study.table import SweepTable, Trial
+from nbtoolkit.text_table import counted, duration, number
+from nbtoolkit.views.devices import DeviceReader, device_text, samples_in, share_of
+from nbtoolkit.views.devices import read_tail as read_tail
+from nbtoolkit.views.timeline import JobSpan, Timeline
 
-_READINGS_TAIL = 1 << 16  # bytes at the end of an event log in which readings are looked for
 _NOTES = 5  # the newest notes that are kept
 _LOGGED_POINTS = 4000  # kept per logged metric; above that every second point is dropped
+_DEVICE_LOGS = 32  # event logs of ended jobs in which device readings are looked for
+_SPEED_LOGS = 20  # the newest logged steps, of which the speed is the mean
+
+
+@dataclass
+class FoldInfo:
+    """What is known of a fold.
+
+    Attributes:
+        number: the fold's number.
+        state: ``"waiting"``, ``"running"``, ``"complete"``, or how it ended.
+        metrics: its scores, once it is complete.
+        seconds: how long it took; None: it has not ended.
+        curves: its reported values by step; of a trial's fold empty.
+    """
+
+    number: int
+    state: str = "waiting"
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float | None = None
+    curves: dict[str, Points] = field(default_factory=dict)
 
 
 class State:
@@ -42,6 +69,8 @@ class State:
         trials: of a sweep: each trial's reports by step.
         values: of a sweep: the objective value of each complete trial, by trial number.
         folds: of a cross-validation: the complete folds.
+        config: the settings of the last attempt, nested.
+        plan: its launch plan.
         notes: the newest notes to the user.
         phases: the phase of each rank.
         epochs: the number of epochs that a run is configured for; None: unknown.
@@ -78,6 +107,14 @@ class State:
         self.last_report: tuple[float, float] | None = None
         self._reports_steps = False
         self.ended: events.RunEnded | None = None
+        self.config: dict[str, object] = {}
+        self.plan: dict[str, object] = {}
+        self._timeline = Timeline()
+        self._devices = DeviceReader()
+        self._fold_events: dict[int | None, dict[int, events.FoldChanged]] = {}
+        self._fold_states: dict[int, State] = {}
+        self._logged_at: deque[tuple[float, float]] = deque(maxlen=_SPEED_LOGS)
+        self._past_attempts = 0.0  # seconds
         self._owned = True
         self._restarting = False
         self._reader = events.EventReader(paths.events)
@@ -127,6 +164,7 @@ class State:
         self._restarting = self._owned and self.ended is not None and not self.paths.ended()
         if self.table is not None and self.status == "cut off":  # nobody was left to write it
             self.table.update(events.RunEnded(status="cut off"))
+            self._timeline.close(self._timeline.last)
 
     # --- status and progress ---
 
@@ -190,7 +228,7 @@ class State:
     def counts(self) -> tuple[int, int | None]:
         """The number of trials or folds that have ended, and of all (None: unknown)."""
         if isinstance(self.table, SweepTable):
-            return len(self.table.last(len(self.table.trials))), self.table.n_trials
+            return self.table.ended, self.table.n_trials
         if isinstance(self.table, FoldTable):
             return len(self.folds), self.table.folds
         return 0, None
@@ -213,6 +251,59 @@ class State:
         end = self.ends_at(now)
         return None if end is None else max(end - now, 0.0)
 
+    def elapsed(self, now: float | None = None) -> float:
+        """Seconds of all attempts together."""
+        if self.began is None:
+            return 0.0
+        if self.ended is not None and self.ended.seconds is not None:
+            return self._past_attempts + self.ended.seconds
+        end = self._timeline.last
+        if self.ended is None and self.live:
+            end = time.time() if now is None else now
+        return self._past_attempts + max(end - self.began, 0.0)
+
+    def activity(self, now: float | None = None) -> str:
+        """What it does before the first report; empty later."""
+        if self.status != "running" or self.began is None or self.first_report or self._logged_at:
+            return ""
+        waited = duration(max((time.time() if now is None else now) - self.began, 0.0))
+        if isinstance(self.table, SweepTable):
+            running = self.table.running
+            if self.table.ended or any(trial.latest is not None for trial in running):
+                return ""
+            doing = f"{counted(len(running), 'trial')} started" if running else ""
+        elif self.kind == "cv":
+            doing = ""
+            if self._timeline.spans:
+                return ""
+        else:
+            doing = self._phase()
+        if doing:
+            return f"{doing}, waiting for the first report, {waited}"
+        return f"starting: importing torch, {waited}"
+
+    def _phase(self) -> str:
+        """What the slowest rank does before the first report; empty: it is starting."""
+        phases = set(self.phases.values())
+        ranks = "rank 0" if len(self.phases) == 1 else f"{len(self.phases)} ranks"
+        if not phases or "started" in phases:
+            return ""
+        return f"{ranks} loading the function" if "group" in phases else f"{ranks} ready"
+
+    def speed(self) -> dict[str, str]:
+        """Of a single run, as far as known: ``epoch`` or ``step``, ``samples/s``, ``steps/s``."""
+        found: dict[str, str] = {}
+        if self.last_report is not None:
+            last, total = number(self.last_report[1]), self.total_steps()
+            found["epoch" if total else "step"] = f"{last}/{total}" if total else last
+        if samples := self.logged.get("samples_per_second"):
+            found["samples/s"] = number(samples[-1][1])
+        if len(self._logged_at) > 1:
+            (t0, step0), (t1, step1) = self._logged_at[0], self._logged_at[-1]
+            if t1 > t0 and step1 > step0:
+                found["steps/s"] = number((step1 - step0) / (t1 - t0))
+        return found
+
     # --- values ---
 
     def points(self) -> dict[str, Points]:
@@ -230,29 +321,139 @@ class State:
         best = accumulate((value for _, value in values), better)
         return [(number, value) for (number, _), value in zip(values, best, strict=True)]
 
-    def readings(self) -> dict[str, list[Reading]]:
-        """The newest device readings: of the run by ``""``, of running trials by ``"trial 3"``."""
-        if not isinstance(self.table, SweepTable):
-            newest = {"": last_readings(self.paths.events)}
-        else:
-            newest = {
-                f"trial {trial.number}": last_readings(self.trial(trial.number).events)
-                for trial in self.table.running
-            }
-        return {name: readings for name, readings in newest.items() if readings}
-
     def trial(self, number: int) -> RunPaths:
         """The folder of a sweep's trial."""
         return RunPaths(self.paths.folder / f"trials/{number:04d}")
+
+    def trial_state(self, trial: Trial) -> str:
+        """The state of a trial; ``"stopped"`` for one that was stopped by hand."""
+        return trial.label
+
+    def planned_steps(self) -> int | None:
+        """The number of reports of a whole trial: that of most complete ones; None: unknown."""
+        counts = [len(points) for n in self.values if (points := self.trials.get(n))]
+        return median_low(counts) if counts else None
+
+    def saved_by_pruning(self) -> float | None:
+        """The share of the reports of all ended trials that pruning saved; None: it ended none."""
+        planned = self.planned_steps()
+        if not isinstance(self.table, SweepTable) or planned is None:
+            return None
+        done = saved = 0
+        for trial in self.table.trials.values():
+            if trial.ended:
+                steps = len(self.trials.get(trial.number, ()))
+                done += steps
+                saved += max(planned - steps, 0) if trial.label == "pruned" else 0
+        return saved / (done + saved) if saved else None
+
+    # --- jobs ---
+
+    def spans(self) -> list[JobSpan]:
+        """When each trial or fold ran, by begin. A job that ran twice has two spans."""
+        return self._timeline.spans
+
+    def workers(self, now: float | None = None) -> list[list[JobSpan]]:
+        """The spans on the fewest rows on which none overlap: what each slot did.
+
+        Args:
+            now: unix seconds, the end of what runs; None: the clock's.
+        """
+        return self._timeline.rows(time.time() if now is None else now)
+
+    def job(self, span: JobSpan) -> RunPaths:
+        """The folder of a span's job."""
+        if self.kind == "cv":
+            return RunPaths(self.paths.folder / fold_key(span.number))
+        folder = self.trial(span.number).folder
+        return RunPaths(folder if span.fold is None else folder / f"fold-{span.fold}")
+
+    def folds_table(self, trial: int | None = None) -> list[FoldInfo]:
+        """The folds of a cross-validation, or of a sweep's trial, by number.
+
+        Args:
+            trial: the trial's number; None: the cross-validation's.
+        """
+        known = self._fold_events.get(trial, {})
+        count = self._fold_count() if trial is None else 0
+        found = []
+        for index in range(max(count, *(n + 1 for n in known), 0)):
+            event = known.get(index)
+            info = FoldInfo(index)
+            if event is not None:
+                info = FoldInfo(index, event.state, event.metrics, event.seconds)
+            if trial is None and event is not None:
+                info.curves = self._fold_state(index).points()
+            found.append(info)
+        return found
+
+    def _fold_count(self) -> int:
+        """The number of folds of a cross-validation; 0: unknown."""
+        if isinstance(self.table, FoldTable) and self.table.folds is None:
+            content = read_or_empty(self.paths.folder / FOLDS_FILE)
+            k, repeats = content.get("k"), content.get("repeats")
+            if isinstance(k, int):
+                self.table.folds = k * (repeats if isinstance(repeats, int) else 1)
+        return (isinstance(self.table, FoldTable) and self.table.folds) or 0
+
+    def _fold_state(self, index: int) -> State:
+        if index not in self._fold_states:
+            self._fold_states[index] = State(RunPaths(self.paths.folder / fold_key(index)))
+        self._fold_states[index].refresh()
+        return self._fold_states[index]
+
+    # --- devices ---
+
+    def readings(self) -> dict[str, list[Reading]]:
+        """The newest device readings: of the run by ``""``, of running trials by ``"trial 3"``."""
+        logs = {self.paths.events: ""}
+        if isinstance(self.table, SweepTable):
+            logs = {self.trial(t.number).events: f"trial {t.number}" for t in self.table.running}
+        newest = {name: samples_in(read_tail(log, 1 << 16))[-1:] for log, name in logs.items()}
+        return {name: samples[0].readings for name, samples in newest.items() if samples}
+
+    def device_history(self) -> dict[str, list[tuple[float, float]]]:
+        """Unix seconds and use from 0 to 1 by rank, slot or GPU, in the last minute with readings.
+
+        Of a sweep, a slot's use is that of the trials that ran on it.
+        """
+        return {
+            name: [(at, share) for at, one in readings if (share := share_of(one)) is not None]
+            for name, readings in self._devices.read(self._device_logs()).items()
+        }
+
+    def device_lines(self) -> list[tuple[str, float | None, str]]:
+        """Name, use from 0 to 1 (None: unknown) and a text for each rank, slot and GPU.
+
+        Of a live run the newest reading; of one that has ended the mean over its last minute.
+        """
+        lines: list[tuple[str, float | None, str]] = []
+        for name, points in self._devices.read(self._device_logs()).items():
+            readings = [reading for _, reading in points]
+            if self.live:
+                lines.append((name, share_of(readings[-1]), device_text(readings[-1:])))
+            else:
+                lines.append((name, None, f"mean {device_text(readings)}"))
+        return lines
+
+    def _device_logs(self) -> dict[Path, str]:
+        """Event log -> slot: of the run itself, or of the newest jobs of a search."""
+        if self.kind == "run":
+            return {self.paths.events: ""}
+        rows = enumerate(self._timeline.rows(self._timeline.last))
+        jobs = [(span, f"slot {slot}") for slot, row in rows for span in row]
+        jobs.sort(key=lambda job: job[0].end or 0.0)
+        return {self.job(span).events: slot for span, slot in jobs[-_DEVICE_LOGS:]}
 
     # --- events ---
 
     def _apply(self, event: events.Event) -> None:
         if self.table is not None:
             self.table.update(event)
+        if isinstance(event, events.RunStarted):
+            self._start_attempt(event)
+        self._timeline.update(event)
         match event:
-            case events.RunStarted():
-                self._start_attempt(event)
             case events.RunEnded():
                 self.ended = event
             case events.NoteAdded():
@@ -270,14 +471,17 @@ class State:
             case events.IntermediateReported():
                 points = self.trials.setdefault(event.number, [])
                 _add_point(points, float(event.step), float(event.value))
-            case events.TrialChanged(state="running"):
-                self.trials.pop(event.number, None)  # it runs again
             case events.TrialChanged(state="complete") if event.value is not None:
                 self.values[event.number] = float(event.value)
-            case events.FoldChanged(state="complete", number=None):
-                self.folds.add(event.fold)
+            case events.FoldChanged():
+                self._fold_events.setdefault(event.number, {})[event.fold] = event
+                if event.number is None and event.state == "complete":
+                    self.folds.add(event.fold)
 
     def _start_attempt(self, event: events.RunStarted) -> None:
+        self._past_attempts = self.elapsed(self._timeline.last)
+        self.config, self.plan = event.config, event.plan
+        self._logged_at.clear()
         self.began = event.t
         self.ended = None
         self.paused = False
@@ -299,6 +503,8 @@ class State:
             _add_point(self.curves.setdefault(name, []), step, value)
 
     def _add_logged(self, event: events.MetricsLogged) -> None:
+        if event.step is not None:
+            self._logged_at.append((event.t, float(event.step)))
         for name, value in numbers(event.values).items():
             points = self.logged.setdefault(name, [])
             step = len(points) + 1.0 if event.step is None else float(event.step)
@@ -319,23 +525,3 @@ def read_state(folder: Path) -> State:
     state = State(RunPaths(folder))
     state.refresh()
     return state
-
-
-def last_readings(log: Path) -> list[Reading]:
-    """Read the newest device readings from the end of an ``events.jsonl``; empty without any."""
-    for line in reversed(read_tail(log, _READINGS_TAIL).splitlines()):
-        # Most lines are of other types and need no decoding.
-        if '"type": "device"' in line and isinstance(event := decode(line), DevicesSampled):
-            return event.readings
-    return []
-
-
-def read_tail(file: Path, size: int) -> str:
-    """Read the last ``size`` bytes of a file as text; empty where it cannot be read."""
-    try:
-        with file.open("rb") as stream:
-            end = stream.seek(0, 2)
-            stream.seek(max(end - size, 0))
-            return stream.read(size).decode(errors="replace")
-    except OSError:
-        return ""

@@ -1,0 +1,104 @@
+"""Read the use of ranks and GPUs from the ends of event logs, as histories and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+
+from nbtoolkit.run.events import DevicesSampled, Reading, decode
+
+SECONDS = 60.0
+"""The length of a history."""
+
+_TAIL = 1 << 16  # bytes at the end of an event log in which readings are looked for
+
+
+class DeviceReader:
+    """Reads the newest device readings of event logs; a log that did not grow is not read again."""
+
+    def __init__(self) -> None:
+        self._read: dict[Path, tuple[int, list[DevicesSampled]]] = {}
+
+    def read(self, logs: Mapping[Path, str]) -> dict[str, list[tuple[float, Reading]]]:
+        """Read the last minute that has readings.
+
+        Args:
+            logs: event logs, and the name of the slot that each belongs to; empty: there are none.
+
+        Returns:
+            Name of the rank, slot or GPU -> unix seconds and reading, by time.
+        """
+        self._read = {log: self._samples(log) for log in logs}
+        found: dict[str, list[tuple[float, Reading]]] = {}
+        for log, slot in logs.items():
+            for sample in self._read[log][1]:
+                for reading in sample.readings:
+                    found.setdefault(_name(slot, reading), []).append((sample.t, reading))
+        newest = max((at for points in found.values() for at, _ in points), default=0.0)
+        recent = {
+            name: sorted((p for p in points if p[0] >= newest - SECONDS), key=lambda p: p[0])
+            for name, points in found.items()
+        }
+        return {name: recent[name] for name in sorted(recent) if recent[name]}
+
+    def _samples(self, log: Path) -> tuple[int, list[DevicesSampled]]:
+        try:
+            size = log.stat().st_size
+        except OSError:
+            return 0, []
+        known = self._read.get(log)
+        return known if known and known[0] == size else (size, samples_in(read_tail(log, _TAIL)))
+
+
+def samples_in(text: str) -> list[DevicesSampled]:
+    """Decode the device readings among the lines of an event log."""
+    # Most lines are of other types and need no decoding.
+    lines = (line for line in text.splitlines() if '"type": "device"' in line)
+    return [event for event in map(decode, lines) if isinstance(event, DevicesSampled)]
+
+
+def share_of(reading: Reading) -> float | None:
+    """Return the use from 0 to 1: of a GPU, or of one core by a rank; None: unknown."""
+    percent = reading.get("utilization") if "index" in reading else reading.get("cpu", 0.0)
+    if not isinstance(percent, (int, float)):
+        return None
+    return min(max(percent / 100 if "index" in reading else percent, 0.0), 1.0)
+
+
+def device_text(readings: list[Reading]) -> str:
+    """Format the mean use and the largest memory of a device's readings."""
+    is_gpu = "index" in readings[0]
+    use = _numbers(readings, "utilization" if is_gpu else "cpu")
+    memory = _numbers(readings, "memory_used" if is_gpu else "memory")
+    parts = []
+    if use:
+        parts.append(f"{fmean(use):.0f} %" if is_gpu else f"CPU {fmean(use) * 100:.0f} %")
+    if memory:
+        parts.append(f"{max(memory) / 1e9:.1f} GB")
+    return ", ".join(parts)
+
+
+def _numbers(readings: list[Reading], name: str) -> list[float]:
+    values = (reading.get(name) for reading in readings)
+    return [float(value) for value in values if isinstance(value, (int, float))]
+
+
+def _name(slot: str, reading: Reading) -> str:
+    if "index" in reading:
+        return f"GPU {reading['index']}"
+    rank = reading.get("rank", 0)
+    if not slot:
+        return f"rank {rank}"
+    return slot if rank == 0 else f"{slot} rank {rank}"
+
+
+def read_tail(file: Path, size: int) -> str:
+    """Read the last ``size`` bytes of a file as text; empty where it cannot be read."""
+    try:
+        with file.open("rb") as stream:
+            end = stream.seek(0, 2)
+            stream.seek(max(end - size, 0))
+            return stream.read(size).decode(errors="replace")
+    except OSError:
+        return ""

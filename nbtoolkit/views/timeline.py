@@ -1,0 +1,105 @@
+"""Record when each job of a search ran, and which ran side by side."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from nbtoolkit.run.events import Event, FoldChanged, RunEnded, RunStarted, TrialChanged
+from nbtoolkit.study.table import STOPPED_BY_HAND
+
+_OVERLAP = 0.2  # seconds: a prepared job starts before the scheduler reports the end of the last
+
+
+@dataclass
+class JobSpan:
+    """The time in which a trial or a fold ran.
+
+    Attributes:
+        number: the trial's number; of a cross-validation the fold's.
+        fold: the fold's number; None: a trial without folds.
+        begin: unix seconds.
+        end: unix seconds; None: it is running.
+        state: ``"running"``, or how it ended: the trial's or fold's state; ``"stopped"`` for a
+            trial that was stopped by hand, ``"waiting"`` for a job that will run again.
+    """
+
+    number: int
+    fold: int | None
+    begin: float
+    end: float | None = None
+    state: str = "running"
+
+
+class Timeline:
+    """The spans of all jobs of a search, from its events.
+
+    Attributes:
+        last: unix seconds of the last event; 0 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.last = 0.0
+        self._spans: dict[int, JobSpan] = {}
+        self._open: dict[tuple[int, int | None], JobSpan] = {}
+
+    @property
+    def spans(self) -> list[JobSpan]:
+        """All spans, by begin."""
+        return [*self._spans.values()]
+
+    def update(self, event: Event) -> None:
+        """Process one event; those of other types change only :attr:`last`."""
+        match event:
+            case TrialChanged():
+                state = "stopped" if event.reason == STOPPED_BY_HAND else event.state
+                self._change(event.number, None, state, event.t)
+            case FoldChanged():
+                number = event.fold if event.number is None else event.number
+                if (trial := self._open.pop((number, None), None)) is not None:
+                    del self._spans[id(trial)]  # the slots run its folds
+                self._change(number, event.fold, event.state, event.t)
+            case RunStarted():
+                self.close(self.last)
+            case RunEnded():
+                self.close(event.t)
+        self.last = event.t
+
+    def close(self, at: float) -> None:
+        """End all spans that are open."""
+        for span in self._open.values():
+            span.end, span.state = max(at, span.begin), "waiting"
+        self._open.clear()
+
+    def _change(self, number: int, fold: int | None, state: str, at: float) -> None:
+        if state == "running":
+            if (number, fold) not in self._open:
+                span = self._open[number, fold] = JobSpan(number, fold, at)
+                self._spans[id(span)] = span
+        elif (ended := self._open.pop((number, fold), None)) is not None:
+            ended.end, ended.state = max(at, ended.begin), state
+
+    def rows(self, now: float) -> list[list[JobSpan]]:
+        """Put the spans on the fewest rows on which none overlap: what each slot did.
+
+        Args:
+            now: unix seconds, the end of the spans that are open.
+        """
+        rows: list[list[JobSpan]] = []
+        for span in self._spans.values():
+            row = next((row for row in rows if _follows(row[-1], span)), None)
+            if row is None:
+                rows.append(row := [])
+            elif row[-1].end is not None and row[-1].end > span.begin:
+                row[-1] = replace(row[-1], end=span.begin)
+            row.append(span)
+        for row in rows:
+            if row[-1].end is None:
+                row[-1] = replace(row[-1], end=max(now, row[-1].begin))
+        return rows
+
+
+def _follows(earlier: JobSpan, later: JobSpan) -> bool:
+    """Whether two spans are one after the other; a short overlap is that of a prepared job."""
+    end = math.inf if earlier.end is None else earlier.end
+    return end - later.begin <= min(_OVERLAP, (end - earlier.begin) / 2)
