@@ -36,7 +36,8 @@ BUTTONS = {
 }
 """Label and tooltip of each button, in the order in which they stand."""
 
-_STARTS = ("launch", "sweep", "cross_validate")
+STARTS = ("launch", "sweep", "cross_validate")
+"""Those that start something new."""
 
 
 def offered_buttons(state: State | None, *, space: bool = False, folds: bool = False) -> set[str]:
@@ -68,13 +69,13 @@ def offered_buttons(state: State | None, *, space: bool = False, folds: bool = F
 def enabled_buttons(offered: set[str], validation: Validation) -> set[str]:
     """Return those of the offered buttons for which nothing in the form is wrong."""
     wrong = set() if validation.sweep_config is not None else {"sweep"}
-    return offered - (wrong if validation.config is not None else set(_STARTS))
+    return offered - (wrong if validation.config is not None else set(STARTS))
 
 
 def refusal(name: str, state: State | None, validation: Validation, enabled: set[str]) -> Exception:
     """Return the error for a button that cannot be pressed, with the reason."""
     reason = ""
-    if name in _STARTS:
+    if name in STARTS:
         wrong = [f"{setting}: {text}" for setting, text in validation.errors.items()]
         wrong += [text for text in (validation.together, validation.space_error) if text]
         if state is not None and state.live:
@@ -207,7 +208,7 @@ def press(button: str, state: State) -> Path:
         LaunchError: it cannot be pressed now, or its number is missing or wrong.
     """
     name, number = parsed_button(button)
-    enabled = offered_buttons(state) - set(_STARTS)
+    enabled = offered_buttons(state) - set(STARTS)
     if name not in enabled:
         raise refusal(name, state, Validation(), enabled)
     handle = control(name, state, None, number)

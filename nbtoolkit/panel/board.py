@@ -114,7 +114,7 @@ class TrialTable:
 
         self._on_sort, self._on_tick, self._on_stop = on_sort, on_tick, on_stop
         self._columns: Sequence[Column] = ()
-        self._heads: list[ipywidgets.Button] = []
+        self.heads: list[ipywidgets.Button] = []
         self._header = w.GridBox()
         self._header.add_class("nbtoolkit-header")
         self._rows = [self._make_row() for _ in range(ROWS)]
@@ -143,14 +143,14 @@ class TrialTable:
 
     def _fill_header(self, columns: Sequence[Column], chosen: View) -> None:
         self._columns = columns
-        while len(self._heads) < len(columns):
-            self._heads.append(self._make_head(len(self._heads)))
-        for head, column in zip(self._heads, columns, strict=False):
+        while len(self.heads) < len(columns):
+            self.heads.append(self._make_head(len(self.heads)))
+        for head, column in zip(self.heads, columns, strict=False):
             arrow = ("", " ▴" if chosen.reverse else " ▾")[column.name == chosen.sort]
             set_trait(head, "description", f"{column.label}{arrow}")
             set_trait(head, "tooltip", f"Sort by {column.label}")
             (head.add_class if column.right else head.remove_class)("nbtoolkit-right")
-        set_trait(self._header, "children", tuple(self._heads[: len(columns)]))
+        set_trait(self._header, "children", tuple(self.heads[: len(columns)]))
         set_trait(self._header.layout, "grid_template_columns", template(columns))
 
     def _make_head(self, index: int) -> ipywidgets.Button:
