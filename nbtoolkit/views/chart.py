@@ -82,6 +82,7 @@ def chart(
     x: Axis = Axis(integer=True),
     y: Axis = Axis(),
     legend: bool = False,
+    size: tuple[int, int] = (_WIDTH, _HEIGHT),
 ) -> str:
     """Draw several series; a sentence where there are no points.
 
@@ -90,22 +91,25 @@ def chart(
         x: the horizontal axis.
         y: the vertical axis.
         legend: whether the names stand below it.
+        size: width and height in pixels at which its text has 11 pixels.
     """
+    width, height = size
     drawn = [(line, _finite(line)) for line in series]
     drawn = [(line, points) for line, points in drawn if points]
     if not drawn:
         return '<div style="opacity:0.75">Nothing yet.</div>'
     positions = [step for _, points in drawn for step, _, _ in points]
     values = [value for _, points in drawn for _, value, _ in points]
-    across = _Scale.of(x, positions, _LEFT, _WIDTH - _RIGHT)
-    up = _Scale.of(y, values, _HEIGHT - _BOTTOM, _TOP)
+    bottom = _BOTTOM if x.label else _BOTTOM - _FONT
+    across = _Scale.of(x, positions, _LEFT, width - _RIGHT)
+    up = _Scale.of(y, values, height - bottom, _TOP)
     label = f"{y.label or 'value'} by {x.label or 'step'}: "
     label += ", ".join(line.name for line, _ in drawn[-len(PALETTE) :])
     shapes = "".join(_shape(line, points, across, up) for line, points in drawn)
     below = "".join(_legend(line) for line, _ in drawn) if legend else ""
     return (
-        f'<svg role="img" aria-label="{escape(label, quote=True)}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
-        f' style="display:block;width:100%;height:auto" font-size="{_FONT}" fill="currentColor">'
+        f'<svg role="img" aria-label="{escape(label, quote=True)}" viewBox="0 0 {width} {height}"'
+        f' style="display:block;width:100%;height:auto;max-height:{height * 3 // 2}px" font-size="{_FONT}" fill="currentColor">'
         f"{''.join(_axes(across, up))}{shapes}</svg>"
         + (f'<div style="font-size:11px;line-height:1.5">{below}</div>' if below else "")
     )
@@ -183,25 +187,25 @@ class _Scale:
 
 
 def _axes(across: _Scale, up: _Scale) -> Iterator[str]:
-    floor = _HEIGHT - _BOTTOM
+    left, right, floor = across.start, across.end, up.start
     for value, text in up.ticks(4):
         y = up.at(value)
         yield (
-            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" '
+            f'<line x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" '
             f'stroke="currentColor" stroke-opacity="0.15"/>'
-            f'<text x="{_LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>'
+            f'<text x="{left - 5}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>'
         )
-    for value, text in across.ticks(6):
+    for value, text in across.ticks(int(right - left) // 45):
         at = f'x="{across.at(value):.1f}" y="{floor + 14}"'
         yield f'<text {at} text-anchor="middle">{escape(text)}</text>'
     yield (
-        f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{floor}" y2="{floor}" '
+        f'<line x1="{left}" x2="{right}" y1="{floor}" y2="{floor}" '
         f'stroke="currentColor" stroke-opacity="0.6"/>'
     )
     if across.axis.label:
         name = escape(shortened(across.axis.label, _NAME))
-        middle = (_LEFT + _WIDTH - _RIGHT) / 2
-        yield f'<text x="{middle}" y="{_HEIGHT - 4}" text-anchor="middle">{name}</text>'
+        at = f'x="{(left + right) / 2}" y="{floor + _BOTTOM - 4}"'
+        yield f'<text {at} text-anchor="middle">{name}</text>'
 
 
 # --- shapes ---
@@ -284,12 +288,15 @@ def _legend(series: Series) -> str:
 # --- sparklines ---
 
 
-def sparkline(points: Points, label: str, *, width: int = 120, height: int = 28) -> str:
+def sparkline(
+    points: Points, label: str, *, y: Axis = Axis(), width: int = 120, height: int = 28
+) -> str:
     """Draw a small curve without axes, of fixed size; empty below two points.
 
     Args:
         points: positions and values.
         label: the same in words.
+        y: the limits of the values.
         width: in pixels.
         height: in pixels.
     """
@@ -297,7 +304,7 @@ def sparkline(points: Points, label: str, *, width: int = 120, height: int = 28)
     if len(found) < 2:
         return ""
     across = _Scale.of(Axis(), [step for step, _, _ in found], 3, width - 3)
-    up = _Scale.of(Axis(), [value for _, value, _ in found], height - 3, 3)
+    up = _Scale.of(y, [value for _, value, _ in found], height - 3, 3)
     path = " ".join(f"{across.at(step):.1f},{up.at(value):.1f}" for step, value, _ in found)
     return (
         f'<svg role="img" aria-label="{escape(label, quote=True)}" width="{width}" '

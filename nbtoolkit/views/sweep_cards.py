@@ -1,0 +1,386 @@
+"""Render the cards of a sweep: its best trial, charts of all trials, and what its slots do."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nbtoolkit.errors import MissingExtra, RunFileError, SweepError
+from nbtoolkit.report.run_summary import thinned
+from nbtoolkit.search.sweep_result import read_sweep_config
+from nbtoolkit.study.importance import LEAST, Importance, importance
+from nbtoolkit.study.parameter import CategoricalParameter, Searched
+from nbtoolkit.study.space import Space
+from nbtoolkit.study.table import SweepTable, Trial
+from nbtoolkit.text_table import counted, duration, metric_column, number, param, setting
+from nbtoolkit.views.chart import BEST, ENDED, FAILED, PALETTE, RUNNING, Axis, Mark, Series, chart
+from nbtoolkit.views.markup import card, data_table, paragraph, property_table, tiles, tinted
+from nbtoolkit.views.state import State
+from nbtoolkit.views.trial_rows import (
+    View,
+    colour_of,
+    columns,
+    count_text,
+    header_html,
+    row_html,
+    rows,
+    short_names,
+    value_of,
+)
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
+_LINES, _SELECTED = 200, 50  # learning curves; above that so many of the best and the newest
+_LINE_POINTS = 4000  # points of all learning curves together
+_SLICES, _SLICE_POINTS = 8, 200
+_FENCE = 3.0  # interquartile ranges: https://en.wikipedia.org/wiki/Outlier#Tukey's_fences
+_FRONT = 8  # rows
+
+
+# --- best trial ---
+
+
+def best_card(state: State, table: SweepTable) -> str:
+    """Render the best trial's value and parameters, or the front of several objectives."""
+    if len(table.metrics) > 1:
+        return _front_card(table)
+    title = f"Best {state.metric}"
+    note = f"{'higher' if state.direction == 'maximize' else 'lower'} is better"
+    if not table.best:
+        latest = [(value, t) for t in table.running if (value := value_of(t)) is not None]
+        text = "No trial is complete yet."
+        if latest:
+            pick = max if state.direction == "maximize" else min
+            value, trial = pick(latest, key=lambda pair: pair[0])
+            text += f" Best running: {number(value)}, trial {trial.number} at step {trial.step}."
+        return card(title, paragraph(text), note=note)
+    trial = table.best[0]
+    value = number(value_of(trial))
+    big = f'<div style="font-size:26px;font-weight:700;line-height:1.3;{tinted(BEST)}">{value}</div>'
+    params = {name: param(trial.params[full]) for full, name in short_names([*trial.params]).items()}
+    facts = [f"trial {trial.number}", _age(table, trial)]
+    facts += [f"step {trial.step}"] if trial.step is not None else []
+    facts += [duration(trial.seconds)] if trial.seconds is not None else []
+    body = big + paragraph(" · ".join(facts), faint=True) + property_table(params, right=True)
+    return card(title, body + paragraph(_against_default(state, table, trial), faint=True), note=note)
+
+
+def _front_card(table: SweepTable) -> str:
+    names = short_names([*table.best[0].params] if table.best else [])
+    shown = table.best[:_FRONT]
+    values = [metric_column([value_of(t, i) for t in shown]) for i in range(len(table.metrics))]
+    lines = [
+        [str(t.number), *(column[index] for column in values), *map(param, t.params.values())]
+        for index, t in enumerate(shown)
+    ]
+    body = data_table(["#", *table.metrics, *names.values()], lines) if _even(lines) else ""
+    directions = ", ".join(f"{n}: {d}" for n, d in zip(table.metrics, table.directions, strict=True))
+    note = f"{len(table.best)} trials that no other beats in all ({directions})"
+    return card("Pareto front", body or paragraph("No trial is complete yet."), span=2, note=note)
+
+
+def _even(lines: list[list[str]]) -> bool:
+    return len({len(line) for line in lines}) == 1
+
+
+def _age(table: SweepTable, trial: Trial) -> str:
+    """How many trials ended after the best one: a reader sees whether it still improves."""
+    ended = table.last(len(table.trials))
+    since = ended.index(trial) if trial in ended else 0
+    return f"{counted(since, 'trial')} ago" if since else "the newest"
+
+
+def _against_default(state: State, table: SweepTable, best: Trial) -> str:
+    """The difference to the trial with the configuration's own settings, if there is one."""
+
+    def default(name: str) -> object:
+        value: object = state.config
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    for trial in table.trials.values():
+        base = value_of(trial)
+        if trial.state != "complete" or not base or trial is best:
+            continue
+        if all(value == default(name) for name, value in trial.params.items()):
+            change = ((value_of(best) or 0.0) - base) / abs(base)
+            return f"{change:+.0%} against the default settings (trial {trial.number})"
+    return ""
+
+
+# --- charts of all trials ---
+
+
+def value_axis(state: State) -> Axis:
+    """Return the axis of the metric: to the worst complete value and 15 % of the range beyond.
+
+    A complete trial that diverged counts as Tukey's outer fence. What lies beyond is drawn on the
+    edge.
+    """
+    sign = -1.0 if state.direction == "maximize" else 1.0
+    costs = sorted(sign * value for value in state.values.values() if math.isfinite(value))
+    if len(costs) < 2 or costs[0] == costs[-1]:
+        return Axis(label=state.metric)
+    worst = costs[-1]
+    if len(costs) >= 8:
+        first, third = costs[len(costs) // 4], costs[3 * len(costs) // 4]
+        worst = min(worst, third + _FENCE * (third - first)) if third > first else worst
+    seen = [sign * points[-1][1] for points in state.trials.values() if points]
+    best = min([costs[0], *filter(math.isfinite, seen)])
+    width = worst - best
+    low, high = sorted((sign * (best - 0.05 * width), sign * (worst + 0.15 * width)))
+    return Axis(label=state.metric, low=low, high=high)
+
+
+def history_card(state: State, table: SweepTable) -> str:
+    """Draw each trial's value by its number, with the best value so far."""
+    groups = _marks(state, table, {t: float(t.number) for t in table.trials.values()})
+    best = Series("best so far", state.best_values(), "steps", BEST)
+    axis = value_axis(state)
+    failed = [(float(t.number), axis.high) for t in table.trials.values() if t.state == "failed"]
+    edge = Series("failed", [(x, y) for x, y in failed if y is not None], "crosses", FAILED)
+    picture = chart(
+        [groups[0], groups[1], edge, best, *groups[2:]],
+        x=Axis("trial", integer=True),
+        y=axis,
+        legend=True,
+        size=(330, 170),
+    )
+    return card("Each trial, best so far", picture, span=2)
+
+
+def _marks(state: State, table: SweepTable, at: Mapping[Trial, float], name: str = "") -> list[Series]:
+    """A mark for each trial with a value, by state: those that matter most come last.
+
+    Args:
+        state: of the sweep.
+        table: its trials.
+        at: each trial's position.
+        name: the parameter whose value its title shows; empty: none.
+    """
+
+    def series(label: str, mark: Mark, colour: str, trials: Iterable[Trial]) -> Series:
+        known = [(at[t], value, t) for t in trials if (value := value_of(t)) is not None]
+        titles = [
+            f"trial {t.number}: {number(value)}, {t.state}"
+            + (f", {name} = {param(t.params.get(name))}" if name else "")
+            for _, value, t in known
+        ]
+        return Series(label, [(x, y) for x, y, _ in known], mark, colour, titles)
+
+    by_state: dict[str, list[Trial]] = {}
+    for trial in at:
+        by_state.setdefault("best" if trial in table.best else trial.state, []).append(trial)
+    return [
+        series("complete", "dots", ENDED, by_state.get("complete", [])),
+        series("pruned", "crosses", ENDED, by_state.get("pruned", [])),
+        series("running", "dots", RUNNING, by_state.get("running", [])),
+        series("best", "ring", BEST, by_state.get("best", [])),
+    ]
+
+
+def curves_card(state: State, table: SweepTable) -> str:
+    """Draw all trials' reports by step; of many the best, the running and the newest ones."""
+    shown, which = _with_curves(state, table)
+    if not shown:
+        return ""
+    most = max(_LINE_POINTS // len(shown), 12)
+    lines = []
+    for trial in sorted(shown, key=lambda t: (t in table.best, t.state == "running")):
+        name = f"trial {trial.number}: {number(value_of(trial))}, {trial.state}"
+        colour = colour_of(table, trial)
+        faint = colour == ENDED
+        points = thinned(state.trials[trial.number], most)
+        lines.append(Series(name, points, colour=colour, titles=[name], faint=faint))
+    axis = Axis("step: orange the best, blue running, grey ended", integer=True)
+    picture = chart(lines, x=axis, y=value_axis(state), size=(330, 185))
+    return card("Learning curves", picture, span=2, note=which)
+
+
+def _with_curves(state: State, table: SweepTable) -> tuple[list[Trial], str]:
+    trials = [table.trials[n] for n, points in state.trials.items() if points and n in table.trials]
+    if len(trials) <= _LINES:
+        return trials, f"all {counted(len(trials), 'trial')}"
+    sign = -1.0 if state.direction == "maximize" else 1.0
+    best = heapq.nsmallest(_SELECTED, state.values, key=lambda n: sign * state.values[n])
+    numbers = {*best, *(t.number for t in [*table.running, *table.best, *table.last(_SELECTED)])}
+    shown = [trial for trial in trials if trial.number in numbers]
+    note = f"the best {_SELECTED}, the running and the newest {_SELECTED} of {len(trials)} trials"
+    return shown, note
+
+
+# --- slices ---
+
+
+def slices_card(state: State, table: SweepTable) -> str:
+    """Draw the values by each parameter; the important ones first, once they can be told."""
+    space = _space(state.paths.folder, _written(state.paths.folder / "sweep.yaml"))
+    names = [*(space or dict.fromkeys(n for t in table.trials.values() for n in t.params))]
+    if not names or not any(value_of(trial) is not None for trial in table.trials.values()):
+        return ""
+    known = IMPORTANCES.of(state)
+    shares = {share.name: share for share in known.shares} if known else {}
+    names.sort(key=lambda name: -shares[name].value if name in shares else 0.0)
+    trials = [*table.trials.values()]
+    trials = [*dict.fromkeys([*trials[:: -(-len(trials) // _SLICE_POINTS)], *table.running, *table.best])]
+    labels, axis = short_names(names), value_axis(state)
+    cards = []
+    for name in names[:_SLICES]:
+        across, at = _positions(space.get(name), [t for t in trials if name in t.params], name)
+        picture = chart(_marks(state, table, at, name), x=across, y=axis, size=(220, 130))
+        share = shares.get(name)
+        note = f"importance {share.low:.2f} to {share.high:.2f}" if share else ""
+        cards.append(card(labels[name], picture, note=note))
+    notes = known.notes() if known else []
+    if len(names) > _SLICES:
+        notes = [*notes, f"{_SLICES} of {len(names)} parameters are drawn."]
+    return tiles(cards, 185) + (paragraph(" ".join(notes), faint=True) if notes else "")
+
+
+def _positions(
+    parameter: Searched | None, trials: Sequence[Trial], name: str
+) -> tuple[Axis, dict[Trial, float]]:
+    """The axis of a parameter, and each trial's position on it."""
+    values = {trial: trial.params[name] for trial in trials}
+    numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values.values())
+    if numeric and not isinstance(parameter, CategoricalParameter):
+        axis = Axis()
+        if parameter is not None:
+            integer = parameter.type == "int"
+            axis = Axis(low=parameter.low, high=parameter.high, log=parameter.log, integer=integer)
+        return axis, {trial: float(value) for trial, value in values.items()}
+    texts = {trial: _choice(value) for trial, value in values.items()}
+    choices = map(_choice, parameter.choices) if isinstance(parameter, CategoricalParameter) else ()
+    order = {text: float(index) for index, text in enumerate(dict.fromkeys([*choices, *texts.values()]))}
+    return Axis(choices=tuple(order)), {trial: order[text] for trial, text in texts.items()}
+
+
+def _choice(value: object) -> str:
+    return setting(list(value) if isinstance(value, tuple) else value)
+
+
+def _written(file: Path) -> int:
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+@lru_cache(maxsize=8)
+def _space(folder: Path, written: int) -> dict[str, Searched]:
+    """The searched parameters of a sweep; ``written``: when, since a resumed one may change."""
+    try:
+        return read_sweep_config(folder).make_space().searched
+    except (RunFileError, SweepError):  # deleted, or damaged
+        return {}
+
+
+# --- importance ---
+
+_GROWTH = 1.25  # recomputed when there are so many times the trials of the last time
+
+
+@dataclass
+class _Computed:
+    importance: Importance | None
+    complete: int
+    live: bool
+
+
+class ImportanceCache:
+    """The importance of each sweep's parameters, computed where the caller wants it to be.
+
+    The computation imports Optuna and takes 0.4 to 2.4 s of CPU, so a panel gives it to a thread
+    and draws the charts meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._computed: dict[Path, _Computed] = {}
+
+    def of(self, state: State) -> Importance | None:
+        """Return what was computed last; None: nothing yet, or it cannot be told."""
+        last = self._computed.get(state.paths.folder)
+        return last.importance if last else None
+
+    def due(self, state: State) -> bool:
+        """Whether a quarter more trials are complete than last time, or the sweep has ended."""
+        if state.kind != "sweep" or len(state.values) < LEAST or find_spec("optuna") is None:
+            return False
+        last = self._computed.get(state.paths.folder)
+        if last is None or len(state.values) >= last.complete * _GROWTH:
+            return True
+        return last.live and not state.live and len(state.values) > last.complete
+
+    def compute(self, state: State) -> None:
+        """Compute it from the complete trials of now."""
+        folder, count, live = state.paths.folder, len(state.values), state.live
+        try:
+            maximize = state.direction == "maximize"
+            computed = importance(_optuna_trials(state), maximize=maximize)
+        except (SweepError, ValueError, RunFileError, MissingExtra):
+            computed = None  # all values are equal, sweep.yaml was changed, or no scikit-learn
+        self._computed[folder] = _Computed(computed, count, live)
+
+
+IMPORTANCES = ImportanceCache()
+"""What all views of this process share."""
+
+
+def _optuna_trials(state: State) -> list[FrozenTrial]:
+    """Make the complete trials, and one for each that was pruned."""
+    from optuna.trial import TrialState, create_trial
+
+    assert isinstance(state.table, SweepTable)
+    space = read_sweep_config(state.paths.folder).make_space()
+    known = space.distributions()
+    trials = [create_trial(state=TrialState.PRUNED)] * state.table.count("pruned")
+    for index, value in sorted(state.values.copy().items()):
+        params = space.encode(state.table.trials[index].params)
+        distributions = {name: known[name] for name in params}
+        trials.append(create_trial(params=params, distributions=distributions, value=value))
+    return trials
+
+
+# --- table, comparison ---
+
+
+def trials_card(state: State, chosen: View, now: float) -> str:
+    """Render a page of the table of trials."""
+    shown = columns(state)
+    lines = rows(state, chosen, now)
+    if not lines:
+        return card("Trials", paragraph("No trial has started yet.", faint=True), span=3)
+    body = header_html(shown, chosen) + "".join(row_html(line, shown) for line in lines)
+    return card("Trials", body, span=3, note=count_text(state, chosen))
+
+
+def compare_card(state: State, table: SweepTable, ticked: Sequence[int]) -> str:
+    """Compare trials: their curves, their values and the settings that differ; empty below two."""
+    trials = [table.trials[n] for n in dict.fromkeys(ticked) if n in table.trials][: len(PALETTE)]
+    if len(trials) < 2:
+        return ""
+    lines = [
+        Series(f"trial {t.number}", state.trials.get(t.number, []), colour=colour)
+        for t, colour in zip(trials, PALETTE, strict=False)
+    ]
+    names = dict.fromkeys(name for t in trials for name in t.params)
+    differ = [n for n in names if len({_choice(t.params.get(n)) for t in trials}) > 1]
+    table_rows = [
+        [state.metric, *metric_column([value_of(t) for t in trials])],
+        ["state", *(state.trial_state(t) for t in trials)],
+        ["time", *("" if t.seconds is None else duration(t.seconds) for t in trials)],
+        *([n, *(param(t.params[n]) if n in t.params else "" for t in trials)] for n in differ),
+    ]
+    body = data_table(["", *(f"trial {t.number}" for t in trials)], table_rows)
+    if same := len(names) - len(differ):
+        body += paragraph(f"{counted(same, 'setting')} of the space: equal.", faint=True)
+    picture = chart(lines, y=Axis(label=state.metric), legend=True, size=(330, 185))
+    return card("Compare", tiles([picture, body], 280), span=4)
