@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,9 +13,11 @@ from nbtoolkit.config.schema import Config, load_config
 from nbtoolkit.crossval.cross_validation import cross_validate
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.folds.folds import Folds
+from nbtoolkit.launcher.arguments import task_name
 from nbtoolkit.launcher.handle import RunHandle
 from nbtoolkit.launcher.launch import launch
 from nbtoolkit.panel.form import FormState, Validation, text_of
+from nbtoolkit.run.paths import write_whole
 from nbtoolkit.search.sweep import FOLDS_FILE, sweep
 from nbtoolkit.search.sweep_result import SweepHandle, SweepResult
 from nbtoolkit.study.table import SweepTable
@@ -40,18 +44,21 @@ STARTS = ("launch", "sweep", "cross_validate")
 """Those that start something new."""
 
 
-def offered_buttons(state: State | None, *, space: bool = False, folds: bool = False) -> set[str]:
+def offered_buttons(
+    state: State | None, form: FormState | None = None, folds: Folds | None = None
+) -> set[str]:
     """Return the names of the buttons that do something in a state, if the form is right.
 
     A panel starts one thing at a time, so that a second press, however fast, starts nothing.
 
     Args:
         state: of the watched run; None: none is watched.
-        space: whether the form has a space to search.
-        folds: whether the panel has folds.
+        form: its contents; None: there is none, and nothing new can be started.
+        folds: of the panel.
     """
-    idle = state is None or not state.live
-    names = {"launch": idle, "sweep": idle and space, "cross_validate": idle and folds}
+    idle = form is not None and (state is None or not state.live)
+    names = {"launch": idle, "cross_validate": idle and folds is not None}
+    names["sweep"] = form is not None and idle and bool(form.space.strip())
     if state is not None:
         ended = not state.live and not state.gone and not state.unreadable
         sweep_ended = ended and state.ended is not None and not state.paths.owned()
@@ -208,7 +215,7 @@ def press(button: str, state: State) -> Path:
         LaunchError: it cannot be pressed now, or its number is missing or wrong.
     """
     name, number = parsed_button(button)
-    enabled = offered_buttons(state) - set(STARTS)
+    enabled = offered_buttons(state)
     if name not in enabled:
         raise refusal(name, state, Validation(), enabled)
     handle = control(name, state, None, number)
@@ -243,9 +250,54 @@ def _resume(state: State, train: Train | None, trials: int | None = None) -> Run
     )
 
 
-# --- the same as shell and cell ---
+# --- the same as code ---
 
 _SHORT = 60  # characters of a dict on one line
+
+
+def code_of_form(form: FormState, validation: Validation, train: Train | None) -> str:
+    """Return the cell and the command line that start the same as the form.
+
+    Args:
+        form: its contents.
+        validation: of the form.
+        train: the panel's function; None: the one that ``task`` names.
+    """
+    if validation.config is None:
+        return "# something in Set up is wrong"
+    overrides, space, text = form.overrides(), None, ""
+    if validation.sweep_config is not None:
+        space, text = form.parsed_space(), form.space
+    cell = python_cell(overrides, space, form.trials, train=getattr(train, "__name__", ""))
+    task = None if train is None else task_name(train)
+    shell = command_line(overrides, text, form.trials, task=task)
+    return f"{cell}\n\n# the same from a shell:\n{shell}"
+
+
+def code_of_best(state: State | None, train: Train | None) -> str:
+    """Return a cell that trains once with the best settings, in full digits; empty without."""
+    best = None if state is None else best_config(state)
+    if best is None:
+        return ""
+    return python_cell(FormState(best).overrides(), train=getattr(train, "__name__", ""))
+
+
+def write_trials(state: State) -> Path:
+    """Write a sweep's trials to ``trials.csv`` in its folder, a row each; return the file."""
+    if not isinstance(state.table, SweepTable):
+        raise LaunchError("there are no trials", allowed="a sweep", do="choose a sweep of the list")
+    trials = [trial for _, trial in sorted(state.table.trials.items())]
+    names = list(dict.fromkeys(name for trial in trials for name in trial.params))
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["trial", "state", *state.table.metrics, "seconds", "reason", *names])
+    for trial in trials:
+        values = [*trial.values, *[""] * len(state.table.metrics)][: len(state.table.metrics)]
+        params = [trial.params.get(name, "") for name in names]
+        writer.writerow([trial.number, trial.state, *values, trial.seconds, trial.reason, *params])
+    file = state.paths.folder / "trials.csv"
+    write_whole(file, text.getvalue())
+    return file
 
 
 def command_line(

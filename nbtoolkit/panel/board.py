@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from nbtoolkit.panel.actions import BUTTONS
 from nbtoolkit.panel.form import set_trait
-from nbtoolkit.views.page import ROWS, View
-from nbtoolkit.views.trial_rows import Column, TrialRow, row_html, template
+from nbtoolkit.views.trial_rows import ROWS, Column, TrialRow, View, row_html, template
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -50,13 +49,20 @@ _STYLE = f"""<style>
   outline: 2px solid var(--jp-brand-color1, {_GREY}) !important;
   outline-offset: 1px;
 }}
-.nbtoolkit-saved-%s {{ display: none; }}
+.%s {{ display: none; }}
 </style>"""
 
-CARDS = ("best", "metrics", "history", "curves", "folds", "slices")
-"""The regions above the trials; those in :data:`_WIDE` have a row of their own."""
+_CARDS = {
+    "best": "1 1 200px",
+    "metrics": "1 1 200px",
+    "history": "2 1 280px",
+    "curves": "2 1 280px",
+    "folds": "1 1 100%",
+    "slices": "1 1 100%",
+    "workers": "1 1 200px",
+}
+"""The regions beside the trials, each with its share of a row."""
 
-_WIDE = ("folds", "slices")
 SECTIONS = ("Set up", "Log", "Compare", "Files", "Code")
 """The titles of the sections below the cards, in order."""
 
@@ -193,7 +199,7 @@ class Board:
     Args:
         setup: the widgets of the settings.
         table: the trials.
-        saved_id: of the page for saved notebooks, which is hidden while the widgets are alive.
+        hidden: the CSS class of the page for saved notebooks, which the widgets hide.
 
     Attributes:
         buttons: by the names of :data:`~nbtoolkit.panel.actions.BUTTONS`.
@@ -201,7 +207,7 @@ class Board:
         root: the widget that is displayed.
     """
 
-    def __init__(self, setup: Setup, table: TrialTable, saved_id: str) -> None:
+    def __init__(self, setup: Setup, table: TrialTable, hidden: str) -> None:
         import ipywidgets as w
 
         self.setup, self.table = setup, table
@@ -223,26 +229,20 @@ class Board:
         self.actions = w.HBox(row, layout={"flex_flow": "row nowrap", "grid_gap": "0 6px"})
         self.question, self.yes, self.no = w.HTML(), _button("", "Yes"), _button("", "No")
         self.asking = w.HBox([self.question, self.yes, self.no], layout=_WRAPPED_ROW)
-        wide = {name: {"grid_column": "1 / -1"} for name in _WIDE}
+        places = {**_CARDS, "log": "auto", "compare": "auto", "files": "auto"}
         self.cards = {
-            name: w.HTML(layout={"width": "auto", "margin": "0", **wide.get(name, {})})
-            for name in (*CARDS, "workers", "log", "compare", "files")
+            name: w.HTML(layout={"width": "auto", "margin": "0", "flex": flex})
+            for name, flex in places.items()
         }
-        columns = "repeat(auto-fit, minmax(min(100%, 300px), 1fr))"
-        gap = {"grid_gap": "8px", "width": "auto"}
-        self.grid = w.GridBox(
-            [self.cards[name] for name in CARDS], layout={"grid_template_columns": columns, **gap}
-        )
         self.trials = self._trials_box()
-        self.cards["workers"].layout.flex = "1 1 280px"
-        self.lower = w.HBox(
-            [self.trials, self.cards["workers"]], layout={"flex_flow": "row wrap", **gap}
-        )
+        page = [self.cards[name] for name in _CARDS]
+        page.insert(-1, self.trials)
+        grid = w.HBox(page, layout={"flex_flow": "row wrap", "grid_gap": "8px"})
         self.sections = w.Accordion(self._sections(), titles=SECTIONS)
         self.notice = w.Output()
-        style = w.HTML(_STYLE % saved_id, layout={"display": "none"})
+        style = w.HTML(_STYLE % hidden, layout={"display": "none"})
         top = [style, self.strip, self.actions, self.asking, self.message]
-        self.root = w.VBox([*top, self.grid, self.lower, self.sections, self.notice])
+        self.root = w.VBox([*top, grid, self.sections, self.notice])
         self.root.add_class(CLASS)
         for widget in (self.asking, self.errors, self.note, self.message):
             show(widget, False)
@@ -282,7 +282,7 @@ class Board:
         border = "1px solid var(--jp-border-color2, #8884)"
         return w.VBox(
             [head, self.table.root, foot],
-            layout={"flex": "3 1 560px", "border": border, "padding": "4px 8px", "min_width": "0"},
+            layout={"flex": "3 1 500px", "border": border, "padding": "4px 8px", "min_width": "0"},
         )
 
     def _sections(self) -> list[ipywidgets.VBox]:

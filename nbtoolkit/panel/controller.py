@@ -7,6 +7,7 @@ import json
 import queue
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -20,16 +21,17 @@ from nbtoolkit.dashboards.study_dashboard import open_dashboard
 from nbtoolkit.errors import LaunchError, NbtoolkitError
 from nbtoolkit.panel import actions
 from nbtoolkit.panel.board import Board, TrialTable, set_html, show
-from nbtoolkit.panel.drawing import Drawing, place_text
+from nbtoolkit.panel.drawing import Drawing, SavedPage, place_text
 from nbtoolkit.panel.form import FormState, Validation, close_widget, drop_edits, set_trait
 from nbtoolkit.panel.setup import Setup
 from nbtoolkit.run.paths import write_whole
 from nbtoolkit.text_table import duration
 from nbtoolkit.views import runs
 from nbtoolkit.views.markup import alert, paragraph, view
-from nbtoolkit.views.page import View, page_html
+from nbtoolkit.views.page import page_html
 from nbtoolkit.views.state import State, read_state
 from nbtoolkit.views.text import page_text
+from nbtoolkit.views.trial_rows import View
 
 if TYPE_CHECKING:
     from nbtoolkit.dashboards.server import Dashboard
@@ -141,6 +143,7 @@ class Controller:
         folds: for cross-validations; None: there are none.
         given: whether the form's contents are a configuration that the cell names: then those of
             an ended run do not replace them.
+        notify: whether the browser's tab is marked at the end of a run.
 
     Attributes:
         state: of the watched run; None: none is watched.
@@ -157,7 +160,7 @@ class Controller:
         folds: Folds | None = None,
         *,
         given: bool = True,
-        saved_id: str = "",
+        notify: bool = False,
     ) -> None:
         self._train, self._folds = train, folds
         self.state: State | None = None
@@ -169,7 +172,7 @@ class Controller:
         self._stale, self._was_live, self._message_ends = True, False, 0.0
         self._pressing = threading.Lock()
         self._pressed: dict[str, Future[None]] = {}
-        self._answers: tuple[Callable[[], object], ...] = ()
+        self._on_yes: Callable[[], object] | None = None
         self._dashboards: dict[str, Dashboard] = {}
         setup = Setup(form, self._on_edit, task=train is None)
         table = TrialTable(
@@ -177,7 +180,10 @@ class Controller:
             on_tick=lambda number, on: self._submit(partial(self._tick, number, on)),
             on_stop=lambda number: self.press(f"stop_trial={number}"),
         )
-        self.board = Board(setup, table, saved_id)
+        css_class = f"nbtoolkit-saved-{uuid.uuid4().hex[:8]}"
+        self.board = Board(setup, table, css_class)
+        self.board.notify.value = notify
+        self.saved = SavedPage(css_class, self.html)
         self._drawing = Drawing(self.board, train, folds, self._on_edit)
         self.worker = WorkerThread(self.poll, self._show_error)
         self._observe_widgets()
@@ -224,8 +230,8 @@ class Controller:
             (board.load_run, self._load_run),
             (board.rename, self._rename),
             (board.delete, self._ask_delete),
-            (board.yes, partial(self._answer, 0)),
-            (board.no, partial(self._answer, 1)),
+            (board.yes, partial(self._answer, True)),
+            (board.no, partial(self._answer, False)),
         ):
             widget.on_click(lambda _, task=task: self._submit(task))
         board.load.on_click(lambda _: self._submit(partial(self._load, board.file.value)))
@@ -271,7 +277,7 @@ class Controller:
         self.state = None if folder is None else read_state(folder)
         self._handle, self.chosen, self._stale = None, View(), True
         self._was_live = self.state is not None and self.state.live
-        set_trait(self.board.name, "value", "" if folder is None else runs.title_of(folder))
+        set_trait(self.board.name, "value", "" if folder is None else runs.read_annotations(folder).title)
 
     def text(self) -> str:
         """Format what is shown as text."""
@@ -302,9 +308,7 @@ class Controller:
             self._validation = form.validate()
             if self.state is not None:
                 self.state.refresh()
-            offered = actions.offered_buttons(
-                self.state, space=bool(form.space.strip()), folds=self._folds is not None
-            )
+            offered = actions.offered_buttons(self.state, form, self._folds)
             enabled = actions.enabled_buttons(offered, self._validation)
             if name not in enabled:
                 raise actions.refusal(name, self.state, self._validation, enabled)
@@ -341,7 +345,7 @@ class Controller:
         ticked = list(self.chosen.ticked)
         show(self.board.note, bool(ticked))
         if ticked and self.state is not None:
-            notes = runs.annotations(self.state.paths.folder).notes
+            notes = runs.read_annotations(self.state.paths.folder).notes
             set_trait(self.board.note, "description", f"note on trial {ticked[-1]}")
             set_trait(self.board.note, "value", notes.get(str(ticked[-1]), ""))
         if len(ticked) > 1:
@@ -352,16 +356,16 @@ class Controller:
             runs.set_note(self.state.paths.folder, self.chosen.ticked[-1], text)
 
     def _ask(self, text: str, yes: str, no: str, act: Callable[[], object]) -> None:
-        board, self._answers = self.board, (act, lambda: None)
+        board, self._on_yes = self.board, act
         set_trait(board.question, "value", view(paragraph(text)))
         board.yes.description, board.no.description = yes, no
         show(board.asking, True)
 
-    def _answer(self, index: int) -> None:
+    def _answer(self, yes: bool) -> None:
+        act, self._on_yes = self._on_yes, None
         show(self.board.asking, False)
-        answers, self._answers = self._answers, ()
-        if answers:
-            answers[index]()
+        if yes and act is not None:
+            act()
 
     def _rename(self) -> None:
         if self.state is not None:
@@ -443,7 +447,10 @@ class Controller:
             self._handle.done()  # reads its connection, so that it never fills
         if self.state is not None:
             draws = self.state.refresh() or draws or self.state.live  # times and devices change
-            self._mark_end(self.state)
+            ended = self._was_live and self.state.over
+            self._was_live = self.state.live
+            if ended and self.board.notify.value:
+                self._mark_tab(self.state.status)
         if time.monotonic() > self._message_ends:
             set_html(self.board.message, "")
         with contextlib.suppress(OSError):  # another user's folder; a launch reports that
@@ -455,13 +462,12 @@ class Controller:
             form = self.board.setup.state.copy()
             self._validation = form.validate()
             self._drawing.draw(self.state, form, self._validation, self.chosen, self._pressed)
+        self.saved.update(changed=draws, now=self.state is not None and self.state.over)
 
-    def _mark_end(self, state: State) -> None:
-        """Mark the browser's tab when the watched run ends; nothing but a script can do that."""
-        ended, self._was_live = self._was_live and state.over, state.live
-        if ended and self.board.notify.value:
-            sign = json.dumps("✓ " if state.status == "completed" else "✕ ")
-            script = f"document.title = {sign} + document.title.replace(/^[✓✕] /, '')"
-            data = {"application/javascript": script}
-            output = {"output_type": "display_data", "data": data, "metadata": {}}
-            self.board.notice.outputs = (output,)
+    def _mark_tab(self, status: str) -> None:
+        """Mark the browser's tab; nothing but a script can do that."""
+        sign = json.dumps("✓ " if status == "completed" else "✕ ")
+        script = f"document.title = {sign} + document.title.replace(/^[✓✕] /, '')"
+        data = {"application/javascript": script}
+        output = {"output_type": "display_data", "data": data, "metadata": {}}
+        self.board.notice.outputs = (output,)

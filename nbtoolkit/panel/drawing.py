@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Collection
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,56 +14,54 @@ from typing import TYPE_CHECKING
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import NbtoolkitError
-from nbtoolkit.folds.folds import Folds
 from nbtoolkit.host import detect_host
-from nbtoolkit.launcher.arguments import task_name
-from nbtoolkit.panel.actions import (
-    Train,
-    best_config,
-    command_line,
-    enabled_buttons,
-    offered_buttons,
-    python_cell,
-)
+from nbtoolkit.panel import actions
 from nbtoolkit.panel.board import Board, set_html, show
 from nbtoolkit.panel.form import FormState, Validation, set_trait
+from nbtoolkit.panel.setup import cost_text
 from nbtoolkit.search.slots import make_slots
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.text_table import counted, gib
-from nbtoolkit.views.page import View, regions
+from nbtoolkit.views import trial_rows
+from nbtoolkit.views.log import log_names
+from nbtoolkit.views.page import regions
+from nbtoolkit.views.progress_display import DisplayPlace
 from nbtoolkit.views.runs import list_runs
 from nbtoolkit.views.state import State
-from nbtoolkit.views.text import log_names
-from nbtoolkit.views.trial_rows import columns, count_text, pages, rows
+from nbtoolkit.views.sweep_cards import IMPORTANCES
+from nbtoolkit.views.trial_rows import View
 
 if TYPE_CHECKING:
-    import ipywidgets
+    from nbtoolkit.folds.folds import Folds
 
-    from nbtoolkit.config.schema import Config
+_SAVED_SECONDS = 10.0  # between two updates of the page for saved notebooks
+_CLIPPED = "white-space:nowrap;overflow:hidden;text-overflow:ellipsis;line-height:28px"
 
 
 def place_text(validation: Validation) -> str:
     """Say on what a launch and a sweep will run; for a refused plan, the reason."""
     if validation.config is None:
         return "plan: something in Set up is wrong"
-    config, hardware = validation.config, detect_hardware()
-    parts = [f"{hardware.cpu_count} CPUs, {gib(hardware.memory)}"]
+    hardware, slots = detect_hardware(), ""
     if validation.sweep_config is not None:
-        parts.insert(0, f"sweep: {counted(_slots(validation), 'slot')}")
+        slots = f" · sweep: {counted(_slots(validation), 'slot')}"
     try:
-        plan = make_plan(config, detect_host(), hardware).explain().splitlines()[0]
+        plan = make_plan(validation.config, detect_host(), hardware).explain().splitlines()[0]
     except NbtoolkitError as error:
         return f"plan: refused: {error}"
-    return " · ".join([plan.partition(", batch")[0], *parts])
+    machine = f"{counted(hardware.cpu_count, 'CPU')}, {gib(hardware.memory)}"
+    return f"{plan.partition(', batch')[0]}{slots} · {machine}"
 
 
 def _slots(validation: Validation) -> int:
-    assert validation.config is not None
-    hardware, sweep_config = detect_hardware(), validation.sweep_config
+    """Count the trainings of a sweep or a cross-validation that run at a time."""
+    config, sweep_config = validation.config, validation.sweep_config
+    if config is None:
+        return 1
     if sweep_config is None:
-        return len(make_slots(validation.config, hardware).slots)
+        return len(make_slots(config, detect_hardware()).slots)
     placement, per_device = sweep_config.placement, sweep_config.trials_per_device
-    return len(make_slots(validation.config, hardware, placement, per_device=per_device).slots)
+    return len(make_slots(config, detect_hardware(), placement, per_device=per_device).slots)
 
 
 class Drawing:
@@ -75,13 +75,17 @@ class Drawing:
     """
 
     def __init__(
-        self, board: Board, train: Train | None, folds: Folds | None, redraw: Callable[[], object]
+        self,
+        board: Board,
+        train: actions.Train | None,
+        folds: Folds | None,
+        redraw: Callable[[], object],
     ) -> None:
         self._board, self._train, self._folds, self._redraw = board, train, folds, redraw
-        self._importance = ImportanceCache()
         self._planned: tuple[object, ...] = ()
-        self._best_code: tuple[tuple[Path, int] | None, str] = (None, "")
-        self._listed: list[tuple[Path, str]] = []
+        self._cost = ""
+        self._listed: list[tuple[str, str, str]] = []
+        self._importance = threading.Thread()
 
     def draw(
         self,
@@ -91,7 +95,7 @@ class Drawing:
         chosen: View,
         pressed: Collection[str],
     ) -> None:
-        """Draw everything.
+        """Draw everything but the list of runs.
 
         Args:
             state: of the watched run; None: none is watched.
@@ -108,9 +112,13 @@ class Drawing:
             set_html(card, parts.get(name, ""))
         self._draw_trials(state, chosen)
         self._draw_setup(state, form, validation)
-        names = [("newest running", ""), *((name, name) for name in log_names(state))]
-        _set_options(board.log, names, chosen.log)
-        set_trait(board.best_code, "value", self._code_of_best(state))
+        logs = ["", *log_names(state)]
+        set_trait(board.log, "options", tuple((name or "newest running", name) for name in logs))
+        set_trait(board.log, "value", chosen.log if chosen.log in logs else "")
+        if state is not None and IMPORTANCES.due(state) and not self._importance.is_alive():
+            compute = partial(self._compute_importance, state)
+            self._importance = threading.Thread(target=compute, daemon=True)
+            self._importance.start()
 
     def list_runs(self, state: State | None, output_dir: str) -> None:
         """List the newest runs of a folder, with the watched one selected.
@@ -120,11 +128,11 @@ class Drawing:
         """
         runs = list_runs(output_dir)
         watched = "" if state is None else str(state.paths.folder)
-        listed = [(entry.folder, entry.status + entry.name) for entry in runs]
+        listed = [(str(entry.folder), entry.status, entry.name) for entry in runs]
         options = [("(none)", ""), *((entry.text, str(entry.folder)) for entry in runs)]
-        if watched and watched not in [folder for _, folder in options]:
-            options.insert(1, (Path(watched).name, watched))
-            listed.append((Path(watched), ""))
+        if watched not in [folder for _, folder in options]:
+            options.append((Path(watched).name, watched))
+            listed.append((watched, "", ""))
         if listed != self._listed:
             self._board.run.options, self._listed = options, listed
         set_trait(self._board.run, "value", watched)
@@ -137,9 +145,8 @@ class Drawing:
         pressed: Collection[str],
     ) -> None:
         board = self._board
-        space, folds = bool(form.space.strip()), self._folds is not None
-        offered = offered_buttons(state, space=space, folds=folds)
-        enabled = enabled_buttons(offered, validation) - set(pressed)
+        offered = actions.offered_buttons(state, form, self._folds)
+        enabled = actions.enabled_buttons(offered, validation) - set(pressed)
         for name, button in board.buttons.items():
             show(button, name in offered)
             set_trait(button, "disabled", name not in enabled)
@@ -153,63 +160,81 @@ class Drawing:
         board = self._board
         is_sweep = state is not None and isinstance(state.table, SweepTable)
         show(board.trials, is_sweep)
-        show(board.lower, is_sweep or bool(board.cards["workers"].value))
         if state is None or not is_sweep:
             return
-        shown = columns(state)
-        board.table.fill(shown, rows(state, chosen), chosen)
-        set_html(board.count, f"<b>Trials</b> {escape(count_text(state, chosen))}")
-        last = pages(state, chosen) - 1
+        columns = trial_rows.columns(state)
+        board.table.fill(columns, trial_rows.rows(state, chosen), chosen)
+        text = escape(trial_rows.count_text(state, chosen))
+        set_html(board.count, f"<b>Trials</b> {text}")
         set_trait(board.previous, "disabled", chosen.page <= 0)
-        set_trait(board.next, "disabled", chosen.page >= last)
+        set_trait(board.next, "disabled", chosen.page >= trial_rows.pages(state, chosen) - 1)
 
     def _draw_setup(self, state: State | None, form: FormState, validation: Validation) -> None:
         """Draw what depends on the form; the plan reads the hardware, which takes time."""
-        board, wanted = self._board, (validation.config, validation.sweep_config, state)
-        board.setup.show(validation)
-        if self._planned == wanted:
-            return
-        self._planned = wanted
-        text = escape(place_text(validation))
-        clip = "white-space:nowrap;overflow:hidden;text-overflow:ellipsis;line-height:28px"
-        set_html(board.place, f'<div title="{text}" style="{clip};font-size:12px">{text}</div>')
-        set_trait(board.code, "value", self._code_of_form(form, validation))
-
-    def _code_of_form(self, form: FormState, validation: Validation) -> str:
-        """Return the cell and the command line that start the same as the form."""
-        if validation.config is None:
-            return "# something in Set up is wrong"
-        text, space = "", None
-        if validation.sweep_config is not None:
-            text, space = form.space, form.parsed_space()
-        name = "" if self._train is None else getattr(self._train, "__name__", "train")
-        task = None if self._train is None else task_name(self._train)
-        cell = python_cell(form.overrides(), space, form.trials, train=name)
-        shell = command_line(form.overrides(), text, form.trials, task=task)
-        return f"{cell}\n\n# the same from a shell:\n{shell}"
-
-    def _code_of_best(self, state: State | None) -> str:
-        """Return a cell that trains once with the best settings, in full digits."""
+        board, folds = self._board, None if self._folds is None else len(self._folds)
+        ended = [] if state is None else [span for span in state.spans() if span.end is not None]
         best = state.table.best if state and isinstance(state.table, SweepTable) else []
-        key = (state.paths.folder, best[0].number) if state and len(best) == 1 else None
-        if key != self._best_code[0]:
-            text = ""
-            with contextlib.suppress(NbtoolkitError):  # deleted, or of another version
-                config = None if state is None else best_config(state)
-                name = getattr(self._train, "__name__", "")
-                text = "" if config is None else python_cell(_changes(config), train=name)
-            self._best_code = key, text
-        return self._best_code[1]
+        key = (form.texts, form.space, form.trials, len(ended), state and state.paths.folder)
+        key = (*key, best[0].number if len(best) == 1 else None)
+        if key == self._planned:
+            board.setup.show(validation, self._cost)
+            return
+        self._planned = key
+        seconds = [span.end - span.begin for span in ended if span.end and span.state == "complete"]
+        each = sum(seconds) / len(seconds) if seconds else None
+        self._cost = cost_text(validation, each, _slots(validation), folds)
+        board.setup.show(validation, self._cost)
+        text = escape(place_text(validation))
+        html = f'<div title="{text}" style="{_CLIPPED};font-size:12px">{text}</div>'
+        set_html(board.place, html)
+        set_trait(board.code, "value", actions.code_of_form(form, validation, self._train))
+        code = ""
+        with contextlib.suppress(NbtoolkitError):  # deleted, or of another version
+            code = actions.code_of_best(state, self._train)
+        set_trait(board.best_code, "value", code)
+
+    def _compute_importance(self, state: State) -> None:
+        """Compute it, which takes up to 2.4 s of CPU, and draw it."""
+        with contextlib.suppress(RuntimeError):  # a trial ended meanwhile: the next one is drawn
+            IMPORTANCES.compute(state)
+            self._redraw()
 
 
-def _changes(config: Config) -> dict[str, object]:
-    return FormState(config).overrides()
+class SavedPage:
+    """The page in an output of its own, for saved notebooks; see :meth:`Panel._ipython_display_`.
 
+    Args:
+        css_class: by which the widgets hide it while they are alive.
+        render: returns the page.
+    """
 
-def _set_options(
-    dropdown: ipywidgets.Dropdown, options: list[tuple[str, str]], chosen: str
-) -> None:
-    """Replace the options of a list, if they differ, and select one."""
-    if list(dropdown.options) != options:
-        dropdown.options = options
-    set_trait(dropdown, "value", chosen if chosen in [value for _, value in options] else "")
+    def __init__(self, css_class: str, render: Callable[[], str]) -> None:
+        self._class, self._render = css_class, render
+        self._place: DisplayPlace | None = None
+        self._html, self._next, self._changed = "", 0.0, False
+
+    def show(self, html: str) -> None:
+        """Show it in the running cell; called by the cell's own thread."""
+        self._place, self._html = DisplayPlace(), html
+        self._put()
+
+    def update(self, *, changed: bool, now: bool) -> None:
+        """Replace it if something has changed, at most every ten seconds.
+
+        Args:
+            changed: whether something has changed since the last call.
+            now: whether it is replaced at once, since the run has ended.
+        """
+        self._changed = self._changed or changed
+        if self._place is None or not self._changed or not (now or time.monotonic() > self._next):
+            return
+        self._changed, html = False, self._render()
+        if html != self._html:
+            self._html = html
+            self._put()
+
+    def _put(self) -> None:
+        assert self._place is not None
+        self._next = time.monotonic() + _SAVED_SECONDS
+        html = f'<div class="{self._class}">{self._html}</div>'
+        self._place.put({"text/html": html, "text/plain": ""})
