@@ -59,7 +59,7 @@ _PROCESS_FILES = ("owner.json", "owner.lock", "stop", "commands")
 _RECORDS = (
     *("config.yaml", "plan.json", "versions.json", "events.jsonl", "tracking.json"),
     *("result.json", "error.json", "error.pkl", "sweep.yaml", "folds.json", "previous"),
-    *("study.jsonl", "study.db"),
+    *("study.jsonl", "study.db", "annotations.json"),
 )
 _LOGS = ("ranks", "samples", "tensorboard")
 _WITHOUT_JOBS = ("checkpoints", "values", *_LOGS)

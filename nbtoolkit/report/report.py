@@ -13,7 +13,7 @@ from nbtoolkit.report.charts import confusion, curves, throughput
 from nbtoolkit.report.run_summary import RunSummary, read_run_summary
 from nbtoolkit.report.section import Picture, ReportSection
 from nbtoolkit.report.sections import differences, folds, overview, sweeps
-from nbtoolkit.run.paths import RunPaths, age_key, write_whole
+from nbtoolkit.run.paths import TRASH, RunPaths, age_key, write_whole
 from nbtoolkit.text_table import counted
 
 FILE = "report.html"
@@ -121,6 +121,8 @@ def _runs(folder: Path, depth: int) -> Iterator[RunPaths]:
     except OSError:  # another user's
         return
     for entry in entries:
+        if entry.name == TRASH:
+            continue
         yield from _runs(Path(entry), depth - 1)
 
 

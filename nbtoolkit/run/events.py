@@ -308,9 +308,16 @@ class EventLog:
 
 
 class EventReader:
-    """Reads new events from the file; never blocks, never locks."""
+    """Reads new events from the file; never blocks, never locks.
 
-    def __init__(self, path: Path, offset: int = 0) -> None:
+    Args:
+        path: an ``events.jsonl``.
+        offset: where to begin, in bytes.
+        types: the types to read; the others are not decoded. None: all.
+    """
+
+    def __init__(self, path: Path, offset: int = 0, *, types: Sequence[str] | None = None) -> None:
+        self._marks = None if types is None else [f'"type": "{name}"'.encode() for name in types]
         self._path, self.offset = path, offset
         """Bytes read so far, whole lines only; a later reader can continue from here."""
 
@@ -333,6 +340,8 @@ class EventReader:
                     if not line.endswith(b"\n"):
                         return
                     self.offset += len(line)
+                    if self._marks and not any(mark in line for mark in self._marks):
+                        continue
                     if (event := decode(line)) is not None:
                         yield event
 

@@ -14,6 +14,7 @@ checkpoints/                              written by ctx.save and fit
 samples/rank-<rank>.jsonl                 the samples of each step (tracking.record_samples)
 result.json | error.json, error.pkl       how the run ended
 previous/                                 the decisions and the end of the attempt before
+annotations.json                          the user's title and notes (views/runs.py)
 
 The folder of a search also has sweep.yaml, study.jsonl and trials/<number>/, or folds/<number>/
 and folds.json (docs/search.md); each trial and fold is the folder of a run.
@@ -311,6 +312,10 @@ def read_result(paths: RunPaths) -> ResultRecord | None:
         RunFileError: it is damaged, or another user's.
     """
     return cast("ResultRecord | None", read_record(paths.result))
+
+
+TRASH = ".trash"
+"""The folder below an output folder to which runs are moved that a user deletes."""
 
 
 def runs_in(output_dir: str | Path) -> list[RunPaths]:

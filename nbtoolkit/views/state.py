@@ -27,6 +27,7 @@ from nbtoolkit.views.timeline import JobSpan, Timeline
 _NOTES = 5  # the newest notes that are kept
 _LOGGED_POINTS = 4000  # kept per logged metric; above that every second point is dropped
 _DEVICE_LOGS = 32  # event logs of ended jobs in which device readings are looked for
+_BRIEF = ("run", "report", "trial", "fold", "command", "ended")
 _SPEED_LOGS = 20  # the newest logged steps, of which the speed is the mean
 
 
@@ -58,6 +59,7 @@ class State:
         paths: the folder.
         deadline: unix seconds at which a sweep ends at the latest; None: no limit.
         folds: the number of folds of a cross-validation; None: unknown.
+        brief: whether progress and best values are enough; curves and notes are then not read.
 
     Attributes:
         kind: what the folder holds.
@@ -85,7 +87,12 @@ class State:
     """
 
     def __init__(
-        self, paths: RunPaths, *, deadline: float | None = None, folds: int | None = None
+        self,
+        paths: RunPaths,
+        *,
+        deadline: float | None = None,
+        folds: int | None = None,
+        brief: bool = False,
     ) -> None:
         self.paths = paths
         self.kind: Kind = kind_of(read_or_empty(paths.versions))
@@ -117,7 +124,7 @@ class State:
         self._past_attempts = 0.0  # seconds
         self._owned = True
         self._restarting = False
-        self._reader = events.EventReader(paths.events)
+        self._reader = events.EventReader(paths.events, types=_BRIEF if brief else None)
 
     def _make_table(
         self, deadline: float | None, folds: int | None
@@ -229,8 +236,8 @@ class State:
         """The number of trials or folds that have ended, and of all (None: unknown)."""
         if isinstance(self.table, SweepTable):
             return self.table.ended, self.table.n_trials
-        if isinstance(self.table, FoldTable):
-            return len(self.folds), self.table.folds
+        if self.kind == "cv":
+            return len(self.folds), self._fold_count()
         return 0, None
 
     def ends_at(self, now: float) -> float | None:
@@ -375,9 +382,9 @@ class State:
             trial: the trial's number; None: the cross-validation's.
         """
         known = self._fold_events.get(trial, {})
-        count = self._fold_count() if trial is None else 0
+        count = (self._fold_count() or 0) if trial is None else 0
         found = []
-        for index in range(max(count, *(n + 1 for n in known), 0)):
+        for index in range(max(count, max(known, default=-1) + 1)):
             event = known.get(index)
             info = FoldInfo(index)
             if event is not None:
@@ -387,14 +394,15 @@ class State:
             found.append(info)
         return found
 
-    def _fold_count(self) -> int:
-        """The number of folds of a cross-validation; 0: unknown."""
-        if isinstance(self.table, FoldTable) and self.table.folds is None:
+    def _fold_count(self) -> int | None:
+        """The number of folds of a cross-validation; None: unknown."""
+        assert isinstance(self.table, FoldTable)
+        if self.table.folds is None:
             content = read_or_empty(self.paths.folder / FOLDS_FILE)
             k, repeats = content.get("k"), content.get("repeats")
-            if isinstance(k, int):
-                self.table.folds = k * (repeats if isinstance(repeats, int) else 1)
-        return (isinstance(self.table, FoldTable) and self.table.folds) or 0
+            if isinstance(k, int) and isinstance(repeats, int):
+                self.table.folds = k * repeats
+        return self.table.folds
 
     def _fold_state(self, index: int) -> State:
         if index not in self._fold_states:
