@@ -49,7 +49,7 @@ _STYLE = f"""<style>
   outline: 2px solid var(--jp-brand-color1, {_GREY}) !important;
   outline-offset: 1px;
 }}
-.%s {{ display: none; }}
+.SAVED {{ display: none; }}
 </style>"""
 
 _CARDS = {
@@ -123,9 +123,9 @@ class TrialTable:
         self.heads: list[ipywidgets.Button] = []
         self._header = w.GridBox()
         self._header.add_class("nbtoolkit-header")
-        self._rows = [self._make_row() for _ in range(ROWS)]
+        self.rows = [self._make_row() for _ in range(ROWS)]
         cells = [w.HTML(), self._header, w.HTML()]
-        cells += [part for row in self._rows for part in (row.tick, row.cells, row.stop)]
+        cells += [part for row in self.rows for part in (row.tick, row.cells, row.stop)]
         columns = "24px minmax(min-content, 1fr) 30px"
         self.root = w.GridBox(
             cells, layout={"grid_template_columns": columns, "overflow": "auto", "width": "auto"}
@@ -134,7 +134,7 @@ class TrialTable:
     def fill(self, columns: Sequence[Column], rows: Sequence[TrialRow], chosen: View) -> None:
         """Show these rows."""
         self._fill_header(columns, chosen)
-        for row, trial in zip_longest(self._rows, rows[:ROWS]):
+        for row, trial in zip_longest(self.rows, rows[:ROWS]):
             number = None if trial is None else trial.number
             if row.number != number:
                 row.number, row.since = number, time.monotonic()
@@ -240,7 +240,7 @@ class Board:
         grid = w.HBox(page, layout={"flex_flow": "row wrap", "grid_gap": "8px"})
         self.sections = w.Accordion(self._sections(), titles=SECTIONS)
         self.notice = w.Output()
-        style = w.HTML(_STYLE % hidden, layout={"display": "none"})
+        style = w.HTML(_STYLE.replace("SAVED", hidden), layout={"display": "none"})
         top = [style, self.strip, self.actions, self.asking, self.message]
         self.root = w.VBox([*top, grid, self.sections, self.notice])
         self.root.add_class(CLASS)

@@ -277,7 +277,8 @@ class Controller:
         self.state = None if folder is None else read_state(folder)
         self._handle, self.chosen, self._stale = None, View(), True
         self._was_live = self.state is not None and self.state.live
-        set_trait(self.board.name, "value", "" if folder is None else runs.read_annotations(folder).title)
+        title = "" if folder is None else runs.read_annotations(folder).title
+        set_trait(self.board.name, "value", title)
 
     def text(self) -> str:
         """Format what is shown as text."""
