@@ -10,24 +10,15 @@ import re
 import time
 import types
 from collections.abc import Mapping
-from copy import copy
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Literal,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from yaml import YAMLError
 
-from nbtoolkit.config.fields import FreeSection
+from nbtoolkit.config.fields import Free
 from nbtoolkit.config.schema import Config, Section
 from nbtoolkit.config.validation import fields as allowed_values
 from nbtoolkit.config.yaml_source import dump, parse_value
@@ -91,14 +82,10 @@ class Field:
         """
         try:
             value = parse_value(text)
-        except YAMLError as error:
-            raise ConfigError(_yaml_mistake(text, error), allowed=self.allowed) from error
-        value = {} if self.free and value is None else value
-        try:
+            value = {} if self.free and value is None else value
             _validator(self.name).validate_python(value)
-        except (ValidationError, RecursionError) as error:  # `&a {b: *a}` has no end
-            what = f"{shortened(text, _QUOTED)!r} is not allowed"
-            raise ConfigError(what, allowed=self.allowed) from error
+        except (YAMLError, ValidationError, RecursionError) as error:  # `&a {b: *a}` has no end
+            raise ConfigError(self._mistake(text, error)) from error
         return value
 
     def error(self, text: str) -> str:
@@ -106,17 +93,18 @@ class Field:
         try:
             self.value(text)
         except ConfigError as error:
-            if self.free:
-                return f"{error.what}. Must be lines such as hidden: 64"
-            return f"Must be {self.allowed}{self._example(text)}"
+            return error.what
         return ""
 
-    def _example(self, text: str) -> str:
-        """Format an example of an allowed value: for ``0,01`` what was meant, else the default."""
-        meant, default = text.strip().replace(",", ".", 1), default_texts()[self.name]
+    def _mistake(self, text: str, error: Exception) -> str:
+        if self.free:
+            is_yaml = not isinstance(error, YAMLError)
+            return "Must be lines such as hidden: 64" if is_yaml else _yaml_mistake(text, error)
+        meant, example = text.strip().replace(",", ".", 1), default_texts()[self.name]
         if re.fullmatch(r"-?\d*,\d+", text.strip()) and not self.error(meant):
-            return f", e.g. {meant} (decimal point)"
-        return "" if default == "null" or default in self.allowed else f", e.g. {default}"
+            example = f"{meant} (decimal point)"
+        shows = example != "null" and example not in self.allowed
+        return f"Must be {self.allowed}{f', e.g. {example}' if shows else ''}"
 
 
 @functools.cache
@@ -144,7 +132,7 @@ def _fields(model: type[BaseModel], prefix: str) -> list[Field]:
         if isinstance(hint, type) and issubclass(hint, BaseModel):
             fields += _fields(hint, f"{name}.")
             continue
-        free = get_origin(hint) is Annotated and get_args(hint)[0] is FreeSection
+        free = hint == Free
         words = allowed.get(name, "settings of your own, as YAML")
         fields.append(
             Field(
@@ -223,8 +211,6 @@ def _yaml_mistake(text: str, error: YAMLError) -> str:
 
 # --- the form's contents ---
 
-_DIGITS = 9  # of the number of trials
-
 
 @dataclass(frozen=True)
 class Validation:
@@ -259,9 +245,7 @@ class FormState:
 
     def copy(self) -> FormState:
         """Copy it, since another thread may change it while it is used."""
-        other = copy(self)
-        other.texts = dict(self.texts)
-        return other
+        return deepcopy(self)
 
     def changed(self) -> list[str]:
         """Return the names of the settings that are not at their default."""
@@ -296,12 +280,9 @@ class FormState:
             ConfigError: it is not a positive whole number.
         """
         text = self.trials.strip()
-        if not text:
-            return None
-        if not text.isdecimal() or len(text) > _DIGITS or int(text) < 1:
-            limits = f"from 1 to {10**_DIGITS - 1}"
-            raise ConfigError(f"Number of trials must be a whole number {limits}")
-        return int(text)
+        if text and not re.fullmatch(r"0*[1-9]\d{0,8}", text):
+            raise ConfigError("Number of trials must be a whole number from 1 to 999999999")
+        return int(text) if text else None
 
     def validate(self) -> Validation:
         """Make the configuration and the sweep; collect what is wrong, setting by setting."""
@@ -326,40 +307,12 @@ class FormState:
             raise ConfigError("the space has no end: it contains itself") from error
 
 
-@dataclass(frozen=True)
-class FormSnapshot:
-    """What stood in the widgets when a button was pressed; its task may have to wait.
-
-    Attributes:
-        state: the form's contents.
-        more: the number beside *Add trials*.
-        number: the number beside *Stop trial*.
-    """
-
-    state: FormState
-    more: int
-    number: int
-
-
 # --- edits that survive the kernel ---
 
 EDITS_FILE = ".panel.json"
 """The file of the edits, in the output folder."""
 
 _SECONDS = 1.0  # between two writes
-
-
-@dataclass(frozen=True)
-class Edits:
-    """What a panel held before its kernel ended.
-
-    Attributes:
-        state: the form's contents.
-        saved: when they were written, in unix seconds.
-    """
-
-    state: FormState
-    saved: float
 
 
 def keep_edits(output_dir: str | os.PathLike[str], state: FormState) -> bool:
@@ -388,8 +341,13 @@ def keep_edits(output_dir: str | os.PathLike[str], state: FormState) -> bool:
     return True
 
 
-def kept_edits(output_dir: str | os.PathLike[str]) -> Edits | None:
-    """Read what :func:`keep_edits` wrote; None: nothing, or a damaged file."""
+def kept_edits(output_dir: str | os.PathLike[str]) -> tuple[FormState, float] | None:
+    """Read what :func:`keep_edits` wrote.
+
+    Returns:
+        The contents, and when they were written in unix seconds; None: there is no such file, or a
+        damaged one.
+    """
     path = _edits_file(output_dir)
     try:
         contents, saved = json.loads(path.read_bytes()), path.stat().st_mtime
@@ -401,7 +359,7 @@ def kept_edits(output_dir: str | os.PathLike[str]) -> Edits | None:
         text = texts.get(name)
         if isinstance(text, str) and (not setting.choices or text in setting.choices):
             state.texts[name] = text
-    return Edits(state, saved)
+    return state, saved
 
 
 def drop_edits(output_dir: str | os.PathLike[str]) -> None:

@@ -7,20 +7,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.errors import ConfigError
-from nbtoolkit.panel.form import (
-    Field,
-    FormState,
-    Validation,
-    config_fields,
-    default_texts,
-    drop_edits,
-    keep_edits,
-    kept_edits,
-    set_trait,
-)
+from nbtoolkit.panel import form
+from nbtoolkit.panel.form import Field, FormState, Validation, default_texts, set_trait
 from nbtoolkit.panel.space_table import SpaceTable
 from nbtoolkit.text_table import counted
 from nbtoolkit.views.markup import alert, paragraph, view
@@ -29,11 +20,12 @@ if TYPE_CHECKING:
     import ipywidgets
 
 _COMMON = ("train.epochs", "train.batch_size", "optim.lr", "model", "seed")
-_COMMON += ("distributed.world_size",)
 _CHANGED, _ALL = "common and changed", "all"
 _MOST = 15  # rows of a search; to make all 75 would take the browser a second
 _BOOL = ("true", "false")
-_SUGGESTED = ("optim", "train", "model", "data")  # sections whose settings are searched
+_SEARCHED = ("optim", "train")  # sections whose settings a space names
+
+# --- what it costs ---
 
 
 def cost_text(
@@ -51,27 +43,24 @@ def cost_text(
         folds: the number of folds; None: as the sweep says.
 
     Returns:
-        Such as ``"20 trials x 3 folds = 60 trainings, about 9 min on 2 slots"``; empty: the number
-        of trials is unknown, or there is one training alone.
+        Such as ``"20 trials x 3 folds = 60 trainings, about 9 min on 2 slots"``; empty: it is one
+        training, or the number of trials is unknown.
     """
-    sweep, trials = validation.sweep_config, None
+    sweep, counts = validation.sweep_config, []
     if sweep is not None:
-        trials = sweep.budget.n_trials
         folds = folds or (sweep.folds.k or 0) * sweep.folds.repeats
-        if trials is None:
-            return ""
-    parts = [(trials, "trial"), (folds, "fold")]
-    counts = [(count, noun) for count, noun in parts if count]
-    if not counts:
-        return ""
-    trainings = math.prod(count for count, _ in counts)
-    text = " x ".join(counted(count, noun) for count, noun in counts)
+        counts.append((sweep.budget.n_trials or 0, "trial"))
     if folds:
-        text += f" = {counted(trainings, 'training')}"
-    if seconds_per_training is not None:
-        seconds = seconds_per_training * math.ceil(trainings / slots)
-        text += f", about {_rounded(seconds)} on {counted(slots, 'slot')}"
-    return text
+        counts.append((folds, "fold"))
+    trainings = math.prod(count for count, _ in counts) if counts else 0
+    if not trainings:
+        return ""
+    text = " x ".join(counted(count, noun) for count, noun in counts)
+    text += f" = {counted(trainings, 'training')}" if folds else ""
+    if seconds_per_training is None:
+        return text
+    seconds = seconds_per_training * math.ceil(trainings / slots)
+    return f"{text}, about {_rounded(seconds)} on {counted(slots, 'slot')}"
 
 
 def _rounded(seconds: float) -> str:
@@ -82,15 +71,18 @@ def _rounded(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+# --- widgets ---
+
+
 class Setup:
     """The widgets of the settings; what is typed is in :attr:`state` at once, right or wrong.
 
     The widgets of a setting are made when it is first shown. Callbacks of widgets arrive in the
-    kernel's threads, while the panel's thread shows errors and loads.
+    kernel's threads, while the panel's thread loads and shows errors.
 
     Args:
         state: what is edited.
-        on_edit: called after each edit, in the thread of the edit, and after other settings are
+        on_edit: called after each edit, in the thread of the edit; also after other settings are
             shown, which have no errors beside them yet.
         task: whether ``task`` is a common setting, as in a panel without a function.
 
@@ -106,56 +98,46 @@ class Setup:
         import ipywidgets as w
 
         self.state, self._on_edit, self.edited = state, on_edit, False
-        self._common = (*_COMMON, "task") if task else _COMMON
-        self._fields = config_fields()
+        self._common = [*_COMMON, "distributed.world_size", *(["task"] if task else [])]
+        self._fields = form.config_fields()
         self._inputs: dict[str, ipywidgets.Widget] = {}
         self._resets: dict[str, ipywidgets.Button] = {}
         self._rows: dict[str, ipywidgets.HBox] = {}
         self.errors: dict[str, ipywidgets.HTML] = {}
         self._lock, self._loading = threading.RLock(), False
-        auto: dict[str, Any] = {"style": {"description_width": "initial"}}
+        self.search = w.Text(description="search", placeholder="name or word")
         sections = dict.fromkeys(field.section for field in self._fields.values())
-        self.search = w.Text(
-            description="search", placeholder="a name, or a word of its description", **auto
-        )
-        self.section = w.Dropdown(options=[_CHANGED, *sections, _ALL], description="show", **auto)
-        self.together, self._matches, self._shown = w.HTML(), w.HTML(), w.VBox()
-        self.trials = w.Text(
-            value=state.trials, description="trials", placeholder="as the space says", **auto
-        )
-        self.space = w.Textarea(
-            value=state.space,
-            description="space",
-            placeholder="optim.lr: {type: float, low: 1.0e-4, high: 1.0e-1, log: true}",
-            rows=12,
-            layout={"width": "99%"},
-            **auto,
-        )
-        self.table = SpaceTable(self._write_space, self._suggestions)
-        self.table.load(state.space)
-        self.cost, self.space_error, self.offered = w.HTML(), w.HTML(), w.HBox()
+        self.section = w.Dropdown(description="show", options=[_CHANGED, *sections, _ALL])
+        self.trials = w.Text(description="trials", placeholder="as the space says")
+        example = "optim.lr: {type: float, low: 1.0e-4, high: 1.0e-1, log: true}"
+        self.space = w.Textarea(description="space", placeholder=example, rows=12)
+        self.space.layout.width = "99%"
+        for widget in (self.search, self.section, self.trials, self.space):
+            widget.style.description_width = "initial"
+        self.table = SpaceTable(lambda text: set_trait(self.space, "value", text))
+        self.offered, self.together, self._matches = w.HBox(), w.HTML(), w.HTML()
+        self.cost, self.space_error, self._shown = w.HTML(), w.HTML(), w.VBox()
         yaml = w.Accordion([self.space], titles=("YAML",), selected_index=None)
-        left = [w.HBox([self.search, self.section]), self.together, self._matches, self._shown]
-        right = [self.table.root, self.space_error, w.HBox([self.trials, self.cost]), yaml]
-        side: dict[str, Any] = {"flex": "1 1 480px", "min_width": "0"}
-        columns = [w.VBox(left, layout=side), w.VBox(right, layout=side)]
-        self.root = w.VBox([self.offered, w.HBox(columns, layout={"flex_flow": "row wrap"})])
+        choice = w.HBox([self.search, self.section], layout={"flex_flow": "row wrap"})
+        left = w.VBox([choice, self.together, self._matches, self._shown])
+        right = w.VBox([self.table.root, self.space_error, self.trials, self.cost, yaml])
+        for side in (left, right):
+            side.layout.flex, side.layout.min_width = "1 1 480px", "0"
+        columns = w.HBox([left, right], layout={"flex_flow": "row wrap"})
+        self.root = w.VBox([self.offered, columns])
         self.search.observe(lambda _: self._show_rows(), "value")
         self.section.observe(lambda _: self._show_section(), "value")
-        for name, widget in (("space", self.space), ("trials", self.trials)):
-            widget.observe(lambda change, name=name: self._store(name, change["new"]), "value")
-        self._show_rows()
-
-    # --- what the panel calls ---
+        self.space.observe(lambda change: self._store("space", change["new"]), "value")
+        self.trials.observe(lambda change: self._store("trials", change["new"]), "value")
+        self.load(state)
 
     def load(self, state: FormState) -> None:
         """Replace the contents."""
         with self._lock:
             self.state, self._loading = state, True
             try:
-                for name, widget in self._inputs.items():
-                    widget.value = self._shown_value(self._fields[name])
-                    self._mark(name)
+                for name in self._inputs:
+                    self._refresh(name)
                 self.space.value, self.trials.value = state.space, state.trials
                 self.table.load(state.space)
             finally:
@@ -178,6 +160,10 @@ class Setup:
         _show_error(self.together, elsewhere or validation.together)
         _show_error(self.space_error, validation.space_error)
         set_trait(self.cost, "value", view(paragraph(cost)) if cost else "")
+        if (config := validation.config) is not None:
+            names = [name for name, field in self._fields.items() if field.section in _SEARCHED]
+            own = [f"model.{key}" for key in config.model] + [f"data.{key}" for key in config.data]
+            self.table.suggest([*own, *names])
 
     def error_count(self, validation: Validation) -> int:
         """Count what is wrong."""
@@ -189,8 +175,6 @@ class Setup:
             return {"space": self.space, "trials": self.trials}[name]
         if not self._is_shown(name):
             self.search.value = ""
-            self._show_rows()
-        if not self._is_shown(name):
             self.section.value = self._fields[name].section
         return self._inputs[name]
 
@@ -201,29 +185,35 @@ class Setup:
     @property
     def rows(self) -> list[ipywidgets.Widget]:
         """Every row made so far, also those that are not shown."""
-        return [*self._rows.values(), *self.table.boxes]
+        return [*self._rows.values(), *(row.box for row in self.table.made)]
 
     def keep(self, output_dir: str | os.PathLike[str]) -> None:
-        """Write what was typed to a file that a later kernel offers; see :func:`keep_edits`."""
-        if self.edited and keep_edits(output_dir, self.state.copy()):
+        """Write what was typed to a file, which :meth:`offer` reads in a later kernel."""
+        if self.edited and form.keep_edits(output_dir, self.state.copy()):
             self.edited = False
 
     def offer(self, output_dir: str | os.PathLike[str]) -> None:
         """Offer what an earlier kernel kept, if it differs from what stands in the form."""
         import ipywidgets as w
 
-        edits = kept_edits(output_dir)
-        if edits is None or vars(edits.state) == vars(self.state):
+        kept, saved = form.kept_edits(output_dir) or (self.state, 0.0)
+        if vars(kept) == vars(self.state):
             return
-        age = _rounded(max(time.time() - edits.saved, 0.0))
-        restore = w.Button(description="Restore", tooltip="Put them into the form")
-        discard = w.Button(description="Discard", tooltip="Delete them")
-        restore.on_click(lambda _: self.load(edits.state))
-        discard.on_click(lambda _: drop_edits(output_dir))
-        text = w.HTML(view(paragraph(f"Unsaved edits from {age} ago:")))
-        self.offered.children = [text, restore, discard]
-        for button in (restore, discard):
-            button.on_click(lambda _: set_trait(self.offered.layout, "display", "none"))
+
+        def decide(chosen: FormState | None) -> None:
+            if chosen is None:
+                form.drop_edits(output_dir)
+            else:
+                self.load(chosen)
+            widgets, self.offered.children = self.offered.children, ()
+            for widget in widgets:
+                form.close_widget(widget)
+
+        text = f"Unsaved edits from {_rounded(max(time.time() - saved, 0.0))} ago:"
+        restore, discard = w.Button(description="Restore"), w.Button(description="Discard")
+        restore.on_click(lambda _: decide(kept))
+        discard.on_click(lambda _: decide(None))
+        self.offered.children = [w.HTML(view(paragraph(text))), restore, discard]
 
     # --- which settings are shown ---
 
@@ -245,11 +235,11 @@ class Setup:
         self._show_rows()
 
     def _show_rows(self) -> None:
-        """Show the settings that are chosen now; what is typed moves no row."""
+        """Show the settings that are chosen now; while one types, no row moves."""
         with self._lock:
             names, note = self._names(), ""
             if self.search.value.strip():
-                note = f"{len(names)} settings match" if len(names) != 1 else ""
+                note = f"{counted(len(names), 'setting')} found"
                 names = names[:_MOST]
             for name in names:
                 if name not in self._rows:
@@ -263,59 +253,50 @@ class Setup:
     def _make_row(self, field: Field) -> ipywidgets.HBox:
         import ipywidgets as w
 
+        name, default = field.name, default_texts()[field.name]
         common: dict[str, Any] = {
-            "value": self._shown_value(field),
-            "description_allow_html": True,
             "tooltip": field.tooltip,
+            "description_allow_html": True,
             "style": {"description_width": "240px"},
             "layout": {"width": "420px", "max_width": "90%"},
         }
-        hint = "default" if field.nullable else field.allowed
         if field.free:
-            widget = w.Textarea(**common, rows=4, placeholder="name: value")
+            widget = w.Textarea(rows=4, placeholder="name: value", **common)
         elif field.choices == _BOOL:
             widget = w.Checkbox(**common)
         elif field.choices:
-            widget = w.Dropdown(**common, options=field.choices)
+            widget = w.Dropdown(options=field.choices, **common)
         else:
-            widget = w.Text(**common, placeholder=hint)
-        default = default_texts()[field.name]
-        reset = w.Button(
-            description="↺", tooltip=f"Reset {field.name} to {default}", layout={"width": "34px"}
-        )
+            hint = "default" if field.nullable else field.allowed
+            widget = w.Text(placeholder=hint, **common)
+        reset = w.Button(description="↺", tooltip=f"Reset {name} to {default or 'empty'}")
+        reset.layout.width = "34px"
         error = w.HTML(layout={"min_width": "200px", "flex": "1 1 0"})
-        name = field.name
         self._inputs[name], self._resets[name], self.errors[name] = widget, reset, error
-        self._mark(name)
-        widget.observe(lambda change: self._store(name, self._typed(field, change["new"])), "value")
-        reset.on_click(lambda _: self._reset(field))
+        self._refresh(name)
+        widget.observe(partial(self._on_input, field), "value")
+        reset.on_click(lambda _: (self._store(name, default), self._refresh(name)))
         return w.HBox([widget, reset, error], layout={"flex_flow": "row wrap"})
 
-    def _shown_value(self, field: Field) -> object:
-        """Convert a setting's text to its widget's value."""
-        text = self.state.texts[field.name]
-        if field.choices == _BOOL:
-            return text == "true"
-        return "" if text == "null" and not field.choices else text
-
-    def _typed(self, field: Field, value: bool | str) -> str:
-        """Convert a widget's value to the setting's text."""
-        if isinstance(value, bool):
-            return "true" if value else "false"
-        return "null" if field.nullable and not value.strip() else value
-
-    def _reset(self, field: Field) -> None:
-        self._store(field.name, default_texts()[field.name])
-        set_trait(self._inputs[field.name], "value", self._shown_value(field))
+    def _refresh(self, name: str) -> None:
+        """Put a setting's text into its widget, and mark whether it is at its default."""
+        text, field, widget = self.state.texts[name], self._fields[name], self._inputs[name]
+        is_empty = field.nullable and not field.choices and text == "null"
+        value = text == "true" if field.choices == _BOOL else "" if is_empty else text
+        set_trait(widget, "value", value)
+        self._mark(name)
 
     def _mark(self, name: str) -> None:
-        """Show whether a setting is at its default."""
         changed = self.state.texts[name] != default_texts()[name]
         set_trait(self._inputs[name], "description", f"<b>{name}</b>" if changed else name)
         set_trait(self._resets[name].layout, "visibility", "visible" if changed else "hidden")
 
+    def _on_input(self, field: Field, change: dict[str, Any]) -> None:
+        text = form.text_of(change["new"]) if field.choices == _BOOL else change["new"]
+        self._store(field.name, text if text.strip() or not field.nullable else "null")
+
     def _store(self, name: str, text: str) -> None:
-        """Store what was typed into a setting, ``"space"`` or ``"trials"``."""
+        """Store a setting, ``"space"`` or ``"trials"``."""
         with self._lock:
             if self._loading:
                 return
@@ -328,22 +309,6 @@ class Setup:
                 self.table.load(text)
             self.edited = True
         self._on_edit()
-
-    # --- the space ---
-
-    def _write_space(self, text: str) -> None:
-        self.space.value = text
-
-    def _suggestions(self) -> list[str]:
-        """Suggest names for a parameter: settings of the training, and those of the model."""
-        names = [name for name, field in self._fields.items() if not field.free]
-        for section in ("model", "data"):
-            try:
-                own = self._fields[section].value(self.state.texts[section])
-            except ConfigError:
-                continue
-            names += [f"{section}.{key}" for key in own]
-        return [name for name in names if name.partition(".")[0] in _SUGGESTED]
 
 
 def _show_error(widget: ipywidgets.HTML, text: str) -> None:
