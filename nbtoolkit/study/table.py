@@ -206,22 +206,29 @@ class SweepTable(EventTable):
         self._ended: dict[int, Trial] = {}  # in the order in which they ended
         self._running: dict[int, Trial] = {}
         self._counts: Counter[str] = Counter()
+        self._added = 0  # trials, by commands
 
     @classmethod
     def of(cls, sweep_config: SweepConfig, *, deadline: float | None = None) -> SweepTable:
         """The table of a sweep of this configuration, before its first event."""
+        table = cls(deadline=deadline)
+        table.configure(sweep_config)
+        return table
+
+    def configure(self, sweep_config: SweepConfig) -> None:
+        """Use a sweep's configuration; a later session may have another number of trials."""
         options = sweep_config.study.pruner_options
         # Optuna's median and percentile pruners wait for this many trials, the others for none.
         startup = options.get("n_startup_trials", 5)
         waits = startup if sweep_config.pruner in _WAITING_PRUNERS else 0
-        return cls(
-            name=sweep_config.study.name,
-            metrics=sweep_config.metrics,
-            directions=sweep_config.directions,
-            n_trials=sweep_config.budget.n_trials,
-            deadline=deadline,
-            unpruned=None if sweep_config.pruner == "none" else waits,
-        )
+        self._unpruned = None if sweep_config.pruner == "none" else waits
+        self.name, self.metrics = sweep_config.study.name, sweep_config.metrics
+        self.n_trials = sweep_config.budget.n_trials
+        if self.n_trials is not None:
+            self.n_trials += self._added
+        if self.directions != sweep_config.directions:
+            self.directions = sweep_config.directions
+            self._best = BestTrials(self.directions)
 
     def update(self, event: Event) -> None:
         """Process one event; those of other types change nothing."""
@@ -241,8 +248,9 @@ class SweepTable(EventTable):
                     trial.folds[event.fold] = event.state
             case events.CommandReceived(op="pause" | "resume" as op):
                 self.paused = op == "pause"
-            case events.CommandReceived(op="add_trials", n=int(count)) if self.n_trials is not None:
-                self.n_trials += count
+            case events.CommandReceived(op="add_trials", n=int(count)):
+                self._added += count
+                self.n_trials = None if self.n_trials is None else self.n_trials + count
 
     @property
     def best(self) -> list[Trial]:

@@ -60,7 +60,7 @@ class Series:
     """Points that are drawn in one way.
 
     Attributes:
-        name: in the legend and in the description.
+        name: in the legend and in the description; equal ones of one colour share an entry.
         points: their positions and values; those that are not finite are left out.
         mark: a line, or a mark for each point.
         colour: of line and marks.
@@ -104,12 +104,14 @@ def chart(
     across = _Scale.of(x, positions, _LEFT, width - _RIGHT)
     up = _Scale.of(y, values, height - bottom, _TOP)
     label = f"{y.label or 'value'} by {x.label or 'step'}: "
-    label += ", ".join(line.name for line, _ in drawn[-len(PALETTE) :])
+    entries = {(line.name, line.colour): line for line, _ in drawn}
+    label += ", ".join(line.name for line in [*entries.values()][-len(PALETTE) :])
     shapes = "".join(_shape(line, points, across, up) for line, points in drawn)
-    below = "".join(_legend(line) for line, _ in drawn) if legend else ""
+    below = "".join(map(_legend, entries.values())) if legend else ""
     return (
         f'<svg role="img" aria-label="{escape(label, quote=True)}" viewBox="0 0 {width} {height}"'
-        f' style="display:block;width:100%;height:auto;max-height:{height * 3 // 2}px" font-size="{_FONT}" fill="currentColor">'
+        f' style="display:block;width:100%;height:auto;max-height:{height * 3 // 2}px"'
+        f' font-size="{_FONT}" fill="currentColor">'
         f"{''.join(_axes(across, up))}{shapes}</svg>"
         + (f'<div style="font-size:11px;line-height:1.5">{below}</div>' if below else "")
     )
@@ -262,8 +264,8 @@ def _point(series: Series, x: float, y: float, title: str, *, cut: bool) -> str:
         return f'<path d="{path}" {stroke}>{inside}</path>'
     if series.mark == "ring":
         return (
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="none" stroke="{series.colour}" '
-            f'stroke-width="2">{inside}</circle>'
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{series.colour}" fill-opacity="0.25" '
+            f'stroke="{series.colour}" stroke-width="2">{inside}</circle>'
         )
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.8" fill="{series.colour}">{inside}</circle>'
 

@@ -33,7 +33,7 @@ class DeviceReader:
         found: dict[str, list[tuple[float, Reading]]] = {}
         for log, slot in logs.items():
             for sample in self._read[log][1]:
-                for reading in sample.readings:
+                for reading in filter(_is_record, sample.readings):
                     found.setdefault(_name(slot, reading), []).append((sample.t, reading))
         newest = max((at for points in found.values() for at, _ in points), default=0.0)
         recent = {
@@ -77,6 +77,11 @@ def device_text(readings: list[Reading]) -> str:
     if memory:
         parts.append(f"{max(memory) / 1e9:.1f} GB")
     return ", ".join(parts)
+
+
+def _is_record(reading: object) -> bool:
+    """Whether a reading is none of a damaged log."""
+    return isinstance(reading, dict)
 
 
 def _numbers(readings: list[Reading], name: str) -> list[float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from nbtoolkit.views.chart import FAILED, RUNNING
+from nbtoolkit.views.chart import BEST, FAILED, RUNNING
 
 WRAPS = "white-space:pre-wrap;overflow-wrap:anywhere"
 """The style of text with lines of its own."""
@@ -24,16 +24,16 @@ _FONT = (
     "font-variant-numeric:tabular-nums"
 )
 _CELL = "padding:2px 10px 2px 0;white-space:nowrap"
-_WIDTHS = {1: "1 1 200px", 2: "2 1 280px", 3: "3 1 500px", 4: "1 1 100%"}
+_WIDTHS = {1: "1 1 200px", 2: "2 1 280px", 3: "3 1 560px", 4: "1 1 100%"}
 
 
 def view(*parts: str) -> str:
-    """Wrap the parts of a view in one element.
+    """Wrap the parts of a view in one element, as wide as its page.
 
     JupyterLab runs MathJax on all outputs, and two dollar signs enclose a formula; these classes
     keep it from doing so.
     """
-    return f'<div {_SAFE} style="{_FONT};overflow-x:auto">{"".join(parts)}</div>'
+    return f'<div {_SAFE} style="{_FONT};flex:{_WIDTHS[4]};overflow-x:auto">{"".join(parts)}</div>'
 
 
 def card(title: str, body: str, *, span: int = 1, note: str = "") -> str:
@@ -42,7 +42,7 @@ def card(title: str, body: str, *, span: int = 1, note: str = "") -> str:
     Args:
         title: the heading; empty: none.
         body: HTML.
-        span: the width beside others: 1 (200 pixels or more), 2 (280), 3 (500) or 4 (a whole row).
+        span: the width beside others: 1 (200 pixels or more), 2 (280), 3 (560) or 4 (a whole row).
         note: a short text beside the heading.
     """
     beside = f'<span style="opacity:0.75">{escape(note)}</span>' if note else ""
@@ -64,9 +64,9 @@ def grid(*cards: str) -> str:
 
 def tiles(parts: Sequence[str], least: int) -> str:
     """Place parts of equal width in rows; ``least``: pixels of the narrowest."""
-    columns = f"repeat(auto-fit,minmax({least}px,1fr))"
-    inside = "".join(parts)
-    return f'<div style="display:grid;grid-template-columns:{columns};gap:8px">{inside}</div>'
+    style = f"display:grid;grid-template-columns:repeat(auto-fit,minmax({least}px,1fr));gap:8px"
+    inside = "".join(f'<div style="min-width:0">{part}</div>' for part in parts)
+    return f'<div style="{style}">{inside}</div>'
 
 
 def paragraph(text: str, *, strong: bool = False, faint: bool = False) -> str:
@@ -79,6 +79,12 @@ def alert(text: str) -> str:
     """Render an error, marked by a sign and a border, since not everybody sees colours."""
     style = f"border-left:3px solid {FAILED};padding-left:8px;margin:4px 0;{WRAPS}"
     return f'<div role="alert" style="{style}">⚠ {escape(text)}</div>'
+
+
+def headline(text: str) -> str:
+    """Render the value that matters most."""
+    style = f"font-size:26px;font-weight:700;line-height:1.3;{tinted(BEST)}"
+    return f'<div style="{style}">{escape(text)}</div>'
 
 
 def tinted(colour: str) -> str:
@@ -107,11 +113,9 @@ def property_table(values: Mapping[str, object], *, right: bool = False) -> str:
 
 
 def data_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:
-    """Render a table with a header; columns of numbers are aligned right."""
-    sides = [
-        "right" if all(map(_numeric, column)) and any(column) else "left"
-        for column in (zip(*rows, strict=True) if rows else [()] * len(header))
-    ]
+    """Render a table with a header; columns with numbers are aligned right."""
+    columns = zip(*rows, strict=True) if rows else [()] * len(header)
+    sides = ["right" if any(map(_numeric, column)) else "left" for column in columns]
 
     def line(cells: Sequence[str], tag: str, rule: str) -> str:
         inside = "".join(
@@ -122,16 +126,17 @@ def data_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: st
         return f"<tr>{inside}</tr>"
 
     above = f'<caption style="text-align:left">{escape(caption)}</caption>' if caption else ""
+    head = line(header, "th scope=col", "currentColor")
     body = "".join(line(row, "td", RULE) for row in rows)
     return (
         f'<table style="border-collapse:collapse;font-size:inherit">{above}'
-        f'<thead>{line(header, "th scope=col", "currentColor")}</thead><tbody>{body}</tbody></table>'
+        f"<thead>{head}</thead><tbody>{body}</tbody></table>"
     )
 
 
 def _numeric(text: str) -> bool:
-    """Whether a cell holds a number (with a unit or a deviation), or nothing."""
-    return not text or text.lstrip("+-−")[:1].isdigit()
+    """Whether a cell holds a number, perhaps with a sign, a unit or a deviation."""
+    return text.lstrip("+-")[:1].isdigit()
 
 
 def progress_bar(share: float | None, label: str, *, width: int = 220) -> str:

@@ -124,6 +124,8 @@ class State:
         self._past_attempts = 0.0  # seconds
         self._owned = True
         self._restarting = False
+        self._settings_written = 0
+        self._read_settings()
         self._reader = events.EventReader(paths.events, types=_BRIEF if brief else None)
 
     def _make_table(
@@ -133,12 +135,19 @@ class State:
             return None
         if self.kind == "cv":
             return FoldTable(folds=folds)
-        try:
-            sweep_config = read_sweep_config(self.paths.folder)
-        except RunFileError:  # not written yet, or damaged
-            return SweepTable(deadline=deadline)
-        self.metric, self.direction = sweep_config.metrics[0], sweep_config.directions[0]
-        return SweepTable.of(sweep_config, deadline=deadline)
+        return SweepTable(deadline=deadline)
+
+    def _read_settings(self) -> None:
+        """Read a sweep's settings where they are new: a later session may add trials."""
+        if not isinstance(self.table, SweepTable):
+            return
+        with contextlib.suppress(OSError, RunFileError):  # not written yet, or damaged
+            written = (self.paths.folder / "sweep.yaml").stat().st_mtime_ns
+            if written != self._settings_written:
+                self._settings_written = written
+                sweep_config = read_sweep_config(self.paths.folder)
+                self.table.configure(sweep_config)
+                self.metric, self.direction = sweep_config.metrics[0], sweep_config.directions[0]
 
     def refresh(self) -> bool:
         """Read what is new in the folder; returns whether anything is.
@@ -160,6 +169,7 @@ class State:
         self.gone = not self.paths.folder.is_dir()
         # The lock first: what a supervisor writes before it exits must not look like its death.
         self._owned = not self.gone and self.paths.owned()
+        self._read_settings()
         for event in self._reader.read():
             # A line that is damaged, or written by another version, is skipped.
             with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):

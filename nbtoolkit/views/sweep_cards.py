@@ -16,11 +16,18 @@ from nbtoolkit.report.run_summary import thinned
 from nbtoolkit.search.sweep_result import read_sweep_config
 from nbtoolkit.study.importance import LEAST, Importance, importance
 from nbtoolkit.study.parameter import CategoricalParameter, Searched
-from nbtoolkit.study.space import Space
 from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.text_table import counted, duration, metric_column, number, param, setting
 from nbtoolkit.views.chart import BEST, ENDED, FAILED, PALETTE, RUNNING, Axis, Mark, Series, chart
-from nbtoolkit.views.markup import card, data_table, paragraph, property_table, tiles, tinted
+from nbtoolkit.views.markup import (
+    card,
+    data_table,
+    headline,
+    paragraph,
+    property_table,
+    tiles,
+    view,
+)
 from nbtoolkit.views.state import State
 from nbtoolkit.views.trial_rows import (
     View,
@@ -39,7 +46,7 @@ if TYPE_CHECKING:
 
 _LINES, _SELECTED = 200, 50  # learning curves; above that so many of the best and the newest
 _LINE_POINTS = 4000  # points of all learning curves together
-_SLICES, _SLICE_POINTS = 8, 200
+_SLICES, _SLICE_POINTS = 8, 120
 _FENCE = 3.0  # interquartile ranges: https://en.wikipedia.org/wiki/Outlier#Tukey's_fences
 _FRONT = 8  # rows
 
@@ -62,32 +69,32 @@ def best_card(state: State, table: SweepTable) -> str:
             text += f" Best running: {number(value)}, trial {trial.number} at step {trial.step}."
         return card(title, paragraph(text), note=note)
     trial = table.best[0]
-    value = number(value_of(trial))
-    big = f'<div style="font-size:26px;font-weight:700;line-height:1.3;{tinted(BEST)}">{value}</div>'
-    params = {name: param(trial.params[full]) for full, name in short_names([*trial.params]).items()}
-    facts = [f"trial {trial.number}", _age(table, trial)]
-    facts += [f"step {trial.step}"] if trial.step is not None else []
+    names = short_names([*trial.params])
+    facts = [f"step {trial.step}"] if trial.step is not None else []
     facts += [duration(trial.seconds)] if trial.seconds is not None else []
-    body = big + paragraph(" · ".join(facts), faint=True) + property_table(params, right=True)
-    return card(title, body + paragraph(_against_default(state, table, trial), faint=True), note=note)
+    body = headline(fixed(value_of(trial)))
+    body += paragraph(f"trial {trial.number} · {_age(table, trial)}", faint=True)
+    body += paragraph(" · ".join(facts), faint=True)
+    body += paragraph(_against_default(state, table, trial), faint=True)
+    values = {names[name]: param(value) for name, value in trial.params.items()}
+    return card(title, body + property_table(values, right=True), note=note)
 
 
 def _front_card(table: SweepTable) -> str:
-    names = short_names([*table.best[0].params] if table.best else [])
     shown = table.best[:_FRONT]
+    if not shown:
+        return card("Pareto front", paragraph("No trial is complete yet."), span=2)
+    names = short_names([*dict.fromkeys(name for t in shown for name in t.params)])
     values = [metric_column([value_of(t, i) for t in shown]) for i in range(len(table.metrics))]
     lines = [
-        [str(t.number), *(column[index] for column in values), *map(param, t.params.values())]
-        for index, t in enumerate(shown)
+        [str(t.number), *cells, *(param(t.params.get(name, "")) for name in names)]
+        for t, *cells in zip(shown, *values, strict=True)
     ]
-    body = data_table(["#", *table.metrics, *names.values()], lines) if _even(lines) else ""
-    directions = ", ".join(f"{n}: {d}" for n, d in zip(table.metrics, table.directions, strict=True))
-    note = f"{len(table.best)} trials that no other beats in all ({directions})"
-    return card("Pareto front", body or paragraph("No trial is complete yet."), span=2, note=note)
-
-
-def _even(lines: list[list[str]]) -> bool:
-    return len({len(line) for line in lines}) == 1
+    pairs = zip(table.metrics, table.directions, strict=True)
+    note = f"{len(table.best)} trials that no other beats; "
+    note += ", ".join(f"{way} {metric}" for metric, way in pairs)
+    body = data_table(["#", *table.metrics, *names.values()], lines)
+    return card("Pareto front", body, span=2, note=note)
 
 
 def _age(table: SweepTable, trial: Trial) -> str:
@@ -143,7 +150,9 @@ def value_axis(state: State) -> Axis:
 def history_card(state: State, table: SweepTable) -> str:
     """Draw each trial's value by its number, with the best value so far."""
     groups = _marks(state, table, {t: float(t.number) for t in table.trials.values()})
-    best = Series("best so far", state.best_values(), "steps", BEST)
+    so_far = state.best_values()
+    so_far += [(max(map(float, table.trials)), so_far[-1][1])] if so_far else []
+    best = Series("best so far", so_far, "steps", BEST)
     axis = value_axis(state)
     failed = [(float(t.number), axis.high) for t in table.trials.values() if t.state == "failed"]
     edge = Series("failed", [(x, y) for x, y in failed if y is not None], "crosses", FAILED)
@@ -157,7 +166,9 @@ def history_card(state: State, table: SweepTable) -> str:
     return card("Each trial, best so far", picture, span=2)
 
 
-def _marks(state: State, table: SweepTable, at: Mapping[Trial, float], name: str = "") -> list[Series]:
+def _marks(
+    state: State, table: SweepTable, at: Mapping[Trial, float], name: str = ""
+) -> list[Series]:
     """A mark for each trial with a value, by state: those that matter most come last.
 
     Args:
@@ -195,13 +206,13 @@ def curves_card(state: State, table: SweepTable) -> str:
     most = max(_LINE_POINTS // len(shown), 12)
     lines = []
     for trial in sorted(shown, key=lambda t: (t in table.best, t.state == "running")):
-        name = f"trial {trial.number}: {number(value_of(trial))}, {trial.state}"
+        title = f"trial {trial.number}: {number(value_of(trial))}, {trial.label}"
         colour = colour_of(table, trial)
-        faint = colour == ENDED
+        name = {BEST: "best", RUNNING: "running", FAILED: "failed"}.get(colour, "ended")
         points = thinned(state.trials[trial.number], most)
-        lines.append(Series(name, points, colour=colour, titles=[name], faint=faint))
-    axis = Axis("step: orange the best, blue running, grey ended", integer=True)
-    picture = chart(lines, x=axis, y=value_axis(state), size=(330, 185))
+        lines.append(Series(name, points, "line", colour, [title], faint=colour == ENDED))
+    axis = Axis("step", integer=True)
+    picture = chart(lines, x=axis, y=value_axis(state), legend=True, size=(330, 170))
     return card("Learning curves", picture, span=2, note=which)
 
 
@@ -230,19 +241,21 @@ def slices_card(state: State, table: SweepTable) -> str:
     shares = {share.name: share for share in known.shares} if known else {}
     names.sort(key=lambda name: -shares[name].value if name in shares else 0.0)
     trials = [*table.trials.values()]
-    trials = [*dict.fromkeys([*trials[:: -(-len(trials) // _SLICE_POINTS)], *table.running, *table.best])]
+    trials = [
+        *dict.fromkeys([*trials[:: -(-len(trials) // _SLICE_POINTS)], *table.running, *table.best])
+    ]
     labels, axis = short_names(names), value_axis(state)
     cards = []
     for name in names[:_SLICES]:
         across, at = _positions(space.get(name), [t for t in trials if name in t.params], name)
-        picture = chart(_marks(state, table, at, name), x=across, y=axis, size=(220, 130))
+        picture = chart(_marks(state, table, at, name), x=across, y=axis, size=(240, 140))
         share = shares.get(name)
-        note = f"importance {share.low:.2f} to {share.high:.2f}" if share else ""
+        note = f"({share.low:.2f}–{share.high:.2f})" if share else ""
         cards.append(card(labels[name], picture, note=note))
-    notes = known.notes() if known else []
+    notes = ["Importance of the parameters by fANOVA.", *known.notes()] if known else []
     if len(names) > _SLICES:
         notes = [*notes, f"{_SLICES} of {len(names)} parameters are drawn."]
-    return tiles(cards, 185) + (paragraph(" ".join(notes), faint=True) if notes else "")
+    return view(tiles(cards, 180), paragraph(" ".join(notes), faint=True) if notes else "")
 
 
 def _positions(
@@ -259,7 +272,9 @@ def _positions(
         return axis, {trial: float(value) for trial, value in values.items()}
     texts = {trial: _choice(value) for trial, value in values.items()}
     choices = map(_choice, parameter.choices) if isinstance(parameter, CategoricalParameter) else ()
-    order = {text: float(index) for index, text in enumerate(dict.fromkeys([*choices, *texts.values()]))}
+    order = {
+        text: float(index) for index, text in enumerate(dict.fromkeys([*choices, *texts.values()]))
+    }
     return Axis(choices=tuple(order)), {trial: order[text] for trial, text in texts.items()}
 
 

@@ -25,7 +25,7 @@ SHOWS = ("all", "running", "complete", "pruned", "failed")
 """What :attr:`View.show` can be."""
 
 _PARAMS = 8  # columns; a row's title has all parameters
-_UNIT = 7.5  # pixels of a character, for the least width of a row
+_UNIT, _GAP = 7.0, 8  # pixels of a character and between columns, for the least width of a row
 _BAR = 0.12  # share of the worst value's bar
 _STATES = {"complete": "complete", "pruned": "pruned", "stopped": "pruned", "running": "running"}
 
@@ -49,6 +49,10 @@ class View:
     show: str = "all"
     ticked: tuple[int, ...] = ()
     log: str = ""
+
+
+EVERYTHING = View()
+"""The view before anything was chosen."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,8 @@ def columns(state: State | None) -> list[Column]:
     names = dict.fromkeys(name for trial in state.table.trials.values() for name in trial.params)
     labels = short_names(list(names)[:_PARAMS])
     return [
-        Column("#", "#", width=4.5),
-        Column("#state", "state", right=False, width=14),
+        Column("#", "#", width=5),
+        Column("#state", "state", right=False, width=13),
         *metrics,
         *delta,
         Column("#time", "time", width=7),
@@ -122,7 +126,7 @@ def value_of(trial: Trial, index: int = 0) -> float | None:
     return value if value is None or math.isfinite(value) else None
 
 
-def ordered(state: State, chosen: View = View()) -> list[Trial]:
+def ordered(state: State, chosen: View = EVERYTHING) -> list[Trial]:
     """Return the trials that are shown, in order.
 
     By default the best complete ones come first. Running ones follow, at the latest at the end of
@@ -176,14 +180,14 @@ def _key(value: object) -> tuple[int, float, str] | tuple[()]:
     return 1, 0, str(value)
 
 
-def pages(state: State | None, chosen: View = View()) -> int:
+def pages(state: State | None, chosen: View = EVERYTHING) -> int:
     """Return the number of pages of the table, at least 1."""
     if state is None or not isinstance(state.table, SweepTable):
         return 1
     return max(-(-len(ordered(state, chosen)) // ROWS), 1)
 
 
-def count_text(state: State, chosen: View = View()) -> str:
+def count_text(state: State, chosen: View = EVERYTHING) -> str:
     """Say which trials are shown: ``"1 to 10 of 20, best first"``."""
     count = len(ordered(state, chosen))
     first = min(max(chosen.page, 0), pages(state, chosen) - 1) * ROWS
@@ -195,7 +199,9 @@ def count_text(state: State, chosen: View = View()) -> str:
 # --- rows ---
 
 
-def rows(state: State | None, chosen: View = View(), now: float | None = None) -> list[TrialRow]:
+def rows(
+    state: State | None, chosen: View = EVERYTHING, now: float | None = None
+) -> list[TrialRow]:
     """Return the rows of a page of the table."""
     if state is None or not isinstance(state.table, SweepTable):
         return []
@@ -241,17 +247,20 @@ def _deltas(table: SweepTable, values: Sequence[float | None]) -> list[str]:
     """Each value's difference to the best trial's, with its sign."""
     best = value_of(table.best[0]) if table.best else None
     away = [None if v is None or best is None or v == best else v - best for v in values]
-    return [f"+{text}" if (v or 0) > 0 else text for v, text in zip(away, metric_column(away), strict=True)]
+    return [
+        f"+{text}" if (v or 0) > 0 else text
+        for v, text in zip(away, metric_column(away), strict=True)
+    ]
 
 
 def state_text(state: State, trial: Trial) -> str:
-    """Return a trial's state with what it did: ``"running 7/12"``, ``"pruned at 3"``."""
+    """Return a trial's state with what it did: ``"● 7/12"``, ``"pruned at 3"``."""
     word = state.trial_state(trial)
     if trial.state == "running" and trial.folds:
         return f"● running, {sum(s == 'complete' for s in trial.folds.values())} folds done"
     if trial.state == "running":
         of = f"/{state.epochs}" if state.epochs and (trial.step or 0) <= state.epochs else ""
-        return "● running" if trial.step is None else f"● running {trial.step}{of}"
+        return "● running" if trial.step is None else f"● {trial.step}{of}"
     if trial.state == "pruned" and trial.step is not None:
         return f"{word} at {trial.step}"
     return f"✕ {word}" if trial.state in ("failed", "infeasible") else word
@@ -284,17 +293,19 @@ def row_html(row: TrialRow, shown: Sequence[Column]) -> str:
     """Render a row; ``shown``: its columns."""
     cells = []
     for column, text, bar in zip(shown, row.texts, row.bars, strict=True):
+        text = shortened(text, max(round(column.width), 4))
         inside = chip(text, row.colour) if column.name == "#state" else escape(text)
         fill = ""
         if bar is not None:
-            fill = f"background:linear-gradient(to left,{row.colour}3d {bar:.0%},transparent {bar:.0%});"
+            stops = f"{row.colour}3d {bar:.0%},transparent {bar:.0%}"
+            fill = f"background:linear-gradient(to left,{stops});"
         cells.append(_cell(inside, column, fill))
     weight = "font-weight:600;" if row.colour == BEST else ""
     title = escape(row.title, quote=True)
     return f'<div title="{title}" style="{weight}{_line(shown)}">{"".join(cells)}</div>'
 
 
-def header_html(shown: Sequence[Column], chosen: View = View()) -> str:
+def header_html(shown: Sequence[Column], chosen: View = EVERYTHING) -> str:
     """Render the row of headings; an arrow marks the column that sorts."""
     arrow = {chosen.sort: " ▴" if chosen.reverse else " ▾"}
     cells = [_cell(escape(column.label + arrow.get(column.name, "")), column) for column in shown]
@@ -302,14 +313,14 @@ def header_html(shown: Sequence[Column], chosen: View = View()) -> str:
 
 
 def _cell(inside: str, column: Column, fill: str = "") -> str:
-    side = "right" if column.right else "left"
-    clip = "overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
-    return f'<span style="{fill}text-align:{side};padding:0 6px;{clip}">{inside}</span>'
+    style = fill + ("" if column.right else "text-align:left")
+    return f'<span style="{style}">{inside}</span>' if style else f"<span>{inside}</span>"
 
 
 def _line(shown: Sequence[Column]) -> str:
-    least = round(_UNIT * sum(column.width for column in shown))
+    least = round(_UNIT * sum(column.width for column in shown) + _GAP * len(shown))
     return (
-        f"display:grid;grid-template-columns:{template(shown)};min-width:{least}px;"
-        f"line-height:24px;border-bottom:1px solid {RULE}"
+        f"display:grid;grid-template-columns:{template(shown)};column-gap:{_GAP}px;"
+        f"min-width:{least}px;line-height:24px;text-align:right;white-space:nowrap;"
+        f"border-bottom:1px solid {RULE}"
     )

@@ -1,0 +1,139 @@
+"""Render a run, a sweep or a cross-validation as one page, for panel, live view and report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from html import escape
+
+from nbtoolkit.study.table import SweepTable
+from nbtoolkit.text_table import moment
+from nbtoolkit.views.chart import BEST, ENDED, FAILED, RUNNING
+from nbtoolkit.views.markup import alert, card, chip, grid, paragraph, progress_bar, tinted
+from nbtoolkit.views.run_cards import (
+    files_card,
+    fold_curves_card,
+    folds_card,
+    log_card,
+    metrics_card,
+    run_curves_card,
+    workers_card,
+)
+from nbtoolkit.views.state import State
+from nbtoolkit.views.sweep_cards import (
+    IMPORTANCES,
+    best_card,
+    compare_card,
+    curves_card,
+    history_card,
+    slices_card,
+    trials_card,
+)
+from nbtoolkit.views.text import (
+    best,
+    ended_ago,
+    error_of,
+    explanation,
+    name_of,
+    progress,
+    status_of,
+    times,
+    trial_counts,
+)
+from nbtoolkit.views.trial_rows import EVERYTHING, ROWS, View
+
+__all__ = ["ROWS", "View", "page_html", "regions", "strip"]
+
+_SIGNS = {
+    "running": ("●", RUNNING),
+    "paused": ("❙❙", RUNNING),
+    "completed": ("✓", ENDED),
+    "stopped": ("■", ENDED),
+    "deadline": ("■", ENDED),
+}
+_ERROR = 600  # characters
+
+
+def regions(
+    state: State | None, chosen: View = EVERYTHING, now: float | None = None
+) -> dict[str, str]:
+    """Render the regions of a page that apply to a state, by name, in order.
+
+    An error in one of them is shown in its place.
+
+    Args:
+        state: of the folder; None: there is no run.
+        chosen: what the person chose to see.
+        now: unix seconds; None: the clock's.
+    """
+    now = time.time() if now is None else now
+    if state is None:
+        return {"strip": card("", paragraph("No run yet."), span=4)}
+    shown = {}
+    for name, render in _renderers(state, chosen, now).items():
+        try:
+            html = render()
+        except Exception as error:
+            html = card(name, alert(f"cannot be shown: {type(error).__name__}: {error}"))
+        if html:
+            shown[name] = html
+    return shown
+
+
+def page_html(state: State | None, chosen: View = EVERYTHING, now: float | None = None) -> str:
+    """Render all regions as one static page."""
+    if state is not None and not state.live and IMPORTANCES.due(state):
+        IMPORTANCES.compute(state)
+    return grid(*regions(state, chosen, now).values())
+
+
+def _renderers(state: State, chosen: View, now: float) -> dict[str, Callable[[], str]]:
+    renderers: dict[str, Callable[[], str]] = {"strip": lambda: strip(state, now)}
+    table = state.table
+    if isinstance(table, SweepTable):
+        one = len(table.metrics) == 1
+        renderers["best"] = lambda: best_card(state, table)
+        if one and table.trials:
+            renderers["history"] = lambda: history_card(state, table)
+            renderers["curves"] = lambda: curves_card(state, table)
+            renderers["slices"] = lambda: slices_card(state, table)
+        renderers["trials"] = lambda: trials_card(state, chosen, now)
+    elif state.kind == "cv":
+        renderers["folds"] = lambda: folds_card(state)
+        renderers["curves"] = lambda: fold_curves_card(state)
+    else:
+        renderers["metrics"] = lambda: metrics_card(state, now)
+        renderers["curves"] = lambda: run_curves_card(state)
+    renderers["workers"] = lambda: workers_card(state, now)
+    if isinstance(table, SweepTable):
+        renderers["compare"] = lambda: compare_card(state, table, chosen.ticked)
+    renderers["log"] = lambda: log_card(state, chosen.log)
+    renderers["files"] = lambda: files_card(state)
+    return renderers
+
+
+def _progress(state: State, now: float) -> str:
+    return progress(state).removesuffix(" trials") or state.activity(now)
+
+
+def strip(state: State, now: float) -> str:
+    """Render name, status, progress, time and the best value in a line; below it what is wrong."""
+    sign, colour = _SIGNS.get(state.status, ("✕", FAILED))
+    hint = moment(state.ended.t) + " UTC" if state.ended else ""
+    name, value, where = best(state)
+    parts = [
+        f'<b title="{escape(state.paths.run_id, quote=True)}">{escape(name_of(state))}</b>',
+        chip(f"{sign} {status_of(state)}", colour, hint),
+        progress_bar(state.share(), _progress(state, now), width=110),
+        escape(trial_counts(state)),
+        f"<b>{escape(times(state, now))}</b>",
+        escape(ended_ago(state, now)),
+    ]
+    if value:
+        number = f'<b style="{tinted(BEST)}">{escape(value)}</b>'
+        parts.append(f"{escape(name.partition(' ')[0])} {number} {escape(where)}")
+    items = "".join(f"<span>{part}</span>" for part in parts if part)
+    line = f'<div style="display:flex;flex-wrap:wrap;align-items:center;gap:0 12px">{items}</div>'
+    below = paragraph(text) if (text := explanation(state)) else ""
+    below += alert(text[:_ERROR]) if (text := error_of(state)) else ""
+    return card("", line + below, span=4)

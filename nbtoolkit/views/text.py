@@ -1,0 +1,238 @@
+"""Describe a run, a sweep or a cross-validation in words, for its page, a line and a terminal."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections.abc import Mapping
+
+from nbtoolkit.config.validation import direction_of
+from nbtoolkit.report.run_summary import KIND_NAMES
+from nbtoolkit.study.table import SweepTable
+from nbtoolkit.text_table import (
+    ago,
+    counted,
+    duration,
+    metric_column,
+    number,
+    one_line,
+    param,
+    text_columns,
+)
+from nbtoolkit.views.chart import Points, drawable
+from nbtoolkit.views.state import State
+from nbtoolkit.views.trial_rows import EVERYTHING, View, columns, count_text, rows, value_of
+
+_LINE = 400  # characters of a line of text
+
+# What nb.fit logs beside the loss; these are no learning curves.
+_NO_CURVES = ("samples_per_second", "memory_gb_rank", "lr", "grad_norm")
+
+
+def name_of(state: State) -> str:
+    """Return the name and 4 hex digits of a run: its id without the time."""
+    return re.sub(r"^\d{8}T\d{6}-(?=.)", "", state.paths.run_id)
+
+
+def status_of(state: State) -> str:
+    """Return the status in a word."""
+    return "interrupted" if state.status == "cut off" else state.status
+
+
+def explanation(state: State) -> str:
+    """Say what the status means, and what can be done; empty where it is plain."""
+    stopping = [note for note in state.notes if note.startswith("stopping: ")]
+    if state.live and stopping:
+        reason = stopping[-1].removeprefix("stopping: ")
+        return f"Stopping: waiting for each worker's next report ({reason})."
+    if state.status == "paused":
+        return _paused(state)
+    left = _left_to_do(state)
+    sentences = {
+        "cut off": f"Interrupted: its process died.{left} Resume continues it.",
+        "stopped": f"Stopped.{left} Resume continues it.",
+        "deadline": f"Its time was up.{left} Resume continues it.",
+        "gone": "Its folder was deleted.",
+        "unreadable": state.unreadable,
+    }
+    return sentences.get(state.status, "")
+
+
+def _paused(state: State) -> str:
+    done, total = state.counts()
+    busy = len(state.table.running) if isinstance(state.table, SweepTable) else 0
+    left = f", {total - done - busy} left" if total else ""
+    if busy:
+        return f"Pausing: {counted(busy, 'trial')} still finishing, then paused{left}."
+    return f"Paused{left}. Resume starts the rest."
+
+
+def _left_to_do(state: State) -> str:
+    done, total = state.counts()
+    noun = "trials are" if state.kind == "sweep" else "folds are"
+    return f" {done} of {total} {noun} done and kept." if total else " What it has saved is kept."
+
+
+def error_of(state: State) -> str:
+    """Return the error of a failed run, or of the trials that failed; empty without."""
+    if state.ended is not None and state.ended.error:
+        return state.ended.error
+    if isinstance(state.table, SweepTable) and (count := state.table.count("failed")):
+        failed = next(trial for trial in state.table.last(10**9) if trial.state == "failed")
+        reason = one_line(failed.reason or "no reason was given")
+        return f"{counted(count, 'trial')} failed, the last one is trial {failed.number}: {reason}"
+    return ""
+
+
+# --- progress ---
+
+
+def progress(state: State) -> str:
+    """Say how far it is: ``"12/20 trials"``, ``"epoch 7/12"``; empty before the first report."""
+    if state.kind == "run":
+        name, value = next(iter(state.speed().items()), ("", ""))
+        return f"{name} {value}" if name in ("epoch", "step") else ""
+    done, total = state.counts()
+    return f"{done}/{total or '?'} {'folds' if state.kind == 'cv' else 'trials'}"
+
+
+def trial_counts(state: State) -> str:
+    """Count the trials by state; empty if it is no sweep."""
+    if not isinstance(state.table, SweepTable):
+        return ""
+    counts = {name: state.table.count(name) for name in ("complete", "pruned", "running", "failed")}
+    more = {name: state.table.count(name) for name in ("infeasible", "waiting")}
+    counts |= {name: count for name, count in more.items() if count}
+    return " · ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def times(state: State, now: float) -> str:
+    """Say how long it took, and how long it still takes."""
+    if state.began is None:
+        return ""
+    left = state.seconds_left(now)
+    parts = [duration(state.elapsed(now))]
+    parts += [f"about {duration(left)} left"] if left is not None else []
+    return ", ".join(parts)
+
+
+def ended_ago(state: State, now: float) -> str:
+    """Say when it ended: ``"ended 12 min ago"``; empty while it runs."""
+    return f"ended {ago(max(now - state.ended.t, 0))}" if state.over and state.ended else ""
+
+
+# --- values ---
+
+
+def curves_of(state: State) -> dict[str, Points]:
+    """Return the curves of a run's metrics: those of validations first."""
+    known = {n: p for n, p in state.points().items() if p and not n.startswith(_NO_CURVES)}
+    return dict(sorted(known.items(), key=lambda pair: pair[0].startswith("train_")))
+
+
+def direction(state: State, metric: str) -> str | None:
+    """Return ``"minimize"`` or ``"maximize"``, by the configuration or a metric's name."""
+    checkpoint = state.config.get("checkpoint")
+    checkpoint = checkpoint if isinstance(checkpoint, Mapping) else {}
+    if checkpoint.get("monitor") == metric and checkpoint.get("mode") in ("min", "max"):
+        return "minimize" if checkpoint["mode"] == "min" else "maximize"
+    return direction_of(metric)
+
+
+def best_point(state: State, metric: str, points: Points) -> tuple[float, float] | None:
+    """Return step and value of a metric's best report; None: its direction is unknown."""
+    known = [point for point in points if drawable(point[1])]
+    way = direction(state, metric)
+    if not known or way is None:
+        return None
+    return (max if way == "maximize" else min)(known, key=lambda point: point[1])
+
+
+def main_metric(state: State) -> str:
+    """Return the metric of a run that matters: ``checkpoint.monitor``, else the first one."""
+    curves = curves_of(state)
+    checkpoint = state.config.get("checkpoint")
+    monitor = checkpoint.get("monitor") if isinstance(checkpoint, Mapping) else None
+    return monitor if monitor in curves else next(iter(curves), "")
+
+
+def fold_scores(state: State) -> dict[str, str]:
+    """Return mean and standard deviation of each metric over the complete folds."""
+    folds = [fold for fold in state.folds_table() if fold.state == "complete"]
+    names = dict.fromkeys(name for fold in folds for name in fold.metrics)
+    scores = {name: [f.metrics[name] for f in folds if name in f.metrics] for name in names}
+    return {name: _spread(values) for name, values in scores.items()}
+
+
+def _spread(values: list[float]) -> str:
+    if len(values) < 2:
+        return number(values[0])
+    spread = [*values, statistics.fmean(values), statistics.stdev(values)]
+    return " ± ".join(metric_column(spread)[-2:])
+
+
+def best(state: State) -> tuple[str, str, str]:
+    """Return the name of what is best so far, its value, and where it was; empty: nothing yet."""
+    if isinstance(state.table, SweepTable):
+        if len(state.table.metrics) > 1:
+            return (
+                ("front", counted(len(state.table.best), "trial"), "")
+                if state.table.best
+                else ("", "", "")
+            )
+        if not state.table.best:
+            return "", "", ""
+        trial = state.table.best[0]
+        return f"best {state.metric}", number(value_of(trial)), f"trial {trial.number}"
+    if state.kind == "cv":
+        scores = fold_scores(state)
+        name = next(iter(scores), "")
+        return name, scores.get(name, ""), "mean of the folds" if name else ""
+    name = main_metric(state)
+    if not name:
+        return "", "", ""
+    points = curves_of(state)[name]
+    point = best_point(state, name, points)
+    if point is None:
+        return name, number(points[-1][1]), ""
+    return f"best {name}", number(point[1]), f"at {number(point[0])}"
+
+
+# --- lines ---
+
+
+def summary_line(state: State, now: float | None = None) -> str:
+    """Summarise a state in one line of at most 400 characters, without control characters."""
+    now = time.time() if now is None else now
+    name, value, where = best(state)
+    parts = [
+        f"{name_of(state)}: {status_of(state)}",
+        progress(state) or state.activity(now),
+        trial_counts(state).replace(" · ", ", "),
+        times(state, now),
+        f"{name} {value}" + (f" ({where})" if where else "") if value else "",
+        *(f"{device}: {text}" for device, _, text in state.device_lines() if state.live),
+        error_of(state),
+    ]
+    line = one_line(", ".join(part for part in parts if part))
+    return line if len(line) <= _LINE else f"{line[: _LINE - 1]}…"
+
+
+def page_text(state: State | None, chosen: View = EVERYTHING, now: float | None = None) -> str:
+    """Format status, best settings and trials or folds as lines of text; None: no run."""
+    if state is None:
+        return "No run yet."
+    lines = [f"{KIND_NAMES[state.kind]} {summary_line(state, now)}", explanation(state)]
+    lines += [f"folder: {state.paths.folder}", *(f"note: {one_line(n)}" for n in state.notes)]
+    if isinstance(state.table, SweepTable):
+        for trial in state.table.best[:1]:
+            settings = ", ".join(f"{name}={param(value)}" for name, value in trial.params.items())
+            lines.append(f"best settings: {settings}")
+        cells = [row.texts for row in rows(state, chosen, now)]
+        if cells:
+            lines += ["", f"trials {count_text(state, chosen)}"]
+            lines.append(text_columns([column.label for column in columns(state)], cells))
+    elif state.table is not None:
+        lines += ["", state.table.text(now)]
+    return "\n".join(line for index, line in enumerate(lines) if line or index > 1)

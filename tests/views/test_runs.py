@@ -1,0 +1,212 @@
+"""The list of runs, what a user writes about them, and the trash."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harmless import EVIL
+from run_folders import NOON, hold_lock, sweep, trained, trial, write_run
+
+from nbtoolkit.errors import RunFolderError
+from nbtoolkit.report.report import runs_below
+from nbtoolkit.run.paths import RunPaths, runs_in
+from nbtoolkit.views.runs import (
+    Annotations,
+    list_runs,
+    move_to_trash,
+    newest,
+    read_annotations,
+    rename,
+    set_note,
+)
+
+
+def ended_run(parent: Path, name: str, result: dict[str, Any], minutes: float = 0.0) -> RunPaths:
+    kind = {"kind": result["kind"]} if "kind" in result else {}
+    paths = write_run(parent, name, about=kind, events=[{"type": "run"}], result=result)
+    at = time.time() - 60 * minutes
+    os.utime(paths.result, (at, at))
+    return paths
+
+
+def texts(parent: Path) -> list[str]:
+    return [entry.text for entry in list_runs(parent)]
+
+
+# --- list ---
+
+
+def test_runs_that_ended_are_listed_by_their_results(tmp_path: Path) -> None:
+    counts = {"complete": 12, "pruned": 8}
+    summary = {"counts": counts, "best_value": 0.36021, "metrics": ["rmse"]}
+    friedman = {"kind": "sweep", "status": "completed", "summary": summary}
+    scores = {"f1": {"mean": 0.91234, "std": 0.01}}
+    folds = {"kind": "cv", "status": "stopped"}
+    folds |= {"summary": {"folds": 5, "complete": 3, "scores": scores}}
+    single = {"status": "completed", "metrics": {"val_loss": 0.25, "val_f1": 0.9}}
+    ended_run(tmp_path, "20260101T000003-friedman-843e", friedman, minutes=12)
+    ended_run(tmp_path, "20260101T000002-folds-0000", folds, minutes=180)
+    ended_run(tmp_path, "20260101T000001-train-1234", single)
+    failed = write_run(tmp_path, "20260101T000000-bad-1234", error={"type": "E", "text": EVIL})
+    assert failed.error.exists()
+    assert texts(tmp_path) == [
+        "friedman-843e · completed 20/20 · best 0.3602 · 12 min ago",
+        "folds-0000 · stopped 3/5 · f1 0.9123 · 3 h ago",
+        "train-1234 · completed · val_loss 0.25 · just now",
+        texts(tmp_path)[3],
+    ]
+    assert texts(tmp_path)[3].startswith("bad-1234 · failed · E: <script>")
+
+
+def test_a_sweep_that_ended_early_says_of_how_many(tmp_path: Path) -> None:
+    paths = sweep(tmp_path, [trial(0, value=0.5)], count=10)
+    counts = {"complete": 1, "pruned": 2}
+    result = {"status": "deadline", "summary": {"counts": counts, "best_value": None}}
+    paths.result.write_text(json.dumps(result))
+    assert texts(tmp_path) == ["sweep-0001 · deadline 3/10 · just now"]
+
+
+def test_what_runs_is_listed_by_its_events_and_what_died_as_interrupted(tmp_path: Path) -> None:
+    paths = sweep(tmp_path, [trial(0, value=0.5, best=True), trial(1, "running")])
+    events = trained({"val_loss": [0.5, 0.25]}, {"train": {"epochs": 4}})
+    other = write_run(tmp_path, "train-0001", events=events)
+    with hold_lock(paths):
+        [entry] = [one for one in list_runs(tmp_path, now=NOON + 240) if one.live]
+        assert (entry.folder, entry.status) == (paths.folder, "running")
+        assert entry.text == "sweep-0001 · running 1/10 · best 0.5 · started 4 min ago"
+        with paths.events.open("a") as log:
+            for event in (trial(1, value=0.75, best=True), {"type": "command", "op": "pause"}):
+                log.write(json.dumps({"t": NOON, **event}) + "\n")
+        [entry] = [one for one in list_runs(tmp_path, now=NOON + 240) if one.live]
+        assert entry.text == "sweep-0001 · paused 2/10 · best 0.75 · started 4 min ago"
+    entries = {one.folder: one for one in list_runs(tmp_path)}
+    assert entries[paths.folder].text == "sweep-0001 · interrupted 2/10 · best 0.75 · just now"
+    assert entries[paths.folder].status == "cut off"
+    assert entries[other.folder].text == "train-0001 · interrupted 2/4 · val_loss 0.25 · just now"
+
+
+def test_the_newest_is_what_runs_else_the_last(tmp_path: Path) -> None:
+    assert newest(tmp_path / "none") is None
+    old = write_run(tmp_path, "20260101T000000-a-0000", events=[{"type": "run"}])
+    new = ended_run(tmp_path, "20260102T000000-b-0000", {"status": "completed"})
+    assert newest(tmp_path) == new.folder
+    with hold_lock(old):
+        assert newest(tmp_path) == old.folder
+
+
+def test_damaged_files_make_an_entry_and_no_error(tmp_path: Path) -> None:
+    broken = write_run(tmp_path, "a", events=[{"type": "run"}])
+    broken.result.write_text("{")
+    broken.events.write_text("{\n[]\n")
+    odd = {"kind": "sweep", "status": "completed", "summary": {"counts": [], "best_value": "x"}}
+    ended_run(tmp_path, "b", odd)
+    ended_run(tmp_path, "c", {"status": 7, "metrics": [1], "summary": {"scores": {"f1": None}}})
+    empty = tmp_path / "d"
+    empty.mkdir()
+    (empty / "versions.json").write_text("[]")
+    assert len(list_runs(tmp_path)) == 4
+
+
+def test_the_list_ends_and_shows_a_result_that_changed(tmp_path: Path) -> None:
+    for number in range(5):
+        name = f"2026010{number + 1}T000000-a-0000"
+        paths = ended_run(tmp_path, name, {"status": "completed", "metrics": {"f1": number}})
+    assert [entry.text.split(" · ")[2] for entry in list_runs(tmp_path, most=2)] == ["f1 4", "f1 3"]
+    paths.result.write_text(json.dumps({"status": "stopped", "metrics": {"f1": 9}}))
+    assert texts(tmp_path)[0] == "a-0000 · stopped · f1 9 · just now"
+
+
+def test_a_large_output_folder_is_listed_quickly(tmp_path: Path) -> None:
+    events = []
+    for number in range(2000):
+        events += [trial(number, "running"), trial(number, value=number, best=True)]
+        report = {"type": "intermediate", "number": number, "step": 1, "value": 0.5}
+        events += [report] * 10
+    paths = sweep(tmp_path, events, count=5000)
+    for number in range(49):
+        ended_run(tmp_path, f"run-{number}", {"status": "completed", "metrics": {"f1": 1}})
+    with hold_lock(paths):
+        seconds = []
+        for _ in range(3):
+            start = time.process_time()
+            assert len(list_runs(tmp_path)) == 50
+            seconds.append(time.process_time() - start)
+    assert min(seconds[1:]) < 0.2 * seconds[0], seconds  # results and events are read once
+
+
+# --- annotations ---
+
+
+def test_titles_and_notes_are_kept_and_shown(tmp_path: Path) -> None:
+    paths = sweep(tmp_path, [trial(0, value=0.5)])
+    assert read_annotations(paths.folder) == Annotations()
+    rename(paths.folder, " wider\x1b[31m network\n")
+    set_note(paths.folder, 3, "too slow")
+    set_note(paths.folder, 4, "odd")
+    set_note(paths.folder, 3, "")
+    assert read_annotations(paths.folder).notes == {"4": "odd"}
+    assert texts(tmp_path)[0].startswith("wider [31m network · interrupted 1/10 · ")
+    rename(paths.folder, "")
+    assert texts(tmp_path)[0].startswith("sweep-0001 · ")
+    assert read_annotations(paths.folder).notes == {"4": "odd"}
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"title": 7, "notes": [1]}', '{"notes": {"3": 7}}']
+)
+def test_damaged_annotations_are_empty(tmp_path: Path, content: str) -> None:
+    paths = write_run(tmp_path, "one")
+    (paths.folder / "annotations.json").write_text(content)
+    assert read_annotations(paths.folder) == Annotations()
+    rename(paths.folder, "new")
+    assert read_annotations(paths.folder).title == "new"
+
+
+def test_a_long_title_is_cut(tmp_path: Path) -> None:
+    paths = write_run(tmp_path, "one")
+    rename(paths.folder, "x" * 10_000)
+    assert len(read_annotations(paths.folder).title) == 80
+
+
+# --- trash ---
+
+
+def test_a_run_in_the_trash_is_listed_nowhere(tmp_path: Path) -> None:
+    kept = write_run(tmp_path, "kept", events=[{"type": "run"}])
+    paths = write_run(tmp_path, "gone", events=[{"type": "run"}])
+    target = move_to_trash(paths.folder)
+    assert target == tmp_path / ".trash" / "gone"
+    assert (target / "events.jsonl").exists()
+    assert not paths.folder.exists()
+    assert [one.folder for one in list_runs(tmp_path)] == [kept.folder]
+    assert runs_in(tmp_path) == [kept] == runs_below(tmp_path)
+    assert newest(tmp_path) == kept.folder
+
+
+def test_a_live_run_and_another_folder_are_not_deleted(tmp_path: Path) -> None:
+    paths = write_run(tmp_path, "one", events=[{"type": "run"}])
+    with hold_lock(paths), pytest.raises(RunFolderError, match=r"(?s)one is running.*stop it"):
+        move_to_trash(paths.folder)
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(RunFolderError, match="there is no run in"):
+        move_to_trash(tmp_path / "mine")
+    assert paths.folder.exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_an_error_of_three_parts(tmp_path: Path) -> None:
+    paths = write_run(tmp_path, "one")
+    for folder in (paths.folder, tmp_path):
+        folder.chmod(0o500)
+    try:
+        for change in (lambda: rename(paths.folder, "x"), lambda: move_to_trash(paths.folder)):
+            with pytest.raises(RunFolderError, match=r"(?s)cannot be written.*Allowed.*Do now"):
+                change()
+    finally:
+        for folder in (tmp_path, paths.folder):
+            folder.chmod(0o700)
