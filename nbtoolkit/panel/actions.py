@@ -245,6 +245,8 @@ def _resume(state: State, train: Train | None, trials: int | None = None) -> Run
     if state.kind == "cv":
         return cross_validate(function, config, Folds.load(file), resume=folder, **_BACKGROUND)
     folds = Folds.load(file) if file.exists() else None
+    if isinstance(state.table, SweepTable):  # sweep.yaml does not know of trials that were added
+        trials = trials or state.table.n_trials
     return sweep(
         function, config, space, n_trials=trials, folds=folds, resume=folder, **_BACKGROUND
     )

@@ -217,7 +217,7 @@ class Board:
             name: _button(label, tooltip, bold=name in _BOLD)
             for name, (label, tooltip) in BUTTONS.items()
         }
-        self.errors = _button("", "Open the setting that is wrong")
+        self.errors = _button("errors", "Open the setting that is wrong")
         self.run = w.Dropdown(
             options=[("(none)", "")],
             description="run",
@@ -227,7 +227,7 @@ class Board:
         )
         row = [*self.buttons.values(), self.errors, self.place, self.run]
         self.actions = w.HBox(row, layout={"flex_flow": "row nowrap", "grid_gap": "0 6px"})
-        self.question, self.yes, self.no = w.HTML(), _button("", "Yes"), _button("", "No")
+        self.question, self.yes, self.no = w.HTML(), _button("Yes", "Do it"), _button("No", "Do nothing")
         self.asking = w.HBox([self.question, self.yes, self.no], layout=_WRAPPED_ROW)
         places = {**_CARDS, "log": "auto", "compare": "auto", "files": "auto"}
         self.cards = {
