@@ -19,7 +19,7 @@ from nbtoolkit.launcher.launch import launch
 from nbtoolkit.panel.form import FormState, Validation, text_of
 from nbtoolkit.run.paths import write_whole
 from nbtoolkit.search.sweep import FOLDS_FILE, sweep
-from nbtoolkit.search.sweep_result import SweepHandle, SweepResult
+from nbtoolkit.search.sweep_result import SweepHandle, SweepResult, read_sweep_config
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.tasks.find import find_task
 from nbtoolkit.views.state import State
@@ -192,7 +192,9 @@ def control(name: str, state: State, train: Train | None, number: int = 0) -> Ru
         case "add_trials" if state.live:
             handle.add_trials(number)
         case "add_trials" if isinstance(state.table, SweepTable):
-            return _resume(state, train, (state.table.n_trials or len(state.table.trials)) + number)
+            # The scheduler itself remembers trials that were added while it ran.
+            planned = read_sweep_config(state.paths.folder).budget.n_trials
+            return _resume(state, train, (planned or len(state.table.trials)) + number)
         case "stop_trial" if isinstance(state.table, SweepTable):
             running = [trial.number for trial in state.table.running]
             if number not in running:
@@ -245,8 +247,6 @@ def _resume(state: State, train: Train | None, trials: int | None = None) -> Run
     if state.kind == "cv":
         return cross_validate(function, config, Folds.load(file), resume=folder, **_BACKGROUND)
     folds = Folds.load(file) if file.exists() else None
-    if isinstance(state.table, SweepTable):  # sweep.yaml does not know of trials that were added
-        trials = trials or state.table.n_trials
     return sweep(
         function, config, space, n_trials=trials, folds=folds, resume=folder, **_BACKGROUND
     )

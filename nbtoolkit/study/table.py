@@ -234,9 +234,7 @@ class SweepTable(EventTable):
         """Process one event; those of other types change nothing."""
         match event:
             case events.RunStarted():
-                if self.n_trials is not None:  # a session forgets what was added before it
-                    self.n_trials -= self._added
-                self.paused, self._added = False, 0
+                self.paused = False
                 self._set_status("running")
             case events.RunEnded():
                 self._set_status(event.status)
