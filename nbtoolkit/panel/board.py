@@ -227,7 +227,11 @@ class Board:
         )
         row = [*self.buttons.values(), self.errors, self.place, self.run]
         self.actions = w.HBox(row, layout={"flex_flow": "row nowrap", "grid_gap": "0 6px"})
-        self.question, self.yes, self.no = w.HTML(), _button("Yes", "Do it"), _button("No", "Do nothing")
+        self.question, self.yes, self.no = (
+            w.HTML(),
+            _button("Yes", "Do it"),
+            _button("No", "Do nothing"),
+        )
         self.asking = w.HBox([self.question, self.yes, self.no], layout=_WRAPPED_ROW)
         places = {**_CARDS, "log": "auto", "compare": "auto", "files": "auto"}
         self.cards = {

@@ -68,9 +68,7 @@ class WorkerThread:
         on_error: called with what ``poll`` or a task raised.
     """
 
-    def __init__(
-        self, poll: Callable[[], None], on_error: Callable[[BaseException], None]
-    ) -> None:
+    def __init__(self, poll: Callable[[], None], on_error: Callable[[BaseException], None]) -> None:
         self._poll, self._on_error = poll, on_error
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._closed, self._lock = False, threading.Lock()
