@@ -97,9 +97,10 @@ class Field:
         return ""
 
     def _mistake(self, text: str, error: Exception) -> str:
+        if self.free and isinstance(error, YAMLError):
+            return _yaml_mistake(text, error)
         if self.free:
-            is_yaml = not isinstance(error, YAMLError)
-            return "Must be lines such as hidden: 64" if is_yaml else _yaml_mistake(text, error)
+            return "Must be lines such as hidden: 64"
         meant, example = text.strip().replace(",", ".", 1), default_texts()[self.name]
         if re.fullmatch(r"-?\d*,\d+", text.strip()) and not self.error(meant):
             example = f"{meant} (decimal point)"

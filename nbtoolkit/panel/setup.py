@@ -121,8 +121,8 @@ class Setup:
         choice = w.HBox([self.search, self.section], layout={"flex_flow": "row wrap"})
         left = w.VBox([choice, self.together, self._matches, self._shown])
         right = w.VBox([self.table.root, self.space_error, self.trials, self.cost, yaml])
-        for side in (left, right):
-            side.layout.flex, side.layout.min_width = "1 1 480px", "0"
+        left.layout.flex, right.layout.flex = "0 1 462px", "1 1 575px"
+        left.layout.min_width = right.layout.min_width = "0"
         columns = w.HBox([left, right], layout={"flex_flow": "row wrap"})
         self.root = w.VBox([self.offered, columns])
         self.search.observe(lambda _: self._show_rows(), "value")
@@ -275,7 +275,7 @@ class Setup:
         self._inputs[name], self._resets[name], self.errors[name] = widget, reset, error
         self._refresh(name)
         widget.observe(partial(self._on_input, field), "value")
-        reset.on_click(lambda _: (self._store(name, default), self._refresh(name)))
+        reset.on_click(lambda _: self._reset(name))
         return w.HBox([widget, reset, error], layout={"flex_flow": "row wrap"})
 
     def _refresh(self, name: str) -> None:
@@ -285,6 +285,10 @@ class Setup:
         value = text == "true" if field.choices == _BOOL else "" if is_empty else text
         set_trait(widget, "value", value)
         self._mark(name)
+
+    def _reset(self, name: str) -> None:
+        self._store(name, default_texts()[name])
+        self._refresh(name)
 
     def _mark(self, name: str) -> None:
         changed = self.state.texts[name] != default_texts()[name]

@@ -125,7 +125,7 @@ def _row(name: object, value: object) -> Row | None:
         return None
     try:
         texts = {key: _flow(spec.pop(key)) for key in _KEYS[kind] if key in spec}
-    except (TypeError, ValueError):  # bytes and dates; a number of 5,000 digits
+    except (TypeError, ValueError, RecursionError):  # bytes; 5,000 digits; `&a [*a]`
         return None
     values = texts.get("choices", "").removeprefix("[").removesuffix("]") or texts.get("value", "")
     return Row(name, kind, texts.get("low", ""), texts.get("high", ""), log, values, spec)
@@ -157,13 +157,16 @@ class _RowWidgets:
     ) -> None:
         import ipywidgets as w
 
+        kinds = [("choices" if kind == "categorical" else kind, kind) for kind in _KEYS]
         self.inputs: dict[str, ipywidgets.Widget] = {
-            "name": w.Combobox(placeholder="optim.lr", layout={"width": "230px"}),
-            "kind": w.Dropdown(options=list(_KEYS), layout={"width": "140px"}),
-            "low": w.Text(placeholder="1e-4", layout={"width": "120px"}),
-            "high": w.Text(placeholder="0.1", layout={"width": "120px"}),
-            "log": w.Checkbox(indent=False, layout={"width": "60px"}),
-            "values": w.Text(placeholder="adamw, sgd", layout={"width": "308px"}),
+            "name": w.Combobox(
+                placeholder="optim.lr", layout={"width": "160px", "flex": "1 1 auto"}
+            ),
+            "kind": w.Dropdown(options=kinds, layout={"width": "122px"}),
+            "low": w.Text(placeholder="1e-4", layout={"width": "90px"}),
+            "high": w.Text(placeholder="0.1", layout={"width": "94px"}),
+            "log": w.Checkbox(indent=False, layout={"width": "48px"}),
+            "values": w.Text(placeholder="adamw, sgd", layout={"width": "236px"}),
         }
         self.more: Mapping[str, object] = {}
         remove = w.Button(description="✕", tooltip="Remove", layout={"width": "34px"})
@@ -214,7 +217,7 @@ class SpaceTable:
         self._names: tuple[str, ...] = ()
         self.made: list[_RowWidgets] = []
         self.rows: list[_RowWidgets] = []
-        self.add = w.Button(description="Add parameter", layout={"width": "auto"})
+        self.add = w.Button(description="Add parameter", layout={"align_self": "flex-start"})
         self.add.on_click(lambda _: self._show([*(row.row for row in self.rows), Row("")]))
         self._body, self._note = w.VBox(), w.HTML()
         self.root = w.VBox([self._body, self.add, self._note])
@@ -226,14 +229,15 @@ class SpaceTable:
         self._text = text
         try:
             rows, without = read_rows(text)
+            without += [f"{row.name} ({', '.join(row.more)})" for row in rows if row.more]
+            names = shortened(", ".join(without), 200)
+            note = f"Only in the YAML below: {names}" if without else ""
+            self.add.disabled = False
         except ValueError:
+            rows, note = [], "The table appears when the YAML below is right."
             self.add.disabled = True
-            self._show([], "The table appears when the YAML below is right.")
-            return
-        without += [f"{row.name} ({', '.join(row.more)})" for row in rows if row.more]
-        names = shortened(", ".join(without), 200)
-        self.add.disabled = False
-        self._show(rows, f"Only in the YAML below: {names}" if without else "")
+        set_trait(self._note, "value", view(paragraph(note)) if note else "")
+        self._show(rows)
 
     def suggest(self, names: Sequence[str]) -> None:
         """Suggest names for the parameters."""
@@ -241,7 +245,7 @@ class SpaceTable:
         for row in self.made:
             set_trait(row.inputs["name"], "options", self._names)
 
-    def _show(self, rows: Sequence[Row], note: str = "") -> None:
+    def _show(self, rows: Sequence[Row]) -> None:
         self._loading = True
         while len(self.made) < len(rows):
             self.made.append(_RowWidgets(self._write, self._remove))
@@ -250,7 +254,6 @@ class SpaceTable:
         for widgets, row in zip(self.rows, rows, strict=True):
             widgets.show(row)
         self._body.children = [widgets.box for widgets in self.rows]
-        set_trait(self._note, "value", view(paragraph(note)) if note else "")
         self._loading = False
 
     def _remove(self, removed: _RowWidgets) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
@@ -10,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from itertools import groupby, islice
+from itertools import accumulate, groupby, islice, pairwise, zip_longest
 from typing import TYPE_CHECKING
 
 from nbtoolkit.run import events
@@ -31,6 +30,8 @@ LAST = 5
 """Trials that ended last, shown below the best and the running ones."""
 
 _MAX_BEST, _MAX_RUNNING, _MAX_PARAMS = 10, 16, 8  # rows and columns
+_PRUNED_AT = 0.1  # share of a trial's time: one trial that is pruned so early is assumed
+_NEWEST = 1000  # ended trials from which the durations of the next are estimated
 _MAX_TEXT = 40  # characters of one value
 _WAITING_PRUNERS = ("median", "percentile", "patient")
 
@@ -88,6 +89,7 @@ class Trial:
         ended_at: unix seconds of its end; None: it has not ended.
         step: the step of its last report (with folds: the fold's number).
         latest: the value of that report.
+        curve: step and value of each report.
         folds: the state of each of its folds.
     """
 
@@ -101,6 +103,7 @@ class Trial:
     ended_at: float | None = None
     step: int | None = None
     latest: float | None = None
+    curve: list[tuple[float, float]] = field(default_factory=list)
     folds: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -197,6 +200,7 @@ class SweepTable(EventTable):
         self.n_trials = n_trials
         self.deadline = deadline
         self._unpruned = unpruned
+        self._kept = 0.5  # share of the trials that the pruner keeps at a step
         self.paused = False
         """Whether it starts nothing more until it is resumed."""
         self.trials: dict[int, Trial] = {}
@@ -222,6 +226,8 @@ class SweepTable(EventTable):
         startup = options.get("n_startup_trials", 5)
         waits = startup if sweep_config.pruner in _WAITING_PRUNERS else 0
         self._unpruned = None if sweep_config.pruner == "none" else waits
+        if sweep_config.pruner == "percentile":
+            self._kept = min(options.get("percentile", 25.0) / 100, 0.99)
         self.name, self.metrics = sweep_config.study.name, sweep_config.metrics
         self.n_trials = sweep_config.budget.n_trials
         if self.n_trials is not None:
@@ -243,6 +249,10 @@ class SweepTable(EventTable):
             case events.IntermediateReported():
                 if trial := self.trials.get(event.number):
                     trial.step, trial.latest = event.step, event.value
+                    # After a resume, steps are trained again.
+                    while trial.curve and trial.curve[-1][0] >= event.step:
+                        trial.curve.pop()
+                    trial.curve.append((float(event.step), float(event.value)))
             case events.FoldChanged(number=int(number)):
                 if trial := self.trials.get(number):
                     trial.folds[event.fold] = event.state
@@ -285,9 +295,8 @@ class SweepTable(EventTable):
     def ends_at(self, now: float) -> float | None:
         """Estimate when the sweep ends: the rest at the pace so far, at the latest its deadline.
 
-        A trial that the pruner may end is expected to last as long as those that it could end so
-        far. One that is pruned at once and one that is not are added to these, because the median
-        rule ends about every second trial, and the first ones, which it spares, do not show it.
+        With a pruner, a trial is expected to last as long as the ended ones would have lasted, had
+        the pruner known then what it knows now (:meth:`_durations`).
 
         Args:
             now: unix seconds.
@@ -303,26 +312,39 @@ class SweepTable(EventTable):
         ended = [*self._ended.values()]
         complete = [trial for trial in ended if trial.state == "complete"]
         mean = _mean_seconds(complete or ended)
-        to_start = max(self.n_trials - len(self._ended) - len(self._running), 0)
-        # Trials that began from `since` on are those that the pruner could end.
-        since, spared, added = 0.0, 0, []
-        reports = any(trial.step is not None for trial in self.trials.values())
+        to_start = max(self.n_trials - len(ended) - len(self._running), 0)
+        ages = [now - trial.began for trial in self._running.values()]
+        durations, spared = [trial.seconds or 0.0 for trial in ended[-_NEWEST:]], 0
+        reports = any(trial.curve for trial in self.trials.values())
         if self._unpruned is not None and reports:  # without reports it ends none
-            added = [0.0, mean]
             spared = min(max(self._unpruned - len(complete) - len(self._running), 0), to_start)
-            first_complete = complete[: self._unpruned]
-            if len(complete) < self._unpruned:
-                since = math.inf
-            elif first_complete:
-                since = first_complete[-1].began + (first_complete[-1].seconds or 0.0)
-        durations = [trial.seconds or 0.0 for trial in ended if trial.began >= since]
-        durations = sorted([*durations, *added])
-        ages = sorted(now - trial.began for trial in self._running.values() if trial.began >= since)
-        left = spared * mean + (to_start - spared) * _expected_rest(durations, ages, 0.0)
-        for trial in self._running.values():
-            left += _expected_rest(durations, ages, now - trial.began)
+            durations = [*self._durations(ended[-_NEWEST:]), _PRUNED_AT * mean]
+        survival = _Survival(durations, ages)
+        left = spared * mean + (to_start - spared) * survival.rest(0.0)
+        left += sum(
+            max(mean - age, 0.0) if len(complete) < (self._unpruned or 0) else survival.rest(age)
+            for age in ages
+        )
         end = now + left / len(self._running)
         return end if self.deadline is None else min(end, self.deadline)
+
+    def _durations(self, ended: Sequence[Trial]) -> list[float]:
+        """Seconds until the pruner would end each of these trials by the reports known now.
+
+        The rule that judges them compares the best report so far with the reports of the complete
+        trials at that step. So the first trials, which the pruner spares, also show what it does.
+        """
+        sign = -1.0 if self.directions[0] == "maximize" else 1.0
+        curves = [[sign * value for _, value in trial.curve] for trial in ended]
+        complete = [c for c, trial in zip(curves, ended, strict=True) if trial.state == "complete"]
+        at_step = [sorted(v for v in values if v is not None) for values in zip_longest(*complete)]
+        limits = [values[int(len(values) * self._kept)] for values in at_step]
+        seconds = []
+        for trial, curve in zip(ended, curves, strict=True):
+            best = zip(accumulate(curve, min), limits, strict=False)
+            steps = next((n for n, (value, limit) in enumerate(best, 1) if value > limit), 0)
+            seconds.append((trial.seconds or 0.0) * (steps / len(curve) if steps else 1.0))
+        return seconds
 
     def summary(self, now: float | None = None) -> str:
         """One line: number of trials, their states, the best value, and the estimated end."""
@@ -426,24 +448,38 @@ def _mean_seconds(trials: Sequence[Trial]) -> float:
     return sum(trial.seconds or 0.0 for trial in trials) / len(trials)
 
 
-def _expected_rest(durations: list[float], ages: list[float], age: float) -> float:
-    """Expected seconds that a trial of some age still takes: the area under the survival curve.
+class _Survival:
+    """How long trials last: Kaplan and Meier's curve.
 
-    The curve is Kaplan and Meier's (https://doi.org/10.1080/01621459.1958.10501452). The mean of
-    the ended trials is too short, because short trials end first: trials that run count as long as
-    they have lasted.
+    The mean of the ended trials is too short, because short trials end first: trials that run count
+    as long as they have lasted (https://doi.org/10.1080/01621459.1958.10501452).
 
     Args:
-        durations: seconds of the ended trials, sorted.
-        ages: seconds of the running trials so far, sorted.
-        age: seconds.
+        durations: seconds of the ended trials.
+        ages: seconds of the running trials so far.
     """
-    rest, alive, before = 0.0, 1.0, age
-    for at, ended in groupby(durations[bisect_left(durations, age) :]):
-        rest, before = rest + alive * (at - before), at
-        at_risk = len(durations) - bisect_left(durations, at) + len(ages) - bisect_left(ages, at)
-        alive *= 1 - len([*ended]) / at_risk
-    return rest
+
+    def __init__(self, durations: Sequence[float], ages: Sequence[float]) -> None:
+        durations, ages = sorted(durations), sorted(ages)
+        self._ends: list[float] = []
+        self._alive: list[float] = []  # the share that lasts until each end
+        alive = 1.0
+        for at, ended in groupby(durations):
+            self._ends.append(at)
+            self._alive.append(alive)
+            at_risk = len(durations) - bisect_left(durations, at)
+            at_risk += len(ages) - bisect_left(ages, at)
+            alive *= 1 - len([*ended]) / at_risk
+        steps = zip(self._alive, pairwise([0.0, *self._ends]), strict=True)
+        areas = [share * (end - before) for share, (before, end) in steps]
+        self._after = [*accumulate(reversed(areas), initial=0.0)][-2::-1]  # the area after each end
+
+    def rest(self, age: float) -> float:
+        """The expected seconds that a trial of some age still takes."""
+        at = bisect_left(self._ends, age)
+        if at == len(self._ends):
+            return 0.0
+        return self._ends[at] - age + self._after[at] / self._alive[at]
 
 
 def _progress(trial: Trial) -> str:

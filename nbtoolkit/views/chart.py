@@ -110,7 +110,7 @@ def chart(
     below = "".join(map(_legend, entries.values())) if legend else ""
     return (
         f'<svg role="img" aria-label="{escape(label, quote=True)}" viewBox="0 0 {width} {height}"'
-        f' style="display:block;width:100%;height:auto;max-height:{height * 3 // 2}px"'
+        f' style="display:block;width:100%;height:auto;max-height:{height * 5 // 4}px"'
         f' font-size="{_FONT}" fill="currentColor">'
         f"{''.join(_axes(across, up))}{shapes}</svg>"
         + (f'<div style="font-size:11px;line-height:1.5">{below}</div>' if below else "")
@@ -364,6 +364,7 @@ def timeline(rows: Sequence[tuple[str, Sequence[Span]]], begin: float, end: floa
     label = f"what {len(rows)} workers did over {end - begin:.0f} s"
     return (
         f'<svg role="img" aria-label="{label}" viewBox="0 0 {_WIDTH} {height}" '
-        f'style="display:block;width:100%;height:auto" font-size="{_FONT}" fill="currentColor">'
+        f'style="display:block;width:100%;height:auto;max-height:{height * 5 // 4}px" '
+        f'font-size="{_FONT}" fill="currentColor">'
         f"{''.join(parts)}</svg>"
     )

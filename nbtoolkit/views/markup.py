@@ -112,10 +112,24 @@ def property_table(values: Mapping[str, object], *, right: bool = False) -> str:
     return f'<table style="{width}border-collapse:collapse;font-size:inherit">{body}</table>'
 
 
-def data_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:
-    """Render a table with a header; columns with numbers are aligned right."""
+def data_table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    caption: str = "",
+    *,
+    right: bool = False,
+) -> str:
+    """Render a table with a header; columns with numbers are aligned right.
+
+    Args:
+        header: the names of the columns.
+        rows: the cells of each row.
+        caption: a text above it; empty: none.
+        right: whether all columns but the first are aligned right, and fill the width.
+    """
     columns = zip(*rows, strict=True) if rows else [()] * len(header)
-    sides = ["right" if any(map(_numeric, column)) else "left" for column in columns]
+    numeric = [any(map(_numeric, column)) for column in columns]
+    sides = ["right" if (right and index) or is_ else "left" for index, is_ in enumerate(numeric)]
 
     def line(cells: Sequence[str], tag: str, rule: str) -> str:
         inside = "".join(
@@ -126,10 +140,11 @@ def data_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: st
         return f"<tr>{inside}</tr>"
 
     above = f'<caption style="text-align:left">{escape(caption)}</caption>' if caption else ""
+    width = "width:100%;" if right else ""
     head = line(header, "th scope=col", "currentColor")
     body = "".join(line(row, "td", RULE) for row in rows)
     return (
-        f'<table style="border-collapse:collapse;font-size:inherit">{above}'
+        f'<table style="{width}border-collapse:collapse;font-size:inherit">{above}'
         f"<thead>{head}</thead><tbody>{body}</tbody></table>"
     )
 

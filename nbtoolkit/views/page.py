@@ -97,6 +97,9 @@ def _renderers(state: State, chosen: View, now: float) -> dict[str, Callable[[],
             renderers["history"] = lambda: history_card(state, table)
             renderers["curves"] = lambda: curves_card(state, table)
             renderers["slices"] = lambda: slices_card(state, table)
+        best_trials = [trial.number for trial in table.best]
+        if best_trials:
+            renderers["folds"] = lambda: folds_card(state, best_trials[0])
         renderers["trials"] = lambda: trials_card(state, chosen, now)
     elif state.kind == "cv":
         renderers["folds"] = lambda: folds_card(state)

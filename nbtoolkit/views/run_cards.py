@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from html import escape
+from itertools import cycle
 
 from pydantic import ValidationError
 
@@ -22,6 +23,7 @@ from nbtoolkit.views.chart import (
     Series,
     Span,
     chart,
+    drawable,
     sparkline,
     timeline,
 )
@@ -36,7 +38,7 @@ from nbtoolkit.views.markup import (
     tiles,
 )
 from nbtoolkit.views.state import State
-from nbtoolkit.views.text import best, best_point, curves_of, fold_scores, times
+from nbtoolkit.views.text import best, best_point, curves_of, fold_scores, step_name, times
 from nbtoolkit.views.timeline import JobSpan
 
 _CHARTS = 6
@@ -52,83 +54,94 @@ _FILES = ("config.yaml", "sweep.yaml", "events.jsonl", "study.jsonl", "result.js
 def metrics_card(state: State, now: float) -> str:
     """Render a run's best and last values, its speed and the time left."""
     curves = curves_of(state)
-    name, value, where = best(state)
     if not curves:
-        return card(
-            "Metrics", paragraph(state.activity(now) or "Nothing was reported.", faint=True)
-        )
+        text = state.activity(now) or "Nothing was reported."
+        return card("Metrics", paragraph(text, faint=True), span=2)
+    name, value, where = best(state)
     lines = []
     for metric, points in curves.items():
         at = best_point(state, metric, points)
         last, top = metric_column([points[-1][1], at[1] if at else None])
         lines.append([metric, last, top, number(at[0]) if at else ""])
-    facts = property_table({**state.speed(), "time": times(state, now)}, right=True)
-    table = data_table(["", "last", "best", "at"], lines)
-    return card(
-        name[0].upper() + name[1:], headline(value) + paragraph(where, faint=True) + table + facts
-    )
+    body = headline(value) + paragraph(where, faint=True)
+    body += data_table(["", "last", "best", f"at {step_name(state)}"], lines, right=True)
+    body += property_table({**state.speed(), "time": times(state, now)}, right=True)
+    return card(name[0].upper() + name[1:], body, span=2)
 
 
 def run_curves_card(state: State) -> str:
     """Draw a run's metrics by step: training and validation of one quantity in one chart."""
-    groups: dict[str, list[str]] = {}
     curves = {name: points for name, points in curves_of(state).items() if len(points) > 1}
-    for name in curves:
-        groups.setdefault(name.removeprefix("train_").removeprefix("val_"), []).append(name)
-    pictures = []
-    for names in list(groups.values())[:_CHARTS]:
-        lines = []
-        others = iter([*PALETTE[2:], *[ENDED] * len(names)])
-        for name in names:
-            train = name.startswith("train_")
-            colour = ENDED if train else RUNNING if not lines else next(others)
-            lines.insert(0, Series(name, curves[name], "dashed" if train else "line", colour))
-            if at := best_point(state, name, curves[name]):
-                lines += [] if train else [Series("best", [at], "ring", BEST, [number(at[1])])]
-        values = [value for name in names for _, value in curves[name]]
-        low = min(values)
-        log = low > 0 and max(values) / low > _LOG_RATIO and "loss" in names[0]
-        axis = Axis(log=log, low=low if log else None, high=max(values) if log else None)
-        x = Axis("epoch" if "epoch" in state.speed() else "step", integer=True)
-        pictures.append(chart(lines, x=x, y=axis, legend=True, size=(330, 185)))
-    return card("Curves", tiles(pictures, 260), span=3) if pictures else ""
+    groups: dict[str, list[Series]] = {}
+    for name, points in curves.items():
+        group = groups.setdefault(name.removeprefix("train_").removeprefix("val_"), [])
+        if name.startswith("train_"):
+            group.insert(0, Series(name, points, "dashed", ENDED))
+            continue
+        group.append(Series(name, points, "line", (RUNNING, *PALETTE[2:])[len(group) % 7]))
+        if at := best_point(state, name, points):
+            group.append(Series("best", [at], "ring", BEST, [number(at[1])]))
+    x = Axis(step_name(state), integer=True)
+    pictures = [
+        chart(lines, x=x, y=_loss_axis(name, lines), legend=True, size=(330, 185))
+        for name, lines in list(groups.items())[:_CHARTS]
+    ]
+    return card("Curves", tiles(pictures, 240), span=3) if pictures else ""
 
 
-# --- cross-validations ---
+def _loss_axis(name: str, lines: list[Series]) -> Axis:
+    """The axis of a quantity: logarithmic for a loss that fell a lot."""
+    values = [value for line in lines for _, value in line.points if drawable(value)]
+    log = bool(values) and "loss" in name and 0 < min(values) * _LOG_RATIO < max(values)
+    return Axis(name, low=min(values), high=max(values), log=True) if log else Axis(name)
 
 
-def folds_card(state: State) -> str:
-    """Render the folds of a cross-validation as columns, with mean and deviation."""
-    folds = state.folds_table()
+# --- folds ---
+
+
+def folds_card(state: State, trial: int | None = None) -> str:
+    """Render folds as columns, with mean and deviation.
+
+    Args:
+        state: of a cross-validation, or of a sweep.
+        trial: the trial whose folds they are; None: the cross-validation's.
+    """
+    folds = state.folds_table(trial)
     if not folds:
         return ""
-    scores = fold_scores(state)
-    lines = [["state", *(fold.state for fold in folds), ""]]
-    for name in scores:
-        lines.append([name, *metric_column([f.metrics.get(name) for f in folds]), scores[name]])
+    scores = fold_scores(folds)
     seconds = [fold.seconds for fold in folds]
-    lines.append(["time", *("" if s is None else duration(s) for s in seconds), ""])
-    header = ["", *(f"fold {fold.number}" for fold in folds), "mean ± sd"]
-    _, value, where = best(state)
+    lines = [
+        ["state", *(fold.state for fold in folds), ""],
+        *(
+            [name, *metric_column([f.metrics.get(name) for f in folds]), scores[name]]
+            for name in scores
+        ),
+        ["time", *("" if s is None else duration(s) for s in seconds), ""],
+    ]
+    table = data_table(
+        ["", *(f"fold {fold.number}" for fold in folds), "mean ± sd"], lines, right=True
+    )
+    if trial is not None:
+        return card(f"Folds of trial {trial}", table, span=3)
+    name, value, where = best(state)
     top = headline(value) + paragraph(where, faint=True) if value else ""
-    return card("Folds", top + data_table(header, lines), span=3)
+    return card(name or "Folds", top + table, span=3)
 
 
 def fold_curves_card(state: State) -> str:
     """Draw a line for each fold, in one chart per metric."""
     folds = state.folds_table()
     names = dict.fromkeys(n for f in folds for n, points in f.curves.items() if len(points) > 1)
-    names = dict(sorted(names.items(), key=lambda pair: pair[0].startswith("train_")))
     pictures = []
-    for name in list(names)[:_CHARTS]:
+    for name in sorted(names, key=lambda name: name.startswith("train_"))[:_CHARTS]:
         lines = [
-            Series(
-                f"fold {f.number}", f.curves.get(name, []), colour=PALETTE[f.number % len(PALETTE)]
-            )
-            for f in folds
+            Series(f"fold {f.number}", f.curves.get(name, []), colour=colour)
+            for f, colour in zip(folds, cycle(PALETTE), strict=False)
         ]
-        pictures.append(paragraph(name) + chart(lines, legend=True, size=(330, 185)))
-    return card("Curves", tiles(pictures, 260), span=3) if pictures else ""
+        picture = chart(lines, x=Axis("step", integer=True), legend=True, size=(330, 185))
+        pictures.append(paragraph(name) + picture)
+    return card("Curves", tiles(pictures, 240), span=2) if pictures else ""
 
 
 # --- workers and devices ---
@@ -136,43 +149,38 @@ def fold_curves_card(state: State) -> str:
 
 def workers_card(state: State, now: float) -> str:
     """Draw what each slot did over time; say what each does now, and how busy the devices are."""
-    parts = []
-    if state.kind != "run":
-        found = state.workers(now)
-        begin = max((row[-_SPANS:][0].begin for row in found), default=now)
-        ends = [span.end or now for row in found for span in row]
-        bars = [(f"slot {i}", _bars(state, row, begin, now)) for i, row in enumerate(found)]
-        parts.append(timeline(bars, begin, now if state.live else max(ends, default=now)))
-        if state.live and found:
-            parts.append(
-                property_table({f"slot {i}": _doing(state, row[-1]) for i, row in enumerate(found)})
-            )
+    slots = (
+        {} if state.kind == "run" else {f"slot {i}": r for i, r in enumerate(state.workers(now))}
+    )
+    begin = max((row[-_SPANS:][0].begin for row in slots.values()), default=now)
+    end = now if state.live else max((row[-1].end or now for row in slots.values()), default=now)
+    bars = [(name, _bars(state, row, begin, now)) for name, row in slots.items()]
+    parts = [timeline(bars, begin, end)]
+    if state.live and slots:
+        parts.append(property_table({name: _doing(state, row[-1]) for name, row in slots.items()}))
     history, lines = state.device_history(), state.device_lines()
-    zero_to_one = Axis(low=0, high=1)
+    limits = Axis(low=0, high=1)
     for name, _, text in lines:
-        picture = sparkline(history.get(name, []), f"use of {name}", y=zero_to_one, width=90, height=18)
-        parts.append(
-            f'<div style="display:flex;align-items:center;gap:8px;white-space:nowrap"><span>{escape(name)}</span>'
-            f"{picture}<span>{escape(text)}</span></div>"
-        )
+        use = sparkline(history.get(name, []), f"use of {name}", y=limits, width=90, height=18)
+        cells = f"<span>{escape(name)}</span>{use}<span>{escape(text)}</span>"
+        style = "display:flex;align-items:center;gap:8px;white-space:nowrap"
+        parts.append(f'<div style="{style}">{cells}</div>')
     if state.live and not lines:
         parts.append(paragraph("Device readings appear after 5 s.", faint=True))
-    parts.append(paragraph(_pace(state, now), faint=True))
+    if pace := _pace(state, now):
+        parts.append(paragraph(pace, faint=True))
     title = "Devices" if state.kind == "run" else "Workers"
     return card(title, "".join(parts), span=2) if any(parts) else ""
 
 
 def _bars(state: State, row: list[JobSpan], begin: float, now: float) -> list[Span]:
+    best_trials = state.table.best if isinstance(state.table, SweepTable) else []
     bars = []
-    winners = (
-        {trial.number for trial in state.table.best}
-        if isinstance(state.table, SweepTable)
-        else set()
-    )
     for span in row[-_SPANS:]:
         end = now if span.end is None else span.end
         colour = {"running": RUNNING, "failed": FAILED}.get(span.state, ENDED)
-        colour = BEST if span.number in winners and state.kind == "sweep" else colour
+        if any(trial.number == span.number for trial in best_trials):
+            colour = BEST
         title = f"{_job(state, span)}: {span.state}, {duration(end - span.begin)}"
         if end > begin:
             bars.append(Span(max(span.begin, begin), end, str(span.number), title, colour))
@@ -242,12 +250,8 @@ def changed_settings(config: Mapping[str, object]) -> str:
 
 
 def _devices(state: State) -> str:
-    plan = state.plan
-    listed = plan.get("device_names")
+    """What it runs on, by its launch plan."""
+    listed = state.plan.get("device_names")
     names = [str(name) for name in listed] if isinstance(listed, list) else []
-    text = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "CPU"
-    return (
-        f"{text}, {plan.get('processes', 1)} process(es), {plan.get('precision', '?')}"
-        if plan
-        else ""
-    )
+    devices = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "CPU"
+    return f"{devices}, {state.plan.get('precision', '?')}" if state.plan else ""

@@ -487,8 +487,8 @@ class State:
             case events.MetricsLogged():
                 self._add_logged(event)
             case events.IntermediateReported():
-                points = self.trials.setdefault(event.number, [])
-                _add_point(points, float(event.step), float(event.value))
+                if isinstance(self.table, SweepTable) and event.number in self.table.trials:
+                    self.trials[event.number] = self.table.trials[event.number].curve
             case events.TrialChanged(state="complete") if event.value is not None:
                 self.values[event.number] = float(event.value)
             case events.FoldChanged():

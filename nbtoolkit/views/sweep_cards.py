@@ -28,7 +28,9 @@ from nbtoolkit.views.markup import (
     tiles,
     view,
 )
+from nbtoolkit.views.runs import read_annotations
 from nbtoolkit.views.state import State
+from nbtoolkit.views.text import fixed
 from nbtoolkit.views.trial_rows import (
     View,
     colour_of,
@@ -390,11 +392,14 @@ def compare_card(state: State, table: SweepTable, ticked: Sequence[int]) -> str:
     differ = [n for n in names if len({_choice(t.params.get(n)) for t in trials}) > 1]
     table_rows = [
         [state.metric, *metric_column([value_of(t) for t in trials])],
-        ["state", *(state.trial_state(t) for t in trials)],
+        ["state", *(t.label for t in trials)],
         ["time", *("" if t.seconds is None else duration(t.seconds) for t in trials)],
         *([n, *(param(t.params[n]) if n in t.params else "" for t in trials)] for n in differ),
     ]
-    body = data_table(["", *(f"trial {t.number}" for t in trials)], table_rows)
+    notes = read_annotations(state.paths.folder).notes
+    if any(str(t.number) in notes for t in trials):
+        table_rows.append(["note", *(notes.get(str(t.number), "") for t in trials)])
+    body = data_table(["", *(f"trial {t.number}" for t in trials)], table_rows, right=True)
     if same := len(names) - len(differ):
         body += paragraph(f"{counted(same, 'setting')} of the space: equal.", faint=True)
     picture = chart(lines, y=Axis(label=state.metric), legend=True, size=(330, 185))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from nbtoolkit.config.validation import direction_of
 from nbtoolkit.report.run_summary import KIND_NAMES
-from nbtoolkit.study.table import SweepTable
+from nbtoolkit.study.table import ENDED, SweepTable
 from nbtoolkit.text_table import (
     ago,
     counted,
@@ -21,7 +21,8 @@ from nbtoolkit.text_table import (
     text_columns,
 )
 from nbtoolkit.views.chart import Points, drawable
-from nbtoolkit.views.state import State
+from nbtoolkit.views.runs import read_annotations
+from nbtoolkit.views.state import FoldInfo, State
 from nbtoolkit.views.trial_rows import EVERYTHING, View, columns, count_text, rows, value_of
 
 _LINE = 400  # characters of a line of text
@@ -31,8 +32,9 @@ _NO_CURVES = ("samples_per_second", "memory_gb_rank", "lr", "grad_norm")
 
 
 def name_of(state: State) -> str:
-    """Return the name and 4 hex digits of a run: its id without the time."""
-    return re.sub(r"^\d{8}T\d{6}-(?=.)", "", state.paths.run_id)
+    """Return the title of a run, or its name and 4 hex digits: its id without the time."""
+    title = read_annotations(state.paths.folder).title
+    return title or re.sub(r"^\d{8}T\d{6}-(?=.)", "", state.paths.run_id)
 
 
 def status_of(state: State) -> str:
@@ -101,10 +103,10 @@ def trial_counts(state: State) -> str:
     """Count the trials by state; empty if it is no sweep."""
     if not isinstance(state.table, SweepTable):
         return ""
-    counts = {name: state.table.count(name) for name in ("complete", "pruned", "running", "failed")}
-    more = {name: state.table.count(name) for name in ("infeasible", "waiting")}
-    counts |= {name: count for name, count in more.items() if count}
-    return " · ".join(f"{count} {name}" for name, count in counts.items())
+    always = ("complete", "pruned", "running", "failed") if state.live else ("complete", "failed")
+    counts = {name: state.table.count(name) for name in (*ENDED, "running", "waiting")}
+    shown = (f"{count} {name}" for name, count in counts.items() if count or name in always)
+    return " · ".join(shown)
 
 
 def times(state: State, now: float) -> str:
@@ -157,11 +159,12 @@ def main_metric(state: State) -> str:
     return monitor if monitor in curves else next(iter(curves), "")
 
 
-def fold_scores(state: State) -> dict[str, str]:
+def fold_scores(folds: Sequence[FoldInfo]) -> dict[str, str]:
     """Return mean and standard deviation of each metric over the complete folds."""
-    folds = [fold for fold in state.folds_table() if fold.state == "complete"]
-    names = dict.fromkeys(name for fold in folds for name in fold.metrics)
-    scores = {name: [f.metrics[name] for f in folds if name in f.metrics] for name in names}
+    scores: dict[str, list[float]] = {}
+    for fold in folds:
+        for name, value in fold.metrics.items() if fold.state == "complete" else ():
+            scores.setdefault(name, []).append(value)
     return {name: _spread(values) for name, values in scores.items()}
 
 
@@ -172,31 +175,34 @@ def _spread(values: list[float]) -> str:
     return " ± ".join(metric_column(spread)[-2:])
 
 
+def fixed(value: float | None) -> str:
+    """Format a value as a column of the trials' table does: with all of its digits."""
+    return metric_column([value])[0]
+
+
+def step_name(state: State) -> str:
+    """Return what a run's steps are: ``"epoch"`` or ``"step"``."""
+    return "epoch" if "epoch" in state.speed() else "step"
+
+
 def best(state: State) -> tuple[str, str, str]:
     """Return the name of what is best so far, its value, and where it was; empty: nothing yet."""
     if isinstance(state.table, SweepTable):
-        if len(state.table.metrics) > 1:
-            return (
-                ("front", counted(len(state.table.best), "trial"), "")
-                if state.table.best
-                else ("", "", "")
-            )
-        if not state.table.best:
+        trials = state.table.best
+        if len(state.table.metrics) > 1 and trials:
+            return "front", counted(len(trials), "trial"), ""
+        if not trials:
             return "", "", ""
-        trial = state.table.best[0]
-        return f"best {state.metric}", number(value_of(trial)), f"trial {trial.number}"
+        return f"best {state.metric}", fixed(value_of(trials[0])), f"trial {trials[0].number}"
     if state.kind == "cv":
-        scores = fold_scores(state)
+        scores = fold_scores(state.folds_table())
         name = next(iter(scores), "")
-        return name, scores.get(name, ""), "mean of the folds" if name else ""
+        return name, scores.get(name, ""), f"mean of {counted(len(state.folds), 'fold')}"
     name = main_metric(state)
-    if not name:
-        return "", "", ""
-    points = curves_of(state)[name]
-    point = best_point(state, name, points)
-    if point is None:
-        return name, number(points[-1][1]), ""
-    return f"best {name}", number(point[1]), f"at {number(point[0])}"
+    points = curves_of(state).get(name, [])
+    if point := best_point(state, name, points):
+        return f"best {name}", fixed(point[1]), f"at {step_name(state)} {number(point[0])}"
+    return name, fixed(points[-1][1]) if points else "", ""
 
 
 # --- lines ---

@@ -16,6 +16,7 @@ from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.text_table import duration, metric_column, number, one_line, param, shortened
 from nbtoolkit.views.chart import BEST, ENDED, FAILED, RUNNING
 from nbtoolkit.views.markup import RULE, chip
+from nbtoolkit.views.runs import read_annotations
 from nbtoolkit.views.state import State
 
 ROWS = 10
@@ -100,7 +101,7 @@ def columns(state: State | None) -> list[Column]:
         *metrics,
         *delta,
         Column("#time", "time", width=7),
-        *(_column(name, label, least=7) for name, label in labels.items()),
+        *(_column(name, label, least=8) for name, label in labels.items()),
     ]
 
 
@@ -167,7 +168,7 @@ def _sort_value(state: State, table: SweepTable, trial: Trial, by: str) -> objec
     if by == "#time":
         return trial.seconds
     if by == "#state":
-        return state.trial_state(trial)
+        return trial.label
     return trial.number if by == "#" else trial.params.get(by)
 
 
@@ -215,11 +216,13 @@ def rows(
     values = list(zip(*map(metric_column, metrics), strict=True))
     bars = list(zip(*map(_bars, metrics, table.directions), strict=True))
     deltas = [_deltas(table, metrics[0])] if len(metrics) == 1 else []
+    notes = read_annotations(state.paths.folder).notes
     result = []
     for index, trial in enumerate(trials):
+        note = notes.get(str(trial.number), "")
         seconds = max(now - trial.began, 0.0) if trial.state == "running" else trial.seconds
         texts = (
-            f"★ {trial.number}" if trial in table.best else str(trial.number),
+            ("★ " if trial in table.best else "✎ " if note else "") + str(trial.number),
             state_text(state, trial),
             *values[index],
             *(column[index] for column in deltas),
@@ -228,8 +231,10 @@ def rows(
         )
         filled = (None, None, *bars[index], *[None] * (len(texts) - 2 - len(metrics)))
         colour = colour_of(table, trial)
-        running = trial.state == "running"
-        result.append(TrialRow(trial.number, running, texts, filled, colour, title_of(trial)))
+        title = title_of(trial) + (f"\n{note}" if note else "")
+        result.append(
+            TrialRow(trial.number, trial.state == "running", texts, filled, colour, title)
+        )
     return result
 
 
@@ -255,7 +260,7 @@ def _deltas(table: SweepTable, values: Sequence[float | None]) -> list[str]:
 
 def state_text(state: State, trial: Trial) -> str:
     """Return a trial's state with what it did: ``"● 7/12"``, ``"pruned at 3"``."""
-    word = state.trial_state(trial)
+    word = trial.label
     if trial.state == "running" and trial.folds:
         return f"● running, {sum(s == 'complete' for s in trial.folds.values())} folds done"
     if trial.state == "running":

@@ -85,7 +85,7 @@ def test_every_setting_has_its_documentation_and_allowed_values() -> None:
         assert field.allowed in field.tooltip
     assert FIELDS["train.precision"].choices == ("auto", "fp32", "fp16", "bf16")
     assert FIELDS["distributed.enabled"].choices == ("auto", "true", "false")
-    assert FIELDS["train.max_steps"].allowed.endswith("or empty")
+    assert FIELDS["train.max_steps"].allowed.endswith(", or empty")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_every_setting_has_its_documentation_and_allowed_values() -> None:
         ("optim.lr", "-3", "Must be a number above 0, e.g. 0.001"),
         ("optim.lr", "ten", "Must be a number above 0, e.g. 0.001"),
         ("train.epochs", "1,5", "Must be a whole number of at least 1, e.g. 10"),
-        ("train.max_steps", "0", "Must be a whole number of at least 1 or empty"),
+        ("train.max_steps", "0", "Must be a whole number of at least 1, or empty"),
         ("distributed.world_size", "0", "Must be auto, or a whole number of at least 1"),
         ("model", "3", "Must be lines such as hidden: 64"),
         ("model", "a: 1\nb: [", "YAML error in line 2: 'b: ['"),

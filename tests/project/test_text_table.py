@@ -57,7 +57,7 @@ def test_a_parameter_has_three_digits_unless_it_is_whole(value: object, text: st
         ([0.5, math.nan, math.inf], ["0.5000", "nan", "inf"]),
         ([1e-7, 2e-7, math.nan], ["1.000e-7", "2.000e-7", "nan"]),
         ([0.0, None], ["0.000", ""]),
-        ([5e-324, 1e308], ["4.941e-324", "1e308"]),
+        ([5e-324, 1e308], ["4.941e-324", "1.000e308"]),
         ([], []),
     ],
 )

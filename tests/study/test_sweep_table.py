@@ -70,7 +70,7 @@ def test_rows_are_the_best_then_what_runs_then_what_ended_last(
 ) -> None:
     some_trials(diary)
     lines = table_of(tmp_path).text().splitlines()[1:]
-    names = ["trial", "state", "val_accuracy", "seconds", "optim.lr", "model.hidden"]
+    names = ["trial", "state", "val_accuracy", "time", "optim.lr", "model.hidden"]
     assert lines[0].split() == names
     assert [line.lstrip("* ").split()[:2] for line in lines[1:]] == [
         ["1", "complete"],
@@ -156,7 +156,7 @@ def test_folds_have_scores_a_mean_and_a_spread() -> None:
         scores = {"val_accuracy": score}
         table.update(FoldChanged(fold=fold, state="complete", seconds=2.0, metrics=scores))
     assert table.summary() == "cross-validation: 3 of 3 folds; val_accuracy 0.9 ± 0.1"
-    assert table.text().splitlines()[2].split() == ["0", "complete", "0.9", "2.0"]
+    assert table.text().splitlines()[2].split() == ["0", "complete", "0.9", "2.0", "s"]
 
 
 def test_folds_of_trials_are_no_rows_of_a_cross_validation() -> None:
@@ -184,9 +184,9 @@ def test_in_a_script_each_trial_that_ends_is_a_line_and_the_end_a_summary(
         live.pump()
     live.close()
     assert capsys.readouterr().out.splitlines() == [
-        "trial 0  complete  val_accuracy 0.91  (best)  optim.lr=0.1  model.hidden=0  10.0 s",
-        "trial 1  complete  val_accuracy 0.95  (best)  optim.lr=0.05  model.hidden=32  10.0 s",
-        "trial 2  pruned  optim.lr=0.03333  model.hidden=64  10.0 s  below the median at step 3",
+        "trial 0  complete  val_accuracy 0.91  (best)  optim.lr=0.1  model.hidden=0  10 s",
+        "trial 1  complete  val_accuracy 0.95  (best)  optim.lr=0.05  model.hidden=32  10 s",
+        "trial 2  pruned  optim.lr=0.03333  model.hidden=64  10 s  below the median at step 3",
         "warning: no winner yet",
         "sweep: 3 trials; 2 complete, 1 pruned, 1 running; best val_accuracy 0.95 (trial 1)",
     ]
