@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.panel.actions import BUTTONS
 from nbtoolkit.panel.form import set_trait
-from nbtoolkit.views.trial_rows import ROWS, Column, TrialRow, View, row_html, template
+from nbtoolkit.views.trial_rows import ROWS, SHOWS, Column, TrialRow, View, row_html, template
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -42,7 +42,7 @@ _STYLE = f"""<style>
 .jupyter-widgets.{CLASS} .widget-dropdown > select {{ background-image: url("{_ARROW}"); }}
 .jupyter-widgets.{CLASS} .widget-html-content {{ line-height: normal; }}
 .jupyter-widgets.{CLASS} .nbtoolkit-header button {{
-  background: none; padding: 0; font-weight: 600; text-align: left; overflow: hidden;
+  background: none; padding: 0 6px; font-weight: 600; text-align: left; overflow: hidden;
 }}
 .jupyter-widgets.{CLASS} .nbtoolkit-header button.nbtoolkit-right {{ text-align: right; }}
 .jupyter-widgets.{CLASS} :is(button, input, select, textarea):focus-visible {{
@@ -69,9 +69,7 @@ SECTIONS = ("Set up", "Log", "Compare", "Files", "Code")
 # By weight, not by colour: JupyterLab's orange has a contrast of 2.7 to its label, AA wants 4.5.
 _BOLD = ("launch", "sweep", "cross_validate", "resume", "train_best")
 
-_AUTO_LABEL = {"description_width": "initial"}  # a label as wide as its text
 _WRAPPED_ROW = {"flex_flow": "row wrap", "grid_gap": "0 10px"}  # wraps in a narrow window
-_FILTERS = [(name, name) for name in ("all", "running", "complete", "pruned", "failed")]
 
 
 def show(widget: ipywidgets.Widget, visible: bool) -> None:
@@ -138,13 +136,13 @@ class TrialTable:
             number = None if trial is None else trial.number
             if row.number != number:
                 row.number, row.since = number, time.monotonic()
-            for widget in (row.tick, row.cells):
+            for widget in (row.tick, row.cells, row.stop):
                 show(widget, trial is not None)
-            show(row.stop, trial is not None and trial.running)
             if trial is not None:
                 set_trait(row.cells, "value", row_html(trial, columns))
                 set_trait(row.tick, "description", f"compare trial {number}")
                 set_trait(row.stop, "tooltip", f"Stop trial {number} at its next report")
+                set_trait(row.stop.layout, "visibility", "visible" if trial.running else "hidden")
             set_trait(row.tick, "value", number in chosen.ticked)
 
     def _fill_header(self, columns: Sequence[Column], chosen: View) -> None:
@@ -169,15 +167,10 @@ class TrialTable:
     def _make_row(self) -> _Row:
         import ipywidgets as w
 
-        flat = {"height": "24px", "margin": "0"}
+        flat, clipped = {"height": "24px", "margin": "0"}, {"width": "22px", "overflow": "hidden"}
         row = _Row(
-            w.Checkbox(
-                description="compare",
-                tooltip="Compare with other ticked trials",
-                indent=False,
-                layout={**flat, "width": "22px", "overflow": "hidden"},
-            ),
-            w.HTML(layout={"margin": "0", "width": "auto", "grid_column": "2"}),
+            w.Checkbox(description="compare", indent=False, layout={**flat, **clipped}),
+            w.HTML(layout={"margin": "0", "width": "auto"}),
             w.Button(description="■", layout={**flat, "width": "28px", "padding": "0"}),
         )
         row.tick.observe(lambda change: self._act(row, self._on_tick, change["new"]), "value")
@@ -218,13 +211,8 @@ class Board:
             for name, (label, tooltip) in BUTTONS.items()
         }
         self.errors = _button("errors", "Open the setting that is wrong")
-        self.run = w.Dropdown(
-            options=[("(none)", "")],
-            description="run",
-            tooltip="Which run of the output folder is shown",
-            style=_AUTO_LABEL,
-            layout={"flex": "1 1 220px", "min_width": "120px", "max_width": "420px"},
-        )
+        narrow = {"flex": "1 1 220px", "min_width": "120px", "max_width": "420px"}
+        self.run = w.Dropdown(options=[("(none)", "")], **_label("run", **narrow))
         row = [*self.buttons.values(), self.errors, self.place, self.run]
         self.actions = w.HBox(row, layout={"flex_flow": "row nowrap", "grid_gap": "0 6px"})
         self.question, self.yes, self.no = (
@@ -251,77 +239,56 @@ class Board:
         for widget in (self.asking, self.errors, self.note, self.message):
             show(widget, False)
 
-    def open(self, section: Literal["Set up", "Log", "Compare", "Files", "Code"]) -> None:
-        """Open a section below the cards."""
+    def open(self, section: str) -> None:
+        """Open one of :data:`SECTIONS`."""
         set_trait(self.sections, "selected_index", SECTIONS.index(section))
 
     def _trials_box(self) -> ipywidgets.VBox:
         import ipywidgets as w
 
         self.count = w.HTML()
-        self.filter = w.Dropdown(
-            options=_FILTERS,
-            description="show",
-            style=_AUTO_LABEL,
-            layout={"width": "140px"},
-        )
-        self.more = w.IntText(
-            value=10,
-            description="add",
-            tooltip="How many trials the button + trials adds",
-            style=_AUTO_LABEL,
-            layout={"width": "100px"},
-        )
+        self.filter = w.Dropdown(options=SHOWS, **_label("show", width="140px"))
+        self.more = w.IntText(10, **_label("add", width="100px"))
         self.previous = _button("◀", "The page before")
         self.next = _button("▶", "The next page")
-        self.note = w.Text(
-            description="note",
-            placeholder="a note on the ticked trial",
-            continuous_update=False,
-            style=_AUTO_LABEL,
-            layout={"flex": "1 1 200px"},
-        )
+        self.note = w.Text(continuous_update=False, **_label("note", flex="1 1 200px"))
         head = w.HBox([self.count, self.filter, self.more], layout=_WRAPPED_ROW)
         foot = w.HBox([self.previous, self.next, self.note], layout=_WRAPPED_ROW)
         border = "1px solid var(--jp-border-color2, #8884)"
-        return w.VBox(
-            [head, self.table.root, foot],
-            layout={"flex": "3 1 500px", "border": border, "padding": "4px 8px", "min_width": "0"},
-        )
+        layout = {"flex": "3 1 500px", "border": border, "padding": "4px 8px", "min_width": "0"}
+        return w.VBox([head, self.table.root, foot], layout=layout)
 
     def _sections(self) -> list[ipywidgets.VBox]:
         import ipywidgets as w
 
-        line = {"width": "420px", "max_width": "99%"}
-        self.file = w.Text("config.yaml", description="file", style=_AUTO_LABEL, layout=line)
+        self.file = w.Text("config.yaml", **_label("file", width="420px"))
         self.load = _button("Load", "Read the settings from the file")
         self.save = _button("Save", "Write the settings to the file")
         self.load_run = _button("Settings of the run", "Copy the settings of the run that is shown")
         self.notify = w.Checkbox(description="mark the browser tab at the end", indent=False)
-        self.log = w.Dropdown(options=[("newest running", "")], description="log of")
-        self.name = w.Text(description="name", style=_AUTO_LABEL, layout=line)
+        self.log = w.Dropdown(options=[("newest running", "")], **_label("log of"))
+        self.name = w.Text(**_label("name", width="420px"))
         self.rename = _button("Rename", "Give the run that is shown another name")
         self.delete = _button("Delete", "Move the run that is shown to the folder .trash")
-        self.links = {
-            "dashboard": _button("Open optuna-dashboard", "On the sweep that is shown"),
-            "mlflow": _button("Open MLflow", "On what the runs have tracked; takes 10 s"),
-            "csv": _button("Write trials.csv", "Into the folder of the sweep that is shown"),
-        }
-        self.opened = w.HTML()
-        wide = {"width": "99%", "height": "180px"}
-        self.best_code = w.Textarea(description="best settings", style=_AUTO_LABEL, layout=wide)
-        self.code = w.Textarea(description="Set up as code", style=_AUTO_LABEL, layout=wide)
+        self.csv = _button("Write trials.csv", "Into the folder of the sweep that is shown")
+        self.best_code = w.Textarea(**_label("best settings", width="99%", height="180px"))
+        self.code = w.Textarea(**_label("Set up as code", width="99%", height="180px"))
         stored = w.HBox([self.file, self.load, self.save, self.load_run], layout=_WRAPPED_ROW)
-        named = w.HBox([self.name, self.rename, self.delete], layout=_WRAPPED_ROW)
-        links = w.HBox([*self.links.values()], layout=_WRAPPED_ROW)
+        named = w.HBox([self.name, self.rename, self.delete, self.csv], layout=_WRAPPED_ROW)
         contents: list[list[ipywidgets.Widget]] = [
             [self.setup.root, stored, self.notify],
             [self.log, self.cards["log"]],
             [self.cards["compare"]],
-            [self.cards["files"], named, links, self.opened],
+            [self.cards["files"], named],
             [self.best_code, self.code],
         ]
         return [w.VBox(widgets) for widgets in contents]
+
+
+def _label(text: str, **layout: str) -> dict[str, Any]:
+    """Return the traits of a field with a label as wide as its text."""
+    style = {"description_width": "initial"}
+    return {"description": text, "style": style, "layout": {"max_width": "99%", **layout}}
 
 
 def _button(label: str, tooltip: str, *, bold: bool = False) -> ipywidgets.Button:

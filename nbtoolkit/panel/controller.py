@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from nbtoolkit.config.schema import load_config
-from nbtoolkit.dashboards.mlflow_server import open_mlflow
-from nbtoolkit.dashboards.study_dashboard import open_dashboard
 from nbtoolkit.errors import LaunchError, NbtoolkitError
 from nbtoolkit.panel import actions
 from nbtoolkit.panel.board import Board, TrialTable, set_html, show
@@ -34,7 +32,6 @@ from nbtoolkit.views.text import page_text
 from nbtoolkit.views.trial_rows import View
 
 if TYPE_CHECKING:
-    from nbtoolkit.dashboards.server import Dashboard
     from nbtoolkit.folds.folds import Folds
     from nbtoolkit.launcher.handle import RunHandle
 
@@ -171,7 +168,6 @@ class Controller:
         self._pressing = threading.Lock()
         self._pressed: dict[str, Future[None]] = {}
         self._on_yes: Callable[[], object] | None = None
-        self._dashboards: dict[str, Dashboard] = {}
         setup = Setup(form, self._on_edit, task=train is None)
         table = TrialTable(
             on_sort=lambda name: self._submit(partial(self._sort, name)),
@@ -208,8 +204,6 @@ class Controller:
     def close(self) -> None:
         """End the thread and the widgets."""
         self.worker.close()
-        for dashboard in self._dashboards.values():
-            dashboard.close()
         for widget in (*self.board.setup.rows, *self.board.table.heads, self.board.root):
             close_widget(widget)
 
@@ -219,8 +213,6 @@ class Controller:
         board = self.board
         for name, button in board.buttons.items():
             button.on_click(lambda _, name=name: self._on_click(name))
-        for name, button in board.links.items():
-            button.on_click(lambda _, name=name: self._submit(partial(self._open, name)))
         for widget, task in (
             (board.errors, self._open_error),
             (board.previous, partial(self._turn, -1)),
@@ -228,6 +220,7 @@ class Controller:
             (board.load_run, self._load_run),
             (board.rename, self._rename),
             (board.delete, self._ask_delete),
+            (board.csv, self._write_trials),
             (board.yes, partial(self._answer, True)),
             (board.no, partial(self._answer, False)),
         ):
@@ -381,19 +374,9 @@ class Controller:
         self.watch(None)
         self._show_message(f"moved to {trash}")
 
-    def _open(self, name: str) -> None:
-        """Open a dashboard, or write the trials; returns at once."""
-        state = self.state
-        folder = Path(self.output_dir) if state is None else state.paths.folder
-        if name == "mlflow":
-            config = self.validate().config
-            uri = None if config is None else config.tracking.uri
-            output_dir = folder if state is None else folder.parent
-            self._dashboards[name] = open_mlflow(output_dir, uri=uri, wait=False)
-        elif name == "dashboard":
-            self._dashboards[name] = open_dashboard(folder, wait=False)
-        elif state is not None:
-            self._show_message(f"written: {actions.write_trials(state)}")
+    def _write_trials(self) -> None:
+        if self.state is not None:
+            self._show_message(f"written: {actions.write_trials(self.state)}")
 
     def _open_error(self) -> None:
         self.board.open("Set up")
@@ -454,8 +437,6 @@ class Controller:
             set_html(self.board.message, "")
         with contextlib.suppress(OSError):  # another user's folder; a launch reports that
             self._drawing.list_runs(self.state, self.output_dir)
-        opened = [dashboard._repr_html_() for dashboard in self._dashboards.values()]
-        set_html(self.board.opened, "".join(opened))
         self.board.setup.keep(self.output_dir)
         if draws:
             form = self.board.setup.state.copy()

@@ -247,7 +247,7 @@ def test_a_click_on_a_row_that_has_just_moved_does_nothing(opened: Open, out: Pa
     with hold_lock(paths):
         panel = opened()
         settle(panel)
-        [running] = [row for row in shown_rows(panel) if visible(row.stop)]
+        [running] = [row for row in shown_rows(panel) if row.stop.layout.visibility == "visible"]
         assert running.number == 0
         running.since = time.monotonic()
         running.stop.click()
@@ -283,7 +283,7 @@ def test_a_run_is_renamed_and_moved_to_the_trash(opened: Open, out: Path) -> Non
     board.rename.click()
     panel.refresh()
     assert any("wider <b>" in label for label, _ in board.run.options)
-    board.links["csv"].click()
+    board.csv.click()
     panel.refresh()
     lines = (folder / "trials.csv").read_text().splitlines()
     assert lines[0] == "trial,state,score,seconds,reason,optim.lr"
