@@ -66,7 +66,7 @@ def offered_buttons(
             "resume": state.status == "paused" or state.resumable,
             "pause": state.kind != "run" and state.status == "running",
             "stop": state.live,
-            "train_best": ended and len(_best(state)) == 1,
+            "train_best": ended and best_trial(state) is not None,
             "add_trials": state.kind == "sweep" and (state.live or sweep_ended),
             "stop_trial": state.kind == "sweep" and state.live,
         }
@@ -224,17 +224,19 @@ def press(button: str, state: State) -> Path:
     return state.paths.folder if handle is None else handle.paths.folder
 
 
-def best_config(state: State) -> Config | None:
-    """Return the settings of a sweep's best trial; None without one, and for several objectives."""
-    best = _best(state)
-    if len(best) != 1 or state.gone:
-        return None
-    return load_config(state.paths.config, env=None).with_overrides(best[0])
-
-
-def _best(state: State) -> list[dict[str, object]]:
+def best_trial(state: State) -> int | None:
+    """Return the number of a sweep's best trial; None without one, and for several objectives."""
     best = state.table.best if isinstance(state.table, SweepTable) else []
-    return [dict(trial.params) for trial in best]
+    return best[0].number if len(best) == 1 else None
+
+
+def best_config(state: State) -> Config | None:
+    """Return the settings of a sweep's best trial; None as for :func:`best_trial`."""
+    best = best_trial(state)
+    if best is None or state.gone or not isinstance(state.table, SweepTable):
+        return None
+    params = state.table.trials[best].params
+    return load_config(state.paths.config, env=None).with_overrides(dict(params))
 
 
 def _resume(state: State, train: Train | None, trials: int | None = None) -> RunHandle:

@@ -112,7 +112,7 @@ class TrialTable:
         self,
         on_sort: Callable[[str], None],
         on_tick: Callable[[int, bool], None],
-        on_stop: Callable[[int], None],
+        on_stop: Callable[[int], object],
     ) -> None:
         import ipywidgets as w
 

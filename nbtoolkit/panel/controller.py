@@ -304,6 +304,7 @@ class Controller:
             enabled = actions.enabled_buttons(offered, self._validation)
             if name not in enabled:
                 raise actions.refusal(name, self.state, self._validation, enabled)
+            handle: RunHandle | None
             if name in actions.STARTS:
                 handle = actions.start(name, self._train, form, self._validation, self._folds)
                 drop_edits(self.output_dir)

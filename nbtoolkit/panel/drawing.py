@@ -64,6 +64,16 @@ def _slots(validation: Validation) -> int:
     return len(make_slots(config, detect_hardware(), placement, per_device=per_device).slots)
 
 
+def _training_seconds(state: State | None) -> list[float]:
+    """Return how long each complete training of the watched run took."""
+    if state is None:
+        return []
+    if state.kind == "run":
+        return [state.elapsed()] if state.status == "completed" else []
+    spans = [span for span in state.spans() if span.state == "complete"]
+    return [span.end - span.begin for span in spans if span.end is not None]
+
+
 class Drawing:
     """Draws on a board; used by the panel's thread alone.
 
@@ -82,7 +92,7 @@ class Drawing:
         redraw: Callable[[], object],
     ) -> None:
         self._board, self._train, self._folds, self._redraw = board, train, folds, redraw
-        self._planned: tuple[object, ...] = ()
+        self._planned: object = None
         self._cost = ""
         self._listed: list[tuple[str, str, str]] = []
         self._importance = threading.Thread()
@@ -171,27 +181,30 @@ class Drawing:
 
     def _draw_setup(self, state: State | None, form: FormState, validation: Validation) -> None:
         """Draw what depends on the form; the plan reads the hardware, which takes time."""
-        board, folds = self._board, None if self._folds is None else len(self._folds)
-        ended = [] if state is None else [span for span in state.spans() if span.end is not None]
-        best = state.table.best if state and isinstance(state.table, SweepTable) else []
-        key = (form.texts, form.space, form.trials, len(ended), state and state.paths.folder)
-        key = (*key, best[0].number if len(best) == 1 else None)
-        if key == self._planned:
-            board.setup.show(validation, self._cost)
-            return
-        self._planned = key
-        seconds = [span.end - span.begin for span in ended if span.end and span.state == "complete"]
-        each = sum(seconds) / len(seconds) if seconds else None
-        self._cost = cost_text(validation, each, _slots(validation), folds)
+        board, best = self._board, None if state is None else actions.best_trial(state)
+        seconds = _training_seconds(state)
+        key = (
+            form.texts,
+            form.space,
+            form.trials,
+            state and state.paths.folder,
+            best,
+            len(seconds),
+        )
+        if key != self._planned:
+            self._planned = key
+            each = sum(seconds) / len(seconds) if seconds else None
+            folds = None if self._folds is None else len(self._folds)
+            self._cost = cost_text(validation, each, _slots(validation), folds)
+            text = escape(place_text(validation))
+            html = f'<div title="{text}" style="{_CLIPPED};font-size:12px">{text}</div>'
+            set_html(board.place, html)
+            set_trait(board.code, "value", actions.code_of_form(form, validation, self._train))
+            code = ""
+            with contextlib.suppress(NbtoolkitError):  # deleted, or of another version
+                code = actions.code_of_best(state, self._train)
+            set_trait(board.best_code, "value", code)
         board.setup.show(validation, self._cost)
-        text = escape(place_text(validation))
-        html = f'<div title="{text}" style="{_CLIPPED};font-size:12px">{text}</div>'
-        set_html(board.place, html)
-        set_trait(board.code, "value", actions.code_of_form(form, validation, self._train))
-        code = ""
-        with contextlib.suppress(NbtoolkitError):  # deleted, or of another version
-            code = actions.code_of_best(state, self._train)
-        set_trait(board.best_code, "value", code)
 
     def _compute_importance(self, state: State) -> None:
         """Compute it, which takes up to 2.4 s of CPU, and draw it."""
