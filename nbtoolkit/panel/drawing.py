@@ -139,7 +139,10 @@ class Drawing:
         runs = list_runs(output_dir)
         watched = "" if state is None else str(state.paths.folder)
         listed = [(str(entry.folder), entry.status, entry.name) for entry in runs]
-        options = [("(none)", ""), *((entry.text, str(entry.folder)) for entry in runs)]
+        options = [("(none)", "")]
+        for entry in runs:  # the strip shows the progress of a live one
+            text = f"{entry.name} · {entry.status}" if entry.live else entry.text
+            options.append((text, str(entry.folder)))
         if watched not in [folder for _, folder in options]:
             options.append((Path(watched).name, watched))
             listed.append((watched, "", ""))
