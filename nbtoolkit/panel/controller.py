@@ -306,8 +306,11 @@ class Controller:
                 raise actions.refusal(name, self.state, self._validation, enabled)
             handle: RunHandle | None
             if name in actions.STARTS:
+                # The fork server may need seconds: the run before must not look like this one.
+                self._drawing.clear("Starting: waiting for the first process")
                 handle = actions.start(name, self._train, form, self._validation, self._folds)
                 drop_edits(self.output_dir)
+                self.board.setup.edited, self.output_dir = False, str(handle.paths.folder.parent)
             else:
                 assert self.state is not None  # else the button is not offered
                 handle = actions.control(name, self.state, self._train, number)
@@ -436,7 +439,8 @@ class Controller:
                 self._mark_tab(self.state.status)
         if time.monotonic() > self._message_ends:
             set_html(self.board.message, "")
-        with contextlib.suppress(OSError):  # another user's folder; a launch reports that
+        # Another user's folder: a launch reports that.
+        with contextlib.suppress(OSError, NbtoolkitError):
             self._drawing.list_runs(self.state, self.output_dir)
         self.board.setup.keep(self.output_dir)
         if draws:
