@@ -278,6 +278,15 @@ def _classes(hint: Any) -> tuple[type, ...]:
     return {float: (int, float), Literal: (str,)}.get(origin, (origin,))
 
 
+def number_values(values: object) -> dict[str, float]:
+    """Select the numbers among named values; NaN and infinity are numbers, ``True`` is not."""
+    return {
+        str(name): float(value)
+        for name, value in (values.items() if isinstance(values, Mapping) else ())
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+
+
 class EventLog:
     """Appends events; only the supervisor has one. Each event is one ``write`` of one line.
 

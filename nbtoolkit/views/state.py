@@ -13,13 +13,13 @@ from statistics import median_low
 from nbtoolkit.crossval.cv_result import FoldTable
 from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, fold_key
 from nbtoolkit.errors import RunFileError
-from nbtoolkit.report.run_summary import Kind, Points, kind_of, numbers
 from nbtoolkit.run import events
-from nbtoolkit.run.events import Reading
-from nbtoolkit.run.paths import RunPaths, read_or_empty
+from nbtoolkit.run.events import Reading, number_values
+from nbtoolkit.run.paths import Kind, RunPaths, kind_of, read_or_empty
 from nbtoolkit.search.sweep_result import read_sweep_config
 from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.text_table import counted, duration, number
+from nbtoolkit.views.chart import Points
 from nbtoolkit.views.devices import DeviceReader, device_text, samples_in, share_of
 from nbtoolkit.views.devices import read_tail as read_tail
 from nbtoolkit.views.timeline import JobSpan, Timeline
@@ -77,6 +77,7 @@ class State:
         phases: the phase of each rank.
         epochs: the number of epochs that a run is configured for; None: unknown.
         paused: whether a search starts no more jobs.
+        stopping: why this attempt was asked to stop; empty: it was not.
         began: unix seconds of this attempt's first event; None: nothing was written yet.
         first_report: time and step of this attempt's first report.
         last_report: time and step of its last report.
@@ -107,6 +108,7 @@ class State:
         self.phases: dict[int, str] = {}
         self.epochs: int | None = None
         self.paused = False
+        self.stopping = ""
         self.gone = False
         self.unreadable = ""
         self.began: float | None = None
@@ -478,6 +480,7 @@ class State:
                 self.notes.append(event.text)
             case events.StopRequested():
                 self.notes.append(f"stopping: {event.reason}")
+                self.stopping = event.reason
             case events.RankPhaseChanged():
                 self.phases[event.rank] = event.phase
             case events.CommandReceived(op="pause" | "resume" as op):
@@ -503,6 +506,7 @@ class State:
         self.began = event.t
         self.ended = None
         self.paused = False
+        self.stopping = ""
         self.first_report = None
         self.last_report = None
         self._reports_steps = False
@@ -517,13 +521,13 @@ class State:
         self._reports_steps = event.step is not None or self._reports_steps
         self.first_report = self.first_report or (event.t, step)
         self.last_report = (event.t, step)
-        for name, value in numbers(event.values).items():
+        for name, value in number_values(event.values).items():
             _add_point(self.curves.setdefault(name, []), step, value)
 
     def _add_logged(self, event: events.MetricsLogged) -> None:
         if event.step is not None:
             self._logged_at.append((event.t, float(event.step)))
-        for name, value in numbers(event.values).items():
+        for name, value in number_values(event.values).items():
             points = self.logged.setdefault(name, [])
             step = len(points) + 1.0 if event.step is None else float(event.step)
             _add_point(points, step, value)
