@@ -145,7 +145,8 @@ class Controller:
         board: the widgets.
         chosen: what the person chose to see.
         worker: the thread in which all tasks run, and in which alone the state changes.
-        output_dir: the folder of the runs, as it was when the panel was opened.
+        output_dir: the folder of the runs: the form's when the panel was opened, later that of what
+            was started.
     """
 
     def __init__(
@@ -270,6 +271,7 @@ class Controller:
         self._was_live = self.state is not None and self.state.live
         title = "" if folder is None else runs.read_annotations(folder).title
         set_trait(self.board.name, "value", title)
+        show(self.board.note, False)
 
     def text(self) -> str:
         """Format what is shown as text."""
