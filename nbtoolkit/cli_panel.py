@@ -33,7 +33,7 @@ def panel(
     press: Annotated[
         str | None,
         typer.Option(
-            metavar="BUTTON", help="pause, go_on, stop, train_best, add_trials=N or stop_trial=N."
+            metavar="BUTTON", help="pause, resume, stop, train_best, add_trials=N or stop_trial=N."
         ),
     ] = None,
     follow: Annotated[
@@ -92,7 +92,7 @@ def _follow(state: State) -> None:
 
 
 def _page(state: State) -> str:
-    from nbtoolkit.views.trials import page_text
+    from nbtoolkit.views.text import page_text
 
     return page_text(state)
 

@@ -1,198 +1,311 @@
-"""Do what the panel's buttons request, by public functions; show the same as shell and cell."""
+"""Decide which buttons can be pressed, do what they request, and write the same as code."""
 
 from __future__ import annotations
 
+import csv
+import io
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, TypedDict
 
 from nbtoolkit.config.schema import Config, load_config
-from nbtoolkit.crossval.cross_validation import CVHandle, cross_validate
+from nbtoolkit.crossval.cross_validation import cross_validate
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.arguments import task_name
 from nbtoolkit.launcher.handle import RunHandle
 from nbtoolkit.launcher.launch import launch
-from nbtoolkit.notebooks.background import start_search, start_training
-from nbtoolkit.notebooks.handle import NotebookHandle
-from nbtoolkit.panel.board import enabled_buttons
 from nbtoolkit.panel.form import FormState, Validation, text_of
+from nbtoolkit.run.paths import write_whole
 from nbtoolkit.search.sweep import FOLDS_FILE, sweep
-from nbtoolkit.search.sweep_result import SearchHandle, SweepHandle, SweepResult
+from nbtoolkit.search.sweep_result import SweepHandle, SweepResult, read_sweep_config
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.tasks.find import find_task
-from nbtoolkit.text_table import setting
-from nbtoolkit.views.markup import alert, code_block, data_table, paragraph, view
 from nbtoolkit.views.state import State
 
-# --- start and resume ---
-
 Train = Callable[..., object]
-Started = RunHandle | NotebookHandle
-"""What runs in the background: a run, or a notebook that is going to start one."""
+
+# --- which buttons can be pressed ---
+
+BUTTONS = {
+    "resume": ("Resume", "Continue what is paused or unfinished, with its own settings"),
+    "pause": ("Pause", "Finish what runs and start nothing more"),
+    "stop": ("Stop", "Stop everything at its next report; Resume continues it"),
+    "train_best": ("Train best settings", "Train once with the best settings of the sweep"),
+    "add_trials": ("+ trials", "Run as many more trials as the number in the trials' card says"),
+    "launch": ("Launch", "Train once with these settings, on every device"),
+    "sweep": ("Sweep", "Search for the best settings; continues when the kernel ends"),
+    "cross_validate": ("Cross-validate", "Train once per fold with these settings"),
+}
+"""Label and tooltip of each button, in the order in which they stand."""
+
+STARTS = ("launch", "sweep", "cross_validate")
+"""Those that start something new."""
 
 
-def start_run(train: Train | None, config: Config, name: str | None = None) -> Started:
-    """Launch a run, as :func:`nbtoolkit.launch` does.
+def offered_buttons(
+    state: State | None, form: FormState | None = None, folds: Folds | None = None
+) -> set[str]:
+    """Return the names of the buttons that do something in a state, if the form is right.
+
+    A panel starts one thing at a time, so that a second press, however fast, starts nothing.
 
     Args:
-        train: the function; None: the one that ``config.task`` names, in a shipped notebook.
-        config: its settings.
-        name: a part of the run's id; None: the function's name.
+        state: of the watched run; None: none is watched.
+        form: its contents; None: there is none, and nothing new can be started.
+        folds: of the panel.
     """
-    if train is None:
-        task = find_task(config.task)  # a wrong name fails here, not in the notebook
-        return start_training(config, name=name or str(getattr(task, "__name__", "run")))
-    return launch(train, config, name=name, wait=False, detach=True, display="off")
+    idle = form is not None and (state is None or not state.live)
+    names = {"launch": idle, "cross_validate": idle and folds is not None}
+    names["sweep"] = form is not None and idle and bool(form.space.strip())
+    if state is not None:
+        ended = not state.live and not state.gone and not state.unreadable
+        sweep_ended = ended and state.ended is not None and not state.paths.owned()
+        names |= {
+            "resume": state.status == "paused" or state.resumable,
+            "pause": state.kind != "run" and state.status == "running",
+            "stop": state.live,
+            "train_best": ended and best_trial(state) is not None,
+            "add_trials": state.kind == "sweep" and (state.live or sweep_ended),
+            "stop_trial": state.kind == "sweep" and state.live,
+        }
+    return {name for name, is_offered in names.items() if is_offered}
 
 
-def start_sweep(
-    train: Train | None, config: Config, space: Mapping[str, object], trials: int | None
-) -> Started:
-    """Start a sweep, as :func:`nbtoolkit.sweep` does; ``train`` as for :func:`start_run`."""
-    if train is None:
-        find_task(config.task)
-        return start_search(config, space, n_trials=trials)
-    return sweep(train, config, space, n_trials=trials, wait=False, detach=True, display="off")
+def enabled_buttons(offered: set[str], validation: Validation) -> set[str]:
+    """Return those of the offered buttons for which nothing in the form is wrong."""
+    wrong = set() if validation.sweep_config is not None else {"sweep"}
+    return offered - (wrong if validation.config is not None else set(STARTS))
 
 
-class _ResumeOptions(TypedDict):
-    resume: Path
+def refusal(name: str, state: State | None, validation: Validation, enabled: set[str]) -> Exception:
+    """Return the error for a button that cannot be pressed, with the reason."""
+    reason = ""
+    if name in STARTS:
+        wrong = [f"{setting}: {text}" for setting, text in validation.errors.items()]
+        wrong += [text for text in (validation.together, validation.space_error) if text]
+        if state is not None and state.live:
+            wrong = [f"{state.paths.run_id} is {state.status}; watch(None) leaves it running"]
+        elif not wrong:
+            wrong = ["there are no folds" if name == "cross_validate" else "there is no space"]
+        reason = f": {wrong[0]}"
+    elif state is not None:
+        reason = f": {state.paths.run_id} is {state.status}"
+    return LaunchError(
+        f"{BUTTONS[name][0] if name in BUTTONS else name} cannot be pressed now{reason}",
+        allowed=", ".join(sorted(enabled)) or "nothing",
+        do="look at the run and at the errors in the form",
+    )
+
+
+def parsed_button(button: str, default: int | None = None) -> tuple[str, int]:
+    """Split ``"add_trials=5"`` into name and number; the number is 0 for other buttons.
+
+    Args:
+        button: a name, with a number or without.
+        default: the number of trials that are added if the text names none.
+
+    Raises:
+        LaunchError: the number is missing or wrong.
+    """
+    name, _, text = button.partition("=")
+    if name not in ("add_trials", "stop_trial"):
+        return button, 0
+    if name == "add_trials" and not text and default is not None:
+        text = str(default)
+    least = 1 if name == "add_trials" else 0
+    if not text.isdecimal() or int(text) < least:
+        raise LaunchError(
+            f"{name} was given {text!r}",
+            allowed=f"a whole number, {least} or more",
+            do=f"for example {name}=3",
+        )
+    return name, int(text)
+
+
+# --- start, resume and control ---
+
+
+class _Options(TypedDict):
     wait: Literal[False]
     detach: bool
     display: Literal["off"]
 
 
-def resume_unfinished(state: State, train: Train | None) -> RunHandle:
-    """Resume an unfinished run or search, with its folder's own settings.
+_BACKGROUND: _Options = {"wait": False, "detach": True, "display": "off"}
 
-    It needs no notebook, even where one had started it, since the folder is known.
 
-    Raises:
-        ResumeError: ``train`` is another function than the folder's.
-        FoldError: it is a cross-validation that was cut off before its folds were written.
+def start(
+    name: str, train: Train | None, form: FormState, validation: Validation, folds: Folds | None
+) -> RunHandle:
+    """Start a run, a sweep or a cross-validation with the form's settings.
+
+    Args:
+        name: ``"launch"``, ``"sweep"`` or ``"cross_validate"``.
+        train: the function; None: the one that ``task`` names.
+        form: the form's contents.
+        validation: of the form, without errors.
+        folds: of the panel; a sweep uses them if its space asks for folds.
     """
-    config, folder = load_config(state.paths.config, env=None), state.paths.folder
+    config, sweep_config = validation.config, validation.sweep_config
+    assert config is not None  # else the button is disabled
     function = train if train is not None else find_task(config.task)
-    options: _ResumeOptions = {"resume": folder, "wait": False, "detach": True, "display": "off"}
-    if state.kind == "run":
-        return launch(function, config, **options)
-    folds_file = folder / FOLDS_FILE
-    if state.kind == "cv":
-        return cross_validate(function, config, Folds.load(folds_file), **options)
-    folds = Folds.load(folds_file) if folds_file.exists() else None
-    return sweep(function, config, folder / "sweep.yaml", folds=folds, **options)
+    if name == "launch":
+        return launch(function, config, **_BACKGROUND)
+    if name == "cross_validate":
+        assert folds is not None
+        return cross_validate(function, config, folds, **_BACKGROUND)
+    assert sweep_config is not None
+    used = folds if sweep_config.folds.k else None
+    space, count = form.parsed_space(), form.n_trials()
+    return sweep(function, config, space, n_trials=count, folds=used, **_BACKGROUND)
 
 
-def train_best(state: State, train: Train | None) -> Started:
-    """Launch a run with the best settings of a sweep that has ended.
+def control(name: str, state: State, train: Train | None, number: int = 0) -> RunHandle | None:
+    """Do what a button of a watched run requests.
 
-    Raises:
-        SweepError: no trial is complete.
-    """
-    return start_run(train, SweepResult(state.paths).best_config, "best")
+    Args:
+        name: a button that is offered in this state.
+        state: of the watched run.
+        train: the function; None: the one that the run's ``task`` names.
+        number: of trials for ``"add_trials"``, of the trial for ``"stop_trial"``.
 
-
-# --- control what runs ---
-
-
-def stop(state: State) -> None:
-    """Stop all ranks at their next report; does nothing where it has ended."""
-    if state.live:  # nobody would read a request in the folder of an ended run
-        RunHandle(state.paths).stop("the panel asked")
-
-
-def stop_trial(state: State, number: int) -> None:
-    """Stop one trial at its next report.
+    Returns:
+        A handle on what was started or resumed; None: nothing was.
 
     Raises:
-        LaunchError: it does not run; the sweep would ignore the request.
+        ResumeError: ``train`` is another function than the run's.
+        FoldError: a cross-validation was cut off before its folds were written.
+        LaunchError: the trial does not run: the sweep would ignore the request.
     """
-    running = state.table.running if isinstance(state.table, SweepTable) else []
-    numbers = [trial.number for trial in running]
-    if number not in numbers:
-        raise LaunchError(
-            f"trial {number} does not run",
-            allowed=", ".join(map(str, numbers)) or "none: no trial runs now",
-            do="look at the page Trials",
-        )
-    sweep_handle(state).stop_trial(number)
-
-
-def search_handle(state: State) -> SearchHandle:
-    """Return a handle on a sweep or cross-validation that shows nothing in any cell."""
-    return sweep_handle(state) if state.kind == "sweep" else CVHandle(state.paths)
-
-
-def sweep_handle(state: State) -> SweepHandle:
-    """Return a handle on a sweep that shows nothing in any cell."""
-    return SweepHandle(state.paths, SweepResult)
-
-
-_SHELL_BUTTONS = {"pause", "stop", "add_trials", "stop_trial", "go_on", "train_best"}
+    handle = SweepHandle(state.paths, SweepResult)
+    match name:
+        case "pause":
+            handle.pause()
+        case "stop" if state.live:  # nobody would read a request in the folder of an ended run
+            handle.stop("stopped from the panel")
+        case "resume" if state.status == "paused":
+            handle.resume()
+        case "resume":
+            return _resume(state, train)
+        case "add_trials" if state.live:
+            handle.add_trials(number)
+        case "add_trials" if isinstance(state.table, SweepTable):
+            # The scheduler itself remembers trials that were added while it ran.
+            planned = read_sweep_config(state.paths.folder).budget.n_trials
+            return _resume(state, train, (planned or len(state.table.trials)) + number)
+        case "stop_trial" if isinstance(state.table, SweepTable):
+            running = [trial.number for trial in state.table.running]
+            if number not in running:
+                raise LaunchError(
+                    f"trial {number} has already finished",
+                    allowed=", ".join(map(str, running)) or "none: no trial runs now",
+                    do="stop a trial that runs",
+                )
+            handle.stop_trial(number)
+        case "train_best" if (best := best_config(state)) is not None:
+            function = train if train is not None else find_task(best.task)
+            return launch(function, best, name="best", **_BACKGROUND)
+    return None
 
 
 def press(button: str, state: State) -> Path:
-    """Press a button without a panel, on a folder, as the command line does.
-
-    Args:
-        button: its name, as in :meth:`nbtoolkit.panel.panel.Panel.press`; those that need a number
-            with one: ``"add_trials=5"``, ``"stop_trial=3"``.
-        state: of the folder, just read.
-
-    Returns:
-        The folder to be watched then: of the new run if one was started, else the same.
+    """Press a button without a panel, as the command line does; returns the folder to watch then.
 
     Raises:
         LaunchError: it cannot be pressed now, or its number is missing or wrong.
     """
-    name, _, number = button.partition("=")
-    enabled = sorted(enabled_buttons(state, Validation()) & _SHELL_BUTTONS)
+    name, number = parsed_button(button)
+    enabled = offered_buttons(state)
     if name not in enabled:
-        raise LaunchError(
-            f"{name} cannot be pressed: {state.paths.run_id} is {state.status}",
-            allowed=", ".join(enabled) or "nothing",
-            do="look at the run first",
-        )
-    match name:
-        case "pause":
-            search_handle(state).pause()
-        case "stop":
-            stop(state)
-        case "add_trials":
-            sweep_handle(state).add_trials(_number(name, number))
-        case "stop_trial":
-            stop_trial(state, _number(name, number))
-        case "go_on" if state.status == "paused":
-            search_handle(state).resume()
-        case "go_on":
-            return resume_unfinished(state, None).paths.folder
-        case "train_best":
-            # By the fork server, as `nbtoolkit train` does, without a notebook.
-            config = SweepResult(state.paths).best_config
-            task = find_task(config.task)
-            return launch(
-                task, config, name="best", wait=False, detach=True, display="off"
-            ).paths.folder
-    return state.paths.folder
+        raise refusal(name, state, Validation(), enabled)
+    handle = control(name, state, None, number)
+    return state.paths.folder if handle is None else handle.paths.folder
 
 
-def _number(button: str, text: str) -> int:
-    if not text.isdecimal():
-        raise LaunchError(
-            f"{button} was given {text!r}",
-            allowed="a whole number",
-            do=f"for example {button}=3",
-        )
-    return int(text)
+def best_trial(state: State) -> int | None:
+    """Return the number of a sweep's best trial; None without one, and for several objectives."""
+    best = state.table.best if isinstance(state.table, SweepTable) else []
+    return best[0].number if len(best) == 1 else None
 
 
-# --- the same as shell and cell ---
+def best_config(state: State) -> Config | None:
+    """Return the settings of a sweep's best trial; None as for :func:`best_trial`."""
+    best = best_trial(state)
+    if best is None or state.gone or not isinstance(state.table, SweepTable):
+        return None
+    params = state.table.trials[best].params
+    return load_config(state.paths.config, env=None).with_overrides(dict(params))
 
-SPACE_FILE = "space.yaml"
+
+def _resume(state: State, train: Train | None, trials: int | None = None) -> RunHandle:
+    """Resume a run or a search with its folder's settings; a sweep with more trials if asked."""
+    config, folder = load_config(state.paths.config, env=None), state.paths.folder
+    function = train if train is not None else find_task(config.task)
+    if state.kind == "run":
+        return launch(function, config, resume=folder, **_BACKGROUND)
+    file, space = folder / FOLDS_FILE, folder / "sweep.yaml"
+    if state.kind == "cv":
+        return cross_validate(function, config, Folds.load(file), resume=folder, **_BACKGROUND)
+    folds = Folds.load(file) if file.exists() else None
+    return sweep(
+        function, config, space, n_trials=trials, folds=folds, resume=folder, **_BACKGROUND
+    )
+
+
+# --- the same as code ---
 
 _SHORT = 60  # characters of a dict on one line
+
+
+def code_of_form(form: FormState, validation: Validation, train: Train | None) -> str:
+    """Return the cell and the command line that start the same as the form.
+
+    Args:
+        form: its contents.
+        validation: of the form.
+        train: the panel's function; None: the one that ``task`` names.
+    """
+    if validation.config is None:
+        return "# something in Set up is wrong"
+    overrides, space, text = form.overrides(), None, ""
+    if validation.sweep_config is not None:
+        space, text = form.parsed_space(), form.space
+    cell = python_cell(overrides, space, form.trials, train=_name(train))
+    task = None if train is None else task_name(train)
+    shell = command_line(overrides, text, form.trials, task=task)
+    return f"{cell}\n\n# the same from a shell:\n{shell}"
+
+
+def code_of_best(state: State | None, train: Train | None) -> str:
+    """Return a cell that trains once with the best settings, in full digits; empty without."""
+    best = None if state is None else best_config(state)
+    if best is None:
+        return ""
+    return python_cell(FormState(best).overrides(), train=_name(train))
+
+
+def _name(train: Train | None) -> str:
+    return "" if train is None else getattr(train, "__name__", "train")
+
+
+def write_trials(state: State) -> Path:
+    """Write a sweep's trials to ``trials.csv`` in its folder, a row each; return the file."""
+    if not isinstance(state.table, SweepTable):
+        raise LaunchError("there are no trials", allowed="a sweep", do="choose a sweep of the list")
+    trials = [trial for _, trial in sorted(state.table.trials.items())]
+    names = list(dict.fromkeys(name for trial in trials for name in trial.params))
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["trial", "state", *state.table.metrics, "seconds", "reason", *names])
+    for trial in trials:
+        values = [*trial.values, *[""] * len(state.table.metrics)][: len(state.table.metrics)]
+        params = [trial.params.get(name, "") for name in names]
+        writer.writerow([trial.number, trial.state, *values, trial.seconds, trial.reason, *params])
+    file = state.paths.folder / "trials.csv"
+    write_whole(file, text.getvalue())
+    return file
 
 
 def command_line(
@@ -217,8 +330,8 @@ def command_line(
     if not space.strip():
         return f"nbtoolkit train{options}"
     count = f" --trials {trials.strip()}" if trials.strip() else ""
-    file = f"cat > {SPACE_FILE} <<'END'\n{space.strip()}\nEND\n"
-    return f"{file}nbtoolkit sweep {SPACE_FILE}{options}{count}"
+    file = f"cat > space.yaml <<'END'\n{space.strip()}\nEND\n"
+    return f"{file}nbtoolkit sweep space.yaml{options}{count}"
 
 
 def python_cell(
@@ -236,6 +349,8 @@ def python_cell(
         trials: the number of trials; empty: the space's own.
         train: the function's name in the notebook; empty: the one that ``task`` names.
     """
+    if train:  # the function itself is passed
+        overrides = {name: value for name, value in overrides.items() if name != "task"}
     given = f"overrides={_literal(overrides)}" if overrides else ""
     lines = ["import nbtoolkit as nb", "", f"config = nb.load_config({given})"]
     if not train:
@@ -247,40 +362,6 @@ def python_cell(
     count = f", n_trials={trials.strip()}" if trials.strip() else ""
     searched = f"space = {_literal(space)}"
     return "\n".join([*lines, searched, f"result = nb.sweep({train}, config, space{count})"])
-
-
-def equivalent_code(form: FormState, validation: Validation, train: Train | None) -> str:
-    """Render the changed settings, and the commands and the cell that start the same, as HTML.
-
-    Args:
-        form: the form's contents.
-        validation: of the form.
-        train: the panel's function; None: the one that ``task`` names.
-    """
-    if validation.config is None:
-        return view(alert("something in the settings is wrong"))
-    text, space = "", None
-    if validation.sweep_config is not None:
-        text, space = form.space, form.parsed_space()
-    name = "" if train is None else getattr(train, "__name__", "train")
-    task = None if train is None else task_name(train)
-    shell = command_line(form.overrides(), text, form.trials, task=task)
-    cell = python_cell(form.overrides(), space, form.trials, train=name)
-    return _differences(validation.config) + view(
-        paragraph("The same from a shell", strong=True),
-        code_block(shell),
-        paragraph("The same in a cell", strong=True),
-        code_block(cell),
-    )
-
-
-def _differences(config: Config) -> str:
-    """Render the settings that are not at their default."""
-    changed = config.differences(Config())
-    if not changed:
-        return view(paragraph("All settings are at their default."))
-    rows = [[name, setting(here), setting(default)] for name, (here, default) in changed.items()]
-    return view(data_table(["setting", "here", "default"], rows))
 
 
 def _literal(values: Mapping[str, object], margin: str = "") -> str:

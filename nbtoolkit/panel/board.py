@@ -1,23 +1,21 @@
-"""Lay out the panel's widgets, its links to dashboards, and the rules for its buttons."""
+"""Lay out the panel's widgets: strip, buttons, cards, trials and the sections below them."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.config.schema import Config
-from nbtoolkit.dashboards.mlflow_server import mlflow_unavailable, open_mlflow
-from nbtoolkit.dashboards.server import Dashboard
-from nbtoolkit.dashboards.study_dashboard import dashboard_unavailable, open_dashboard
-from nbtoolkit.errors import DashboardError
-from nbtoolkit.host import Host, detect_host
-from nbtoolkit.panel.form import Form, Validation
-from nbtoolkit.study.table import SweepTable
-from nbtoolkit.views.markup import alert, paragraph, view
-from nbtoolkit.views.state import State
+from nbtoolkit.panel.actions import BUTTONS
+from nbtoolkit.panel.form import set_trait
+from nbtoolkit.views.trial_rows import ROWS, SHOWS, Column, TrialRow, View, row_html, template
 
 if TYPE_CHECKING:
     import ipywidgets
+
+    from nbtoolkit.panel.setup import Setup
 
 # --- style ---
 
@@ -32,304 +30,270 @@ _ARROW = (
     "%3Cpath d='M5 7l4 4 4-4' fill='none' stroke='%23808080' stroke-width='2'/%3E%3C/svg%3E"
 )
 
-# What stock widgets lack (contrasts by WCAG 2.2): labels of tabs have 4.2 to 4.5 where SC 1.4.3
-# wants 4.5, placeholders 3.5, borders of fields 1.9 where SC 1.4.11 wants 3; dark lists have black
-# arrows; the keyboard's focus is hardly visible. In a narrow window, tabs of one width do not fit
-# in one row.
-STYLE = f"""<style>
+# What stock widgets lack (contrasts by WCAG 2.2): placeholders have 3.5 where SC 1.4.3 wants 4.5,
+# borders of fields 1.9 where SC 1.4.11 wants 3; dark lists have black arrows; the keyboard's focus
+# is hardly visible. The last rule hides the page for saved notebooks while the widgets are alive.
+_STYLE = f"""<style>
 .jupyter-widgets.{CLASS} {{
   --jp-widgets-input-border-color: {_GREY};
   --jp-widgets-input-focus-border-color: var(--jp-brand-color1, {_GREY});
 }}
-.jupyter-widgets.{CLASS} ::placeholder {{
-  color: var(--jp-ui-font-color2, {_GREY});
+.jupyter-widgets.{CLASS} ::placeholder {{ color: var(--jp-ui-font-color2, {_GREY}); }}
+.jupyter-widgets.{CLASS} .widget-dropdown > select {{ background-image: url("{_ARROW}"); }}
+.jupyter-widgets.{CLASS} .widget-html-content {{ line-height: normal; }}
+.jupyter-widgets.{CLASS} .nbtoolkit-header button {{
+  background: none; padding: 0 6px; font-weight: 600; text-align: left; overflow: hidden;
 }}
-.jupyter-widgets.{CLASS} .widget-tab > .lm-TabBar .lm-TabBar-tab {{
-  color: var(--jp-ui-font-color1, inherit);
-  flex: 1 0 auto;
-}}
-.jupyter-widgets.{CLASS} .widget-tab > .lm-TabBar > .lm-TabBar-content {{
-  flex-wrap: wrap;
-}}
-.jupyter-widgets.{CLASS} .widget-dropdown > select {{
-  background-image: url("{_ARROW}");
-}}
-.jupyter-widgets.{CLASS} :is(button, input, select, textarea, .lm-TabBar-tab):focus-visible {{
+.jupyter-widgets.{CLASS} .nbtoolkit-header button.nbtoolkit-right {{ text-align: right; }}
+.jupyter-widgets.{CLASS} :is(button, input, select, textarea):focus-visible {{
   outline: 2px solid var(--jp-brand-color1, {_GREY}) !important;
   outline-offset: 1px;
 }}
+.SAVED {{ display: none; }}
 </style>"""
 
-# --- links ---
-
-LINKS = {
-    "dashboard": (
-        "Open optuna-dashboard",
-        "Start optuna-dashboard on the sweep that is watched; it follows the sweep",
-    ),
-    "mlflow": ("Open MLflow", "Start the MLflow UI on what the runs have tracked; takes 10 s"),
+_CARDS = {
+    "best": "1 1 200px",
+    "metrics": "1 1 200px",
+    "history": "2 1 280px",
+    "curves": "2 1 280px",
+    "folds": "1 1 100%",
+    "slices": "1 1 100%",
+    "workers": "1 1 200px",
 }
-"""Label and tooltip of each link, by name."""
+"""The regions beside the trials, each with its share of a row."""
 
-
-class Links:
-    """The dashboards that a panel opens; used by the panel's thread alone.
-
-    Args:
-        host: where this process runs; default: detected.
-    """
-
-    def __init__(self, host: Host | None = None) -> None:
-        self._host = host or detect_host()
-        self._opened: list[Dashboard] = []
-
-    def open(self, name: str, state: State | None, validation: Validation) -> None:
-        """Open a dashboard; returns at once.
-
-        Args:
-            name: one of :data:`LINKS`.
-            state: of the watched run; None: none is watched.
-            validation: of the form.
-
-        Raises:
-            NbtoolkitError: it cannot be opened.
-        """
-        if reason := self.unavailable(name, state, validation):
-            raise DashboardError(reason)
-        if name == "dashboard" and state is not None:
-            opened = open_dashboard(state.paths.folder, wait=False, host=self._host)
-        else:
-            folder, uri = _tracking(state, validation)
-            opened = open_mlflow(folder, uri=uri, wait=False, host=self._host)
-        others = [other for other in self._opened if other is not opened and not other.closed]
-        self._opened = [*others, opened]
-
-    def unavailable(self, name: str, state: State | None, validation: Validation) -> str:
-        """Return why a dashboard cannot be opened now; empty: it can."""
-        if name == "dashboard":
-            return dashboard_unavailable(None if state is None else state.paths.folder, self._host)
-        return mlflow_unavailable(*_tracking(state, validation), self._host)
-
-    @property
-    def starting(self) -> bool:
-        """Whether one of them does not answer yet."""
-        return any(dashboard.starting for dashboard in self._opened)
-
-    def html(self, state: State | None, validation: Validation) -> str:
-        """Render the opened dashboards with address and port, and why others are unavailable."""
-        reasons = {name: self.unavailable(name, state, validation) for name in LINKS}
-        lines = [f"{LINKS[name][0]}: {reason}" for name, reason in reasons.items() if reason]
-        return "".join(map(_dashboard_html, self._opened)) + view(*map(paragraph, lines))
-
-    def close(self) -> None:
-        """Close all that were opened here."""
-        for dashboard in self._opened:
-            dashboard.close()
-
-
-def _tracking(state: State | None, validation: Validation) -> tuple[Path, str | None]:
-    """Return the output folder of the watched run, or of the form, and the tracking URI."""
-    config = validation.config or Config()
-    folder = config.runtime.output_dir if state is None else state.paths.folder.parent
-    return Path(folder).expanduser(), config.tracking.uri
-
-
-def _dashboard_html(dashboard: Dashboard) -> str:
-    try:
-        if dashboard.up():
-            return dashboard._repr_html_()
-        return view(paragraph(f"{dashboard.name}: starting ..."))
-    except DashboardError as error:
-        return view(alert(str(error)))
-
-
-# --- buttons ---
-
-BUTTONS = {
-    "launch": ("Launch", "Train once with these settings, on every device"),
-    "sweep": ("Sweep", "Search for the best settings; continues when the kernel ends"),
-    "pause": ("Pause", "Finish what runs and start nothing more"),
-    "go_on": ("Go on", "Resume a paused or unfinished run"),
-    "stop": ("Stop", "Stop everything at its next report; Go on resumes it"),
-    "add_trials": ("Add trials", "Run as many more as the number beside says"),
-    "stop_trial": ("Stop trial", "Stop the trial of the number beside at its next report"),
-    "train_best": ("Train the best", "Train once with the best settings of the sweep"),
-}
-"""Label and tooltip of each button, by name."""
-
-
-def enabled_buttons(
-    state: State | None, validation: Validation, starting: bool = False
-) -> set[str]:
-    """Return the names of the buttons that can be pressed.
-
-    A panel starts one thing at a time, so that a second press, however fast, starts nothing.
-
-    Args:
-        state: of the watched run; None: none is watched.
-        validation: of the form.
-        starting: whether a notebook was started whose run does not exist yet.
-    """
-    if starting:
-        return {"stop"}
-    idle = state is None or not state.live
-    enabled = {
-        "launch": idle and validation.config is not None,
-        "sweep": idle and validation.sweep_config is not None,
-    }
-    if state is not None:
-        best = state.table.best if isinstance(state.table, SweepTable) else []
-        lost = state.gone or bool(state.unreadable)
-        live_sweep = state.kind == "sweep" and state.live
-        enabled |= {
-            "pause": state.kind != "run" and state.status == "running",
-            "go_on": state.status == "paused" or state.resumable,
-            "stop": state.live,
-            "add_trials": live_sweep,
-            "stop_trial": live_sweep,
-            "train_best": bool(best) and state.ended is not None and not lost,
-        }
-    return {name for name, is_enabled in enabled.items() if is_enabled}
-
-
-def disabled_reason(name: str, state: State | None, validation: Validation, starting: bool) -> str:
-    """Return why nothing can be started now, to follow a sentence; empty for other buttons.
-
-    Args:
-        name: the button's.
-        state: as for :func:`enabled_buttons`.
-        validation: as for :func:`enabled_buttons`.
-        starting: as for :func:`enabled_buttons`.
-    """
-    if name not in ("launch", "sweep"):
-        return ""
-    if starting:
-        return ": a notebook is starting"
-    if state is not None and state.live:
-        return f": {state.paths.run_id} is {state.status}; watch(None) leaves it running"
-    reasons = [f"{setting}: {text}" for setting, text in validation.errors.items()]
-    reasons += [text for text in (validation.together, validation.space_error) if text]
-    if not reasons and name == "sweep" and validation.sweep_config is None:
-        reasons = ["there is no space to search"]
-    return f": {reasons[0]}" if reasons else ""
-
-
-# --- widgets ---
-
-TABS = ("Overview", "Trials", "Curves", "Devices", "Log", "Settings", "Search", "Files", "Links")
-"""The titles of the pages, in order."""
+SECTIONS = ("Set up", "Log", "Compare", "Files", "Code")
+"""The titles of the sections below the cards, in order."""
 
 # By weight, not by colour: JupyterLab's orange has a contrast of 2.7 to its label, AA wants 4.5.
-_BOLD = ("launch", "sweep")
+_BOLD = ("launch", "sweep", "cross_validate", "resume", "train_best")
 
-_AUTO_LABEL = {"description_width": "initial"}  # a label as wide as its text
 _WRAPPED_ROW = {"flex_flow": "row wrap", "grid_gap": "0 10px"}  # wraps in a narrow window
+
+
+def show(widget: ipywidgets.Widget, visible: bool) -> None:
+    """Show a widget, or take it out of the layout."""
+    set_trait(widget.layout, "display", None if visible else "none")
+
+
+def set_html(widget: ipywidgets.HTML, html: str) -> None:
+    """Set an HTML widget's text; an empty one takes no room."""
+    set_trait(widget, "value", html)
+    show(widget, bool(html))
+
+
+# --- the table of trials ---
+
+
+@dataclass(eq=False)
+class _Row:
+    """The widgets of a row, the trial that it shows, and since when (monotonic seconds)."""
+
+    tick: ipywidgets.Checkbox
+    cells: ipywidgets.HTML
+    stop: ipywidgets.Button
+    number: int | None = None
+    since: float = 0.0
+
+
+class TrialTable:
+    """Rows that can be ticked, stopped and sorted; the widgets are made once and refilled.
+
+    Args:
+        on_sort: called with a column's name when its header is pressed.
+        on_tick: called with a trial's number and whether it is ticked now.
+        on_stop: called with a trial's number.
+    """
+
+    _MOVED = 0.4  # seconds in which a click may still mean the trial that stood in the row before
+
+    def __init__(
+        self,
+        on_sort: Callable[[str], None],
+        on_tick: Callable[[int, bool], None],
+        on_stop: Callable[[int], object],
+    ) -> None:
+        import ipywidgets as w
+
+        self._on_sort, self._on_tick, self._on_stop = on_sort, on_tick, on_stop
+        self._columns: Sequence[Column] = ()
+        self.heads: list[ipywidgets.Button] = []
+        self._header = w.GridBox()
+        self._header.add_class("nbtoolkit-header")
+        self.rows = [self._make_row() for _ in range(ROWS)]
+        cells = [w.HTML(), self._header, w.HTML()]
+        cells += [part for row in self.rows for part in (row.tick, row.cells, row.stop)]
+        columns = "24px minmax(min-content, 1fr) 30px"
+        self.root = w.GridBox(
+            cells, layout={"grid_template_columns": columns, "overflow": "auto", "width": "auto"}
+        )
+
+    def fill(self, columns: Sequence[Column], rows: Sequence[TrialRow], chosen: View) -> None:
+        """Show these rows."""
+        self._fill_header(columns, chosen)
+        for row, trial in zip_longest(self.rows, rows[:ROWS]):
+            number = None if trial is None else trial.number
+            if row.number != number:
+                row.number, row.since = number, time.monotonic()
+            for widget in (row.tick, row.cells, row.stop):
+                show(widget, trial is not None)
+            if trial is not None:
+                set_trait(row.cells, "value", row_html(trial, columns))
+                set_trait(row.tick, "description", f"compare trial {number}")
+                set_trait(row.stop, "tooltip", f"Stop trial {number} at its next report")
+                set_trait(row.stop.layout, "visibility", "visible" if trial.running else "hidden")
+            set_trait(row.tick, "value", number in chosen.ticked)
+
+    def _fill_header(self, columns: Sequence[Column], chosen: View) -> None:
+        self._columns = columns
+        while len(self.heads) < len(columns):
+            self.heads.append(self._make_head(len(self.heads)))
+        for head, column in zip(self.heads, columns, strict=False):
+            arrow = ("", " ▴" if chosen.reverse else " ▾")[column.name == chosen.sort]
+            set_trait(head, "description", f"{column.label}{arrow}")
+            set_trait(head, "tooltip", f"Sort by {column.label}")
+            (head.add_class if column.right else head.remove_class)("nbtoolkit-right")
+        set_trait(self._header, "children", tuple(self.heads[: len(columns)]))
+        set_trait(self._header.layout, "grid_template_columns", template(columns))
+
+    def _make_head(self, index: int) -> ipywidgets.Button:
+        import ipywidgets as w
+
+        head = w.Button(layout={"width": "auto", "height": "24px", "margin": "0"})
+        head.on_click(lambda _: self._on_sort(self._columns[index].name))
+        return head
+
+    def _make_row(self) -> _Row:
+        import ipywidgets as w
+
+        flat, clipped = {"height": "24px", "margin": "0"}, {"width": "22px", "overflow": "hidden"}
+        row = _Row(
+            w.Checkbox(description="compare", indent=False, layout={**flat, **clipped}),
+            w.HTML(layout={"margin": "0", "width": "auto"}),
+            w.Button(description="■", layout={**flat, "width": "28px", "padding": "0"}),
+        )
+        row.tick.observe(lambda change: self._act(row, self._on_tick, change["new"]), "value")
+        row.stop.on_click(lambda _: self._act(row, self._on_stop))
+        return row
+
+    def _act(self, row: _Row, act: Callable[..., None], *more: bool) -> None:
+        """Call back with the row's trial, unless it has only just got into the row."""
+        if row.number is not None and time.monotonic() - row.since > self._MOVED:
+            act(row.number, *more)
+
+
+# --- the panel ---
 
 
 class Board:
     """All widgets of a panel.
 
     Args:
-        form: the settings' widgets.
+        setup: the widgets of the settings.
+        table: the trials.
+        hidden: the CSS class of the page for saved notebooks, which the widgets hide.
 
     Attributes:
-        buttons: by the names of :data:`~nbtoolkit.panel.board.BUTTONS`.
-        links: by the names of :data:`~nbtoolkit.panel.board.LINKS`.
-        pages: the HTML widget of each page's view, by title.
+        buttons: by the names of :data:`~nbtoolkit.panel.actions.BUTTONS`.
+        cards: the HTML widget of each region, by name.
         root: the widget that is displayed.
     """
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, setup: Setup, table: TrialTable, hidden: str) -> None:
         import ipywidgets as w
 
-        self.form = form
-        self.plan, self.message = w.HTML(), w.HTML()
-        self.buttons: dict[str, ipywidgets.Button] = {
-            name: w.Button(
-                description=label,
-                tooltip=tooltip,
-                disabled=True,
-                style={"font_weight": "bold" if name in _BOLD else "normal"},
-                layout=w.Layout(width="auto"),
-            )
+        self.setup, self.table = setup, table
+        self.strip, self.message = w.HTML(), w.HTML()
+        self.place = w.HTML(layout={"flex": "1 1 0", "min_width": "0", "overflow": "hidden"})
+        self.buttons = {
+            name: _button(label, tooltip, bold=name in _BOLD)
             for name, (label, tooltip) in BUTTONS.items()
         }
-        self.more = _number_field("more", 5, low=1, high=100_000)
-        self.number = _number_field("trial", 0, low=0, high=1_000_000)
-        self.run = w.Dropdown(
-            options=[("(none)", "")],
-            description="watch",
-            tooltip="Which run of the output folder is watched",
-            style=_AUTO_LABEL,
-            layout=w.Layout(width="520px", max_width="99%"),
+        self.errors = _button("errors", "Open the setting that is wrong")
+        narrow = {"flex": "1 1 220px", "min_width": "120px", "max_width": "420px"}
+        self.run = w.Dropdown(options=[("(none)", "")], **_label("run", **narrow))
+        row = [*self.buttons.values(), self.errors, self.place, self.run]
+        self.actions = w.HBox(row, layout={"flex_flow": "row nowrap", "grid_gap": "0 6px"})
+        self.question, self.yes, self.no = (
+            w.HTML(),
+            _button("Yes", "Do it"),
+            _button("No", "Do nothing"),
         )
-        self._make_pages()
-        controls = self._page_controls()
-        pages = [w.VBox([*controls.get(name, []), self.pages[name]]) for name in TABS]
-        self.tabs = w.Tab(pages, titles=TABS)
-        style = w.HTML(STYLE, layout=w.Layout(display="none"))
-        rows = self._button_rows()
-        self.root = w.VBox([style, self.plan, *rows, self.message, self.run, self.tabs])
+        self.asking = w.HBox([self.question, self.yes, self.no], layout=_WRAPPED_ROW)
+        places = {**_CARDS, "log": "auto", "compare": "auto", "files": "auto"}
+        self.cards = {
+            name: w.HTML(layout={"width": "auto", "margin": "0", "flex": flex})
+            for name, flex in places.items()
+        }
+        self.trials = self._trials_box()
+        page = [self.cards[name] for name in _CARDS]
+        page.insert(-1, self.trials)
+        grid = w.HBox(page, layout={"flex_flow": "row wrap", "grid_gap": "8px"})
+        self.sections = w.Accordion(self._sections(), titles=SECTIONS)
+        self.notice = w.Output()
+        style = w.HTML(_STYLE.replace("SAVED", hidden), layout={"display": "none"})
+        top = [style, self.strip, self.actions, self.asking, self.message]
+        self.root = w.VBox([*top, grid, self.sections, self.notice])
         self.root.add_class(CLASS)
+        for widget in (self.asking, self.errors, self.note, self.message):
+            show(widget, False)
 
-    @property
-    def page(self) -> str:
-        """The title of the page that is shown."""
-        return TABS[self.tabs.selected_index or 0]
+    def open(self, section: str) -> None:
+        """Open one of :data:`SECTIONS`."""
+        set_trait(self.sections, "selected_index", SECTIONS.index(section))
 
-    def _button_rows(self) -> list[ipywidgets.HBox]:
+    def _trials_box(self) -> ipywidgets.VBox:
         import ipywidgets as w
 
-        names = ("launch", "sweep", "pause", "go_on", "stop", "train_best")
-        first = [self.buttons[name] for name in names]
-        second = [self.more, self.buttons["add_trials"], self.number, self.buttons["stop_trial"]]
-        return [w.HBox(first, layout=_WRAPPED_ROW), w.HBox(second, layout=_WRAPPED_ROW)]
+        self.count = w.HTML()
+        self.filter = w.Dropdown(options=SHOWS, **_label("show", width="140px"))
+        self.more = w.IntText(10, **_label("add", width="100px"))
+        self.previous = _button("◀", "The page before")
+        self.next = _button("▶", "The next page")
+        self.note = w.Text(continuous_update=False, **_label("note", flex="1 1 200px"))
+        head = w.HBox([self.count, self.filter, self.more], layout=_WRAPPED_ROW)
+        foot = w.HBox([self.previous, self.next, self.note], layout=_WRAPPED_ROW)
+        border = "1px solid var(--jp-border-color2, #8884)"
+        layout = {"flex": "3 1 500px", "border": border, "padding": "4px 8px", "min_width": "0"}
+        return w.VBox([head, self.table.root, foot], layout=layout)
 
-    def _make_pages(self) -> None:
+    def _sections(self) -> list[ipywidgets.VBox]:
         import ipywidgets as w
 
-        auto = w.Layout(width="auto")
-        self.pages = {name: w.HTML() for name in TABS}
-        self.sort = w.Dropdown(options=["trial"], description="sort by", style=_AUTO_LABEL)
-        self.down = w.Checkbox(value=True, description="largest first", indent=False, layout=auto)
-        self.part = _number_field("page", 1, low=1, high=1)
-        self.log = w.Dropdown(options=[], description="log of", style=_AUTO_LABEL)
-        self.file = w.Text(
-            value="config.yaml",
-            description="file",
-            tooltip="A YAML file of settings",
-            style=_AUTO_LABEL,
-            layout=w.Layout(width="520px"),
-        )
-        self.load = w.Button(description="Load", tooltip="Read the settings from the file")
-        self.save = w.Button(description="Save", tooltip="Write the settings to the file")
-        self.links: dict[str, ipywidgets.Button] = {
-            name: w.Button(description=label, tooltip=tooltip, disabled=True, layout=auto)
-            for name, (label, tooltip) in LINKS.items()
-        }
-
-    def _page_controls(self) -> dict[str, list[ipywidgets.Widget]]:
-        """Return the controls above a page's view, by title."""
-        import ipywidgets as w
-
-        return {
-            "Trials": [w.HBox([self.sort, self.down, self.part], layout=_WRAPPED_ROW)],
-            "Log": [self.log],
-            "Settings": [self.form.settings],
-            "Search": [self.form.search],
-            "Files": [w.HBox([self.file, self.load, self.save])],
-            "Links": [w.HBox([*self.links.values()], layout=_WRAPPED_ROW)],
-        }
+        self.file = w.Text("config.yaml", **_label("file", width="420px"))
+        self.load = _button("Load", "Read the settings from the file")
+        self.save = _button("Save", "Write the settings to the file")
+        self.load_run = _button("Settings of the run", "Copy the settings of the run that is shown")
+        self.notify = w.Checkbox(description="mark the browser tab at the end", indent=False)
+        self.log = w.Dropdown(options=[("newest running", "")], **_label("log of"))
+        self.name = w.Text(**_label("name", width="420px"))
+        self.rename = _button("Rename", "Give the run that is shown another name")
+        self.delete = _button("Delete", "Move the run that is shown to the folder .trash")
+        self.csv = _button("Write trials.csv", "Into the folder of the sweep that is shown")
+        self.best_code = w.Textarea(**_label("best settings", width="99%", height="180px"))
+        self.code = w.Textarea(**_label("Set up as code", width="99%", height="180px"))
+        stored = w.HBox([self.file, self.load, self.save, self.load_run], layout=_WRAPPED_ROW)
+        named = w.HBox([self.name, self.rename, self.delete, self.csv], layout=_WRAPPED_ROW)
+        contents: list[list[ipywidgets.Widget]] = [
+            [self.setup.root, stored, self.notify],
+            [self.log, self.cards["log"]],
+            [self.cards["compare"]],
+            [self.cards["files"], named],
+            [self.best_code, self.code],
+        ]
+        return [w.VBox(widgets) for widgets in contents]
 
 
-def _number_field(label: str, value: int, *, low: int, high: int) -> ipywidgets.BoundedIntText:
+def _label(text: str, **layout: str) -> dict[str, Any]:
+    """Return the traits of a field with a label as wide as its text."""
+    style = {"description_width": "initial"}
+    return {"description": text, "style": style, "layout": {"max_width": "99%", **layout}}
+
+
+def _button(label: str, tooltip: str, *, bold: bool = False) -> ipywidgets.Button:
     import ipywidgets as w
 
-    return w.BoundedIntText(
-        value=value,
-        min=low,
-        max=high,
-        description=label,
-        style=_AUTO_LABEL,
-        layout=w.Layout(width="150px"),
-    )
+    weight = {"font_weight": "bold" if bold else "normal"}
+    layout = {"width": "auto", "flex": "0 0 auto"}
+    return w.Button(description=label, tooltip=tooltip, style=weight, layout=layout)

@@ -3,34 +3,53 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from nbtoolkit.config.schema import load_config
 from nbtoolkit.errors import LaunchError, NbtoolkitError
-from nbtoolkit.notebooks.handle import NotebookHandle
 from nbtoolkit.panel import actions
-from nbtoolkit.panel.board import BUTTONS, Board, Links, disabled_reason, enabled_buttons
-from nbtoolkit.panel.drawing import Drawing, plan_text
-from nbtoolkit.panel.form import Form, FormSnapshot, FormState, Validation, close_widget
+from nbtoolkit.panel.board import Board, TrialTable, set_html, show
+from nbtoolkit.panel.drawing import Drawing, SavedPage, place_text
+from nbtoolkit.panel.form import FormState, Validation, close_widget, drop_edits, set_trait
+from nbtoolkit.panel.setup import Setup
 from nbtoolkit.run.paths import write_whole
+from nbtoolkit.text_table import duration
+from nbtoolkit.views import runs
 from nbtoolkit.views.markup import alert, paragraph, view
+from nbtoolkit.views.page import page_html
 from nbtoolkit.views.state import State, read_state
-from nbtoolkit.views.trials import largest_first, page_html, page_text
+from nbtoolkit.views.text import page_text
+from nbtoolkit.views.trial_rows import View
 
 if TYPE_CHECKING:
+    from nbtoolkit.folds.folds import Folds
     from nbtoolkit.launcher.handle import RunHandle
 
 T = TypeVar("T")
 
 POLL_SECONDS = 1.0
-"""Between two polls."""
+"""Between two polls; more if a poll takes long."""
+
+_POLL_SHARE = 0.2  # of a core, for the polls of a large sweep
+_ASKS_AFTER = 300.0  # seconds of a run after which Stop asks
+_MESSAGE_SECONDS = 20.0  # that a message stands; errors stand until the next press
+
+_HEARD = {
+    "stop": "Stopping: waiting for each worker's next report",
+    "pause": "Pausing: what runs is finished, nothing more is started",
+    "stop_trial": "Stopping the trial: waiting for its next report",
+}
+"""What is shown when a request was sent, by button."""
 
 
 class WorkerThread:
@@ -44,16 +63,10 @@ class WorkerThread:
     Args:
         poll: called every second, and after each task.
         on_error: called with what ``poll`` or a task raised.
-        seconds: between two polls.
     """
 
-    def __init__(
-        self,
-        poll: Callable[[], None],
-        on_error: Callable[[BaseException], None],
-        seconds: float = POLL_SECONDS,
-    ) -> None:
-        self._poll, self._on_error, self._seconds = poll, on_error, seconds
+    def __init__(self, poll: Callable[[], None], on_error: Callable[[BaseException], None]) -> None:
+        self._poll, self._on_error = poll, on_error
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._closed, self._lock = False, threading.Lock()
         # A daemon: the kernel's exit does not wait for a panel.
@@ -95,8 +108,10 @@ class WorkerThread:
             try:
                 task = self._tasks.get(timeout=max(next_poll - time.monotonic(), 0.0))
             except queue.Empty:
+                before = time.thread_time()
                 self._run(self._poll, Future())
-                next_poll = time.monotonic() + self._seconds
+                cost = time.thread_time() - before
+                next_poll = time.monotonic() + max(POLL_SECONDS, cost / _POLL_SHARE)
                 continue
             if task is None:
                 return
@@ -114,128 +129,83 @@ class WorkerThread:
             future.set_result(value)
 
 
-class BackgroundNotebooks:
-    """The notebooks that a panel has started; used by the panel's thread.
-
-    Attributes:
-        last: the one that was started last; None: none was.
-        starting: the one whose run does not exist yet; None: there is none.
-    """
-
-    def __init__(self) -> None:
-        self.last: NotebookHandle | None = None
-        self.starting: NotebookHandle | None = None
-        self._run: Future[Path] = Future()
-        self._running: list[NotebookHandle] = []
-
-    def add(self, notebook: NotebookHandle) -> Future[Path]:
-        """Follow another notebook; the future gets the folder of its run."""
-        self.last = self.starting = notebook
-        self._run = Future()
-        return self._run
-
-    def poll(self) -> Path | None:
-        """Return the folder of a run that appeared since the last call; None: none did.
-
-        Raises:
-            NotebookFailed: a notebook has failed, before its run appeared or after.
-        """
-        for notebook in [notebook for notebook in self._running if notebook.done()]:
-            self._running.remove(notebook)
-            notebook.result()
-        return None if self.starting is None else self._poll_run(self.starting)
-
-    def status_text(self) -> str:
-        """Describe the notebook that is starting; empty: there is none."""
-        if self.starting is None:
-            return ""
-        return f"starting the notebook {self.starting.output}; its log: {self.starting.log}"
-
-    def _poll_run(self, notebook: NotebookHandle) -> Path | None:
-        done = notebook.done()  # first, since what it starts before its end is listed then
-        if runs := notebook.runs:
-            self.starting = None
-            self._running.append(notebook)
-            self._run.set_result(runs[-1])
-            return runs[-1]
-        if done:
-            self.starting = None
-            self._raise_failure(notebook)
-        return None
-
-    def _raise_failure(self, notebook: NotebookHandle) -> None:
-        try:
-            notebook.result()
-            raise LaunchError(
-                f"the notebook {notebook.output} ended without starting a run",
-                do="look at its cells",
-            )
-        except BaseException as error:
-            self._run.set_exception(error)
-            raise
-
-
 class Controller:
     """Everything behind a panel.
 
     Args:
         train: the training function; None: the one that ``task`` names.
         form: the form's first contents.
+        folds: for cross-validations; None: there are none.
+        given: whether the form's contents are a configuration that the cell names: then those of
+            an ended run do not replace them.
+        notify: whether the browser's tab is marked at the end of a run.
 
     Attributes:
         state: of the watched run; None: none is watched.
         board: the widgets.
-        notebooks: those that were started here.
+        chosen: what the person chose to see.
         worker: the thread in which all tasks run, and in which alone the state changes.
+        output_dir: the folder of the runs: the form's when the panel was opened, later that of what
+            was started.
     """
 
-    def __init__(self, train: actions.Train | None, form: FormState) -> None:
-        self._train = train
+    def __init__(
+        self,
+        train: actions.Train | None,
+        form: FormState,
+        folds: Folds | None = None,
+        *,
+        given: bool = True,
+        notify: bool = False,
+    ) -> None:
+        self._train, self._folds = train, folds
         self.state: State | None = None
+        self.chosen = View()
         self._handle: RunHandle | None = None
-        self._validation = Validation()
-        self._snapshot = FormSnapshot(form, 0, 0)
-        self._stale = True
+        self._validation = form.validate()
+        config = self._validation.config
+        self.output_dir = "outputs" if config is None else config.runtime.output_dir
+        self._stale, self._was_live, self._message_ends = True, False, 0.0
         self._pressing = threading.Lock()
-        self._pressed: dict[str, Future[Future[Path] | None]] = {}
-        self.board = Board(Form(form, self._on_edit))
-        self._links, self.notebooks = Links(), BackgroundNotebooks()
-        self._drawing = Drawing(self.board, train, self._links)
+        self._pressed: dict[str, Future[None]] = {}
+        self._on_yes: Callable[[], object] | None = None
+        setup = Setup(form, self._on_edit, task=train is None)
+        table = TrialTable(
+            on_sort=lambda name: self._submit(partial(self._sort, name)),
+            on_tick=lambda number, on: self._submit(partial(self._tick, number, on)),
+            on_stop=lambda number: self.press(f"stop_trial={number}"),
+        )
+        css_class = f"nbtoolkit-saved-{uuid.uuid4().hex[:8]}"
+        self.board = Board(setup, table, css_class)
+        self.board.notify.value = notify
+        self.saved = SavedPage(css_class, self.html)
+        self._drawing = Drawing(self.board, train, folds, self._on_edit)
         self.worker = WorkerThread(self.poll, self._show_error)
         self._observe_widgets()
-        # A first poll, so that the panel is shown complete; its errors are shown like later ones.
+        # So that the panel is shown complete; errors are shown like later ones.
+        self.worker.submit(partial(self._attach, given)).exception()
         self.worker.submit(self.poll).exception()
-
-    @property
-    def output_dir(self) -> str:
-        """The folder of the runs, by the form."""
-        config = self._validation.config
-        return config.runtime.output_dir if config is not None else "outputs"
 
     def validate(self) -> Validation:
         """Validate what stands in the form now."""
-        return self.board.form.state.copy().validate()
+        return self.board.setup.state.copy().validate()
 
-    def press(self, name: str) -> Future[Future[Path] | None]:
-        """Submit a button's task; pressing it again before the task is done submits no other.
-
-        Returns:
-            The task's future. Its result is None, or a future of the run's folder if the task has
-            started a notebook.
-        """
+    def press(self, button: str) -> Future[None]:
+        """Submit a button's task; pressing it again before the task is done submits no other."""
         with self._pressing:
-            if name not in self._pressed:
-                if name in self.board.buttons:
-                    self.board.buttons[name].disabled = True
-                task = partial(self._run_button, name, self._take_snapshot())
-                self._pressed[name] = self.worker.submit(task)
-            return self._pressed[name]
+            if button not in self._pressed:
+                if button in self.board.buttons:
+                    self.board.buttons[button].disabled = True
+                    self._show_message(f"{actions.BUTTONS[button][0]} ...")
+                form, more = self.board.setup.state.copy(), self.board.more.value
+                task = partial(self._run_button, button, form, more)
+                self._pressed[button] = self.worker.submit(task)
+            return self._pressed[button]
 
     def close(self) -> None:
         """End the thread and the widgets."""
         self.worker.close()
-        self._links.close()
-        for widget in (*self.board.form.rows, self.board.root):
+        for widget in (*self.board.setup.rows, *self.board.table.heads, self.board.root):
             close_widget(widget)
 
     # --- callbacks of widgets, in any thread ---
@@ -243,144 +213,198 @@ class Controller:
     def _observe_widgets(self) -> None:
         board = self.board
         for name, button in board.buttons.items():
-            button.on_click(lambda _, name=name: self.press(name))
-        board.load.on_click(lambda _: self._submit_with_file(self._load))
-        board.save.on_click(lambda _: self._submit_with_file(self._save))
-        for name, button in board.links.items():
-            button.on_click(lambda _, name=name: self.worker.submit(partial(self._open, name)))
-        board.run.observe(self._on_run_chosen, "value")
-        board.sort.observe(self._on_sort_chosen, "value")
-        for widget in (board.sort, board.down, board.part, board.log):
-            widget.observe(self._on_view_changed, "value")
-        board.tabs.observe(self._on_view_changed, "selected_index")
+            button.on_click(lambda _, name=name: self._on_click(name))
+        for widget, task in (
+            (board.errors, self._open_error),
+            (board.previous, partial(self._turn, -1)),
+            (board.next, partial(self._turn, 1)),
+            (board.load_run, self._load_run),
+            (board.rename, self._rename),
+            (board.delete, self._ask_delete),
+            (board.csv, self._write_trials),
+            (board.yes, partial(self._answer, True)),
+            (board.no, partial(self._answer, False)),
+        ):
+            widget.on_click(lambda _, task=task: self._submit(task))
+        board.load.on_click(lambda _: self._submit(partial(self._load, board.file.value)))
+        board.save.on_click(self._on_save)
+        for field, take in (
+            (board.run, lambda value: self.watch(Path(value) if value else None)),
+            (board.filter, lambda value: self._choose(show=value, page=0)),
+            (board.log, lambda value: self._choose(log=value)),
+            (board.note, self._set_note),
+            (board.more, lambda _: None),
+        ):
+            field.observe(
+                lambda change, take=take: self._submit(partial(take, change["new"])), "value"
+            )
 
-    def _take_snapshot(self) -> FormSnapshot:
-        board = self.board
-        return FormSnapshot(board.form.state.copy(), board.more.value, board.number.value)
-
-    def _submit_with_file(self, task: Callable[[str, FormState], None]) -> None:
-        board = self.board
-        self.worker.submit(partial(task, board.file.value, board.form.state.copy()))
+    def _submit(self, task: Callable[[], object]) -> None:
+        """Submit a task, after which everything is drawn; the panel's thread fills widgets."""
+        if not self.worker.is_current:
+            self._stale = True
+            self.worker.submit(task)
 
     def _on_edit(self) -> None:
         self._stale = True
-        # The form calls this while it is made, before there is a thread.
-        if hasattr(self, "worker") and not self.worker.is_current:
-            self.worker.submit(lambda: None)  # a poll follows
+        if hasattr(self, "worker"):  # the form calls this while it is made, before the thread
+            self._submit(lambda: None)
 
-    def _on_view_changed(self, _: object) -> None:
-        if not self.worker.is_current:
-            self._on_edit()
+    def _on_save(self, _: object) -> None:
+        form = self.board.setup.state.copy()
+        self._submit(partial(self._save, self.board.file.value, form))
 
-    def _on_sort_chosen(self, change: Mapping[str, str]) -> None:
-        if not self.worker.is_current:  # that thread fills the list
-            self.board.down.value = largest_first(self.state, change["new"])
-
-    def _on_run_chosen(self, change: Mapping[str, str]) -> None:
-        if not self.worker.is_current:
-            folder = Path(change["new"]) if change["new"] else None
-            self.worker.submit(lambda: self.watch(folder))
+    def _on_click(self, name: str) -> None:
+        seconds = 0.0 if name != "stop" or self.state is None else self.state.elapsed()
+        if seconds <= _ASKS_AFTER:
+            self.press(name)
+            return
+        text, stop = f"Stop after {duration(seconds)}?", partial(self.press, name)
+        self._submit(partial(self._ask, text, "Stop", "Keep running", stop))
 
     # --- tasks, in the panel's thread ---
 
     def watch(self, folder: Path | None) -> None:
         """Watch another folder; None: none."""
         self.state = None if folder is None else read_state(folder)
-        self._handle = None
-        self._stale = True
+        self._handle, self.chosen, self._stale = None, View(), True
+        self._was_live = self.state is not None and self.state.live
+        title = "" if folder is None else runs.read_annotations(folder).title
+        set_trait(self.board.name, "value", title)
+        show(self.board.note, False)
 
     def text(self) -> str:
         """Format what is shown as text."""
-        texts = [plan_text(self.validate()), self.notebooks.status_text(), page_text(self.state)]
-        return "\n\n".join(text for text in texts if text)
+        return f"{place_text(self.validate())}\n\n{page_text(self.state)}"
 
     def html(self) -> str:
         """Render what is shown as static HTML."""
-        return view(paragraph(plan_text(self.validate()))) + page_html(self.state)
+        return page_html(self.state, self.chosen)
 
-    def _run_button(self, name: str, snapshot: FormSnapshot) -> Future[Path] | None:
+    def _attach(self, given: bool) -> None:
+        """Watch what runs, else the newest; load its settings; offer edits of an earlier kernel."""
+        folder = runs.newest(self.output_dir)
+        if folder is None:
+            self.board.open("Set up")
+        else:
+            self.watch(folder)
+            if self._was_live or not given:
+                with contextlib.suppress(NbtoolkitError):  # a run of an older version
+                    self._load_run()
+        self.board.setup.offer(self.output_dir)
+        if self.board.setup.offered.children:
+            self.board.open("Set up")
+
+    def _run_button(self, button: str, form: FormState, more: int) -> None:
         try:
-            self._snapshot = snapshot
-            self._refuse_if_disabled(name)
-            self._show_message(f"{BUTTONS[name][0]} ...")
-            run: Future[Path] | None = getattr(self, f"_{name}")()
-            return run
+            name, number = actions.parsed_button(button, more)
+            # The present state may differ from when the button was drawn.
+            self._validation = form.validate()
+            if self.state is not None:
+                self.state.refresh()
+            offered = actions.offered_buttons(self.state, form, self._folds)
+            enabled = actions.enabled_buttons(offered, self._validation)
+            if name not in enabled:
+                raise actions.refusal(name, self.state, self._validation, enabled)
+            handle: RunHandle | None
+            if name in actions.STARTS:
+                # The fork server may need seconds: the run before must not look like this one.
+                self._drawing.clear("Starting: waiting for the first process")
+                handle = actions.start(name, self._train, form, self._validation, self._folds)
+                drop_edits(self.output_dir)
+                self.board.setup.edited, self.output_dir = False, str(handle.paths.folder.parent)
+            else:
+                assert self.state is not None  # else the button is not offered
+                handle = actions.control(name, self.state, self._train, number)
+            if handle is not None:
+                self.watch(handle.paths.folder)
+                self._handle = handle  # each poll reads its connection
+            text = _HEARD.get(name)
+            started = "" if handle is None else f"started: {handle.paths.folder}"
+            self._show_message(text or started or f"{actions.BUTTONS[name][0]}: requested")
         finally:
             with self._pressing:
-                self._pressed.pop(name, None)
+                self._pressed.pop(button, None)
             self._stale = True
 
-    def _refuse_if_disabled(self, name: str) -> None:
-        """Check the present state, which may differ from when the button was drawn."""
-        self._validation = self._snapshot.state.validate()
+    def _choose(self, **changes: object) -> None:
+        self.chosen = replace(self.chosen, **changes)  # type: ignore[arg-type] # its own fields
+
+    def _sort(self, name: str) -> None:
+        again = name == self.chosen.sort
+        self._choose(sort=name, reverse=again and not self.chosen.reverse, page=0)
+
+    def _turn(self, pages: int) -> None:
+        self._choose(page=max(self.chosen.page + pages, 0))
+
+    def _tick(self, number: int, on: bool) -> None:
+        ticked = [other for other in self.chosen.ticked if other != number]
+        self._choose(ticked=(*ticked, number) if on else tuple(ticked))
+        ticked = list(self.chosen.ticked)
+        show(self.board.note, bool(ticked))
+        if ticked and self.state is not None:
+            notes = runs.read_annotations(self.state.paths.folder).notes
+            set_trait(self.board.note, "description", f"note on trial {ticked[-1]}")
+            set_trait(self.board.note, "value", notes.get(str(ticked[-1]), ""))
+        if len(ticked) > 1:
+            self.board.open("Compare")
+
+    def _set_note(self, text: str) -> None:
+        if self.state is not None and self.chosen.ticked:
+            runs.set_note(self.state.paths.folder, self.chosen.ticked[-1], text)
+
+    def _ask(self, text: str, yes: str, no: str, act: Callable[[], object]) -> None:
+        board, self._on_yes = self.board, act
+        set_trait(board.question, "value", view(paragraph(text)))
+        board.yes.description, board.no.description = yes, no
+        show(board.asking, True)
+
+    def _answer(self, yes: bool) -> None:
+        act, self._on_yes = self._on_yes, None
+        show(self.board.asking, False)
+        if yes and act is not None:
+            act()
+
+    def _rename(self) -> None:
         if self.state is not None:
-            self.state.refresh()
-        starting = self.notebooks.starting is not None
-        enabled = enabled_buttons(self.state, self._validation, starting)
-        if name not in enabled:
-            label = BUTTONS[name][0] if name in BUTTONS else name
-            reason = disabled_reason(name, self.state, self._validation, starting)
-            raise LaunchError(
-                f"{label} cannot be pressed now{reason}",
-                allowed=", ".join(button for button in BUTTONS if button in enabled) or "nothing",
-                do="look at the overview and at the errors in the form",
-            )
+            runs.rename(self.state.paths.folder, self.board.name.value)
 
-    def _launch(self) -> Future[Path] | None:
-        config = self._validation.config
-        assert config is not None  # else the button is disabled
-        return self._follow_started(actions.start_run(self._train, config), "launched")
+    def _ask_delete(self) -> None:
+        if self.state is not None:
+            folder = self.state.paths.folder
+            text = f"Move {folder.name} to {folder.parent / '.trash'}?"
+            self._ask(text, "Delete", "Keep", partial(self._delete, folder))
 
-    def _sweep(self) -> Future[Path] | None:
-        config, form = self._validation.config, self._snapshot.state
-        assert config is not None
-        handle = actions.start_sweep(self._train, config, form.parsed_space(), form.n_trials())
-        return self._follow_started(handle, "started")
+    def _delete(self, folder: Path) -> None:
+        trash = runs.move_to_trash(folder)
+        self.watch(None)
+        self._show_message(f"moved to {trash}")
 
-    def _go_on(self) -> None:
-        state = self._watched()
-        if state.status == "paused":
-            actions.search_handle(state).resume()
-            self._show_message("resuming")
-        else:
-            self._follow_started(actions.resume_unfinished(state, self._train), "resuming")
+    def _write_trials(self) -> None:
+        if self.state is not None:
+            self._show_message(f"written: {actions.write_trials(self.state)}")
 
-    def _train_best(self) -> Future[Path] | None:
-        handle = actions.train_best(self._watched(), self._train)
-        return self._follow_started(handle, "training the best")
+    def _open_error(self) -> None:
+        self.board.open("Set up")
+        wrong = [*self._validation.errors, *(["space"] if self._validation.space_error else [])]
+        if wrong:
+            self.board.setup.open_at(wrong[0])
 
-    def _pause(self) -> None:
-        actions.search_handle(self._watched()).pause()
-        self._show_message("asked to pause: what runs is finished first")
-
-    def _stop(self) -> None:
-        if self.notebooks.starting is not None:
-            self.notebooks.starting.stop()
-            self._show_message("asked the notebook to stop")
-        else:
-            actions.stop(self._watched())
-            self._show_message("asked to stop: all ranks stop at their next report")
-
-    def _stop_trial(self) -> None:
-        number = self._snapshot.number
-        actions.stop_trial(self._watched(), number)
-        self._show_message(f"asked trial {number} to stop")
-
-    def _add_trials(self) -> None:
-        count = self._snapshot.more
-        actions.sweep_handle(self._watched()).add_trials(count)
-        self._show_message(f"asked for {count} more trials")
-
-    def _open(self, name: str) -> None:
-        self._links.open(name, self.state, self.validate())
-        self._stale = True
-
-    def _load(self, file: str, form: FormState) -> None:
-        loaded = FormState(load_config(file), form.space)
-        loaded.trials = form.trials
-        self.board.form.load(loaded)
-        self._stale = True
+    def _load(self, file: str) -> None:
+        loaded = FormState(load_config(file), self.board.setup.state.space)
+        loaded.trials = self.board.setup.state.trials
+        self.board.setup.load(loaded)
         self._show_message(f"loaded {file}")
+
+    def _load_run(self) -> None:
+        """Put the settings of the watched run, and its space, into the form."""
+        if self.state is None:
+            return
+        loaded = FormState(load_config(self.state.paths.config, env=None))
+        file = self.state.paths.folder / "sweep.yaml"
+        loaded.space = file.read_text() if file.is_file() else self.board.setup.state.space
+        self.board.setup.load(loaded)
+        self._show_message(f"Set up has the settings of {self.state.paths.run_id}")
 
     def _save(self, file: str, form: FormState) -> None:
         config = form.validate().config
@@ -390,55 +414,47 @@ class Controller:
         write_whole(path, config.to_yaml())
         self._show_message(f"saved to {path.absolute()}")
 
-    def _follow_started(self, handle: actions.Started, verb: str) -> Future[Path] | None:
-        """Watch what was started; a notebook's run later, once it exists."""
-        if isinstance(handle, NotebookHandle):
-            self.watch(None)
-            run = self.notebooks.add(handle)
-            self._show_message(self.notebooks.status_text())
-            return run
-        self.watch(handle.paths.folder)
-        self._handle = handle  # each poll reads its connection
-        self._show_message(f"{verb}: {handle.paths.folder}")
-        return None
-
-    def _watched(self) -> State:
-        assert self.state is not None  # else the button is disabled
-        return self.state
-
     def _show_message(self, text: str) -> None:
-        self.board.message.value = view(paragraph(text))
+        self._message_ends = time.monotonic() + _MESSAGE_SECONDS
+        set_html(self.board.message, view(paragraph(text)))
 
     def _show_error(self, error: BaseException) -> None:
         ours = isinstance(error, NbtoolkitError)
         text = str(error) if ours else f"{type(error).__name__}: {error}"
+        self._message_ends = float("inf")
         with contextlib.suppress(Exception):  # the kernel is exiting
-            self.board.message.value = view(alert(text))
+            set_html(self.board.message, view(alert(text)))
             self._stale = True
 
     # --- drawing, in the panel's thread ---
 
     def poll(self) -> None:
         """Read what is new and draw it."""
-        self._poll_notebooks()
-        draws = self._stale
-        self._stale = False
+        draws, self._stale = self._stale, False
         if self._handle is not None:
             self._handle.done()  # reads its connection, so that it never fills
         if self.state is not None:
             draws = self.state.refresh() or draws or self.state.live  # times and devices change
-        self._drawing.list_runs(self.state, self.output_dir)
-        if draws or self._links.starting:
-            form = self.board.form.state.copy()
+            ended = self._was_live and self.state.over
+            self._was_live = self.state.live
+            if ended and self.board.notify.value:
+                self._mark_tab(self.state.status)
+        if time.monotonic() > self._message_ends:
+            set_html(self.board.message, "")
+        # Another user's folder: a launch reports that.
+        with contextlib.suppress(OSError, NbtoolkitError):
+            self._drawing.list_runs(self.state, self.output_dir)
+        self.board.setup.keep(self.output_dir)
+        if draws:
+            form = self.board.setup.state.copy()
             self._validation = form.validate()
-            starting = self.notebooks.starting is not None
-            self._drawing.draw(self.state, form, self._validation, self._pressed, starting)
+            self._drawing.draw(self.state, form, self._validation, self.chosen, self._pressed)
+        self.saved.update(changed=draws, now=self.state is not None and self.state.over)
 
-    def _poll_notebooks(self) -> None:
-        """Watch a notebook's run once it exists; show why a notebook has failed."""
-        try:
-            if folder := self.notebooks.poll():
-                self.watch(folder)
-                self._show_message(f"the notebook has started: {folder}")
-        except NbtoolkitError as error:
-            self._show_error(error)
+    def _mark_tab(self, status: str) -> None:
+        """Mark the browser's tab; nothing but a script can do that."""
+        sign = json.dumps("✓ " if status == "completed" else "✕ ")
+        script = f"document.title = {sign} + document.title.replace(/^[✓✕] /, '')"
+        data = {"application/javascript": script}
+        output = {"output_type": "display_data", "data": data, "metadata": {}}
+        self.board.notice.outputs = (output,)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Mapping
-from concurrent import futures
-from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nbtoolkit.config.layers import file_layer
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.config.yaml_source import dump
-from nbtoolkit.errors import LaunchError, MissingExtra
+from nbtoolkit.errors import MissingExtra
 from nbtoolkit.panel.controller import Controller
 from nbtoolkit.panel.form import FormState
 from nbtoolkit.run.paths import find_run
@@ -23,30 +20,35 @@ from nbtoolkit.run.paths import find_run
 if TYPE_CHECKING:
     import ipywidgets
 
-    from nbtoolkit.notebooks.handle import NotebookHandle
+    from nbtoolkit.folds.folds import Folds
     from nbtoolkit.panel.actions import Train
 
     Source = str | os.PathLike[str] | Mapping[str, object]
-
-_START_SECONDS = 300.0  # for a notebook's first run: its first cell may install packages
-_POLL_SECONDS = 0.1
 
 
 def panel(
     train: Train | None = None,
     config: ConfigLike = None,
     space: Source | None = None,
+    folds: Folds | None = None,
+    *,
+    notify: bool = False,
 ) -> Panel:
-    """Open a control panel: a form of all settings, buttons, and views of what runs.
+    """Open a control panel: one page of what runs, buttons, and a form of all settings.
 
-    What it starts is detached: it continues when the kernel ends, and another panel can watch it.
-    Without widgets (papermill, a terminal, a saved notebook) it is text and static HTML.
+    It shows at once what runs in the output folder, else the newest run. What it starts is
+    detached: it continues when the kernel ends, and another panel can watch it. Without widgets
+    (papermill, a terminal, a saved notebook) it is text and static HTML.
 
     Args:
         train: the training function, as for :func:`nbtoolkit.launch`; None: the one that
             ``config.task`` names.
-        config: the form's first values: a Config, a path to YAML, or a dict; None: the defaults.
+        config: the form's first values: a Config, a path to YAML, or a dict; None: those of the run
+            that is shown, else the defaults. Those of a run that is live come first in any case.
         space: what is searched, as for :func:`nbtoolkit.sweep`; None: it may be typed.
+        folds: from :func:`nbtoolkit.make_folds`, for the button *Cross-validate*, and for sweeps
+            whose space asks for folds.
+        notify: whether the browser's tab is marked when the run ends.
 
     Returns:
         The panel; a cell shows it when it is its last value. ``close()`` ends it, and so does
@@ -58,7 +60,8 @@ def panel(
     """
     if find_spec("ipywidgets") is None:
         raise MissingExtra("the panel needs ipywidgets", do="pip install 'nbtoolkit-torch[panel]'")
-    opened = Panel(train, FormState(as_config(config, None), _space_text(space)))
+    form = FormState(as_config(config, None), _space_text(space))
+    opened = Panel(train, form, folds, given=config is not None, notify=notify)
     _close_previous(opened)
     return opened
 
@@ -73,19 +76,22 @@ def _space_text(space: Source | None) -> str:
 class Panel:
     """A control panel; made by :func:`panel`."""
 
-    def __init__(self, train: Train | None, form: FormState) -> None:
-        self._controller = Controller(train, form)
+    def __init__(
+        self,
+        train: Train | None,
+        form: FormState,
+        folds: Folds | None = None,
+        *,
+        given: bool = True,
+        notify: bool = False,
+    ) -> None:
+        self._controller = Controller(train, form, folds, given=given, notify=notify)
 
     @property
     def folder(self) -> Path | None:
         """The watched folder, for ``nb.attach``; None: none is watched."""
         state = self._controller.state
         return None if state is None else state.paths.folder
-
-    @property
-    def notebook(self) -> NotebookHandle | None:
-        """The notebook that was started last; None: none was (the panel has a function)."""
-        return self._controller.notebooks.last
 
     @property
     def config(self) -> Config | None:
@@ -98,33 +104,18 @@ class Panel:
         return self._controller.board.root
 
     def press(self, button: str) -> None:
-        """Press a button and wait until its task is done; until a new run has a folder, too.
+        """Press a button and wait until its task is done.
 
         Args:
-            button: ``"launch"``, ``"sweep"``, ``"pause"``, ``"go_on"``, ``"stop"``,
-                ``"add_trials"``, ``"stop_trial"`` or ``"train_best"``.
+            button: ``"launch"``, ``"sweep"``, ``"cross_validate"``, ``"pause"``, ``"resume"``,
+                ``"stop"``, ``"train_best"``, ``"add_trials"`` or ``"add_trials=5"``, or
+                ``"stop_trial=3"``.
 
         Raises:
-            LaunchError: the button is disabled, or there is none of that name; or a notebook has
-                not started its run after five minutes (it continues).
+            LaunchError: the button does nothing now, or there is none of that name.
             NbtoolkitError: the task has failed.
         """
-        run = self._controller.press(button).result()
-        if run is not None:
-            self._wait_for(run)
-
-    def _wait_for(self, run: Future[Path], seconds: float = _START_SECONDS) -> None:
-        """Wait for a run's folder; other buttons' tasks run meanwhile."""
-        end = time.monotonic() + seconds
-        while not run.done() and time.monotonic() < end:
-            futures.wait([run], _POLL_SECONDS)
-            self.refresh()
-        if not run.done():
-            raise LaunchError(
-                f"no run has started after {seconds:.0f} s; the notebook continues",
-                do="look at its log: print(panel)",
-            )
-        run.result()
+        self._controller.press(button).result()
 
     def watch(self, run: str | os.PathLike[str] | None) -> None:
         """Watch another run.
@@ -152,7 +143,7 @@ class Panel:
         return self._controller.worker.call(self._controller.text)
 
     def html(self) -> str:
-        """Return what the panel shows now as static HTML: tables and curves, without buttons."""
+        """Return what the panel shows now as static HTML: the page, without buttons."""
         return self._controller.worker.call(self._controller.html)
 
     def __repr__(self) -> str:
@@ -163,6 +154,18 @@ class Panel:
         bundle: Any = self.widget._repr_mimebundle_()  # with metadata in some versions
         data = bundle[0] if isinstance(bundle, tuple) else bundle or {}
         return {**data, "text/plain": self.text(), "text/html": self.html()}
+
+    def _ipython_display_(self) -> None:
+        """Show the widget, and below it the page for a saved notebook.
+
+        Where both are one output, nbconvert prefers the widget, which it cannot show. The widget
+        hides the page while it is alive.
+        """
+        from IPython.display import display
+
+        bundle = {**self._repr_mimebundle_(), "text/html": "<div></div>"}
+        display(bundle, raw=True)  # type: ignore[no-untyped-call] # not annotated
+        self._controller.saved.show(self.html())
 
 
 # --- one panel per cell ---
