@@ -77,6 +77,7 @@ class State:
         phases: the phase of each rank.
         epochs: the number of epochs that a run is configured for; None: unknown.
         paused: whether a search starts no more jobs.
+        stopping: why this attempt was asked to stop; empty: it was not.
         began: unix seconds of this attempt's first event; None: nothing was written yet.
         first_report: time and step of this attempt's first report.
         last_report: time and step of its last report.
@@ -107,6 +108,7 @@ class State:
         self.phases: dict[int, str] = {}
         self.epochs: int | None = None
         self.paused = False
+        self.stopping = ""
         self.gone = False
         self.unreadable = ""
         self.began: float | None = None
@@ -478,6 +480,7 @@ class State:
                 self.notes.append(event.text)
             case events.StopRequested():
                 self.notes.append(f"stopping: {event.reason}")
+                self.stopping = event.reason
             case events.RankPhaseChanged():
                 self.phases[event.rank] = event.phase
             case events.CommandReceived(op="pause" | "resume" as op):
@@ -503,6 +506,7 @@ class State:
         self.began = event.t
         self.ended = None
         self.paused = False
+        self.stopping = ""
         self.first_report = None
         self.last_report = None
         self._reports_steps = False
