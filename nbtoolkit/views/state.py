@@ -27,7 +27,6 @@ from nbtoolkit.views.timeline import JobSpan, Timeline
 _NOTES = 5  # the newest notes that are kept
 _LOGGED_POINTS = 4000  # kept per logged metric; above that every second point is dropped
 _DEVICE_LOGS = 32  # event logs of ended jobs in which device readings are looked for
-_BRIEF = ("run", "report", "trial", "fold", "command", "ended")
 _SPEED_LOGS = 20  # the newest logged steps, of which the speed is the mean
 
 
@@ -59,7 +58,6 @@ class State:
         paths: the folder.
         deadline: unix seconds at which a sweep ends at the latest; None: no limit.
         folds: the number of folds of a cross-validation; None: unknown.
-        brief: whether progress and best values are enough; curves and notes are then not read.
 
     Attributes:
         kind: what the folder holds.
@@ -93,7 +91,6 @@ class State:
         *,
         deadline: float | None = None,
         folds: int | None = None,
-        brief: bool = False,
     ) -> None:
         self.paths = paths
         self.kind: Kind = kind_of(read_or_empty(paths.versions))
@@ -128,7 +125,7 @@ class State:
         self._restarting = False
         self._settings_written = 0
         self._read_settings()
-        self._reader = events.EventReader(paths.events, types=_BRIEF if brief else None)
+        self._reader = events.EventReader(paths.events)
 
     def _make_table(
         self, deadline: float | None, folds: int | None
@@ -474,6 +471,9 @@ class State:
             self._start_attempt(event)
         self._timeline.update(event)
         match event:
+            case events.IntermediateReported():  # the first case: most events are reports
+                if isinstance(self.table, SweepTable) and event.number in self.table.trials:
+                    self.trials[event.number] = self.table.trials[event.number].curve
             case events.RunEnded():
                 self.ended = event
             case events.NoteAdded():
@@ -489,9 +489,6 @@ class State:
                 self._add_report(event)
             case events.MetricsLogged():
                 self._add_logged(event)
-            case events.IntermediateReported():
-                if isinstance(self.table, SweepTable) and event.number in self.table.trials:
-                    self.trials[event.number] = self.table.trials[event.number].curve
             case events.TrialChanged(state="complete") if event.value is not None:
                 self.values[event.number] = float(event.value)
             case events.FoldChanged():
