@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
 
 _LINES, _SELECTED = 200, 50  # learning curves; above that so many of the best and the newest
 _LINE_POINTS = 4000  # points of all learning curves together
-_SLICES, _SLICE_POINTS = 8, 120
+_SLICES, _COMPLETE, _OTHERS = 8, 100, 40  # slices, and the trials of each
 _FENCE = 3.0  # interquartile ranges: https://en.wikipedia.org/wiki/Outlier#Tukey's_fences
 _FRONT = 8  # rows
 
@@ -247,15 +246,15 @@ def slices_card(state: State, table: SweepTable) -> str:
     """Draw the values by each parameter; the important ones first, once they can be told."""
     space = _space(state.paths.folder, _written(state.paths.folder / "sweep.yaml"))
     names = [*(space or dict.fromkeys(n for t in table.trials.values() for n in t.params))]
-    if not names or not any(value_of(trial) is not None for trial in table.trials.values()):
+    drawn = [trial for trial in table.trials.values() if value_of(trial) is not None]
+    if not names or not drawn:
         return ""
     known = IMPORTANCES.of(state)
     shares = {share.name: share for share in known.shares} if known else {}
     names.sort(key=lambda name: -shares[name].value if name in shares else 0.0)
-    trials = [*table.trials.values()]
-    trials = [
-        *dict.fromkeys([*trials[:: -(-len(trials) // _SLICE_POINTS)], *table.running, *table.best])
-    ]
+    complete = [trial for trial in drawn if trial.state == "complete"]
+    others = [trial for trial in drawn if trial.state not in ("complete", "running")]
+    trials = [*thinned(others, _OTHERS), *thinned(complete, _COMPLETE), *table.running, *table.best]
     labels, axis = short_names(names), value_axis(state)
     cards = []
     for name in names[:_SLICES]:
@@ -315,13 +314,6 @@ def _space(folder: Path, written: int) -> dict[str, Searched]:
 _GROWTH = 1.25  # recomputed when there are so many times the trials of the last time
 
 
-@dataclass
-class _Computed:
-    importance: Importance | None
-    complete: int
-    live: bool
-
-
 class ImportanceCache:
     """The importance of each sweep's parameters, computed where the caller wants it to be.
 
@@ -330,21 +322,22 @@ class ImportanceCache:
     """
 
     def __init__(self) -> None:
-        self._computed: dict[Path, _Computed] = {}
+        # Importance, the number of complete trials that it is from, and whether the sweep was live.
+        self._computed: dict[Path, tuple[Importance | None, int, bool]] = {}
 
     def of(self, state: State) -> Importance | None:
         """Return what was computed last; None: nothing yet, or it cannot be told."""
         last = self._computed.get(state.paths.folder)
-        return last.importance if last else None
+        return last[0] if last else None
 
     def due(self, state: State) -> bool:
         """Whether a quarter more trials are complete than last time, or the sweep has ended."""
         if state.kind != "sweep" or len(state.values) < LEAST or find_spec("optuna") is None:
             return False
         last = self._computed.get(state.paths.folder)
-        if last is None or len(state.values) >= last.complete * _GROWTH:
+        if last is None or len(state.values) >= last[1] * _GROWTH:
             return True
-        return last.live and not state.live and len(state.values) > last.complete
+        return last[2] and not state.live and len(state.values) > last[1]
 
     def compute(self, state: State) -> None:
         """Compute it from the complete trials of now."""
@@ -354,7 +347,7 @@ class ImportanceCache:
             computed = importance(_optuna_trials(state), maximize=maximize)
         except (SweepError, ValueError, RunFileError, MissingExtra):
             computed = None  # all values are equal, sweep.yaml was changed, or no scikit-learn
-        self._computed[folder] = _Computed(computed, count, live)
+        self._computed[folder] = computed, count, live
 
 
 IMPORTANCES = ImportanceCache()
