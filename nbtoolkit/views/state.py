@@ -14,13 +14,13 @@ from nbtoolkit.crossval.cv_result import FoldTable
 from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, fold_key
 from nbtoolkit.errors import RunFileError
 from nbtoolkit.run import events
-from nbtoolkit.run.events import Reading, number_values
+from nbtoolkit.run.events import number_values
 from nbtoolkit.run.paths import Kind, RunPaths, kind_of, read_or_empty
 from nbtoolkit.search.sweep_result import read_sweep_config
 from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.text_table import counted, duration, number
 from nbtoolkit.views.chart import Points
-from nbtoolkit.views.devices import DeviceReader, device_text, samples_in, share_of
+from nbtoolkit.views.devices import DeviceReader
 from nbtoolkit.views.devices import read_tail as read_tail
 from nbtoolkit.views.timeline import JobSpan, Timeline
 
@@ -283,28 +283,18 @@ class State:
         if self.status != "running" or self.began is None or self.first_report or self._logged_at:
             return ""
         waited = duration(max((time.time() if now is None else now) - self.began, 0.0))
-        if isinstance(self.table, SweepTable):
-            running = self.table.running
-            if self.table.ended or any(trial.latest is not None for trial in running):
-                return ""
-            doing = f"{counted(len(running), 'trial')} started" if running else ""
-        elif self.kind == "cv":
-            doing = ""
-            if self._timeline.spans:
-                return ""
-        else:
-            doing = self._phase()
-        if doing:
-            return f"{doing}, waiting for the first report, {waited}"
-        return f"starting: importing torch, {waited}"
-
-    def _phase(self) -> str:
-        """What the slowest rank does before the first report; empty: it is starting."""
-        phases = set(self.phases.values())
-        ranks = "rank 0" if len(self.phases) == 1 else f"{len(self.phases)} ranks"
-        if not phases or "started" in phases:
-            return ""
-        return f"{ranks} loading the function" if "group" in phases else f"{ranks} ready"
+        doing, spans = "", self._timeline.spans
+        if self.kind == "run":
+            phases, ranks = set(self.phases.values()), len(self.phases)
+            if phases and "started" not in phases:
+                doing = "rank 0" if ranks == 1 else f"{ranks} ranks"
+                doing += " loading the function" if "group" in phases else " ready"
+        elif self.kind == "cv" or self.trials or any(span.end is not None for span in spans):
+            return "" if spans else f"starting: importing torch, {waited}"
+        elif spans:
+            doing = f"{counted(len(spans), 'trial')} started"
+        waiting = ", waiting for the first report" if doing else ""
+        return f"{doing or 'starting: importing torch'}{waiting}, {waited}"
 
     def speed(self) -> dict[str, str]:
         """Of a single run, as far as known: ``epoch`` or ``step``, ``samples/s``, ``steps/s``."""
@@ -421,37 +411,19 @@ class State:
 
     # --- devices ---
 
-    def readings(self) -> dict[str, list[Reading]]:
-        """The newest device readings: of the run by ``""``, of running trials by ``"trial 3"``."""
-        logs = {self.paths.events: ""}
-        if isinstance(self.table, SweepTable):
-            logs = {self.trial(t.number).events: f"trial {t.number}" for t in self.table.running}
-        newest = {name: samples_in(read_tail(log, 1 << 16))[-1:] for log, name in logs.items()}
-        return {name: samples[0].readings for name, samples in newest.items() if samples}
-
     def device_history(self) -> dict[str, list[tuple[float, float]]]:
         """Unix seconds and use from 0 to 1 by rank, slot or GPU, in the last minute with readings.
 
         Of a sweep, a slot's use is that of the trials that ran on it.
         """
-        return {
-            name: [(at, share) for at, one in readings if (share := share_of(one)) is not None]
-            for name, readings in self._devices.read(self._device_logs()).items()
-        }
+        return self._devices.history(self._device_logs())
 
     def device_lines(self) -> list[tuple[str, float | None, str]]:
         """Name, use from 0 to 1 (None: unknown) and a text for each rank, slot and GPU.
 
         Of a live run the newest reading; of one that has ended the mean over its last minute.
         """
-        lines: list[tuple[str, float | None, str]] = []
-        for name, points in self._devices.read(self._device_logs()).items():
-            readings = [reading for _, reading in points]
-            if self.live:
-                lines.append((name, share_of(readings[-1]), device_text(readings[-1:])))
-            else:
-                lines.append((name, None, f"mean {device_text(readings)}"))
-        return lines
+        return self._devices.lines(self._device_logs(), since=self.began if self.live else None)
 
     def _device_logs(self) -> dict[Path, str]:
         """Event log -> slot: of the run itself, or of the newest jobs of a search."""
