@@ -167,7 +167,7 @@ def _state(paths: RunPaths) -> State:
     """Return the state of a run that has not ended; each call reads only what is new."""
     if len(_states) > _CACHED:
         _states.clear()
-    state = _states.setdefault(paths.folder, State(paths, brief=True))
+    state = _states.setdefault(paths.folder, State(paths))
     state.refresh()
     return state
 
