@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.panel.actions import BUTTONS
-from nbtoolkit.panel.form import set_trait
+from nbtoolkit.panel.form import Sections, set_trait
 from nbtoolkit.views.trial_rows import ROWS, SHOWS, Column, TrialRow, View, row_html, template
 
 if TYPE_CHECKING:
@@ -230,18 +230,18 @@ class Board:
         page = [self.cards[name] for name in _CARDS]
         page.insert(-1, self.trials)
         grid = w.HBox(page, layout={"flex_flow": "row wrap", "grid_gap": "8px"})
-        self.sections = w.Accordion(self._sections(), titles=SECTIONS)
+        self.sections = Sections(dict(zip(SECTIONS, self._sections(), strict=True)))
         self.notice = w.Output()
         style = w.HTML(_STYLE.replace("SAVED", hidden), layout={"display": "none"})
         top = [style, self.strip, self.actions, self.asking, self.message]
-        self.root = w.VBox([*top, grid, self.sections, self.notice])
+        self.root = w.VBox([*top, grid, self.sections.root, self.notice])
         self.root.add_class(CLASS)
         for widget in (self.asking, self.errors, self.note, self.message):
             show(widget, False)
 
     def open(self, section: str) -> None:
         """Open one of :data:`SECTIONS`."""
-        set_trait(self.sections, "selected_index", SECTIONS.index(section))
+        self.sections.open(section)
 
     def _trials_box(self) -> ipywidgets.VBox:
         import ipywidgets as w

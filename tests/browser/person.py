@@ -22,6 +22,10 @@ Front = Literal["lab", "notebook"]
 FRONTS = ("lab", "notebook")
 
 _PATHS = {"lab": "/lab/tree/{}?reset", "notebook": "/notebooks/{}"}
+_COUNT = """() => {
+  window.clicked = 0;
+  document.addEventListener("click", (e) => { window.clicked += e.isTrusted && e.detail > 0; }, true);
+}"""
 _IDLE = '[data-status="idle"]'
 
 
@@ -129,7 +133,12 @@ class Person:
     @property
     def panel(self) -> Locator:
         """The newest panel on the page."""
-        return self.page.locator(".jupyter-widgets.widget-vbox:has(> .widget-tab)").last
+        return self.page.locator(".jupyter-widgets.nbtoolkit-panel").last
+
+    @property
+    def strip(self) -> Locator:
+        """The panel's first line: status, progress, times and the best value."""
+        return self.panel.locator(":scope > .widget-html").nth(1)
 
     def button(self, label: str) -> Locator:
         """A button by its label."""
@@ -139,16 +148,19 @@ class Person:
         """Click a button, once it can be clicked."""
         self.button(label).click()
 
-    def goes_to(self, page: str) -> None:
-        """Turn to a page of the panel."""
-        self.panel.get_by_role("tab", name=page, exact=True).click()
+    def opens_section(self, title: str) -> None:
+        """Open a section below the cards, unless it is open."""
+        heading = self.panel.get_by_role("button", name=re.compile(f"^[▸▾] {title}$"))
+        if "▸" in (heading.text_content() or ""):
+            heading.click()
 
     def field(self, label: str) -> Locator:
-        """A field by its label."""
-        return self.panel.get_by_label(label, exact=True)
+        """A visible field by its label."""
+        return self.panel.get_by_label(label, exact=True).locator("visible=true").first
 
     def types(self, label: str, text: str) -> None:
-        """Type into a field in place of what stands there, and leave it."""
+        """Click a field, type in place of what stands there, and leave it."""
+        self.field(label).click()
         self.field(label).fill(text)
         self.field(label).press("Tab")
 
@@ -156,10 +168,22 @@ class Person:
         """Choose from a list."""
         self.field(label).select_option(entry)
 
-    def chosen(self, label: str) -> str:
-        """The entry of a list that is chosen."""
-        entry: str = self.field(label).evaluate("e => e.selectedOptions[0].text")
-        return entry
+    def chooses_run(self, run: str) -> None:
+        """Choose from the list of runs by the name, which begins an entry's text."""
+        entries = self.field("run").locator("option")
+        self.wait_until(lambda: entries.filter(has_text=short_name(run)).count(), f"{run} in the list")
+        label = entries.filter(has_text=short_name(run)).first.text_content() or ""
+        self.field("run").select_option(label=label)
+
+    def watched(self) -> str:
+        """The id of the run that is shown; empty: there is none."""
+        named = self.strip.locator("b[title]")
+        return named.first.get_attribute("title") or "" if named.count() else ""
+
+    def numbers(self) -> list[str]:
+        """The trials of the table, from above."""
+        ticks = self.panel.get_by_role("checkbox", name=re.compile(r"^compare trial \d+$"))
+        return re.findall(r"\d+", " ".join(ticks.locator("visible=true").all_inner_texts()))
 
     def sees(self, text: str | re.Pattern[str], seconds: float = SECONDS) -> None:
         """Wait until a text stands in the panel."""
@@ -167,8 +191,18 @@ class Person:
         found.wait_for(timeout=seconds * 1000)
 
     def can(self, label: str) -> bool:
-        """Whether a button can be pressed."""
-        return self.button(label).is_enabled()
+        """Whether a button is there and can be pressed."""
+        button = self.button(label)
+        return button.is_visible() and button.is_enabled()
+
+    def counts_clicks(self) -> None:
+        """Count the mouse's clicks on the page from now on; see :attr:`clicked`."""
+        self.page.evaluate(_COUNT)
+
+    @property
+    def clicked(self) -> int:
+        """How often the mouse was clicked."""
+        return int(self.page.evaluate("window.clicked"))
 
     def wait_until(self, look: Callable[[], Any], what: str, seconds: float = SECONDS) -> None:
         """Until ``look()`` is true; the page is given time meanwhile."""
@@ -188,6 +222,11 @@ class Person:
     def _answer(self, dialog: Dialog) -> None:
         self.dialogs.append(dialog.message)
         dialog.accept()
+
+
+def short_name(run: str) -> str:
+    """A run's name and 4 hex digits: its id without the time."""
+    return run.partition("-")[2]
 
 
 @contextmanager
