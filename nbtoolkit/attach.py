@@ -44,5 +44,5 @@ def attach(
         from nbtoolkit.crossval.cross_validation import handle_on_folds
 
         return handle_on_folds(paths, screen, on_event=on_event)
-    cell = displays().show_run(CellOutput(paths, display), paths, screen)
+    cell = displays().show(CellOutput(paths, display), paths, screen)
     return RunHandle(paths, cell=cell, on_event=on_event)

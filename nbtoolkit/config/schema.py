@@ -308,7 +308,7 @@ class Config(Section):
 
     def differences(self, other: Config) -> dict[str, tuple[Any, Any]]:
         """Return what differs: dotted name -> (value here, value in ``other``); None if absent."""
-        own, others = _flat(self.to_dict()), _flat(other.to_dict())
+        own, others = flat_settings(self.to_dict()), flat_settings(other.to_dict())
         return {
             name: (own.get(name), others.get(name))
             for name in {**own, **others}
@@ -413,11 +413,12 @@ def _build(layers: list[Layer]) -> Config:
     return config
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted name."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{key}."))
+            flat.update(flat_settings(value, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = value
     return flat

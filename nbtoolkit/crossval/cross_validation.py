@@ -215,7 +215,7 @@ def _output(
     paths: RunPaths, folds: int | None, screen: Screen, *, since: float = 0.0
 ) -> RunDisplay:
     lines = TableLines(FoldTable(name=paths.run_id, folds=folds), screen.shape, since=since)
-    return displays().show_search(lines, paths, screen, folds=folds)
+    return displays().show(lines, paths, screen, folds=folds)
 
 
 def _search(folds: Folds, processes: int | None) -> Search:

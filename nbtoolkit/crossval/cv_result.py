@@ -13,6 +13,7 @@ from nbtoolkit.crossval.out_of_fold import Ensemble, assemble
 from nbtoolkit.errors import CheckpointError, FoldError, LaunchError, MissingExtra
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunEnded, RunStarted
+from nbtoolkit.run.output import charts
 from nbtoolkit.run.paths import RunPaths, Status, read_result, reading
 from nbtoolkit.run.serialization import unpack_value
 from nbtoolkit.study.table import EventTable, short
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from nbtoolkit.crossval.out_of_fold import Array
+    from nbtoolkit.views.figure import Chart
 
 
 class FoldTable(EventTable):
@@ -241,6 +243,10 @@ class CVResult:
                 "runtime.time_budget if that ended it",
             )
         return sorted(self._finished)
+
+    def plot(self) -> Chart:
+        """Draw the learning curves of all folds."""
+        return charts().result_chart(self.paths, "curves")
 
     # --- one fold ---
 

@@ -16,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from types import FrameType
 
 LOOK_SECONDS = 0.5
 """Between two checks of kernel and dashboard."""
@@ -27,35 +26,21 @@ GRACE_SECONDS = 3.0
 
 def main(kernel: int, folder: str, command: list[str]) -> int:
     """Run the command until it ends, the pipe closes or the kernel dies; return its exit code."""
-    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     program = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         while os.getppid() == kernel and program.poll() is None:
             if select.select([0], [], [], LOOK_SECONDS)[0]:
                 break  # nothing is ever written to the pipe: it was closed
     finally:
-        _end(program)
+        # The whole group: MLflow's server has a process of its own below the command.
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(program.pid, number)
+                program.wait(GRACE_SECONDS)
         if os.getppid() != kernel:  # else the kernel reads the log, and then removes it
             shutil.rmtree(folder, ignore_errors=True)
     return program.returncode
-
-
-def _end(program: subprocess.Popen[bytes]) -> None:
-    """End the whole group: MLflow's server has a process of its own below the command."""
-    _signal(program.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        program.wait(GRACE_SECONDS)
-    _signal(program.pid, signal.SIGKILL)
-    program.wait()
-
-
-def _signal(group: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # all of it has ended
-        os.killpg(group, number)
-
-
-def _exit(_number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Open optuna-dashboard on a sweep (``nb.open_dashboard``), while it runs or afterwards.
 
-Its server runs in a process of its own, by :func:`main`, and only reads the study: a study has one
+Its server runs in a process of its own, by :func:`serve`, and only reads the study: a study has one
 writer, its scheduler, and the dashboard's buttons delete studies and change trials.
 """
 
@@ -14,13 +14,7 @@ from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from nbtoolkit.dashboards.server import (
-    COLAB_HOSTS,
-    Dashboard,
-    check_available,
-    get_or_open,
-    unavailable,
-)
+from nbtoolkit.dashboards.server import COLAB_HOSTS, Dashboard, check_available, get_or_open
 from nbtoolkit.host import Host, detect_host
 from nbtoolkit.run.paths import find_run
 
@@ -46,54 +40,31 @@ def open_dashboard(
         DashboardError: it is no sweep, no browser can reach the port, or it does not start.
         LaunchError: there is no such run.
     """
-    host = host or detect_host()
-    folder = find_run(sweep).folder
-    allowed = "the folder of a sweep, where a browser can reach it"
-    check_available("optuna_dashboard", dashboard_unavailable(folder, host), allowed)
-
-    def open_new() -> Dashboard:
-        study = _study_file(folder)
-        name = f"optuna-dashboard of {folder.name}"
-        return Dashboard(name, host, lambda port: _command(study, port), "/api/meta")
-
-    dashboard = get_or_open(("study", folder), open_new)
-    return dashboard.wait() if wait else dashboard
-
-
-def dashboard_unavailable(folder: Path | None, host: Host) -> str:
-    """Return why optuna-dashboard cannot be opened on a folder; empty: it can.
-
-    Args:
-        folder: of a run; None: there is none.
-        host: where this process runs.
-    """
-    if reason := unavailable("optuna_dashboard", host):
-        return reason
-    if folder is None:
-        return "no sweep is watched"
-    return "" if _study_file(folder).is_file() else f"{folder.name} has no study"
-
-
-def _study_file(folder: Path) -> Path:
-    # Here, since the import takes 0.2 s, and the server process does not need it.
     from nbtoolkit.search.sweep_result import STUDY_FILE
 
-    return folder / STUDY_FILE
-
-
-def _command(study: Path, port: int) -> list[str]:
-    """Return a command that runs :func:`main`, wherever this package lies."""
+    host, folder = host or detect_host(), find_run(sweep).folder
+    study = folder / STUDY_FILE
+    reason = "" if study.is_file() else f"{folder.name} has no study: it is no sweep"
+    check_available("optuna-dashboard", ("optuna_dashboard", "optuna"), host, reason)
     home = str(Path(__file__).resolve().parents[2])
-    call = f"from {__name__} import main; main(*sys.argv[1:])"
-    code = f"import sys; sys.path.append({home!r}); {call}"
-    return [sys.executable, "-c", code, str(study), str(port)]
+    code = f"import sys; sys.path.append({home!r}); import {__name__} as m; m.serve(*sys.argv[1:])"
+
+    def open_new() -> Dashboard:
+        program = [sys.executable, "-c", code, str(study)]
+        name = f"optuna-dashboard of {folder.name}"
+        return Dashboard(name, host, lambda port: [*program, str(port)])
+
+    return get_or_open(("study", folder), open_new, wait=wait)
 
 
 # --- the server process ---
 
 
-def main(study: str, port: str) -> None:
-    """Serve a study until killed.
+def serve(study: str, port: str) -> None:
+    """Serve a study until killed, and refuse requests that would change it.
+
+    Requests to a foreign name are refused, too: a foreign page could point its own name to
+    127.0.0.1 and read what is shown here (DNS rebinding); its requests carry that name.
 
     Args:
         study: a sweep's journal.
@@ -104,33 +75,21 @@ def main(study: str, port: str) -> None:
 
     from nbtoolkit.study.storage import ReadOnlyBackend
 
-    app = _read_only(wsgi(JournalStorage(ReadOnlyBackend(study))))
-    make_server("127.0.0.1", int(port), app, _Server, _QuietHandler).serve_forever()
+    app: WSGIApplication = wsgi(JournalStorage(ReadOnlyBackend(study)))
 
-
-def _read_only(app: WSGIApplication) -> WSGIApplication:
-    """Refuse requests that would change something, and those to a foreign name."""
-
-    def serve(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        if not _is_own_name(environ.get("HTTP_HOST", "")):
-            start("403 Forbidden", [("Content-Type", "application/json")])
+    def read_only(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        host = environ.get("HTTP_HOST", "")
+        name = host.rpartition(":")[0] or host
+        json = [("Content-Type", "application/json")]
+        if name not in ("127.0.0.1", "localhost") and not name.endswith(COLAB_HOSTS[1:]):
+            start("403 Forbidden", json)
             return [b'{"reason": "Open it as 127.0.0.1 or localhost: this name is not ours."}']
-        if environ["REQUEST_METHOD"] in ("GET", "HEAD"):
-            return app(environ, start)
-        start("405 Method Not Allowed", [("Content-Type", "application/json"), ("Allow", "GET")])
-        return [b'{"reason": "Only the sweep changes its study: nothing is changed here."}']
+        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            start("405 Method Not Allowed", [*json, ("Allow", "GET")])
+            return [b'{"reason": "Only the sweep changes its study: nothing is changed here."}']
+        return app(environ, start)
 
-    return serve
-
-
-def _is_own_name(host: str) -> bool:
-    """Whether a request names this machine, or Colab's proxy.
-
-    A foreign page could point its own name to 127.0.0.1 and read what is shown here (DNS
-    rebinding); its requests carry that name.
-    """
-    name = host.rpartition(":")[0] or host
-    return name in ("127.0.0.1", "localhost") or name.endswith(COLAB_HOSTS[1:])
+    make_server("127.0.0.1", int(port), read_only, _Server, _QuietHandler).serve_forever()
 
 
 class _Server(ThreadingMixIn, WSGIServer):

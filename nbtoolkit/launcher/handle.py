@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import html
 import select
 import threading
 import time
@@ -21,7 +20,7 @@ from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.fork_launch import ForkedAgent
 from nbtoolkit.run.events import Event, EventReader, RunEnded, RunStarted
 from nbtoolkit.run.messages import KillRequest, StopRequest, SupervisorLost
-from nbtoolkit.run.output import RunDisplay, displays
+from nbtoolkit.run.output import RunDisplay, charts, displays
 from nbtoolkit.run.paths import (
     RunPaths,
     Status,
@@ -34,9 +33,12 @@ from nbtoolkit.run.paths import (
 from nbtoolkit.run.serialization import unpack_value
 from nbtoolkit.run.signals import SignalFlag, catch_termination_signals, describe_signal
 from nbtoolkit.run.transport import Connection
+from nbtoolkit.text_table import html_table
 
 if TYPE_CHECKING:
     import torch
+
+    from nbtoolkit.views.figure import Chart
 
 # Seconds that the ranks get to reach a report after the first interrupt.
 INTERRUPT_GRACE = 5.0
@@ -114,25 +116,21 @@ class RunResult:
         # A checkpoint that ctx.save wrote under another name is not found by its kind.
         return load_model(find_weights(self.paths.folder, kind) or self.checkpoint, model)
 
+    def plot(self) -> Chart:
+        """Draw the learning curves."""
+        return charts().result_chart(self.paths, "curves")
+
     def __repr__(self) -> str:
         metrics = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
-        metrics = metrics or "no metrics"
-        return f"RunResult({self.status}, {metrics}, {self.seconds:.1f} s, {self.paths.folder})"
+        parts = [self.status, metrics or "no metrics", f"{self.seconds:.1f} s", self.paths.folder]
+        return f"RunResult({', '.join(map(str, parts))})"
 
     def _repr_html_(self) -> str:
-        rows = {
-            "status": self.status,
-            **{name: f"{value:.6g}" for name, value in self.metrics.items()},
-            "seconds": f"{self.seconds:.1f}",
-            "plan": str(self.plan.explain()).splitlines()[0],
-            "folder": str(self.paths.folder),
-        }
-        cells = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
-            f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
-            for name, text in rows.items()
-        )
-        return f"<table>{cells}</table>"
+        rows: list[tuple[str, object]] = [("status", self.status)]
+        rows += [(name, f"{value:.6g}") for name, value in self.metrics.items()]
+        rows += [("seconds", f"{self.seconds:.1f}")]
+        rows += [("plan", str(self.plan.explain()).splitlines()[0]), ("folder", self.paths.folder)]
+        return html_table("run", rows)
 
 
 def refuse_deleted(paths: RunPaths) -> None:

@@ -223,7 +223,7 @@ def launch(
             pack_at_deadline(result.status, result.paths, cell.say)
             return result
 
-        shown = displays().show_run(cell, run.paths, screen)
+        shown = displays().show(cell, run.paths, screen)
         started = submit(train, request, run, detach=detach)
         handle = RunHandle(run.paths, started, cell=shown, on_event=on_event, offset=offset)
     shown.open(waits=wait)

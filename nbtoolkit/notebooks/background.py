@@ -1,8 +1,7 @@
 """Run a notebook in a background process, which outlives the process that starts it.
 
 The process reads the checked job from stdin. Its stdout is the log, so that it holds the lock on
-the run's files until it ends. The panel starts the notebooks that ship with nbtoolkit this way;
-their executed copies go to the folder ``notebooks`` beside the runs.
+the run's files until it ends.
 """
 
 from __future__ import annotations
@@ -13,19 +12,15 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from nbtoolkit.config.layers import shipped_folder
-from nbtoolkit.config.schema import Config, load_config
-from nbtoolkit.config.yaml_source import dump
 from nbtoolkit.errors import NotebookError, NotebookFailed
 from nbtoolkit.notebooks.execution import Limits
-from nbtoolkit.notebooks.handle import NotebookHandle, fresh_name, not_written
-from nbtoolkit.notebooks.job import NotebookJob, prepare_job, skip_slow_imports
-from nbtoolkit.notebooks.parameters import given_layer
-from nbtoolkit.run.paths import write_json, write_whole
+from nbtoolkit.notebooks.handle import NotebookHandle, not_written
+from nbtoolkit.notebooks.job import NotebookJob, skip_slow_imports
+from nbtoolkit.run.paths import write_json
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -101,96 +96,3 @@ def main() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):  # a shell may have set them to be ignored
             signal.signal(number, signal.default_int_handler)
         job.run(notebook, log, limits, "off")
-
-
-def start_training(config: Config, *, name: str) -> NotebookHandle:
-    """Train once, with ``01_train.ipynb``.
-
-    Args:
-        config: the configuration; its ``task`` is trained.
-        name: part of the run's id.
-
-    Raises:
-        NotebookError: the notebook cannot be run, or the output folder cannot be written.
-        MissingExtra: papermill is not installed.
-    """
-    given = {"name": name, "own_function": False}
-    return _start_shipped("01_train", _copy(config, "01_train"), config, given)
-
-
-def start_search(
-    config: Config, space: Mapping[str, object], *, n_trials: int | None = None
-) -> NotebookHandle:
-    """Search for the best settings, with ``02_sweep.ipynb``.
-
-    Args:
-        config: the configuration; its ``task`` is trained.
-        space: the sweep's file as a mapping; it is written beside the executed copy.
-        n_trials: total number of trials; None: as ``space`` says.
-
-    Raises:
-        NotebookError: the notebook cannot be run, or the output folder cannot be written.
-        MissingExtra: papermill is not installed.
-    """
-    copy = _copy(config, "02_sweep")
-    space_file = copy.with_suffix(".space.yaml")
-    try:
-        write_whole(space_file, dump(space))
-    except OSError as error:
-        raise not_written(copy, error, NotebookError) from error
-    given = {"space_path": str(space_file), "n_trials": n_trials or 0, "train_winner": False}
-    return _start_shipped("02_sweep", copy, config, given)
-
-
-def _start_shipped(
-    name: str, copy: Path, config: Config, given: Mapping[str, object]
-) -> NotebookHandle:
-    path = shipped_folder("notebooks") / f"{name}.ipynb"
-    parameters = {
-        "config_path": "",
-        "overrides": overrides_of(config),
-        "output_dir": config.runtime.output_dir,
-        **given,
-    }
-    job, notebook = prepare_job(path, copy, given_layer(parameters, None), html=False)
-    with contextlib.closing(job.files.open()) as log:
-        return start_notebook(job, notebook, log, Limits(), _environ())
-
-
-def overrides_of(config: Config) -> dict[str, object]:
-    """Return the settings that differ from this host's defaults, by dotted name.
-
-    Without ``runtime.output_dir``, which is a parameter of its own.
-    """
-    overrides = dict(_differences(config.to_dict(), load_config().to_dict()))
-    overrides.pop("runtime.output_dir", None)
-    return overrides
-
-
-def _differences(
-    values: Mapping[str, object], defaults: Mapping[str, object], prefix: str = ""
-) -> Iterator[tuple[str, object]]:
-    for key, value in values.items():
-        default = defaults.get(key)
-        if isinstance(value, Mapping) and isinstance(default, Mapping):
-            yield from _differences(value, default, f"{prefix}{key}.")
-        elif key not in defaults or value != default:
-            yield f"{prefix}{key}", value
-
-
-def _copy(config: Config, name: str) -> Path:
-    folder = Path(config.runtime.output_dir).expanduser().absolute() / "notebooks"
-    return folder / fresh_name(name)
-
-
-def _environ() -> dict[str, str]:
-    """Return this process's variables, with the user's own import folders in PYTHONPATH.
-
-    Python's own folders are left out: the kernel has its own, and may be another Python.
-    """
-    prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix)
-    own = [path for path in sys.path if "site-packages" not in path]
-    own = [path for path in own if not path.startswith(prefixes)]
-    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    paths = dict.fromkeys(path for path in (*own, *before) if path)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -272,7 +272,7 @@ def code_of_form(form: FormState, validation: Validation, train: Train | None) -
     overrides, space, text = form.overrides(), None, ""
     if validation.sweep_config is not None:
         space, text = form.parsed_space(), form.space
-    cell = python_cell(overrides, space, form.trials, train=getattr(train, "__name__", ""))
+    cell = python_cell(overrides, space, form.trials, train=_name(train))
     task = None if train is None else task_name(train)
     shell = command_line(overrides, text, form.trials, task=task)
     return f"{cell}\n\n# the same from a shell:\n{shell}"
@@ -283,7 +283,11 @@ def code_of_best(state: State | None, train: Train | None) -> str:
     best = None if state is None else best_config(state)
     if best is None:
         return ""
-    return python_cell(FormState(best).overrides(), train=getattr(train, "__name__", ""))
+    return python_cell(FormState(best).overrides(), train=_name(train))
+
+
+def _name(train: Train | None) -> str:
+    return "" if train is None else getattr(train, "__name__", "train")
 
 
 def write_trials(state: State) -> Path:
@@ -345,6 +349,8 @@ def python_cell(
         trials: the number of trials; empty: the space's own.
         train: the function's name in the notebook; empty: the one that ``task`` names.
     """
+    if train:  # the function itself is passed
+        overrides = {name: value for name, value in overrides.items() if name != "task"}
     given = f"overrides={_literal(overrides)}" if overrides else ""
     lines = ["import nbtoolkit as nb", "", f"config = nb.load_config({given})"]
     if not train:

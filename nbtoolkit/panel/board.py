@@ -204,8 +204,8 @@ class Board:
         import ipywidgets as w
 
         self.setup, self.table = setup, table
-        self.strip, self.message, self.place = w.HTML(), w.HTML(), w.HTML()
-        self.place.layout = {"flex": "1 1 0", "min_width": "0", "overflow": "hidden"}
+        self.strip, self.message = w.HTML(), w.HTML()
+        self.place = w.HTML(layout={"flex": "1 1 0", "min_width": "0", "overflow": "hidden"})
         self.buttons = {
             name: _button(label, tooltip, bold=name in _BOLD)
             for name, (label, tooltip) in BUTTONS.items()

@@ -145,7 +145,8 @@ class Controller:
         board: the widgets.
         chosen: what the person chose to see.
         worker: the thread in which all tasks run, and in which alone the state changes.
-        output_dir: the folder of the runs, as it was when the panel was opened.
+        output_dir: the folder of the runs: the form's when the panel was opened, later that of what
+            was started.
     """
 
     def __init__(
@@ -270,6 +271,7 @@ class Controller:
         self._was_live = self.state is not None and self.state.live
         title = "" if folder is None else runs.read_annotations(folder).title
         set_trait(self.board.name, "value", title)
+        show(self.board.note, False)
 
     def text(self) -> str:
         """Format what is shown as text."""
@@ -277,7 +279,7 @@ class Controller:
 
     def html(self) -> str:
         """Render what is shown as static HTML."""
-        return page_html(self.state, self.chosen)
+        return self.board.place.value + page_html(self.state, self.chosen)
 
     def _attach(self, given: bool) -> None:
         """Watch what runs, else the newest; load its settings; offer edits of an earlier kernel."""
@@ -306,8 +308,11 @@ class Controller:
                 raise actions.refusal(name, self.state, self._validation, enabled)
             handle: RunHandle | None
             if name in actions.STARTS:
+                # The fork server may need seconds: the run before must not look like this one.
+                self._drawing.clear("Starting: waiting for the first process")
                 handle = actions.start(name, self._train, form, self._validation, self._folds)
                 drop_edits(self.output_dir)
+                self.board.setup.edited, self.output_dir = False, str(handle.paths.folder.parent)
             else:
                 assert self.state is not None  # else the button is not offered
                 handle = actions.control(name, self.state, self._train, number)
@@ -436,7 +441,8 @@ class Controller:
                 self._mark_tab(self.state.status)
         if time.monotonic() > self._message_ends:
             set_html(self.board.message, "")
-        with contextlib.suppress(OSError):  # another user's folder; a launch reports that
+        # Another user's folder: a launch reports that.
+        with contextlib.suppress(OSError, NbtoolkitError):
             self._drawing.list_runs(self.state, self.output_dir)
         self.board.setup.keep(self.output_dir)
         if draws:

@@ -24,6 +24,7 @@ from nbtoolkit.study.table import SweepTable
 from nbtoolkit.text_table import counted, gib
 from nbtoolkit.views import trial_rows
 from nbtoolkit.views.log import log_names
+from nbtoolkit.views.markup import card, paragraph
 from nbtoolkit.views.page import regions
 from nbtoolkit.views.progress_display import DisplayPlace
 from nbtoolkit.views.runs import list_runs
@@ -118,8 +119,8 @@ class Drawing:
         self._draw_buttons(state, form, validation, pressed)
         parts = regions(state, chosen)
         set_html(board.strip, parts.get("strip", ""))
-        for name, card in board.cards.items():
-            set_html(card, parts.get(name, ""))
+        for name, widget in board.cards.items():
+            set_html(widget, parts.get(name, ""))
         self._draw_trials(state, chosen)
         self._draw_setup(state, form, validation)
         logs = ["", *log_names(state)]
@@ -130,6 +131,13 @@ class Drawing:
             self._importance = threading.Thread(target=compute, daemon=True)
             self._importance.start()
 
+    def clear(self, text: str) -> None:
+        """Show a sentence instead of a run."""
+        set_html(self._board.strip, card("", paragraph(text)))
+        for widget in self._board.cards.values():
+            set_html(widget, "")
+        show(self._board.trials, False)
+
     def list_runs(self, state: State | None, output_dir: str) -> None:
         """List the newest runs of a folder, with the watched one selected.
 
@@ -139,7 +147,10 @@ class Drawing:
         runs = list_runs(output_dir)
         watched = "" if state is None else str(state.paths.folder)
         listed = [(str(entry.folder), entry.status, entry.name) for entry in runs]
-        options = [("(none)", ""), *((entry.text, str(entry.folder)) for entry in runs)]
+        options = [("(none)", "")]
+        for entry in runs:  # the strip shows the progress of a live one
+            text = f"{entry.name} · {entry.status}" if entry.live else entry.text
+            options.append((text, str(entry.folder)))
         if watched not in [folder for _, folder in options]:
             options.append((Path(watched).name, watched))
             listed.append((watched, "", ""))

@@ -69,7 +69,7 @@ def read_rows(text: str) -> tuple[list[Row], list[str]]:
         The parameters as rows, and the names of those that the table cannot show.
 
     Raises:
-        ValueError: the text is not YAML, or not a mapping.
+        YAMLError: the text is not YAML, or not a mapping.
     """
     rows = {name: _row(name, value) for name, value in _parameters(_document(text)).items()}
     without = [str(name) for name, row in rows.items() if row is None]
@@ -81,7 +81,8 @@ def write_rows(text: str, rows: Sequence[Row]) -> str:
 
     Args:
         text: the YAML that :func:`read_rows` has read.
-        rows: the parameters; rows without a name are left out.
+        rows: the parameters; rows without a name are left out, and those whose name is a section of
+            a sweep's settings, as it may be while it is typed.
     """
     document = _document(text)
     old = _parameters(document)
@@ -90,7 +91,7 @@ def write_rows(text: str, rows: Sequence[Row]) -> str:
     new: dict[str, object] = {
         row.name: old[row.name] if row == before.get(row.name) else row.spec()
         for row in rows
-        if row.name
+        if row.name and row.name not in SweepConfig.model_fields
     }
     new |= {name: old[name] for name, row in before.items() if row is None}
     document = {**document, "space": new} if _has_sections(document) else new
@@ -98,12 +99,9 @@ def write_rows(text: str, rows: Sequence[Row]) -> str:
 
 
 def _document(text: str) -> dict[str, object]:
-    try:
-        document = parse_value(text) or {}
-    except YAMLError as error:
-        raise ValueError("not YAML") from error
+    document = parse_value(text) or {}
     if not isinstance(document, dict):
-        raise ValueError("not a mapping")
+        raise YAMLError("the space is not a mapping")
     return document
 
 
@@ -159,9 +157,7 @@ class _RowWidgets:
 
         kinds = [("choices" if kind == "categorical" else kind, kind) for kind in _KEYS]
         self.inputs: dict[str, ipywidgets.Widget] = {
-            "name": w.Combobox(
-                placeholder="optim.lr", layout={"width": "160px", "flex": "1 1 auto"}
-            ),
+            "name": w.Combobox(placeholder="optim.lr", layout={"width": "160px", "flex": "auto"}),
             "kind": w.Dropdown(options=kinds, layout={"width": "122px"}),
             "low": w.Text(placeholder="1e-4", layout={"width": "90px"}),
             "high": w.Text(placeholder="0.1", layout={"width": "94px"}),
@@ -233,7 +229,7 @@ class SpaceTable:
             names = shortened(", ".join(without), 200)
             note = f"Only in the YAML below: {names}" if without else ""
             self.add.disabled = False
-        except ValueError:
+        except YAMLError:
             rows, note = [], "The table appears when the YAML below is right."
             self.add.disabled = True
         set_trait(self._note, "value", view(paragraph(note)) if note else "")

@@ -46,7 +46,7 @@ class NotPlain(Exception):
 
 
 class NoPredictions(Exception):
-    """A run has no predictions that can be shown; says why."""
+    """A run's predictions cannot be shown; says why."""
 
 
 class _Reader(pickle.Unpickler):
@@ -128,23 +128,26 @@ class Predictions:
         return right / len(self.true)
 
 
-def predictions_of(paths: RunPaths) -> Predictions:
+def predictions_of(paths: RunPaths) -> Predictions | None:
     """Read what rank 0 returned as ``"predictions"``, with its ``"labels"`` or ``"targets"``.
 
+    Returns:
+        The predictions; None: it returned none.
+
     Raises:
-        NoPredictions: it returned none, or something else.
+        NoPredictions: what it returned cannot be read, or is something else.
     """
     try:
         value = read_plain(paths.value(0))
     except FileNotFoundError:
-        raise NoPredictions("it returned nothing (it did not end well)") from None
+        return None
     except NotPlain as reason:
         raise NoPredictions(f"what it returned is not read: {reason}") from None
-    if not isinstance(value, Mapping):
-        raise NoPredictions(f"it returned no dict, but a {type(value).__name__}")
+    if not isinstance(value, Mapping) or PREDICTED_KEY not in value:
+        return None
     true = next((value[key] for key in TRUE_KEYS if key in value), None)
-    if true is None or PREDICTED_KEY not in value:
-        raise NoPredictions('it returned no "predictions" with "labels" or "targets"')
+    if true is None:
+        return None
     labels, predicted = _listed(true), _listed(value[PREDICTED_KEY])
     if len(labels) != len(predicted) or not labels:
         raise NoPredictions(f"{len(predicted)} predictions for {len(labels)} samples")

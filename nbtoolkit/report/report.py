@@ -9,36 +9,38 @@ from html import escape
 from pathlib import Path
 
 from nbtoolkit.errors import ReportFolderError
-from nbtoolkit.report.charts import confusion, curves, throughput
-from nbtoolkit.report.run_summary import RunSummary, read_run_summary
-from nbtoolkit.report.section import Picture, ReportSection
-from nbtoolkit.report.sections import differences, folds, overview, sweeps
+from nbtoolkit.report.reported_run import ReportedRun
+from nbtoolkit.report.sections import (
+    ReportSection,
+    comparison,
+    overview,
+    page_section,
+    predictions,
+    throughput,
+)
 from nbtoolkit.run.paths import TRASH, RunPaths, age_key, write_whole
-from nbtoolkit.text_table import counted
+from nbtoolkit.text_table import counted, shortened
+from nbtoolkit.views.markup import view
 
 FILE = "report.html"
 
 DEPTH = 4
 """Levels of folders below the reported one in which runs are looked for."""
 
+PAGES = 8
+"""The newest runs whose pages are in a report."""
+
 # Text has a contrast of 15 and more to its background, dimmed text 6 and more (WCAG AA: 4.5).
 _STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --text: #1f2328; --dim: #59636e;
-  --line: #d1d9e0; --band: #f6f8fa; }
+  --line: #d1d9e0; }
 @media (prefers-color-scheme: dark) {
-  :root { --ground: #111; --text: #e6e6e6; --dim: #9aa4af; --line: #3d444d; --band: #1c1f23; } }
-body { background: var(--ground); color: var(--text); margin: 0 auto; max-width: 76rem;
-  padding: 1rem 1.5rem 4rem; font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.25rem; margin: 2.5rem 0 .5rem; padding-top: .5rem;
-  border-top: 1px solid var(--line); } h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
+  :root { --ground: #111; --text: #e6e6e6; --dim: #9aa4af; --line: #3d444d; } }
+body { background: var(--ground); color: var(--text); margin: 0 auto; max-width: 80rem;
+  padding: 1rem 1.5rem 4rem; font: 13px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; padding-top: .5rem;
+  border-top: 1px solid var(--line); }
 nav a { color: inherit; margin-right: 1rem; } .dim { color: var(--dim); }
-.part { overflow-x: auto; margin: .4rem 0; } .part p { margin: 0; }
-table { border-collapse: collapse; width: max-content;
-  font-size: .87rem; font-variant-numeric: tabular-nums; }
-th, td { border: 1px solid var(--line); padding: .25rem .6rem; min-width: 1.2rem;
-  white-space: nowrap; }
-thead th, tbody th { background: var(--band); font-weight: 600; }
-svg { display: block; height: auto; max-width: 100%; }
 """
 
 
@@ -47,9 +49,10 @@ def report(
 ) -> Path:
     """Write a page on all runs in a folder, from their files alone; nothing in them is executed.
 
-    The page holds a table of the runs, learning curves, sweeps with history, parameter importance
-    and slices, cross-validations, confusion matrices, throughput and device use, and the settings
-    in which the runs differ. It is a single file that needs no network, for light and dark themes.
+    The page holds a table of the runs; the pages of the newest eight runs, sweeps and
+    cross-validations, as the panel shows them; a comparison of single runs, with learning curves
+    and the settings that differ; predictions; throughput and device use. It is a single file that
+    needs no network, for light and dark themes.
 
     Args:
         folder: a run's folder, or one that holds runs.
@@ -60,7 +63,6 @@ def report(
 
     Raises:
         ReportFolderError: there is no such folder, or the page cannot be written.
-        MissingExtra: Matplotlib is not installed.
     """
     contents = read_report(folder)
     target = contents.folder / FILE if output is None else Path(output).expanduser().absolute()
@@ -101,7 +103,7 @@ def read_report(folder: str | os.PathLike[str]) -> RunsReport:
             allowed="a folder that this user may read; by default only its owner may read a run's",
             do=f"let its owner share it: chmod go+rX {path}",
         ) from error
-    return RunsReport(path, [read_run_summary(paths) for paths in runs_below(path)])
+    return RunsReport(path, [ReportedRun(paths) for paths in runs_below(path)])
 
 
 def runs_below(folder: Path) -> list[RunPaths]:
@@ -121,9 +123,8 @@ def _runs(folder: Path, depth: int) -> Iterator[RunPaths]:
     except OSError:  # another user's
         return
     for entry in entries:
-        if entry.name == TRASH:
-            continue
-        yield from _runs(Path(entry), depth - 1)
+        if entry.name != TRASH:
+            yield from _runs(Path(entry), depth - 1)
 
 
 class RunsReport:
@@ -134,7 +135,7 @@ class RunsReport:
         runs: the runs, sweeps and cross-validations in it, oldest first.
     """
 
-    def __init__(self, folder: Path, runs: Sequence[RunSummary]) -> None:
+    def __init__(self, folder: Path, runs: Sequence[ReportedRun]) -> None:
         self.folder, self.runs = folder, list(runs)
 
     @cached_property
@@ -143,43 +144,33 @@ class RunsReport:
         return overview(self.runs)
 
     @cached_property
-    def curves(self) -> ReportSection:
-        """Learning curves of the newest runs."""
-        return curves(self.runs)
+    def pages(self) -> list[ReportSection]:
+        """The pages of the newest eight runs, sweeps and cross-validations, newest first."""
+        return [page_section(run) for run in reversed(self.runs[-PAGES:])]
 
     @cached_property
-    def sweeps(self) -> ReportSection:
-        """Best trials, history, parameter importance and slices of the newest sweeps."""
-        return sweeps(self.runs)
+    def comparison(self) -> ReportSection:
+        """Learning curves and differing settings of the newest single runs; empty below two."""
+        return comparison(self.runs)
 
     @cached_property
-    def folds(self) -> ReportSection:
-        """Scores of the newest cross-validations, fold by fold."""
-        return folds(self.runs)
-
-    @cached_property
-    def confusion(self) -> ReportSection:
-        """Predictions of the newest runs, as confusion matrices."""
-        return confusion(self.runs)
+    def predictions(self) -> ReportSection:
+        """Predictions of the newest runs: confusion matrices, or predicted by true values."""
+        return predictions(self.runs)
 
     @cached_property
     def throughput(self) -> ReportSection:
         """Samples per second, and device use."""
         return throughput(self.runs)
 
-    @cached_property
-    def differences(self) -> ReportSection:
-        """Settings that are not the same in all runs."""
-        return differences(self.runs)
-
     @property
     def sections(self) -> list[ReportSection]:
-        """All sections, in the order of the page."""
-        names = ("overview", "curves", "sweeps", "folds", "confusion", "throughput", "differences")
-        return [getattr(self, name) for name in names]
+        """The sections that have contents, in the order of the page."""
+        after = [self.comparison, self.predictions, self.throughput]
+        return [one for one in (self.overview, *self.pages, *after) if one.parts]
 
     def __repr__(self) -> str:
-        return f"Report({len(self.runs)} runs, {self.folder})"
+        return f"Report({counted(len(self.runs), 'run')}, {self.folder})"
 
 
 def page(title: str, subtitle: str, sections: Sequence[ReportSection]) -> str:
@@ -191,7 +182,12 @@ def page(title: str, subtitle: str, sections: Sequence[ReportSection]) -> str:
         sections: its contents.
     """
     links = "".join(
-        f'<a href="#{_id(section)}">{escape(section.title)}</a>' for section in sections
+        f'<a href="#part{number}">{escape(shortened(section.title, 28))}</a>'
+        for number, section in enumerate(sections)
+    )
+    body = "".join(
+        f'<h2 id="part{number}">{escape(section.title)}</h2>{view(*section.parts)}'
+        for number, section in enumerate(sections)
     )
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -205,17 +201,7 @@ def page(title: str, subtitle: str, sections: Sequence[ReportSection]) -> str:
 <h1>{escape(title)}</h1>
 <p class="dim">{escape(subtitle)}</p>
 <nav>{links}</nav>
-{"".join(map(_section_html, sections))}
+{body}
 </body>
 </html>
 """
-
-
-def _section_html(section: ReportSection) -> str:
-    parts = [part.svg() if isinstance(part, Picture) else part for part in section.parts]
-    body = "\n".join(f'<div class="part">{part}</div>' for part in parts)
-    return f'<h2 id="{_id(section)}">{escape(section.title)}</h2>\n{body}\n'
-
-
-def _id(section: ReportSection) -> str:
-    return section.title.lower().replace(" ", "-")

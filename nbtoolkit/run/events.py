@@ -25,7 +25,7 @@ import numbers
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import UnionType
@@ -255,12 +255,32 @@ def decode(line: str | bytes) -> Event | None:
     A null counts as missing; unknown names are ignored.
     """
     try:
-        content = json.loads(line)
+        return _event(json.loads(line))
+    except (ValueError, RecursionError):
+        return None
+
+
+_CHUNK = 1 << 16  # bytes of lines that are decoded in one call
+
+
+def _decode_all(lines: Sequence[bytes]) -> Iterable[Event | None]:
+    """Decode lines in one call, which takes half the time of a call for each."""
+    try:
+        contents = json.loads(b"[" + b",".join(lines) + b"]")
+        if len(contents) == len(lines):
+            return map(_event, contents)
+    except (ValueError, RecursionError):  # one of them is damaged
+        pass
+    return map(decode, lines)
+
+
+def _event(content: Any) -> Event | None:
+    try:
         classes = _field_classes(content["type"])
         fields = {k: value for k, value in content.items() if k in classes and value is not None}
         if all(isinstance(value, classes[k]) for k, value in fields.items()) and "t" in fields:
             return _CLASSES[content["type"]](**fields)
-    except (ValueError, LookupError, TypeError, RecursionError):  # damaged, or fields are missing
+    except (LookupError, TypeError, AttributeError):  # damaged, or fields are missing
         pass
     return None
 
@@ -276,6 +296,15 @@ def _classes(hint: Any) -> tuple[type, ...]:
     if origin in (Union, UnionType):  # the former in Python 3.14
         return tuple(kind for part in get_args(hint) for kind in _classes(part))
     return {float: (int, float), Literal: (str,)}.get(origin, (origin,))
+
+
+def number_values(values: object) -> dict[str, float]:
+    """Select the numbers among named values; NaN and infinity are numbers, ``True`` is not."""
+    return {
+        str(name): float(value)
+        for name, value in (values.items() if isinstance(values, Mapping) else ())
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
 
 
 class EventLog:
@@ -308,16 +337,9 @@ class EventLog:
 
 
 class EventReader:
-    """Reads new events from the file; never blocks, never locks.
+    """Reads new events from the file; never blocks, never locks."""
 
-    Args:
-        path: an ``events.jsonl``.
-        offset: where to begin, in bytes.
-        types: the types to read; the others are not decoded. None: all.
-    """
-
-    def __init__(self, path: Path, offset: int = 0, *, types: Sequence[str] | None = None) -> None:
-        self._marks = None if types is None else [f'"type": "{name}"'.encode() for name in types]
+    def __init__(self, path: Path, offset: int = 0) -> None:
         self._path, self.offset = path, offset
         """Bytes read so far, whole lines only; a later reader can continue from here."""
 
@@ -336,14 +358,14 @@ class EventReader:
                 return
             with file:
                 file.seek(self.offset)
-                for line in file:
-                    if not line.endswith(b"\n"):
+                while lines := file.readlines(_CHUNK):
+                    whole = lines if lines[-1].endswith(b"\n") else lines[:-1]
+                    for line, event in zip(whole, _decode_all(whole), strict=True):
+                        self.offset += len(line)
+                        if event is not None:
+                            yield event
+                    if len(whole) < len(lines):
                         return
-                    self.offset += len(line)
-                    if self._marks and not any(mark in line for mark in self._marks):
-                        continue
-                    if (event := decode(line)) is not None:
-                        yield event
 
 
 RETURNED = "value"

@@ -19,6 +19,8 @@ from nbtoolkit.run.paths import RunPaths
 if TYPE_CHECKING:
     from nbtoolkit.environment.launch_plan import LaunchPlan
     from nbtoolkit.run.resume import ChosenRun
+    from nbtoolkit.study.importance import Importance
+    from nbtoolkit.views.figure import Chart
 
 
 Display = Literal["auto", "widgets", "text", "off"]
@@ -288,10 +290,7 @@ def _front_end() -> bool | None:
 class Displays(Protocol):
     """The functions of ``nbtoolkit.views.live``."""
 
-    def show_run(self, cell: CellOutput, paths: RunPaths, screen: Screen) -> RunDisplay:
-        """Show a run: rank 0's lines and the progress."""
-
-    def show_search(
+    def show(
         self,
         lines: RunDisplay,
         paths: RunPaths,
@@ -300,7 +299,7 @@ class Displays(Protocol):
         deadline: float | None = None,
         folds: int | None = None,
     ) -> RunDisplay:
-        """Show a sweep or a cross-validation: notes and the progress."""
+        """Show lines and progress of a run, a sweep or a cross-validation."""
 
     def show_handle(self, paths: RunPaths, shown: RunDisplay | None) -> None:
         """Show a handle that is a cell's value."""
@@ -312,3 +311,18 @@ class Displays(Protocol):
 def displays() -> Displays:
     """``nbtoolkit.views.live``, imported by name: imports point from views to run."""
     return cast("Displays", import_module("nbtoolkit.views.live"))
+
+
+class Charts(Protocol):
+    """The functions of ``nbtoolkit.views.figure``."""
+
+    def result_chart(self, paths: RunPaths, region: str) -> Chart:
+        """Draw one region of a result's page."""
+
+    def importance_chart(self, importance: Importance, metric: str) -> Chart:
+        """Draw the importance of each parameter of a sweep."""
+
+
+def charts() -> Charts:
+    """``nbtoolkit.views.figure``, imported by name: imports point from views to run."""
+    return cast("Charts", import_module("nbtoolkit.views.figure"))

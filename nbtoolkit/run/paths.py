@@ -29,7 +29,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -160,6 +160,16 @@ class RunPaths:
     def ended(self) -> bool:
         """Whether the run has ended: there is a result or an error."""
         return self.result.exists() or self.error.exists()
+
+
+Kind = Literal["run", "sweep", "cv"]
+KIND_NAMES: dict[Kind, str] = {"run": "run", "sweep": "sweep", "cv": "cross-validation"}
+
+
+def kind_of(versions: Mapping[str, object]) -> Kind:
+    """Return what a folder holds, by its ``versions.json``."""
+    kind = versions.get("kind")
+    return "sweep" if kind == "sweep" else "cv" if kind == "cv" else "run"
 
 
 def find_run(run: str | os.PathLike[str], output_dir: str | Path = "outputs") -> RunPaths:

@@ -239,7 +239,7 @@ def _shown(
 ) -> RunDisplay:
     table = SweepTable.of(sweep_config, deadline=deadline)
     lines = TableLines(table, screen.shape, since=since)
-    return displays().show_search(lines, paths, screen, deadline=deadline)
+    return displays().show(lines, paths, screen, deadline=deadline)
 
 
 def _check(train: Train, **options: Any) -> None:

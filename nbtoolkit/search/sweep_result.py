@@ -18,15 +18,17 @@ from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.handle import RunHandle
 from nbtoolkit.run.events import Event, EventReader, NoteAdded, StopRequested, TrialChanged
 from nbtoolkit.run.messages import SearchCommand
-from nbtoolkit.run.output import MAX_BYTES, Shape, to_stdout
+from nbtoolkit.run.output import MAX_BYTES, Shape, charts, to_stdout
 from nbtoolkit.run.paths import RunPaths, Status, read_result, reading, write_json, write_whole
+from nbtoolkit.study.importance import importance
 from nbtoolkit.study.sweep_config import SweepConfig
 from nbtoolkit.study.table import ENDED, SweepTable
 
 if TYPE_CHECKING:
     import optuna
     import pandas as pd
-    from matplotlib.figure import Figure
+
+    from nbtoolkit.views.figure import Chart
 
 
 STUDY_FILE = "study.jsonl"
@@ -142,26 +144,24 @@ class SweepResult:
         write_whole(file, self.best_config.to_yaml())
         return file
 
-    def plot_history(self) -> Figure:
-        """Plot each trial's value and the best so far (needs Matplotlib)."""
-        from nbtoolkit.study.plots import plot_history
+    def plot_history(self) -> Chart:
+        """Draw each trial's value and the best so far."""
+        return charts().result_chart(self.paths, "history")
 
-        return self._plotted(plot_history)
+    def plot_importances(self) -> Chart:
+        """Draw the importance of each parameter, with its range.
 
-    def plot_importances(self) -> Figure:
-        """Plot the importance of each parameter (needs Matplotlib)."""
-        from nbtoolkit.study.plots import plot_importances
+        Raises:
+            SweepError: fewer than ten trials are complete, or all have the same value.
+            MissingExtra: scikit-learn is not installed.
+        """
+        maximize = self.sweep_config.directions[0] == "maximize"
+        found = importance(self.study.get_trials(deepcopy=False), maximize=maximize)
+        return charts().importance_chart(found, self.sweep_config.metrics[0])
 
-        return self._plotted(plot_importances)
-
-    def plot_slices(self) -> Figure:
-        """Plot the value against each parameter (needs Matplotlib)."""
-        from nbtoolkit.study.plots import plot_slices
-
-        return self._plotted(plot_slices)
-
-    def _plotted(self, plot: Callable[..., Figure]) -> Figure:
-        return plot(self.study, metric=self.sweep_config.metrics[0])
+    def plot_slices(self) -> Chart:
+        """Draw the value against each parameter."""
+        return charts().result_chart(self.paths, "slices")
 
     def _need_best(self) -> None:
         if self.best_trial is None:

@@ -239,6 +239,13 @@ class SweepTable(EventTable):
     def update(self, event: Event) -> None:
         """Process one event; those of other types change nothing."""
         match event:
+            case events.IntermediateReported():  # the first case: most events are reports
+                if trial := self.trials.get(event.number):
+                    trial.step, trial.latest = event.step, event.value
+                    # After a resume, steps are trained again.
+                    while trial.curve and trial.curve[-1][0] >= event.step:
+                        trial.curve.pop()
+                    trial.curve.append((float(event.step), float(event.value)))
             case events.RunStarted():
                 self.paused = False
                 self._set_status("running")
@@ -246,13 +253,6 @@ class SweepTable(EventTable):
                 self._set_status(event.status)
             case events.TrialChanged():
                 self._update_trial(event)
-            case events.IntermediateReported():
-                if trial := self.trials.get(event.number):
-                    trial.step, trial.latest = event.step, event.value
-                    # After a resume, steps are trained again.
-                    while trial.curve and trial.curve[-1][0] >= event.step:
-                        trial.curve.pop()
-                    trial.curve.append((float(event.step), float(event.value)))
             case events.FoldChanged(number=int(number)):
                 if trial := self.trials.get(number):
                     trial.folds[event.fold] = event.state

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from nbtoolkit.text_table import shortened
+
+_T = TypeVar("_T")
 
 Points: TypeAlias = list[tuple[float, float]]
 """Positions and values."""
@@ -222,8 +224,13 @@ def _finite(series: Series) -> list[tuple[float, float, str]]:
         for index, (step, value) in enumerate(series.points)
         if drawable(step) and drawable(value)
     ]
-    every = -(-len(found) // _MOST)
-    return found[:: -every or -1][::-1]
+    return thinned(found, _MOST)
+
+
+def thinned(points: list[_T], most: int) -> list[_T]:
+    """Drop points evenly until at most ``most`` are left; the last one stays."""
+    every = -(-len(points) // most)
+    return points[:: -every or -1][::-1]
 
 
 def drawable(value: float) -> bool:

@@ -18,47 +18,70 @@ class DeviceReader:
     """Reads the newest device readings of event logs; a log that did not grow is not read again."""
 
     def __init__(self) -> None:
-        self._read: dict[Path, tuple[int, list[DevicesSampled]]] = {}
+        self._logs: dict[Path, tuple[int, list[DevicesSampled]]] = {}
 
-    def read(self, logs: Mapping[Path, str]) -> dict[str, list[tuple[float, Reading]]]:
-        """Read the last minute that has readings.
+    def history(self, logs: Mapping[Path, str]) -> dict[str, list[tuple[float, float]]]:
+        """Return unix seconds and use from 0 to 1 of each rank, slot and GPU.
 
         Args:
             logs: event logs, and the name of the slot that each belongs to; empty: there are none.
-
-        Returns:
-            Name of the rank, slot or GPU -> unix seconds and reading, by time.
         """
-        self._read = {log: self._samples(log) for log in logs}
+        return {
+            name: [(at, share) for at, one in points if (share := _share(one)) is not None]
+            for name, points in self._read(logs).items()
+        }
+
+    def lines(
+        self, logs: Mapping[Path, str], *, since: float | None
+    ) -> list[tuple[str, float | None, str]]:
+        """Return name, use from 0 to 1 (None: unknown) and a text of each rank, slot and GPU.
+
+        Args:
+            logs: as for :meth:`history`.
+            since: unix seconds from which on a reading is of now; None: it has ended, and the text
+                is the mean.
+        """
+        lines: list[tuple[str, float | None, str]] = []
+        for name, points in self._read(logs).items():
+            readings = [reading for _, reading in points]
+            if since is None:
+                lines.append((name, None, f"mean {_text(readings)}"))
+            elif points[-1][0] >= since:
+                lines.append((name, _share(readings[-1]), _text(readings[-1:])))
+        return lines
+
+    def _read(self, logs: Mapping[Path, str]) -> dict[str, list[tuple[float, Reading]]]:
+        """Read the last minute with readings: unix seconds and reading, by name."""
+        self._logs = {log: self._samples(log) for log in logs}
         found: dict[str, list[tuple[float, Reading]]] = {}
         for log, slot in logs.items():
-            for sample in self._read[log][1]:
-                for reading in filter(_is_record, sample.readings):
-                    found.setdefault(_name(slot, reading), []).append((sample.t, reading))
+            for sample in self._logs[log][1]:
+                for reading in sample.readings:
+                    if isinstance(reading, dict):  # else the log is damaged
+                        found.setdefault(_name(slot, reading), []).append((sample.t, reading))
         newest = max((at for points in found.values() for at, _ in points), default=0.0)
-        recent = {
-            name: sorted((p for p in points if p[0] >= newest - SECONDS), key=lambda p: p[0])
-            for name, points in found.items()
-        }
-        return {name: recent[name] for name in sorted(recent) if recent[name]}
+        for name, points in found.items():
+            recent = (point for point in points if point[0] >= newest - SECONDS)
+            found[name] = sorted(recent, key=lambda point: point[0])
+        return {name: found[name] for name in sorted(found) if found[name]}
 
     def _samples(self, log: Path) -> tuple[int, list[DevicesSampled]]:
         try:
             size = log.stat().st_size
         except OSError:
             return 0, []
-        known = self._read.get(log)
-        return known if known and known[0] == size else (size, samples_in(read_tail(log, _TAIL)))
+        known = self._logs.get(log)
+        return known if known and known[0] == size else (size, _samples_in(read_tail(log, _TAIL)))
 
 
-def samples_in(text: str) -> list[DevicesSampled]:
+def _samples_in(text: str) -> list[DevicesSampled]:
     """Decode the device readings among the lines of an event log."""
     # Most lines are of other types and need no decoding.
     lines = (line for line in text.splitlines() if '"type": "device"' in line)
     return [event for event in map(decode, lines) if isinstance(event, DevicesSampled)]
 
 
-def share_of(reading: Reading) -> float | None:
+def _share(reading: Reading) -> float | None:
     """Return the use from 0 to 1: of a GPU, or of one core by a rank; None: unknown."""
     percent = reading.get("utilization") if "index" in reading else reading.get("cpu", 0.0)
     if not isinstance(percent, (int, float)):
@@ -66,7 +89,7 @@ def share_of(reading: Reading) -> float | None:
     return min(max(percent / 100 if "index" in reading else percent, 0.0), 1.0)
 
 
-def device_text(readings: list[Reading]) -> str:
+def _text(readings: list[Reading]) -> str:
     """Format the mean use and the largest memory of a device's readings."""
     is_gpu = "index" in readings[0]
     use = _numbers(readings, "utilization" if is_gpu else "cpu")
@@ -77,11 +100,6 @@ def device_text(readings: list[Reading]) -> str:
     if memory:
         parts.append(f"{max(memory) / 1e9:.1f} GB")
     return ", ".join(parts)
-
-
-def _is_record(reading: object) -> bool:
-    """Whether a reading is none of a damaged log."""
-    return isinstance(reading, dict)
 
 
 def _numbers(readings: list[Reading], name: str) -> list[float]:

@@ -14,6 +14,7 @@ from nbtoolkit.run.events import Event
 from nbtoolkit.run.output import CellOutput, RunDisplay, Screen, choose_screen, find_display
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.search.sweep_result import TableLines
+from nbtoolkit.views.page import page_html
 from nbtoolkit.views.progress_display import (
     DisplayPlace,
     HtmlDisplay,
@@ -24,7 +25,7 @@ from nbtoolkit.views.progress_display import (
     running_cell,
 )
 from nbtoolkit.views.state import State, read_state
-from nbtoolkit.views.summary import summary
+from nbtoolkit.views.sweep_cards import IMPORTANCES
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -35,38 +36,39 @@ _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 # --- the functions that nbtoolkit.run.output.displays() finds here ---
 
 
-def show_run(cell: CellOutput, paths: RunPaths, screen: Screen) -> LiveView:
-    """Show a run: rank 0's lines and its progress.
-
-    Args:
-        cell: shows the lines.
-        paths: the run's folder.
-        screen: where and how it is shown.
-    """
-    return _live_view(cell, screen, _progress_display(screen, partial(State, paths), cell.say))
-
-
-def show_search(
-    lines: TableLines,
+def show(
+    lines: CellOutput | TableLines,
     paths: RunPaths,
     screen: Screen,
     *,
     deadline: float | None = None,
     folds: int | None = None,
 ) -> LiveView:
-    """Show a sweep or a cross-validation: its notes and its progress.
+    """Show lines and progress of a run, a sweep or a cross-validation.
 
     Args:
-        lines: shows notes; where nothing else is drawn, also each trial or fold that ends.
-        paths: the search's folder.
+        lines: shows rank 0's lines, or the notes of a search; where nothing else is drawn, also
+            each trial or fold that ends.
+        paths: the folder.
         screen: where and how it is shown.
         deadline: unix seconds at which a sweep ends at the latest; None: no limit.
         folds: the number of folds of a cross-validation; None: unknown.
     """
     make_state = partial(State, paths, deadline=deadline, folds=folds)
-    lines_only = screen.shape == "lines"
-    display = None if lines_only else _progress_display(screen, make_state, lines.say)
-    return _live_view(lines, screen, display)
+    display: ProgressDisplay | None = None
+    match screen.shape:
+        case "widgets":
+            display = WidgetDisplay(make_state)
+        case "html":
+            display = HtmlDisplay(make_state)
+        case "bar":
+            display = TerminalBar(make_state)
+            lines.redirect(display.write)
+        case "minutes":
+            display = LineDisplay(make_state, lines.say, DisplayPlace().put)
+        case "lines" if isinstance(lines, CellOutput):
+            display = LineDisplay(make_state, lines.say)
+    return LiveView(lines, display, needs_wait=screen.shape != "widgets")
 
 
 def show_handle(paths: RunPaths, shown: RunDisplay | None) -> None:
@@ -89,33 +91,7 @@ def show_handle(paths: RunPaths, shown: RunDisplay | None) -> None:
 
 def static(paths: RunPaths) -> str:
     """Render the current state of a folder as HTML."""
-    return summary(read_state(paths.folder))
-
-
-def _progress_display(
-    screen: Screen, make_state: Callable[[], State], say: Callable[[str], None]
-) -> ProgressDisplay | None:
-    match screen.shape:
-        case "widgets":
-            return WidgetDisplay(make_state)
-        case "html":
-            return HtmlDisplay(make_state)
-        case "bar":
-            return TerminalBar(make_state)
-        case "minutes":
-            return LineDisplay(make_state, say, DisplayPlace().put)
-        case "lines":
-            return LineDisplay(make_state, say)
-        case "off":
-            return None
-
-
-def _live_view(
-    lines: CellOutput | TableLines, screen: Screen, display: ProgressDisplay | None
-) -> LiveView:
-    if isinstance(display, TerminalBar):
-        lines.redirect(display.write)
-    return LiveView(lines, display, needs_wait=screen.shape != "widgets")
+    return page_html(read_state(paths.folder))
 
 
 # --- lines and progress ---
@@ -185,7 +161,7 @@ def _failure(error: Exception) -> str:
 
 
 class WidgetDisplay(ProgressDisplay):
-    """A live view in a cell, drawn by a thread of its own.
+    """A live view in a cell, drawn by a thread of its own: the page, and a button that stops.
 
     The thread only reads the folder. So the view is live while the cell waits, after it has ended,
     and while other cells run. Updates of a widget reach it from any thread.
@@ -198,7 +174,7 @@ class WidgetDisplay(ProgressDisplay):
         super().__init__(make_state)
         self._drawing = threading.Lock()  # the waiting thread and ours both see the end
         self._closed = threading.Event()
-        self._widgets: _Widgets | None = None
+        self._box: ipywidgets.VBox | None = None
 
     def open(self, *, waits: bool) -> None:
         """Show it in this cell, and start the thread.
@@ -211,7 +187,7 @@ class WidgetDisplay(ProgressDisplay):
         self._state.refresh()
         self._stoppable = not waits
         self._place = DisplayPlace()
-        self._place.put(mime_bundle(self._state))
+        self._place.put(mime_bundle(self._state, quick=True))
         # A daemon: the kernel's exit does not wait for a view.
         threading.Thread(target=self._run, name="nbtoolkit-view", daemon=True).start()
 
@@ -225,12 +201,22 @@ class WidgetDisplay(ProgressDisplay):
                 return
             self._closed.set()
             self._state.refresh()
-            if self._widgets is not None:
-                # A front end may keep the output of a past cell; its widget then shows the end.
-                self._widgets.show(self._state)
+            bundle = mime_bundle(self._state, quick=True)
+            # A front end may keep the output of a past cell; its widget then shows the end.
+            self._show(bundle["text/html"])
+            self._place.put(bundle)
+            for widget in () if self._box is None else (*self._box.children, self._box):
+                if hasattr(widget, "style"):
+                    widget.style.close()
+                widget.layout.close()
+                widget.close()
+        if IMPORTANCES.due(self._state):  # takes seconds, for which the cell does not wait
+            whole = threading.Thread(target=self._put_whole, name="nbtoolkit-view", daemon=True)
+            whole.start()
+
+    def _put_whole(self) -> None:
+        with contextlib.suppress(Exception):  # the kernel is exiting, or the output is gone
             self._place.put(mime_bundle(self._state))
-            if self._widgets is not None:
-                self._widgets.close()
 
     def _run(self) -> None:
         """Draw until it has ended; an error is shown and does not affect the run."""
@@ -254,51 +240,35 @@ class WidgetDisplay(ProgressDisplay):
                 return False
             with self._throttle.drawing():
                 self._state.refresh()
-                if self._widgets is not None:
-                    self._widgets.show(self._state)
-            if self._widgets is None and self._state.live:
-                self._widgets = _Widgets(self._state, stoppable=self._stoppable)
-                self._place.put({**mime_bundle(self._state), _WIDGET_VIEW: self._widgets.view})
+                bundle = mime_bundle(self._state, quick=True)
+                self._show(bundle["text/html"])
+            if self._box is None and self._state.live:
+                self._box = self._make_box(bundle["text/html"])
+                model = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
+                self._place.put({**bundle, _WIDGET_VIEW: model})
             return not self._state.over
 
-
-class _Widgets:
-    """The summary as HTML, and a button that stops the run."""
-
-    def __init__(self, state: State, *, stoppable: bool) -> None:
+    def _make_box(self, html: str) -> ipywidgets.VBox:
         import ipywidgets
 
-        self._paths = state.paths
-        self._html = ipywidgets.HTML(summary(state))
-        self._buttons: list[ipywidgets.Button] = []
-        if stoppable:
-            tooltip = "All ranks stop at their next report"
-            button = ipywidgets.Button(description="Stop", icon="stop", tooltip=tooltip)
-            button.on_click(self._stop)
-            self._buttons.append(button)
-        self._box = ipywidgets.VBox([self._html, *self._buttons])
+        page, tooltip = ipywidgets.HTML(html), "All ranks stop at their next report"
+        if not self._stoppable:
+            return ipywidgets.VBox([page])
+        button = ipywidgets.Button(description="Stop", icon="stop", tooltip=tooltip)
+        button.on_click(self._stop)
+        return ipywidgets.VBox([page, button])
 
-    @property
-    def view(self) -> dict[str, object]:
-        """The MIME data by which a front end finds the widgets."""
-        return {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
-
-    def show(self, state: State) -> None:
-        """Draw; the button is there while the run is live."""
-        self._html.value = summary(state)
-        self._box.children = [self._html, *self._buttons] if state.live else [self._html]
-
-    def close(self) -> None:
-        """Close all widgets, in kernel and front end."""
-        styled = [self._html, *self._buttons]
-        for widget in [self._box, *styled]:
-            widget.layout.close()
-            widget.close()
-        for widget in styled:
-            widget.style.close()
+    def _show(self, html: str) -> None:
+        """Draw, if there are widgets; the button is there while the run is live."""
+        if self._box is None:
+            return
+        page, *buttons = self._box.children
+        page.value = html  # ipywidgets sends it only if it has changed
+        for button in buttons:
+            button.layout.display = None if self._state.live else "none"
 
     def _stop(self, button: ipywidgets.Button) -> None:
         """Request the stop; called in the kernel's main thread or in a subshell's."""
         button.disabled, button.description = True, "Stopping"
         with contextlib.suppress(FileNotFoundError):  # the folder was deleted: the view shows it
-            RunHandle(self._paths).stop("the Stop button of the live view")
+            RunHandle(self._state.paths).stop("the Stop button of the live view")

@@ -8,38 +8,10 @@ from html import escape
 
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.text_table import moment
+from nbtoolkit.views import run_cards, sweep_cards, text
 from nbtoolkit.views.chart import BEST, ENDED, FAILED, RUNNING
 from nbtoolkit.views.markup import alert, card, chip, grid, paragraph, progress_bar, tinted
-from nbtoolkit.views.run_cards import (
-    files_card,
-    fold_curves_card,
-    folds_card,
-    log_card,
-    metrics_card,
-    run_curves_card,
-    workers_card,
-)
 from nbtoolkit.views.state import State
-from nbtoolkit.views.sweep_cards import (
-    IMPORTANCES,
-    best_card,
-    compare_card,
-    curves_card,
-    history_card,
-    slices_card,
-    trials_card,
-)
-from nbtoolkit.views.text import (
-    best,
-    ended_ago,
-    error_of,
-    explanation,
-    name_of,
-    progress,
-    status_of,
-    times,
-    trial_counts,
-)
 from nbtoolkit.views.trial_rows import EVERYTHING, ROWS, View
 
 __all__ = ["ROWS", "View", "page_html", "regions", "strip"]
@@ -82,8 +54,8 @@ def regions(
 
 def page_html(state: State | None, chosen: View = EVERYTHING, now: float | None = None) -> str:
     """Render all regions as one static page."""
-    if state is not None and not state.live and IMPORTANCES.due(state):
-        IMPORTANCES.compute(state)
+    if state is not None and not state.live and sweep_cards.IMPORTANCES.due(state):
+        sweep_cards.IMPORTANCES.compute(state)
     return grid(*regions(state, chosen, now).values())
 
 
@@ -92,51 +64,51 @@ def _renderers(state: State, chosen: View, now: float) -> dict[str, Callable[[],
     table = state.table
     if isinstance(table, SweepTable):
         one = len(table.metrics) == 1
-        renderers["best"] = lambda: best_card(state, table)
+        renderers["best"] = lambda: sweep_cards.best_card(state, table)
         if one and table.trials:
-            renderers["history"] = lambda: history_card(state, table)
-            renderers["curves"] = lambda: curves_card(state, table)
-            renderers["slices"] = lambda: slices_card(state, table)
+            renderers["history"] = lambda: sweep_cards.history_card(state, table)
+            renderers["curves"] = lambda: sweep_cards.curves_card(state, table)
+            renderers["slices"] = lambda: sweep_cards.slices_card(state, table)
         best_trials = [trial.number for trial in table.best]
         if best_trials:
-            renderers["folds"] = lambda: folds_card(state, best_trials[0])
-        renderers["trials"] = lambda: trials_card(state, chosen, now)
+            renderers["folds"] = lambda: run_cards.folds_card(state, best_trials[0])
+        renderers["trials"] = lambda: sweep_cards.trials_card(state, chosen, now)
     elif state.kind == "cv":
-        renderers["folds"] = lambda: folds_card(state)
-        renderers["curves"] = lambda: fold_curves_card(state)
+        renderers["folds"] = lambda: run_cards.folds_card(state)
+        renderers["curves"] = lambda: run_cards.fold_curves_card(state)
     else:
-        renderers["metrics"] = lambda: metrics_card(state, now)
-        renderers["curves"] = lambda: run_curves_card(state)
-    renderers["workers"] = lambda: workers_card(state, now)
+        renderers["metrics"] = lambda: run_cards.metrics_card(state, now)
+        renderers["curves"] = lambda: run_cards.run_curves_card(state)
+    renderers["workers"] = lambda: run_cards.workers_card(state, now)
     if isinstance(table, SweepTable):
-        renderers["compare"] = lambda: compare_card(state, table, chosen.ticked)
-    renderers["log"] = lambda: log_card(state, chosen.log)
-    renderers["files"] = lambda: files_card(state)
+        renderers["compare"] = lambda: sweep_cards.compare_card(state, table, chosen.ticked)
+    renderers["log"] = lambda: run_cards.log_card(state, chosen.log)
+    renderers["files"] = lambda: run_cards.files_card(state)
     return renderers
 
 
 def _progress(state: State, now: float) -> str:
-    return progress(state).removesuffix(" trials") or state.activity(now)
+    return text.progress(state).removesuffix(" trials") or state.activity(now)
 
 
 def strip(state: State, now: float) -> str:
     """Render name, status, progress, time and the best value in a line; below it what is wrong."""
     sign, colour = _SIGNS.get(state.status, ("✕", FAILED))
     hint = moment(state.ended.t) + " UTC" if state.ended else ""
-    name, value, where = best(state)
+    name, value, where = text.best(state)
     parts = [
-        f'<b title="{escape(state.paths.run_id, quote=True)}">{escape(name_of(state))}</b>',
-        chip(f"{sign} {status_of(state)}", colour, hint),
+        f'<b title="{escape(state.paths.run_id, quote=True)}">{escape(text.name_of(state))}</b>',
+        chip(f"{sign} {text.status_of(state)}", colour, hint),
         progress_bar(state.share(), _progress(state, now), width=110),
-        escape(trial_counts(state)),
-        f"<b>{escape(times(state, now))}</b>",
-        escape(ended_ago(state, now)),
+        escape(text.trial_counts(state)),
+        f"<b>{escape(text.times(state, now))}</b>",
+        escape(text.ended_ago(state, now)),
     ]
     if value:
         number = f'<b style="{tinted(BEST)}">{escape(value)}</b>'
         parts.append(f"{escape(name.partition(' ')[0])} {number} {escape(where)}")
     items = "".join(f"<span>{part}</span>" for part in parts if part)
     line = f'<div style="display:flex;flex-wrap:wrap;align-items:center;gap:0 12px">{items}</div>'
-    below = paragraph(text) if (text := explanation(state)) else ""
-    below += alert(text[:_ERROR]) if (text := error_of(state)) else ""
+    explained, error = text.explanation(state), text.error_of(state)
+    below = (paragraph(explained) if explained else "") + (alert(error[:_ERROR]) if error else "")
     return card("", line + below, span=4)

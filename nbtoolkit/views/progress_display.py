@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from nbtoolkit.views.markup import grid
+from nbtoolkit.views.page import page_html, regions
 from nbtoolkit.views.state import State
-from nbtoolkit.views.summary import summary, summary_line
+from nbtoolkit.views.text import summary_line
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -72,16 +74,16 @@ class DisplayPlace:
 
     def __init__(self) -> None:
         self._id = uuid.uuid4().hex
-        self._displayed = False
+        self._shown: Mapping[str, object] | None = None
 
     def put(self, bundle: Mapping[str, object]) -> None:
-        """Show a MIME bundle here; the first call must come from the cell's own thread."""
+        """Show a MIME bundle here, if it is new; the cell's own thread makes the first call."""
         from IPython.display import display
 
-        display(  # type: ignore[no-untyped-call] # not annotated
-            dict(bundle), raw=True, display_id=self._id, update=self._displayed
-        )
-        self._displayed = True
+        update = self._shown is not None
+        if bundle != self._shown:
+            self._shown = bundle
+            display(dict(bundle), raw=True, display_id=self._id, update=update)  # type: ignore[no-untyped-call] # not annotated
 
 
 def running_cell() -> int | None:
@@ -91,9 +93,15 @@ def running_cell() -> int | None:
     return int(shell.execution_count) if hasattr(shell, "kernel") else None
 
 
-def mime_bundle(state: State) -> dict[str, str]:
-    """Render a state for a cell: as HTML, and as text for front ends that show none."""
-    return {"text/plain": summary_line(state), "text/html": summary(state)}
+def mime_bundle(state: State, *, quick: bool = False) -> dict[str, str]:
+    """Render a state for a cell: as HTML, and as text for front ends that show none.
+
+    Args:
+        state: of the folder.
+        quick: without the importance of parameters, unless that is known.
+    """
+    page = grid(*regions(state).values()) if quick else page_html(state)
+    return {"text/plain": summary_line(state), "text/html": page}
 
 
 class ProgressDisplay:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nbtoolkit.errors import RunFolderError
-from nbtoolkit.report.run_summary import numbers
+from nbtoolkit.run.events import number_values
 from nbtoolkit.run.paths import TRASH, RunPaths, folder_error, read_or_empty, runs_in, write_json
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.text_table import ago, number, one_line, shortened
@@ -167,7 +167,7 @@ def _state(paths: RunPaths) -> State:
     """Return the state of a run that has not ended; each call reads only what is new."""
     if len(_states) > _CACHED:
         _states.clear()
-    state = _states.setdefault(paths.folder, State(paths, brief=True))
+    state = _states.setdefault(paths.folder, State(paths))
     state.refresh()
     return state
 
@@ -204,15 +204,15 @@ def _read_result(paths: RunPaths) -> tuple[str, list[str]]:
         error = read_or_empty(paths.error)
         return "failed", ["", shortened(f"{error.get('type')}: {error.get('text')}", _TITLE)]
     status, summary = str(result.get("status", "?")), result.get("summary")
-    values = [f"{name} {number(one)}" for name, one in numbers(result.get("metrics")).items()]
+    values = [f"{name} {number(one)}" for name, one in number_values(result.get("metrics")).items()]
     if not isinstance(summary, dict):
         return status, ["", *values[:1]]
     if isinstance(scores := summary.get("scores"), dict):  # a cross-validation
-        means = {name: numbers(one).get("mean") for name, one in scores.items()}
+        means = {name: number_values(one).get("mean") for name, one in scores.items()}
         values = [f"{name} {number(mean)}" for name, mean in means.items()]
         return status, [f"{summary.get('complete')}/{summary.get('folds')}", *values[:1]]
-    done = int(sum(numbers(summary.get("counts")).values()))
+    done = int(sum(number_values(summary.get("counts")).values()))
     total = done if status == "completed" else State(paths).counts()[1]
-    best = numbers({"best": summary.get("best_value")})
+    best = number_values({"best": summary.get("best_value")})
     values = [f"best {number(value)}" for value in best.values()]
     return status, [f"{done}/{total}" if total else f"{done}", *values]

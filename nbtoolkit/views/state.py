@@ -13,21 +13,20 @@ from statistics import median_low
 from nbtoolkit.crossval.cv_result import FoldTable
 from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, fold_key
 from nbtoolkit.errors import RunFileError
-from nbtoolkit.report.run_summary import Kind, Points, kind_of, numbers
 from nbtoolkit.run import events
-from nbtoolkit.run.events import Reading
-from nbtoolkit.run.paths import RunPaths, read_or_empty
+from nbtoolkit.run.events import number_values
+from nbtoolkit.run.paths import Kind, RunPaths, kind_of, read_or_empty
 from nbtoolkit.search.sweep_result import read_sweep_config
 from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.text_table import counted, duration, number
-from nbtoolkit.views.devices import DeviceReader, device_text, samples_in, share_of
+from nbtoolkit.views.chart import Points
+from nbtoolkit.views.devices import DeviceReader
 from nbtoolkit.views.devices import read_tail as read_tail
 from nbtoolkit.views.timeline import JobSpan, Timeline
 
 _NOTES = 5  # the newest notes that are kept
 _LOGGED_POINTS = 4000  # kept per logged metric; above that every second point is dropped
 _DEVICE_LOGS = 32  # event logs of ended jobs in which device readings are looked for
-_BRIEF = ("run", "report", "trial", "fold", "command", "ended")
 _SPEED_LOGS = 20  # the newest logged steps, of which the speed is the mean
 
 
@@ -59,7 +58,6 @@ class State:
         paths: the folder.
         deadline: unix seconds at which a sweep ends at the latest; None: no limit.
         folds: the number of folds of a cross-validation; None: unknown.
-        brief: whether progress and best values are enough; curves and notes are then not read.
 
     Attributes:
         kind: what the folder holds.
@@ -77,6 +75,7 @@ class State:
         phases: the phase of each rank.
         epochs: the number of epochs that a run is configured for; None: unknown.
         paused: whether a search starts no more jobs.
+        stopping: why this attempt was asked to stop; empty: it was not.
         began: unix seconds of this attempt's first event; None: nothing was written yet.
         first_report: time and step of this attempt's first report.
         last_report: time and step of its last report.
@@ -92,7 +91,6 @@ class State:
         *,
         deadline: float | None = None,
         folds: int | None = None,
-        brief: bool = False,
     ) -> None:
         self.paths = paths
         self.kind: Kind = kind_of(read_or_empty(paths.versions))
@@ -107,6 +105,7 @@ class State:
         self.phases: dict[int, str] = {}
         self.epochs: int | None = None
         self.paused = False
+        self.stopping = ""
         self.gone = False
         self.unreadable = ""
         self.began: float | None = None
@@ -126,7 +125,7 @@ class State:
         self._restarting = False
         self._settings_written = 0
         self._read_settings()
-        self._reader = events.EventReader(paths.events, types=_BRIEF if brief else None)
+        self._reader = events.EventReader(paths.events)
 
     def _make_table(
         self, deadline: float | None, folds: int | None
@@ -284,28 +283,18 @@ class State:
         if self.status != "running" or self.began is None or self.first_report or self._logged_at:
             return ""
         waited = duration(max((time.time() if now is None else now) - self.began, 0.0))
-        if isinstance(self.table, SweepTable):
-            running = self.table.running
-            if self.table.ended or any(trial.latest is not None for trial in running):
-                return ""
-            doing = f"{counted(len(running), 'trial')} started" if running else ""
-        elif self.kind == "cv":
-            doing = ""
-            if self._timeline.spans:
-                return ""
-        else:
-            doing = self._phase()
-        if doing:
-            return f"{doing}, waiting for the first report, {waited}"
-        return f"starting: importing torch, {waited}"
-
-    def _phase(self) -> str:
-        """What the slowest rank does before the first report; empty: it is starting."""
-        phases = set(self.phases.values())
-        ranks = "rank 0" if len(self.phases) == 1 else f"{len(self.phases)} ranks"
-        if not phases or "started" in phases:
-            return ""
-        return f"{ranks} loading the function" if "group" in phases else f"{ranks} ready"
+        doing, spans = "", self._timeline.spans
+        if self.kind == "run":
+            phases, ranks = set(self.phases.values()), len(self.phases)
+            if phases and "started" not in phases:
+                doing = "rank 0" if ranks == 1 else f"{ranks} ranks"
+                doing += " loading the function" if "group" in phases else " ready"
+        elif self.kind == "cv" or self.trials or any(span.end is not None for span in spans):
+            return "" if spans else f"starting: importing torch, {waited}"
+        elif spans:
+            doing = f"{counted(len(spans), 'trial')} started"
+        waiting = ", waiting for the first report" if doing else ""
+        return f"{doing or 'starting: importing torch'}{waiting}, {waited}"
 
     def speed(self) -> dict[str, str]:
         """Of a single run, as far as known: ``epoch`` or ``step``, ``samples/s``, ``steps/s``."""
@@ -422,37 +411,19 @@ class State:
 
     # --- devices ---
 
-    def readings(self) -> dict[str, list[Reading]]:
-        """The newest device readings: of the run by ``""``, of running trials by ``"trial 3"``."""
-        logs = {self.paths.events: ""}
-        if isinstance(self.table, SweepTable):
-            logs = {self.trial(t.number).events: f"trial {t.number}" for t in self.table.running}
-        newest = {name: samples_in(read_tail(log, 1 << 16))[-1:] for log, name in logs.items()}
-        return {name: samples[0].readings for name, samples in newest.items() if samples}
-
     def device_history(self) -> dict[str, list[tuple[float, float]]]:
         """Unix seconds and use from 0 to 1 by rank, slot or GPU, in the last minute with readings.
 
         Of a sweep, a slot's use is that of the trials that ran on it.
         """
-        return {
-            name: [(at, share) for at, one in readings if (share := share_of(one)) is not None]
-            for name, readings in self._devices.read(self._device_logs()).items()
-        }
+        return self._devices.history(self._device_logs())
 
     def device_lines(self) -> list[tuple[str, float | None, str]]:
         """Name, use from 0 to 1 (None: unknown) and a text for each rank, slot and GPU.
 
         Of a live run the newest reading; of one that has ended the mean over its last minute.
         """
-        lines: list[tuple[str, float | None, str]] = []
-        for name, points in self._devices.read(self._device_logs()).items():
-            readings = [reading for _, reading in points]
-            if self.live:
-                lines.append((name, share_of(readings[-1]), device_text(readings[-1:])))
-            else:
-                lines.append((name, None, f"mean {device_text(readings)}"))
-        return lines
+        return self._devices.lines(self._device_logs(), since=self.began if self.live else None)
 
     def _device_logs(self) -> dict[Path, str]:
         """Event log -> slot: of the run itself, or of the newest jobs of a search."""
@@ -472,12 +443,16 @@ class State:
             self._start_attempt(event)
         self._timeline.update(event)
         match event:
+            case events.IntermediateReported():  # the first case: most events are reports
+                if isinstance(self.table, SweepTable) and event.number in self.table.trials:
+                    self.trials[event.number] = self.table.trials[event.number].curve
             case events.RunEnded():
                 self.ended = event
             case events.NoteAdded():
                 self.notes.append(event.text)
             case events.StopRequested():
                 self.notes.append(f"stopping: {event.reason}")
+                self.stopping = event.reason
             case events.RankPhaseChanged():
                 self.phases[event.rank] = event.phase
             case events.CommandReceived(op="pause" | "resume" as op):
@@ -486,9 +461,6 @@ class State:
                 self._add_report(event)
             case events.MetricsLogged():
                 self._add_logged(event)
-            case events.IntermediateReported():
-                if isinstance(self.table, SweepTable) and event.number in self.table.trials:
-                    self.trials[event.number] = self.table.trials[event.number].curve
             case events.TrialChanged(state="complete") if event.value is not None:
                 self.values[event.number] = float(event.value)
             case events.FoldChanged():
@@ -503,6 +475,7 @@ class State:
         self.began = event.t
         self.ended = None
         self.paused = False
+        self.stopping = ""
         self.first_report = None
         self.last_report = None
         self._reports_steps = False
@@ -517,13 +490,13 @@ class State:
         self._reports_steps = event.step is not None or self._reports_steps
         self.first_report = self.first_report or (event.t, step)
         self.last_report = (event.t, step)
-        for name, value in numbers(event.values).items():
+        for name, value in number_values(event.values).items():
             _add_point(self.curves.setdefault(name, []), step, value)
 
     def _add_logged(self, event: events.MetricsLogged) -> None:
         if event.step is not None:
             self._logged_at.append((event.t, float(event.step)))
-        for name, value in numbers(event.values).items():
+        for name, value in number_values(event.values).items():
             points = self.logged.setdefault(name, [])
             step = len(points) + 1.0 if event.step is None else float(event.step)
             _add_point(points, step, value)

@@ -5,20 +5,29 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbtoolkit.errors import MissingExtra, RunFileError, SweepError
-from nbtoolkit.report.run_summary import thinned
 from nbtoolkit.search.sweep_result import read_sweep_config
 from nbtoolkit.study.importance import LEAST, Importance, importance
 from nbtoolkit.study.parameter import CategoricalParameter, Searched
 from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.text_table import counted, duration, metric_column, number, param, setting
-from nbtoolkit.views.chart import BEST, ENDED, FAILED, PALETTE, RUNNING, Axis, Mark, Series, chart
+from nbtoolkit.views.chart import (
+    BEST,
+    ENDED,
+    FAILED,
+    PALETTE,
+    RUNNING,
+    Axis,
+    Mark,
+    Series,
+    chart,
+    thinned,
+)
 from nbtoolkit.views.markup import (
     card,
     data_table,
@@ -305,13 +314,6 @@ def _space(folder: Path, written: int) -> dict[str, Searched]:
 _GROWTH = 1.25  # recomputed when there are so many times the trials of the last time
 
 
-@dataclass
-class _Computed:
-    importance: Importance | None
-    complete: int
-    live: bool
-
-
 class ImportanceCache:
     """The importance of each sweep's parameters, computed where the caller wants it to be.
 
@@ -320,21 +322,22 @@ class ImportanceCache:
     """
 
     def __init__(self) -> None:
-        self._computed: dict[Path, _Computed] = {}
+        # Importance, the number of complete trials that it is from, and whether the sweep was live.
+        self._computed: dict[Path, tuple[Importance | None, int, bool]] = {}
 
     def of(self, state: State) -> Importance | None:
         """Return what was computed last; None: nothing yet, or it cannot be told."""
         last = self._computed.get(state.paths.folder)
-        return last.importance if last else None
+        return last[0] if last else None
 
     def due(self, state: State) -> bool:
         """Whether a quarter more trials are complete than last time, or the sweep has ended."""
         if state.kind != "sweep" or len(state.values) < LEAST or find_spec("optuna") is None:
             return False
         last = self._computed.get(state.paths.folder)
-        if last is None or len(state.values) >= last.complete * _GROWTH:
+        if last is None or len(state.values) >= last[1] * _GROWTH:
             return True
-        return last.live and not state.live and len(state.values) > last.complete
+        return last[2] and not state.live and len(state.values) > last[1]
 
     def compute(self, state: State) -> None:
         """Compute it from the complete trials of now."""
@@ -344,7 +347,7 @@ class ImportanceCache:
             computed = importance(_optuna_trials(state), maximize=maximize)
         except (SweepError, ValueError, RunFileError, MissingExtra):
             computed = None  # all values are equal, sweep.yaml was changed, or no scikit-learn
-        self._computed[folder] = _Computed(computed, count, live)
+        self._computed[folder] = computed, count, live
 
 
 IMPORTANCES = ImportanceCache()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from nbtoolkit.config.validation import direction_of
-from nbtoolkit.report.run_summary import KIND_NAMES
+from nbtoolkit.run.paths import KIND_NAMES
 from nbtoolkit.study.table import ENDED, SweepTable
 from nbtoolkit.text_table import (
     ago,
@@ -44,10 +44,8 @@ def status_of(state: State) -> str:
 
 def explanation(state: State) -> str:
     """Say what the status means, and what can be done; empty where it is plain."""
-    stopping = [note for note in state.notes if note.startswith("stopping: ")]
-    if state.live and stopping:
-        reason = stopping[-1].removeprefix("stopping: ")
-        return f"Stopping: waiting for each worker's next report ({reason})."
+    if state.live and state.stopping:
+        return f"Stopping: waiting for each worker's next report ({state.stopping})."
     if state.status == "paused":
         return _paused(state)
     left = _left_to_do(state)

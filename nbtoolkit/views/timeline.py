@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from nbtoolkit.run.events import Event, FoldChanged, RunEnded, RunStarted, TrialChanged
+from nbtoolkit.run.events import (
+    Event,
+    FoldChanged,
+    IntermediateReported,
+    RunEnded,
+    RunStarted,
+    TrialChanged,
+)
 from nbtoolkit.study.table import STOPPED_BY_HAND
 
 _OVERLAP = 0.2  # seconds: a prepared job starts before the scheduler reports the end of the last
@@ -42,6 +49,7 @@ class Timeline:
         self.last = 0.0
         self._spans: dict[int, JobSpan] = {}
         self._open: dict[tuple[int, int | None], JobSpan] = {}
+        self._rows: list[list[JobSpan]] = []  # empty: the spans have changed
 
     @property
     def spans(self) -> list[JobSpan]:
@@ -51,6 +59,8 @@ class Timeline:
     def update(self, event: Event) -> None:
         """Process one event; those of other types change only :attr:`last`."""
         match event:
+            case IntermediateReported():  # the first case: most events are reports
+                pass
             case TrialChanged():
                 state = "stopped" if event.reason == STOPPED_BY_HAND else event.state
                 self._change(event.number, None, state, event.t)
@@ -67,11 +77,13 @@ class Timeline:
 
     def close(self, at: float) -> None:
         """End all spans that are open."""
+        self._rows = self._rows if not self._open else []
         for span in self._open.values():
             span.end, span.state = max(at, span.begin), "waiting"
         self._open.clear()
 
     def _change(self, number: int, fold: int | None, state: str, at: float) -> None:
+        self._rows = []
         if state == "running":
             if (number, fold) not in self._open:
                 span = self._open[number, fold] = JobSpan(number, fold, at)
@@ -85,6 +97,15 @@ class Timeline:
         Args:
             now: unix seconds, the end of the spans that are open.
         """
+        if not self._rows:
+            self._rows = self._arranged()
+        rows = [[*row] for row in self._rows]
+        for row in rows:
+            if row[-1].end is None:
+                row[-1] = replace(row[-1], end=max(now, row[-1].begin))
+        return rows
+
+    def _arranged(self) -> list[list[JobSpan]]:
         rows: list[list[JobSpan]] = []
         for span in self._spans.values():
             row = next((row for row in rows if _follows(row[-1], span)), None)
@@ -93,9 +114,6 @@ class Timeline:
             elif row[-1].end is not None and row[-1].end > span.begin:
                 row[-1] = replace(row[-1], end=span.begin)
             row.append(span)
-        for row in rows:
-            if row[-1].end is None:
-                row[-1] = replace(row[-1], end=max(now, row[-1].begin))
         return rows
 
 

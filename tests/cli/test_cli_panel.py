@@ -38,13 +38,15 @@ def test_the_newest_run_is_shown_stopped_and_gone_on_with(home: Path) -> None:
     run = started(home, "train", *GOES_ON)
     seen = command(home, "panel", "--once")
     assert seen.returncode == 0
-    assert f"run {run.name}: running" in seen.stdout
+    name = run.name.partition("-")[2]
+    assert f"run {name}: running" in seen.stdout
     stopped = command(home, "panel", run.name, "--press", "stop")
     assert stopped.returncode == 3
-    assert f"run {run.name}: stopped (Go on resumes it)" in stopped.stdout
-    again = command(home, "panel", str(run), "--press", "go_on", "--once")
+    assert f"run {name}: stopped" in stopped.stdout
+    assert "Resume continues it" in stopped.stdout
+    again = command(home, "panel", str(run), "--press", "resume", "--once")
     assert again.returncode == 0, again.stderr
-    assert f"run {run.name}: running" in again.stdout
+    assert f"run {name}: running" in again.stdout
     assert command(home, "panel", "--press", "stop").returncode == 3
 
 
@@ -55,12 +57,15 @@ def test_a_sweep_is_given_more_trials_and_its_best_is_trained(home: Path) -> Non
     sweep = started(home, "sweep", "space.yaml", *sweep_config, "--trials", "2")
     whole = command(home, "panel", str(sweep))
     assert whole.returncode == 0, whole.stderr
-    assert f"sweep {sweep.name}: completed" in whole.stdout
-    assert "2 of 2 trials" in whole.stdout
-    late = command(home, "panel", str(sweep), "--press", "add_trials=2")
+    assert f"sweep {sweep.name.partition('-')[2]}: completed" in whole.stdout
+    assert "2/2 trials" in whole.stdout
+    late = command(home, "panel", str(sweep), "--press", "pause")
     assert late.returncode == 2
-    assert "add_trials cannot be pressed" in late.stderr
-    assert "Allowed: train_best" in late.stderr
+    assert "Pause cannot be pressed" in late.stderr
+    assert "train_best" in late.stderr
+    more = command(home, "panel", str(sweep), "--press", "add_trials=2")
+    assert more.returncode == 0, more.stderr
+    assert "4/4 trials" in more.stdout
     final = command(home, "panel", str(sweep), "--press", "train_best")
     assert final.returncode == 0, final.stderr
     assert "-best-" in final.stdout

@@ -7,23 +7,18 @@ import json
 import os
 import signal
 import sys
-import threading
-from collections.abc import Iterator
+import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import panel_functions
 import psutil
 import pytest
 from harmless import assert_harmless
 from kernels import all_gone, descendants, script, until
-from panels import SPACE, click, controller, ends, page, told
 from run_folders import write_run
 
 import nbtoolkit as nb
-from nbtoolkit.dashboards.server import Dashboard, browser_address, missing_package
-from nbtoolkit.errors import DashboardError, LaunchError
+from nbtoolkit.dashboards.server import Dashboard, browser_address, check_available
+from nbtoolkit.errors import DashboardError, LaunchError, MissingExtra
 from nbtoolkit.host import Host
 from nbtoolkit.tracking.database import open_database
 
@@ -35,17 +30,13 @@ COLAB = Host(kind="colab", reason="a test", working=Path(), scratch=Path())
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")
 
 
-@pytest.fixture
-def panel(tmp_path: Path) -> Iterator[nb.Panel]:
-    settings = {
-        "tracking.mlflow": False,
-        "runtime.output_dir": str(tmp_path / "<b>out"),
-        "model.end": str(tmp_path / "end"),
-    }
-    opened = nb.panel(panel_functions.until_told, settings, SPACE)
-    yield opened
-    (tmp_path / "end").touch()
-    opened.close()
+def waits(config, ctx):
+    """Reports until the file ``end`` is there."""
+    for step in range(1, 1000):
+        ctx.report({"score": 1 / step}, step=step)
+        if Path(config.model.end).exists():
+            break
+        time.sleep(0.05)
 
 
 def asked(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, str]:
@@ -89,15 +80,23 @@ def family(dashboard: Dashboard) -> set[int]:
 
 @pytest.mark.long
 def test_a_study_is_shown_while_its_sweep_runs_and_cannot_be_changed_there(
-    panel: nb.Panel, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    panel.press("sweep")
-    sweep = panel.folder
-    assert sweep is not None
+    settings = {
+        "tracking.mlflow": False,
+        "runtime.output_dir": str(tmp_path / "<b>out"),
+        "model.end": str(tmp_path / "end"),
+    }
+    space = {"study": {"metric": "score"}, "space": {"optim.lr": [0.1, 0.2]}}
+    config = nb.load_config(env=None, overrides=settings)
+    running = nb.sweep(waits, config, space, n_trials=4, wait=False, display="off")
+    sweep = running.paths.folder
     until(lambda: (sweep / "study.jsonl").exists(), "the study")
     with nb.open_dashboard(sweep) as dashboard:
         assert nb.open_dashboard(sweep) is dashboard
         assert f"http://127.0.0.1:{dashboard.port}/" in repr(dashboard)
+        assert_harmless(dashboard._repr_html_())
+        assert 'rel="noopener"' in dashboard._repr_html_()
         pids = family(dashboard)
         assert listens(dashboard.port, pids) == {"127.0.0.1"}
         assert set(until(lambda: states(dashboard.port), "its first trials")) <= {
@@ -106,8 +105,9 @@ def test_a_study_is_shown_while_its_sweep_runs_and_cannot_be_changed_there(
         }
         status, reason = asked(dashboard.port, "/api/studies/1", "DELETE")
         assert (status, "nothing is changed here" in reason) == (405, True)
+        assert asked(dashboard.port, "/api/studies", Host="evil.example")[0] == 403
         (tmp_path / "end").touch()
-        assert ends(panel) == "completed"
+        assert running.result().status == "completed"
         until(lambda: states(dashboard.port) == ["Complete"] * 4, "all trials")
         own = dashboard.log.parent
     all_gone(pids)
@@ -121,7 +121,7 @@ def test_a_study_is_shown_while_its_sweep_runs_and_cannot_be_changed_there(
 
 def test_what_is_no_sweep_has_no_dashboard(tmp_path: Path) -> None:
     run = write_run(tmp_path, "one", events=[{"type": "run"}])
-    with pytest.raises(DashboardError, match=r"(?s)one has no study.*the folder of a sweep"):
+    with pytest.raises(DashboardError, match=r"(?s)one has no study.*a sweep"):
         nb.open_dashboard(run.folder)
     with pytest.raises(LaunchError, match="there is no run"):
         nb.open_dashboard(tmp_path / "nowhere")
@@ -137,7 +137,7 @@ def test_what_was_tracked_is_shown_on_loopback_and_to_no_foreign_name(tmp_path: 
     client, experiment = open_database(tmp_path, experiment="seen")
     client.create_run(experiment)
     with nb.open_mlflow(tmp_path) as dashboard:
-        assert dashboard.url.startswith(f"http://127.0.0.1:{dashboard.port}/#/experiments/1?")
+        assert dashboard.url.startswith(f"http://127.0.0.1:{dashboard.port}/#/experiments")
         pids = family(dashboard)
         assert len(pids) >= 3  # the guard, the command and its server
         assert listens(dashboard.port, pids) == {"127.0.0.1"}
@@ -158,7 +158,7 @@ def test_a_store_that_is_a_server_has_a_page_of_its_own(tmp_path: Path) -> None:
 
 def test_one_that_ends_shows_what_it_wrote() -> None:
     code = "print('no such store'); raise SystemExit(3)"
-    with Dashboard("mine", HERE, lambda port: [sys.executable, "-c", code], "/") as dashboard:
+    with Dashboard("mine", HERE, lambda port: [sys.executable, "-c", code]) as dashboard:
         with pytest.raises(DashboardError, match=r"(?s)mine has ended.*no such store"):
             dashboard.wait()
         assert dashboard.closed
@@ -171,7 +171,7 @@ def test_one_that_never_answers_is_ended_with_all_its_processes() -> None:
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
         "print('waiting', flush=True); time.sleep(600)"
     )
-    dashboard = Dashboard("mine", HERE, lambda port: [sys.executable, "-c", code], "/")
+    dashboard = Dashboard("mine", HERE, lambda port: [sys.executable, "-c", code])
     until(lambda: "waiting" in dashboard.log.read_text(), "its start")
     pids = family(dashboard)
     assert len(pids) == 3
@@ -188,7 +188,7 @@ def test_one_ends_with_the_kernel_even_if_a_child_of_that_holds_its_pipes(tmp_pa
     from nbtoolkit.dashboards.server import Dashboard
     from nbtoolkit.host import detect_host
     program = lambda port: [sys.executable, "-m", "http.server", str(port), "-b", "127.0.0.1"]
-    dashboard = Dashboard("files", detect_host(), program, "/").wait()
+    dashboard = Dashboard("files", detect_host(), program).wait()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not (child := os.fork()):
         time.sleep(600)
@@ -228,18 +228,18 @@ def test_one_that_is_left_open_ends_with_a_program_without_a_word(tmp_path: Path
 
 
 def test_what_is_not_installed_is_named_by_its_package() -> None:
-    assert missing_package("optuna_dashboard", lambda name: None) == "optuna-dashboard"
-    assert missing_package("mlflow", lambda name: None if name == "flask" else name) == "mlflow"
-    assert missing_package("mlflow") == ""
+    with pytest.raises(MissingExtra, match=r"mlflow is not installed\n.*pip install mlflow"):
+        check_available("mlflow", ("sys", "no_such_module"), HERE, "")
+    check_available("mlflow", ("sys",), HERE, "")
 
 
 # --- how a browser gets there ---
 
 
 def test_beside_the_kernel_it_is_a_link_and_from_elsewhere_a_tunnel() -> None:
-    way = browser_address(8080, HERE)
-    assert way.url == "http://127.0.0.1:8080/"
-    assert "ssh -N -L 8080:127.0.0.1:8080" in way.how
+    url, how = browser_address(8080, HERE)
+    assert url == "http://127.0.0.1:8080/"
+    assert "ssh -N -L 8080:127.0.0.1:8080" in how
 
 
 def test_on_kaggle_nothing_can_be_reached_and_that_is_said(tmp_path: Path) -> None:
@@ -248,54 +248,7 @@ def test_on_kaggle_nothing_can_be_reached_and_that_is_said(tmp_path: Path) -> No
         nb.open_mlflow(tmp_path, host=KAGGLE)
 
 
-def test_colab_is_asked_for_its_own_address_from_a_cell_and_else_told_how() -> None:
-    scripts: list[Any] = []
-
-    def eval_js(script: str, timeout_sec: float) -> str:
-        scripts.append(script)
-        return "https://8080-colab.googleusercontent.com/"
-
-    modules = {"google.colab": SimpleNamespace(output=SimpleNamespace(eval_js=eval_js))}
-    assert browser_address(8080, COLAB, modules).url == "https://8080-colab.googleusercontent.com/"
-    assert scripts == ["google.colab.kernel.proxyPort(8080)"]
-    ways: list[Any] = []
-    thread = threading.Thread(target=lambda: ways.append(browser_address(8080, COLAB, modules)))
-    thread.start()
-    thread.join()
-    assert ways[0].url == ""  # a panel's thread cannot wait for the browser
-    assert "output.serve_kernel_port_as_window(8080)" in ways[0].how
-    assert browser_address(8080, COLAB, {}).url == ""
-
-
-# --- on the panel ---
-
-
-@pytest.mark.long
-def test_a_panels_buttons_say_why_not_or_show_address_and_port(
-    panel: nb.Panel, tmp_path: Path
-) -> None:
-    board = controller(panel).board
-    shown = page(panel, "Links")
-    assert "no sweep is watched" in shown
-    assert "no run was tracked" in shown
-    assert_harmless(shown)
-    assert [button.disabled for button in board.links.values()] == [True, True]
-    board.links["dashboard"].click()  # as a message that was under way
-    assert "no sweep is watched" in told(panel)
-    (tmp_path / "end").touch()
-    click(panel, "sweep")
-    assert ends(panel) == "completed"
-    page(panel, "Links")
-    assert not board.links["dashboard"].disabled
-    for _ in range(2):
-        board.links["dashboard"].click()
-    until(lambda: "href=" in page(panel, "Links"), "its address")
-    shown = page(panel, "Links")
-    assert shown.count("href=") == 1
-    assert 'target="_blank" rel="noopener"' in shown
-    assert_harmless(shown)
-    (dashboard,) = controller(panel)._links._opened
-    assert f"port {dashboard.port} of 127.0.0.1" in shown
-    pids = family(dashboard)
-    panel.close()
-    all_gone(pids)
+def test_on_colab_a_cell_opens_it() -> None:
+    url, how = browser_address(8080, COLAB)
+    assert url == ""
+    assert "output.serve_kernel_port_as_window(8080)" in how

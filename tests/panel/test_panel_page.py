@@ -97,7 +97,7 @@ def test_a_run_of_an_older_version_is_shown_and_its_settings_stay_where_they_are
     (folder / "config.yaml").write_text("train: {patience: 3, epochs: many}")
     panel = opened()
     assert panel.folder == folder
-    assert pressable(panel) == {"launch", "resume"}
+    assert pressable(panel) == {"launch", "resume", "train_best"}
     controller(panel).board.load_run.click()
     assert 'role="alert"' in told(panel)
     assert panel.config is not None

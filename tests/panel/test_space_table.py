@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from harmless import EVIL, assert_harmless
+from yaml import YAMLError
 
 from nbtoolkit.config.schema import Config
 from nbtoolkit.config.yaml_source import dump, parse_value
@@ -107,8 +108,17 @@ def test_an_empty_space_has_no_rows_and_rows_without_a_name_are_not_written() ->
         "space": {"a": {"type": "constant", "value": 1}},
     }
     for text in ("[", "3", "[1]", "a: &a [*a"):
-        with pytest.raises(ValueError, match="not"):
+        with pytest.raises(YAMLError):
             read_rows(text)
+
+
+def test_a_name_that_is_half_typed_does_not_become_a_section() -> None:
+    table, written = table_of("a: [1, 2]\n")
+    table.add.click()
+    for name in ("s", "study", "study.x"):
+        table.rows[1].inputs["name"].value = name
+    table.rows[1].inputs["kind"].value = "constant"
+    assert parse_value(written[-1]) == {"a": [1, 2], "study.x": {"type": "constant", "value": None}}
 
 
 # --- widgets ---

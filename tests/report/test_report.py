@@ -13,7 +13,7 @@ from kernels import SECONDS
 import nbtoolkit as nb
 from nbtoolkit.errors import ReportFolderError
 from nbtoolkit.report.report import RunsReport, page, read_report
-from nbtoolkit.report.section import Picture, ReportSection
+from nbtoolkit.report.sections import ReportSection
 from nbtoolkit.tasks import digits
 
 
@@ -47,11 +47,7 @@ def report(folder: Path) -> RunsReport:
 
 
 def words(section: ReportSection) -> str:
-    return "".join(part for part in section.parts if isinstance(part, str))
-
-
-def pictures(section: ReportSection) -> list[Picture]:
-    return [part for part in section.parts if isinstance(part, Picture)]
+    return "".join(section.parts)
 
 
 def test_the_table_has_every_run_with_its_status_and_scores(report: RunsReport) -> None:
@@ -67,49 +63,43 @@ def test_the_table_has_every_run_with_its_status_and_scores(report: RunsReport) 
     told = words(report.overview)
     small, larger, _, sweep, cv = report.runs
     for run in (small, larger, sweep, cv):
-        assert f">{run.metrics['val_accuracy']:.5g}</td>" in told
+        assert f">{run.metrics['val_accuracy']:.4f}</td>" in told
     assert "CPU, 2 processes, fp32" in told
     assert "failed: ValueError: &lt;b&gt;not&lt;/b&gt; today" in told
 
 
-def test_the_curves_are_those_that_fit_reported(report: RunsReport) -> None:
-    [picture] = pictures(report.curves)
-    loss, accuracy = picture.figure.axes
-    assert (loss.get_title(), accuracy.get_title()) == ("loss", "accuracy")
-    small = report.runs[0]
-    dashed, solid = loss.lines[:2]
-    assert list(dashed.get_ydata()) == [value for _, value in small.curves["train_loss"]]
-    assert list(solid.get_ydata()) == [value for _, value in small.curves["val_loss"]]
-    assert (dashed.get_linestyle(), solid.get_linestyle()) == ("--", "-")
-    assert len(accuracy.lines) == 2  # the run that failed has one value, which is no line
+def test_each_run_has_its_page_the_newest_first(report: RunsReport) -> None:
+    assert [page.title for page in report.pages] == [run.label for run in report.runs[::-1]]
+    cv, sweep, fails, larger, _ = map(words, report.pages)
+    assert "fold 2" in cv
+    assert "5/5" in sweep
+    assert "best so far" in sweep
+    assert "not&lt;/b&gt; today" in fails
+    assert "val_accuracy" in larger
 
 
-def test_the_sweep_has_its_table_and_plots(report: RunsReport, folder: Path) -> None:
-    told = words(report.sweeps)
-    assert "rates: 5 of 5 trials; 5 complete; best val_accuracy" in told
-    kinds = [picture.alt.partition(" of ")[0] for picture in pictures(report.sweeps)]
-    assert kinds == ["history", "slices"]
-    assert "No plot of its importances: 5 trials are complete" in told
+def test_the_comparison_has_both_runs_curves_and_the_settings_that_differ(
+    report: RunsReport,
+) -> None:
+    from nbtoolkit.views.chart import PALETTE
 
-
-def test_the_folds_have_their_scores_curves_and_predictions(report: RunsReport) -> None:
-    assert "3 of 3 folds" in words(report.folds)
-    [picture] = pictures(report.folds)
-    labels = [text.get_text() for text in picture.figure.legends[0].get_texts()]
-    assert labels[:3] == ["fold 0", "fold 1", "fold 2"]
-    told = words(report.confusion)
-    [accuracy] = [f"{report.runs[-1].metrics['val_accuracy']:.4f} of 1797 samples are right"]
-    assert accuracy in told
-    assert told.count("true \\ predicted") == 3
-    assert "it returned nothing" in told  # the run that failed
-
-
-def test_throughput_and_differences_are_told(report: RunsReport) -> None:
-    assert "samples a second (median)" in words(report.throughput)
-    told = words(report.differences)
+    told = words(report.comparison)
+    small, larger = report.runs[:2]
+    assert f"{small.label}, training" in told
+    assert f'stroke="{PALETTE[0]}"' in told
+    assert f'stroke="{PALETTE[1]}"' in told
+    assert larger.label in told
     assert ">train.batch_size</td>" in told
-    assert "train.epochs" not in told
+    assert ">train.epochs</td>" not in told
     assert told.index("train.batch_size") < told.index("distributed.world_size")
+
+
+def test_predictions_and_throughput_are_those_of_all_runs(report: RunsReport) -> None:
+    told = words(report.predictions)
+    accuracy = report.runs[-1].metrics["val_accuracy"]
+    assert f"{accuracy:.4f} of 1797 samples are right" in told
+    assert told.count("true \\ predicted") == 3
+    assert "samples a second (median)" in words(report.throughput)
 
 
 class Elements(HTMLParser):
@@ -130,13 +120,13 @@ def test_the_page_has_it_all_in_one_file_and_needs_no_network(folder: Path, tmp_
     written = nb.report(folder, tmp_path / "page.html")
     text = written.read_text()
     found = Elements(text)
-    assert not found.names & {"script", "img", "link", "iframe", "b"}
+    assert not found.names & {"script", "img", "link", "iframe"}
     outside = [one for one in found.addresses if not one.startswith(("#", "data:"))]
     assert outside == []
-    assert text.count("<svg role=") == 5  # importances take ten trials
+    assert "<svg role=" in text
+    assert text.count("<h2 ") == 9
     assert "prefers-color-scheme: dark" in text
     assert str(folder) in text
-    assert nb.report(folder, tmp_path / "page.html").read_text() == text
 
 
 @pytest.mark.long
@@ -165,4 +155,4 @@ def test_a_missing_folder_and_a_page_that_cannot_be_written_are_refused(tmp_path
 
 def test_a_folder_without_runs_makes_a_page_that_says_so(tmp_path: Path) -> None:
     assert "There are no runs in this folder." in nb.report(tmp_path).read_text()
-    assert "No sweep" not in page("t", "s", [])
+    assert "<h2" not in page("t", "s", [])

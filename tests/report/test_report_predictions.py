@@ -12,7 +12,6 @@ import torch
 from run_folders import trained, write_run
 
 from nbtoolkit.report import predictions
-from nbtoolkit.report.charts import confusion, matrix
 from nbtoolkit.report.predictions import (
     NoPredictions,
     NotPlain,
@@ -20,8 +19,10 @@ from nbtoolkit.report.predictions import (
     predictions_of,
     read_plain,
 )
-from nbtoolkit.report.run_summary import read_run_summary
-from nbtoolkit.report.section import Picture
+from nbtoolkit.report.reported_run import ReportedRun
+from nbtoolkit.report.sections import matrix
+from nbtoolkit.report.sections import predictions as section
+from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.serialization import pack_value
 
 DIARY = trained({"val_loss": [1.0, 0.5]})
@@ -92,25 +93,36 @@ def test_a_file_too_large_is_not_read(tmp_path: Path) -> None:
         read_plain(file)
 
 
+def shown(*runs: RunPaths) -> str:
+    return "".join(section([ReportedRun(run) for run in runs]).parts)
+
+
 NOT_SHOWN = [
-    (None, "it returned nothing"),
-    (3, "it returned no dict, but a int"),
-    ({"predictions": [1]}, 'no "predictions" with "labels" or "targets"'),
     ({"labels": [1, 2], "predictions": [1]}, "1 predictions for 2 samples"),
-    ({"labels": [], "predictions": []}, "0 predictions for 0 samples"),
-    ({"labels": [1], "predictions": [[0.5, 0.5]]}, "not one class or number for each sample"),
-    ({"labels": 1, "predictions": 1}, "predictions are not one class or number for each"),
+    (
+        {"labels": [1, 2], "predictions": [[1], [2]]},
+        "predictions are not one class or number for each",
+    ),
+    ({"labels": [1], "predictions": 1}, "predictions are not one class or number for each"),
     ({"labels": [1], "predictions": [1], "model": torch.nn.Linear(1, 1)}, "is not read: torch.nn"),
 ]
 
 
 @pytest.mark.parametrize(("value", "reason"), NOT_SHOWN, ids=[reason for _, reason in NOT_SHOWN])
-def test_a_run_without_predictions_says_why(tmp_path: Path, value: Any, reason: str) -> None:
+def test_predictions_that_cannot_be_shown_are_named_with_the_reason(
+    tmp_path: Path, value: Any, reason: str
+) -> None:
     run = write_run(tmp_path, "a", events=DIARY, returned=value)
     with pytest.raises(NoPredictions, match=reason):
         predictions_of(run)
-    told = "".join(map(str, confusion([read_run_summary(run)]).parts))
-    assert reason.replace('"', "&quot;") in told
+    assert reason in shown(run)
+
+
+@pytest.mark.parametrize("value", [None, 0.5, {"val_loss": 0.5}, {"predictions": [1]}])
+def test_a_run_that_returned_no_predictions_is_left_out(tmp_path: Path, value: Any) -> None:
+    run = write_run(tmp_path, "a", events=DIARY, returned=value)
+    assert predictions_of(run) is None
+    assert shown(run) == ""
 
 
 def test_the_matrix_counts_and_its_classes_are_escaped() -> None:
@@ -131,7 +143,7 @@ def test_the_matrix_counts_and_its_classes_are_escaped() -> None:
 def test_labels_may_be_lists_arrays_or_tensors(tmp_path: Path, kind: Any) -> None:
     value = {"labels": kind([0, 1, 1]), "predictions": kind([0, 1, 0])}
     run = write_run(tmp_path, "a", events=DIARY, returned=value)
-    told = "".join(map(str, confusion([read_run_summary(run)]).parts))
+    told = shown(run)
     assert "0.6667 of 3 samples are right" in told
     assert "1 x 1 as 0" in told
 
@@ -141,7 +153,7 @@ def test_the_folds_of_a_cross_validation_are_one_matrix(tmp_path: Path) -> None:
     for fold in range(3):
         value = {"labels": [0, 1], "predictions": [0, fold % 2]}
         write_run(cv.folder / "folds", str(fold), events=DIARY, returned=value)
-    told = "".join(map(str, confusion([read_run_summary(cv)]).parts))
+    told = shown(cv)
     assert "cv, out of fold" in told
     assert "0.6667 of 6 samples are right" in told
 
@@ -149,15 +161,15 @@ def test_the_folds_of_a_cross_validation_are_one_matrix(tmp_path: Path) -> None:
 def test_quantities_are_a_scatter(tmp_path: Path) -> None:
     value = {"targets": [1.0, 2.0], "predictions": [1.5, 2.5]}
     run = write_run(tmp_path, "a", events=DIARY, returned=value)
-    [picture] = [p for p in confusion([read_run_summary(run)]).parts if isinstance(p, Picture)]
-    [panel] = picture.figure.axes
-    assert panel.collections[0].get_offsets().tolist() == [[1.0, 1.5], [2.0, 2.5]]
+    told = shown(run)
+    assert 'aria-label="predicted by true: ' in told
+    assert told.count("<circle") == 2
 
 
 def test_many_classes_are_no_matrix_but_the_most_frequent_mistakes(tmp_path: Path) -> None:
     labels = list(range(50))
     value = {"labels": labels, "predictions": [7, *labels[1:]]}
     run = write_run(tmp_path, "a", events=DIARY, returned=value)
-    told = "".join(map(str, confusion([read_run_summary(run)]).parts))
-    assert "<table" not in told
+    told = shown(run)
+    assert "<th>" not in told
     assert "Most often: 1 x 0 as 7." in told

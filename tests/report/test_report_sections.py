@@ -1,30 +1,24 @@
-"""Sections of a report from events written by hand: their content, and when they are empty."""
+"""Sections of a report from events written by hand: their content, and when they are left out."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
-import pytest
-from run_folders import trained, write_run
+from run_folders import sweep, trained, trial, write_run
 
-from nbtoolkit.report.report import read_report
-from nbtoolkit.report.section import Picture, ReportSection
-from nbtoolkit.study.plots import COLOURS
+from nbtoolkit.report.report import PAGES, read_report
+from nbtoolkit.report.sections import ReportSection
+from nbtoolkit.views.chart import PALETTE
 
 
 def words(section: ReportSection) -> str:
-    return "".join(part for part in section.parts if isinstance(part, str))
-
-
-def figures(section: ReportSection) -> list[Any]:
-    return [part.figure for part in section.parts if isinstance(part, Picture)]
+    return "".join(section.parts)
 
 
 def cells(section: ReportSection) -> list[list[str]]:
-    """The rows of a section's first table."""
-    rows = words(section).split("<tbody>")[1].partition("</tbody>")[0].split("<tr>")[1:]
+    """The rows of a section's last table."""
+    rows = words(section).split("<tbody>")[-1].partition("</tbody>")[0].split("<tr>")[1:]
     return [re.findall(r"<td[^>]*>([^<]*)", row) for row in rows]
 
 
@@ -41,21 +35,14 @@ def test_device_use_is_the_mean_for_each_rank_and_gpu_and_memory_the_most(tmp_pa
     write_run(tmp_path, "looked-at", events=diary)
     write_run(tmp_path, "trained", events=trained({"loss": [1.0] * 3}))
     assert cells(read_report(tmp_path).throughput) == [
-        ["looked-at", "", "1", "0.75", "75, 50", "10"],
-        ["trained", "200", "1.5", "", "", ""],
+        ["looked-at", "0.75", "1", "75, 50", "4, 10", ""],
+        ["trained", "", "", "", "", "200"],
     ]
 
 
 def test_a_column_that_no_run_has_is_left_out(tmp_path: Path) -> None:
     write_run(tmp_path, "a", events=trained({"loss": [1.0] * 3}))
     assert "GPU" not in words(read_report(tmp_path).throughput)
-
-
-def test_throughput_is_drawn_as_the_median_of_those_around(tmp_path: Path) -> None:
-    write_run(tmp_path, "a", events=trained({"loss": [1.0] * 5}))
-    [figure] = figures(read_report(tmp_path).throughput)
-    [line] = figure.axes[0].lines
-    assert list(line.get_ydata()) == [200.0, 250.0, 300.0, 350.0, 400.0]
 
 
 def test_differences_have_what_decides_first_and_nothing_that_is_equal(tmp_path: Path) -> None:
@@ -67,71 +54,70 @@ def test_differences_have_what_decides_first_and_nothing_that_is_equal(tmp_path:
             events=trained({"loss": [1.0]}, {"seed": 0, "model": {}, **settings}),
         )
     write_run(tmp_path, "2", events=trained({"loss": [1.0]}, {"seed": 0, "model": {"deep": True}}))
-    assert cells(read_report(tmp_path).differences) == [
+    assert cells(read_report(tmp_path).comparison) == [
         ["optim.lr", "0.0", "0.1", ""],
         ["model.deep", "", "", "true"],
         ["runtime.output_dir", "out/0", "out/1", ""],
     ]
 
 
-def test_the_newest_runs_are_drawn_and_those_left_out_are_counted(tmp_path: Path) -> None:
-    metrics = {f"metric_{number}": [0.1, 0.2] for number in range(8)}
+def test_the_newest_runs_are_compared_and_their_number_is_stated(tmp_path: Path) -> None:
     for number in range(10):
-        write_run(tmp_path, f"2026010{number}T000000-run", events=trained(metrics))
-    section = read_report(tmp_path).curves
-    [figure] = figures(section)
-    assert len(figure.axes) == 6
-    assert len(figure.axes[0].lines) == len(COLOURS) == 8
-    assert "The newest 8 of 10 runs are drawn." in words(section)
-    assert "Not drawn: 2 metrics: metric_6, metric_7." in words(section)
+        write_run(tmp_path, f"2026010{number}T000000-run", events=trained({"loss": [0.1, 0.2]}))
+    report = read_report(tmp_path)
+    told = words(report.comparison)
+    assert told.count("<polyline") == len(PALETTE) == 8
+    assert "The newest 8 of 10 runs." in told
+    assert "The settings of all these runs are equal." in told
+    assert len(report.pages) == PAGES
 
 
-def test_a_loss_over_decades_is_drawn_on_a_logarithmic_scale(tmp_path: Path) -> None:
-    write_run(tmp_path, "a", events=trained({"val_loss": [10.0, 0.1], "val_error": [10.0, 0.1]}))
-    loss, error = figures(read_report(tmp_path).curves)[0].axes
-    assert (loss.get_yscale(), error.get_yscale()) == ("log", "linear")
+def test_training_and_validation_of_one_quantity_share_a_chart(tmp_path: Path) -> None:
+    for name in "ab":
+        metrics = {"train_loss": [1.0, 0.5], "val_loss": [1.0, 0.6], "val_accuracy": [0.1, 0.2]}
+        write_run(tmp_path, name, events=trained(metrics))
+    told = words(read_report(tmp_path).comparison)
+    assert told.count("<svg") == 2
+    assert told.count("stroke-dasharray") == 2
+    assert "a, training" in told
 
 
-def test_a_metric_that_is_no_number_now_and_then_is_drawn_without_these(tmp_path: Path) -> None:
-    write_run(tmp_path, "a", events=trained({"val_loss": [1.0, float("nan"), float("inf"), 0.5]}))
-    [figure] = figures(read_report(tmp_path).curves)
-    assert figure.axes[0].get_ylim()[1] < 2
-    assert figure.axes[0].get_yscale() == "linear"
+def test_metrics_that_are_not_finite_are_drawn_without_these_values(tmp_path: Path) -> None:
+    for name in "ab":
+        losses = [1.0, float("nan"), float("inf"), 0.5]
+        write_run(tmp_path, name, events=trained({"val_loss": losses}))
+    told = words(read_report(tmp_path).comparison)
+    assert "nan" not in told
+    assert "inf" not in told
 
 
-def test_events_that_lack_what_they_should_have_are_passed_over(tmp_path: Path) -> None:
-    kinds = (
-        "trial",
-        "intermediate",
-        "fold",
-        "command",
-        "ended",
-        "device",
-        "metrics",
-        "report",
-        "?",
-    )
-    broken = [{"type": kind} for kind in kinds]
+def test_damaged_events_and_a_missing_sweep_config_do_not_end_a_report(tmp_path: Path) -> None:
+    kinds = ("trial", "intermediate", "fold", "command", "ended", "device", "metrics", "report")
+    broken = [{"type": kind} for kind in (*kinds, "?")]
     whole = {"type": "fold", "number": None, "fold": 0, "state": "complete", "metrics": {"a": 1.5}}
     for kind in ("run", "sweep", "cv"):
         run = write_run(tmp_path, kind, events=[*broken, whole], about={"kind": kind})
-        (run.folder / "sweep.yaml").write_text("study: {metric: a}\nspace: {seed: [1, 2]}\n")
-    sections = read_report(tmp_path).sections
-    assert len(sections) == 7
-    assert "1 folds; a 1.5" in words(sections[3])
+        if kind == "sweep":
+            (run.folder / "sweep.yaml").write_text("study: {")
+    report = read_report(tmp_path)
+    assert [section.title for section in report.sections] == ["Runs", "sweep", "run", "cv"]
+    assert "1.5" in words(report.pages[2])
+    assert "cannot be shown" not in "".join(map(words, report.pages))
 
 
-NOTHING = {
-    "curves": "No run outside of a sweep has reported or logged a metric twice.",
-    "sweeps": "There is no sweep in this folder.",
-    "folds": "There is no cross-validation in this folder.",
-    "confusion": "a: it returned nothing (it did not end well).",
-    "throughput": "No run has logged anything",
-    "differences": "There are no two configurations to compare.",
-}
-
-
-@pytest.mark.parametrize("name", NOTHING)
-def test_a_section_without_contents_says_so(tmp_path: Path, name: str) -> None:
+def test_sections_without_contents_are_left_out(tmp_path: Path) -> None:
     write_run(tmp_path, "a", events=[{"type": "run"}])
-    assert NOTHING[name] in words(getattr(read_report(tmp_path), name))
+    assert [section.title for section in read_report(tmp_path).sections] == ["Runs", "a"]
+
+
+def test_a_sweeps_best_value_is_in_the_table(tmp_path: Path) -> None:
+    trials = [trial(0, value=0.5, best=True), trial(1, value=0.25)]
+    sweep(tmp_path, [*trials, {"type": "ended", "status": "stopped"}])
+    [row] = cells(read_report(tmp_path).overview)
+    assert row[:4] == ["sweep-0001", "sweep", "stopped", "0.5000"]
+
+
+def test_a_section_is_shown_by_a_cell_without_formulas(tmp_path: Path) -> None:
+    section = read_report(tmp_path).overview
+    assert "mathjax_ignore" in section._repr_html_()
+    assert repr(section) == "ReportSection('Runs', 1 part)"

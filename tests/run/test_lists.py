@@ -72,7 +72,7 @@ def test_every_file_of_a_run_is_listed(outputs: Path) -> None:
 
 def test_a_loop_of_ones_own_that_ended_earlier_counts_to_no_default(outputs: Path) -> None:
     from nbtoolkit.views.state import State
-    from nbtoolkit.views.summary import summary_line
+    from nbtoolkit.views.text import summary_line
 
     state = State(next(run for run in map(paths.RunPaths, sorted(outputs.glob("*-train-*")))))
     state.refresh()

@@ -1,54 +1,26 @@
-"""Importance of parameters: one rule for plot, panel and report; ranges and doubts."""
+"""Importance of parameters: shares, ranges and doubts."""
 
 from __future__ import annotations
 
-import json
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import matplotlib
 import optuna
 import pytest
-from harmless import assert_harmless
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState, create_trial
-from run_folders import NOON, write_run
 
 from nbtoolkit.errors import SweepError
-from nbtoolkit.report.run_summary import read_run_summary
-from nbtoolkit.report.section import Picture
-from nbtoolkit.report.sections import sweeps
-from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.study.plots import plot_importances
-from nbtoolkit.study.storage import FILE, open_journal
-from nbtoolkit.views.state import read_state
-from nbtoolkit.views.tabs import ImportanceCache, importances
+from nbtoolkit.study.importance import Importance, importance
 
 SPACE: dict[str, BaseDistribution] = {
     "optim.lr": FloatDistribution(1e-4, 1e-1, log=True),
     "model.hidden": IntDistribution(8, 128, log=True),
     "model.dropout": FloatDistribution(0.0, 0.5),
 }
-SWEEP_CONFIG = """
-study: {name: mine, metric: rmse, direction: minimize, sampler: random, pruner: median}
-budget: {n_trials: 40}
-space:
-  optim.lr: {type: float, low: 1.0e-4, high: 1.0e-1, log: true}
-  model.hidden: {type: int, low: 8, high: 128, log: true}
-  model.dropout: {type: float, low: 0.0, high: 0.5}
-"""
 Params = Mapping[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def _no_window() -> Iterator[None]:
-    before = matplotlib.get_backend()
-    matplotlib.use("Agg")
-    yield
-    matplotlib.use(before)
 
 
 def by_rate(params: Params) -> float:
@@ -84,63 +56,48 @@ def study_of(
     return study
 
 
-def folder_of(home: Path, study: optuna.Study, metric: str = "rmse") -> RunPaths:
-    """The folder of a sweep with the study's trials, as its scheduler would have written it."""
-    events: list[dict[str, Any]] = [{"type": "run"}]
-    for one in study.trials:
-        state = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned"}[one.state]
-        event = {"type": "trial", "number": one.number, "state": state, "value": one.value}
-        events.append({**event, "params": one.params, "seconds": 1.0})
-    paths = write_run(home, "sweep-0001", about={"kind": "sweep"}, events=events)
-    (paths.folder / "sweep.yaml").write_text(SWEEP_CONFIG.replace("rmse", metric))
-    return paths
+def computed(study: optuna.Study, **options: Any) -> Importance:
+    return importance(study.trials, **options)
 
 
-def below(study: optuna.Study, **options: Any) -> str:
-    """What stands below the plot, in one line."""
-    [panel] = plot_importances(study, **options).axes
-    return " ".join(panel.get_xlabel().split())
+def notes(study: optuna.Study, **options: Any) -> str:
+    """All sentences on an importance."""
+    return " ".join(computed(study, **options).notes())
 
 
 def leaders(study: optuna.Study) -> list[str]:
-    """The names of the plot, the largest first."""
-    [panel] = plot_importances(study).axes
-    return [label.get_text().split()[0] for label in panel.get_yticklabels()][::-1]
-
-
-# --- the plot ---
+    """The names of the parameters, the largest share first."""
+    return [share.name for share in computed(study).shares]
 
 
 def test_nine_trials_have_no_importances_and_ten_have() -> None:
     with pytest.raises(SweepError, match=r"9 trials are complete[^\n]*\n.*at least 10"):
-        plot_importances(study_of(by_rate, 9, pruned=5))
-    assert "From 10 complete trials." in below(study_of(by_rate, 10))
+        computed(study_of(by_rate, 9, pruned=5))
+    assert "From 10 complete trials." in notes(study_of(by_rate, 10))
 
 
 def test_how_many_trials_it_is_from_and_that_pruned_ones_are_left_out_is_said() -> None:
-    told = below(study_of(by_rate, 12, pruned=3), metric="rmse")
-    assert told.startswith("importance for rmse")
+    told = notes(study_of(by_rate, 12, pruned=3))
     assert "From 12 complete trials; 3 pruned trials are left out." in told
-    assert "pruned" not in below(study_of(by_rate, 12))
+    assert "pruned" not in notes(study_of(by_rate, 12))
 
 
 def test_each_share_has_its_range_and_one_that_leads_alone_is_not_doubted() -> None:
-    [panel] = plot_importances(study_of(by_rate, 40)).axes
-    shares = [label.get_text() for label in panel.get_yticklabels()][::-1]
-    assert shares[0].startswith("optim.lr")
-    for text, bar in zip(shares[::-1], panel.patches, strict=True):
-        share, low, _, high = text.split()[1:]
-        assert float(low.strip("(")) <= float(share) <= float(high.strip(")"))
-        assert bar.get_width() == pytest.approx(float(share), abs=0.006)
-    told = below(study_of(by_rate, 40))
+    shares = computed(study_of(by_rate, 40)).shares
+    assert shares[0].name == "optim.lr"
+    assert sum(share.value for share in shares) == pytest.approx(1.0)
+    for share in shares:
+        assert share.low <= share.value <= share.high
+        assert share.text == f"{share.value:.2f} ({share.low:.2f} to {share.high:.2f})"
+    told = notes(study_of(by_rate, 40))
     assert "the range over 20 resamples" in told
     assert "optim.lr" not in told
 
 
 def test_ranges_that_overlap_are_said_to_tell_nothing_yet() -> None:
-    told = below(study_of(by_both, 15))
+    told = notes(study_of(by_both, 15))
     assert "Cannot tell yet which matters more: " in told
-    doubted = told.partition("which matters more: ")[2].partition(".  ")[0]
+    doubted = told.partition("which matters more: ")[2]
     assert "optim.lr" in doubted
     assert "model.hidden" in doubted
 
@@ -156,7 +113,7 @@ def test_a_logarithmic_parameter_counts_on_the_scale_it_is_searched_on() -> None
     space = {"a": FloatDistribution(1e-4, 1e-1, log=True), "b": FloatDistribution(0.0, 1.0)}
     study = study_of(lambda p: (p["a"] > 1e-3) + 0.3 * p["b"], 40, space=space)
     assert leaders(study) == ["a", "b"]
-    assert "Cannot tell" not in below(study)
+    assert "Cannot tell" not in notes(study)
 
 
 def test_one_diverged_trial_is_not_all_of_the_variance() -> None:
@@ -171,7 +128,7 @@ def test_parameters_that_only_some_trials_have_are_said_to_be_left_out() -> None
     space = {**SPACE, "model.$x": FloatDistribution(0.0, 1.0)}
     more = study_of(by_rate, 12, space=space, seed=1)
     study.add_trials(more.trials)
-    assert r"Not searched by all trials in one range, and left out: model.\$x." in below(study)
+    assert "Not searched by all trials in one range, and left out: model.$x." in notes(study)
     assert sorted(leaders(study)) == sorted(SPACE)
 
 
@@ -181,68 +138,27 @@ def test_of_very_many_trials_some_are_drawn_and_it_is_said() -> None:
     for _ in range(130):
         params = {"optim.lr": 10 ** rng.uniform(-4, -1), "model.hidden": 8, "model.dropout": 0.1}
         study.add_trial(create_trial(params=params, distributions=SPACE, value=by_rate(params)))
-    assert "From 100 of 130 complete trials." in below(study)
+    assert "From 100 of 130 complete trials." in notes(study)
 
 
-# --- the panel ---
+def test_importances_of_one_of_several_objectives() -> None:
+    study = optuna.create_study(directions=["maximize", "minimize"])
+    space: dict[str, BaseDistribution] = {name: FloatDistribution(0, 1) for name in "ab"}
+    for i in range(30):
+        params = {"a": i / 30, "b": (i * 7 % 30) / 30}
+        values = [params["a"], params["b"]]
+        study.add_trial(create_trial(params=params, distributions=space, values=values))
+    for objective, leader in enumerate("ab"):
+        assert computed(study, objective=objective).shares[0].name == leader
 
 
-def test_the_panel_shows_nothing_below_ten_trials_and_the_same_shares_from_ten_on(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    nine = read_state(folder_of(tmp_path / "a", study_of(by_rate, 9, pruned=9)).folder)
-    assert importances(nine) == ""
-    study = study_of(by_both, 12, pruned=2)
-    state = read_state(folder_of(tmp_path / "b", study).folder)
-    page = importances(state)
-    assert "Importance for rmse" in page
-    assert "From 12 complete trials; 2 pruned trials are left out." in page
-    assert "the range over 20 resamples" in page
-    assert "Cannot tell yet which matters more: " in page
-    [panel] = plot_importances(study).axes
-    for label in panel.get_yticklabels():  # one rule: the same digits in both
-        name, _, text = label.get_text().partition("  ")
-        assert f"{name}: {text}" in page
-    assert capfd.readouterr() == ("", "")  # Optuna says nothing in the cell
+def test_equal_values_have_no_importances() -> None:
+    with pytest.raises(SweepError, match="all 10 trials have the same value"):
+        computed(study_of(lambda params: 0.5, 10))
 
 
-def test_names_are_escaped(tmp_path: Path) -> None:
-    name = "<b>$x$"
-    state = read_state(folder_of(tmp_path, study_of(by_rate, 12), metric=name).folder)
-    assert "&lt;b&gt;" in importances(state)
-    assert_harmless(importances(state))
-
-
-def test_the_bars_are_drawn_anew_when_a_quarter_more_trials_are_there(tmp_path: Path) -> None:
-    study = study_of(by_rate, 13)
-    paths = folder_of(tmp_path, study)
-    lines = paths.events.read_text().splitlines(keepends=True)
-    paths.events.write_text("".join(lines[:-3]))
-    state, bars = read_state(paths.folder), ImportanceCache()
-    ten = bars.html(state)
-    assert "From 10 complete" in ten
-    with paths.events.open("a") as diary:
-        diary.writelines(lines[-3:-1])
-        diary.flush()
-        state.refresh()
-        assert bars.html(state) is ten
-        diary.write(json.dumps({**json.loads(lines[-1]), "t": NOON}) + "\n")
-    state.refresh()
-    assert "From 13 complete" in bars.html(state)
-
-
-# --- the report ---
-
-
-def test_the_report_draws_them_and_says_what_there_is_too_little_of(tmp_path: Path) -> None:
-    found = []
-    for name, count in (("few", 9), ("many", 11)):
-        storage = open_journal(tmp_path / FILE)
-        paths = folder_of(tmp_path / name, study_of(by_rate, count, pruned=2, storage=storage))
-        (tmp_path / FILE).rename(paths.folder / FILE)
-        found.append(sweeps([read_run_summary(paths)]).parts)
-    few, many = found
-    assert any("No plot of its importances: 9 trials are complete" in str(one) for one in few)
-    pictures = {one.alt.split()[0]: one for one in many if isinstance(one, Picture)}
-    [panel] = pictures["importances"].figure.axes
-    assert "From 11 complete trials; 2 pruned trials are left out." in panel.get_xlabel()
+def test_optuna_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    study = study_of(by_rate, 10)
+    capfd.readouterr()
+    computed(study)
+    assert capfd.readouterr() == ("", "")

@@ -261,7 +261,7 @@ def test_spans_lie_on_the_fewest_rows_without_overlap(tmp_path: Path) -> None:
     events = [
         *(begun(0, 0), begun(1, 0)),
         *(ended(1, 3, "pruned"), begun(2, 3)),
-        *(begun(3, 6.99), ended(0, 7)),  # prepared: it begins before the end is reported
+        *(begun(3, 6.875), ended(0, 7)),  # prepared: it begins before the end is reported
         *(ended(2, 8, "failed"), begun(4, 9)),
     ]
     paths = sweep(tmp_path, events)
@@ -275,7 +275,7 @@ def test_spans_lie_on_the_fewest_rows_without_overlap(tmp_path: Path) -> None:
     ]
     assert rows[0][0].end == rows[0][1].begin
     assert rows[1][-1].end == NOON + 12
-    assert [span.begin - NOON for span in state.spans()] == [0, 0, 3, 6.99, 9]
+    assert [span.begin - NOON for span in state.spans()] == [0, 0, 3, 6.875, 9]
     assert state.job(rows[0][1]).folder == state.trial(3).folder
 
 

@@ -1,0 +1,207 @@
+"""The rows of the trials' table: order, filter, pages, cells and their alignment."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from page_folders import NOON, folder, started, sweep
+from run_folders import hold_lock
+
+from nbtoolkit.run.events import IntermediateReported, TrialChanged
+from nbtoolkit.views.runs import set_note
+from nbtoolkit.views.state import State, read_state
+from nbtoolkit.views.trial_rows import (
+    EVERYTHING,
+    ROWS,
+    View,
+    columns,
+    count_text,
+    header_html,
+    ordered,
+    pages,
+    row_html,
+    rows,
+    short_names,
+    template,
+)
+
+
+def numbers(state: State, chosen: View = EVERYTHING) -> list[int]:
+    """The numbers of the rows that are shown."""
+    return [row.number for row in rows(state, chosen, NOON)]
+
+
+def mixed(parent: Path, way: str = "maximize") -> State:
+    """A sweep with trials in every state; number 3 is the best of its complete ones."""
+
+    def trial(number: int, state: str, value: float | None = None, **more: object) -> TrialChanged:
+        params = {"optim.lr": 0.1 / (number + 1), "model.name": "ab"[number % 2]}
+        more = {"params": params, "seconds": 5.0 + number, **more}
+        return TrialChanged(t=NOON + number, number=number, state=state, value=value, **more)  # type: ignore[arg-type]
+
+    sign = 1 if way == "maximize" else -1
+    events = [
+        started({"train.epochs": 12}, search="sweep"),
+        *(trial(n, "running", seconds=None) for n in range(7)),
+        trial(0, "complete", sign * 0.5),
+        trial(1, "failed", reason="ValueError: no"),
+        IntermediateReported(t=NOON + 2, number=2, step=4, value=sign * 0.7),
+        trial(2, "pruned", reason="at step 4"),
+        trial(3, "complete", sign * 0.9, best=True),
+        IntermediateReported(t=NOON + 3, number=4, step=7, value=sign * 0.6),
+        IntermediateReported(t=NOON + 3, number=5, step=2, value=sign * 0.2),
+        trial(5, "pruned", reason="stopped by hand"),
+    ]
+    paths = folder(parent, "sweep-0001", events, kind="sweep")
+    study = f"{{metric: score, direction: {way}, pruner: none}}"
+    (paths.folder / "sweep.yaml").write_text(f"study: {study}\nspace: {{optim.lr: [1, 2]}}\n")
+    with hold_lock(paths):
+        return read_state(paths.folder)
+
+
+# --- order ---
+
+
+@pytest.mark.parametrize("way", ["maximize", "minimize"])
+def test_the_best_come_first_then_running_pruned_and_failed(tmp_path: Path, way: str) -> None:
+    state = mixed(tmp_path, way)
+    assert numbers(state) == [3, 0, 4, 6, 5, 2, 1]
+    assert rows(state)[0].texts[0] == "★ 3"
+
+
+def test_running_trials_are_on_the_first_page_where_they_can_be_stopped(tmp_path: Path) -> None:
+    paths = sweep(tmp_path, ended=40, planned=60, status=None)
+    with hold_lock(paths):
+        state = read_state(paths.folder)
+        first = rows(state)
+    assert len(first) == ROWS
+    running = [row.number for row in first if row.running]
+    assert running == [40, 41]
+    assert [row.number for row in first][-2:] == running
+    complete = [float(row.texts[2]) for row in first[:-2]]
+    assert complete == sorted(complete)
+
+
+def test_a_metric_sorts_the_best_first_and_a_parameter_the_largest(tmp_path: Path) -> None:
+    state = mixed(tmp_path, "minimize")
+    # Without a value: trials 1 and 6, last.
+    assert numbers(state, View(sort="score")) == [3, 2, 4, 0, 5, 1, 6]
+    assert numbers(state, View(sort="#delta")) == numbers(state, View(sort="score"))
+    assert numbers(state, View(sort="optim.lr")) == [0, 1, 2, 3, 4, 5, 6]
+    assert numbers(state, View(sort="#")) == [6, 5, 4, 3, 2, 1, 0]
+    assert numbers(state, View(sort="#", reverse=True)) == [0, 1, 2, 3, 4, 5, 6]
+    assert numbers(state, View(sort="#time"))[:3] == [5, 3, 2]
+    assert numbers(state, View(sort="no such column")) == numbers(state)
+    assert numbers(state, View(sort="model.name"))[:3] == [1, 3, 5]
+
+
+def test_rows_are_filtered_by_state(tmp_path: Path) -> None:
+    state = mixed(tmp_path)
+    assert numbers(state, View(show="running")) == [4, 6]
+    assert numbers(state, View(show="complete")) == [3, 0]
+    assert numbers(state, View(show="pruned")) == [5, 2]
+    assert numbers(state, View(show="failed")) == [1]
+    assert count_text(state, View(show="failed", sort="#")) == "1 to 1 of 1 failed"
+    assert count_text(state) == "1 to 7 of 7, best first"
+
+
+def test_pages_begin_at_zero_and_one_beyond_the_last_is_the_last(tmp_path: Path) -> None:
+    state = read_state(sweep(tmp_path, ended=25, planned=25).folder)
+    assert pages(state) == 3
+    assert count_text(state, View(page=2)) == "21 to 25 of 25, best first"
+    assert numbers(state, View(page=2)) == numbers(state, View(page=99))
+    assert len(numbers(state, View(page=2))) == 5
+    every = [number for page in range(3) for number in numbers(state, View(page=page))]
+    assert sorted(every) == list(range(25))
+    assert [trial.number for trial in ordered(state)] == every
+    assert pages(None) == 1
+    assert rows(None) == []
+    assert columns(None) == []
+
+
+# --- cells ---
+
+
+def test_cells_hold_state_difference_and_parameters(tmp_path: Path) -> None:
+    state = mixed(tmp_path, "minimize")
+    assert [column.name for column in columns(state)] == [
+        "#", "#state", "score", "#delta", "#time", "optim.lr", "model.name",
+    ]  # fmt: skip
+    shown = {row.number: row.texts for row in rows(state, now=NOON + 30)}
+    assert shown[3] == ("★ 3", "complete", "-0.9000", "", "8.0 s", "0.025", "b")
+    assert shown[0][2:4] == ("-0.5000", "+0.4000")
+    assert shown[4][1] == "● 7/12"
+    assert shown[4][4] == "26 s"  # it runs
+    assert shown[6][1:4] == ("● running", "", "")
+    assert shown[2][1] == "pruned at 4"
+    assert shown[5][1] == "stopped at 2"
+    assert shown[1][1] == "✕ failed"
+
+
+def test_a_difference_has_its_sign_whatever_is_better(tmp_path: Path) -> None:
+    texts = {row.number: row.texts[3] for row in rows(mixed(tmp_path, "maximize"))}
+    assert texts[0] == "-0.4000"
+    assert texts[3] == ""
+
+
+def test_a_column_has_equal_decimals_and_a_bar_that_fills_for_the_best(tmp_path: Path) -> None:
+    shown = rows(read_state(sweep(tmp_path).folder))
+    decimals = {len(row.texts[2].partition(".")[2]) for row in shown}
+    assert decimals == {4}
+    bars = [row.bars[2] for row in shown]
+    assert bars[0] == 1.0
+    assert bars == sorted(bars, reverse=True)  # type: ignore[type-var]
+    assert all(row.bars[0] is None for row in shown)
+
+
+def test_a_note_is_marked_and_stands_in_the_title(tmp_path: Path) -> None:
+    paths = sweep(tmp_path)
+    set_note(paths.folder, 4, "odd & old")
+    state = read_state(paths.folder)
+    row = next(row for row in rows(state) if row.number == 4)
+    assert row.texts[0] == "✎ 4"
+    assert "odd & old" in row.title
+    assert "optim.weight_decay = " in row.title
+    assert "odd &amp; old" in row_html(row, columns(state))
+
+
+# --- HTML ---
+
+
+def test_rows_and_header_share_a_grid_and_numbers_are_on_the_right(tmp_path: Path) -> None:
+    state = read_state(sweep(tmp_path).folder)
+    shown = columns(state)
+    lines = [row_html(row, shown) for row in rows(state)]
+    grids = {
+        re.search(r"grid-template-columns:([^;]+);", line)[1]  # type: ignore[index]
+        for line in [*lines, header_html(shown)]
+    }
+    assert grids == {template(shown)}
+    assert all("text-align:right" in line for line in lines)
+    assert lines[0].count("text-align:left") == 1  # the state
+    assert all(line.count("<span") == len(shown) + 1 for line in lines)  # and a chip
+
+
+def test_the_header_marks_the_column_that_sorts(tmp_path: Path) -> None:
+    shown = columns(read_state(sweep(tmp_path).folder))
+    assert "val_rmse ▾" in header_html(shown, View(sort="val_rmse"))
+    assert "val_rmse ▴" in header_html(shown, View(sort="val_rmse", reverse=True))
+    assert "▾" not in header_html(shown)
+
+
+def test_a_long_text_is_cut_to_its_column(tmp_path: Path) -> None:
+    state = read_state(sweep(tmp_path).folder)
+    shown, row = columns(state), rows(state)[0]
+    long = replace(row, texts=(*row.texts[:-1], "x" * 500))
+    assert "x" * 40 not in row_html(long, shown)
+
+
+def test_names_lose_their_section_where_that_is_unambiguous() -> None:
+    assert short_names(["optim.lr", "model.hidden"]) == {
+        "optim.lr": "lr",
+        "model.hidden": "hidden",
+    }
+    assert short_names(["a.lr", "b.lr"]) == {"a.lr": "a.lr", "b.lr": "b.lr"}
