@@ -414,7 +414,9 @@ class Sections:
         flat = {"width": "auto", "flex": "0 0 auto"}
         self.headings = {title: w.Button(layout=flat) for title in contents}
         for title, heading in self.headings.items():
-            heading.on_click(lambda _, title=title: self.open("" if title == self.opened else title))
+            heading.on_click(
+                lambda _, title=title: self.open("" if title == self.opened else title)
+            )
         row = w.HBox([*self.headings.values()], layout={"flex_flow": "row wrap"})
         self.root = w.VBox([row, *contents.values()])
         self.open("")

@@ -23,8 +23,9 @@ FRONTS = ("lab", "notebook")
 
 _PATHS = {"lab": "/lab/tree/{}?reset", "notebook": "/notebooks/{}"}
 _COUNT = """() => {
+  const count = (e) => { window.clicked += e.isTrusted && e.detail > 0 ? 1 : 0; };
+  if (window.clicked === undefined) document.addEventListener("click", count, true);
   window.clicked = 0;
-  document.addEventListener("click", (e) => { window.clicked += e.isTrusted && e.detail > 0; }, true);
 }"""
 _IDLE = '[data-status="idle"]'
 
@@ -168,10 +169,17 @@ class Person:
         """Choose from a list."""
         self.field(label).select_option(entry)
 
+    def chosen(self, label: str) -> str:
+        """The entry of a list that is chosen."""
+        entry: str = self.field(label).evaluate("e => e.selectedOptions[0].text")
+        return entry
+
     def chooses_run(self, run: str) -> None:
         """Choose from the list of runs by the name, which begins an entry's text."""
         entries = self.field("run").locator("option")
-        self.wait_until(lambda: entries.filter(has_text=short_name(run)).count(), f"{run} in the list")
+        self.wait_until(
+            lambda: entries.filter(has_text=short_name(run)).count(), f"{run} in the list"
+        )
         label = entries.filter(has_text=short_name(run)).first.text_content() or ""
         self.field("run").select_option(label=label)
 
@@ -180,10 +188,22 @@ class Person:
         named = self.strip.locator("b[title]")
         return named.first.get_attribute("title") or "" if named.count() else ""
 
-    def numbers(self) -> list[str]:
+    def numbers(self) -> list[int]:
         """The trials of the table, from above."""
-        ticks = self.panel.get_by_role("checkbox", name=re.compile(r"^compare trial \d+$"))
-        return re.findall(r"\d+", " ".join(ticks.locator("visible=true").all_inner_texts()))
+        labels = self.panel.get_by_text(re.compile(r"^compare trial \d+$")).locator("visible=true")
+        return [int(label.split()[-1]) for label in labels.all_text_contents()]
+
+    def ticks(self, number: int) -> None:
+        """Tick a trial of the table."""
+        label = self.panel.get_by_text(f"compare trial {number}", exact=True)
+        box = label.locator("visible=true").locator("xpath=..").locator("input")
+        box.click()
+        self.wait_until(box.is_checked, f"the tick of trial {number}")
+
+    def stops_trial(self, number: int) -> None:
+        """Click the stop button of a trial's row, which must have stood there for a moment."""
+        self.page.wait_for_timeout(500)
+        self.panel.locator(f'button[title^="Stop trial {number} "]').locator("visible=true").click()
 
     def sees(self, text: str | re.Pattern[str], seconds: float = SECONDS) -> None:
         """Wait until a text stands in the panel."""

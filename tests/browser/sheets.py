@@ -58,10 +58,12 @@ x, y = x - 0.5, ((y - y.mean()) / y.std())[:, None]
 
 def friedman(config, ctx):
     torch.manual_seed(config.seed)
-    hidden = config.model["hidden"]
-    layers = (torch.nn.Linear(10, hidden), torch.nn.ReLU(), torch.nn.Dropout(config.model["dropout"]))
-    net = torch.nn.Sequential(*layers, torch.nn.Linear(hidden, 1))
-    steps = torch.optim.AdamW(net.parameters(), config.optim.lr, weight_decay=config.optim.weight_decay)
+    hidden, drop = config.model["hidden"], torch.nn.Dropout(config.model["dropout"])
+    net = torch.nn.Sequential(
+        torch.nn.Linear(10, hidden), torch.nn.ReLU(), drop, torch.nn.Linear(hidden, 1)
+    )
+    decay = config.optim.weight_decay
+    steps = torch.optim.AdamW(net.parameters(), config.optim.lr, weight_decay=decay)
     for epoch in range(config.train.epochs):
         net.train()
         for batch in torch.randperm(1000).split(8):
