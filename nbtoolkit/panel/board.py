@@ -177,7 +177,7 @@ class TrialTable:
         row.stop.on_click(lambda _: self._act(row, self._on_stop))
         return row
 
-    def _act(self, row: _Row, act: Callable[..., None], *more: bool) -> None:
+    def _act(self, row: _Row, act: Callable[..., object], *more: bool) -> None:
         """Call back with the row's trial, unless it has only just got into the row."""
         if row.number is not None and time.monotonic() - row.since > self._MOVED:
             act(row.number, *more)

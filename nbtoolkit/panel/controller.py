@@ -279,7 +279,7 @@ class Controller:
 
     def html(self) -> str:
         """Render what is shown as static HTML."""
-        return self.board.place.value + page_html(self.state, self.chosen)
+        return f"{self.board.place.value}{page_html(self.state, self.chosen)}"
 
     def _attach(self, given: bool) -> None:
         """Watch what runs, else the newest; load its settings; offer edits of an earlier kernel."""

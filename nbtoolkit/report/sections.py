@@ -257,7 +257,8 @@ def matrix(found: Predictions) -> str:
         cells = "".join(_cell(counts[true, other], total) for other in classes)
         rows.append(f"<tr><th>{escape(_class_name(true))}</th>{cells}</tr>")
     head = f"<thead><tr><th>true \\ predicted</th>{head}</tr></thead>"
-    return f'<table style="font-size:inherit">{head}<tbody>{"".join(rows)}</tbody></table>'
+    body = f"{head}<tbody>{''.join(rows)}</tbody>"
+    return f'<table cellpadding="4" style="font-size:inherit">{body}</table>'
 
 
 def _cell(count: int, total: int) -> str:

@@ -86,16 +86,15 @@ class State:
     """
 
     def __init__(
-        self,
-        paths: RunPaths,
-        *,
-        deadline: float | None = None,
-        folds: int | None = None,
+        self, paths: RunPaths, *, deadline: float | None = None, folds: int | None = None
     ) -> None:
         self.paths = paths
         self.kind: Kind = kind_of(read_or_empty(paths.versions))
         self.metric, self.direction = "value", "maximize"
-        self.table = self._make_table(deadline, folds)
+        self.table: SweepTable | FoldTable | None = None
+        if self.kind != "run":
+            is_sweep = self.kind == "sweep"
+            self.table = SweepTable(deadline=deadline) if is_sweep else FoldTable(folds=folds)
         self.curves: dict[str, Points] = {}
         self.logged: dict[str, Points] = {}
         self.trials: dict[int, Points] = {}
@@ -126,15 +125,6 @@ class State:
         self._settings_written = 0
         self._read_settings()
         self._reader = events.EventReader(paths.events)
-
-    def _make_table(
-        self, deadline: float | None, folds: int | None
-    ) -> SweepTable | FoldTable | None:
-        if self.kind == "run":
-            return None
-        if self.kind == "cv":
-            return FoldTable(folds=folds)
-        return SweepTable(deadline=deadline)
 
     def _read_settings(self) -> None:
         """Read a sweep's settings where they are new: a later session may add trials."""
@@ -179,7 +169,7 @@ class State:
         # A new attempt moves the old result away before it writes its first event.
         self._restarting = self._owned and self.ended is not None and not self.paths.ended()
         if self.table is not None and self.status == "cut off":  # nobody was left to write it
-            self.table.update(events.RunEnded(status="cut off"))
+            self.table.update(events.RunEnded(status="interrupted"))
             self._timeline.close(self._timeline.last)
 
     # --- status and progress ---
@@ -382,16 +372,12 @@ class State:
         """
         known = self._fold_events.get(trial, {})
         count = (self._fold_count() or 0) if trial is None else 0
-        found = []
-        for index in range(max(count, max(known, default=-1) + 1)):
-            event = known.get(index)
-            info = FoldInfo(index)
-            if event is not None:
-                info = FoldInfo(index, event.state, event.metrics, event.seconds)
-            if trial is None and event is not None:
-                info.curves = self._fold_state(index).points()
-            found.append(info)
-        return found
+        found = {index: FoldInfo(index) for index in sorted({*range(count), *known})}
+        for index, event in known.items():
+            found[index] = FoldInfo(index, event.state, event.metrics, event.seconds)
+            if trial is None:
+                found[index].curves = self._fold_state(index).points()
+        return [*found.values()]
 
     def _fold_count(self) -> int | None:
         """The number of folds of a cross-validation; None: unknown."""

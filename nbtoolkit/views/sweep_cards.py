@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 _LINES, _SELECTED = 200, 50  # learning curves; above that so many of the best and the newest
 _LINE_POINTS = 4000  # points of all learning curves together
-_SLICES, _SLICE_POINTS = 8, 120
+_SLICES, _COMPLETE, _OTHERS = 8, 100, 40  # slices, and the trials of each
 _FENCE = 3.0  # interquartile ranges: https://en.wikipedia.org/wiki/Outlier#Tukey's_fences
 _FRONT = 8  # rows
 
@@ -246,15 +246,15 @@ def slices_card(state: State, table: SweepTable) -> str:
     """Draw the values by each parameter; the important ones first, once they can be told."""
     space = _space(state.paths.folder, _written(state.paths.folder / "sweep.yaml"))
     names = [*(space or dict.fromkeys(n for t in table.trials.values() for n in t.params))]
-    if not names or not any(value_of(trial) is not None for trial in table.trials.values()):
+    drawn = [trial for trial in table.trials.values() if value_of(trial) is not None]
+    if not names or not drawn:
         return ""
     known = IMPORTANCES.of(state)
     shares = {share.name: share for share in known.shares} if known else {}
     names.sort(key=lambda name: -shares[name].value if name in shares else 0.0)
-    trials = [*table.trials.values()]
-    trials = [
-        *dict.fromkeys([*trials[:: -(-len(trials) // _SLICE_POINTS)], *table.running, *table.best])
-    ]
+    complete = [trial for trial in drawn if trial.state == "complete"]
+    others = [trial for trial in drawn if trial.state not in ("complete", "running")]
+    trials = [*thinned(others, _OTHERS), *thinned(complete, _COMPLETE), *table.running, *table.best]
     labels, axis = short_names(names), value_axis(state)
     cards = []
     for name in names[:_SLICES]:

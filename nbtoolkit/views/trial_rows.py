@@ -96,7 +96,7 @@ def columns(state: State | None) -> list[Column]:
     names = dict.fromkeys(name for trial in state.table.trials.values() for name in trial.params)
     labels = short_names(list(names)[:_PARAMS])
     return [
-        Column("#", "#", width=5),
+        Column("#", "#", width=6),
         Column("#state", "state", right=False, width=13),
         *metrics,
         *delta,

@@ -86,7 +86,7 @@ def html_of(outputs: list[Any]) -> str:
 @pytest.mark.long
 def test_the_sweep_shows_its_table_and_plots_and_trains_its_winner(tmp_path: Path) -> None:
     outputs = executed(SWEEP, tmp_path, n_trials=5, overrides={"train.epochs": 2})
-    assert "digits: 5 of 5 trials; 5 complete; best val_accuracy" in html_of(outputs["search"])
+    assert "5/5" in html_of(outputs["search"])
     for plot in ("history", "slices"):
         assert "<svg" in html_of(outputs[plot])
     assert outputs["importances"] == []  # of five trials
@@ -102,10 +102,10 @@ def test_the_sweep_shows_its_table_and_plots_and_trains_its_winner(tmp_path: Pat
 @pytest.mark.long
 def test_the_cross_validation_predicts_every_sample_and_trains_its_winner(tmp_path: Path) -> None:
     outputs = executed(FOLDS, tmp_path, k=3, n_trials=2, overrides={"train.epochs": 3})
-    assert "3 of 3 folds" in html_of(outputs["validate"])
+    assert "3/3" in html_of(outputs["validate"])
     assert "of 1500 are right" in outputs["oof"][-1].text
     assert "3 models together" in outputs["oof"][-1].text
-    assert "2 of 2 trials" in html_of(outputs["search"])
+    assert "2/2" in html_of(outputs["search"])
     assert len([*(tmp_path / "out").glob("*-winner-*/result.json")]) == 1
 
 

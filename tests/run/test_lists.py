@@ -77,4 +77,4 @@ def test_a_loop_of_ones_own_that_ended_earlier_counts_to_no_default(outputs: Pat
     state = State(next(run for run in map(paths.RunPaths, sorted(outputs.glob("*-train-*")))))
     state.refresh()
     assert state.status == "completed"
-    assert summary_line(state).startswith("step 1, loss 0.5")
+    assert "completed, step 1, " in summary_line(state)

@@ -21,7 +21,7 @@ from nbtoolkit.launcher.failures import without_launcher
 from nbtoolkit.worker.main import STACKS_SIGNAL
 
 HERE = Path(__file__).parent
-SECONDS = 40.0
+SECONDS = 240.0
 """Longest wait for anything that must come: only a hang reaches it, however slow the machine."""
 
 START = f"""

@@ -258,7 +258,7 @@ def test_an_error_in_one_region_leaves_the_others(tmp_path: Path) -> None:
         def device_history(self) -> dict[str, list[tuple[float, float]]]:
             raise ValueError(EVIL)
 
-    state = Broken(sweep(tmp_path).folder and RunPaths(tmp_path / "20260101T000000-friedman-843e"))
+    state = Broken(sweep(tmp_path))
     state.refresh()
     parts = regions(state)
     assert "cannot be shown: ValueError" in parts["workers"]

@@ -152,7 +152,7 @@ def test_a_column_has_equal_decimals_and_a_bar_that_fills_for_the_best(tmp_path:
     decimals = {len(row.texts[2].partition(".")[2]) for row in shown}
     assert decimals == {4}
     bars = [row.bars[2] for row in shown]
-    assert bars[0] == 1.0
+    assert bars[0] == pytest.approx(1.0)
     assert bars == sorted(bars, reverse=True)  # type: ignore[type-var]
     assert all(row.bars[0] is None for row in shown)
 
