@@ -40,7 +40,8 @@ _STYLE = f"""<style>
 }}
 .jupyter-widgets.{CLASS} ::placeholder {{ color: var(--jp-ui-font-color2, {_GREY}); }}
 .jupyter-widgets.{CLASS} .widget-dropdown > select {{ background-image: url("{_ARROW}"); }}
-.jupyter-widgets.{CLASS} .widget-html-content {{ line-height: normal; }}
+.jupyter-widgets.{CLASS} .widget-html-content {{ line-height: normal; min-width: 0; }}
+.jupyter-widgets.{CLASS} .nbtoolkit-trials {{ border-radius: 6px; }}
 .jupyter-widgets.{CLASS} .nbtoolkit-header button {{
   background: none; padding: 0 6px; font-weight: 600; text-align: left; overflow: hidden;
 }}
@@ -69,7 +70,8 @@ SECTIONS = ("Set up", "Log", "Compare", "Files", "Code")
 # By weight, not by colour: JupyterLab's orange has a contrast of 2.7 to its label, AA wants 4.5.
 _BOLD = ("launch", "sweep", "cross_validate", "resume", "train_best")
 
-_WRAPPED_ROW = {"flex_flow": "row wrap", "grid_gap": "0 10px"}  # wraps in a narrow window
+# It wraps in a narrow window.
+_WRAPPED_ROW = {"flex_flow": "row wrap", "grid_gap": "0 10px", "align_items": "center"}
 
 
 def show(widget: ipywidgets.Widget, visible: bool) -> None:
@@ -256,7 +258,9 @@ class Board:
         foot = w.HBox([self.previous, self.next, self.note], layout=_WRAPPED_ROW)
         border = "1px solid var(--jp-border-color2, #8884)"
         layout = {"flex": "3 1 500px", "border": border, "padding": "4px 8px", "min_width": "0"}
-        return w.VBox([head, self.table.root, foot], layout=layout)
+        box = w.VBox([head, self.table.root, foot], layout=layout)
+        box.add_class("nbtoolkit-trials")
+        return box
 
     def _sections(self) -> list[ipywidgets.VBox]:
         import ipywidgets as w

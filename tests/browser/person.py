@@ -149,10 +149,10 @@ class Person:
         """Click a button, once it can be clicked."""
         self.button(label).click()
 
-    def opens_section(self, title: str) -> None:
-        """Open a section below the cards, unless it is open."""
+    def opens_section(self, title: str, *, closed: bool = False) -> None:
+        """Open a section below the cards, or close it, unless it is as wanted."""
         heading = self.panel.get_by_role("button", name=re.compile(f"^[▸▾] {title}$"))
-        if "▸" in (heading.text_content() or ""):
+        if ("▸" in (heading.text_content() or "")) != closed:
             heading.click()
 
     def field(self, label: str) -> Locator:
