@@ -30,9 +30,10 @@ _ARROW = (
     "%3Cpath d='M5 7l4 4 4-4' fill='none' stroke='%23808080' stroke-width='2'/%3E%3C/svg%3E"
 )
 
-# What stock widgets lack (contrasts by WCAG 2.2): placeholders have 3.5 where SC 1.4.3 wants 4.5,
-# borders of fields 1.9 where SC 1.4.11 wants 3; dark lists have black arrows; the keyboard's focus
-# is hardly visible. The last rule hides the page for saved notebooks while the widgets are alive.
+# What stock widgets lack (contrasts by WCAG 2.2): placeholders and titles of closed sections have
+# less than 4.5 (SC 1.4.3), borders of fields 1.9 where SC 1.4.11 wants 3; dark lists have black
+# arrows; the keyboard's focus is hardly visible. The last rule hides the page for saved notebooks
+# while the widgets are alive.
 _STYLE = f"""<style>
 .jupyter-widgets.{CLASS} {{
   --jp-widgets-input-border-color: {_GREY};
@@ -206,7 +207,7 @@ class Board:
         import ipywidgets as w
 
         self.setup, self.table = setup, table
-        self.strip, self.message = w.HTML(), w.HTML()
+        self.strip, self.message = w.HTML(layout={"margin": "0 2px"}), w.HTML()
         self.place = w.HTML(layout={"flex": "1 1 0", "min_width": "0", "overflow": "hidden"})
         self.buttons = {
             name: _button(label, tooltip, bold=name in _BOLD)

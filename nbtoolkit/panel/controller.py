@@ -226,8 +226,11 @@ class Controller:
             (board.no, partial(self._answer, False)),
         ):
             widget.on_click(lambda _, task=task: self._submit(task))
-        board.load.on_click(lambda _: self._submit(partial(self._load, board.file.value)))
-        board.save.on_click(self._on_save)
+        load, save = self._load, self._save  # what stood in the fields when they were pressed
+        board.load.on_click(lambda _: self._submit(partial(load, board.file.value)))
+        board.save.on_click(
+            lambda _: self._submit(partial(save, board.file.value, board.setup.state.copy()))
+        )
         for field, take in (
             (board.run, lambda value: self.watch(Path(value) if value else None)),
             (board.filter, lambda value: self._choose(show=value, page=0)),
@@ -249,10 +252,6 @@ class Controller:
         self._stale = True
         if hasattr(self, "worker"):  # the form calls this while it is made, before the thread
             self._submit(lambda: None)
-
-    def _on_save(self, _: object) -> None:
-        form = self.board.setup.state.copy()
-        self._submit(partial(self._save, self.board.file.value, form))
 
     def _on_click(self, name: str) -> None:
         seconds = 0.0 if name != "stop" or self.state is None else self.state.elapsed()
