@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.panel.actions import BUTTONS
-from nbtoolkit.panel.form import set_trait
+from nbtoolkit.panel.form import Sections, set_trait
 from nbtoolkit.views.trial_rows import ROWS, SHOWS, Column, TrialRow, View, row_html, template
 
 if TYPE_CHECKING:
@@ -41,10 +41,8 @@ _STYLE = f"""<style>
 }}
 .jupyter-widgets.{CLASS} ::placeholder {{ color: var(--jp-ui-font-color2, {_GREY}); }}
 .jupyter-widgets.{CLASS} .widget-dropdown > select {{ background-image: url("{_ARROW}"); }}
-.jupyter-widgets.{CLASS} .jupyter-widget-Collapse-header {{
-  color: var(--jp-ui-font-color1, inherit);
-}}
-.jupyter-widgets.{CLASS} .widget-html-content {{ line-height: normal; }}
+.jupyter-widgets.{CLASS} .widget-html-content {{ line-height: normal; min-width: 0; }}
+.jupyter-widgets.{CLASS} .nbtoolkit-trials {{ border-radius: 6px; }}
 .jupyter-widgets.{CLASS} .nbtoolkit-header button {{
   background: none; padding: 0 6px; font-weight: 600; text-align: left; overflow: hidden;
 }}
@@ -73,7 +71,8 @@ SECTIONS = ("Set up", "Log", "Compare", "Files", "Code")
 # By weight, not by colour: JupyterLab's orange has a contrast of 2.7 to its label, AA wants 4.5.
 _BOLD = ("launch", "sweep", "cross_validate", "resume", "train_best")
 
-_WRAPPED_ROW = {"flex_flow": "row wrap", "grid_gap": "0 10px"}  # wraps in a narrow window
+# It wraps in a narrow window.
+_WRAPPED_ROW = {"flex_flow": "row wrap", "grid_gap": "0 10px", "align_items": "center"}
 
 
 def show(widget: ipywidgets.Widget, visible: bool) -> None:
@@ -234,18 +233,18 @@ class Board:
         page = [self.cards[name] for name in _CARDS]
         page.insert(-1, self.trials)
         grid = w.HBox(page, layout={"flex_flow": "row wrap", "grid_gap": "8px"})
-        self.sections = w.Accordion(self._sections(), titles=SECTIONS)
+        self.sections = Sections(dict(zip(SECTIONS, self._sections(), strict=True)))
         self.notice = w.Output()
         style = w.HTML(_STYLE.replace("SAVED", hidden), layout={"display": "none"})
         top = [style, self.strip, self.actions, self.asking, self.message]
-        self.root = w.VBox([*top, grid, self.sections, self.notice])
+        self.root = w.VBox([*top, grid, self.sections.root, self.notice])
         self.root.add_class(CLASS)
         for widget in (self.asking, self.errors, self.note, self.message):
             show(widget, False)
 
     def open(self, section: str) -> None:
         """Open one of :data:`SECTIONS`."""
-        set_trait(self.sections, "selected_index", SECTIONS.index(section))
+        self.sections.open(section)
 
     def _trials_box(self) -> ipywidgets.VBox:
         import ipywidgets as w
@@ -260,7 +259,9 @@ class Board:
         foot = w.HBox([self.previous, self.next, self.note], layout=_WRAPPED_ROW)
         border = "1px solid var(--jp-border-color2, #8884)"
         layout = {"flex": "3 1 500px", "border": border, "padding": "4px 8px", "min_width": "0"}
-        return w.VBox([head, self.table.root, foot], layout=layout)
+        box = w.VBox([head, self.table.root, foot], layout=layout)
+        box.add_class("nbtoolkit-trials")
+        return box
 
     def _sections(self) -> list[ipywidgets.VBox]:
         import ipywidgets as w

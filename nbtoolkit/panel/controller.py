@@ -318,9 +318,9 @@ class Controller:
             if handle is not None:
                 self.watch(handle.paths.folder)
                 self._handle = handle  # each poll reads its connection
-            text = _HEARD.get(name)
-            started = "" if handle is None else f"started: {handle.paths.folder}"
-            self._show_message(text or started or f"{actions.BUTTONS[name][0]}: requested")
+            # What was started is on display now; a line about it would move the page.
+            text = "" if handle is not None else f"{actions.BUTTONS[name][0]}: requested"
+            self._show_message(_HEARD.get(name, text))
         finally:
             with self._pressing:
                 self._pressed.pop(button, None)
@@ -415,7 +415,7 @@ class Controller:
 
     def _show_message(self, text: str) -> None:
         self._message_ends = time.monotonic() + _MESSAGE_SECONDS
-        set_html(self.board.message, view(paragraph(text)))
+        set_html(self.board.message, view(paragraph(text)) if text else "")
 
     def _show_error(self, error: BaseException) -> None:
         ours = isinstance(error, NbtoolkitError)

@@ -391,3 +391,41 @@ def close_widget(widget: ipywidgets.Widget) -> None:
         if part is not None:
             close_widget(part)
     widget.close()
+
+
+class Sections:
+    """Sections below each other, of which at most one is open.
+
+    The headings are buttons, which the keyboard reaches. Those of ipywidgets' Accordion are not.
+
+    Args:
+        contents: the sections by title.
+
+    Attributes:
+        root: the widget.
+        headings: the buttons by title.
+        opened: the title of the open section; empty: none is open.
+    """
+
+    def __init__(self, contents: Mapping[str, ipywidgets.Widget]) -> None:
+        import ipywidgets as w
+
+        self.opened, self._contents = "", contents
+        flat = {"width": "auto", "flex": "0 0 auto"}
+        self.headings = {title: w.Button(layout=flat) for title in contents}
+        for title, heading in self.headings.items():
+            heading.on_click(
+                lambda _, title=title: self.open("" if title == self.opened else title)
+            )
+        row = w.HBox([*self.headings.values()], layout={"flex_flow": "row wrap"})
+        self.root = w.VBox([row, *contents.values()])
+        self.open("")
+
+    def open(self, title: str) -> None:
+        """Open a section and close the others; empty: close all."""
+        self.opened = title
+        for name, content in self._contents.items():
+            is_open = name == title
+            set_trait(content.layout, "display", None if is_open else "none")
+            set_trait(self.headings[name], "description", f"{'▾' if is_open else '▸'} {name}")
+            set_trait(self.headings[name], "tooltip", f"{'Close' if is_open else 'Open'} {name}")

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.panel import form
-from nbtoolkit.panel.form import Field, FormState, Validation, default_texts, set_trait
+from nbtoolkit.panel.form import Field, FormState, Sections, Validation, default_texts, set_trait
 from nbtoolkit.panel.space_table import SpaceTable
 from nbtoolkit.text_table import counted
 from nbtoolkit.views.markup import alert, paragraph, view
@@ -117,7 +117,7 @@ class Setup:
         self.table = SpaceTable(lambda text: set_trait(self.space, "value", text))
         self.offered, self.together, self._matches = w.HBox(), w.HTML(), w.HTML()
         self.cost, self.space_error, self._shown = w.HTML(), w.HTML(), w.VBox()
-        yaml = w.Accordion([self.space], titles=("YAML",), selected_index=None)
+        yaml = Sections({"YAML": self.space}).root
         choice = w.HBox([self.search, self.section], layout={"flex_flow": "row wrap"})
         left = w.VBox([choice, self.together, self._matches, self._shown])
         right = w.VBox([self.table.root, self.space_error, self.trials, self.cost, yaml])

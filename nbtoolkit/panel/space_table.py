@@ -158,11 +158,11 @@ class _RowWidgets:
         kinds = [("choices" if kind == "categorical" else kind, kind) for kind in _KEYS]
         self.inputs: dict[str, ipywidgets.Widget] = {
             "name": w.Combobox(placeholder="optim.lr", layout={"width": "160px", "flex": "auto"}),
-            "kind": w.Dropdown(options=kinds, layout={"width": "122px"}),
-            "low": w.Text(placeholder="1e-4", layout={"width": "90px"}),
+            "kind": w.Dropdown(options=kinds, layout={"width": "116px"}),
+            "low": w.Text(placeholder="1e-4", layout={"width": "100px"}),
             "high": w.Text(placeholder="0.1", layout={"width": "94px"}),
             "log": w.Checkbox(indent=False, layout={"width": "48px"}),
-            "values": w.Text(placeholder="adamw, sgd", layout={"width": "236px"}),
+            "values": w.Text(placeholder="adamw, sgd", layout={"width": "246px"}),
         }
         self.more: Mapping[str, object] = {}
         remove = w.Button(description="✕", tooltip="Remove", layout={"width": "34px"})

@@ -28,6 +28,9 @@
         continue;
       }
       if (s.display === "inline") continue;
+      // Shortened on purpose: it ends with dots, and a pointer shows all; or a row's own label.
+      if (s.textOverflow === "ellipsis" && a.closest("[title]")) return null;
+      if (a.matches(".widget-checkbox") && hides(s.overflowX)) return null;
       if (hides(s.overflowX) && rects.some((r) => r.right > box.right + 1 || r.left < box.left - 1)) return a;
       if (hides(s.overflowY) && rects.some((r) => r.bottom > box.bottom + 2 || r.top < box.top - 2)) return a;
     }
@@ -46,6 +49,7 @@
       const text = e.tagName === "SELECT" ? e.selectedOptions[0]?.text || "" : e.value ? "" : e.placeholder || "";
       const s = getComputedStyle(e);
       const room = e.clientWidth - parseFloat(s.paddingLeft) - parseFloat(s.paddingRight);
+      if (e.tagName === "SELECT" && room >= 100) continue; // its list shows the whole text
       if (e.tagName !== "TEXTAREA" && width(text, e) > room + 1) found.push(`clipped: ${told(e, text)}`);
     }
     const page = root.getBoundingClientRect();

@@ -42,14 +42,17 @@ def _name(node: dict[str, Any]) -> str:
     return str(node.get("name", {}).get("value", "")).strip()
 
 
-_TABBABLE = """e => [...e.querySelectorAll("button, input, select, textarea, [tabindex]")]
+_TABBABLE = """e => [...e.querySelectorAll("button, input, select, textarea")]
   .filter(one => one.checkVisibility({visibilityProperty: true}))
   .filter(one => !one.disabled && one.tabIndex >= 0)
   .map(one => one.title || one.labels?.[0]?.textContent || one.textContent)"""
 
+# A text for a control; empty for what is only scrolled, which a browser focuses too.
 _FOCUSED = """e => {
   const one = document.activeElement;
-  return e.contains(one) ? one.title || one.labels?.[0]?.textContent || one.textContent : null;
+  if (!e.contains(one)) return null;
+  if (!one.matches("button, input, select, textarea")) return "";
+  return one.title || one.labels?.[0]?.textContent || one.textContent;
 }"""
 
 
@@ -63,9 +66,9 @@ def by_tab(part: Locator) -> tuple[list[str], list[str]]:
 
 
 def _tabbed(part: Locator, most: int) -> list[str]:
-    part.locator("button:enabled").first.focus()
+    part.locator("button:enabled").locator("visible=true").first.focus()
     seen: list[str] = []
     while (here := part.evaluate(_FOCUSED)) is not None and len(seen) <= most:
-        seen.append(here)
+        seen += [here] if here else []
         part.page.keyboard.press("Tab")
     return seen

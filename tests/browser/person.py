@@ -22,6 +22,11 @@ Front = Literal["lab", "notebook"]
 FRONTS = ("lab", "notebook")
 
 _PATHS = {"lab": "/lab/tree/{}?reset", "notebook": "/notebooks/{}"}
+_COUNT = """() => {
+  const count = (e) => { window.clicked += e.isTrusted && e.detail > 0 ? 1 : 0; };
+  if (window.clicked === undefined) document.addEventListener("click", count, true);
+  window.clicked = 0;
+}"""
 _IDLE = '[data-status="idle"]'
 
 
@@ -129,7 +134,12 @@ class Person:
     @property
     def panel(self) -> Locator:
         """The newest panel on the page."""
-        return self.page.locator(".jupyter-widgets.widget-vbox:has(> .widget-tab)").last
+        return self.page.locator(".jupyter-widgets.nbtoolkit-panel").last
+
+    @property
+    def strip(self) -> Locator:
+        """The panel's first line: status, progress, times and the best value."""
+        return self.panel.locator(":scope > .widget-html").nth(1)
 
     def button(self, label: str) -> Locator:
         """A button by its label."""
@@ -139,16 +149,19 @@ class Person:
         """Click a button, once it can be clicked."""
         self.button(label).click()
 
-    def goes_to(self, page: str) -> None:
-        """Turn to a page of the panel."""
-        self.panel.get_by_role("tab", name=page, exact=True).click()
+    def opens_section(self, title: str, *, closed: bool = False) -> None:
+        """Open a section below the cards, or close it, unless it is as wanted."""
+        heading = self.panel.get_by_role("button", name=re.compile(f"^[▸▾] {title}$"))
+        if ("▸" in (heading.text_content() or "")) != closed:
+            heading.click()
 
     def field(self, label: str) -> Locator:
-        """A field by its label."""
-        return self.panel.get_by_label(label, exact=True)
+        """A visible field by its label."""
+        return self.panel.get_by_label(label, exact=True).locator("visible=true").first
 
     def types(self, label: str, text: str) -> None:
-        """Type into a field in place of what stands there, and leave it."""
+        """Click a field, type in place of what stands there, and leave it."""
+        self.field(label).click()
         self.field(label).fill(text)
         self.field(label).press("Tab")
 
@@ -161,14 +174,55 @@ class Person:
         entry: str = self.field(label).evaluate("e => e.selectedOptions[0].text")
         return entry
 
+    def chooses_run(self, run: str) -> None:
+        """Choose from the list of runs by the name, which begins an entry's text."""
+        entries = self.field("run").locator("option")
+        self.wait_until(
+            lambda: entries.filter(has_text=short_name(run)).count(), f"{run} in the list"
+        )
+        label = entries.filter(has_text=short_name(run)).first.text_content() or ""
+        self.field("run").select_option(label=label)
+
+    def watched(self) -> str:
+        """The id of the run that is shown; empty: there is none."""
+        named = self.strip.locator("b[title]")
+        return named.first.get_attribute("title") or "" if named.count() else ""
+
+    def numbers(self) -> list[int]:
+        """The trials of the table, from above."""
+        labels = self.panel.get_by_text(re.compile(r"^compare trial \d+$")).locator("visible=true")
+        return [int(label.split()[-1]) for label in labels.all_text_contents()]
+
+    def ticks(self, number: int) -> None:
+        """Tick a trial of the table."""
+        label = self.panel.get_by_text(f"compare trial {number}", exact=True)
+        box = label.locator("visible=true").locator("xpath=..").locator("input")
+        box.click()
+        self.wait_until(box.is_checked, f"the tick of trial {number}")
+
+    def stops_trial(self, number: int) -> None:
+        """Click the stop button of a trial's row, which must have stood there for a moment."""
+        self.page.wait_for_timeout(500)
+        self.panel.locator(f'button[title^="Stop trial {number} "]').locator("visible=true").click()
+
     def sees(self, text: str | re.Pattern[str], seconds: float = SECONDS) -> None:
         """Wait until a text stands in the panel."""
         found = self.panel.get_by_text(text).locator("visible=true").first
         found.wait_for(timeout=seconds * 1000)
 
     def can(self, label: str) -> bool:
-        """Whether a button can be pressed."""
-        return self.button(label).is_enabled()
+        """Whether a button is there and can be pressed."""
+        button = self.button(label)
+        return button.is_visible() and button.is_enabled()
+
+    def counts_clicks(self) -> None:
+        """Count the mouse's clicks on the page from now on; see :attr:`clicked`."""
+        self.page.evaluate(_COUNT)
+
+    @property
+    def clicked(self) -> int:
+        """How often the mouse was clicked."""
+        return int(self.page.evaluate("window.clicked"))
 
     def wait_until(self, look: Callable[[], Any], what: str, seconds: float = SECONDS) -> None:
         """Until ``look()`` is true; the page is given time meanwhile."""
@@ -188,6 +242,11 @@ class Person:
     def _answer(self, dialog: Dialog) -> None:
         self.dialogs.append(dialog.message)
         dialog.accept()
+
+
+def short_name(run: str) -> str:
+    """A run's name and 4 hex digits: its id without the time."""
+    return run.partition("-")[2]
 
 
 @contextmanager

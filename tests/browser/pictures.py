@@ -12,48 +12,39 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # as pytest does
 from chromium import chromium
 from person import Person, person
 from server import server
-from sheets import PANEL, TRAIN, write_notebook
-
-LARGER = {'"n_trials": 4': '"n_trials": 12', '"train.epochs": 5': '"train.epochs": 12'}
+from sheets import FRIEDMAN, FRIEDMAN_PANEL, write_notebook
 
 
 def main(folder: Path) -> None:
     """Take all of them."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as home, server(Path(home) / "jupyter") as jupyter:
-        sheet = PANEL
-        for small, large in LARGER.items():
-            sheet = sheet.replace(small, large)
-        write_notebook(jupyter.root / "panel.ipynb", TRAIN, sheet)
-        with chromium() as browser, person(browser, jupyter, "lab", height=1400) as anna:
+        write_notebook(jupyter.root / "panel.ipynb", FRIEDMAN, FRIEDMAN_PANEL)
+        with chromium() as browser, person(browser, jupyter, "lab", height=1700) as anna:
             anna.opens("panel.ipynb")
             anna.page.keyboard.press("Control+b")  # the file browser
-            anna.page.set_viewport_size({"width": 1050, "height": 1400})
             anna.runs(0)
             anna.runs(1)
             take_all(anna, folder)
 
 
 def take_all(one: Person, folder: Path) -> None:
-    """While a sweep runs, and once it has ended."""
+    """Before a sweep, while it runs, and once it has ended."""
+    one.types("optim.lr", "0,01")
+    one.sees(re.compile("decimal point"))
+    take(one, folder, "setup")
+    one.types("optim.lr", "0.001")
+    one.opens_section("Set up", closed=True)
     one.clicks("Sweep")
-    one.sees(re.compile("[4-9] of 12 trials"))
+    one.sees(re.compile("^1[2-6]/20$"))
     take(one, folder, "overview")
-    one.sees("12 of 12 trials")
-    one.goes_to("Curves")
-    one.sees("Importance for val_accuracy")
-    take(one, folder, "curves")
-    one.goes_to("Settings")
-    one.chooses("section", "distributed")
-    one.types("world_size", "three")
-    one.sees("allowed:")
-    take(one, folder, "settings")
-    one.types("world_size", "2")
-    one.goes_to("Trials")
-    one.chooses("sort by", "val_accuracy")
-    one.sees("val_accuracy ▾")
+    one.sees(re.compile("✓ completed"))
     one.turns("Dark")
-    take(one, folder, "trials-dark")
+    one.page.wait_for_timeout(5000)  # the importance
+    for number in one.numbers()[:2]:
+        one.ticks(number)
+    one.sees(re.compile("of the space: equal|differ"))
+    take(one, folder, "compare-dark")
 
 
 def take(one: Person, folder: Path, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.browser, pytest.mark.long, pytest.mark.timeout(900)]
 
 LAUNCH, SWEEP, BACKGROUND = 2, 3, 4
-SEEN = {LAUNCH: "rank 0 of 2 has trained", SWEEP: "0 of 4 trials"}
+SEEN = {LAUNCH: re.compile("rank 0 of 2 has trained"), SWEEP: re.compile("^0/4$")}
 """What stands in a cell once there is something to look at."""
 CELLS = (
     "nb.launch(train, config)",
@@ -40,12 +41,12 @@ def runs_and_looks(one: Person, cell: int, hold: Path, theme: str) -> list[str]:
     """Look while it waits for the file to go, and after its end."""
     hold.touch()
     one.runs(cell, wait=False)
-    one.output(cell).get_by_text(": running").first.wait_for()
+    one.output(cell).get_by_text("● running").first.wait_for()
     one.output(cell).get_by_text(SEEN[cell]).first.wait_for()
     found = look(one, cell, f"{theme}-{cell}-live")
     hold.unlink()
     one.waits_for(cell)
-    one.output(cell).get_by_text(": completed after").wait_for()
+    one.output(cell).get_by_text("✓ completed").first.wait_for()
     return found + look(one, cell, f"{theme}-{cell}-ended")
 
 
@@ -63,7 +64,7 @@ def test_cells_show_what_runs_and_what_came_of_it(browser: Browser, jupyter: Ser
         anna.runs(BACKGROUND)
         output = anna.output(BACKGROUND)
         output.get_by_role("button", name="Stop").click()
-        output.get_by_text(": stopped").first.wait_for()
+        output.get_by_text("■ stopped").first.wait_for()
         found += look(anna, BACKGROUND, "stopped")
         hold.unlink()
         assert not found, "\n".join(found)

@@ -14,7 +14,7 @@ from person import FRONTS, Front, Person, person
 from server import Server
 from sheets import PANEL, TRAIN, write_notebook
 
-from nbtoolkit.panel.board import TABS
+from nbtoolkit.panel.board import SECTIONS
 from nbtoolkit.panel.form import config_fields
 
 if TYPE_CHECKING:
@@ -24,36 +24,21 @@ pytestmark = [pytest.mark.browser, pytest.mark.long, pytest.mark.timeout(900)]
 
 SHEET = 1
 
-# What stands on a page once it is drawn; pages of fields are there at once.
-DRAWN = {
-    "Overview": "4 of 4 trials",
-    "Trials": "4 trials, page 1 of 1",
-    "Curves": "val_accuracy of each trial",
-    "Devices": re.compile("cores of CPU|No device was read"),
-    "Log": "rank 0 of 2 has trained",
-    "Files": "The same in a cell",
-}
-
 PICTURES = os.environ.get("NBTOOLKIT_PICTURES", "")
 """A folder for a picture of each page; empty: none are made."""
 
 
 def prepares(one: Person) -> None:
-    """A sweep that has ended is watched, with a wrong value in the form's optim section."""
+    """A sweep that has ended is shown, with two trials ticked."""
     one.opens("sheet.ipynb")
     one.runs(0)
     one.runs(SHEET)
     one.clicks("Sweep")
-    one.sees("4 of 4 trials")
-    one.goes_to("Log")
-    one.chooses("log of", "trial 0, rank 0")
-
-
-def turns_to(one: Person, page: str) -> None:
-    """Turn to a page and wait until it is drawn."""
-    one.goes_to(page)
-    if page in DRAWN:
-        one.sees(DRAWN[page])
+    one.sees(re.compile("^4/4$"))
+    one.sees(re.compile("✓ completed"))
+    one.page.wait_for_timeout(500)
+    for number in one.numbers()[:2]:
+        one.ticks(number)
 
 
 def found_on(one: Person, what: str) -> list[str]:
@@ -63,45 +48,54 @@ def found_on(one: Person, what: str) -> list[str]:
     return [f"{what}: {told}" for told in (*ugly(one.panel), *nameless(one.panel))]
 
 
-def looks_at_all_pages(one: Person, width: int, theme: Literal["Light", "Dark"]) -> list[str]:
-    one.page.set_viewport_size({"width": width, "height": 1500})
+def looks_at_all_sections(one: Person, width: int, theme: Literal["Light", "Dark"]) -> list[str]:
+    """The page with each of the sections open."""
+    one.page.set_viewport_size({"width": width, "height": 1900})
     found = []
-    for page in TABS:
-        turns_to(one, page)
-        found += found_on(one, f"{width}-{theme}-{page}")
+    for section in SECTIONS:
+        one.opens_section(section)
+        one.page.wait_for_timeout(300)
+        found += found_on(one, f"{width}-{theme}-{section.replace(' ', '')}")
     return found
 
 
 def looks_at_all_settings(one: Person, what: str) -> list[str]:
-    """Each section of the form, and an error beside a field."""
-    one.goes_to("Settings")
+    """Each section of the form, an error beside a field, and the YAML of the space."""
+    one.opens_section("Set up")
     found = []
+    shown = one.panel.get_by_label("show", exact=True).last
     for section in dict.fromkeys(field.section for field in config_fields().values()):
-        one.chooses("section", section)
+        shown.select_option(section)
         first = next(name for name, field in config_fields().items() if field.section == section)
-        one.field(first.removeprefix(f"{section}.")).wait_for()
+        one.field(first).wait_for()
         found += found_on(one, f"{what}-{section}")
-    one.chooses("section", "optim")
-    one.types("lr", "fast")
-    one.sees("allowed:")
+    shown.select_option("optim")
+    one.types("optim.lr", "0,01")
+    one.sees(re.compile("decimal point"))
+    one.opens_section("YAML")
     found += found_on(one, f"{what}-error")
-    one.types("lr", "0.001")
+    one.types("optim.lr", "0.001")
     return found
 
 
 @pytest.mark.parametrize("front", FRONTS)
-def test_every_page_can_be_read_at_both_widths_in_both_themes(
+def test_the_page_can_be_read_at_both_widths_in_both_themes(
     browser: Browser, jupyter: Server, front: Front
 ) -> None:
     write_notebook(jupyter.root / "sheet.ipynb", TRAIN, PANEL)
     with person(browser, jupyter, front) as anna:
         prepares(anna)
         anna.page.keyboard.press("Control+b")  # the file browser
-        found = looks_at_all_settings(anna, "Light")
-        found += looks_at_all_pages(anna, 1280, "Light") + looks_at_all_pages(anna, 800, "Light")
+        found = looks_at_all_sections(anna, 1280, "Light") + looks_at_all_settings(anna, "Light")
+        found += looks_at_all_sections(anna, 800, "Light")
         anna.turns("Dark")
-        found += looks_at_all_pages(anna, 800, "Dark") + looks_at_all_pages(anna, 1280, "Dark")
+        found += looks_at_all_sections(anna, 800, "Dark") + looks_at_all_sections(
+            anna, 1280, "Dark"
+        )
         found += looks_at_all_settings(anna, "Dark")
+        anna.clicks("Launch")  # a run has other cards
+        anna.sees(re.compile("✓ completed"))
+        found += looks_at_all_sections(anna, 1280, "Dark")
         assert not found, "\n".join(found)
 
 
@@ -109,29 +103,30 @@ def test_everything_is_done_by_keyboard(browser: Browser, jupyter: Server) -> No
     write_notebook(jupyter.root / "sheet.ipynb", TRAIN, PANEL)
     with person(browser, jupyter, "lab") as anna:
         prepares(anna)
-        for page in TABS:
-            turns_to(anna, page)
-            expected, seen = by_tab(anna.panel)
-            assert seen == expected, page
         keys = anna.page.keyboard
-        anna.panel.get_by_role("tab", name="Settings").focus()
-        keys.press("ArrowRight")
-        keys.press("Enter")
-        anna.field("space").wait_for()
-        anna.goes_to("Settings")
-        anna.field("precision").focus()
+        for section in SECTIONS:
+            heading = anna.panel.get_by_role("button", name=re.compile(f"^[▸▾] {section}$"))
+            if "▸" in (heading.text_content() or ""):
+                heading.focus()
+                keys.press("Enter")
+            anna.button(f"▾ {section}").wait_for()
+            expected, seen = by_tab(anna.panel)
+            assert seen == expected, section
+        anna.opens_section("Set up")
+        anna.panel.get_by_label("show", exact=True).last.select_option("train")
+        anna.field("train.precision").focus()
         for key in ("Space", "ArrowDown", "Enter"):  # JupyterLab takes arrows where no list is open
             keys.press(key)
-        anna.wait_until(lambda: anna.field("precision").input_value() == "fp32", "the choice")
-        anna.goes_to("Trials")
-        anna.field("largest first").focus()
+        anna.wait_until(lambda: anna.field("train.precision").input_value() == "fp32", "the choice")
+        anna.button("#").focus()
         keys.press("Space")
-        anna.sees("trial ▴")
-        anna.goes_to("Overview")
+        anna.sees("# ▾")
+        assert anna.numbers() == [3, 2, 1, 0]
         for key in ("Enter", "Space"):
             anna.button("Launch").focus()
             keys.press(key)
-            anna.sees(re.compile("run .*: completed"))
+            anna.wait_until(lambda: not anna.can("Launch"), "the press is heard")
+            anna.sees(re.compile("✓ completed"))
             anna.button("Launch").and_(anna.page.locator(":enabled")).wait_for()
 
 

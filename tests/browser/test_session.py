@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from person import FRONTS, Front, Person, person
+from person import FRONTS, Front, Person, person, short_name
 from server import Server
 from sheets import PANEL, TRAIN, write_notebook
 
@@ -21,27 +22,24 @@ SHEET, FIRST = 1, 2
 """The cell of the panel, and the one with ``1 + 1``."""
 
 
-def begins(one: Person) -> None:
-    """Open the notebook and run its cells down to the panel."""
-    one.opens("sheet.ipynb")
-    shows_the_panel(one)
-
-
 def shows_the_panel(one: Person) -> None:
     one.runs(0)
     one.runs(SHEET)
-    one.sees("devices:")
+    one.sees(re.compile("^plan: "))
 
 
 def refuses_a_wrong_value_and_takes_a_right_one(one: Person) -> None:
-    one.goes_to("Settings")
-    one.types("epochs", "many")
-    one.sees("allowed:")
+    """Set up is open, as nothing was ever run."""
+    one.opens_section("Set up")
+    one.types("train.epochs", "many")
+    one.sees(re.compile("Must be a whole number"))
     one.wait_until(lambda: not one.can("Launch"), "Launch is disabled")
     assert not one.can("Sweep")
-    one.types("epochs", "4")
+    one.opens_section("Log")  # the error stays in sight, and leads back to its field
+    one.clicks("1 error: train.epochs")
+    one.wait_until(lambda: one.field("train.epochs").is_visible(), "the field")
+    one.types("train.epochs", "4")
     one.wait_until(lambda: one.can("Launch"), "Launch is enabled")
-    one.goes_to("Search")
     one.types("trials", "3")
 
 
@@ -51,74 +49,85 @@ def uses_the_notebook_meanwhile(one: Person) -> None:
 
 
 def watches_it(one: Person) -> None:
-    """Every page while it runs."""
-    one.goes_to("Trials")
-    one.sees(re.compile(r"\d trials, page 1 of 1"))
-    one.goes_to("Curves")
-    one.sees("val_accuracy while training")
+    """Everything but the log stands on the page."""
+    one.sees(re.compile("Best val_accuracy"))
+    one.sees("Learning curves")
+    one.sees("Workers")
     one.panel.locator("svg polyline").first.wait_for()
-    one.goes_to("Devices")
-    one.sees(re.compile(r"rank 1: .* cores of CPU"))
-    one.goes_to("Log")
+    one.sees(re.compile(r"rank 1.*CPU|slot 0.*CPU"))
+    one.opens_section("Log")
     one.chooses("log of", "trial 0, rank 1")
-    one.sees("rank 1 of 2 has trained")
-    one.goes_to("Overview")
-
-
-def pauses_goes_on_and_asks_for_more(one: Person) -> None:
-    one.clicks("Pause")
-    one.sees(re.compile("digits-[0-9a-f]{4}: paused"))
-    one.types("more", "2")
-    one.clicks("Add trials")
-    one.sees(re.compile("of 5 trials"))
-    one.clicks("Go on")
-    one.sees(re.compile("digits-[0-9a-f]{4}: running"))
+    one.sees(re.compile("rank 1 of 2 has trained"))
+    one.chooses("log of", "newest running")
 
 
 def stops_a_trial(one: Person, number: int) -> None:
     """It ends, and the next one begins."""
-    one.types("trial", str(number))
-    one.clicks("Stop trial")
-    one.goes_to("Trials")
-    one.sees(f"{number + 2} trials, page 1")
-    one.goes_to("Overview")
+    one.stops_trial(number)
+    one.wait_until(lambda: number + 1 in one.numbers(), "the next trial")
+    one.sees(re.compile("^stopped"))
 
 
-def stops_and_goes_on(one: Person) -> None:
+def pauses_resumes_and_asks_for_more(one: Person) -> None:
+    one.clicks("Pause")
+    one.sees(re.compile("❙❙ paused"))
+    one.types("add", "2")
+    one.clicks("+2 trials")
+    one.sees(re.compile("/5$"))
+    one.clicks("Resume")
+    one.sees(re.compile("● running"))
+
+
+def stops_and_resumes(one: Person) -> None:
     one.clicks("Stop")
-    one.sees(re.compile(": stopped"))
-    one.clicks("Go on")
-    one.sees(re.compile(": running"))
+    one.sees(re.compile("■ stopped"))
+    one.clicks("Resume")
+    one.sees(re.compile("● running"))
 
 
 def comes_back_after_a_restart(one: Person, run: str) -> None:
+    """The panel attaches to what runs by itself."""
     one.restarts()
     shows_the_panel(one)
-    one.chooses("watch", run)
-    one.sees(re.compile(f"{run}: running"))
+    one.sees(re.compile("● running"))
+    assert one.watched() == run
+    assert short_name(run) in one.chosen("run")
 
 
 def trains_the_best(one: Person) -> None:
-    one.clicks("Train the best")
-    one.sees(re.compile("run .*-best-.*: completed"))
-    one.sees(re.compile(r"val_accuracy 0\.\d+"))
+    one.clicks("Train best settings")
+    one.wait_until(lambda: "-best-" in one.watched(), "the run")
+    one.sees(re.compile("✓ completed"))
+    one.sees("Best val_accuracy")
 
 
 def saves_and_loads(one: Person) -> None:
-    one.goes_to("Settings")
-    one.types("epochs", "4")
-    one.goes_to("Files")
+    one.opens_section("Set up")
+    one.types("train.epochs", "4")
     one.types("file", "mine.yaml")
     one.clicks("Save")
-    one.sees("saved to")
-    one.goes_to("Settings")
-    one.types("epochs", "77")
-    one.goes_to("Files")
-    one.sees("'train.epochs': 77")
+    one.sees(re.compile("saved to"))
+    one.types("train.epochs", "77")
+    one.opens_section("Code")
+    shown = one.field("Set up as code")
+    one.wait_until(lambda: "'train.epochs': 77" in shown.input_value(), "the code")
+    one.opens_section("Set up")
     one.clicks("Load")
-    one.sees("loaded mine.yaml")
-    one.goes_to("Settings")
-    assert one.field("epochs").input_value() == "4"
+    one.sees(re.compile("loaded mine.yaml"))
+    assert one.field("train.epochs").input_value() == "4"
+
+
+def renames_and_deletes(one: Person, outputs: Path) -> None:
+    run = one.watched()
+    one.opens_section("Files")
+    one.types("name", "the one")
+    one.clicks("Rename")
+    one.sees(re.compile("^the one$"))
+    one.clicks("Delete")
+    one.sees(re.compile(f"Move {run} to"))
+    one.button("Delete").first.click()
+    one.wait_until((outputs / ".trash" / run).is_dir, "the run in the trash")
+    one.sees(re.compile("No run yet|moved to"))
 
 
 # The short form of the one in Notebook 7 is in test_panel_told.py: two notebooks.
@@ -129,24 +138,24 @@ def test_a_whole_session(browser: Browser, jupyter: Server, front: Front) -> Non
     hold.touch()
     before = {one.name for one in outputs.glob("*-*")}  # of the session in the other front end
     with person(browser, jupyter, front) as anna:
-        begins(anna)
+        anna.opens("sheet.ipynb")
+        shows_the_panel(anna)
         refuses_a_wrong_value_and_takes_a_right_one(anna)
         anna.button("Sweep").dblclick()
-        anna.goes_to("Overview")
-        anna.sees("of 3 trials")
+        anna.sees(re.compile("^0/3$"))
         uses_the_notebook_meanwhile(anna)
         watches_it(anna)
         anna.menu("Kernel", "kernelmenu:interrupt")
-        run = anna.chosen("watch")
+        run = anna.watched()
         assert {one.name for one in outputs.glob("*-*")} - before == {run}
         stops_a_trial(anna, 0)
-        pauses_goes_on_and_asks_for_more(anna)
-        stops_and_goes_on(anna)
+        pauses_resumes_and_asks_for_more(anna)
+        stops_and_resumes(anna)
         comes_back_after_a_restart(anna, run)
         hold.unlink()
-        anna.sees("5 of 5 trials")
-        anna.goes_to("Overview")
+        anna.sees(re.compile("^5/5$"))
         trains_the_best(anna)
         saves_and_loads(anna)
+        renames_and_deletes(anna, outputs)
         assert not anna.errors
     assert nb.load_config(jupyter.root / "mine.yaml", env=None).train.epochs == 4

@@ -48,7 +48,7 @@ def three(out: Path, *more: Any) -> Path:
 def test_a_first_panel_opens_its_settings_and_says_what_to_press(opened: Open) -> None:
     panel = opened()
     board = controller(panel).board
-    assert board.sections.get_title(board.sections.selected_index) == "Set up"
+    assert board.sections.opened == "Set up"
     assert "No run yet" in region(panel, "strip")
     assert pressable(panel) == {"launch"}
     assert "1 process" in board.place.value
@@ -60,7 +60,7 @@ def test_a_new_panel_attaches_to_what_runs_else_to_the_newest(opened: Open, out:
     new = write_run(out, "20260101T000000-new-0002", events=trained({"loss": [1.0]}))
     panel = opened()
     assert panel.folder == new.folder
-    assert controller(panel).board.sections.selected_index is None
+    assert controller(panel).board.sections.opened == ""
     with hold_lock(old):
         assert opened().folder == old.folder
     panel.watch(None)
@@ -111,7 +111,7 @@ def test_edits_of_a_kernel_that_died_are_offered(opened: Open, out: Path) -> Non
     until(lambda: first.refresh() or (out / EDITS_FILE).exists(), "the kept edits")
     again = opened()  # as after a restart: the first one is not asked
     board = controller(again).board
-    assert board.sections.get_title(board.sections.selected_index) == "Set up"
+    assert board.sections.opened == "Set up"
     restore = board.setup.offered.children[1]
     restore.click()
     again.refresh()
@@ -180,7 +180,7 @@ def test_errors_are_counted_and_reached_by_a_click(opened: Open, out: Path) -> N
     assert pressable(panel) == {"resume", "train_best"}
     board.errors.click()
     panel.refresh()
-    assert board.sections.get_title(board.sections.selected_index) == "Set up"
+    assert board.sections.opened == "Set up"
     assert "0.01 (decimal point)" in board.setup.errors["optim.lr"].value
     board.setup.input("optim.lr").value = "0.01"
     panel.refresh()
@@ -230,7 +230,7 @@ def test_two_ticked_trials_are_compared_and_have_notes(opened: Open, out: Path) 
     second.tick.value = True
     panel.refresh()
     assert board.note.value == ""  # of the other trial
-    assert board.sections.get_title(board.sections.selected_index) == "Compare"
+    assert board.sections.opened == "Compare"
     assert "optim.lr" in region(panel, "compare")
     second.tick.value = first.tick.value = False
     panel.refresh()
