@@ -202,7 +202,8 @@ def _read_result(paths: RunPaths) -> tuple[str, list[str]]:
     result = read_or_empty(paths.result)
     if not result:
         error = read_or_empty(paths.error)
-        return "failed", ["", shortened(f"{error.get('type')}: {error.get('text')}", _TITLE)]
+        kind = str(error.get("type", "?")).removeprefix("builtins.")
+        return "failed", ["", shortened(f"{kind}: {error.get('text', '')}", _TITLE)]
     status, summary = str(result.get("status", "?")), result.get("summary")
     values = [f"{name} {number(one)}" for name, one in number_values(result.get("metrics")).items()]
     if not isinstance(summary, dict):
