@@ -201,7 +201,7 @@ def _doing(state: State, span: JobSpan) -> str:
     trial = state.table.trials.get(span.number) if isinstance(state.table, SweepTable) else None
     if trial is None or trial.latest is None:
         return f"{text}, no report yet" if trial is not None else text
-    of = f"/{state.epochs}" if state.epochs else ""
+    of = f"/{state.epochs}" if state.epochs and (trial.step or 0) <= state.epochs else ""
     return f"{text}, step {trial.step}{of}, {number(trial.latest)}"
 
 

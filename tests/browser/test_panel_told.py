@@ -68,8 +68,9 @@ def test_panels_in_two_notebooks_agree_and_a_closed_page_stops_nothing(
         anna.sees(re.compile("^4/4$"))  # the panel as it was left, as its kernel is still there
         anna.sees("Each trial, best so far")
         assert anna.can("Train best settings")
-        saved = anna.output(SHEET).locator(".jp-RenderedHTMLCommon").last
-        assert not saved.is_visible()  # the page for a saved notebook
+        saved = anna.output(SHEET).locator("[class^=nbtoolkit-saved-]")  # for a saved notebook
+        assert saved.count() == 1
+        assert not saved.is_visible()
 
 
 # How soon it is shown is measured by `python -m tests.bench browser`: within 2 s.

@@ -98,7 +98,7 @@ def trains_the_best(one: Person) -> None:
     one.clicks("Train best settings")
     one.wait_until(lambda: "-best-" in one.watched(), "the run")
     one.sees(re.compile("✓ completed"))
-    one.sees("Best val_accuracy")
+    one.sees(re.compile("Best val_loss"))
 
 
 def saves_and_loads(one: Person) -> None:
