@@ -16,8 +16,9 @@ from nbtoolkit.environment.plan import GroupFailure
 from nbtoolkit.environment.resources import SYSTEM_TIME, USER_TIME, process_fields
 from nbtoolkit.launcher import failures
 from nbtoolkit.launcher.worker_group import RankView, WorkerGroup
-from nbtoolkit.run.events import DevicesSampled, Reading, RunRecord
+from nbtoolkit.run.events import DevicesSampled, Reading
 from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.record import RunRecord
 from nbtoolkit.worker.main import STACKS_SIGNAL
 
 if TYPE_CHECKING:

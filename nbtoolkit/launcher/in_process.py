@@ -27,11 +27,12 @@ from nbtoolkit.environment.variables import (
 from nbtoolkit.errors import GroupStartFailed, RunStopped, TrackingError
 from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.handle import RunResult, refuse_deleted
-from nbtoolkit.run.events import Event, EventReader, RunRecord, returned_numbers
+from nbtoolkit.run.events import Event, EventReader, returned_numbers
 from nbtoolkit.run.messages import Question, Reply, Statement
 from nbtoolkit.run.output import CellOutput, Display
 from nbtoolkit.run.paths import RunPaths, boot_id, folder_error, write_json, write_whole
 from nbtoolkit.run.rank_check import track_optimizers
+from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.request import JobSpec, RunRequest
 from nbtoolkit.run.resume import ChosenRun, write_header
 from nbtoolkit.run.serialization import add_note, pack_error, pack_value

@@ -21,9 +21,10 @@ from nbtoolkit.launcher.event_loop import EventLoop, ForkServerGone, KernelGone,
 from nbtoolkit.launcher.health import HealthMonitor, LateGroup
 from nbtoolkit.launcher.worker_group import RankView, WorkerGroup
 from nbtoolkit.run import messages
-from nbtoolkit.run.events import RankPhaseChanged, RunRecord
+from nbtoolkit.run.events import RankPhaseChanged
 from nbtoolkit.run.paths import RunPaths, boot_id, folder_error, write_json
 from nbtoolkit.run.payload import unpack
+from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.request import RunRequest
 from nbtoolkit.run.serialization import pack_error
 from nbtoolkit.run.transport import Connection, free_port

@@ -16,8 +16,9 @@ from nbtoolkit.errors import NbtoolkitError
 from nbtoolkit.launcher.event_loop import EventLoop, ForkServerGone, KernelGone, Spawner
 from nbtoolkit.launcher.supervisor import TICK, JobListener, supervising
 from nbtoolkit.run import messages
-from nbtoolkit.run.events import CommandReceived, RunRecord
+from nbtoolkit.run.events import CommandReceived
 from nbtoolkit.run.payload import unpack
+from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.serialization import pack_error
 from nbtoolkit.run.transport import notify_files_changed
 from nbtoolkit.search.algorithm import JobResult, SearchAlgorithm, SearchJob, SearchRequest

@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 from nbtoolkit.study.table import SweepTable
+from nbtoolkit.views.devices import read_tail
 from nbtoolkit.views.markup import code_block, paragraph
-from nbtoolkit.views.state import State, read_tail
+from nbtoolkit.views.state import State
 
 _LINES = 20
 _TAIL = 16_000  # bytes read from the end

@@ -141,7 +141,8 @@ _results: dict[Path, tuple[tuple[float, float], str, list[str]]] = {}
 def _entry(paths: RunPaths, now: float) -> RunEntry:
     title = read_annotations(paths.folder).title or shortened(_name(paths), _TITLE)
     status, facts, live = *_result(paths), False
-    when = ago(now - (_written(paths.result) or _written(paths.error) or _written(paths.events)))
+    written = _written(paths.result) or _written(paths.error) or _written(paths.events)
+    when = ago(now - written) if written else "nothing written yet"
     if not status:
         state = _state(paths)
         status, facts, live = state.status, _facts(state), state.live

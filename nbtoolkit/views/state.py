@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from statistics import median_low
@@ -21,32 +20,12 @@ from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.text_table import counted, duration, number
 from nbtoolkit.views.chart import Points
 from nbtoolkit.views.devices import DeviceReader
-from nbtoolkit.views.devices import read_tail as read_tail
-from nbtoolkit.views.timeline import JobSpan, Timeline
+from nbtoolkit.views.timeline import FoldInfo, JobSpan, Timeline
 
 _NOTES = 5  # the newest notes that are kept
 _LOGGED_POINTS = 4000  # kept per logged metric; above that every second point is dropped
 _DEVICE_LOGS = 32  # event logs of ended jobs in which device readings are looked for
 _SPEED_LOGS = 20  # the newest logged steps, of which the speed is the mean
-
-
-@dataclass
-class FoldInfo:
-    """What is known of a fold.
-
-    Attributes:
-        number: the fold's number.
-        state: ``"waiting"``, ``"running"``, ``"complete"``, or how it ended.
-        metrics: its scores, once it is complete.
-        seconds: how long it took; None: it has not ended.
-        curves: its reported values by step; of a trial's fold empty.
-    """
-
-    number: int
-    state: str = "waiting"
-    metrics: dict[str, float] = field(default_factory=dict)
-    seconds: float | None = None
-    curves: dict[str, Points] = field(default_factory=dict)
 
 
 class State:

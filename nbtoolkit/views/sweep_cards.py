@@ -1,4 +1,4 @@
-"""Render the cards of a sweep: its best trial, charts of all trials, and what its slots do."""
+"""Render the cards of a sweep with its best trial and the charts of all its trials."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ from nbtoolkit.text_table import (
 )
 from nbtoolkit.views.chart import Points, drawable
 from nbtoolkit.views.runs import read_annotations
-from nbtoolkit.views.state import FoldInfo, State
+from nbtoolkit.views.state import State
+from nbtoolkit.views.timeline import FoldInfo
 from nbtoolkit.views.trial_rows import EVERYTHING, View, columns, count_text, rows, value_of
 
 _LINE = 400  # characters of a line of text
@@ -158,12 +159,13 @@ def main_metric(state: State) -> str:
 
 
 def fold_scores(folds: Sequence[FoldInfo]) -> dict[str, str]:
-    """Return mean and standard deviation of each metric over the complete folds."""
+    """Return mean and deviation of each metric over the complete folds, validation first."""
     scores: dict[str, list[float]] = {}
     for fold in folds:
         for name, value in fold.metrics.items() if fold.state == "complete" else ():
             scores.setdefault(name, []).append(value)
-    return {name: _spread(values) for name, values in scores.items()}
+    names = sorted(scores, key=lambda name: name.startswith("train_"))
+    return {name: _spread(scores[name]) for name in names}
 
 
 def _spread(values: list[float]) -> str:

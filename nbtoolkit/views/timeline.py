@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from nbtoolkit.run.events import (
     Event,
@@ -14,8 +14,28 @@ from nbtoolkit.run.events import (
     TrialChanged,
 )
 from nbtoolkit.study.table import STOPPED_BY_HAND
+from nbtoolkit.views.chart import Points
 
 _OVERLAP = 0.2  # seconds: a prepared job starts before the scheduler reports the end of the last
+
+
+@dataclass
+class FoldInfo:
+    """What is known of a fold.
+
+    Attributes:
+        number: the fold's number.
+        state: ``"waiting"``, ``"running"``, ``"complete"``, or how it ended.
+        metrics: its scores, once it is complete.
+        seconds: how long it took; None: it has not ended.
+        curves: its reported values by step; of a trial's fold empty.
+    """
+
+    number: int
+    state: str = "waiting"
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float | None = None
+    curves: dict[str, Points] = field(default_factory=dict)
 
 
 @dataclass

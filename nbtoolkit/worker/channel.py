@@ -8,9 +8,9 @@ import time
 from typing import Any, Protocol
 
 from nbtoolkit.run import messages
-from nbtoolkit.run.events import RunRecord
 from nbtoolkit.run.messages import CollectivesStarted
 from nbtoolkit.run.rank_check import Weights
+from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.signals import SignalFlag, describe_signal
 from nbtoolkit.run.transport import Connection
 from nbtoolkit.worker.collectives import new_gloo_group

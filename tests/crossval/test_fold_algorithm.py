@@ -18,9 +18,10 @@ from nbtoolkit.crossval.fold_algorithm import (
     make_algorithm,
 )
 from nbtoolkit.errors import FoldError
-from nbtoolkit.run.events import EventReader, RunRecord
+from nbtoolkit.run.events import EventReader
 from nbtoolkit.run.messages import SearchCommand
 from nbtoolkit.run.paths import RunPaths, write_json, write_whole
+from nbtoolkit.run.record import RunRecord
 from nbtoolkit.search.algorithm import JobResult, SearchJob
 
 FOLDS = nb.make_folds([0, 1] * 10)

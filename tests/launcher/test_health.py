@@ -16,9 +16,9 @@ import nbtoolkit as nb
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.launcher.health import HangDetector, HealthMonitor, LateGroup
 from nbtoolkit.launcher.worker_group import WorkerGroup
-from nbtoolkit.run.events import RunRecord
 from nbtoolkit.run.messages import FunctionLeft, StopPending
 from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.transport import Connection, GroupConnections
 from nbtoolkit.worker.main import STACKS_SIGNAL
 

@@ -16,8 +16,8 @@ from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import FitError
 from nbtoolkit.host import detect_host
-from nbtoolkit.run.events import RunRecord
 from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.request import JobSpec
 from nbtoolkit.training.losses import StepLoss, not_finite, raise_if_not_finite
 from nbtoolkit.training.optimizer import make_schedule

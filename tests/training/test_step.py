@@ -21,8 +21,8 @@ from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import CheckpointError, ConfigError, FitError
 from nbtoolkit.host import detect_host
-from nbtoolkit.run.events import RunRecord
 from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.request import JobSpec
 from nbtoolkit.training.losses import check_labels
 from nbtoolkit.training.model import find_blocks, first_compressed

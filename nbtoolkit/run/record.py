@@ -1,0 +1,156 @@
+"""Write a run's events and result, and hold what its supervisor needs of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nbtoolkit.run.events import (
+    CheckpointSaved,
+    Event,
+    EventLog,
+    MetricsLogged,
+    MetricsReported,
+    NoteAdded,
+    RunEnded,
+    StopRequested,
+)
+from nbtoolkit.run.messages import StopRequest
+from nbtoolkit.run.paths import RunPaths, write_json, write_whole
+from nbtoolkit.run.rank_check import Weights, divergence_warning
+
+if TYPE_CHECKING:
+    from nbtoolkit.run.serialization import PackedError
+
+
+class RunRecord:
+    """Writes a run's events and result; holds its latest metrics, checkpoint and stop request.
+
+    Args:
+        paths: the run's folder.
+        deadline: unix time at which the run must end; None: no limit.
+        durable: flush the result to disk before it is announced (5 to 20 ms); False where a crash
+            of the machine may lose it, because another process knows it too.
+    """
+
+    def __init__(self, paths: RunPaths, *, deadline: float | None, durable: bool = True) -> None:
+        self.paths, self.deadline, self._durable = paths, deadline, durable
+        self.started = time.time()
+        self.metrics: dict[str, float] = {}
+        """The values last reported or returned; the last logged ones if none were reported."""
+        self.checkpoint: str | None = None
+        self.leaving: str | None = None
+        """The status that all ranks stop with at the next report; None: continue."""
+        self._reported = self._warned_of_weights = False
+        self._stop_file = os.fspath(paths.stop)
+        self._log = EventLog(paths.events)
+
+    def note(self, text: str, level: str = "info") -> None:
+        """Write a sentence for the user."""
+        self._log.write(NoteAdded(level=level, text=text))
+
+    def write(self, event: Event) -> None:
+        """Write any other event."""
+        self._log.write(event)
+
+    def logged(self, values: dict[str, float], step: int | None) -> None:
+        """Record metrics from ``ctx.log``."""
+        self._log.write(MetricsLogged(values=values, step=step))
+        if not self._reported:
+            self.metrics.update(values)
+
+    def reported(self, values: dict[str, float], step: int | None) -> str | None:
+        """Record metrics from ``ctx.report``; returns the status to stop with, None: continue."""
+        decision = self.decide()
+        self._log.write(MetricsReported(values=values, step=step, decision=decision or "go"))
+        if not self._reported:
+            self.metrics.clear()
+            self._reported = True
+        self.metrics.update(values)
+        return decision
+
+    def returned(self, values: Mapping[str, float]) -> None:
+        """Record the returned numbers as a last report, but for those that were reported so."""
+        before = self.metrics if self._reported else {}
+        new = {name: value for name, value in values.items() if before.get(name) != value}
+        if new:
+            self._log.write(MetricsReported(values=new))
+            self.metrics.update(new)
+
+    def compare(self, ranks: Sequence[Weights | None]) -> None:
+        """Warn, once, if the ranks' weights differ."""
+        if not self._warned_of_weights and (warning := divergence_warning(ranks)):
+            self._warned_of_weights = True
+            self.note(warning, "warning")
+
+    def decide(self, reserve: float = 0.0) -> str | None:
+        """The status to stop with now, None: continue; ``reserve``: seconds that saving takes."""
+        left = None if self.deadline is None else self.deadline - time.time()
+        if self.leaving is None and left is not None and left <= reserve:
+            rest = f", except {left:.0f} s for saving" if left >= 1.0 else ""
+            self.request_stop("deadline", f"the run's time is used up{rest}")
+        return self.leaving
+
+    def request_stop(self, status: str, reason: str, grace: float | None = None) -> None:
+        """Let the ranks stop at the next report with ``status``."""
+        if self.leaving is None:
+            self.leaving = status
+            self._log.write(StopRequested(reason=reason, grace=grace))
+
+    def stop_requested(self) -> StopRequest | None:
+        """The request that a handle has written into the run's folder; removes it."""
+        # Called 20 times per second; an exception would take ten times as long as this check.
+        if not os.path.exists(self._stop_file):
+            return None
+        try:
+            request = json.loads(self.paths.stop.read_text())
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            request = {}
+        self.paths.stop.unlink(missing_ok=True)
+        reason = request.get("reason", "a handle asked")
+        return StopRequest(reason=reason, grace=request.get("grace"))
+
+    def saved(self, path: str, step: int | None, kind: str) -> None:
+        """Record a checkpoint."""
+        self.checkpoint = path
+        self._log.write(CheckpointSaved(path=path, step=step, kind=kind))
+
+    def complete(self, status: str, processes: int, **more: object) -> None:
+        """End the run without an error: writes the result (with ``more``), then the last event."""
+        seconds = time.time() - self.started
+        result = {
+            "status": status,
+            "metrics": self.metrics,
+            "seconds": seconds,
+            "processes": processes,
+            "checkpoint": self.checkpoint,
+            **more,
+        }
+        write_json(self.paths.result, result, durable=self._durable)
+        self._end(status, seconds, None)
+
+    def fail(self, error: PackedError, *, rank: int | None, notes: Sequence[str] = ()) -> None:
+        """End the run with an error.
+
+        Args:
+            error: packed.
+            rank: that raised it; None: no rank did.
+            notes: sentences to add to it.
+        """
+        seconds = time.time() - self.started
+        error = replace(error, rank=rank, notes=notes)
+        write_whole(self.paths.error_pickle, error.encode(), durable=self._durable)
+        readable = {**error.readable(), "seconds": seconds}
+        write_json(self.paths.error, readable, durable=self._durable)
+        self._end("failed", seconds, f"{error.type}: {error.text}")
+
+    def _end(self, status: str, seconds: float, error: str | None) -> None:
+        metrics = self.metrics
+        self._log.write(RunEnded(status=status, seconds=seconds, error=error, metrics=metrics))
+        self._log.close(durable=self._durable)
