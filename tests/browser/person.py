@@ -194,7 +194,8 @@ class Person:
         return [int(label.split()[-1]) for label in labels.all_text_contents()]
 
     def ticks(self, number: int) -> None:
-        """Tick a trial of the table."""
+        """Tick a trial of the table, whose row must have stood there for a moment."""
+        self.page.wait_for_timeout(500)
         label = self.panel.get_by_text(f"compare trial {number}", exact=True)
         box = label.locator("visible=true").locator("xpath=..").locator("input")
         box.click()

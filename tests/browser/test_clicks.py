@@ -134,6 +134,7 @@ def test_ten_common_tasks(browser: Browser, jupyter: Server, hold: Path) -> None
     outputs = jupyter.root / "outputs"
     with person(browser, jupyter, "lab") as anna:
         anna.opens("sheet.ipynb")
+        anna.page.keyboard.press("Control+b")  # the file browser
         anna.runs(0)
         quiet = listening(descendants(jupyter.process.pid))
         anna.runs(SHEET)

@@ -36,7 +36,6 @@ def prepares(one: Person) -> None:
     one.clicks("Sweep")
     one.sees(re.compile("^4/4$"))
     one.sees(re.compile("✓ completed"))
-    one.page.wait_for_timeout(500)
     for number in one.numbers()[:2]:
         one.ticks(number)
 
