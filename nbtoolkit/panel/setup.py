@@ -263,7 +263,7 @@ class Setup:
         if field.free:
             widget = w.Textarea(rows=4, placeholder="name: value", **common)
         elif field.choices == _BOOL:
-            widget = w.Checkbox(**common)
+            widget = w.Checkbox(**{**common, "style": {"description_width": "60px"}})
         elif field.choices:
             widget = w.Dropdown(options=field.choices, **common)
         else:

@@ -4,7 +4,9 @@
   const shown = (e) => e.checkVisibility({ visibilityProperty: true, opacityProperty: true });
   const told = (e, text) => `<${e.tagName.toLowerCase()} class="${e.getAttribute("class") || ""}"> ${JSON.stringify(text.trim().slice(0, 60))}`;
   const all = [...root.querySelectorAll("*")].filter(shown);
-  const texts = all.flatMap((e) => [...e.childNodes]
+  // A label for screen readers alone: its checkbox is no wider than its box.
+  const unseen = (e) => (e.closest(".widget-checkbox")?.clientWidth ?? 99) < 30;
+  const texts = all.filter((e) => !unseen(e)).flatMap((e) => [...e.childNodes]
     .filter((n) => n.nodeType === 3 && n.textContent.trim())
     .map((n) => ({ e, text: n.textContent, rects: rectsOf(n) })));
   const controls = all.filter((e) => e.matches("button, input, select, textarea"));
@@ -28,9 +30,8 @@
         continue;
       }
       if (s.display === "inline") continue;
-      // Shortened on purpose: it ends with dots, and a pointer shows all; or a row's own label.
+      // Shortened on purpose: it ends with dots, and a pointer shows all.
       if (s.textOverflow === "ellipsis" && a.closest("[title]")) return null;
-      if (a.matches(".widget-checkbox") && hides(s.overflowX)) return null;
       if (hides(s.overflowX) && rects.some((r) => r.right > box.right + 1 || r.left < box.left - 1)) return a;
       if (hides(s.overflowY) && rects.some((r) => r.bottom > box.bottom + 2 || r.top < box.top - 2)) return a;
     }
@@ -65,7 +66,8 @@
   const cut = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 2 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3;
 
   function overlapping() {
-    const boxes = texts.flatMap(({ e, text, rects }) => rects.map((r) => ({ e, text, r })));
+    const whole = texts.filter(({ e }) => getComputedStyle(e).textOverflow !== "ellipsis");
+    const boxes = whole.flatMap(({ e, text, rects }) => rects.map((r) => ({ e, text, r })));
     for (const e of controls) boxes.push({ e, text: e.value || e.textContent, r: e.getBoundingClientRect() });
     const found = [];
     boxes.forEach((a, at) => boxes.slice(at + 1).forEach((b) => {
