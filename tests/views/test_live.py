@@ -329,7 +329,9 @@ def test_in_a_terminal_a_bar_stays_below_the_lines(tmp_path: Path) -> None:
     assert "0%|" in written
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in written.strip().split("\n")]
     assert lines[0].startswith("plan: 1 process")
-    assert lines[1:-1] == ["hello from 0"]
+    # A loaded machine may need 10 s for the fork server, which is reported.
+    shown = [line for line in lines[1:-1] if not line.startswith("waiting for the fork server")]
+    assert shown == ["hello from 0"]
     assert re.fullmatch(ENDED, lines[-1])
 
 
