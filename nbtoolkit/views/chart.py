@@ -24,8 +24,8 @@ Points: TypeAlias = list[tuple[float, float]]
 RUNNING, ENDED, BEST, FAILED = "#2a7fc9", "#7d7d7d", "#d55e00", "#dc3a3a"
 """Colours by state. What is failed also has a sign and a word."""
 
-PALETTE = (RUNNING, BEST, "#009e73", "#8a63d2", "#a07800", "#c44e9b", "#0f8f9f", "#b5651d")
-"""Colours of compared runs, in the order in which they were chosen."""
+PALETTE = (RUNNING, "#009e73", "#8a63d2", "#a07800", "#c44e9b", "#0f8f9f", "#b5651d")
+"""Colours of compared runs, in the order in which they were chosen; none means the best."""
 
 Mark = Literal["line", "dashed", "steps", "dots", "crosses", "ring"]
 

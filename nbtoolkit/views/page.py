@@ -40,7 +40,13 @@ def regions(
     """
     now = time.time() if now is None else now
     if state is None:
-        return {"strip": card("", paragraph("No run yet."), span=4)}
+        return {
+            "strip": card(
+                "",
+                paragraph("No run yet: Launch trains once, Sweep searches for settings."),
+                span=4,
+            )
+        }
     shown = {}
     for name, render in _renderers(state, chosen, now).items():
         try:

@@ -78,7 +78,7 @@ def run_curves_card(state: State) -> str:
         if name.startswith("train_"):
             group.insert(0, Series(name, points, "dashed", ENDED))
             continue
-        group.append(Series(name, points, "line", (RUNNING, *PALETTE[2:])[len(group) % 7]))
+        group.append(Series(name, points, "line", PALETTE[len(group) % len(PALETTE)]))
         if at := best_point(state, name, points):
             group.append(Series("best", [at], "ring", BEST, [number(at[1])]))
     x = Axis(step_name(state), integer=True)

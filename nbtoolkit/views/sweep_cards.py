@@ -151,7 +151,10 @@ def value_axis(state: State) -> Axis:
     if len(costs) >= 8:
         first, third = costs[len(costs) // 4], costs[3 * len(costs) // 4]
         worst = min(worst, third + _FENCE * (third - first)) if third > first else worst
-    seen = [sign * points[-1][1] for points in state.trials.values() if points]
+    # A trial may have been better before its end; of many trials the ends are enough.
+    few = len(state.trials) <= _LINES
+    reports = (points if few else points[-1:] for points in state.trials.values())
+    seen = [sign * value for points in reports for _, value in points]
     best = min([costs[0], *filter(math.isfinite, seen)])
     width = worst - best
     low, high = sorted((sign * (best - 0.05 * width), sign * (worst + 0.15 * width)))

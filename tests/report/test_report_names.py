@@ -10,7 +10,7 @@ from run_folders import trained, write_run
 
 from nbtoolkit.report.report import _STYLE as STYLE
 from nbtoolkit.report.report import page, read_report
-from nbtoolkit.views.chart import ENDED, FAILED, PALETTE
+from nbtoolkit.views.chart import BEST, ENDED, FAILED, PALETTE
 
 LIGHT, DARK = "#ffffff", "#111111"  # of JupyterLab's themes and of the page
 
@@ -60,7 +60,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-@pytest.mark.parametrize("colour", [*PALETTE, ENDED, FAILED])
+@pytest.mark.parametrize("colour", [*PALETTE, BEST, ENDED, FAILED])
 @pytest.mark.parametrize("ground", [LIGHT, DARK, "#1e1e1e"])
 def test_every_line_is_seen_on_light_and_dark(colour: str, ground: str) -> None:
     assert contrast(colour, ground) >= 3
