@@ -217,7 +217,7 @@ class Board:
         narrow = {"flex": "1 1 220px", "min_width": "120px", "max_width": "420px"}
         self.run = w.Dropdown(options=[("(none)", "")], **_label("run", **narrow))
         row = [*self.buttons.values(), self.errors, self.place, self.run]
-        self.actions = w.HBox(row, layout={"flex_flow": "row nowrap", "grid_gap": "0 6px"})
+        self.actions = w.HBox(row, layout={"flex_flow": "row wrap", "grid_gap": "0 6px"})
         self.question, self.yes, self.no = (
             w.HTML(),
             _button("Yes", "Do it"),
