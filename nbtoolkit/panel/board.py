@@ -272,7 +272,7 @@ class Board:
         self.load_run = _button("Settings of the run", "Copy the settings of the run that is shown")
         self.notify = w.Checkbox(description="mark the browser tab at the end", indent=False)
         self.log = w.Dropdown(options=[("newest running", "")], **_label("log of"))
-        self.name = w.Text(**_label("name", width="420px"))
+        self.name = w.Text(**_label("run name", width="420px"))
         self.rename = _button("Rename", "Give the run that is shown another name")
         self.delete = _button("Delete", "Move the run that is shown to the folder .trash")
         self.csv = _button("Write trials.csv", "Into the folder of the sweep that is shown")

@@ -101,7 +101,7 @@ def test_what_looks_like_html_is_shown_as_it_was_written(browser: Browser, jupyt
         anna.sees(EVIL)
         anna.opens_section("Files")
         anna.sees(EVIL)
-        anna.types("name", EVIL)
+        anna.types("run name", EVIL)
         anna.clicks("Rename")
         anna.sees(EVIL[:20])
         anna.opens_section("Set up")

@@ -120,7 +120,7 @@ def saves_and_loads(one: Person) -> None:
 def renames_and_deletes(one: Person, outputs: Path) -> None:
     run = one.watched()
     one.opens_section("Files")
-    one.types("name", "the one")
+    one.types("run name", "the one")
     one.clicks("Rename")
     one.sees(re.compile("^the one$"))
     one.clicks("Delete")
