@@ -22,7 +22,6 @@ from nbtoolkit.panel.setup import cost_text
 from nbtoolkit.search.slots import make_slots
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.text_table import counted, gib
-from nbtoolkit.views import trial_rows
 from nbtoolkit.views.log import log_names
 from nbtoolkit.views.markup import card, paragraph
 from nbtoolkit.views.page import regions
@@ -30,7 +29,7 @@ from nbtoolkit.views.progress_display import DisplayPlace
 from nbtoolkit.views.runs import list_runs
 from nbtoolkit.views.state import State
 from nbtoolkit.views.sweep_cards import IMPORTANCES
-from nbtoolkit.views.trial_rows import View
+from nbtoolkit.views.trial_rows import View, trial_page
 
 if TYPE_CHECKING:
     from nbtoolkit.folds.folds import Folds
@@ -117,7 +116,7 @@ class Drawing:
         """
         board = self._board
         self._draw_buttons(state, form, validation, pressed)
-        parts = regions(state, chosen)
+        parts = regions(state, chosen, only=("strip", *board.cards))
         set_html(board.strip, parts.get("strip", ""))
         for name, widget in board.cards.items():
             set_html(widget, parts.get(name, ""))
@@ -183,12 +182,11 @@ class Drawing:
         show(board.trials, is_sweep)
         if state is None or not is_sweep:
             return
-        columns = trial_rows.columns(state)
-        board.table.fill(columns, trial_rows.rows(state, chosen), chosen)
-        text = escape(trial_rows.count_text(state, chosen))
-        set_html(board.count, f"<b>Trials</b> {text}")
+        page = trial_page(state, chosen)
+        board.table.fill(page.columns, page.rows, chosen)
+        set_html(board.count, f"<b>Trials</b> {escape(page.text)}")
         set_trait(board.previous, "disabled", chosen.page <= 0)
-        set_trait(board.next, "disabled", chosen.page >= trial_rows.pages(state, chosen) - 1)
+        set_trait(board.next, "disabled", chosen.page >= page.pages - 1)
 
     def _draw_setup(self, state: State | None, form: FormState, validation: Validation) -> None:
         """Draw what depends on the form; the plan reads the hardware, which takes time."""

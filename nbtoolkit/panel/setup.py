@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nbtoolkit.panel import form
 from nbtoolkit.panel.form import Field, FormState, Sections, Validation, default_texts, set_trait
 from nbtoolkit.panel.space_table import SpaceTable
-from nbtoolkit.text_table import counted
+from nbtoolkit.text_table import ago, counted
 from nbtoolkit.views.markup import alert, paragraph, view
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class Setup:
             for widget in widgets:
                 form.close_widget(widget)
 
-        text = f"Unsaved edits from {_rounded(max(time.time() - saved, 0.0))} ago:"
+        text = f"Unsaved edits from {ago(max(time.time() - saved, 0.0))}:"
         restore, discard = w.Button(description="Restore"), w.Button(description="Discard")
         restore.on_click(lambda _: decide(kept))
         discard.on_click(lambda _: decide(None))

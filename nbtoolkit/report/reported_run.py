@@ -12,7 +12,7 @@ from nbtoolkit.run.paths import RunPaths, read_record
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.text_table import shortened
 from nbtoolkit.views.state import State
-from nbtoolkit.views.text import curves_of, name_of
+from nbtoolkit.views.text import curves_of, devices_of, name_of
 from nbtoolkit.views.trial_rows import value_of
 
 
@@ -97,14 +97,7 @@ class ReportedRun(State):
     @property
     def device(self) -> str:
         """Its devices and precision: ``"2 x Tesla T4, fp16"``."""
-        if not self.plan_file:
-            return ""
-        listed = self.plan_file.get("device_names")
-        names = [str(name) for name in listed] if isinstance(listed, list) else []
-        devices = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-        ranks = self.plan_file.get("processes", 1)
-        devices = devices or ("CPU" if ranks == 1 else f"CPU, {ranks} processes")
-        return f"{devices}, {self.plan_file.get('precision', '?')}"
+        return devices_of(self.plan_file)
 
 
 def _mapping(value: object) -> Mapping[str, object]:

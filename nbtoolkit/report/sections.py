@@ -18,7 +18,8 @@ from nbtoolkit.text_table import counted, duration, metric_column, moment, setti
 from nbtoolkit.views.chart import PALETTE, RUNNING, Axis, Series, chart
 from nbtoolkit.views.markup import alert, card, data_table, grid, paragraph, view
 from nbtoolkit.views.page import page_html
-from nbtoolkit.views.text import curves_of, status_of
+from nbtoolkit.views.run_cards import quantity_axis
+from nbtoolkit.views.text import curves_of, quantity_of, status_of
 
 
 @dataclass
@@ -90,7 +91,6 @@ def page_section(run: ReportedRun) -> ReportSection:
 # --- comparison ---
 
 _ABSENT = object()
-_LOG_RATIO = 20.0  # largest to smallest loss, above which the scale is logarithmic
 
 
 def comparison(runs: Sequence[ReportedRun]) -> ReportSection:
@@ -102,15 +102,10 @@ def comparison(runs: Sequence[ReportedRun]) -> ReportSection:
         return section
     if len(compared) < len(single):
         section.parts.append(paragraph(f"The newest {len(compared)} of {len(single)} runs."))
-    quantities = dict.fromkeys(_quantity(name) for run in compared for name in curves_of(run))
+    quantities = dict.fromkeys(quantity_of(name) for run in compared for name in curves_of(run))
     charts = [_curves(compared, name) for name in quantities]
     section.parts += [grid(*charts)] if charts else []
     return ReportSection(section.title, section.parts + _differences(compared))
-
-
-def _quantity(metric: str) -> str:
-    """Return what a metric measures: ``"loss"`` for ``"train_loss"`` and ``"val_loss"``."""
-    return metric.removeprefix("train_").removeprefix("val_")
 
 
 def _curves(runs: Sequence[ReportedRun], quantity: str) -> str:
@@ -123,11 +118,11 @@ def _curves(runs: Sequence[ReportedRun], quantity: str) -> str:
         )
         for run, colour in zip(runs, PALETTE, strict=False)
         for name, points in curves_of(run).items()
-        if _quantity(name) == quantity
+        if quantity_of(name) == quantity
     ]
-    values = [value for line in lines for _, value in line.points if math.isfinite(value)]
-    log = quantity.endswith("loss") and bool(values) and 0 < min(values) * _LOG_RATIO < max(values)
-    drawn = chart(lines, x=Axis("step", integer=True), y=Axis(quantity, log=log), legend=True)
+    drawn = chart(
+        lines, x=Axis("step", integer=True), y=quantity_axis(quantity, lines), legend=True
+    )
     return card(shortened(quantity, 32), drawn, span=2)
 
 

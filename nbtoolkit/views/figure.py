@@ -85,7 +85,9 @@ class Chart:
 
 def result_chart(paths: RunPaths, region: str) -> Chart:
     """Draw one region of a result's page: ``"history"``, ``"curves"`` or ``"slices"``."""
-    card = regions(read_state(paths.folder)).get(region) or paragraph("There is nothing to draw.")
+    card = regions(read_state(paths.folder), only=[region]).get(region) or paragraph(
+        "There is nothing to draw."
+    )
     style = f"max-width:{_WIDTHS.get(region, 560)}px"
     return Chart(f"{region} of {paths.run_id}", view(f'<div style="{style}">{card}</div>'))
 

@@ -115,7 +115,6 @@ def property_table(values: Mapping[str, object], *, right: bool = False) -> str:
 def data_table(
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
-    caption: str = "",
     *,
     right: bool = False,
 ) -> str:
@@ -124,7 +123,6 @@ def data_table(
     Args:
         header: the names of the columns.
         rows: the cells of each row.
-        caption: a text above it; empty: none.
         right: whether all columns but the first are aligned right, and fill the width.
     """
     columns = zip(*rows, strict=True) if rows else [()] * len(header)
@@ -139,12 +137,11 @@ def data_table(
         )
         return f"<tr>{inside}</tr>"
 
-    above = f'<caption style="text-align:left">{escape(caption)}</caption>' if caption else ""
     width = "width:100%;" if right else ""
     head = line(header, "th scope=col", "currentColor")
     body = "".join(line(row, "td", RULE) for row in rows)
     return (
-        f'<table style="{width}border-collapse:collapse;font-size:inherit">{above}'
+        f'<table style="{width}border-collapse:collapse;font-size:inherit">'
         f"<thead>{head}</thead><tbody>{body}</tbody></table>"
     )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import cache
 from html import escape
 
 from nbtoolkit.study.table import SweepTable
@@ -27,7 +28,11 @@ _ERROR = 600  # characters
 
 
 def regions(
-    state: State | None, chosen: View = EVERYTHING, now: float | None = None
+    state: State | None,
+    chosen: View = EVERYTHING,
+    now: float | None = None,
+    *,
+    only: Collection[str] = (),
 ) -> dict[str, str]:
     """Render the regions of a page that apply to a state, by name, in order.
 
@@ -37,6 +42,7 @@ def regions(
         state: of the folder; None: there is no run.
         chosen: what the person chose to see.
         now: unix seconds; None: the clock's.
+        only: the names of the regions that are needed; empty: all.
     """
     now = time.time() if now is None else now
     if state is None:
@@ -49,6 +55,8 @@ def regions(
         }
     shown = {}
     for name, render in _renderers(state, chosen, now).items():
+        if only and name not in only:
+            continue
         try:
             html = render()
         except Exception as error:
@@ -72,9 +80,10 @@ def _renderers(state: State, chosen: View, now: float) -> dict[str, Callable[[],
         one = len(table.metrics) == 1
         renderers["best"] = lambda: sweep_cards.best_card(state, table)
         if one and table.trials:
-            renderers["history"] = lambda: sweep_cards.history_card(state, table)
-            renderers["curves"] = lambda: sweep_cards.curves_card(state, table)
-            renderers["slices"] = lambda: sweep_cards.slices_card(state, table)
+            axis = cache(lambda: sweep_cards.value_axis(state))  # three charts share it
+            renderers["history"] = lambda: sweep_cards.history_card(state, table, axis())
+            renderers["curves"] = lambda: sweep_cards.curves_card(state, table, axis())
+            renderers["slices"] = lambda: sweep_cards.slices_card(state, table, axis())
         best_trials = [trial.number for trial in table.best]
         if best_trials:
             renderers["folds"] = lambda: run_cards.folds_card(state, best_trials[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import cycle
 
@@ -38,7 +38,16 @@ from nbtoolkit.views.markup import (
     tiles,
 )
 from nbtoolkit.views.state import State
-from nbtoolkit.views.text import best, best_point, curves_of, fold_scores, step_name, times
+from nbtoolkit.views.text import (
+    best,
+    best_point,
+    curves_of,
+    devices_of,
+    fold_scores,
+    quantity_of,
+    step_name,
+    times,
+)
 from nbtoolkit.views.timeline import JobSpan
 
 _CHARTS = 6
@@ -74,7 +83,7 @@ def run_curves_card(state: State) -> str:
     curves = {name: points for name, points in curves_of(state).items() if len(points) > 1}
     groups: dict[str, list[Series]] = {}
     for name, points in curves.items():
-        group = groups.setdefault(name.removeprefix("train_").removeprefix("val_"), [])
+        group = groups.setdefault(quantity_of(name), [])
         if name.startswith("train_"):
             group.insert(0, Series(name, points, "dashed", ENDED))
             continue
@@ -83,13 +92,13 @@ def run_curves_card(state: State) -> str:
             group.append(Series("best", [at], "ring", BEST, [number(at[1])]))
     x = Axis(step_name(state), integer=True)
     pictures = [
-        chart(lines, x=x, y=_loss_axis(name, lines), legend=True, size=(330, 185))
+        chart(lines, x=x, y=quantity_axis(name, lines), legend=True, size=(330, 185))
         for name, lines in list(groups.items())[:_CHARTS]
     ]
     return card("Curves", tiles(pictures, 240), span=3) if pictures else ""
 
 
-def _loss_axis(name: str, lines: list[Series]) -> Axis:
+def quantity_axis(name: str, lines: Sequence[Series]) -> Axis:
     """The axis of a quantity: logarithmic for a loss that fell a lot."""
     values = [value for line in lines for _, value in line.points if drawable(value)]
     log = bool(values) and "loss" in name and 0 < min(values) * _LOG_RATIO < max(values)
@@ -229,7 +238,7 @@ def files_card(state: State) -> str:
     """Render where everything is, what differs from the default settings, notes and the error."""
     facts = {
         "changed settings": changed_settings(state.config),
-        "devices": _devices(state),
+        "devices": devices_of(state.plan),
         "folder": str(state.paths.folder),
         "files": ", ".join(name for name in _FILES if (state.paths.folder / name).exists()),
         "notes": "\n".join(state.notes),
@@ -247,11 +256,3 @@ def changed_settings(config: Mapping[str, object]) -> str:
         changed = Config.model_validate(config).differences(Config())
         return ", ".join(f"{name} {setting(value)}" for name, (value, _) in changed.items())
     return ""
-
-
-def _devices(state: State) -> str:
-    """What it runs on, by its launch plan."""
-    listed = state.plan.get("device_names")
-    names = [str(name) for name in listed] if isinstance(listed, list) else []
-    devices = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "CPU"
-    return f"{devices}, {state.plan.get('precision', '?')}" if state.plan else ""

@@ -80,7 +80,7 @@ def move_to_trash(folder: Path) -> Path:
         raise RunFolderError(f"there is no run in {folder}", do="choose a run of the list")
     if paths.owned():
         raise RunFolderError(
-            f"{_name(paths)} is running",
+            f"{plain_name(paths)} is running",
             allowed="a run that has ended",
             do="stop it, and delete it when it has ended",
         )
@@ -139,7 +139,7 @@ _results: dict[Path, tuple[tuple[float, float], str, list[str]]] = {}
 
 
 def _entry(paths: RunPaths, now: float) -> RunEntry:
-    title = read_annotations(paths.folder).title or shortened(_name(paths), _TITLE)
+    title = read_annotations(paths.folder).title or shortened(plain_name(paths), _TITLE)
     status, facts, live = *_result(paths), False
     written = _written(paths.result) or _written(paths.error) or _written(paths.events)
     when = ago(now - written) if written else "nothing written yet"
@@ -152,7 +152,8 @@ def _entry(paths: RunPaths, now: float) -> RunEntry:
     return RunEntry(paths.folder, title, status, live, one_line(text))
 
 
-def _name(paths: RunPaths) -> str:
+def plain_name(paths: RunPaths) -> str:
+    """Return a run's name and 4 hex digits: its id without the time."""
     return re.sub(r"^\d{8}T\d{6}-(?=.)", "", paths.run_id)
 
 

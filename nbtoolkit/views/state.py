@@ -16,7 +16,7 @@ from nbtoolkit.run import events
 from nbtoolkit.run.events import number_values
 from nbtoolkit.run.paths import Kind, RunPaths, kind_of, read_or_empty
 from nbtoolkit.search.sweep_result import read_sweep_config
-from nbtoolkit.study.table import SweepTable, Trial
+from nbtoolkit.study.table import SweepTable
 from nbtoolkit.text_table import counted, duration, number
 from nbtoolkit.views.chart import Points
 from nbtoolkit.views.devices import DeviceReader
@@ -299,10 +299,6 @@ class State:
     def trial(self, number: int) -> RunPaths:
         """The folder of a sweep's trial."""
         return RunPaths(self.paths.folder / f"trials/{number:04d}")
-
-    def trial_state(self, trial: Trial) -> str:
-        """The state of a trial; ``"stopped"`` for one that was stopped by hand."""
-        return trial.label
 
     def planned_steps(self) -> int | None:
         """The number of reports of a whole trial: that of most complete ones; None: unknown."""

@@ -43,12 +43,10 @@ from nbtoolkit.views.text import fixed
 from nbtoolkit.views.trial_rows import (
     View,
     colour_of,
-    columns,
-    count_text,
     header_html,
     row_html,
-    rows,
     short_names,
+    trial_page,
     value_of,
 )
 
@@ -161,13 +159,18 @@ def value_axis(state: State) -> Axis:
     return Axis(label=state.metric, low=low, high=high)
 
 
-def history_card(state: State, table: SweepTable) -> str:
-    """Draw each trial's value by its number, with the best value so far."""
+def history_card(state: State, table: SweepTable, axis: Axis) -> str:
+    """Draw each trial's value by its number, with the best value so far.
+
+    Args:
+        state: of the sweep.
+        table: its trials.
+        axis: of the value, which the sweep's charts share: from :func:`value_axis`.
+    """
     groups = _marks(state, table, {t: float(t.number) for t in table.trials.values()})
     so_far = state.best_values()
     so_far += [(max(map(float, table.trials)), so_far[-1][1])] if so_far else []
     best = Series("best so far", so_far, "steps", BEST)
-    axis = value_axis(state)
     failed = [(float(t.number), axis.high) for t in table.trials.values() if t.state == "failed"]
     edge = Series("failed", [(x, y) for x, y in failed if y is not None], "crosses", FAILED)
     picture = chart(
@@ -212,8 +215,11 @@ def _marks(
     ]
 
 
-def curves_card(state: State, table: SweepTable) -> str:
-    """Draw all trials' reports by step; of many the best, the running and the newest ones."""
+def curves_card(state: State, table: SweepTable, axis: Axis) -> str:
+    """Draw all trials' reports by step; of many the best, the running and the newest ones.
+
+    The arguments are those of :func:`history_card`.
+    """
     shown, which = _with_curves(state, table)
     if not shown:
         return ""
@@ -225,8 +231,8 @@ def curves_card(state: State, table: SweepTable) -> str:
         name = {BEST: "best", RUNNING: "running", FAILED: "failed"}.get(colour, "ended")
         points = thinned(state.trials[trial.number], most)
         lines.append(Series(name, points, "line", colour, [title], faint=colour == ENDED))
-    axis = Axis("step", integer=True)
-    picture = chart(lines, x=axis, y=value_axis(state), legend=True, size=(330, 170))
+    steps = Axis("step", integer=True)
+    picture = chart(lines, x=steps, y=axis, legend=True, size=(330, 170))
     return card("Learning curves", picture, span=2, note=which)
 
 
@@ -245,8 +251,11 @@ def _with_curves(state: State, table: SweepTable) -> tuple[list[Trial], str]:
 # --- slices ---
 
 
-def slices_card(state: State, table: SweepTable) -> str:
-    """Draw the values by each parameter; the important ones first, once they can be told."""
+def slices_card(state: State, table: SweepTable, axis: Axis) -> str:
+    """Draw the values by each parameter; the important ones first, once they can be told.
+
+    The arguments are those of :func:`history_card`.
+    """
     space = _space(state.paths.folder, _written(state.paths.folder / "sweep.yaml"))
     names = [*(space or dict.fromkeys(n for t in table.trials.values() for n in t.params))]
     drawn = [trial for trial in table.trials.values() if value_of(trial) is not None]
@@ -258,7 +267,7 @@ def slices_card(state: State, table: SweepTable) -> str:
     complete = [trial for trial in drawn if trial.state == "complete"]
     others = [trial for trial in drawn if trial.state not in ("complete", "running")]
     trials = [*thinned(others, _OTHERS), *thinned(complete, _COMPLETE), *table.running, *table.best]
-    labels, axis = short_names(names), value_axis(state)
+    labels = short_names(names)
     cards = []
     for name in names[:_SLICES]:
         across, at = _positions(space.get(name), [t for t in trials if name in t.params], name)
@@ -377,12 +386,12 @@ def _optuna_trials(state: State) -> list[FrozenTrial]:
 
 def trials_card(state: State, chosen: View, now: float) -> str:
     """Render a page of the table of trials."""
-    shown = columns(state)
-    lines = rows(state, chosen, now)
-    if not lines:
+    page = trial_page(state, chosen, now)
+    if not page.rows:
         return card("Trials", paragraph("No trial has started yet.", faint=True), span=3)
-    body = header_html(shown, chosen) + "".join(row_html(line, shown) for line in lines)
-    return card("Trials", body, span=3, note=count_text(state, chosen))
+    body = header_html(page.columns, chosen)
+    body += "".join(row_html(row, page.columns) for row in page.rows)
+    return card("Trials", body, span=3, note=page.text)
 
 
 def compare_card(state: State, table: SweepTable, ticked: Sequence[int]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -21,10 +20,10 @@ from nbtoolkit.text_table import (
     text_columns,
 )
 from nbtoolkit.views.chart import Points, drawable
-from nbtoolkit.views.runs import read_annotations
+from nbtoolkit.views.runs import plain_name, read_annotations
 from nbtoolkit.views.state import State
 from nbtoolkit.views.timeline import FoldInfo
-from nbtoolkit.views.trial_rows import EVERYTHING, View, columns, count_text, rows, value_of
+from nbtoolkit.views.trial_rows import EVERYTHING, View, trial_page, value_of
 
 _LINE = 400  # characters of a line of text
 
@@ -35,7 +34,7 @@ _NO_CURVES = ("samples_per_second", "memory_gb_rank", "lr", "grad_norm")
 def name_of(state: State) -> str:
     """Return the title of a run, or its name and 4 hex digits: its id without the time."""
     title = read_annotations(state.paths.folder).title
-    return title or re.sub(r"^\d{8}T\d{6}-(?=.)", "", state.paths.run_id)
+    return title or plain_name(state.paths)
 
 
 def status_of(state: State) -> str:
@@ -130,6 +129,23 @@ def curves_of(state: State) -> dict[str, Points]:
     """Return the curves of a run's metrics: those of validations first."""
     known = {n: p for n, p in state.points().items() if p and not n.startswith(_NO_CURVES)}
     return dict(sorted(known.items(), key=lambda pair: pair[0].startswith("train_")))
+
+
+def quantity_of(metric: str) -> str:
+    """Return what a metric measures: ``"loss"`` for ``"train_loss"`` and ``"val_loss"``."""
+    return metric.removeprefix("train_").removeprefix("val_")
+
+
+def devices_of(plan: Mapping[str, object]) -> str:
+    """Return the devices and the precision of a launch plan: ``"2 x Tesla T4, fp16"``."""
+    if not plan:
+        return ""
+    listed = plan.get("device_names")
+    names = [str(name) for name in listed] if isinstance(listed, list) else []
+    devices = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    ranks = plan.get("processes", 1)
+    devices = devices or ("CPU" if ranks == 1 else f"CPU, {ranks} processes")
+    return f"{devices}, {plan.get('precision', '?')}"
 
 
 def direction(state: State, metric: str) -> str | None:
@@ -235,10 +251,11 @@ def page_text(state: State | None, chosen: View = EVERYTHING, now: float | None 
         for trial in state.table.best[:1]:
             settings = ", ".join(f"{name}={param(value)}" for name, value in trial.params.items())
             lines.append(f"best settings: {settings}")
-        cells = [row.texts for row in rows(state, chosen, now)]
-        if cells:
-            lines += ["", f"trials {count_text(state, chosen)}"]
-            lines.append(text_columns([column.label for column in columns(state)], cells))
+        page = trial_page(state, chosen, now)
+        if page.rows:
+            labels = [column.label for column in page.columns]
+            cells = [row.texts for row in page.rows]
+            lines += ["", f"trials {page.text}", text_columns(labels, cells)]
     elif state.table is not None:
         lines += ["", state.table.text(now)]
     return "\n".join(line for index, line in enumerate(lines) if line or index > 1)

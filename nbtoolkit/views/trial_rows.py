@@ -138,8 +138,7 @@ def ordered(state: State, chosen: View = EVERYTHING) -> list[Trial]:
     trials = list(table.trials.values())
     if chosen.show != "all":
         trials = [t for t in trials if _STATES.get(t.state, "failed") == chosen.show]
-    names = [column.name for column in columns(state)]
-    if chosen.sort in names:
+    if chosen.sort and chosen.sort in [column.name for column in columns(state)]:
         result = _sorted(state, table, trials, chosen.sort)
     else:
         best = _sorted(state, table, [t for t in trials if t.state == "complete"], "#delta")
@@ -181,36 +180,45 @@ def _key(value: object) -> tuple[int, float, str] | tuple[()]:
     return 1, 0, str(value)
 
 
-def pages(state: State | None, chosen: View = EVERYTHING) -> int:
-    """Return the number of pages of the table, at least 1."""
-    if state is None or not isinstance(state.table, SweepTable):
-        return 1
-    return max(-(-len(ordered(state, chosen)) // ROWS), 1)
-
-
-def count_text(state: State, chosen: View = EVERYTHING) -> str:
-    """Say which trials are shown: ``"1 to 10 of 20, best first"``."""
-    count = len(ordered(state, chosen))
-    first = min(max(chosen.page, 0), pages(state, chosen) - 1) * ROWS
-    shown = f"{first + 1} to {min(first + ROWS, count)} of {count}" if count else "none"
-    kind = "" if chosen.show == "all" else f" {chosen.show}"
-    return f"{shown}{kind}" + ("" if chosen.sort or chosen.reverse else ", best first")
-
-
 # --- rows ---
 
 
-def rows(
-    state: State | None, chosen: View = EVERYTHING, now: float | None = None
-) -> list[TrialRow]:
-    """Return the rows of a page of the table."""
-    if state is None or not isinstance(state.table, SweepTable):
-        return []
-    table, now = state.table, time.time() if now is None else now
+@dataclass(frozen=True)
+class TrialPage:
+    """A page of the table.
+
+    Attributes:
+        columns: of the table.
+        rows: those of the page.
+        pages: the number of pages, at least 1.
+        text: which trials are shown: ``"1 to 10 of 20, best first"``.
+    """
+
+    columns: list[Column]
+    rows: list[TrialRow]
+    pages: int
+    text: str
+
+
+def trial_page(state: State, chosen: View = EVERYTHING, now: float | None = None) -> TrialPage:
+    """Return the page of a sweep's table that was chosen; ``now``: unix seconds."""
     trials = ordered(state, chosen)
-    first = min(max(chosen.page, 0), max(-(-len(trials) // ROWS) - 1, 0)) * ROWS
-    trials = trials[first : first + ROWS]
-    params = [column.name for column in columns(state) if column.name[0] != "#"]
+    count, pages = len(trials), max(-(-len(trials) // ROWS), 1)
+    first = min(max(chosen.page, 0), pages - 1) * ROWS
+    text = f"{first + 1} to {min(first + ROWS, count)} of {count}" if count else "none"
+    text += "" if chosen.show == "all" else f" {chosen.show}"
+    text += "" if chosen.sort or chosen.reverse else ", best first"
+    shown = columns(state)
+    lines = _rows(state, trials[first : first + ROWS], shown, time.time() if now is None else now)
+    return TrialPage(shown, lines, pages, text)
+
+
+def _rows(
+    state: State, trials: Sequence[Trial], shown: Sequence[Column], now: float
+) -> list[TrialRow]:
+    table = state.table
+    assert isinstance(table, SweepTable)
+    params = [column.name for column in shown if column.name[0] != "#"]
     params = params[len(table.metrics) :]
     metrics = [[value_of(trial, i) for trial in trials] for i in range(len(table.metrics))]
     values = list(zip(*map(metric_column, metrics), strict=True))

@@ -417,7 +417,7 @@ def test_edits_are_offered_to_the_next_kernel_and_restored(tmp_path: Path) -> No
     later = setup_of()
     later.offer(folder)
     text, restore, _ = later.offered.children
-    assert "Unsaved edits from 0 s ago" in text.value
+    assert "Unsaved edits from just now" in text.value
     restore.click()
     assert later.offered.children == ()
     assert later.input("optim.lr").value == "0,01"
@@ -434,7 +434,7 @@ def test_discarded_edits_are_not_offered_again(tmp_path: Path) -> None:
     setup = setup_of()
     setup.offer(tmp_path)
     text, _, discard = setup.offered.children
-    assert " h " in text.value
+    assert " days ago" in text.value
     discard.click()
     assert setup.state.texts["seed"] == "0"
     assert kept_edits(tmp_path) is None

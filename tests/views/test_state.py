@@ -240,7 +240,7 @@ def test_pruning_saved_the_steps_that_pruned_trials_did_not_take(tmp_path: Path)
     state = read_state(sweep(tmp_path / "b", [*events, stopped]).folder)
     assert state.saved_by_pruning() == pytest.approx(8 / 21)
     assert isinstance(state.table, SweepTable)
-    labels = [state.trial_state(one) for one in state.table.trials.values()]
+    labels = [one.label for one in state.table.trials.values()]
     assert labels == ["complete", "pruned", "waiting", "stopped"]
     assert read_state(sweep(tmp_path / "c", [ended(0, 1)]).folder).saved_by_pruning() is None
 

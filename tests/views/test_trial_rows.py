@@ -18,20 +18,18 @@ from nbtoolkit.views.trial_rows import (
     ROWS,
     View,
     columns,
-    count_text,
     header_html,
     ordered,
-    pages,
     row_html,
-    rows,
     short_names,
     template,
+    trial_page,
 )
 
 
 def numbers(state: State, chosen: View = EVERYTHING) -> list[int]:
     """The numbers of the rows that are shown."""
-    return [row.number for row in rows(state, chosen, NOON)]
+    return [row.number for row in trial_page(state, chosen, NOON).rows]
 
 
 def mixed(parent: Path, way: str = "maximize") -> State:
@@ -69,14 +67,14 @@ def mixed(parent: Path, way: str = "maximize") -> State:
 def test_the_best_come_first_then_running_pruned_and_failed(tmp_path: Path, way: str) -> None:
     state = mixed(tmp_path, way)
     assert numbers(state) == [3, 0, 4, 6, 5, 2, 1]
-    assert rows(state)[0].texts[0] == "★ 3"
+    assert trial_page(state).rows[0].texts[0] == "★ 3"
 
 
 def test_running_trials_are_on_the_first_page_where_they_can_be_stopped(tmp_path: Path) -> None:
     paths = sweep(tmp_path, ended=40, planned=60, status=None)
     with hold_lock(paths):
         state = read_state(paths.folder)
-        first = rows(state)
+        first = trial_page(state).rows
     assert len(first) == ROWS
     running = [row.number for row in first if row.running]
     assert running == [40, 41]
@@ -104,21 +102,19 @@ def test_rows_are_filtered_by_state(tmp_path: Path) -> None:
     assert numbers(state, View(show="complete")) == [3, 0]
     assert numbers(state, View(show="pruned")) == [5, 2]
     assert numbers(state, View(show="failed")) == [1]
-    assert count_text(state, View(show="failed", sort="#")) == "1 to 1 of 1 failed"
-    assert count_text(state) == "1 to 7 of 7, best first"
+    assert trial_page(state, View(show="failed", sort="#")).text == "1 to 1 of 1 failed"
+    assert trial_page(state).text == "1 to 7 of 7, best first"
 
 
 def test_pages_begin_at_zero_and_one_beyond_the_last_is_the_last(tmp_path: Path) -> None:
     state = read_state(sweep(tmp_path, ended=25, planned=25).folder)
-    assert pages(state) == 3
-    assert count_text(state, View(page=2)) == "21 to 25 of 25, best first"
+    assert trial_page(state).pages == 3
+    assert trial_page(state, View(page=2)).text == "21 to 25 of 25, best first"
     assert numbers(state, View(page=2)) == numbers(state, View(page=99))
     assert len(numbers(state, View(page=2))) == 5
     every = [number for page in range(3) for number in numbers(state, View(page=page))]
     assert sorted(every) == list(range(25))
     assert [trial.number for trial in ordered(state)] == every
-    assert pages(None) == 1
-    assert rows(None) == []
     assert columns(None) == []
 
 
@@ -130,7 +126,7 @@ def test_cells_hold_state_difference_and_parameters(tmp_path: Path) -> None:
     assert [column.name for column in columns(state)] == [
         "#", "#state", "score", "#delta", "#time", "optim.lr", "model.name",
     ]  # fmt: skip
-    shown = {row.number: row.texts for row in rows(state, now=NOON + 30)}
+    shown = {row.number: row.texts for row in trial_page(state, now=NOON + 30).rows}
     assert shown[3] == ("★ 3", "complete", "-0.9000", "", "8.0 s", "0.025", "b")
     assert shown[0][2:4] == ("-0.5000", "+0.4000")
     assert shown[4][1] == "● 7/12"
@@ -142,13 +138,13 @@ def test_cells_hold_state_difference_and_parameters(tmp_path: Path) -> None:
 
 
 def test_a_difference_has_its_sign_whatever_is_better(tmp_path: Path) -> None:
-    texts = {row.number: row.texts[3] for row in rows(mixed(tmp_path, "maximize"))}
+    texts = {row.number: row.texts[3] for row in trial_page(mixed(tmp_path, "maximize")).rows}
     assert texts[0] == "-0.4000"
     assert texts[3] == ""
 
 
 def test_a_column_has_equal_decimals_and_a_bar_that_fills_for_the_best(tmp_path: Path) -> None:
-    shown = rows(read_state(sweep(tmp_path).folder))
+    shown = trial_page(read_state(sweep(tmp_path).folder)).rows
     decimals = {len(row.texts[2].partition(".")[2]) for row in shown}
     assert decimals == {4}
     bars = [row.bars[2] for row in shown]
@@ -161,7 +157,7 @@ def test_a_note_is_marked_and_stands_in_the_title(tmp_path: Path) -> None:
     paths = sweep(tmp_path)
     set_note(paths.folder, 4, "odd & old")
     state = read_state(paths.folder)
-    row = next(row for row in rows(state) if row.number == 4)
+    row = next(row for row in trial_page(state).rows if row.number == 4)
     assert row.texts[0] == "✎ 4"
     assert "odd & old" in row.title
     assert "optim.weight_decay = " in row.title
@@ -174,7 +170,7 @@ def test_a_note_is_marked_and_stands_in_the_title(tmp_path: Path) -> None:
 def test_rows_and_header_share_a_grid_and_numbers_are_on_the_right(tmp_path: Path) -> None:
     state = read_state(sweep(tmp_path).folder)
     shown = columns(state)
-    lines = [row_html(row, shown) for row in rows(state)]
+    lines = [row_html(row, shown) for row in trial_page(state).rows]
     grids = {
         re.search(r"grid-template-columns:([^;]+);", line)[1]  # type: ignore[index]
         for line in [*lines, header_html(shown)]
@@ -194,7 +190,7 @@ def test_the_header_marks_the_column_that_sorts(tmp_path: Path) -> None:
 
 def test_a_long_text_is_cut_to_its_column(tmp_path: Path) -> None:
     state = read_state(sweep(tmp_path).folder)
-    shown, row = columns(state), rows(state)[0]
+    shown, row = columns(state), trial_page(state).rows[0]
     long = replace(row, texts=(*row.texts[:-1], "x" * 500))
     assert "x" * 40 not in row_html(long, shown)
 
