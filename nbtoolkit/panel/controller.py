@@ -274,11 +274,18 @@ class Controller:
 
     def text(self) -> str:
         """Format what is shown as text."""
+        self._refresh_state()
         return f"{place_text(self.validate())}\n\n{page_text(self.state)}"
 
     def html(self) -> str:
         """Render what is shown as static HTML."""
+        self._refresh_state()
         return f"{self.board.place.value}{page_html(self.state, self.chosen)}"
+
+    def _refresh_state(self) -> None:
+        """Read what was written since the last poll: a kernel may end before the next one."""
+        if self.state is not None and self.state.refresh():
+            self._stale = True
 
     def _attach(self, given: bool) -> None:
         """Watch what runs, else the newest; load its settings; offer edits of an earlier kernel."""

@@ -27,7 +27,8 @@ from nbtoolkit.views.trial_rows import EVERYTHING, View, trial_page, value_of
 
 _LINE = 400  # characters of a line of text
 
-# What nb.fit logs beside the loss; these are no learning curves.
+# What nb.fit logs and returns beside the metrics; these are no learning curves.
+_EPOCHS = ("epoch", "best_epoch")
 _NO_CURVES = ("samples_per_second", "memory_gb_rank", "lr", "grad_norm")
 
 
@@ -126,8 +127,17 @@ def ended_ago(state: State, now: float) -> str:
 
 
 def curves_of(state: State) -> dict[str, Points]:
-    """Return the curves of a run's metrics: those of validations first."""
-    known = {n: p for n, p in state.points().items() if p and not n.startswith(_NO_CURVES)}
+    """Return the curves of a run's metrics: those of validations first.
+
+    What :func:`nbtoolkit.fit` returns beside the metrics is left out: epochs and best values.
+    """
+    points = state.points()
+    known = {
+        name: line
+        for name, line in points.items()
+        if line and not name.startswith(_NO_CURVES)
+        if name not in _EPOCHS and not (name[:5] == "best_" and name[5:] in points)
+    }
     return dict(sorted(known.items(), key=lambda pair: pair[0].startswith("train_")))
 
 

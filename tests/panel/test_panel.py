@@ -147,6 +147,18 @@ def test_launch_pressed_twice_starts_one_run(opened: Open, home: Path) -> None:
     assert ends(panel) == "stopped"
 
 
+def test_a_cell_that_ends_with_the_run_shows_its_end(opened: Open) -> None:
+    """A saved notebook keeps what is shown then, and the panel reads once a second."""
+    panel = opened()
+    panel.press("launch")
+    assert panel.folder is not None
+    nb.attach(panel.folder, display="off").result(SECONDS)
+    assert "completed" in panel.text()
+    assert "✓ completed" in panel.html()
+    panel.refresh()
+    assert "✓ completed" in region(panel, "strip")
+
+
 def test_what_fails_is_shown_with_its_error(opened: Open) -> None:
     def fails(config: Any, ctx: Any) -> None:
         raise ValueError(f"no {EVIL}")

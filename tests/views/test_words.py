@@ -13,7 +13,7 @@ from nbtoolkit.run.events import MetricsReported, RunEnded, TrialChanged
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.views.log import log_html, log_names, log_text
 from nbtoolkit.views.state import read_state
-from nbtoolkit.views.text import best, main_metric, page_text, summary_line
+from nbtoolkit.views.text import best, curves_of, main_metric, page_text, summary_line
 
 
 def test_a_line_says_what_the_strip_says(tmp_path: Path) -> None:
@@ -81,6 +81,17 @@ def test_the_best_value_is_that_of_the_metric_that_is_monitored(
     state = read_state(folder(tmp_path, "one", [started(config), *reports]).folder)
     assert best(state) == expected
     assert main_metric(state) in expected[0]
+
+
+def test_what_fit_returns_beside_the_metrics_is_no_metric(tmp_path: Path) -> None:
+    reported = {"val_loss": 0.5, "best_of_5": 0.9}
+    returned = {**reported, "best_val_loss": 0.5, "epoch": 2.0, "best_epoch": 1.0}
+    events = [
+        MetricsReported(t=NOON + 1, values=reported, step=1),
+        MetricsReported(t=NOON + 2, values=returned),
+    ]
+    state = read_state(folder(tmp_path, "one", [started(), *events]).folder)
+    assert list(curves_of(state)) == ["val_loss", "best_of_5"]
 
 
 # --- logs ---
