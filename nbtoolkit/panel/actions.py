@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
-import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from pprint import pformat
 from typing import Literal, TypedDict
 
 from nbtoolkit.config.schema import Config, load_config
 from nbtoolkit.crossval.cross_validation import cross_validate
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.folds.folds import Folds
-from nbtoolkit.launcher.arguments import task_name
 from nbtoolkit.launcher.handle import RunHandle
 from nbtoolkit.launcher.launch import launch
-from nbtoolkit.panel.form import FormState, Validation, text_of
+from nbtoolkit.panel.form import FormState, Validation
 from nbtoolkit.run.paths import write_whole
 from nbtoolkit.search.sweep import FOLDS_FILE, sweep
 from nbtoolkit.search.sweep_result import SweepHandle, SweepResult, read_sweep_config
@@ -256,11 +255,11 @@ def _resume(state: State, train: Train | None, trials: int | None = None) -> Run
 
 # --- the same as code ---
 
-_SHORT = 60  # characters of a dict on one line
+_WIDTH = 80  # characters of a line of a dict
 
 
 def code_of_form(form: FormState, validation: Validation, train: Train | None) -> str:
-    """Return the cell and the command line that start the same as the form.
+    """Return the cell that starts the same as the form.
 
     Args:
         form: its contents.
@@ -269,13 +268,8 @@ def code_of_form(form: FormState, validation: Validation, train: Train | None) -
     """
     if validation.config is None:
         return "# something in Set up is wrong"
-    overrides, space, text = form.overrides(), None, ""
-    if validation.sweep_config is not None:
-        space, text = form.parsed_space(), form.space
-    cell = python_cell(overrides, space, form.trials, train=_name(train))
-    task = None if train is None else task_name(train)
-    shell = command_line(overrides, text, form.trials, task=task)
-    return f"{cell}\n\n# the same from a shell:\n{shell}"
+    space = None if validation.sweep_config is None else form.parsed_space()
+    return python_cell(form.overrides(), space, form.trials, train=_name(train))
 
 
 def code_of_best(state: State | None, train: Train | None) -> str:
@@ -308,32 +302,6 @@ def write_trials(state: State) -> Path:
     return file
 
 
-def command_line(
-    overrides: Mapping[str, object], space: str = "", trials: str = "", *, task: str | None = None
-) -> str:
-    """Return the shell commands that start the same.
-
-    Args:
-        overrides: the settings that are not at their default.
-        space: the space as YAML text; empty: a single run.
-        trials: the number of trials; empty: the space's own.
-        task: the function, as from :func:`nbtoolkit.launcher.arguments.task_name`; None: the one of
-            the settings. A cell's function has no command line.
-    """
-    if task is not None and task.startswith("__main__:"):
-        return "# a function of a cell: put it into a module and name it: task=module:function"
-    if task is not None and task != Config().task:
-        overrides = {**overrides, "task": task}
-    options = "".join(
-        f" -o {shlex.quote(f'{name}={_flow_yaml(value)}')}" for name, value in overrides.items()
-    )
-    if not space.strip():
-        return f"nbtoolkit train{options}"
-    count = f" --trials {trials.strip()}" if trials.strip() else ""
-    file = f"cat > space.yaml <<'END'\n{space.strip()}\nEND\n"
-    return f"{file}nbtoolkit sweep space.yaml{options}{count}"
-
-
 def python_cell(
     overrides: Mapping[str, object],
     space: Mapping[str, object] | None = None,
@@ -351,8 +319,9 @@ def python_cell(
     """
     if train:  # the function itself is passed
         overrides = {name: value for name, value in overrides.items() if name != "task"}
-    given = f"overrides={_literal(overrides)}" if overrides else ""
-    lines = ["import nbtoolkit as nb", "", f"config = nb.load_config({given})"]
+    load = "config = nb.load_config("
+    load = _assigned(f"{load}overrides=", dict(overrides)) if overrides else load
+    lines = ["import nbtoolkit as nb", "", f"{load})"]
     if not train:
         module, _, name = str(overrides.get("task", Config().task)).partition(":")
         lines.insert(1, f"from {module} import {name}")
@@ -360,25 +329,11 @@ def python_cell(
     if space is None:
         return "\n".join([*lines, f"result = nb.launch({train}, config)"])
     count = f", n_trials={trials.strip()}" if trials.strip() else ""
-    searched = f"space = {_literal(space)}"
+    searched = _assigned("space = ", space)
     return "\n".join([*lines, searched, f"result = nb.sweep({train}, config, space{count})"])
 
 
-def _literal(values: Mapping[str, object], margin: str = "") -> str:
-    """Format a dict as it is written by hand; a short one on one line."""
-    short = repr(dict(values))
-    if len(short) <= _SHORT:
-        return short
-    inner = f"{margin}    "
-    lines = [
-        f"{inner}{key!r}: {_literal(value, inner) if isinstance(value, dict) else repr(value)},\n"
-        for key, value in values.items()
-    ]
-    return f"{{\n{''.join(lines)}{margin}}}"
-
-
-def _flow_yaml(value: object) -> str:
-    """Format a value in YAML's flow style."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_flow_yaml(item)}" for key, item in value.items()) + "}"
-    return text_of(value)
+def _assigned(begin: str, values: Mapping[str, object]) -> str:
+    """Write a dict behind the beginning of a statement, its lines below each other."""
+    lines = pformat(values, width=_WIDTH, sort_dicts=False)
+    return begin + lines.replace("\n", "\n" + " " * len(begin))

@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import threading
@@ -39,8 +38,7 @@ from panels import (
 
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, ResumeError
-from nbtoolkit.launcher.arguments import task_name
-from nbtoolkit.panel.actions import BUTTONS, command_line, python_cell
+from nbtoolkit.panel.actions import BUTTONS, python_cell
 from nbtoolkit.panel.form import config_fields
 from nbtoolkit.run.paths import find_run
 
@@ -332,23 +330,13 @@ def test_settings_are_saved_and_loaded_as_yaml(opened: Open, home: Path) -> None
     assert "did you mean" in told(other)
 
 
-def test_the_command_line_and_the_cell_are_equal_to_the_form(settings: dict[str, Any]) -> None:
+def test_the_cell_is_equal_to_the_form(settings: dict[str, Any]) -> None:
     overrides = {**settings, "model": {"a": [1, "it's"], "b": None}, "optim.lr": 3e-4}
     del overrides["model.end"]
-    config = nb.load_config(env=None, overrides=overrides)
-    words = shlex.split(command_line(overrides))
-    assert words[:2] == ["nbtoolkit", "train"]
-    given = [word for word in words[2:] if word != "-o"]
-    assert nb.load_config(env=None, overrides=given) == config
     variables: dict[str, Any] = {"train": panel_functions.reports}
     exec(python_cell(overrides, train="train"), variables)
     assert variables["result"].metrics["score"]
     assert nb.load_config(variables["result"].paths.config, env=None).optim.lr == 3e-4
-    search = command_line({}, "optim.lr: [1, 2]", "5")
-    assert search.endswith("nbtoolkit sweep space.yaml --trials 5")
-    named = command_line({}, task=task_name(panel_functions.reports))
-    assert named == "nbtoolkit train -o task=panel_functions:reports"
-    assert "a function of a cell" in command_line({}, task=task_name(lambda config, ctx: None))
     assert "nb.sweep(train, config, space, n_trials=5)" in python_cell({}, SPACE, "5")
     ast.parse(python_cell(overrides, SPACE, ""))
 
