@@ -266,9 +266,6 @@ class Board:
     def _sections(self) -> list[ipywidgets.VBox]:
         import ipywidgets as w
 
-        self.file = w.Text("config.yaml", **_label("file", width="420px"))
-        self.load = _button("Load", "Read the settings from the file")
-        self.save = _button("Save", "Write the settings to the file")
         self.load_run = _button("Settings of the run", "Copy the settings of the run that is shown")
         self.notify = w.Checkbox(description="mark the browser tab at the end", indent=False)
         self.log = w.Dropdown(options=[("newest running", "")], **_label("log of"))
@@ -278,10 +275,9 @@ class Board:
         self.csv = _button("Write trials.csv", "Into the folder of the sweep that is shown")
         self.best_code = w.Textarea(**_label("best settings", width="99%", height="180px"))
         self.code = w.Textarea(**_label("Set up as code", width="99%", height="180px"))
-        stored = w.HBox([self.file, self.load, self.save, self.load_run], layout=_WRAPPED_ROW)
         named = w.HBox([self.name, self.rename, self.delete, self.csv], layout=_WRAPPED_ROW)
         contents: list[list[ipywidgets.Widget]] = [
-            [self.setup.root, stored, self.notify],
+            [self.setup.root, self.load_run, self.notify],
             [self.log, self.cards["log"]],
             [self.cards["compare"]],
             [self.cards["files"], named],

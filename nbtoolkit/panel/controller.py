@@ -22,7 +22,6 @@ from nbtoolkit.panel.board import Board, TrialTable, set_html, show
 from nbtoolkit.panel.drawing import Drawing, SavedPage, place_text
 from nbtoolkit.panel.form import FormState, Validation, close_widget, drop_edits, set_trait
 from nbtoolkit.panel.setup import Setup
-from nbtoolkit.run.paths import write_whole
 from nbtoolkit.text_table import duration
 from nbtoolkit.views import runs
 from nbtoolkit.views.markup import alert, paragraph, view
@@ -226,11 +225,6 @@ class Controller:
             (board.no, partial(self._answer, False)),
         ):
             widget.on_click(lambda _, task=task: self._submit(task))
-        load, save = self._load, self._save  # what stood in the fields when they were pressed
-        board.load.on_click(lambda _: self._submit(partial(load, board.file.value)))
-        board.save.on_click(
-            lambda _: self._submit(partial(save, board.file.value, board.setup.state.copy()))
-        )
         for field, take in (
             (board.run, lambda value: self.watch(Path(value) if value else None)),
             (board.filter, lambda value: self._choose(show=value, page=0)),
@@ -396,12 +390,6 @@ class Controller:
         if wrong:
             self.board.setup.open_at(wrong[0])
 
-    def _load(self, file: str) -> None:
-        loaded = FormState(load_config(file), self.board.setup.state.space)
-        loaded.trials = self.board.setup.state.trials
-        self.board.setup.load(loaded)
-        self._show_message(f"loaded {file}")
-
     def _load_run(self) -> None:
         """Put the settings of the watched run, and its space, into the form."""
         if self.state is None:
@@ -411,14 +399,6 @@ class Controller:
         loaded.space = file.read_text() if file.is_file() else self.board.setup.state.space
         self.board.setup.load(loaded)
         self._show_message(f"Set up has the settings of {self.state.paths.run_id}")
-
-    def _save(self, file: str, form: FormState) -> None:
-        config = form.validate().config
-        if config is None:
-            raise LaunchError("the settings are not saved: something in the form is wrong")
-        path = Path(file).expanduser()
-        write_whole(path, config.to_yaml())
-        self._show_message(f"saved to {path.absolute()}")
 
     def _show_message(self, text: str) -> None:
         self._message_ends = time.monotonic() + _MESSAGE_SECONDS

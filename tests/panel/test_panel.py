@@ -15,7 +15,6 @@ from typing import Any
 import nbformat
 import panel_functions
 import pytest
-import yaml
 from harmless import EVIL, assert_harmless
 from kernels import SECONDS, notebook, until
 from notebook_sizes import FOLDER, QUICK
@@ -175,9 +174,6 @@ def test_a_folder_that_cannot_be_written_is_told_and_the_panel_goes_on(
     panel = opened(**{"runtime.output_dir": str(home / "file/out")})
     click(panel, "launch")
     assert "cannot be written" in told(panel)
-    controller(panel).board.file.value = str(home / "file/saved.yaml")
-    controller(panel).board.save.click()
-    assert "file" in told(panel)
     assert 'role="alert"' in told(panel)
     assert pressable(panel) == {"launch"}
 
@@ -308,26 +304,6 @@ def test_a_folder_deleted_while_it_is_watched_leaves_the_panel_usable(opened: Op
 
 
 # --- files and code ---
-
-
-def test_settings_are_saved_and_loaded_as_yaml(opened: Open, home: Path) -> None:
-    panel = opened()
-    board = controller(panel).board
-    board.setup.input("optim.lr").value = "0.25"
-    board.file.value = str(home / "mine.yaml")
-    board.save.click()
-    assert "saved to" in told(panel)
-    assert yaml.safe_load((home / "mine.yaml").read_text())["optim"]["lr"] == 0.25
-    other = opened()
-    controller(other).board.file.value = str(home / "mine.yaml")
-    controller(other).board.load.click()
-    other.refresh()
-    assert other.config == panel.config
-    assert controller(other).board.setup.input("optim.lr").value == "0.25"
-    (home / "mine.yaml").write_text("optim: {lrr: 1}")
-    controller(other).board.load.click()
-    assert "mine.yaml:1" in told(other)
-    assert "did you mean" in told(other)
 
 
 def test_the_cell_is_equal_to_the_form(settings: dict[str, Any]) -> None:
