@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from nbtoolkit.errors import LaunchError, PlanError, ResumeError
 from nbtoolkit.host import Host, detect_host
 from nbtoolkit.launcher.forkserver_client import fork_server
 from nbtoolkit.launcher.handle import StartedRun
-from nbtoolkit.run.paths import read_record, runs_in
+from nbtoolkit.run.paths import RunPaths, read_record, runs_in
 from nbtoolkit.run.payload import pack_content, pack_function
 from nbtoolkit.run.resume import (
     ChosenRun,
@@ -93,13 +93,25 @@ def identity_of(
     }
 
 
-def _resumable(output_dir: Path, identity: Mapping[str, Any]) -> ChosenRun | None:
+def unfinished(output_dir: str | Path, identity: Mapping[str, Any]) -> Iterator[RunPaths]:
+    """Yield the searches that ``resume="auto"`` can resume, newest first; one of them may run.
+
+    Args:
+        output_dir: the folder of the runs.
+        identity: the result of :func:`identity_of`.
+    """
     for paths in runs_in(output_dir):
         about = read_versions(paths)
         fits = all(about.get(key) == identity[key] for key in ("kind", "fingerprint"))
         more = (identity["total"] or 0) > (about.get("total") or sys.maxsize)
-        if fits and (more or not paths.completed()) and (lock := lock_run(paths)) is not None:
-            return ChosenRun(paths, lock, about["attempt"] + 1)
+        if fits and (more or not paths.completed()):
+            yield paths
+
+
+def _resumable(output_dir: Path, identity: Mapping[str, Any]) -> ChosenRun | None:
+    for paths in unfinished(output_dir, identity):
+        if (lock := lock_run(paths)) is not None:
+            return ChosenRun(paths, lock, read_versions(paths)["attempt"] + 1)
     return None
 
 

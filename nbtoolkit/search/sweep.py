@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from nbtoolkit.config.schema import ConfigLike, as_config
+from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.errors import MissingExtra
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.arguments import check_call, task_name
@@ -16,7 +16,7 @@ from nbtoolkit.run.events import Event
 from nbtoolkit.run.output import Display, RunDisplay, Screen, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
 from nbtoolkit.search.fold_config import configured_folds
-from nbtoolkit.search.submit import Search, Started, start_search
+from nbtoolkit.search.submit import Search, Started, identity_of, start_search, unfinished
 from nbtoolkit.search.sweep_result import SweepHandle, SweepResult, TableLines, read_sweep_config
 from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
 from nbtoolkit.study.table import SweepTable
@@ -164,6 +164,28 @@ def sweep(
     handle = _handle(started, cell, on_event=on_event)
     cell.open(waits=wait)
     return handle.result() if wait else handle
+
+
+def sweep_to_resume(
+    train: Train, config: Config, space: Source, folds: Folds | None = None
+) -> RunPaths | None:
+    """Return the sweep that :func:`sweep` would resume; None: it would start a new one.
+
+    Args:
+        train: as for :func:`sweep`, and so are the others.
+        config: the base configuration.
+        space: the search space and the sweep's settings.
+        folds: the folds; None: there are none, and the space asks for none.
+
+    Raises:
+        SpaceError: the space or the settings are invalid.
+    """
+    config = config.with_overrides({"task": task_name(train)})
+    count = None if folds is None else len(folds)
+    search = _search(load_sweep_config(space, config, folds=count), folds)
+    identity = identity_of(train, config, search.kind, search.identity, search.total)
+    found = unfinished(config.runtime.output_dir, identity)
+    return next((paths for paths in found if not paths.owned()), None)
 
 
 def _search(sweep_config: SweepConfig, folds: Folds | None) -> Search:
