@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from pprint import pformat
@@ -16,14 +17,16 @@ from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.handle import RunHandle
 from nbtoolkit.launcher.launch import launch
 from nbtoolkit.panel.form import FormState, Validation
-from nbtoolkit.run.paths import write_whole
-from nbtoolkit.search.sweep import FOLDS_FILE, sweep
+from nbtoolkit.run.paths import RunPaths, write_whole
+from nbtoolkit.search.sweep import FOLDS_FILE, sweep, sweep_to_resume
 from nbtoolkit.search.sweep_result import SweepHandle, SweepResult, read_sweep_config
-from nbtoolkit.study.table import SweepTable
+from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.tasks.find import find_task
 from nbtoolkit.views.state import State
 
 Train = Callable[..., object]
+
+_NO_FORM = Validation()
 
 # --- which buttons can be pressed ---
 
@@ -44,7 +47,7 @@ STARTS = ("launch", "sweep", "cross_validate")
 
 
 def offered_buttons(
-    state: State | None, form: FormState | None = None, folds: Folds | None = None
+    state: State | None, validation: Validation = _NO_FORM, folds: Folds | None = None
 ) -> set[str]:
     """Return the names of the buttons that do something in a state, if the form is right.
 
@@ -52,9 +55,10 @@ def offered_buttons(
 
     Args:
         state: of the watched run; None: none is watched.
-        form: its contents; None: there is none, and nothing new can be started.
+        validation: of the form; without a form nothing new can be started.
         folds: of the panel.
     """
+    form = validation.form
     idle = form is not None and (state is None or not state.live)
     names = {"launch": idle, "cross_validate": idle and folds is not None}
     names["sweep"] = form is not None and idle and bool(form.space.strip())
@@ -78,23 +82,23 @@ def enabled_buttons(offered: set[str], validation: Validation) -> set[str]:
     return offered - (wrong if validation.config is not None else set(STARTS))
 
 
-def refusal(name: str, state: State | None, validation: Validation, enabled: set[str]) -> Exception:
+def refusal(
+    name: str, state: State | None, validation: Validation, enabled: set[str]
+) -> LaunchError:
     """Return the error for a button that cannot be pressed, with the reason."""
-    reason = ""
-    if name in STARTS:
-        wrong = [f"{setting}: {text}" for setting, text in validation.errors.items()]
-        wrong += [text for text in (validation.together, validation.space_error) if text]
-        if state is not None and state.live:
-            wrong = [f"{state.paths.run_id} is {state.status}; watch(None) leaves it running"]
-        elif not wrong:
-            wrong = ["there are no folds" if name == "cross_validate" else "there is no space"]
-        reason = f": {wrong[0]}"
-    elif state is not None:
+    reason, do = "", "look at the run and at the errors in the form"
+    if state is not None and (state.live or name not in STARTS):
         reason = f": {state.paths.run_id} is {state.status}"
+        if name in STARTS and validation.form is not None:
+            do = "panel.watch(None), or (none) in the list of runs; it leaves that run running"
+    elif name in STARTS:
+        nothing = f"there {'are no folds' if name == 'cross_validate' else 'is no space'}"
+        wrong = [f"{setting}: {text}" for setting, text in validation.mistakes.items()]
+        reason = f": {[*wrong, nothing][0]}"
     return LaunchError(
         f"{BUTTONS[name][0] if name in BUTTONS else name} cannot be pressed now{reason}",
         allowed=", ".join(sorted(enabled)) or "nothing",
-        do="look at the run and at the errors in the form",
+        do=do,
     )
 
 
@@ -135,15 +139,12 @@ class _Options(TypedDict):
 _BACKGROUND: _Options = {"wait": False, "detach": True, "display": "off"}
 
 
-def start(
-    name: str, train: Train | None, form: FormState, validation: Validation, folds: Folds | None
-) -> RunHandle:
+def start(name: str, train: Train | None, validation: Validation, folds: Folds | None) -> RunHandle:
     """Start a run, a sweep or a cross-validation with the form's settings.
 
     Args:
-        name: ``"launch"``, ``"sweep"`` or ``"cross_validate"``.
+        name: one of :data:`STARTS`.
         train: the function; None: the one that ``task`` names.
-        form: the form's contents.
         validation: of the form, without errors.
         folds: of the panel; a sweep uses them if its space asks for folds.
     """
@@ -157,8 +158,30 @@ def start(
         return cross_validate(function, config, folds, **_BACKGROUND)
     assert sweep_config is not None
     used = folds if sweep_config.folds.k else None
-    space, count = form.parsed_space(), form.n_trials()
-    return sweep(function, config, space, n_trials=count, folds=used, **_BACKGROUND)
+    return sweep(function, config, sweep_config.to_dict(), folds=used, **_BACKGROUND)
+
+
+def continued_sweep(
+    train: Train | None, validation: Validation, folds: Folds | None
+) -> RunPaths | None:
+    """Return the unfinished sweep that the button *Sweep* continues; None: it begins a new one.
+
+    Where that is not known without importing a task or loading its data, it is None, too.
+
+    Args:
+        train: the function; None: the one that ``task`` names.
+        validation: of the form.
+        folds: of the panel.
+    """
+    config, sweep_config = validation.config, validation.sweep_config
+    if config is None or sweep_config is None:
+        return None
+    asks, module = sweep_config.folds, config.task.partition(":")[0]
+    if asks.file or (asks.k and folds is None) or (train is None and module not in sys.modules):
+        return None
+    function = train if train is not None else find_task(config.task)
+    used = folds if asks.k else None
+    return sweep_to_resume(function, config, sweep_config.to_dict(), used)
 
 
 def control(name: str, state: State, train: Train | None, number: int = 0) -> RunHandle | None:
@@ -218,24 +241,23 @@ def press(button: str, state: State) -> Path:
     name, number = parsed_button(button)
     enabled = offered_buttons(state)
     if name not in enabled:
-        raise refusal(name, state, Validation(), enabled)
+        raise refusal(name, state, _NO_FORM, enabled)
     handle = control(name, state, None, number)
     return state.paths.folder if handle is None else handle.paths.folder
 
 
-def best_trial(state: State) -> int | None:
-    """Return the number of a sweep's best trial; None without one, and for several objectives."""
-    best = state.table.best if isinstance(state.table, SweepTable) else []
-    return best[0].number if len(best) == 1 else None
+def best_trial(state: State | None) -> Trial | None:
+    """Return a sweep's best trial; None without one, and for several objectives."""
+    best = state.table.best if state is not None and isinstance(state.table, SweepTable) else []
+    return best[0] if len(best) == 1 else None
 
 
-def best_config(state: State) -> Config | None:
+def best_config(state: State | None) -> Config | None:
     """Return the settings of a sweep's best trial; None as for :func:`best_trial`."""
     best = best_trial(state)
-    if best is None or state.gone or not isinstance(state.table, SweepTable):
+    if best is None or state is None or state.gone:
         return None
-    params = state.table.trials[best].params
-    return load_config(state.paths.config, env=None).with_overrides(dict(params))
+    return load_config(state.paths.config, env=None).with_overrides(dict(best.params))
 
 
 def _resume(state: State, train: Train | None, trials: int | None = None) -> RunHandle:
@@ -258,15 +280,15 @@ def _resume(state: State, train: Train | None, trials: int | None = None) -> Run
 _WIDTH = 80  # characters of a line of a dict
 
 
-def code_of_form(form: FormState, validation: Validation, train: Train | None) -> str:
+def code_of_form(validation: Validation, train: Train | None) -> str:
     """Return the cell that starts the same as the form.
 
     Args:
-        form: its contents.
         validation: of the form.
         train: the panel's function; None: the one that ``task`` names.
     """
-    if validation.config is None:
+    form = validation.form
+    if form is None or validation.config is None:
         return "# something in Set up is wrong"
     space = None if validation.sweep_config is None else form.parsed_space()
     return python_cell(form.overrides(), space, form.trials, train=_name(train))
@@ -274,10 +296,8 @@ def code_of_form(form: FormState, validation: Validation, train: Train | None) -
 
 def code_of_best(state: State | None, train: Train | None) -> str:
     """Return a cell that trains once with the best settings, in full digits; empty without."""
-    best = None if state is None else best_config(state)
-    if best is None:
-        return ""
-    return python_cell(FormState(best).overrides(), train=_name(train))
+    best = best_config(state)
+    return "" if best is None else python_cell(FormState(best).overrides(), train=_name(train))
 
 
 def _name(train: Train | None) -> str:

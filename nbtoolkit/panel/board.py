@@ -6,16 +6,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+
+import ipywidgets as w
 
 from nbtoolkit.panel.actions import BUTTONS
-from nbtoolkit.panel.form import Sections, set_trait
+from nbtoolkit.panel.setup import Setup
+from nbtoolkit.panel.widgets import (
+    SIGNS,
+    Sections,
+    button,
+    label,
+    set_trait,
+    show,
+    sign_button,
+    wrapped_row,
+)
 from nbtoolkit.views.trial_rows import ROWS, SHOWS, Column, TrialRow, View, row_html, template
-
-if TYPE_CHECKING:
-    import ipywidgets
-
-    from nbtoolkit.panel.setup import Setup
 
 # --- style ---
 
@@ -28,6 +34,12 @@ _GREY = "#767676"
 _ARROW = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 18 18'%3E"
     "%3Cpath d='M5 7l4 4 4-4' fill='none' stroke='%23808080' stroke-width='2'/%3E%3C/svg%3E"
+)
+
+# The empty text behind the slash is what screen readers read of the sign: they read the name.
+_SIGN_RULES = "".join(
+    f'.nbtoolkit-{kind}::before {{ content: "{sign}"; content: "{sign}" / ""; }}'
+    for kind, sign in SIGNS.items()
 )
 
 # What stock widgets lack (contrasts by WCAG 2.2): placeholders and titles of closed sections have
@@ -51,6 +63,9 @@ _STYLE = f"""<style>
   outline: 2px solid var(--jp-brand-color1, {_GREY}) !important;
   outline-offset: 1px;
 }}
+.jupyter-widgets.{CLASS} button.nbtoolkit-sign {{ font-size: 0; }}
+.jupyter-widgets.{CLASS} button.nbtoolkit-sign::before {{ font-size: 13px; }}
+{_SIGN_RULES}
 .SAVED {{ display: none; }}
 </style>"""
 
@@ -71,21 +86,6 @@ SECTIONS = ("Set up", "Log", "Compare", "Files", "Code")
 # By weight, not by colour: JupyterLab's orange has a contrast of 2.7 to its label, AA wants 4.5.
 _BOLD = ("launch", "sweep", "cross_validate", "resume", "train_best")
 
-# It wraps in a narrow window.
-_WRAPPED_ROW = {"flex_flow": "row wrap", "grid_gap": "0 10px", "align_items": "center"}
-
-
-def show(widget: ipywidgets.Widget, visible: bool) -> None:
-    """Show a widget, or take it out of the layout."""
-    set_trait(widget.layout, "display", None if visible else "none")
-
-
-def set_html(widget: ipywidgets.HTML, html: str) -> None:
-    """Set an HTML widget's text; an empty one takes no room."""
-    set_trait(widget, "value", html)
-    show(widget, bool(html))
-
-
 # --- the table of trials ---
 
 
@@ -93,9 +93,9 @@ def set_html(widget: ipywidgets.HTML, html: str) -> None:
 class _Row:
     """The widgets of a row, the trial that it shows, and since when (monotonic seconds)."""
 
-    tick: ipywidgets.Checkbox
-    cells: ipywidgets.HTML
-    stop: ipywidgets.Button
+    tick: w.Checkbox
+    cells: w.HTML
+    stop: w.Button
     number: int | None = None
     since: float = 0.0
 
@@ -117,11 +117,9 @@ class TrialTable:
         on_tick: Callable[[int, bool], None],
         on_stop: Callable[[int], object],
     ) -> None:
-        import ipywidgets as w
-
         self._on_sort, self._on_tick, self._on_stop = on_sort, on_tick, on_stop
         self._columns: Sequence[Column] = ()
-        self.heads: list[ipywidgets.Button] = []
+        self.heads: list[w.Button] = []
         self._header = w.GridBox()
         self._header.add_class("nbtoolkit-header")
         self.rows = [self._make_row() for _ in range(ROWS)]
@@ -135,23 +133,26 @@ class TrialTable:
     def fill(self, columns: Sequence[Column], rows: Sequence[TrialRow], chosen: View) -> None:
         """Show these rows."""
         self._fill_header(columns, chosen)
-        for row, trial in zip_longest(self.rows, rows[:ROWS]):
+        for shown, trial in zip_longest(self.rows, rows[:ROWS]):
             number = None if trial is None else trial.number
-            if row.number != number:
-                row.number, row.since = number, time.monotonic()
-            for widget in (row.tick, row.cells, row.stop):
+            if shown.number != number:
+                shown.number, shown.since = number, time.monotonic()
+            for widget in (shown.tick, shown.cells, shown.stop):
                 show(widget, trial is not None)
             if trial is not None:
-                set_trait(row.cells, "value", row_html(trial, columns))
-                set_trait(row.tick, "description", f"compare trial {number}")
-                set_trait(row.stop, "tooltip", f"Stop trial {number} at its next report")
-                set_trait(row.stop.layout, "visibility", "visible" if trial.running else "hidden")
-            set_trait(row.tick, "value", number in chosen.ticked)
+                set_trait(shown.cells, "value", row_html(trial, columns))
+                set_trait(shown.tick, "description", f"compare trial {number}")
+                set_trait(shown.stop, "description", f"Stop trial {number}")
+                set_trait(shown.stop, "tooltip", f"Stop trial {number} at its next report")
+                set_trait(shown.stop.layout, "visibility", "visible" if trial.running else "hidden")
+            set_trait(shown.tick, "value", number in chosen.ticked)
 
     def _fill_header(self, columns: Sequence[Column], chosen: View) -> None:
         self._columns = columns
-        while len(self.heads) < len(columns):
-            self.heads.append(self._make_head(len(self.heads)))
+        for index in range(len(self.heads), len(columns)):
+            head = w.Button(layout={"width": "auto", "height": "24px", "margin": "0"})
+            head.on_click(lambda _, index=index: self._on_sort(self._columns[index].name))
+            self.heads.append(head)
         for head, column in zip(self.heads, columns, strict=False):
             arrow = ("", " ▴" if chosen.reverse else " ▾")[column.name == chosen.sort]
             set_trait(head, "description", f"{column.label}{arrow}")
@@ -160,25 +161,16 @@ class TrialTable:
         set_trait(self._header, "children", tuple(self.heads[: len(columns)]))
         set_trait(self._header.layout, "grid_template_columns", template(columns))
 
-    def _make_head(self, index: int) -> ipywidgets.Button:
-        import ipywidgets as w
-
-        head = w.Button(layout={"width": "auto", "height": "24px", "margin": "0"})
-        head.on_click(lambda _: self._on_sort(self._columns[index].name))
-        return head
-
     def _make_row(self) -> _Row:
-        import ipywidgets as w
-
         flat, clipped = {"height": "24px", "margin": "0"}, {"width": "22px", "overflow": "hidden"}
-        row = _Row(
+        made = _Row(
             w.Checkbox(description="compare", indent=False, layout={**flat, **clipped}),
             w.HTML(layout={"margin": "0", "width": "auto"}),
-            w.Button(description="■", layout={**flat, "width": "28px", "padding": "0"}),
+            sign_button("stop", "Stop", **flat, width="28px", padding="0"),
         )
-        row.tick.observe(lambda change: self._act(row, self._on_tick, change["new"]), "value")
-        row.stop.on_click(lambda _: self._act(row, self._on_stop))
-        return row
+        made.tick.observe(lambda change: self._act(made, self._on_tick, change["new"]), "value")
+        made.stop.on_click(lambda _: self._act(made, self._on_stop))
+        return made
 
     def _act(self, row: _Row, act: Callable[..., object], *more: bool) -> None:
         """Call back with the row's trial, unless it has only just got into the row."""
@@ -204,26 +196,22 @@ class Board:
     """
 
     def __init__(self, setup: Setup, table: TrialTable, hidden: str) -> None:
-        import ipywidgets as w
-
         self.setup, self.table = setup, table
         self.strip, self.message = w.HTML(layout={"margin": "0 2px"}), w.HTML()
         self.place = w.HTML(layout={"flex": "1 1 0", "min_width": "0", "overflow": "hidden"})
         self.buttons = {
-            name: _button(label, tooltip, bold=name in _BOLD)
-            for name, (label, tooltip) in BUTTONS.items()
+            name: button(text, tooltip, bold=name in _BOLD)
+            for name, (text, tooltip) in BUTTONS.items()
         }
-        self.errors = _button("errors", "Open the setting that is wrong")
+        self.errors = button("errors", "Open the setting that is wrong")
         narrow = {"flex": "1 1 220px", "min_width": "120px", "max_width": "420px"}
-        self.run = w.Dropdown(options=[("(none)", "")], **_label("run", **narrow))
-        row = [*self.buttons.values(), self.errors, self.place, self.run]
-        self.actions = w.HBox(row, layout={"flex_flow": "row wrap", "grid_gap": "0 6px"})
-        self.question, self.yes, self.no = (
-            w.HTML(),
-            _button("Yes", "Do it"),
-            _button("No", "Do nothing"),
+        self.run = w.Dropdown(options=[("(none)", "")], **label("run", **narrow))
+        actions = wrapped_row(
+            *self.buttons.values(), self.errors, self.place, self.run, gap="0 6px"
         )
-        self.asking = w.HBox([self.question, self.yes, self.no], layout=_WRAPPED_ROW)
+        self.question = w.HTML()
+        self.yes, self.no = button("Yes", "Do it"), button("No", "Do nothing")
+        self.asking = wrapped_row(self.question, self.yes, self.no)
         places = {**_CARDS, "log": "auto", "compare": "auto", "files": "auto"}
         self.cards = {
             name: w.HTML(layout={"width": "auto", "margin": "0", "flex": flex})
@@ -236,47 +224,39 @@ class Board:
         self.sections = Sections(dict(zip(SECTIONS, self._sections(), strict=True)))
         self.notice = w.Output()
         style = w.HTML(_STYLE.replace("SAVED", hidden), layout={"display": "none"})
-        top = [style, self.strip, self.actions, self.asking, self.message]
+        top = [style, self.strip, actions, self.asking, self.message]
         self.root = w.VBox([*top, grid, self.sections.root, self.notice])
         self.root.add_class(CLASS)
         for widget in (self.asking, self.errors, self.note, self.message):
             show(widget, False)
 
-    def open(self, section: str) -> None:
-        """Open one of :data:`SECTIONS`."""
-        self.sections.open(section)
-
-    def _trials_box(self) -> ipywidgets.VBox:
-        import ipywidgets as w
-
+    def _trials_box(self) -> w.VBox:
         self.count = w.HTML()
-        self.filter = w.Dropdown(options=SHOWS, **_label("show", width="140px"))
-        self.more = w.IntText(10, **_label("add", width="100px"))
-        self.previous = _button("◀", "The page before")
-        self.next = _button("▶", "The next page")
-        self.note = w.Text(continuous_update=False, **_label("note", flex="1 1 200px"))
-        head = w.HBox([self.count, self.filter, self.more], layout=_WRAPPED_ROW)
-        foot = w.HBox([self.previous, self.next, self.note], layout=_WRAPPED_ROW)
+        self.filter = w.Dropdown(options=SHOWS, **label("show", width="140px"))
+        self.more = w.IntText(10, **label("add", width="100px"))
+        self.previous = sign_button("previous", "The page before")
+        self.next = sign_button("next", "The next page")
+        self.note = w.Text(continuous_update=False, **label("note", flex="1 1 200px"))
         border = "1px solid var(--jp-border-color2, #8884)"
         layout = {"flex": "3 1 500px", "border": border, "padding": "4px 8px", "min_width": "0"}
+        head = wrapped_row(self.count, self.filter, self.more)
+        foot = wrapped_row(self.previous, self.next, self.note)
         box = w.VBox([head, self.table.root, foot], layout=layout)
         box.add_class("nbtoolkit-trials")
         return box
 
-    def _sections(self) -> list[ipywidgets.VBox]:
-        import ipywidgets as w
-
-        self.load_run = _button("Settings of the run", "Copy the settings of the run that is shown")
+    def _sections(self) -> list[w.VBox]:
+        self.load_run = button("Settings of the run", "Copy the settings of the run that is shown")
         self.notify = w.Checkbox(description="mark the browser tab at the end", indent=False)
-        self.log = w.Dropdown(options=[("newest running", "")], **_label("log of"))
-        self.name = w.Text(**_label("run name", width="420px"))
-        self.rename = _button("Rename", "Give the run that is shown another name")
-        self.delete = _button("Delete", "Move the run that is shown to the folder .trash")
-        self.csv = _button("Write trials.csv", "Into the folder of the sweep that is shown")
-        self.best_code = w.Textarea(**_label("best settings", width="99%", height="180px"))
-        self.code = w.Textarea(**_label("Set up as code", width="99%", height="180px"))
-        named = w.HBox([self.name, self.rename, self.delete, self.csv], layout=_WRAPPED_ROW)
-        contents: list[list[ipywidgets.Widget]] = [
+        self.log = w.Dropdown(options=[("newest running", "")], **label("log of"))
+        self.name = w.Text(**label("run name", width="420px"))
+        self.rename = button("Rename", "Give the run that is shown another name")
+        self.delete = button("Delete", "Move the run that is shown to the folder .trash")
+        self.csv = button("Write trials.csv", "Into the folder of the sweep that is shown")
+        self.best_code = w.Textarea(**label("best settings", width="99%", height="180px"))
+        self.code = w.Textarea(**label("Set up as code", width="99%", height="180px"))
+        named = wrapped_row(self.name, self.rename, self.delete, self.csv)
+        contents: list[list[w.Widget]] = [
             [self.setup.root, self.load_run, self.notify],
             [self.log, self.cards["log"]],
             [self.cards["compare"]],
@@ -284,17 +264,3 @@ class Board:
             [self.best_code, self.code],
         ]
         return [w.VBox(widgets) for widgets in contents]
-
-
-def _label(text: str, **layout: str) -> dict[str, Any]:
-    """Return the traits of a field with a label as wide as its text."""
-    style = {"description_width": "initial"}
-    return {"description": text, "style": style, "layout": {"max_width": "99%", **layout}}
-
-
-def _button(label: str, tooltip: str, *, bold: bool = False) -> ipywidgets.Button:
-    import ipywidgets as w
-
-    weight = {"font_weight": "bold" if bold else "normal"}
-    layout = {"width": "auto", "flex": "0 0 auto"}
-    return w.Button(description=label, tooltip=tooltip, style=weight, layout=layout)

@@ -18,13 +18,16 @@ from typing import TYPE_CHECKING, TypeVar
 from nbtoolkit.config.schema import load_config
 from nbtoolkit.errors import LaunchError, NbtoolkitError
 from nbtoolkit.panel import actions
-from nbtoolkit.panel.board import Board, TrialTable, set_html, show
+from nbtoolkit.panel.board import Board, TrialTable
 from nbtoolkit.panel.drawing import Drawing, SavedPage, place_text
-from nbtoolkit.panel.form import FormState, Validation, close_widget, drop_edits, set_trait
+from nbtoolkit.panel.form import FormState, Validation, drop_edits, kept_edits
 from nbtoolkit.panel.setup import Setup
-from nbtoolkit.text_table import duration
+from nbtoolkit.panel.widgets import close_widget, set_text, set_trait, show
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.search.sweep import SWEEP_CONFIG_FILE
+from nbtoolkit.text_table import ago, duration
 from nbtoolkit.views import runs
-from nbtoolkit.views.markup import alert, paragraph, view
+from nbtoolkit.views.markup import alert
 from nbtoolkit.views.page import page_html
 from nbtoolkit.views.state import State, read_state
 from nbtoolkit.views.text import page_text
@@ -49,6 +52,9 @@ _HEARD = {
     "stop_trial": "Stopping the trial: waiting for its next report",
 }
 """What is shown when a request was sent, by button."""
+
+
+_NO_ANSWERS: tuple[Callable[[], object], ...] = (lambda: None, lambda: None)
 
 
 class WorkerThread:
@@ -161,13 +167,12 @@ class Controller:
         self.state: State | None = None
         self.chosen = View()
         self._handle: RunHandle | None = None
-        self._validation = form.validate()
-        config = self._validation.config
+        config = form.validate().config
         self.output_dir = "outputs" if config is None else config.runtime.output_dir
         self._stale, self._was_live, self._message_ends = True, False, 0.0
         self._pressing = threading.Lock()
         self._pressed: dict[str, Future[None]] = {}
-        self._on_yes: Callable[[], object] | None = None
+        self._answers = _NO_ANSWERS
         setup = Setup(form, self._on_edit, task=train is None)
         table = TrialTable(
             on_sort=lambda name: self._submit(partial(self._sort, name)),
@@ -187,7 +192,7 @@ class Controller:
 
     def validate(self) -> Validation:
         """Validate what stands in the form now."""
-        return self.board.setup.state.copy().validate()
+        return self.board.setup.state.validate()
 
     def press(self, button: str) -> Future[None]:
         """Submit a button's task; pressing it again before the task is done submits no other."""
@@ -196,8 +201,7 @@ class Controller:
                 if button in self.board.buttons:
                     self.board.buttons[button].disabled = True
                     self._show_message(f"{actions.BUTTONS[button][0]} ...")
-                form, more = self.board.setup.state.copy(), self.board.more.value
-                task = partial(self._run_button, button, form, more)
+                task = partial(self._run_button, button, self.validate(), self.board.more.value)
                 self._pressed[button] = self.worker.submit(task)
             return self._pressed[button]
 
@@ -285,32 +289,35 @@ class Controller:
         """Watch what runs, else the newest; load its settings; offer edits of an earlier kernel."""
         folder = runs.newest(self.output_dir)
         if folder is None:
-            self.board.open("Set up")
+            self.board.sections.open("Set up")
         else:
             self.watch(folder)
             if self._was_live or not given:
                 with contextlib.suppress(NbtoolkitError):  # a run of an older version
                     self._load_run()
-        self.board.setup.offer(self.output_dir)
-        if self.board.setup.offered.children:
-            self.board.open("Set up")
+        setup = self.board.setup
+        kept, saved = kept_edits(self.output_dir) or (setup.state, 0.0)
+        if kept != setup.state:
+            self.board.sections.open("Set up")
+            text = f"Unsaved edits from {ago(max(time.time() - saved, 0.0))}:"
+            restore, discard = partial(setup.load, kept), partial(drop_edits, self.output_dir)
+            self._ask(text, "Restore", "Discard", restore, discard)
 
-    def _run_button(self, button: str, form: FormState, more: int) -> None:
+    def _run_button(self, button: str, validation: Validation, more: int) -> None:
         try:
             name, number = actions.parsed_button(button, more)
             # The present state may differ from when the button was drawn.
-            self._validation = form.validate()
             if self.state is not None:
                 self.state.refresh()
-            offered = actions.offered_buttons(self.state, form, self._folds)
-            enabled = actions.enabled_buttons(offered, self._validation)
+            offered = actions.offered_buttons(self.state, validation, self._folds)
+            enabled = actions.enabled_buttons(offered, validation)
             if name not in enabled:
-                raise actions.refusal(name, self.state, self._validation, enabled)
+                raise actions.refusal(name, self.state, validation, enabled)
             handle: RunHandle | None
             if name in actions.STARTS:
                 # The fork server may need seconds: the run before must not look like this one.
                 self._drawing.clear("Starting: waiting for the first process")
-                handle = actions.start(name, self._train, form, self._validation, self._folds)
+                handle = actions.start(name, self._train, validation, self._folds)
                 drop_edits(self.output_dir)
                 self.board.setup.edited, self.output_dir = False, str(handle.paths.folder.parent)
             else:
@@ -319,6 +326,8 @@ class Controller:
             if handle is not None:
                 self.watch(handle.paths.folder)
                 self._handle = handle  # each poll reads its connection
+                if self.board.sections.opened == "Set up":
+                    self.board.sections.open("")
             # What was started is on display now; a line about it would move the page.
             text = "" if handle is not None else f"{actions.BUTTONS[name][0]}: requested"
             self._show_message(_HEARD.get(name, text))
@@ -347,33 +356,44 @@ class Controller:
             set_trait(self.board.note, "description", f"note on trial {ticked[-1]}")
             set_trait(self.board.note, "value", notes.get(str(ticked[-1]), ""))
         if len(ticked) > 1:
-            self.board.open("Compare")
+            self.board.sections.open("Compare")
+
+    @property
+    def _folder(self) -> Path:
+        """The watched folder, for what a person does with it."""
+        if self.state is None:
+            raise LaunchError("no run is shown", do="choose one in the list of runs")
+        return self.state.paths.folder
 
     def _set_note(self, text: str) -> None:
-        if self.state is not None and self.chosen.ticked:
-            runs.set_note(self.state.paths.folder, self.chosen.ticked[-1], text)
+        if self.chosen.ticked:
+            runs.set_note(self._folder, self.chosen.ticked[-1], text)
 
-    def _ask(self, text: str, yes: str, no: str, act: Callable[[], object]) -> None:
-        board, self._on_yes = self.board, act
-        set_trait(board.question, "value", view(paragraph(text)))
+    def _ask(
+        self,
+        text: str,
+        yes: str,
+        no: str,
+        act: Callable[[], object],
+        otherwise: Callable[[], object] = lambda: None,
+    ) -> None:
+        board, self._answers = self.board, (otherwise, act)
+        set_text(board.question, text)
         board.yes.description, board.no.description = yes, no
         show(board.asking, True)
 
     def _answer(self, yes: bool) -> None:
-        act, self._on_yes = self._on_yes, None
+        answers, self._answers = self._answers, _NO_ANSWERS
         show(self.board.asking, False)
-        if yes and act is not None:
-            act()
+        answers[yes]()
 
     def _rename(self) -> None:
-        if self.state is not None:
-            runs.rename(self.state.paths.folder, self.board.name.value)
+        runs.rename(self._folder, self.board.name.value)
 
     def _ask_delete(self) -> None:
-        if self.state is not None:
-            folder = self.state.paths.folder
-            text = f"Move {folder.name} to {folder.parent / '.trash'}?"
-            self._ask(text, "Delete", "Keep", partial(self._delete, folder))
+        folder = self._folder
+        text = f"Move {folder.name} to {folder.parent / '.trash'}?"
+        self._ask(text, "Delete", "Keep", partial(self._delete, folder))
 
     def _delete(self, folder: Path) -> None:
         trash = runs.move_to_trash(folder)
@@ -385,31 +405,28 @@ class Controller:
             self._show_message(f"written: {actions.write_trials(self.state)}")
 
     def _open_error(self) -> None:
-        self.board.open("Set up")
-        wrong = [*self._validation.errors, *(["space"] if self._validation.space_error else [])]
-        if wrong:
-            self.board.setup.open_at(wrong[0])
+        self.board.sections.open("Set up")
+        for name in [*self.validate().mistakes][:1]:
+            self.board.setup.open_at(name)
 
     def _load_run(self) -> None:
         """Put the settings of the watched run, and its space, into the form."""
-        if self.state is None:
-            return
-        loaded = FormState(load_config(self.state.paths.config, env=None))
-        file = self.state.paths.folder / "sweep.yaml"
-        loaded.space = file.read_text() if file.is_file() else self.board.setup.state.space
-        self.board.setup.load(loaded)
-        self._show_message(f"Set up has the settings of {self.state.paths.run_id}")
+        paths = RunPaths(self._folder)
+        file = paths.folder / SWEEP_CONFIG_FILE
+        space = file.read_text() if file.is_file() else self.board.setup.state.space
+        self.board.setup.load(FormState(load_config(paths.config, env=None), space))
+        self._show_message(f"Set up has the settings of {paths.run_id}")
 
     def _show_message(self, text: str) -> None:
         self._message_ends = time.monotonic() + _MESSAGE_SECONDS
-        set_html(self.board.message, view(paragraph(text)) if text else "")
+        set_text(self.board.message, text)
 
     def _show_error(self, error: BaseException) -> None:
         ours = isinstance(error, NbtoolkitError)
         text = str(error) if ours else f"{type(error).__name__}: {error}"
         self._message_ends = float("inf")
         with contextlib.suppress(Exception):  # the kernel is exiting
-            set_html(self.board.message, view(alert(text)))
+            set_text(self.board.message, text, alert)
             self._stale = True
 
     # --- drawing, in the panel's thread ---
@@ -426,15 +443,13 @@ class Controller:
             if ended and self.board.notify.value:
                 self._mark_tab(self.state.status)
         if time.monotonic() > self._message_ends:
-            set_html(self.board.message, "")
+            set_text(self.board.message, "")
         # Another user's folder: a launch reports that.
         with contextlib.suppress(OSError, NbtoolkitError):
             self._drawing.list_runs(self.state, self.output_dir)
         self.board.setup.keep(self.output_dir)
         if draws:
-            form = self.board.setup.state.copy()
-            self._validation = form.validate()
-            self._drawing.draw(self.state, form, self._validation, self.chosen, self._pressed)
+            self._drawing.draw(self.state, self.validate(), self.chosen, self._pressed)
         self.saved.update(changed=draws, now=self.state is not None and self.state.over)
 
     def _mark_tab(self, status: str) -> None:

@@ -16,17 +16,18 @@ from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import NbtoolkitError
 from nbtoolkit.host import detect_host
 from nbtoolkit.panel import actions
-from nbtoolkit.panel.board import Board, set_html, show
-from nbtoolkit.panel.form import FormState, Validation, set_trait
+from nbtoolkit.panel.board import Board
+from nbtoolkit.panel.form import Validation
 from nbtoolkit.panel.setup import cost_text
-from nbtoolkit.search.slots import make_slots
+from nbtoolkit.panel.widgets import set_html, set_trait, show
+from nbtoolkit.search.slots import Placement, make_slots
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.text_table import counted, gib
 from nbtoolkit.views.log import log_names
 from nbtoolkit.views.markup import card, paragraph
 from nbtoolkit.views.page import regions
 from nbtoolkit.views.progress_display import DisplayPlace
-from nbtoolkit.views.runs import list_runs
+from nbtoolkit.views.runs import list_runs, plain_name
 from nbtoolkit.views.state import State
 from nbtoolkit.views.sweep_cards import IMPORTANCES
 from nbtoolkit.views.trial_rows import View, trial_page
@@ -55,12 +56,11 @@ def place_text(validation: Validation) -> str:
 
 def _slots(validation: Validation) -> int:
     """Count the trainings of a sweep or a cross-validation that run at a time."""
-    config, sweep_config = validation.config, validation.sweep_config
+    config, sweep = validation.config, validation.sweep_config
     if config is None:
         return 1
-    if sweep_config is None:
-        return len(make_slots(config, detect_hardware()).slots)
-    placement, per_device = sweep_config.placement, sweep_config.trials_per_device
+    placement: Placement = "auto" if sweep is None else sweep.placement
+    per_device = 1 if sweep is None else sweep.trials_per_device
     return len(make_slots(config, detect_hardware(), placement, per_device=per_device).slots)
 
 
@@ -100,7 +100,6 @@ class Drawing:
     def draw(
         self,
         state: State | None,
-        form: FormState,
         validation: Validation,
         chosen: View,
         pressed: Collection[str],
@@ -109,19 +108,18 @@ class Drawing:
 
         Args:
             state: of the watched run; None: none is watched.
-            form: the form's contents.
             validation: of the form.
             chosen: what the person chose to see.
             pressed: the buttons whose task is not done yet.
         """
         board = self._board
-        self._draw_buttons(state, form, validation, pressed)
+        self._draw_buttons(state, validation, pressed)
         parts = regions(state, chosen, only=("strip", *board.cards))
         set_html(board.strip, parts.get("strip", ""))
         for name, widget in board.cards.items():
             set_html(widget, parts.get(name, ""))
         self._draw_trials(state, chosen)
-        self._draw_setup(state, form, validation)
+        self._draw_setup(state, validation)
         logs = ["", *log_names(state)]
         set_trait(board.log, "options", tuple((name or "newest running", name) for name in logs))
         set_trait(board.log, "value", chosen.log if chosen.log in logs else "")
@@ -158,23 +156,20 @@ class Drawing:
         set_trait(self._board.run, "value", watched)
 
     def _draw_buttons(
-        self,
-        state: State | None,
-        form: FormState,
-        validation: Validation,
-        pressed: Collection[str],
+        self, state: State | None, validation: Validation, pressed: Collection[str]
     ) -> None:
         board = self._board
-        offered = actions.offered_buttons(state, form, self._folds)
+        offered = actions.offered_buttons(state, validation, self._folds)
         enabled = actions.enabled_buttons(offered, validation) - set(pressed)
         for name, button in board.buttons.items():
             show(button, name in offered)
             set_trait(button, "disabled", name not in enabled)
         set_trait(board.buttons["add_trials"], "description", f"+{board.more.value} trials")
-        count = board.setup.error_count(validation)
-        first = next(iter(validation.errors), "space" if validation.space_error else "settings")
-        show(board.errors, count > 0)
-        set_trait(board.errors, "description", f"{counted(count, 'error')}: {first}")
+        wrong = [*validation.mistakes]
+        show(board.errors, bool(wrong))
+        set_trait(
+            board.errors, "description", f"{counted(len(wrong), 'error')}: {''.join(wrong[:1])}"
+        )
 
     def _draw_trials(self, state: State | None, chosen: View) -> None:
         board = self._board
@@ -188,27 +183,28 @@ class Drawing:
         set_trait(board.previous, "disabled", chosen.page <= 0)
         set_trait(board.next, "disabled", chosen.page >= page.pages - 1)
 
-    def _draw_setup(self, state: State | None, form: FormState, validation: Validation) -> None:
+    def _draw_setup(self, state: State | None, validation: Validation) -> None:
         """Draw what depends on the form; the plan reads the hardware, which takes time."""
-        board, best = self._board, None if state is None else actions.best_trial(state)
-        seconds = _training_seconds(state)
-        key = (
-            form.texts,
-            form.space,
-            form.trials,
-            state and state.paths.folder,
-            best,
-            len(seconds),
-        )
+        board, best, seconds = self._board, actions.best_trial(state), _training_seconds(state)
+        status = None if state is None else (state.paths.folder, state.status, state.resumable)
+        key = (validation.form, status, best, len(seconds), [*self._listed])
         if key != self._planned:
             self._planned = key
             each = sum(seconds) / len(seconds) if seconds else None
             folds = None if self._folds is None else len(self._folds)
-            self._cost = cost_text(validation, each, _slots(validation), folds)
+            cost, unfinished = cost_text(validation, each, _slots(validation), folds), None
+            with contextlib.suppress(NbtoolkitError):  # there is no such task: a press says so
+                unfinished = actions.continued_sweep(self._train, validation, self._folds)
+            tooltip = actions.BUTTONS["sweep"][1]
+            if unfinished is not None:
+                tooltip = f"Continue {plain_name(unfinished)}, which has these settings"
+                cost = f"{cost}\nSweep: {tooltip}".lstrip()
+            self._cost = cost
+            set_trait(board.buttons["sweep"], "tooltip", tooltip)
             text = escape(place_text(validation))
             html = f'<div title="{text}" style="{_CLIPPED};font-size:12px">{text}</div>'
             set_html(board.place, html)
-            set_trait(board.code, "value", actions.code_of_form(form, validation, self._train))
+            set_trait(board.code, "value", actions.code_of_form(validation, self._train))
             code = ""
             with contextlib.suppress(NbtoolkitError):  # deleted, or of another version
                 code = actions.code_of_best(state, self._train)
@@ -233,12 +229,14 @@ class SavedPage:
     def __init__(self, css_class: str, render: Callable[[], str]) -> None:
         self._class, self._render = css_class, render
         self._place: DisplayPlace | None = None
-        self._html, self._next, self._changed = "", 0.0, False
+        self._next, self._changed = 0.0, False
 
     def show(self, html: str) -> None:
         """Show it in the running cell; called by the cell's own thread."""
-        self._place, self._html = DisplayPlace(), html
-        self._put()
+        self._place = self._place or DisplayPlace()
+        self._next = time.monotonic() + _SAVED_SECONDS
+        html = f'<div class="{self._class}">{html}</div>'
+        self._place.put({"text/html": html, "text/plain": ""})
 
     def update(self, *, changed: bool, now: bool) -> None:
         """Replace it if something has changed, at most every ten seconds.
@@ -248,15 +246,6 @@ class SavedPage:
             now: whether it is replaced at once, since the run has ended.
         """
         self._changed = self._changed or changed
-        if self._place is None or not self._changed or not (now or time.monotonic() > self._next):
-            return
-        self._changed, html = False, self._render()
-        if html != self._html:
-            self._html = html
-            self._put()
-
-    def _put(self) -> None:
-        assert self._place is not None
-        self._next = time.monotonic() + _SAVED_SECONDS
-        html = f'<div class="{self._class}">{self._html}</div>'
-        self._place.put({"text/html": html, "text/plain": ""})
+        if self._place is not None and self._changed and (now or time.monotonic() > self._next):
+            self._changed = False
+            self.show(self._render())

@@ -12,13 +12,14 @@ import types
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from yaml import YAMLError
 
-from nbtoolkit.config.fields import Free
+from nbtoolkit.config.fields import Free, FreeSection
 from nbtoolkit.config.schema import Config, Section
 from nbtoolkit.config.validation import fields as allowed_values
 from nbtoolkit.config.yaml_source import dump, parse_value
@@ -26,9 +27,6 @@ from nbtoolkit.errors import ConfigError, NbtoolkitError
 from nbtoolkit.run.paths import atomic_file
 from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
 from nbtoolkit.text_table import shortened
-
-if TYPE_CHECKING:
-    import ipywidgets
 
 # --- fields ---
 
@@ -160,20 +158,16 @@ def _choices(hint: Any) -> list[str] | None:
 
 
 def text_of(value: object) -> str:
-    """Format a value as it is typed into a form, so that YAML reads the same value.
-
-    Args:
-        value: plain values, as from ``Config.to_dict``.
-    """
+    """Format a setting's value as it is typed into a form, so that YAML reads the same value."""
+    if isinstance(value, FreeSection):
+        value = value.to_dict()
     if isinstance(value, dict):
         return dump(value).rstrip("\n") if value else ""
     if isinstance(value, str):
         return value if _reads_as(value, value) else json.dumps(value, ensure_ascii=False)
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_item_text, value))}]"
-    return repr(value)
+    return json.dumps(value)
 
 
 def _item_text(item: object) -> str:
@@ -184,8 +178,7 @@ def _item_text(item: object) -> str:
 
 def texts_of(config: Config) -> dict[str, str]:
     """Return every setting of a configuration as text, by dotted name."""
-    values, default = config.to_dict(), Config().to_dict()
-    return {name: text_of(_get(values, name, _get(default, name))) for name in config_fields()}
+    return {name: text_of(attrgetter(name)(config)) for name in config_fields()}
 
 
 def _reads_as(text: str, value: object) -> bool:
@@ -193,11 +186,6 @@ def _reads_as(text: str, value: object) -> bool:
         return bool(parse_value(text) == value)
     except YAMLError:
         return False
-
-
-def _get(values: dict[str, Any], name: str, default: object = None) -> object:
-    section, dot, key = name.partition(".")
-    return values[section].get(key, default) if dot else values.get(section, default)
 
 
 def _yaml_mistake(text: str, error: YAMLError) -> str:
@@ -218,6 +206,7 @@ class Validation:
     """The result of validating a form.
 
     Attributes:
+        form: its contents; None: there is no form.
         config: the configuration; None: something in it is wrong.
         errors: what is wrong with each setting by itself.
         together: how settings contradict each other; empty: they do not.
@@ -225,11 +214,18 @@ class Validation:
         space_error: what is wrong with the space; empty: nothing.
     """
 
+    form: FormState | None = None
     config: Config | None = None
     errors: Mapping[str, str] = field(default_factory=dict)
     together: str = ""
     sweep_config: SweepConfig | None = None
     space_error: str = ""
+
+    @property
+    def mistakes(self) -> dict[str, str]:
+        """All that is wrong, by setting; ``"settings"``: together."""
+        together = {"settings": self.together, "space": self.space_error}
+        return {name: text for name, text in {**self.errors, **together}.items() if text}
 
 
 class FormState:
@@ -244,9 +240,8 @@ class FormState:
         self.texts = texts_of(config)
         self.space, self.trials = space, ""
 
-    def copy(self) -> FormState:
-        """Copy it, since another thread may change it while it is used."""
-        return deepcopy(self)
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FormState) and vars(self) == vars(other)
 
     def changed(self) -> list[str]:
         """Return the names of the settings that are not at their default."""
@@ -287,17 +282,18 @@ class FormState:
 
     def validate(self) -> Validation:
         """Make the configuration and the sweep; collect what is wrong, setting by setting."""
-        errors = {name: config_fields()[name].error(self.texts[name]) for name in self.changed()}
+        form = deepcopy(self)  # another thread may change this one while that is used
+        errors = {name: config_fields()[name].error(form.texts[name]) for name in form.changed()}
         if errors := {name: error for name, error in errors.items() if error}:
-            return Validation(errors=errors)
+            return Validation(form, errors=errors)
         try:
-            config = Config().with_overrides(self.overrides())
+            config = Config().with_overrides(form.overrides())
         except ConfigError as error:
-            return Validation(together=str(error))
+            return Validation(form, together=str(error))
         try:
-            return Validation(config=config, sweep_config=self._sweep_config(config))
+            return Validation(form, config, sweep_config=form._sweep_config(config))
         except NbtoolkitError as error:
-            return Validation(config=config, space_error=str(error))
+            return Validation(form, config, space_error=str(error))
 
     def _sweep_config(self, config: Config) -> SweepConfig | None:
         if not self.space.strip():
@@ -372,60 +368,3 @@ def drop_edits(output_dir: str | os.PathLike[str]) -> None:
 def _edits_file(output_dir: str | os.PathLike[str]) -> Path:
     # Unlike Path.expanduser, this accepts the name of a user that does not exist.
     return Path(os.path.expanduser(output_dir)) / EDITS_FILE
-
-
-# --- widgets ---
-
-
-def set_trait(widget: ipywidgets.Widget, name: str, value: object) -> None:
-    """Set a widget's trait if it differs, since each change is a message to the browser."""
-    if getattr(widget, name) != value:
-        setattr(widget, name, value)
-
-
-def close_widget(widget: ipywidgets.Widget) -> None:
-    """Close a widget with its children, layout and style; ipywidgets keeps a list of them all."""
-    parts = [*getattr(widget, "children", ())]
-    parts += [getattr(widget, name) for name in ("layout", "style") if widget.has_trait(name)]
-    for part in parts:
-        if part is not None:
-            close_widget(part)
-    widget.close()
-
-
-class Sections:
-    """Sections below each other, of which at most one is open.
-
-    The headings are buttons, which the keyboard reaches. Those of ipywidgets' Accordion are not.
-
-    Args:
-        contents: the sections by title.
-
-    Attributes:
-        root: the widget.
-        headings: the buttons by title.
-        opened: the title of the open section; empty: none is open.
-    """
-
-    def __init__(self, contents: Mapping[str, ipywidgets.Widget]) -> None:
-        import ipywidgets as w
-
-        self.opened, self._contents = "", contents
-        flat = {"width": "auto", "flex": "0 0 auto"}
-        self.headings = {title: w.Button(layout=flat) for title in contents}
-        for title, heading in self.headings.items():
-            heading.on_click(
-                lambda _, title=title: self.open("" if title == self.opened else title)
-            )
-        row = w.HBox([*self.headings.values()], layout={"flex_flow": "row wrap"})
-        self.root = w.VBox([row, *contents.values()])
-        self.open("")
-
-    def open(self, title: str) -> None:
-        """Open a section and close the others; empty: close all."""
-        self.opened = title
-        for name, content in self._contents.items():
-            is_open = name == title
-            set_trait(content.layout, "display", None if is_open else "none")
-            set_trait(self.headings[name], "description", f"{'▾' if is_open else '▸'} {name}")
-            set_trait(self.headings[name], "tooltip", f"{'Close' if is_open else 'Open'} {name}")

@@ -13,7 +13,6 @@ from nbtoolkit.config.layers import file_layer
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.config.yaml_source import dump
 from nbtoolkit.errors import MissingExtra
-from nbtoolkit.panel.controller import Controller
 from nbtoolkit.panel.form import FormState
 from nbtoolkit.run.paths import find_run
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
     from nbtoolkit.folds.folds import Folds
     from nbtoolkit.panel.actions import Train
+    from nbtoolkit.panel.controller import Controller
 
     Source = str | os.PathLike[str] | Mapping[str, object]
 
@@ -60,8 +60,10 @@ def panel(
     """
     if find_spec("ipywidgets") is None:
         raise MissingExtra("the panel needs ipywidgets", do="pip install 'nbtoolkit-torch[panel]'")
+    from nbtoolkit.panel.controller import Controller
+
     form = FormState(as_config(config, None), _space_text(space))
-    opened = Panel(train, form, folds, given=config is not None, notify=notify)
+    opened = Panel(Controller(train, form, folds, given=config is not None, notify=notify))
     _close_previous(opened)
     return opened
 
@@ -76,16 +78,8 @@ def _space_text(space: Source | None) -> str:
 class Panel:
     """A control panel; made by :func:`panel`."""
 
-    def __init__(
-        self,
-        train: Train | None,
-        form: FormState,
-        folds: Folds | None = None,
-        *,
-        given: bool = True,
-        notify: bool = False,
-    ) -> None:
-        self._controller = Controller(train, form, folds, given=given, notify=notify)
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
 
     @property
     def folder(self) -> Path | None:

@@ -5,24 +5,28 @@ from __future__ import annotations
 import math
 import os
 import threading
-import time
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import ipywidgets as w
 
 from nbtoolkit.panel import form
-from nbtoolkit.panel.form import Field, FormState, Sections, Validation, default_texts, set_trait
+from nbtoolkit.panel.form import Field, FormState, Validation, default_texts
 from nbtoolkit.panel.space_table import SpaceTable
-from nbtoolkit.text_table import ago, counted
-from nbtoolkit.views.markup import alert, paragraph, view
-
-if TYPE_CHECKING:
-    import ipywidgets
+from nbtoolkit.panel.widgets import (
+    Sections,
+    label,
+    set_text,
+    set_trait,
+    sign_button,
+    wrapped_row,
+)
+from nbtoolkit.text_table import counted
+from nbtoolkit.views.markup import alert
 
 _COMMON = ("train.epochs", "train.batch_size", "optim.lr", "model", "seed")
 _CHANGED, _ALL = "common and changed", "all"
 _MOST = 15  # rows of a search; to make all 75 would take the browser a second
-_BOOL = ("true", "false")
 _SEARCHED = ("optim", "train")  # sections whose settings a space names
 
 # --- what it costs ---
@@ -95,36 +99,31 @@ class Setup:
     def __init__(
         self, state: FormState, on_edit: Callable[[], None], *, task: bool = False
     ) -> None:
-        import ipywidgets as w
-
         self.state, self._on_edit, self.edited = state, on_edit, False
         self._common = [*_COMMON, "distributed.world_size", *(["task"] if task else [])]
         self._fields = form.config_fields()
-        self._inputs: dict[str, ipywidgets.Widget] = {}
-        self._resets: dict[str, ipywidgets.Button] = {}
-        self._rows: dict[str, ipywidgets.HBox] = {}
-        self.errors: dict[str, ipywidgets.HTML] = {}
+        self._inputs: dict[str, w.Widget] = {}
+        self._resets: dict[str, w.Button] = {}
+        self._rows: dict[str, w.HBox] = {}
+        self.errors: dict[str, w.HTML] = {}
         self._lock, self._loading = threading.RLock(), False
-        self.search = w.Text(description="search", placeholder="name or word")
+        self.search = w.Text(placeholder="name or word", **label("search"))
         sections = dict.fromkeys(field.section for field in self._fields.values())
-        self.section = w.Dropdown(description="show", options=[_CHANGED, *sections, _ALL])
-        self.trials = w.Text(description="trials", placeholder="as the space says")
+        self.section = w.Dropdown(options=[_CHANGED, *sections, _ALL], **label("show"))
+        self.trials = w.Text(placeholder="as the space says", **label("trials"))
         example = "optim.lr: {type: float, low: 1.0e-4, high: 1.0e-1, log: true}"
-        self.space = w.Textarea(description="space", placeholder=example, rows=12)
-        self.space.layout.width = "99%"
-        for widget in (self.search, self.section, self.trials, self.space):
-            widget.style.description_width = "initial"
+        self.space = w.Textarea(placeholder=example, rows=12, **label("space", width="99%"))
         self.table = SpaceTable(lambda text: set_trait(self.space, "value", text))
-        self.offered, self.together, self._matches = w.HBox(), w.HTML(), w.HTML()
+        self.together, self._matches = w.HTML(), w.HTML()
         self.cost, self.space_error, self._shown = w.HTML(), w.HTML(), w.VBox()
         yaml = Sections({"YAML": self.space}).root
-        choice = w.HBox([self.search, self.section], layout={"flex_flow": "row wrap"})
+        choice = wrapped_row(self.search, self.section)
         left = w.VBox([choice, self.together, self._matches, self._shown])
         right = w.VBox([self.table.root, self.space_error, self.trials, self.cost, yaml])
         left.layout.flex, right.layout.flex = "0 1 462px", "1 1 575px"
         left.layout.min_width = right.layout.min_width = "0"
-        columns = w.HBox([left, right], layout={"flex_flow": "row wrap"})
-        self.root = w.VBox([self.offered, columns])
+        self.root = wrapped_row(left, right)
+        self.root.layout.align_items = "flex-start"
         self.search.observe(lambda _: self._show_rows(), "value")
         self.section.observe(lambda _: self._show_section(), "value")
         self.space.observe(lambda change: self._store("space", change["new"]), "value")
@@ -155,19 +154,15 @@ class Setup:
             errors = dict(self.errors)
             hidden = [name for name in validation.errors if not self._is_shown(name)]
         for name, widget in errors.items():
-            _show_error(widget, validation.errors.get(name, ""))
+            set_text(widget, validation.errors.get(name, ""), alert)
         elsewhere = "\n".join(f"{name}: {validation.errors[name]}" for name in hidden)
-        _show_error(self.together, elsewhere or validation.together)
-        _show_error(self.space_error, validation.space_error)
-        set_trait(self.cost, "value", view(paragraph(cost)) if cost else "")
+        set_text(self.together, elsewhere or validation.together, alert)
+        set_text(self.space_error, validation.space_error, alert)
+        set_text(self.cost, cost)
         if (config := validation.config) is not None:
             names = [name for name, field in self._fields.items() if field.section in _SEARCHED]
             own = [f"model.{key}" for key in config.model] + [f"data.{key}" for key in config.data]
             self.table.suggest([*own, *names])
-
-    def error_count(self, validation: Validation) -> int:
-        """Count what is wrong."""
-        return len(validation.errors) + bool(validation.together) + bool(validation.space_error)
 
     def input(self, name: str) -> Any:
         """Make a setting visible and return its widget; also ``"space"`` and ``"trials"``."""
@@ -179,41 +174,19 @@ class Setup:
         return self._inputs[name]
 
     def open_at(self, name: str) -> None:
-        """Make a setting visible and set the focus on it."""
-        self.input(name).focus()
+        """Set the focus on a setting; ``"settings"`` are wrong together, and have no field."""
+        if name != "settings":
+            self.input(name).focus()
 
     @property
-    def rows(self) -> list[ipywidgets.Widget]:
+    def rows(self) -> list[w.Widget]:
         """Every row made so far, also those that are not shown."""
         return [*self._rows.values(), *(row.box for row in self.table.made)]
 
     def keep(self, output_dir: str | os.PathLike[str]) -> None:
-        """Write what was typed to a file, which :meth:`offer` reads in a later kernel."""
-        if self.edited and form.keep_edits(output_dir, self.state.copy()):
+        """Write what was typed to a file, which a later kernel offers."""
+        if self.edited and form.keep_edits(output_dir, self.state):
             self.edited = False
-
-    def offer(self, output_dir: str | os.PathLike[str]) -> None:
-        """Offer what an earlier kernel kept, if it differs from what stands in the form."""
-        import ipywidgets as w
-
-        kept, saved = form.kept_edits(output_dir) or (self.state, 0.0)
-        if vars(kept) == vars(self.state):
-            return
-
-        def decide(chosen: FormState | None) -> None:
-            if chosen is None:
-                form.drop_edits(output_dir)
-            else:
-                self.load(chosen)
-            widgets, self.offered.children = self.offered.children, ()
-            for widget in widgets:
-                form.close_widget(widget)
-
-        text = f"Unsaved edits from {ago(max(time.time() - saved, 0.0))}:"
-        restore, discard = w.Button(description="Restore"), w.Button(description="Discard")
-        restore.on_click(lambda _: decide(kept))
-        discard.on_click(lambda _: decide(None))
-        self.offered.children = [w.HTML(view(paragraph(text))), restore, discard]
 
     # --- which settings are shown ---
 
@@ -245,14 +218,12 @@ class Setup:
                 if name not in self._rows:
                     self._rows[name] = self._make_row(self._fields[name])
             self._shown.children = [self._rows[name] for name in names]
-            set_trait(self._matches, "value", view(paragraph(note)) if note else "")
+            set_text(self._matches, note)
         self._on_edit()  # shows the errors of the new rows
 
     # --- one setting ---
 
-    def _make_row(self, field: Field) -> ipywidgets.HBox:
-        import ipywidgets as w
-
+    def _make_row(self, field: Field) -> w.HBox:
         name, default = field.name, default_texts()[field.name]
         common: dict[str, Any] = {
             "tooltip": field.tooltip,
@@ -262,28 +233,24 @@ class Setup:
         }
         if field.free:
             widget = w.Textarea(rows=4, placeholder="name: value", **common)
-        elif field.choices == _BOOL:
-            widget = w.Checkbox(**{**common, "style": {"description_width": "60px"}})
         elif field.choices:
             widget = w.Dropdown(options=field.choices, **common)
         else:
             hint = "default" if field.nullable else field.allowed
             widget = w.Text(placeholder=hint, **common)
-        reset = w.Button(description="↺", tooltip=f"Reset {name} to {default or 'empty'}")
-        reset.layout.width = "34px"
+        reset = sign_button("reset", f"Reset {name} to {default or 'empty'}")
         error = w.HTML(layout={"min_width": "200px", "flex": "1 1 0"})
         self._inputs[name], self._resets[name], self.errors[name] = widget, reset, error
         self._refresh(name)
-        widget.observe(partial(self._on_input, field), "value")
+        widget.observe(lambda change: self._on_input(field, change["new"]), "value")
         reset.on_click(lambda _: self._reset(name))
-        return w.HBox([widget, reset, error], layout={"flex_flow": "row wrap"})
+        return wrapped_row(widget, reset, error, gap="0")
 
     def _refresh(self, name: str) -> None:
         """Put a setting's text into its widget, and mark whether it is at its default."""
         text, field, widget = self.state.texts[name], self._fields[name], self._inputs[name]
         is_empty = field.nullable and not field.choices and text == "null"
-        value = text == "true" if field.choices == _BOOL else "" if is_empty else text
-        set_trait(widget, "value", value)
+        set_trait(widget, "value", "" if is_empty else text)
         self._mark(name)
 
     def _reset(self, name: str) -> None:
@@ -295,8 +262,7 @@ class Setup:
         set_trait(self._inputs[name], "description", f"<b>{name}</b>" if changed else name)
         set_trait(self._resets[name].layout, "visibility", "visible" if changed else "hidden")
 
-    def _on_input(self, field: Field, change: dict[str, Any]) -> None:
-        text = form.text_of(change["new"]) if field.choices == _BOOL else change["new"]
+    def _on_input(self, field: Field, text: str) -> None:
         self._store(field.name, text if text.strip() or not field.nullable else "null")
 
     def _store(self, name: str, text: str) -> None:
@@ -313,7 +279,3 @@ class Setup:
                 self.table.load(text)
             self.edited = True
         self._on_edit()
-
-
-def _show_error(widget: ipywidgets.HTML, text: str) -> None:
-    set_trait(widget, "value", view(alert(text)) if text else "")

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+import ipywidgets as w
 from yaml import YAMLError
 
 from nbtoolkit.config.yaml_source import dump, parse_value
-from nbtoolkit.panel.form import set_trait, text_of
+from nbtoolkit.panel.form import text_of
+from nbtoolkit.panel.widgets import label, set_text, set_trait, show, sign_button, wrapped_row
 from nbtoolkit.study.parameter import expand
 from nbtoolkit.study.sweep_config import SweepConfig
 from nbtoolkit.text_table import shortened
-from nbtoolkit.views.markup import paragraph, view
-
-if TYPE_CHECKING:
-    import ipywidgets
 
 _RANGE = ("low", "high", "log")
 _KEYS = {"float": _RANGE, "int": _RANGE, "categorical": ("choices",), "constant": ("value",)}
@@ -153,22 +150,19 @@ class _RowWidgets:
     def __init__(
         self, on_edit: Callable[[], None], on_remove: Callable[[_RowWidgets], None]
     ) -> None:
-        import ipywidgets as w
-
         kinds = [("choices" if kind == "categorical" else kind, kind) for kind in _KEYS]
-        self.inputs: dict[str, ipywidgets.Widget] = {
-            "name": w.Combobox(placeholder="optim.lr", layout={"width": "160px", "flex": "auto"}),
-            "kind": w.Dropdown(options=kinds, layout={"width": "116px"}),
-            "low": w.Text(placeholder="1e-4", layout={"width": "100px"}),
-            "high": w.Text(placeholder="0.1", layout={"width": "94px"}),
-            "log": w.Checkbox(indent=False, layout={"width": "48px"}),
-            "values": w.Text(placeholder="adamw, sgd", layout={"width": "246px"}),
+        self.inputs: dict[str, w.Widget] = {
+            "name": w.Combobox(placeholder="optim.lr", **label("name", width="160px", flex="auto")),
+            "kind": w.Dropdown(options=kinds, **label("kind", width="116px")),
+            "low": w.Text(placeholder="1e-4", **label("low", width="100px")),
+            "high": w.Text(placeholder="0.1", **label("high", width="94px")),
+            "log": w.Checkbox(indent=False, **label("log", width="48px")),
+            "values": w.Text(placeholder="adamw, sgd", **label("values", width="246px")),
         }
         self.more: Mapping[str, object] = {}
-        remove = w.Button(description="✕", tooltip="Remove", layout={"width": "34px"})
-        self.box = w.HBox([*self.inputs.values(), remove], layout={"flex_flow": "row wrap"})
-        for key, widget in self.inputs.items():
-            widget.description, widget.style.description_width = key, "initial"
+        remove = sign_button("remove", "Remove this parameter")
+        self.box = wrapped_row(*self.inputs.values(), remove, gap="0")
+        for widget in self.inputs.values():
             widget.observe(lambda _: on_edit(), "value")
         self.inputs["kind"].observe(lambda _: self._arrange(), "value")
         remove.on_click(lambda _: on_remove(self))
@@ -190,8 +184,7 @@ class _RowWidgets:
         """Hide what the kind of the parameter does not have."""
         is_range = self.inputs["kind"].value in ("float", "int")
         for key in (*_RANGE, "values"):
-            shown = is_range == (key in _RANGE)
-            set_trait(self.inputs[key].layout, "display", None if shown else "none")
+            show(self.inputs[key], is_range == (key in _RANGE))
 
 
 class SpaceTable:
@@ -207,8 +200,6 @@ class SpaceTable:
     """
 
     def __init__(self, on_change: Callable[[str], None]) -> None:
-        import ipywidgets as w
-
         self._on_change, self._text, self._loading = on_change, "", False
         self._names: tuple[str, ...] = ()
         self.made: list[_RowWidgets] = []
@@ -232,7 +223,7 @@ class SpaceTable:
         except YAMLError:
             rows, note = [], "The table appears when the YAML below is right."
             self.add.disabled = True
-        set_trait(self._note, "value", view(paragraph(note)) if note else "")
+        set_text(self._note, note)
         self._show(rows)
 
     def suggest(self, names: Sequence[str]) -> None:

@@ -11,8 +11,6 @@ from person import FRONTS, Front, Person, person, short_name
 from server import Server
 from sheets import PANEL, TRAIN, write_notebook
 
-import nbtoolkit as nb
-
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 

@@ -271,6 +271,53 @@ def test_resuming_with_another_function_is_refused_and_said(opened: Open) -> Non
     assert 'role="alert"' in told(other)
 
 
+def test_sweep_says_beforehand_whether_it_continues_an_unfinished_one(
+    opened: Open, home: Path
+) -> None:
+    panel = opened(panel_functions.until_told, SPACE)
+    setup, button = controller(panel).board.setup, controller(panel).board.buttons["sweep"]
+    assert button.tooltip == BUTTONS["sweep"][1]
+    panel.press("sweep")
+    until(lambda: trials_begun(panel) == 2, "two trials")
+    sweep = panel.folder
+    assert sweep is not None
+    panel.press("stop")
+    assert ends(panel) == "stopped"
+    hint = f"Continue {sweep.name.partition('-')[2]}, which has these settings"
+    until(lambda: panel.refresh() or button.tooltip == hint, "the hint")
+    assert f"4 trials\nSweep: {hint}" in setup.cost.value
+    setup.input("optim.momentum").value = "0.5"
+    panel.refresh()
+    assert button.tooltip == BUTTONS["sweep"][1]
+    assert "Continue" not in setup.cost.value
+    setup.input("optim.momentum").value = "0.9"
+    (home / "end").touch()
+    panel.press("sweep")
+    assert ends(panel) == "completed"
+    assert panel.folder == sweep
+    assert button.tooltip == BUTTONS["sweep"][1]  # another press begins a new one
+
+
+def test_set_up_closes_when_a_run_starts_and_another_panel_says_how_to_leave_that(
+    opened: Open,
+) -> None:
+    panel = opened(panel_functions.until_told)
+    assert controller(panel).board.sections.opened == "Set up"
+    panel.press("launch")
+    assert controller(panel).board.sections.opened == ""
+    folder, other = panel.folder, opened(panel_functions.reports)
+    assert folder is not None
+    message = (
+        rf"(?s){folder.name} is running.*Allowed: stop.*watch\(None\).*leaves that run running"
+    )
+    with pytest.raises(LaunchError, match=message):
+        other.press("launch")
+    other.watch(None)
+    other.press("launch")
+    assert ends(other) == "completed"
+    assert status(panel) == "running"
+
+
 def test_a_killed_process_is_told_and_the_sweep_goes_on_from_there(
     opened: Open, home: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from panels import (
 from run_folders import NOON, hold_lock, sweep, trained, trial, write_run
 
 import nbtoolkit as nb
+from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import RunFolderError
-from nbtoolkit.panel.form import EDITS_FILE
+from nbtoolkit.panel.form import EDITS_FILE, FormState, keep_edits, kept_edits
 
 COMPLETED = {"type": "ended", "status": "completed", "seconds": 5.0}
 
@@ -112,11 +114,30 @@ def test_edits_of_a_kernel_that_died_are_offered(opened: Open, out: Path) -> Non
     again = opened()  # as after a restart: the first one is not asked
     board = controller(again).board
     assert board.sections.opened == "Set up"
-    restore = board.setup.offered.children[1]
-    restore.click()
+    assert visible(board.asking)
+    assert "Unsaved edits from just now" in board.question.value
+    board.yes.click()
     again.refresh()
     assert again.config is not None
     assert again.config.optim.lr == 0.5
+    assert not visible(board.asking)
+    assert not visible(controller(opened(**{"optim.lr": 0.5})).board.asking)  # they are equal
+
+
+def test_discarded_edits_are_not_offered_again(opened: Open, out: Path) -> None:
+    three(out)
+    state = FormState(Config())
+    state.texts["seed"] = "5"
+    assert keep_edits(out, state)
+    os.utime(out / EDITS_FILE, (0, 0))
+    panel = opened()
+    board = controller(panel).board
+    assert " days ago" in board.question.value
+    board.no.click()
+    panel.refresh()
+    assert board.setup.state.texts["seed"] == "0"
+    assert kept_edits(out) is None
+    assert not visible(board.asking)
 
 
 # --- buttons by state ---
@@ -249,6 +270,7 @@ def test_a_click_on_a_row_that_has_just_moved_does_nothing(opened: Open, out: Pa
         settle(panel)
         [running] = [row for row in shown_rows(panel) if row.stop.layout.visibility == "visible"]
         assert running.number == 0
+        assert running.stop.description == "Stop trial 0"  # its name; the style draws the sign
         running.since = time.monotonic()
         running.stop.click()
         panel.refresh()

@@ -21,14 +21,13 @@ from nbtoolkit.panel.form import (
     EDITS_FILE,
     FormState,
     Validation,
-    close_widget,
     config_fields,
-    keep_edits,
     kept_edits,
     text_of,
     texts_of,
 )
 from nbtoolkit.panel.setup import Setup, cost_text
+from nbtoolkit.panel.widgets import close_widget
 
 FIELDS = config_fields()
 SPACE = "optim.lr: {type: float, low: 0.01, high: 0.1}"
@@ -239,12 +238,12 @@ def test_a_wrong_value_in_any_field_is_shown_beside_it() -> None:
             assert 'role="alert"' in error, (name, text)
             assert_harmless(setup.errors[name].value)
             assert validation.config is None
-            assert setup.error_count(validation) == 1
+            assert len(validation.mistakes) == 1
             widget.value = right
             validation = checked(setup)
             assert setup.errors[name].value == setup.together.value == ""
             assert validation.sweep_config is not None
-            assert setup.error_count(validation) == 0
+            assert len(validation.mistakes) == 0
 
 
 def test_an_error_in_a_field_that_is_not_shown_is_shown_above_all() -> None:
@@ -264,10 +263,10 @@ def test_an_error_in_a_field_that_is_not_shown_is_shown_above_all() -> None:
 def test_settings_that_contradict_each_other_are_shown_above_all() -> None:
     setup = setup_of()
     setup.input("runtime.hang_timeout").value = "2h"
-    assert setup.error_count(checked(setup)) == 1
+    assert len(checked(setup).mistakes) == 1
     assert "is not above hang_timeout" in setup.together.value
     setup.input("distributed.timeout").value = "3h"
-    assert setup.error_count(checked(setup)) == 0
+    assert len(checked(setup).mistakes) == 0
     assert setup.together.value == ""
 
 
@@ -276,7 +275,7 @@ def test_a_changed_value_is_bold_and_can_be_reset() -> None:
     for name, default in {
         "optim.lr": "0.001",
         "train.max_steps": "",
-        "tracking.tensorboard": False,
+        "tracking.tensorboard": "false",
     }.items():
         widget = setup.input(name)
         reset = setup._resets[name]
@@ -291,11 +290,11 @@ def test_a_changed_value_is_bold_and_can_be_reset() -> None:
     assert setup.edited
 
 
-def test_booleans_are_boxes_and_null_is_an_empty_field() -> None:
+def test_booleans_are_lists_and_null_is_an_empty_field() -> None:
     setup = setup_of()
-    box = setup.input("tracking.mlflow")
-    assert box.value is True
-    box.value = False
+    choice = setup.input("tracking.mlflow")
+    assert (choice.value, choice.options) == ("true", ("true", "false"))
+    choice.value = "false"
     assert setup.state.texts["tracking.mlflow"] == "false"
     steps = setup.input("train.max_steps")
     assert (steps.value, steps.placeholder) == ("", "default")
@@ -359,12 +358,6 @@ def test_closing_the_rows_and_the_root_closes_every_widget(tmp_path: Path) -> No
     setup = setup_of("a: [1, 2]\nb: [1, 2]")
     setup.section.value = "all"
     setup.space.value = SPACE
-    state = FormState(Config())
-    state.trials = "5"
-    keep_edits(tmp_path, state)
-    setup.offer(tmp_path)
-    setup.offered.children[1].click()
-    setup.offered.children = ()
     assert len(_instances) > len(before) + len(FIELDS)
     for widget in (*setup.rows, setup.root):
         close_widget(widget)
@@ -404,7 +397,7 @@ def test_the_cost_is_trials_by_folds_by_the_pace_of_the_newest_run() -> None:
 # --- edits that survive the kernel ---
 
 
-def test_edits_are_offered_to_the_next_kernel_and_restored(tmp_path: Path) -> None:
+def test_edits_are_kept_for_the_next_kernel(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     setup = setup_of()
     setup.keep(folder)
@@ -414,30 +407,13 @@ def test_edits_are_offered_to_the_next_kernel_and_restored(tmp_path: Path) -> No
     setup.keep(folder)
     file = folder / EDITS_FILE
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    kept = kept_edits(folder)
+    assert kept is not None
+    assert kept[0] == setup.state
     later = setup_of()
-    later.offer(folder)
-    text, restore, _ = later.offered.children
-    assert "Unsaved edits from just now" in text.value
-    restore.click()
-    assert later.offered.children == ()
+    later.load(kept[0])
     assert later.input("optim.lr").value == "0,01"
     assert (later.state.space, later.state.trials) == (SPACE, "7")
-    later.offer(folder)
-    assert later.offered.children == ()  # equal to what stands in the form
-
-
-def test_discarded_edits_are_not_offered_again(tmp_path: Path) -> None:
-    state = FormState(Config())
-    state.texts["seed"] = "5"
-    assert keep_edits(tmp_path, state)
-    os.utime(tmp_path / EDITS_FILE, (0, 0))
-    setup = setup_of()
-    setup.offer(tmp_path)
-    text, _, discard = setup.offered.children
-    assert " days ago" in text.value
-    discard.click()
-    assert setup.state.texts["seed"] == "0"
-    assert kept_edits(tmp_path) is None
 
 
 def test_edits_are_written_at_most_once_a_second(tmp_path: Path) -> None:
@@ -465,9 +441,6 @@ def test_edits_are_written_at_most_once_a_second(tmp_path: Path) -> None:
 def test_a_damaged_file_offers_nothing(tmp_path: Path, content: bytes) -> None:
     (tmp_path / EDITS_FILE).write_bytes(content)
     assert kept_edits(tmp_path) is None
-    setup = setup_of()
-    setup.offer(tmp_path)
-    assert setup.offered.children == ()
 
 
 def test_foreign_names_and_values_of_no_list_are_left_out(tmp_path: Path) -> None:
@@ -479,8 +452,7 @@ def test_foreign_names_and_values_of_no_list_are_left_out(tmp_path: Path) -> Non
     assert kept[0].changed() == ["seed"]
     setup = setup_of()
     setup.section.value = "all"
-    setup.offer(tmp_path)
-    setup.offered.children[1].click()
+    setup.load(kept[0])
     checked(setup)
     assert setup.input("seed").value == setup.space.value == EVIL
     assert_harmless(setup.errors["seed"].value)
@@ -490,7 +462,5 @@ def test_a_folder_that_cannot_be_written_costs_the_edits_alone() -> None:
     setup = setup_of()
     setup.input("seed").value = "3"
     setup.keep("/sys/out")
-    setup.offer("/sys/out")
-    setup.offer("~nobody-of-this-name")
+    assert kept_edits("/sys/out") is kept_edits("~nobody-of-this-name") is None
     assert setup.state.texts["seed"] == "3"
-    assert setup.offered.children == ()
