@@ -105,6 +105,17 @@ def dump(values: Mapping[str, object]) -> str:
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
+def parse_settings(text: str, name: str) -> dict[str, object]:
+    """Read a mapping of settings from a text, as from a file of that name.
+
+    Raises:
+        ConfigError: it is not YAML, not a mapping, or gives a setting twice.
+    """
+    layer = _read_yaml(text, name)
+    refuse([*layer.mistakes])
+    return dict(layer.values)
+
+
 def _read_text(path: Path, name: str) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")

@@ -197,7 +197,7 @@ class Board:
 
     def __init__(self, setup: Setup, table: TrialTable, hidden: str) -> None:
         self.setup, self.table = setup, table
-        self.strip, self.message = w.HTML(layout={"margin": "0 2px"}), w.HTML()
+        self.message = w.HTML()
         self.place = w.HTML(layout={"flex": "1 1 0", "min_width": "0", "overflow": "hidden"})
         self.buttons = {
             name: button(text, tooltip, bold=name in _BOLD)
@@ -212,12 +212,12 @@ class Board:
         self.question = w.HTML()
         self.yes, self.no = button("Yes", "Do it"), button("No", "Do nothing")
         self.asking = wrapped_row(self.question, self.yes, self.no)
-        places = {**_CARDS, "log": "auto", "compare": "auto", "files": "auto"}
+        places = {**dict.fromkeys(("strip", "log", "compare", "files"), "auto"), **_CARDS}
         self.cards = {
             name: w.HTML(layout={"width": "auto", "margin": "0", "flex": flex})
             for name, flex in places.items()
         }
-        self.trials = self._trials_box()
+        self.strip, self.trials = self.cards["strip"], self._trials_box()
         page = [self.cards[name] for name in _CARDS]
         page.insert(-1, self.trials)
         grid = w.HBox(page, layout={"flex_flow": "row wrap", "grid_gap": "8px"})

@@ -29,7 +29,7 @@ from nbtoolkit.text_table import ago, duration
 from nbtoolkit.views import runs
 from nbtoolkit.views.markup import alert
 from nbtoolkit.views.page import page_html
-from nbtoolkit.views.state import State, read_state
+from nbtoolkit.views.state import read_state
 from nbtoolkit.views.text import page_text
 from nbtoolkit.views.trial_rows import View
 
@@ -134,7 +134,7 @@ class WorkerThread:
             future.set_result(value)
 
 
-class Controller:
+class Controller(Drawing):
     """Everything behind a panel.
 
     Args:
@@ -146,12 +146,8 @@ class Controller:
         notify: whether the browser's tab is marked at the end of a run.
 
     Attributes:
-        state: of the watched run; None: none is watched.
-        board: the widgets.
-        chosen: what the person chose to see.
         worker: the thread in which all tasks run, and in which alone the state changes.
-        output_dir: the folder of the runs: the form's when the panel was opened, later that of what
-            was started.
+        saved: the page for saved notebooks.
     """
 
     def __init__(
@@ -163,15 +159,9 @@ class Controller:
         given: bool = True,
         notify: bool = False,
     ) -> None:
-        self._train, self._folds = train, folds
-        self.state: State | None = None
-        self.chosen = View()
         self._handle: RunHandle | None = None
-        config = form.validate().config
-        self.output_dir = "outputs" if config is None else config.runtime.output_dir
-        self._stale, self._was_live, self._message_ends = True, False, 0.0
+        self._was_live, self._message_ends = False, 0.0
         self._pressing = threading.Lock()
-        self._pressed: dict[str, Future[None]] = {}
         self._answers = _NO_ANSWERS
         setup = Setup(form, self._on_edit, task=train is None)
         table = TrialTable(
@@ -180,19 +170,16 @@ class Controller:
             on_stop=lambda number: self.press(f"stop_trial={number}"),
         )
         css_class = f"nbtoolkit-saved-{uuid.uuid4().hex[:8]}"
-        self.board = Board(setup, table, css_class)
+        super().__init__(Board(setup, table, css_class), train, folds)
+        if (config := self.validate().config) is not None:
+            self.output_dir = config.runtime.output_dir
         self.board.notify.value = notify
         self.saved = SavedPage(css_class, self.html)
-        self._drawing = Drawing(self.board, train, folds, self._on_edit)
         self.worker = WorkerThread(self.poll, self._show_error)
         self._observe_widgets()
         # So that the panel is shown complete; errors are shown like later ones.
         self.worker.submit(partial(self._attach, given)).exception()
         self.worker.submit(self.poll).exception()
-
-    def validate(self) -> Validation:
-        """Validate what stands in the form now."""
-        return self.board.setup.state.validate()
 
     def press(self, button: str) -> Future[None]:
         """Submit a button's task; pressing it again before the task is done submits no other."""
@@ -316,7 +303,7 @@ class Controller:
             handle: RunHandle | None
             if name in actions.STARTS:
                 # The fork server may need seconds: the run before must not look like this one.
-                self._drawing.clear("Starting: waiting for the first process")
+                self.clear("Starting: waiting for the first process")
                 handle = actions.start(name, self._train, validation, self._folds)
                 drop_edits(self.output_dir)
                 self.board.setup.edited, self.output_dir = False, str(handle.paths.folder.parent)
@@ -446,10 +433,10 @@ class Controller:
             set_text(self.board.message, "")
         # Another user's folder: a launch reports that.
         with contextlib.suppress(OSError, NbtoolkitError):
-            self._drawing.list_runs(self.state, self.output_dir)
+            self.list_runs()
         self.board.setup.keep(self.output_dir)
         if draws:
-            self._drawing.draw(self.state, self.validate(), self.chosen, self._pressed)
+            self.draw()
         self.saved.update(changed=draws, now=self.state is not None and self.state.over)
 
     def _mark_tab(self, status: str) -> None:

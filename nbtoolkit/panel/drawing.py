@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Callable
+from concurrent.futures import Future
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,74 +75,67 @@ def _training_seconds(state: State | None) -> list[float]:
 
 
 class Drawing:
-    """Draws on a board; used by the panel's thread alone.
+    """What a panel shows, and how it is drawn; used by the panel's thread alone.
 
     Args:
         board: the widgets.
         train: the panel's function; None: the one that ``task`` names.
         folds: the panel's folds.
-        redraw: called by another thread when there is something new to draw.
+
+    Attributes:
+        board: the widgets.
+        state: of the watched run; None: none is watched.
+        chosen: what the person chose to see.
+        output_dir: the folder of the runs: the form's when the panel was opened, later that of what
+            was started.
     """
 
-    def __init__(
-        self,
-        board: Board,
-        train: actions.Train | None,
-        folds: Folds | None,
-        redraw: Callable[[], object],
-    ) -> None:
-        self._board, self._train, self._folds, self._redraw = board, train, folds, redraw
+    def __init__(self, board: Board, train: actions.Train | None, folds: Folds | None) -> None:
+        self.board, self._train, self._folds = board, train, folds
+        self.state: State | None = None
+        self.chosen, self.output_dir = View(), "outputs"
+        self._pressed: dict[str, Future[None]] = {}  # the buttons whose task is not done yet
+        self._stale = True
         self._planned: object = None
         self._cost = ""
         self._listed: list[tuple[str, str, str]] = []
         self._importance = threading.Thread()
 
-    def draw(
-        self,
-        state: State | None,
-        validation: Validation,
-        chosen: View,
-        pressed: Collection[str],
-    ) -> None:
-        """Draw everything but the list of runs.
+    def validate(self) -> Validation:
+        """Validate what stands in the form now."""
+        return self.board.setup.state.validate()
 
-        Args:
-            state: of the watched run; None: none is watched.
-            validation: of the form.
-            chosen: what the person chose to see.
-            pressed: the buttons whose task is not done yet.
-        """
-        board = self._board
-        self._draw_buttons(state, validation, pressed)
-        parts = regions(state, chosen, only=("strip", *board.cards))
-        set_html(board.strip, parts.get("strip", ""))
+    def draw(self) -> None:
+        """Draw everything but the list of runs."""
+        board, state, validation = self.board, self.state, self.validate()
+        self._draw_buttons(validation)
+        parts = regions(state, self.chosen, only=board.cards)
         for name, widget in board.cards.items():
             set_html(widget, parts.get(name, ""))
-        self._draw_trials(state, chosen)
-        self._draw_setup(state, validation)
+        self._draw_trials()
+        self._draw_setup(validation)
         logs = ["", *log_names(state)]
         set_trait(board.log, "options", tuple((name or "newest running", name) for name in logs))
-        set_trait(board.log, "value", chosen.log if chosen.log in logs else "")
+        set_trait(board.log, "value", self.chosen.log if self.chosen.log in logs else "")
         if state is not None and IMPORTANCES.due(state) and not self._importance.is_alive():
-            compute = partial(self._compute_importance, state)
-            self._importance = threading.Thread(target=compute, daemon=True)
+            compute = self._compute_importance
+            self._importance = threading.Thread(target=compute, args=(state,), daemon=True)
             self._importance.start()
 
     def clear(self, text: str) -> None:
         """Show a sentence instead of a run."""
-        set_html(self._board.strip, card("", paragraph(text)))
-        for widget in self._board.cards.values():
-            set_html(widget, "")
-        show(self._board.trials, False)
+        for name, widget in self.board.cards.items():
+            set_html(widget, card("", paragraph(text)) if name == "strip" else "")
+        show(self.board.trials, False)
 
-    def list_runs(self, state: State | None, output_dir: str) -> None:
-        """List the newest runs of a folder, with the watched one selected.
+    def list_runs(self) -> None:
+        """List the newest runs of the output folder, with the watched one selected.
 
         The list is rewritten only when a run appears, ends or is renamed: a rewrite closes it while
         a person chooses.
         """
-        runs = list_runs(output_dir)
-        watched = "" if state is None else str(state.paths.folder)
+        runs = list_runs(self.output_dir)
+        watched = "" if self.state is None else str(self.state.paths.folder)
         listed = [(str(entry.folder), entry.status, entry.name) for entry in runs]
         options = [("(none)", "")]
         for entry in runs:  # the strip shows the progress of a live one
@@ -152,27 +145,23 @@ class Drawing:
             options.append((Path(watched).name, watched))
             listed.append((watched, "", ""))
         if listed != self._listed:
-            self._board.run.options, self._listed = options, listed
-        set_trait(self._board.run, "value", watched)
+            self.board.run.options, self._listed = options, listed
+        set_trait(self.board.run, "value", watched)
 
-    def _draw_buttons(
-        self, state: State | None, validation: Validation, pressed: Collection[str]
-    ) -> None:
-        board = self._board
-        offered = actions.offered_buttons(state, validation, self._folds)
-        enabled = actions.enabled_buttons(offered, validation) - set(pressed)
+    def _draw_buttons(self, validation: Validation) -> None:
+        board, wrong = self.board, [*validation.mistakes]
+        offered = actions.offered_buttons(self.state, validation, self._folds)
+        enabled = actions.enabled_buttons(offered, validation) - set(self._pressed)
         for name, button in board.buttons.items():
             show(button, name in offered)
             set_trait(button, "disabled", name not in enabled)
         set_trait(board.buttons["add_trials"], "description", f"+{board.more.value} trials")
-        wrong = [*validation.mistakes]
         show(board.errors, bool(wrong))
-        set_trait(
-            board.errors, "description", f"{counted(len(wrong), 'error')}: {''.join(wrong[:1])}"
-        )
+        text = f"{counted(len(wrong), 'error')}: {''.join(wrong[:1])}"
+        set_trait(board.errors, "description", text)
 
-    def _draw_trials(self, state: State | None, chosen: View) -> None:
-        board = self._board
+    def _draw_trials(self) -> None:
+        board, state, chosen = self.board, self.state, self.chosen
         is_sweep = state is not None and isinstance(state.table, SweepTable)
         show(board.trials, is_sweep)
         if state is None or not is_sweep:
@@ -183,9 +172,10 @@ class Drawing:
         set_trait(board.previous, "disabled", chosen.page <= 0)
         set_trait(board.next, "disabled", chosen.page >= page.pages - 1)
 
-    def _draw_setup(self, state: State | None, validation: Validation) -> None:
+    def _draw_setup(self, validation: Validation) -> None:
         """Draw what depends on the form; the plan reads the hardware, which takes time."""
-        board, best, seconds = self._board, actions.best_trial(state), _training_seconds(state)
+        board, state = self.board, self.state
+        best, seconds = actions.best_trial(state), _training_seconds(state)
         status = None if state is None else (state.paths.folder, state.status, state.resumable)
         key = (validation.form, status, best, len(seconds), [*self._listed])
         if key != self._planned:
@@ -212,10 +202,10 @@ class Drawing:
         board.setup.show(validation, self._cost)
 
     def _compute_importance(self, state: State) -> None:
-        """Compute it, which takes up to 2.4 s of CPU, and draw it."""
+        """Compute it, which takes up to 2.4 s of CPU."""
         with contextlib.suppress(RuntimeError):  # a trial ended meanwhile: the next one is drawn
             IMPORTANCES.compute(state)
-            self._redraw()
+            self._stale = True  # the next poll draws it
 
 
 class SavedPage:

@@ -22,18 +22,15 @@ from yaml import YAMLError
 from nbtoolkit.config.fields import Free, FreeSection
 from nbtoolkit.config.schema import Config, Section
 from nbtoolkit.config.validation import fields as allowed_values
-from nbtoolkit.config.yaml_source import dump, parse_value
+from nbtoolkit.config.yaml_source import dump, parse_settings, parse_value
 from nbtoolkit.errors import ConfigError, NbtoolkitError
 from nbtoolkit.run.paths import atomic_file
 from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
-from nbtoolkit.text_table import shortened
 
 # --- fields ---
 
 GENERAL = "general"
 """The section of settings that stand in none."""
-
-_QUOTED = 40  # characters of a wrong text
 
 
 @dataclass(frozen=True)
@@ -79,11 +76,10 @@ class Field:
             ConfigError: the text is not YAML, or the setting does not allow the value.
         """
         try:
-            value = parse_value(text)
-            value = {} if self.free and value is None else value
+            value = parse_settings(text, self.name) if self.free else parse_value(text)
             _validator(self.name).validate_python(value)
         except (YAMLError, ValidationError, RecursionError) as error:  # `&a {b: *a}` has no end
-            raise ConfigError(self._mistake(text, error)) from error
+            raise ConfigError(self._mistake(text)) from error
         return value
 
     def error(self, text: str) -> str:
@@ -94,11 +90,7 @@ class Field:
             return error.what
         return ""
 
-    def _mistake(self, text: str, error: Exception) -> str:
-        if self.free and isinstance(error, YAMLError):
-            return _yaml_mistake(text, error)
-        if self.free:
-            return "Must be lines such as hidden: 64"
+    def _mistake(self, text: str) -> str:
         meant, example = text.strip().replace(",", ".", 1), default_texts()[self.name]
         if re.fullmatch(r"-?\d*,\d+", text.strip()) and not self.error(meant):
             example = f"{meant} (decimal point)"
@@ -163,39 +155,20 @@ def text_of(value: object) -> str:
         value = value.to_dict()
     if isinstance(value, dict):
         return dump(value).rstrip("\n") if value else ""
-    if isinstance(value, str):
-        return value if _reads_as(value, value) else json.dumps(value, ensure_ascii=False)
+    text = str(value)
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_item_text, value))}]"
-    return json.dumps(value)
-
-
-def _item_text(item: object) -> str:
-    """Format an item of a list; JSON is YAML, for one that holds a comma, a bracket or a colon."""
-    text = text_of(item)
-    return text if _reads_as(f"[{text}]", [item]) else json.dumps(item, ensure_ascii=False)
+        value, text = [*value], f"[{', '.join(map(text_of, value))}]"
+    elif not isinstance(value, str):
+        return json.dumps(value)
+    with contextlib.suppress(YAMLError):
+        if parse_value(text) == value:
+            return text
+    return json.dumps(value, ensure_ascii=False)
 
 
 def texts_of(config: Config) -> dict[str, str]:
     """Return every setting of a configuration as text, by dotted name."""
     return {name: text_of(attrgetter(name)(config)) for name in config_fields()}
-
-
-def _reads_as(text: str, value: object) -> bool:
-    try:
-        return bool(parse_value(text) == value)
-    except YAMLError:
-        return False
-
-
-def _yaml_mistake(text: str, error: YAMLError) -> str:
-    """Describe a YAML error by its line."""
-    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    lines = text.splitlines()
-    if mark is None or mark.line >= len(lines):
-        return f"YAML error: {problem or shortened(str(error), 2 * _QUOTED)}"
-    line = shortened(lines[mark.line].strip(), _QUOTED)
-    return f"YAML error in line {mark.line + 1}: {line!r} ({problem})"
 
 
 # --- the form's contents ---
@@ -261,13 +234,7 @@ class FormState:
         Raises:
             ConfigError: it is not YAML, or not a mapping.
         """
-        try:
-            space = parse_value(self.space)
-        except YAMLError as error:
-            raise ConfigError(_yaml_mistake(self.space, error)) from error
-        if not isinstance(space, dict):
-            raise ConfigError("the space is not a mapping", allowed="names, each with its limits")
-        return space
+        return parse_settings(self.space, "space")
 
     def n_trials(self) -> int | None:
         """Parse the number of trials; None: the space's own.
@@ -298,10 +265,7 @@ class FormState:
     def _sweep_config(self, config: Config) -> SweepConfig | None:
         if not self.space.strip():
             return None
-        try:
-            return load_sweep_config(self.parsed_space(), config, n_trials=self.n_trials())
-        except RecursionError as error:
-            raise ConfigError("the space has no end: it contains itself") from error
+        return load_sweep_config(self.parsed_space(), config, n_trials=self.n_trials())
 
 
 # --- edits that survive the kernel ---
@@ -325,8 +289,7 @@ def keep_edits(output_dir: str | os.PathLike[str], state: FormState) -> bool:
         written.
     """
     path = _edits_file(output_dir)
-    changed = {name: state.texts[name] for name in state.changed()}
-    contents = {"texts": changed, "space": state.space, "trials": state.trials}
+    contents = {**vars(state), "texts": {name: state.texts[name] for name in state.changed()}}
     try:
         if path.exists() and abs(time.time() - path.stat().st_mtime) < _SECONDS:
             return False

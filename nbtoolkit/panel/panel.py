@@ -62,17 +62,12 @@ def panel(
         raise MissingExtra("the panel needs ipywidgets", do="pip install 'nbtoolkit-torch[panel]'")
     from nbtoolkit.panel.controller import Controller
 
-    form = FormState(as_config(config, None), _space_text(space))
+    if space is not None and not isinstance(space, Mapping):
+        space = file_layer(space).values
+    form = FormState(as_config(config, None), "" if space is None else dump(space))
     opened = Panel(Controller(train, form, folds, given=config is not None, notify=notify))
     _close_previous(opened)
     return opened
-
-
-def _space_text(space: Source | None) -> str:
-    """Return a space as YAML text for the form."""
-    if space is None:
-        return ""
-    return dump(space if isinstance(space, Mapping) else file_layer(space).values)
 
 
 class Panel:
@@ -164,8 +159,8 @@ class Panel:
 
 # --- one panel per cell ---
 
-_OPENED: dict[str, tuple[int, list[Panel]]] = {}
-"""By cell: the number of the execution that last opened panels in it, and those panels."""
+_OPENED: list[tuple[str, int, Panel]] = []
+"""The id of a cell, the number of its execution, and a panel that it opened then."""
 
 
 def _close_previous(opened: Panel) -> None:
@@ -175,15 +170,12 @@ def _close_previous(opened: Panel) -> None:
     cell, the browser gets every table ten times a second.
     """
     cell, execution = _running_cell()
-    if not cell:
-        return
-    previous, panels = _OPENED.get(cell, (execution, []))
-    if previous == execution:
-        _OPENED[cell] = (execution, [*panels, opened])
-        return
-    _OPENED[cell] = (execution, [opened])
-    for other in panels:
-        other.close()
+    earlier = [one for one in _OPENED if cell and one[0] == cell and one[1] != execution]
+    for one in earlier:
+        _OPENED.remove(one)
+        one[2].close()
+    if cell:
+        _OPENED.append((cell, execution, opened))
 
 
 def _running_cell() -> tuple[str, int]:

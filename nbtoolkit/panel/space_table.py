@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import ipywidgets as w
 from yaml import YAMLError
 
-from nbtoolkit.config.yaml_source import dump, parse_value
+from nbtoolkit.config.yaml_source import dump, parse_settings, parse_value
+from nbtoolkit.errors import ConfigError
 from nbtoolkit.panel.form import text_of
 from nbtoolkit.panel.widgets import label, set_text, set_trait, show, sign_button, wrapped_row
 from nbtoolkit.study.parameter import expand
@@ -66,9 +67,12 @@ def read_rows(text: str) -> tuple[list[Row], list[str]]:
         The parameters as rows, and the names of those that the table cannot show.
 
     Raises:
-        YAMLError: the text is not YAML, or not a mapping.
+        ConfigError: the text is not YAML, or not a mapping.
     """
-    rows = {name: _row(name, value) for name, value in _parameters(_document(text)).items()}
+    rows = {
+        name: _row(name, value)
+        for name, value in _parameters(parse_settings(text, "space")).items()
+    }
     without = [str(name) for name, row in rows.items() if row is None]
     return [row for row in rows.values() if row is not None], without
 
@@ -81,7 +85,7 @@ def write_rows(text: str, rows: Sequence[Row]) -> str:
         rows: the parameters; rows without a name are left out, and those whose name is a section of
             a sweep's settings, as it may be while it is typed.
     """
-    document = _document(text)
+    document = parse_settings(text, "space")
     old = _parameters(document)
     before = {name: _row(name, value) for name, value in old.items()}
     # An unchanged parameter keeps its notation: [a, b] instead of {type: categorical, ...}.
@@ -93,13 +97,6 @@ def write_rows(text: str, rows: Sequence[Row]) -> str:
     new |= {name: old[name] for name, row in before.items() if row is None}
     document = {**document, "space": new} if _has_sections(document) else new
     return dump(document) if document else ""
-
-
-def _document(text: str) -> dict[str, object]:
-    document = parse_value(text) or {}
-    if not isinstance(document, dict):
-        raise YAMLError("the space is not a mapping")
-    return document
 
 
 def _has_sections(document: Mapping[str, object]) -> bool:
@@ -220,7 +217,7 @@ class SpaceTable:
             names = shortened(", ".join(without), 200)
             note = f"Only in the YAML below: {names}" if without else ""
             self.add.disabled = False
-        except YAMLError:
+        except ConfigError:
             rows, note = [], "The table appears when the YAML below is right."
             self.add.disabled = True
         set_text(self._note, note)

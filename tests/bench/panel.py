@@ -65,7 +65,7 @@ def measure() -> dict[str, float]:
 def look(panel: nb.Panel, folder: Path, trials: int) -> float:
     """Median CPU seconds of a look, with all cards and the table, after a trial has reported."""
     panel.refresh()
-    panel._controller._drawing._importance.join()  # in a thread of its own, seldom
+    panel._controller._importance.join()  # in a thread of its own, seldom
     steps = iter(range(REPORTS, REPORTS + LOOKS))
 
     def once() -> None:

@@ -89,7 +89,7 @@ def test_a_wrong_space_is_told_and_only_the_sweep_cannot_be_started(opened: Open
     for text, error in {
         "optim.lr: {type: float, low: 1.0, high: 0.1}": "low: 1 is above high: 0.1",
         "optim.rl: [1, 2]": "did you mean",
-        "a: [": "YAML error",
+        "a: [": "space:1: not valid YAML",
         "[1]": "not a mapping",
     }.items():
         setup.space.value = text
