@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from pprint import pformat
 from typing import Literal, TypedDict
@@ -15,7 +15,7 @@ from nbtoolkit.crossval.cross_validation import cross_validate
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.handle import RunHandle
-from nbtoolkit.launcher.launch import launch
+from nbtoolkit.launcher.launch import Train, launch
 from nbtoolkit.panel.form import FormState, Validation
 from nbtoolkit.run.paths import RunPaths, write_whole
 from nbtoolkit.search.sweep import FOLDS_FILE, sweep, sweep_to_resume
@@ -23,8 +23,6 @@ from nbtoolkit.search.sweep_result import SweepHandle, SweepResult, read_sweep_c
 from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.tasks.find import find_task
 from nbtoolkit.views.state import State
-
-Train = Callable[..., object]
 
 _NO_FORM = Validation()
 

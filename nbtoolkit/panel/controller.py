@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from nbtoolkit.config.schema import load_config
 from nbtoolkit.errors import LaunchError, NbtoolkitError
+from nbtoolkit.launcher.launch import Train
 from nbtoolkit.panel import actions
 from nbtoolkit.panel.board import Board, TrialTable
 from nbtoolkit.panel.drawing import Drawing, SavedPage, place_text
@@ -152,7 +153,7 @@ class Controller(Drawing):
 
     def __init__(
         self,
-        train: actions.Train | None,
+        train: Train | None,
         form: FormState,
         folds: Folds | None = None,
         *,
@@ -293,9 +294,7 @@ class Controller(Drawing):
     def _run_button(self, button: str, validation: Validation, more: int) -> None:
         try:
             name, number = actions.parsed_button(button, more)
-            # The present state may differ from when the button was drawn.
-            if self.state is not None:
-                self.state.refresh()
+            self._refresh_state()  # it may differ from when the button was drawn
             offered = actions.offered_buttons(self.state, validation, self._folds)
             enabled = actions.enabled_buttons(offered, validation)
             if name not in enabled:

@@ -15,6 +15,7 @@ from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import NbtoolkitError
 from nbtoolkit.host import detect_host
+from nbtoolkit.launcher.launch import Train
 from nbtoolkit.panel import actions
 from nbtoolkit.panel.board import Board
 from nbtoolkit.panel.form import Validation
@@ -90,7 +91,7 @@ class Drawing:
             was started.
     """
 
-    def __init__(self, board: Board, train: actions.Train | None, folds: Folds | None) -> None:
+    def __init__(self, board: Board, train: Train | None, folds: Folds | None) -> None:
         self.board, self._train, self._folds = board, train, folds
         self.state: State | None = None
         self.chosen, self.output_dir = View(), "outputs"
