@@ -55,7 +55,12 @@ _HEARD = {
 """What is shown when a request was sent, by button."""
 
 
-_NO_ANSWERS: tuple[Callable[[], object], ...] = (lambda: None, lambda: None)
+Answer = tuple[str, Callable[[], object]]
+"""The label of a button that answers a question, and what it does."""
+
+
+def _nothing() -> None:
+    pass
 
 
 class WorkerThread:
@@ -163,7 +168,7 @@ class Controller(Drawing):
         self._handle: RunHandle | None = None
         self._was_live, self._message_ends = False, 0.0
         self._pressing = threading.Lock()
-        self._answers = _NO_ANSWERS
+        self._answers: dict[bool, Callable[[], object]] = {}
         setup = Setup(form, self._on_edit, task=train is None)
         table = TrialTable(
             on_sort=lambda name: self._submit(partial(self._sort, name)),
@@ -237,15 +242,15 @@ class Controller(Drawing):
     def _on_edit(self) -> None:
         self._stale = True
         if hasattr(self, "worker"):  # the form calls this while it is made, before the thread
-            self._submit(lambda: None)
+            self._submit(_nothing)
 
     def _on_click(self, name: str) -> None:
         seconds = 0.0 if name != "stop" or self.state is None else self.state.elapsed()
         if seconds <= _ASKS_AFTER:
             self.press(name)
             return
-        text, stop = f"Stop after {duration(seconds)}?", partial(self.press, name)
-        self._submit(partial(self._ask, text, "Stop", "Keep running", stop))
+        stop, keep = ("Stop", partial(self.press, name)), ("Keep running", _nothing)
+        self._submit(partial(self._ask, f"Stop after {duration(seconds)}?", stop, keep))
 
     # --- tasks, in the panel's thread ---
 
@@ -288,8 +293,8 @@ class Controller(Drawing):
         if kept != setup.state:
             self.board.sections.open("Set up")
             text = f"Unsaved edits from {ago(max(time.time() - saved, 0.0))}:"
-            restore, discard = partial(setup.load, kept), partial(drop_edits, self.output_dir)
-            self._ask(text, "Restore", "Discard", restore, discard)
+            discard = "Discard", partial(drop_edits, self.output_dir)
+            self._ask(text, ("Restore", partial(setup.load, kept)), discard)
 
     def _run_button(self, button: str, validation: Validation, more: int) -> None:
         try:
@@ -355,23 +360,16 @@ class Controller(Drawing):
         if self.chosen.ticked:
             runs.set_note(self._folder, self.chosen.ticked[-1], text)
 
-    def _ask(
-        self,
-        text: str,
-        yes: str,
-        no: str,
-        act: Callable[[], object],
-        otherwise: Callable[[], object] = lambda: None,
-    ) -> None:
-        board, self._answers = self.board, (otherwise, act)
+    def _ask(self, text: str, yes: Answer, no: Answer) -> None:
+        board = self.board
         set_text(board.question, text)
-        board.yes.description, board.no.description = yes, no
+        for button, answer, (label, act) in ((board.yes, True, yes), (board.no, False, no)):
+            button.description, self._answers[answer] = label, act
         show(board.asking, True)
 
     def _answer(self, yes: bool) -> None:
-        answers, self._answers = self._answers, _NO_ANSWERS
         show(self.board.asking, False)
-        answers[yes]()
+        self._answers.pop(yes, _nothing)()
 
     def _rename(self) -> None:
         runs.rename(self._folder, self.board.name.value)
@@ -379,7 +377,7 @@ class Controller(Drawing):
     def _ask_delete(self) -> None:
         folder = self._folder
         text = f"Move {folder.name} to {folder.parent / '.trash'}?"
-        self._ask(text, "Delete", "Keep", partial(self._delete, folder))
+        self._ask(text, ("Delete", partial(self._delete, folder)), ("Keep", _nothing))
 
     def _delete(self, folder: Path) -> None:
         trash = runs.move_to_trash(folder)
