@@ -235,9 +235,13 @@ class Controller(Drawing):
 
     def _submit(self, task: Callable[[], object]) -> None:
         """Submit a task, after which everything is drawn; the panel's thread fills widgets."""
+
+        def act() -> None:
+            task()
+            self._stale = True  # only now: a poll that comes before the task would reset it
+
         if not self.worker.is_current:
-            self._stale = True
-            self.worker.submit(task)
+            self.worker.submit(act)
 
     def _on_edit(self) -> None:
         self._stale = True

@@ -65,7 +65,8 @@ def measure() -> dict[str, float]:
 def look(panel: nb.Panel, folder: Path, trials: int) -> float:
     """Median CPU seconds of a look, with all cards and the table, after a trial has reported."""
     panel.refresh()
-    panel._controller._importance.join()  # in a thread of its own, seldom
+    if panel._controller._importance.ident is not None:  # in a thread of its own, seldom
+        panel._controller._importance.join()
     steps = iter(range(REPORTS, REPORTS + LOOKS))
 
     def once() -> None:

@@ -235,6 +235,24 @@ def test_rows_stand_best_first_and_a_header_sorts(opened: Open, out: Path, direc
     assert numbers(panel) == ([2, 3, 0, 1] if direction == "minimize" else [1, 0, 3, 2])
 
 
+def test_what_a_click_changes_is_drawn_even_if_a_poll_comes_before_its_task(
+    opened: Open, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    three(out)
+    panel = opened()
+    assert numbers(panel) == [1, 0, 2]
+    submit = controller(panel).worker.submit
+
+    def late(task: Any) -> Any:
+        submit(controller(panel).poll)  # the one of the thread's own, at the worst moment
+        return submit(task)
+
+    monkeypatch.setattr(controller(panel).worker, "submit", late)
+    controller(panel).board.table.heads[0].click()
+    monkeypatch.undo()
+    assert numbers(panel) == [2, 1, 0]
+
+
 def test_two_ticked_trials_are_compared_and_have_notes(opened: Open, out: Path) -> None:
     folder = three(out)
     panel = opened()
