@@ -163,10 +163,17 @@ def _fenced(values: Sequence[float]) -> list[float]:
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2:
         return [0.0] * len(values)
-    first, _, third = statistics.quantiles(finite, n=4)
-    # If half of the values are equal, only the others can be explained.
-    fence = third + _FENCE * (third - first) if third > first else max(finite)
-    return [max(min(value, fence), min(finite)) for value in values]
+    worst = fence(finite, _FENCE)
+    return [max(min(value, worst), min(finite)) for value in values]
+
+
+def fence(values: Sequence[float], ranges: float) -> float:
+    """Return Tukey's fence: so many interquartile ranges above the third quartile.
+
+    If half of the values are equal, it is the largest: only the others can be explained.
+    """
+    first, _, third = statistics.quantiles(values, n=4)
+    return third + ranges * (third - first) if third > first else max(values)
 
 
 def _linear(trial: FrozenTrial, space: dict[str, BaseDistribution], value: float) -> FrozenTrial:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -14,41 +15,44 @@ SECONDS = 60.0
 _TAIL = 1 << 16  # bytes at the end of an event log in which readings are looked for
 
 
+@dataclass(frozen=True)
+class DeviceUse:
+    """How busy a rank, a slot or a GPU is.
+
+    Attributes:
+        name: ``"rank 0"``, ``"slot 1"`` or ``"GPU 0"``.
+        text: the use in words.
+        history: unix seconds and use from 0 to 1, in the last minute with readings.
+    """
+
+    name: str
+    text: str
+    history: list[tuple[float, float]]
+
+
 class DeviceReader:
     """Reads the newest device readings of event logs; a log that did not grow is not read again."""
 
     def __init__(self) -> None:
         self._logs: dict[Path, tuple[int, list[DevicesSampled]]] = {}
 
-    def history(self, logs: Mapping[Path, str]) -> dict[str, list[tuple[float, float]]]:
-        """Return unix seconds and use from 0 to 1 of each rank, slot and GPU.
+    def read(self, logs: Mapping[Path, str], *, since: float | None) -> list[DeviceUse]:
+        """Return the use of each rank, slot and GPU.
 
         Args:
             logs: event logs, and the name of the slot that each belongs to; empty: there are none.
-        """
-        return {
-            name: [(at, share) for at, one in points if (share := _share(one)) is not None]
-            for name, points in self._read(logs).items()
-        }
-
-    def lines(
-        self, logs: Mapping[Path, str], *, since: float | None
-    ) -> list[tuple[str, float | None, str]]:
-        """Return name, use from 0 to 1 (None: unknown) and a text of each rank, slot and GPU.
-
-        Args:
-            logs: as for :meth:`history`.
             since: unix seconds from which on a reading is of now; None: it has ended, and the text
                 is the mean.
         """
-        lines: list[tuple[str, float | None, str]] = []
+        uses = []
         for name, points in self._read(logs).items():
             readings = [reading for _, reading in points]
+            shares = [(at, share) for at, one in points if (share := _share(one)) is not None]
             if since is None:
-                lines.append((name, None, f"mean {_text(readings)}"))
+                uses.append(DeviceUse(name, f"mean {_text(readings)}", shares))
             elif points[-1][0] >= since:
-                lines.append((name, _share(readings[-1]), _text(readings[-1:])))
-        return lines
+                uses.append(DeviceUse(name, _text(readings[-1:]), shares))
+        return uses
 
     def _read(self, logs: Mapping[Path, str]) -> dict[str, list[tuple[float, Reading]]]:
         """Read the last minute with readings: unix seconds and reading, by name."""

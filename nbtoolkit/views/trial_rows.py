@@ -142,6 +142,7 @@ def ordered(state: State, chosen: View = EVERYTHING) -> list[Trial]:
         result = _sorted(state, table, trials, chosen.sort)
     else:
         best = _sorted(state, table, [t for t in trials if t.state == "complete"], "#delta")
+        best.sort(key=lambda trial: trial not in table.best)  # which knows of constraints
         running = [t for t in trials if t.state == "running"]
         rest = [t for t in trials if t.state not in ("complete", "running")]
         first = max(ROWS - len(running), ROWS // 2)
@@ -156,8 +157,6 @@ def _sorted(state: State, table: SweepTable, trials: list[Trial], by: str) -> li
     largest = by not in table.metrics or table.directions[table.metrics.index(by)] == "maximize"
     keyed = [(_key(_sort_value(state, table, trial, by)), trial) for trial in trials]
     known = sorted((pair for pair in keyed if pair[0]), key=lambda pair: pair[0], reverse=largest)
-    if by == table.metrics[0] and len(table.metrics) == 1:  # the scheduler knows of constraints
-        known.sort(key=lambda pair: pair[1] not in table.best)
     return [trial for _, trial in known] + [trial for key, trial in keyed if not key]
 
 
@@ -290,7 +289,8 @@ def title_of(trial: Trial) -> str:
     """Describe a trial in a few lines, for a pointer."""
     lines = [f"trial {trial.number}: {trial.state}"]
     lines += [one_line(trial.reason)] if trial.reason else []
-    lines += ["value " + ", ".join(map(number, trial.values))] if trial.values else []
+    values = trial.values or ([] if trial.latest is None else [trial.latest])
+    lines += ["value " + ", ".join(map(number, values))] if values else []
     return "\n".join(lines + [f"{name} = {param(value)}" for name, value in trial.params.items()])
 
 
