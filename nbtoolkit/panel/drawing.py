@@ -180,6 +180,7 @@ class Drawing:
         board = self._board
         is_sweep = state is not None and isinstance(state.table, SweepTable)
         show(board.trials, is_sweep)
+        show(board.sections.headings["Compare"], is_sweep)
         if state is None or not is_sweep:
             return
         page = trial_page(state, chosen)
@@ -213,6 +214,7 @@ class Drawing:
             with contextlib.suppress(NbtoolkitError):  # deleted, or of another version
                 code = actions.code_of_best(state, self._train)
             set_trait(board.best_code, "value", code)
+            show(board.best_code, bool(code))
         board.setup.show(validation, self._cost)
 
     def _compute_importance(self, state: State) -> None:
