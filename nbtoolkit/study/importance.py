@@ -85,10 +85,10 @@ class Importance:
             f"From {self.used}{of} complete trials{left}.",
             f"In brackets: the range over {_RESAMPLES} resamples of the trials, a seed each.",
         ]
-        for group in self.groups():
-            if len(group) > 1:
-                names = ", ".join(share.name for share in group)
-                notes.append(f"Cannot tell yet which matters more: {names}.")
+        doubted = [group for group in self.groups() if len(group) > 1]
+        if doubted:
+            groups = (", ".join(share.name for share in group) for group in doubted)
+            notes.append(f"Cannot tell yet which matters more: {'; '.join(groups)}.")
         if self.left_out:
             names = ", ".join(self.left_out)
             notes.append(f"Not searched by all trials in one range, and left out: {names}.")

@@ -42,9 +42,8 @@ from nbtoolkit.views.text import differing, fixed
 from nbtoolkit.views.trial_rows import (
     View,
     colour_of,
-    header_html,
-    row_html,
     short_names,
+    table_html,
     title_of,
     trial_page,
     value_of,
@@ -324,9 +323,7 @@ def trials_card(state: State, chosen: View, now: float) -> str:
     page = trial_page(state, chosen, now)
     if not page.rows:
         return card("Trials", paragraph("No trial has started yet.", faint=True), span=3)
-    body = header_html(page.columns, chosen)
-    body += "".join(row_html(row, page.columns) for row in page.rows)
-    return card("Trials", body, span=3, note=page.text)
+    return card("Trials", table_html(page, chosen), span=3, note=page.text)
 
 
 def compare_card(state: State, table: SweepTable, ticked: Sequence[int]) -> str:

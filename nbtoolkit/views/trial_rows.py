@@ -302,8 +302,23 @@ def template(shown: Sequence[Column]) -> str:
     return " ".join(f"minmax(0,{column.width:g}fr)" for column in shown)
 
 
+def table_html(page: TrialPage, chosen: View = EVERYTHING) -> str:
+    """Render a page with its headings as a table."""
+    rows = [_row_html(row, page.columns) for row in page.rows]
+    return _table("Trials", "".join([header_html(page.columns, chosen), *rows]))
+
+
 def row_html(row: TrialRow, shown: Sequence[Column]) -> str:
-    """Render a row; ``shown``: its columns."""
+    """Render a row as a table of its own, beside which there may be controls."""
+    return _table(f"trial {row.number}", _row_html(row, shown))
+
+
+def _table(name: str, rows: str) -> str:
+    """Rows as a table for screen readers."""
+    return f'<div role="table" aria-label="{name}">{rows}</div>'
+
+
+def _row_html(row: TrialRow, shown: Sequence[Column]) -> str:
     cells = []
     for column, text, bar in zip(shown, row.texts, row.bars, strict=True):
         text = shortened(text, max(round(column.width), 4))
@@ -312,22 +327,26 @@ def row_html(row: TrialRow, shown: Sequence[Column]) -> str:
         if bar is not None:
             stops = f"{row.colour}3d {bar:.0%},transparent {bar:.0%}"
             fill = f"background:linear-gradient(to left,{stops});"
-        cells.append(_cell(inside, column, fill))
+        cells.append(_cell("cell", inside, column, fill))
     weight = "font-weight:600;" if row.colour == BEST else ""
     title = escape(row.title, quote=True)
-    return f'<div title="{title}" style="{weight}{_line(shown)}">{"".join(cells)}</div>'
+    style = f"{weight}{_line(shown)}"
+    return f'<div role="row" title="{title}" style="{style}">{"".join(cells)}</div>'
 
 
 def header_html(shown: Sequence[Column], chosen: View = EVERYTHING) -> str:
     """Render the row of headings; an arrow marks the column that sorts."""
     arrow = {chosen.sort: " ▴" if chosen.reverse else " ▾"}
-    cells = [_cell(escape(column.label + arrow.get(column.name, "")), column) for column in shown]
-    return f'<div style="font-weight:600;{_line(shown)}">{"".join(cells)}</div>'
+    cells = "".join(
+        _cell("columnheader", escape(column.label + arrow.get(column.name, "")), column)
+        for column in shown
+    )
+    return f'<div role="row" style="font-weight:600;{_line(shown)}">{cells}</div>'
 
 
-def _cell(inside: str, column: Column, fill: str = "") -> str:
+def _cell(role: str, inside: str, column: Column, fill: str = "") -> str:
     style = fill + ("" if column.right else "text-align:left")
-    return f'<span style="{style}">{inside}</span>' if style else f"<span>{inside}</span>"
+    return f'<span role="{role}" style="{style}">{inside}</span>'
 
 
 def _line(shown: Sequence[Column]) -> str:

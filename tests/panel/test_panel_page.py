@@ -111,9 +111,11 @@ def test_a_single_run_has_neither_best_settings_nor_a_comparison(opened: Open, o
     assert visible(board.best_code)
     assert visible(board.sections.headings["Compare"])
     panel.watch(write_run(out, "train-0001", events=trained({"loss": [1.0, 0.5]})).folder)
+    panel.refresh()
     assert not visible(board.best_code)
     assert not visible(board.sections.headings["Compare"])
     panel.watch(sweep_folder)
+    panel.refresh()
     assert visible(board.sections.headings["Compare"])
 
 
