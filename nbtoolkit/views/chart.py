@@ -179,13 +179,9 @@ class _Scale:
         return [(value, f"{value:.4g}") for value in values or self._round(most)]
 
     def _powers(self, most: int) -> list[float]:
-        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-        for factors in ((1, 2, 5), (1,)):
-            values = [f * 10.0**p for p in range(first, last + 1) for f in factors]
-            inside = [value for value in values if not self.outside(value)]
-            if 2 <= len(inside) <= most:
-                return inside
-        return inside[:: -(-len(inside) // most)]
+        first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
+        powers = [10.0**power for power in range(first, last + 1)]
+        return powers[:: -(-len(powers) // most)] if len(powers) > 1 else []
 
     def _round(self, most: int) -> list[float]:
         rough = (self.high - self.low) / most

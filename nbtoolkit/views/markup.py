@@ -69,9 +69,9 @@ def tiles(parts: Sequence[str], least: int) -> str:
     return f'<div style="{style}">{inside}</div>'
 
 
-def paragraph(text: str, *, strong: bool = False, faint: bool = False) -> str:
+def paragraph(text: str, *, faint: bool = False) -> str:
     """Render a paragraph."""
-    style = ("font-weight:600;" if strong else "") + ("opacity:0.75;" if faint else "")
+    style = "opacity:0.75;" if faint else ""
     return f'<div style="{style}{WRAPS}">{escape(text)}</div>'
 
 
