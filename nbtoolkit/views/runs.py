@@ -135,9 +135,6 @@ def newest(output_dir: str | Path) -> Path | None:
     return None if chosen is None else chosen.folder
 
 
-_states: dict[Path, State] = {}
-
-
 def _entry(paths: RunPaths, now: float) -> RunEntry:
     title = read_annotations(paths.folder).title or shortened(plain_name(paths), _TITLE)
     ended, live = _written(paths.result) or _written(paths.error), False
@@ -146,7 +143,8 @@ def _entry(paths: RunPaths, now: float) -> RunEntry:
     if ended:
         status, facts = _result(paths.folder, ended)
     else:
-        state = _state(paths)
+        state = _state(paths.folder)
+        state.refresh()
         status, facts, live = state.status, _facts(state), state.live
         when = f"started {ago(now - state.began)}" if live and state.began else when
     word = "interrupted" if status == "cut off" else status
@@ -167,13 +165,10 @@ def _written(file: Path) -> float:
         return 0.0
 
 
-def _state(paths: RunPaths) -> State:
-    """Return the state of a run that has not ended; each call reads only what is new."""
-    if len(_states) > _CACHED:
-        _states.clear()
-    state = _states.setdefault(paths.folder, State(paths))
-    state.refresh()
-    return state
+@lru_cache(_CACHED)
+def _state(folder: Path) -> State:
+    """Return the state of a run that has not ended; a refresh reads only what is new."""
+    return State(RunPaths(folder))
 
 
 def _facts(state: State) -> list[str]:

@@ -19,7 +19,7 @@ from nbtoolkit.study.space import Space
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.text_table import counted, duration, number
 from nbtoolkit.views.chart import Points
-from nbtoolkit.views.devices import DeviceReader, DeviceUse
+from nbtoolkit.views.devices import DeviceUse, device_uses
 from nbtoolkit.views.timeline import JobSpan, rows_of
 
 _NOTES = 5  # the newest notes that are kept
@@ -98,7 +98,6 @@ class State:
         self.ended: events.RunEnded | None = None
         self.config: dict[str, object] = {}
         self.plan: dict[str, object] = {}
-        self._devices = DeviceReader()
         self._jobs: dict[int | None, dict[int, JobSpan]] = {}  # the folds of each trial
         self._last = 0.0  # unix seconds of the last event
         self._fold_states: dict[int, State] = {}
@@ -384,7 +383,7 @@ class State:
             jobs = [(span, f"slot {slot}") for slot, row in rows for span in row]
             jobs.sort(key=lambda job: job[0].end or 0.0)
             logs = {self.job(span).events: slot for span, slot in jobs[-_DEVICE_LOGS:]}
-        return self._devices.read(logs, since=self.began if self.live else None)
+        return device_uses(logs, since=self.began if self.live else None)
 
     # --- events ---
 

@@ -160,8 +160,7 @@ def devices_of(plan: Mapping[str, object]) -> str:
 
 def direction(state: State, metric: str) -> str | None:
     """Return ``"minimize"`` or ``"maximize"``, by the configuration or a metric's name."""
-    checkpoint = state.config.get("checkpoint")
-    checkpoint = checkpoint if isinstance(checkpoint, Mapping) else {}
+    checkpoint = _checkpoint(state)
     if checkpoint.get("monitor") == metric and checkpoint.get("mode") in ("min", "max"):
         return "minimize" if checkpoint["mode"] == "min" else "maximize"
     return direction_of(metric)
@@ -179,9 +178,13 @@ def best_point(state: State, metric: str, points: Points) -> tuple[float, float]
 def main_metric(state: State) -> str:
     """Return the metric of a run that matters: ``checkpoint.monitor``, else the first one."""
     curves = curves_of(state)
-    checkpoint = state.config.get("checkpoint")
-    monitor = checkpoint.get("monitor") if isinstance(checkpoint, Mapping) else None
+    monitor = str(_checkpoint(state).get("monitor"))
     return monitor if monitor in curves else next(iter(curves), "")
+
+
+def _checkpoint(state: State) -> Mapping[str, object]:
+    checkpoint = state.config.get("checkpoint")
+    return checkpoint if isinstance(checkpoint, Mapping) else {}
 
 
 def fold_values(folds: Sequence[JobSpan]) -> dict[str, list[float]]:
