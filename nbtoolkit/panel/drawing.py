@@ -165,6 +165,7 @@ class Drawing:
         board, state, chosen = self.board, self.state, self.chosen
         is_sweep = state is not None and isinstance(state.table, SweepTable)
         show(board.trials, is_sweep)
+        show(board.sections.headings["Compare"], is_sweep)
         if state is None or not is_sweep:
             return
         page = trial_page(state, chosen)
@@ -200,6 +201,7 @@ class Drawing:
             with contextlib.suppress(NbtoolkitError):  # deleted, or of another version
                 code = actions.code_of_best(state, self._train)
             set_trait(board.best_code, "value", code)
+            show(board.best_code, bool(code))
         board.setup.show(validation, self._cost)
 
     def _compute_importance(self, state: State) -> None:

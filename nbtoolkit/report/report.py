@@ -9,7 +9,6 @@ from html import escape
 from pathlib import Path
 
 from nbtoolkit.errors import ReportFolderError
-from nbtoolkit.report.reported_run import ReportedRun
 from nbtoolkit.report.sections import (
     ReportSection,
     comparison,
@@ -21,6 +20,7 @@ from nbtoolkit.report.sections import (
 from nbtoolkit.run.paths import TRASH, RunPaths, age_key, write_whole
 from nbtoolkit.text_table import counted, shortened
 from nbtoolkit.views.markup import view
+from nbtoolkit.views.state import State, read_state
 
 FILE = "report.html"
 
@@ -103,7 +103,7 @@ def read_report(folder: str | os.PathLike[str]) -> RunsReport:
             allowed="a folder that this user may read; by default only its owner may read a run's",
             do=f"let its owner share it: chmod go+rX {path}",
         ) from error
-    return RunsReport(path, [ReportedRun(paths) for paths in runs_below(path)])
+    return RunsReport(path, [read_state(paths.folder) for paths in runs_below(path)])
 
 
 def runs_below(folder: Path) -> list[RunPaths]:
@@ -135,7 +135,7 @@ class RunsReport:
         runs: the runs, sweeps and cross-validations in it, oldest first.
     """
 
-    def __init__(self, folder: Path, runs: Sequence[ReportedRun]) -> None:
+    def __init__(self, folder: Path, runs: Sequence[State]) -> None:
         self.folder, self.runs = folder, list(runs)
 
     @cached_property

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
-from statistics import fmean, median
+from statistics import median
 
 from nbtoolkit.config.schema import flat_settings
 from nbtoolkit.report.predictions import NoPredictions, Predictions, joined, predictions_of
-from nbtoolkit.report.reported_run import ReportedRun
 from nbtoolkit.run.paths import KIND_NAMES, RunPaths
 from nbtoolkit.run.resume import decides_result
-from nbtoolkit.text_table import counted, duration, metric_column, moment, setting, shortened
+from nbtoolkit.text_table import counted, duration, metric_column, moment, shortened
 from nbtoolkit.views.chart import PALETTE, RUNNING, Axis, Series, chart
-from nbtoolkit.views.markup import alert, card, data_table, grid, paragraph, view
+from nbtoolkit.views.markup import alert, card, data_table, grid, paragraph, tiles, view
 from nbtoolkit.views.page import page_html
-from nbtoolkit.views.run_cards import quantity_axis
-from nbtoolkit.views.text import curves_of, quantity_of, status_of
+from nbtoolkit.views.run_cards import metric_charts, run_lines
+from nbtoolkit.views.state import State
+from nbtoolkit.views.text import (
+    curves_of,
+    devices_of,
+    differing,
+    error_of,
+    explanation,
+    final_values,
+    name_of,
+    status_of,
+)
 
 
 @dataclass
@@ -46,139 +55,97 @@ class ReportSection:
 _METRICS = 5  # columns
 
 
-def overview(runs: Sequence[ReportedRun]) -> ReportSection:
-    """Tabulate the runs, oldest first; below, why runs failed and which files cannot be read."""
+def overview(runs: Sequence[State]) -> ReportSection:
+    """Tabulate the runs, oldest first; below, what is wrong with those that did not complete."""
     if not runs:
         return ReportSection("Runs", [paragraph("There are no runs in this folder.")])
-    counts = Counter(name for run in runs for name in run.metrics)
+    values = [final_values(run) for run in runs]
+    counts = Counter(name for one in values for name in one)
     ranked = sorted(counts, key=lambda name: (not name.startswith("val_"), -counts[name]))
     metrics = ranked[:_METRICS]
     columns = [
-        [run.label for run in runs],
+        [label(run) for run in runs],
         [KIND_NAMES[run.kind] for run in runs],
         [status_of(run) for run in runs],
-        *(metric_column([run.metrics.get(name) for run in runs]) for name in metrics),
+        *(metric_column([one.get(name) for one in values]) for name in metrics),
         [_took(run) for run in runs],
-        [shortened(run.device, 32) for run in runs],
-        [moment(run.first) for run in runs],
+        [shortened(devices_of(run.plan), 32) for run in runs],
+        [moment(run.first_began) for run in runs],
     ]
     names = [shortened(metric, 28) for metric in metrics]
     header = ["run", "what", "status", *names, "took", "device", "began (UTC)"]
-    problems = [alert(f"{run.label}: {text}") for run in runs for text in _problems(run)]
+    problems = [
+        alert(f"{label(run)}: {shortened(text, 300)}")
+        for run in runs
+        for text in (explanation(run), error_of(run))
+        if text
+    ]
     return ReportSection("Runs", [data_table(header, [*zip(*columns, strict=True)]), *problems])
 
 
-def _took(run: ReportedRun) -> str:
+def label(run: State) -> str:
+    """Return a run's name, short enough for a table's header or a legend."""
+    return shortened(name_of(run), 28)
+
+
+def _took(run: State) -> str:
     attempts = f", in {run.attempts} attempts" if run.attempts > 1 else ""
     return duration(run.elapsed()) + attempts
 
 
-def _problems(run: ReportedRun) -> list[str]:
-    problems = [f"{name} cannot be read" for name in run.damaged]
-    if run.error:
-        kind = str(run.error.get("type", "")).removeprefix("builtins.")
-        problems.append(f"failed: {kind}: {shortened(str(run.error.get('text', '')), 300)}")
-    elif run.status == "cut off":
-        problems.append("interrupted: its process died; the same launch resumes it")
-    return problems
-
-
-def page_section(run: ReportedRun) -> ReportSection:
+def page_section(run: State) -> ReportSection:
     """Write the page of a run, a sweep or a cross-validation, as the panel shows it."""
-    return ReportSection(run.label, [page_html(run)])
+    return ReportSection(label(run), [page_html(run)])
 
 
 # --- comparison ---
 
-_ABSENT = object()
 
-
-def comparison(runs: Sequence[ReportedRun]) -> ReportSection:
+def comparison(runs: Sequence[State]) -> ReportSection:
     """Compare the newest single runs: learning curves, and the settings that differ."""
-    section = ReportSection("Comparison")
     single = [run for run in runs if run.kind == "run"]
     compared = single[-len(PALETTE) :]
     if len(compared) < 2:
-        return section
-    if len(compared) < len(single):
-        section.parts.append(paragraph(f"The newest {len(compared)} of {len(single)} runs."))
-    quantities = dict.fromkeys(quantity_of(name) for run in compared for name in curves_of(run))
-    charts = [_curves(compared, name) for name in quantities]
-    section.parts += [grid(*charts)] if charts else []
-    return ReportSection(section.title, section.parts + _differences(compared))
-
-
-def _curves(runs: Sequence[ReportedRun], quantity: str) -> str:
-    lines = [
-        Series(
-            f"{run.label}, training" if name.startswith("train_") else run.label,
-            points,
-            "dashed" if name.startswith("train_") else "line",
-            colour,
-        )
-        for run, colour in zip(runs, PALETTE, strict=False)
-        for name, points in curves_of(run).items()
-        if quantity_of(name) == quantity
-    ]
-    drawn = chart(
-        lines, x=Axis("step", integer=True), y=quantity_axis(quantity, lines), legend=True
+        return ReportSection("Comparison")
+    few = f"The newest {len(compared)} of {len(single)} runs."
+    parts = [paragraph(few)] if len(compared) < len(single) else []
+    labels = [label(run) for run in compared]
+    pictures = metric_charts(
+        [
+            line
+            for run, name, colour in zip(compared, labels, PALETTE, strict=False)
+            for line in run_lines(name, curves_of(run), colour)
+        ],
+        "step",
     )
-    return card(shortened(quantity, 32), drawn, span=2)
-
-
-def _differences(runs: Sequence[ReportedRun]) -> list[str]:
-    """Tabulate the settings that are not equal; those that change a run's results come first."""
-    configs = [flat_settings(run.config) for run in runs]
-    names = dict.fromkeys(name for config in configs for name in config)
-    values = {name: [config.get(name, _ABSENT) for config in configs] for name in names}
-    differing = [name for name in names if any(v != values[name][0] for v in values[name])]
-    if not differing:
-        return [paragraph("The settings of all these runs are equal.")]
-    differing.sort(key=lambda name: not decides_result(name, runs[-1].config))
-    rows = [
-        [name, *("" if value is _ABSENT else setting(value) for value in values[name])]
-        for name in differing
-    ]
-    return [data_table(["setting", *(run.label for run in runs)], rows)]
+    parts += [tiles(pictures, 300)] if pictures else []
+    rows = differing([flat_settings(run.config) for run in compared])
+    rows.sort(key=lambda row: not decides_result(row[0], compared[-1].config))
+    equal = paragraph("The settings of all these runs are equal.")
+    parts.append(data_table(["setting", *labels], rows) if rows else equal)
+    return ReportSection("Comparison", parts)
 
 
 # --- throughput ---
 
 
-_READINGS: tuple[tuple[str, str, str, float, Callable[[list[float]], float]], ...] = (
-    ("CPU cores of each rank (mean)", "rank", "cpu", 1.0, fmean),
-    ("memory of each rank (GB, most)", "rank", "memory", 1e-9, max),
-    ("use of each GPU (%, mean)", "index", "utilization", 1.0, fmean),
-    ("memory of each GPU (GB, most)", "index", "memory_used", 1e-9, max),
-)
-"""Column; what was read: a rank or a GPU; the reading's name, its factor, and its summary."""
-
-
-def throughput(runs: Sequence[ReportedRun]) -> ReportSection:
+def throughput(runs: Sequence[State]) -> ReportSection:
     """Tabulate samples per second and device use of runs and folds."""
-    cells = {
-        run.label if part is run else f"{run.label}, {part.label}": _use(part)
-        for run in runs
-        for part in (run, *run.fold_runs)
-    }
+    cells = {label(run): _use(run) for run in runs}
+    for run in runs:
+        folds = run.fold_runs().items()
+        cells |= {f"{label(run)}, fold {number}": _use(fold) for number, fold in folds}
     columns = dict.fromkeys(column for row in cells.values() for column in row)
     rows = [[n, *(row.get(column, "") for column in columns)] for n, row in cells.items() if row]
     parts = [data_table(["run", *columns], rows)] if rows else []
     return ReportSection("Throughput and device use", parts)
 
 
-def _use(run: ReportedRun) -> dict[str, str]:
-    """The cells of a run, by column; columns without a value are left out."""
+def _use(run: State) -> dict[str, str]:
+    """The cells of a run, by column."""
     rates = [rate for _, rate in run.logged.get("samples_per_second", ())]
     cells = {"samples a second (median)": f"{median(rates):,.0f}"} if rates else {}
-    for column, device, name, factor, summary in _READINGS:
-        values: dict[str, list[float]] = {}
-        for reading in run.samples:
-            if device in reading and isinstance(value := reading.get(name), (int, float)):
-                values.setdefault(str(reading[device]), []).append(value * factor)
-        if values:
-            cells[column] = ", ".join(f"{summary(values[key]):.4g}" for key in sorted(values))
-    return cells
+    return cells | {device.name: device.text for device in run.devices()}
 
 
 # --- predictions ---
@@ -191,7 +158,7 @@ _BLUE = "42, 127, 201"  # RUNNING; at most half of it, so that the page's text s
 _DARKEST = 0.5
 
 
-def predictions(runs: Sequence[ReportedRun]) -> ReportSection:
+def predictions(runs: Sequence[State]) -> ReportSection:
     """Show the newest runs' predictions; of a cross-validation, the out-of-fold predictions.
 
     For predictions that cannot be shown, the section states the reason.
@@ -202,15 +169,15 @@ def predictions(runs: Sequence[ReportedRun]) -> ReportSection:
         try:
             found = _predictions(run)
         except NoPredictions as reason:
-            reasons.append(paragraph(f"{run.label}: {reason}."))
+            reasons.append(paragraph(f"{label(run)}: {reason}."))
             continue
         if found is not None and len(cards) < _RUNS:
-            title = f"{run.label}, {'out of fold' if run.kind == 'cv' else 'validation'}"
+            title = f"{label(run)}, {'out of fold' if run.kind == 'cv' else 'validation'}"
             cards.append(card(title, _drawn(found), span=2))
     return ReportSection("Predictions", ([grid(*cards)] if cards else []) + reasons)
 
 
-def _predictions(run: ReportedRun) -> Predictions | None:
+def _predictions(run: State) -> Predictions | None:
     if run.kind == "run":
         return predictions_of(run.paths)
     files = sorted(run.paths.folder.glob("folds/*/values/0.pkl"))

@@ -191,7 +191,7 @@ def _last_state(text: str) -> str:
 
 
 Shape = Literal["widgets", "html", "minutes", "bar", "lines", "off"]
-"""``"html"``: HTML that the waiting cell replaces; ``"minutes"``: one line per minute."""
+"""``"html"``: HTML that a thread replaces; ``"minutes"``: one line per minute."""
 
 
 @dataclass(frozen=True)

@@ -85,10 +85,10 @@ class Importance:
             f"From {self.used}{of} complete trials{left}.",
             f"In brackets: the range over {_RESAMPLES} resamples of the trials, a seed each.",
         ]
-        for group in self.groups():
-            if len(group) > 1:
-                names = ", ".join(share.name for share in group)
-                notes.append(f"Cannot tell yet which matters more: {names}.")
+        doubted = [group for group in self.groups() if len(group) > 1]
+        if doubted:
+            groups = (", ".join(share.name for share in group) for group in doubted)
+            notes.append(f"Cannot tell yet which matters more: {'; '.join(groups)}.")
         if self.left_out:
             names = ", ".join(self.left_out)
             notes.append(f"Not searched by all trials in one range, and left out: {names}.")
@@ -163,10 +163,17 @@ def _fenced(values: Sequence[float]) -> list[float]:
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2:
         return [0.0] * len(values)
-    first, _, third = statistics.quantiles(finite, n=4)
-    # If half of the values are equal, only the others can be explained.
-    fence = third + _FENCE * (third - first) if third > first else max(finite)
-    return [max(min(value, fence), min(finite)) for value in values]
+    worst = fence(finite, _FENCE)
+    return [max(min(value, worst), min(finite)) for value in values]
+
+
+def fence(values: Sequence[float], ranges: float) -> float:
+    """Return Tukey's fence: so many interquartile ranges above the third quartile.
+
+    If half of the values are equal, it is the largest: only the others can be explained.
+    """
+    first, _, third = statistics.quantiles(values, n=4)
+    return third + ranges * (third - first) if third > first else max(values)
 
 
 def _linear(trial: FrozenTrial, space: dict[str, BaseDistribution], value: float) -> FrozenTrial:

@@ -1,4 +1,4 @@
-"""Draw charts as SVG without scripts, for panel, live view, report and saved notebooks.
+"""Draw charts as SVG and HTML without scripts, for panel, live view, report and saved notebooks.
 
 Text takes the colour of its surroundings. Lines and marks have colours by state, with a contrast of
 at least 3 on white, #111111 and #1e1e1e (https://www.w3.org/TR/WCAG21/#non-text-contrast), so both
@@ -8,13 +8,13 @@ read well in light and in dark themes. A chart fills the width of its card and s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 from typing import Literal, TypeAlias, TypeVar
 
-from nbtoolkit.text_table import shortened
+from nbtoolkit.text_table import duration, shortened
 
 _T = TypeVar("_T")
 
@@ -29,7 +29,7 @@ PALETTE = (RUNNING, "#009e73", "#8a63d2", "#a07800", "#c44e9b", "#0f8f9f", "#b56
 
 Mark = Literal["line", "dashed", "steps", "dots", "crosses", "ring"]
 
-_WIDTH, _HEIGHT = 360, 176  # units of a view box; a card is 300 to 500 pixels wide
+_SIZE = (330, 180)  # units of a view box; a card is 300 to 500 pixels wide
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 10, 8, 32  # margins for ticks and names
 _FONT = 11
 _NAME = 40  # characters of a name
@@ -84,7 +84,7 @@ def chart(
     x: Axis = Axis(integer=True),
     y: Axis = Axis(),
     legend: bool = False,
-    size: tuple[int, int] = (_WIDTH, _HEIGHT),
+    size: tuple[int, int] = _SIZE,
 ) -> str:
     """Draw several series; a sentence where there are no points.
 
@@ -110,12 +110,18 @@ def chart(
     label += ", ".join(line.name for line in [*entries.values()][-len(PALETTE) :])
     shapes = "".join(_shape(line, points, across, up) for line, points in drawn)
     below = "".join(map(_legend, entries.values())) if legend else ""
+    scaled = f'style="display:block;width:100%;height:auto;max-height:{height * 5 // 4}px"'
+    return _svg(label, size, scaled, "".join(_axes(across, up)) + shapes) + (
+        f'<div style="font-size:11px;line-height:1.5">{below}</div>' if below else ""
+    )
+
+
+def _svg(label: str, size: tuple[int, int], more: str, inside: str) -> str:
+    """Render shapes as an image; ``label``: the same in words; ``more``: attributes."""
     return (
-        f'<svg role="img" aria-label="{escape(label, quote=True)}" viewBox="0 0 {width} {height}"'
-        f' style="display:block;width:100%;height:auto;max-height:{height * 5 // 4}px"'
-        f' font-size="{_FONT}" fill="currentColor">'
-        f"{''.join(_axes(across, up))}{shapes}</svg>"
-        + (f'<div style="font-size:11px;line-height:1.5">{below}</div>' if below else "")
+        f'<svg role="img" aria-label="{escape(label, quote=True)}" '
+        f'viewBox="0 0 {size[0]} {size[1]}" {more} font-size="{_FONT}" fill="currentColor">'
+        f"{inside}</svg>"
     )
 
 
@@ -173,13 +179,9 @@ class _Scale:
         return [(value, f"{value:.4g}") for value in values or self._round(most)]
 
     def _powers(self, most: int) -> list[float]:
-        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-        for factors in ((1, 2, 5), (1,)):
-            values = [f * 10.0**p for p in range(first, last + 1) for f in factors]
-            inside = [value for value in values if not self.outside(value)]
-            if 2 <= len(inside) <= most:
-                return inside
-        return inside[:: -(-len(inside) // most)]
+        first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
+        powers = [10.0**power for power in range(first, last + 1)]
+        return powers[:: -(-len(powers) // most)] if len(powers) > 1 else []
 
     def _round(self, most: int) -> list[float]:
         rough = (self.high - self.low) / most
@@ -296,35 +298,31 @@ def _legend(series: Series) -> str:
 
 # --- sparklines ---
 
+_SPARK = (90, 18)  # pixels
 
-def sparkline(
-    points: Points, label: str, *, y: Axis = Axis(), width: int = 120, height: int = 28
-) -> str:
-    """Draw a small curve without axes, of fixed size; empty below two points.
+
+def sparkline(points: Points, label: str) -> str:
+    """Draw values from 0 to 1 as a small curve without axes, of fixed size; empty below two points.
 
     Args:
         points: positions and values.
         label: the same in words.
-        y: the limits of the values.
-        width: in pixels.
-        height: in pixels.
     """
-    found = _finite(Series("", points))
+    line = Series(label, points, colour=RUNNING)
+    found = _finite(line)
     if len(found) < 2:
         return ""
+    width, height = _SPARK
     across = _Scale.of(Axis(), [step for step, _, _ in found], 3, width - 3)
-    up = _Scale.of(y, [value for _, value, _ in found], height - 3, 3)
-    path = " ".join(f"{across.at(step):.1f},{up.at(value):.1f}" for step, value, _ in found)
-    return (
-        f'<svg role="img" aria-label="{escape(label, quote=True)}" width="{width}" '
-        f'height="{height}" viewBox="0 0 {width} {height}"><polyline points="{path}" fill="none" '
-        f'stroke="{RUNNING}" stroke-width="1.8"/></svg>'
-    )
+    up = _Scale.of(Axis(low=0, high=1), [], height - 3, 3)
+    size = f'width="{width}" height="{height}"'
+    return _svg(label, _SPARK, size, _shape(line, found, across, up))
 
 
 # --- timeline ---
 
-_ROW, _BAR = 22, 14  # units of a row, and of the bar in it
+_NARROW = 200  # pixels of a timeline in the narrowest card
+_DIGIT = 8  # pixels
 
 
 @dataclass(frozen=True)
@@ -338,40 +336,37 @@ class Span:
     colour: str = ENDED
 
 
-def timeline(rows: Sequence[tuple[str, Sequence[Span]]], begin: float, end: float) -> str:
-    """Draw what each worker does over time; a gap in a row is time without work.
+def timeline(rows: Mapping[str, Sequence[Span]], begin: float, end: float) -> str:
+    """Show what each worker does over time; a gap in a row is time without work.
+
+    It is HTML, so that its text has the size of the card's, however narrow that is.
 
     Args:
-        rows: each worker's name and its bars.
+        rows: each worker's bars.
         begin: seconds at the left edge.
         end: seconds at the right edge.
     """
     if not rows or not end > begin:
         return ""
-    height = _ROW * len(rows) + 18
-    across = _Scale.of(Axis(low=begin, high=end), [], _LEFT, _WIDTH - _RIGHT)
-    parts = []
-    for index, (name, spans) in enumerate(rows):
-        top = index * _ROW
-        at = f'x="{_LEFT - 5}" y="{top + 11}" text-anchor="end"'
-        parts.append(f"<text {at}>{escape(shortened(name, 9))}</text>")
-        for span in spans:
-            x0, x1 = across.at(span.begin), across.at(span.end)
-            parts.append(
-                f'<rect x="{x0:.1f}" y="{top}" width="{max(x1 - x0 - 0.5, 0.5):.1f}" '
-                f'height="{_BAR}" fill="{span.colour}" fill-opacity="0.55">'
-                f"{_title(span.title)}</rect>"
-            )
-            if x1 - x0 > 7 * len(span.label):
-                at = f'x="{(x0 + x1) / 2:.1f}" y="{top + 11}" text-anchor="middle"'
-                parts.append(f'<text {at} pointer-events="none">{escape(span.label)}</text>')
-    for value in _Scale.of(Axis(low=0, high=end - begin), [], 0, 1).ticks(5):
-        at = f'x="{across.at(begin + value[0]):.1f}" y="{height - 4}" text-anchor="middle"'
-        parts.append(f"<text {at}>{escape(value[1])} s</text>")
-    label = f"what {len(rows)} workers did over {end - begin:.0f} s"
+
+    def bar(span: Span) -> str:
+        left, width = (span.begin - begin) / (end - begin), (span.end - span.begin) / (end - begin)
+        style = (
+            f"position:absolute;left:{left:.2%};width:calc({width:.2%} - 1px);min-width:1px;"
+            f"height:16px;background:{span.colour}8c;text-align:center"
+        )
+        label = escape(span.label) if _NARROW * width > _DIGIT * len(span.label) else ""
+        return f'<div title="{escape(span.title, quote=True)}" style="{style}">{label}</div>'
+
+    lines = [
+        f"<span>{escape(shortened(name, 9))}</span>"
+        f'<div style="position:relative;height:16px">{"".join(map(bar, spans))}</div>'
+        for name, spans in rows.items()
+    ]
+    scale = f"<span>0 s</span><span>{duration(end - begin)}</span>"
+    style = "display:grid;grid-template-columns:max-content 1fr;gap:4px 8px;line-height:16px"
     return (
-        f'<svg role="img" aria-label="{label}" viewBox="0 0 {_WIDTH} {height}" '
-        f'style="display:block;width:100%;height:auto;max-height:{height * 5 // 4}px" '
-        f'font-size="{_FONT}" fill="currentColor">'
-        f"{''.join(parts)}</svg>"
+        f'<div role="img" aria-label="what {len(rows)} workers did over {duration(end - begin)}" '
+        f'style="{style}">{"".join(lines)}<span></span>'
+        f'<div style="display:flex;justify-content:space-between">{scale}</div></div>'
     )

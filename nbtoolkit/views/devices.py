@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 
@@ -12,72 +14,70 @@ SECONDS = 60.0
 """The length of a history."""
 
 _TAIL = 1 << 16  # bytes at the end of an event log in which readings are looked for
+_LOGS = 256  # whose readings are kept; one that did not grow is not read again
 
 
-class DeviceReader:
-    """Reads the newest device readings of event logs; a log that did not grow is not read again."""
+@dataclass(frozen=True)
+class DeviceUse:
+    """How busy a rank, a slot or a GPU is.
 
-    def __init__(self) -> None:
-        self._logs: dict[Path, tuple[int, list[DevicesSampled]]] = {}
+    Attributes:
+        name: ``"rank 0"``, ``"slot 1"`` or ``"GPU 0"``.
+        text: the use in words.
+        history: unix seconds and use from 0 to 1, in the last minute with readings.
+    """
 
-    def history(self, logs: Mapping[Path, str]) -> dict[str, list[tuple[float, float]]]:
-        """Return unix seconds and use from 0 to 1 of each rank, slot and GPU.
-
-        Args:
-            logs: event logs, and the name of the slot that each belongs to; empty: there are none.
-        """
-        return {
-            name: [(at, share) for at, one in points if (share := _share(one)) is not None]
-            for name, points in self._read(logs).items()
-        }
-
-    def lines(
-        self, logs: Mapping[Path, str], *, since: float | None
-    ) -> list[tuple[str, float | None, str]]:
-        """Return name, use from 0 to 1 (None: unknown) and a text of each rank, slot and GPU.
-
-        Args:
-            logs: as for :meth:`history`.
-            since: unix seconds from which on a reading is of now; None: it has ended, and the text
-                is the mean.
-        """
-        lines: list[tuple[str, float | None, str]] = []
-        for name, points in self._read(logs).items():
-            readings = [reading for _, reading in points]
-            if since is None:
-                lines.append((name, None, f"mean {_text(readings)}"))
-            elif points[-1][0] >= since:
-                lines.append((name, _share(readings[-1]), _text(readings[-1:])))
-        return lines
-
-    def _read(self, logs: Mapping[Path, str]) -> dict[str, list[tuple[float, Reading]]]:
-        """Read the last minute with readings: unix seconds and reading, by name."""
-        self._logs = {log: self._samples(log) for log in logs}
-        found: dict[str, list[tuple[float, Reading]]] = {}
-        for log, slot in logs.items():
-            for sample in self._logs[log][1]:
-                for reading in sample.readings:
-                    if isinstance(reading, dict):  # else the log is damaged
-                        found.setdefault(_name(slot, reading), []).append((sample.t, reading))
-        newest = max((at for points in found.values() for at, _ in points), default=0.0)
-        for name, points in found.items():
-            recent = (point for point in points if point[0] >= newest - SECONDS)
-            found[name] = sorted(recent, key=lambda point: point[0])
-        return {name: found[name] for name in sorted(found) if found[name]}
-
-    def _samples(self, log: Path) -> tuple[int, list[DevicesSampled]]:
-        try:
-            size = log.stat().st_size
-        except OSError:
-            return 0, []
-        known = self._logs.get(log)
-        return known if known and known[0] == size else (size, _samples_in(read_tail(log, _TAIL)))
+    name: str
+    text: str
+    history: list[tuple[float, float]]
 
 
-def _samples_in(text: str) -> list[DevicesSampled]:
-    """Decode the device readings among the lines of an event log."""
+def device_uses(logs: Mapping[Path, str], *, since: float | None) -> list[DeviceUse]:
+    """Return the use of each rank, slot and GPU, by the newest readings in event logs.
+
+    Args:
+        logs: event logs, and the name of the slot that each belongs to; empty: there are none.
+        since: unix seconds from which on a reading is of now; None: it has ended, and the text
+            is the mean.
+    """
+    uses = []
+    for name, points in _last_minute(logs).items():
+        readings = [reading for _, reading in points]
+        shares = [(at, share) for at, one in points if (share := _share(one)) is not None]
+        if since is None:
+            uses.append(DeviceUse(name, f"mean {_text(readings)}", shares))
+        elif points[-1][0] >= since:
+            uses.append(DeviceUse(name, _text(readings[-1:]), shares))
+    return uses
+
+
+def _last_minute(logs: Mapping[Path, str]) -> dict[str, list[tuple[float, Reading]]]:
+    """Read the last minute with readings: unix seconds and reading, by name."""
+    found: dict[str, list[tuple[float, Reading]]] = {}
+    for log, slot in logs.items():
+        for sample in _samples(log, _size(log)):
+            for reading in sample.readings:
+                if isinstance(reading, dict):  # else the log is damaged
+                    found.setdefault(_name(slot, reading), []).append((sample.t, reading))
+    newest = max((at for points in found.values() for at, _ in points), default=0.0)
+    for name, points in found.items():
+        recent = (point for point in points if point[0] >= newest - SECONDS)
+        found[name] = sorted(recent, key=lambda point: point[0])
+    return {name: found[name] for name in sorted(found) if found[name]}
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
+
+
+@lru_cache(_LOGS)
+def _samples(log: Path, size: int) -> list[DevicesSampled]:
+    """Read the device readings at the end of an event log of this size."""
     # Most lines are of other types and need no decoding.
-    lines = (line for line in text.splitlines() if '"type": "device"' in line)
+    lines = (line for line in read_tail(log, _TAIL).splitlines() if '"type": "device"' in line)
     return [event for event in map(decode, lines) if isinstance(event, DevicesSampled)]
 
 

@@ -11,14 +11,13 @@ from nbtoolkit.errors import ReportFolderError
 from nbtoolkit.run.paths import RunPaths, write_whole
 from nbtoolkit.study.importance import Importance
 from nbtoolkit.text_table import shortened
-from nbtoolkit.views.chart import RUNNING
-from nbtoolkit.views.markup import paragraph, view
+from nbtoolkit.views.chart import RUNNING, Axis, Series, chart
+from nbtoolkit.views.markup import data_table, paragraph, view
 from nbtoolkit.views.page import regions
 from nbtoolkit.views.state import read_state
 
 _SVG = re.compile(r'<svg[^>]* viewBox="0 0 (\d+) (\d+)"[^>]*>(.*?)</svg>', re.DOTALL)
 _WIDTHS = {"slices": 1100}  # pixels; a single chart has 560
-_ROW, _BAR, _NAMES = 24, 220, 170  # units of an importance chart
 
 
 class Chart:
@@ -93,24 +92,24 @@ def result_chart(paths: RunPaths, region: str) -> Chart:
 
 
 def importance_chart(importance: Importance, metric: str) -> Chart:
-    """Draw the share of each parameter as a bar with its range, and the notes below."""
-    parts = []
-    for index, share in enumerate(importance.shares):
-        top = index * _ROW
-        low, high = (_NAMES + _BAR * value for value in (share.low, share.high))
-        parts.append(
-            f'<text x="{_NAMES - 6}" y="{top + 15}" text-anchor="end">'
-            f"{escape(shortened(share.name, 24))}</text>"
-            f'<rect x="{_NAMES}" y="{top + 5}" width="{_BAR * share.value:.1f}" height="13" '
-            f'fill="{RUNNING}" fill-opacity="0.55"/><path d="M{low:.1f},{top + 11.5}H{high:.1f}" '
-            f'stroke="currentColor" stroke-width="1.5"/><text x="{_NAMES + _BAR + 6}" '
-            f'y="{top + 15}">{share.text}</text>'
-        )
-    size = f'viewBox="0 0 {_NAMES + _BAR + 130} {_ROW * len(parts)}" style="max-width:560px"'
+    """Draw the share of each parameter with its range; below, the numbers and the notes."""
+    shares = importance.shares
+    names = tuple(shortened(share.name, 24) for share in shares)
+    values = [(float(index), share.value) for index, share in enumerate(shares)]
+    ranges = [
+        Series("range", [(float(index), share.low), (float(index), share.high)])
+        for index, share in enumerate(shares)
+    ]
     title = f"importance for {metric}"
-    drawn = (
-        f'<svg role="img" aria-label="{escape(title, quote=True)}" {size} '
-        f'font-size="11" fill="currentColor">{"".join(parts)}</svg>'
+    drawn = chart(
+        [*ranges, Series("share", values, "ring", RUNNING)],
+        x=Axis(choices=names),
+        y=Axis(title, low=0.0, high=1.0),
+        legend=True,
+        size=(max(330, 80 * len(shares)), 180),
     )
-    notes = map(paragraph, importance.notes())
-    return Chart(title, view(paragraph(title, strong=True), drawn, *notes))
+    rows = [[name, share.text] for name, share in zip(names, shares, strict=True)]
+    table = data_table(["parameter", "share (range)"], rows)
+    notes = "".join(map(paragraph, importance.notes()))
+    inside = f"{paragraph(title)}{drawn}{table}{notes}"
+    return Chart(title, view(f'<div style="max-width:560px">{inside}</div>'))

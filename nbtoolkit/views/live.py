@@ -17,7 +17,6 @@ from nbtoolkit.search.sweep_result import TableLines
 from nbtoolkit.views.page import page_html
 from nbtoolkit.views.progress_display import (
     DisplayPlace,
-    HtmlDisplay,
     LineDisplay,
     ProgressDisplay,
     TerminalBar,
@@ -57,10 +56,8 @@ def show(
     make_state = partial(State, paths, deadline=deadline, folds=folds)
     display: ProgressDisplay | None = None
     match screen.shape:
-        case "widgets":
-            display = WidgetDisplay(make_state)
-        case "html":
-            display = HtmlDisplay(make_state)
+        case "widgets" | "html" as shape:
+            display = ThreadDisplay(make_state, widgets=shape == "widgets")
         case "bar":
             display = TerminalBar(make_state)
             lines.redirect(display.write)
@@ -68,7 +65,7 @@ def show(
             display = LineDisplay(make_state, lines.say, DisplayPlace().put)
         case "lines" if isinstance(lines, CellOutput):
             display = LineDisplay(make_state, lines.say)
-    return LiveView(lines, display, needs_wait=screen.shape != "widgets")
+    return LiveView(lines, display, needs_wait=not isinstance(display, ThreadDisplay))
 
 
 def show_handle(paths: RunPaths, shown: RunDisplay | None) -> None:
@@ -86,7 +83,7 @@ def show_handle(paths: RunPaths, shown: RunDisplay | None) -> None:
         raise NotImplementedError(screen.reason)
     if isinstance(shown, LiveView) and shown.cell == running_cell():
         return
-    WidgetDisplay(partial(State, paths)).open(waits=False)
+    ThreadDisplay(partial(State, paths), widgets=True).open(waits=False)
 
 
 def static(paths: RunPaths) -> str:
@@ -157,21 +154,24 @@ def _failure(error: Exception) -> str:
     return f"the live view ended ({type(error).__name__}: {error})"
 
 
-# --- widgets ---
+# --- a thread that draws ---
 
 
-class WidgetDisplay(ProgressDisplay):
+class ThreadDisplay(ProgressDisplay):
     """A live view in a cell, drawn by a thread of its own: the page, and a button that stops.
 
     The thread only reads the folder. So the view is live while the cell waits, after it has ended,
-    and while other cells run. Updates of a widget reach it from any thread.
+    and while other cells run. Updates of a widget, and of an output that has an id, reach it from
+    any thread.
 
     Args:
         make_state: reads the folder for the first time.
+        widgets: whether there are widgets; without, the output is replaced, and has no button.
     """
 
-    def __init__(self, make_state: Callable[[], State]) -> None:
+    def __init__(self, make_state: Callable[[], State], *, widgets: bool) -> None:
         super().__init__(make_state)
+        self._widgets = widgets
         self._drawing = threading.Lock()  # the waiting thread and ours both see the end
         self._closed = threading.Event()
         self._box: ipywidgets.VBox | None = None
@@ -242,7 +242,9 @@ class WidgetDisplay(ProgressDisplay):
                 self._state.refresh()
                 bundle = mime_bundle(self._state, quick=True)
                 self._show(bundle["text/html"])
-            if self._box is None and self._state.live:
+            if not self._widgets:
+                self._place.put(bundle)
+            elif self._box is None and self._state.live:
                 self._box = self._make_box(bundle["text/html"])
                 model = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
                 self._place.put({**bundle, _WIDGET_VIEW: model})

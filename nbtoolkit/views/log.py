@@ -35,10 +35,8 @@ def log_names(state: State | None) -> dict[str, Path]:
     return logs | _rank_logs(state.paths.folder, "")
 
 
-def log_html(file: Path | None) -> str:
-    """Render the end of a log; empty for None."""
-    if file is None:
-        return ""
+def log_html(file: Path) -> str:
+    """Render the end of a log."""
     text = log_text(file)
     return code_block(text) if text else paragraph("Nothing was written yet.", faint=True)
 

@@ -69,9 +69,9 @@ def tiles(parts: Sequence[str], least: int) -> str:
     return f'<div style="{style}">{inside}</div>'
 
 
-def paragraph(text: str, *, strong: bool = False, faint: bool = False) -> str:
+def paragraph(text: str, *, faint: bool = False) -> str:
     """Render a paragraph."""
-    style = ("font-weight:600;" if strong else "") + ("opacity:0.75;" if faint else "")
+    style = "opacity:0.75;" if faint else ""
     return f'<div style="{style}{WRAPS}">{escape(text)}</div>'
 
 
@@ -99,35 +99,25 @@ def chip(text: str, colour: str, title: str = "") -> str:
     return f'<span style="{style};{tinted(colour)}"{hint}>{escape(text)}</span>'
 
 
-def property_table(values: Mapping[str, object], *, right: bool = False) -> str:
-    """Render names and values as a table with a row for each; ``right``: of numbers."""
-    side = "right;white-space:nowrap" if right else f"left;{WRAPS}"
+def property_table(values: Mapping[str, object]) -> str:
+    """Render names and values as a table with a row for each."""
     body = "".join(
         f'<tr><th scope="row" style="text-align:left;font-weight:400;vertical-align:top;{_CELL}">'
-        f'{escape(name)}</th><td style="padding:2px 0;text-align:{side}">{escape(str(value))}</td>'
-        "</tr>"
+        f'{escape(name)}</th><td style="padding:2px 0;{WRAPS}">{escape(str(value))}</td></tr>'
         for name, value in values.items()
     )
-    width = "width:100%;" if right else ""
-    return f'<table style="{width}border-collapse:collapse;font-size:inherit">{body}</table>'
+    return f'<table style="border-collapse:collapse;font-size:inherit">{body}</table>'
 
 
-def data_table(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    right: bool = False,
-) -> str:
+def data_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Render a table with a header; columns with numbers are aligned right.
 
     Args:
         header: the names of the columns.
         rows: the cells of each row.
-        right: whether all columns but the first are aligned right, and fill the width.
     """
     columns = zip(*rows, strict=True) if rows else [()] * len(header)
-    numeric = [any(map(_numeric, column)) for column in columns]
-    sides = ["right" if (right and index) or is_ else "left" for index, is_ in enumerate(numeric)]
+    sides = ["right" if any(map(_numeric, column)) else "left" for column in columns]
 
     def line(cells: Sequence[str], tag: str, rule: str) -> str:
         inside = "".join(
@@ -137,11 +127,10 @@ def data_table(
         )
         return f"<tr>{inside}</tr>"
 
-    width = "width:100%;" if right else ""
     head = line(header, "th scope=col", "currentColor")
     body = "".join(line(row, "td", RULE) for row in rows)
     return (
-        f'<table style="{width}border-collapse:collapse;font-size:inherit">'
+        '<table style="width:100%;border-collapse:collapse;font-size:inherit">'
         f"<thead>{head}</thead><tbody>{body}</tbody></table>"
     )
 
@@ -151,13 +140,12 @@ def _numeric(text: str) -> bool:
     return text.lstrip("+-")[:1].isdigit()
 
 
-def progress_bar(share: float | None, label: str, *, width: int = 220) -> str:
+def progress_bar(share: float | None, label: str) -> str:
     """Render a bar with its label beside it.
 
     Args:
         share: the filled part, from 0 to 1; None: unknown, and only the label is shown.
         label: the same in words.
-        width: of the bar, in pixels.
     """
     if share is None:
         return paragraph(label)
@@ -165,7 +153,7 @@ def progress_bar(share: float | None, label: str, *, width: int = 220) -> str:
     return (
         f'<div style="display:flex;align-items:center;gap:8px;min-width:0">'
         f'<div role="progressbar" aria-valuenow="{percent}" aria-valuemin="0" aria-valuemax="100" '
-        f'aria-label="{escape(label, quote=True)}" style="width:{width}px;height:8px;'
+        f'aria-label="{escape(label, quote=True)}" style="width:110px;height:8px;'
         f'border-radius:4px;background:{RUNNING}2b"><div style="width:{percent}%;height:100%;'
         f'border-radius:4px;background:{RUNNING}"></div></div>'
         f'<span style="white-space:nowrap">{escape(label)}</span></div>'

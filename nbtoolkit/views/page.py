@@ -114,7 +114,7 @@ def strip(state: State, now: float) -> str:
     parts = [
         f'<b title="{escape(state.paths.run_id, quote=True)}">{escape(text.name_of(state))}</b>',
         chip(f"{sign} {text.status_of(state)}", colour, hint),
-        progress_bar(state.share(), _progress(state, now), width=110),
+        progress_bar(state.share(), _progress(state, now)),
         escape(text.trial_counts(state)),
         f"<b>{escape(text.times(state, now))}</b>",
         escape(text.ended_ago(state, now)),

@@ -142,19 +142,6 @@ class ProgressDisplay:
         raise NotImplementedError
 
 
-class HtmlDisplay(ProgressDisplay):
-    """HTML in the cell, without widgets."""
-
-    def open(self, *, waits: bool) -> None:
-        """Show it in this cell."""
-        super().open(waits=waits)
-        self._place = DisplayPlace()
-        self._refresh()
-
-    def _draw(self) -> None:
-        self._place.put(mime_bundle(self._state))
-
-
 class LineDisplay(ProgressDisplay):
     """A line per minute and one at the end, where a saved notebook gets an HTML output, too.
 

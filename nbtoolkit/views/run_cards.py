@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import cycle
 
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from nbtoolkit.config.schema import Config
 from nbtoolkit.run.paths import read_or_empty
 from nbtoolkit.study.table import SweepTable
-from nbtoolkit.text_table import duration, metric_column, number, setting
+from nbtoolkit.text_table import duration, metric_column, number, setting, shortened
 from nbtoolkit.views.chart import (
     BEST,
     ENDED,
@@ -20,6 +20,7 @@ from nbtoolkit.views.chart import (
     PALETTE,
     RUNNING,
     Axis,
+    Points,
     Series,
     Span,
     chart,
@@ -43,8 +44,9 @@ from nbtoolkit.views.text import (
     best_point,
     curves_of,
     devices_of,
-    fold_scores,
+    fold_values,
     quantity_of,
+    spread,
     step_name,
     times,
 )
@@ -73,32 +75,64 @@ def metrics_card(state: State, now: float) -> str:
         last, top = metric_column([points[-1][1], at[1] if at else None])
         lines.append([metric, last, top, number(at[0]) if at else ""])
     body = headline(value) + paragraph(where, faint=True)
-    body += data_table(["", "last", "best", f"at {step_name(state)}"], lines, right=True)
-    body += property_table({**state.speed(), "time": times(state, now)}, right=True)
+    body += data_table(["", "last", "best", f"at {step_name(state)}"], lines)
+    body += property_table({**state.speed(), "time": times(state, now)})
     return card(name[0].upper() + name[1:], body, span=2)
 
 
 def run_curves_card(state: State) -> str:
     """Draw a run's metrics by step: training and validation of one quantity in one chart."""
-    curves = {name: points for name, points in curves_of(state).items() if len(points) > 1}
-    groups: dict[str, list[Series]] = {}
+    curves = curves_of(state)
+    lines = run_lines("", curves, RUNNING)
     for name, points in curves.items():
-        group = groups.setdefault(quantity_of(name), [])
-        if name.startswith("train_"):
-            group.insert(0, Series(name, points, "dashed", ENDED))
-            continue
-        group.append(Series(name, points, "line", PALETTE[len(group) % len(PALETTE)]))
-        if at := best_point(state, name, points):
-            group.append(Series("best", [at], "ring", BEST, [number(at[1])]))
-    x = Axis(step_name(state), integer=True)
-    pictures = [
-        chart(lines, x=x, y=quantity_axis(name, lines), legend=True, size=(330, 185))
-        for name, lines in list(groups.items())[:_CHARTS]
-    ]
+        if not name.startswith("train_") and (at := best_point(state, name, points)):
+            lines.append((quantity_of(name), Series("best", [at], "ring", BEST, [number(at[1])])))
+    pictures = metric_charts(lines, step_name(state))
     return card("Curves", tiles(pictures, 240), span=3) if pictures else ""
 
 
-def quantity_axis(name: str, lines: Sequence[Series]) -> Axis:
+def run_lines(label: str, curves: Mapping[str, Points], colour: str) -> list[tuple[str, Series]]:
+    """Return the quantity and the line of each curve; training is dashed.
+
+    Args:
+        label: of the run; empty: the metrics' names.
+        curves: the run's metrics by step.
+        colour: of the run.
+    """
+    lines = []
+    for name, points in curves.items():
+        training = name.startswith("train_") or f"val_{name}" in curves
+        text = f"{label}, training" if label and training else label or name
+        if len(points) > 1:
+            line = Series(text, points, "dashed" if training else "line", colour)
+            lines.append((quantity_of(name), line))
+    return lines
+
+
+def metric_charts(lines: Iterable[tuple[str, Series]], step: str) -> list[str]:
+    """Draw a chart for each quantity.
+
+    Args:
+        lines: quantities and their lines, of one run or of several, as from :func:`run_lines`.
+        step: the name of the horizontal axis.
+    """
+    groups: dict[str, list[Series]] = {}
+    for quantity, line in lines:
+        groups.setdefault(quantity, []).append(line)
+    shown = [
+        (name, group)
+        for name, group in groups.items()
+        if any(line.mark in ("line", "dashed") for line in group)
+    ]
+    x = Axis(step, integer=True)
+    return [
+        paragraph(shortened(name, 40))
+        + chart(group, x=x, y=_quantity_axis(name, group), legend=True)
+        for name, group in shown[:_CHARTS]
+    ]
+
+
+def _quantity_axis(name: str, lines: Sequence[Series]) -> Axis:
     """The axis of a quantity: logarithmic for a loss that fell a lot."""
     values = [value for line in lines for _, value in line.points if drawable(value)]
     log = bool(values) and "loss" in name and 0 < min(values) * _LOG_RATIO < max(values)
@@ -115,22 +149,19 @@ def folds_card(state: State, trial: int | None = None) -> str:
         state: of a cross-validation, or of a sweep.
         trial: the trial whose folds they are; None: the cross-validation's.
     """
-    folds = state.folds_table(trial)
+    folds = state.folds(trial)
     if not folds:
         return ""
-    scores = fold_scores(folds)
     seconds = [fold.seconds for fold in folds]
     lines = [
         ["state", *(fold.state for fold in folds), ""],
         *(
-            [name, *metric_column([f.metrics.get(name) for f in folds]), scores[name]]
-            for name in scores
+            [name, *metric_column([f.metrics.get(name) for f in folds]), spread(values)]
+            for name, values in fold_values(folds).items()
         ),
         ["time", *("" if s is None else duration(s) for s in seconds), ""],
     ]
-    table = data_table(
-        ["", *(f"fold {fold.number}" for fold in folds), "mean ± sd"], lines, right=True
-    )
+    table = data_table(["", *(f"fold {fold.fold}" for fold in folds), "mean ± sd"], lines)
     if trial is not None:
         return card(f"Folds of trial {trial}", table, span=3)
     name, value, where = best(state)
@@ -139,17 +170,14 @@ def folds_card(state: State, trial: int | None = None) -> str:
 
 
 def fold_curves_card(state: State) -> str:
-    """Draw a line for each fold, in one chart per metric."""
-    folds = state.folds_table()
-    names = dict.fromkeys(n for f in folds for n, points in f.curves.items() if len(points) > 1)
-    pictures = []
-    for name in sorted(names, key=lambda name: name.startswith("train_"))[:_CHARTS]:
-        lines = [
-            Series(f"fold {f.number}", f.curves.get(name, []), colour=colour)
-            for f, colour in zip(folds, cycle(PALETTE), strict=False)
-        ]
-        picture = chart(lines, x=Axis("step", integer=True), legend=True, size=(330, 185))
-        pictures.append(paragraph(name) + picture)
+    """Draw a line for each fold, in one chart per quantity."""
+    folds = zip(state.fold_runs().items(), cycle(PALETTE), strict=False)
+    lines = [
+        line
+        for (number, fold), colour in folds
+        for line in run_lines(f"fold {number}", curves_of(fold), colour)
+    ]
+    pictures = metric_charts(lines, "step")
     return card("Curves", tiles(pictures, 240), span=2) if pictures else ""
 
 
@@ -158,23 +186,21 @@ def fold_curves_card(state: State) -> str:
 
 def workers_card(state: State, now: float) -> str:
     """Draw what each slot did over time; say what each does now, and how busy the devices are."""
-    slots = (
-        {} if state.kind == "run" else {f"slot {i}": r for i, r in enumerate(state.workers(now))}
-    )
-    begin = max((row[-_SPANS:][0].begin for row in slots.values()), default=now)
-    end = now if state.live else max((row[-1].end or now for row in slots.values()), default=now)
-    bars = [(name, _bars(state, row, begin, now)) for name, row in slots.items()]
+    rows = [] if state.kind == "run" else [row[-_SPANS:] for row in state.workers(now)]
+    slots = {f"slot {index}": row for index, row in enumerate(rows)}
+    begin = max((row[0].begin for row in rows), default=now)
+    end = now if state.live else max((row[-1].end or now for row in rows), default=now)
+    bars = {name: _bars(state, row, begin) for name, row in slots.items()}
     parts = [timeline(bars, begin, end)]
     if state.live and slots:
         parts.append(property_table({name: _doing(state, row[-1]) for name, row in slots.items()}))
-    history, lines = state.device_history(), state.device_lines()
-    limits = Axis(low=0, high=1)
-    for name, _, text in lines:
-        use = sparkline(history.get(name, []), f"use of {name}", y=limits, width=90, height=18)
-        cells = f"<span>{escape(name)}</span>{use}<span>{escape(text)}</span>"
+    devices = state.devices()
+    for device in devices:
+        use = sparkline(device.history, f"use of {device.name}")
+        cells = f"<span>{escape(device.name)}</span>{use}<span>{escape(device.text)}</span>"
         style = "display:flex;align-items:center;gap:8px;white-space:nowrap"
         parts.append(f'<div style="{style}">{cells}</div>')
-    if state.live and not lines:
+    if state.live and not devices:
         parts.append(paragraph("Device readings appear after 5 s.", faint=True))
     if pace := _pace(state, now):
         parts.append(paragraph(pace, faint=True))
@@ -182,36 +208,31 @@ def workers_card(state: State, now: float) -> str:
     return card(title, "".join(parts), span=2) if any(parts) else ""
 
 
-def _bars(state: State, row: list[JobSpan], begin: float, now: float) -> list[Span]:
+def _bars(state: State, row: Sequence[JobSpan], begin: float) -> list[Span]:
     best_trials = state.table.best if isinstance(state.table, SweepTable) else []
     bars = []
-    for span in row[-_SPANS:]:
-        end = now if span.end is None else span.end
+    for span in row:
+        end = span.begin if span.end is None else span.end
         colour = {"running": RUNNING, "failed": FAILED}.get(span.state, ENDED)
         if any(trial.number == span.number for trial in best_trials):
             colour = BEST
-        title = f"{_job(state, span)}: {span.state}, {duration(end - span.begin)}"
+        title = f"{span.name}: {span.state}, {duration(end - span.begin)}"
+        label = span.fold if span.number is None else span.number
         if end > begin:
-            bars.append(Span(max(span.begin, begin), end, str(span.number), title, colour))
+            bars.append(Span(max(span.begin, begin), end, str(label), title, colour))
     return bars
-
-
-def _job(state: State, span: JobSpan) -> str:
-    if state.kind == "cv":
-        return f"fold {span.number}"
-    return f"trial {span.number}" + (f", fold {span.fold}" if span.fold is not None else "")
 
 
 def _doing(state: State, span: JobSpan) -> str:
     """What a slot does now."""
     if span.state != "running":
         return "idle"
-    text = _job(state, span)
-    trial = state.table.trials.get(span.number) if isinstance(state.table, SweepTable) else None
+    trials = state.table.trials if isinstance(state.table, SweepTable) else {}
+    trial = None if span.number is None else trials.get(span.number)
     if trial is None or trial.latest is None:
-        return f"{text}, no report yet" if trial is not None else text
+        return f"{span.name}, no report yet" if trial is not None else span.name
     of = f"/{state.epochs}" if state.epochs and (trial.step or 0) <= state.epochs else ""
-    return f"{text}, step {trial.step}{of}, {number(trial.latest)}"
+    return f"{span.name}, step {trial.step}{of}, {number(trial.latest)}"
 
 
 def _pace(state: State, now: float) -> str:

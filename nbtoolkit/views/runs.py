@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 from nbtoolkit.errors import RunFolderError
@@ -134,17 +135,16 @@ def newest(output_dir: str | Path) -> Path | None:
     return None if chosen is None else chosen.folder
 
 
-_states: dict[Path, State] = {}
-_results: dict[Path, tuple[tuple[float, float], str, list[str]]] = {}
-
-
 def _entry(paths: RunPaths, now: float) -> RunEntry:
     title = read_annotations(paths.folder).title or shortened(plain_name(paths), _TITLE)
-    status, facts, live = *_result(paths), False
-    written = _written(paths.result) or _written(paths.error) or _written(paths.events)
+    ended, live = _written(paths.result) or _written(paths.error), False
+    written = ended or _written(paths.events)
     when = ago(now - written) if written else "nothing written yet"
-    if not status:
-        state = _state(paths)
+    if ended:
+        status, facts = _result(paths.folder, ended)
+    else:
+        state = _state(paths.folder)
+        state.refresh()
         status, facts, live = state.status, _facts(state), state.live
         when = f"started {ago(now - state.began)}" if live and state.began else when
     word = "interrupted" if status == "cut off" else status
@@ -165,13 +165,10 @@ def _written(file: Path) -> float:
         return 0.0
 
 
-def _state(paths: RunPaths) -> State:
-    """Return the state of a run that has not ended; each call reads only what is new."""
-    if len(_states) > _CACHED:
-        _states.clear()
-    state = _states.setdefault(paths.folder, State(paths))
-    state.refresh()
-    return state
+@lru_cache(_CACHED)
+def _state(folder: Path) -> State:
+    """Return the state of a run that has not ended; a refresh reads only what is new."""
+    return State(RunPaths(folder))
 
 
 def _facts(state: State) -> list[str]:
@@ -187,20 +184,10 @@ def _facts(state: State) -> list[str]:
     return [f"{done}/{total}" if total else f"{done}" if done else "", *values[:1]]
 
 
-def _result(paths: RunPaths) -> tuple[str, list[str]]:
-    """Return the status and the facts of a run that has ended; an empty status: it has not."""
-    key = _written(paths.result), _written(paths.error)
-    if not any(key):
-        return "", []
-    known = _results.get(paths.folder)
-    if known is None or known[0] != key:
-        if len(_results) > _CACHED:
-            _results.clear()
-        known = _results[paths.folder] = (key, *_read_result(paths))
-    return known[1:]
-
-
-def _read_result(paths: RunPaths) -> tuple[str, list[str]]:
+@lru_cache(_CACHED)
+def _result(folder: Path, written: float) -> tuple[str, list[str]]:
+    """Return the status and the facts of a run that has ended; ``written``: when that was."""
+    paths = RunPaths(folder)
     result = read_or_empty(paths.result)
     if not result:
         error = read_or_empty(paths.error)

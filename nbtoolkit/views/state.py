@@ -5,25 +5,26 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from itertools import accumulate
 from pathlib import Path
 from statistics import median_low
 
 from nbtoolkit.crossval.cv_result import FoldTable
 from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, fold_key
-from nbtoolkit.errors import RunFileError
+from nbtoolkit.errors import RunFileError, SweepError
 from nbtoolkit.run import events
 from nbtoolkit.run.events import number_values
 from nbtoolkit.run.paths import Kind, RunPaths, kind_of, read_or_empty
 from nbtoolkit.search.sweep_result import read_sweep_config
+from nbtoolkit.study.space import Space
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.text_table import counted, duration, number
 from nbtoolkit.views.chart import Points
-from nbtoolkit.views.devices import DeviceReader
-from nbtoolkit.views.timeline import FoldInfo, JobSpan, Timeline
+from nbtoolkit.views.devices import DeviceUse, device_uses
+from nbtoolkit.views.timeline import JobSpan, rows_of
 
 _NOTES = 5  # the newest notes that are kept
 _LOGGED_POINTS = 4000  # kept per logged metric; above that every second point is dropped
+_WORKED = 1000  # the newest spans of which the workers are shown
 _DEVICE_LOGS = 32  # event logs of ended jobs in which device readings are looked for
 _SPEED_LOGS = 20  # the newest logged steps, of which the speed is the mean
 
@@ -47,7 +48,7 @@ class State:
         logged: of a single run: each logged metric's values by step, thinned.
         trials: of a sweep: each trial's reports by step.
         values: of a sweep: the objective value of each complete trial, by trial number.
-        folds: of a cross-validation: the complete folds.
+        space: of a sweep: what is searched; None: unknown.
         config: the settings of the last attempt, nested.
         plan: its launch plan.
         notes: the newest notes to the user.
@@ -55,7 +56,9 @@ class State:
         epochs: the number of epochs that a run is configured for; None: unknown.
         paused: whether a search starts no more jobs.
         stopping: why this attempt was asked to stop; empty: it was not.
-        began: unix seconds of this attempt's first event; None: nothing was written yet.
+        attempts: the number of attempts: 1, and 1 more per resume.
+        first_began: unix seconds of the first attempt's first event; None: nothing was written yet.
+        began: the same of this attempt.
         first_report: time and step of this attempt's first report.
         last_report: time and step of its last report.
         ended: its last event, once it has ended.
@@ -78,7 +81,7 @@ class State:
         self.logged: dict[str, Points] = {}
         self.trials: dict[int, Points] = {}
         self.values: dict[int, float] = {}
-        self.folds: set[int] = set()
+        self.space: Space | None = None
         self.notes: deque[str] = deque(maxlen=_NOTES)
         self.phases: dict[int, str] = {}
         self.epochs: int | None = None
@@ -86,6 +89,8 @@ class State:
         self.stopping = ""
         self.gone = False
         self.unreadable = ""
+        self.attempts = 0
+        self.first_began: float | None = None
         self.began: float | None = None
         self.first_report: tuple[float, float] | None = None
         self.last_report: tuple[float, float] | None = None
@@ -93,9 +98,8 @@ class State:
         self.ended: events.RunEnded | None = None
         self.config: dict[str, object] = {}
         self.plan: dict[str, object] = {}
-        self._timeline = Timeline()
-        self._devices = DeviceReader()
-        self._fold_events: dict[int | None, dict[int, events.FoldChanged]] = {}
+        self._jobs: dict[int | None, dict[int, JobSpan]] = {}  # the folds of each trial
+        self._last = 0.0  # unix seconds of the last event
         self._fold_states: dict[int, State] = {}
         self._logged_at: deque[tuple[float, float]] = deque(maxlen=_SPEED_LOGS)
         self._past_attempts = 0.0  # seconds
@@ -109,13 +113,15 @@ class State:
         """Read a sweep's settings where they are new: a later session may add trials."""
         if not isinstance(self.table, SweepTable):
             return
-        with contextlib.suppress(OSError, RunFileError):  # not written yet, or damaged
+        # Not written yet, or damaged.
+        with contextlib.suppress(OSError, RunFileError, SweepError):
             written = (self.paths.folder / "sweep.yaml").stat().st_mtime_ns
             if written != self._settings_written:
                 self._settings_written = written
                 sweep_config = read_sweep_config(self.paths.folder)
                 self.table.configure(sweep_config)
                 self.metric, self.direction = sweep_config.metrics[0], sweep_config.directions[0]
+                self.space = sweep_config.make_space()
 
     def refresh(self) -> bool:
         """Read what is new in the folder; returns whether anything is.
@@ -149,7 +155,7 @@ class State:
         self._restarting = self._owned and self.ended is not None and not self.paths.ended()
         if self.table is not None and self.status == "cut off":  # nobody was left to write it
             self.table.update(events.RunEnded(status="interrupted"))
-            self._timeline.close(self._timeline.last)
+            self._end_folds()
 
     # --- status and progress ---
 
@@ -215,26 +221,24 @@ class State:
         if isinstance(self.table, SweepTable):
             return self.table.ended, self.table.n_trials
         if self.kind == "cv":
-            return len(self.folds), self._fold_count()
+            return sum(fold.state == "complete" for fold in self.folds()), self._fold_count()
         return 0, None
-
-    def ends_at(self, now: float) -> float | None:
-        """Unix seconds at which it will end at the pace so far; None: unknown."""
-        if not self.live or self.paused:
-            return None
-        if isinstance(self.table, SweepTable):
-            return self.table.ends_at(now)
-        total = self.total_steps()
-        if self.first_report is None or self.last_report is None or not total:
-            return None
-        (t0, step0), (t1, step1) = self.first_report, self.last_report
-        return None if step1 <= step0 else t1 + (t1 - t0) / (step1 - step0) * (total - step1)
 
     def seconds_left(self, now: float | None = None) -> float | None:
         """Seconds until it ends at the pace so far; None: unknown."""
         now = time.time() if now is None else now
-        end = self.ends_at(now)
-        return None if end is None else max(end - now, 0.0)
+        if not self.live or self.paused:
+            return None
+        if isinstance(self.table, SweepTable):
+            end = self.table.ends_at(now)
+            return None if end is None else max(end - now, 0.0)
+        total = self.total_steps()
+        if self.first_report is None or self.last_report is None or not total:
+            return None
+        (t0, step0), (t1, step1) = self.first_report, self.last_report
+        if step1 <= step0:
+            return None
+        return max(t1 + (t1 - t0) / (step1 - step0) * (total - step1) - now, 0.0)
 
     def elapsed(self, now: float | None = None) -> float:
         """Seconds of all attempts together."""
@@ -242,7 +246,7 @@ class State:
             return 0.0
         if self.ended is not None and self.ended.seconds is not None:
             return self._past_attempts + self.ended.seconds
-        end = self._timeline.last
+        end = self._last
         if self.ended is None and self.live:
             end = time.time() if now is None else now
         return self._past_attempts + max(end - self.began, 0.0)
@@ -252,7 +256,7 @@ class State:
         if self.status != "running" or self.began is None or self.first_report or self._logged_at:
             return ""
         waited = duration(max((time.time() if now is None else now) - self.began, 0.0))
-        doing, spans = "", self._timeline.spans
+        doing, spans = "", self.spans()
         if self.kind == "run":
             phases, ranks = set(self.phases.values()), len(self.phases)
             if phases and "started" not in phases:
@@ -285,17 +289,6 @@ class State:
         """Of a single run: the reported values by step; where there are none, the logged ones."""
         return self.curves or self.logged
 
-    def trial_values(self) -> Points:
-        """Number and value of each complete trial."""
-        return [(float(number), value) for number, value in sorted(self.values.items())]
-
-    def best_values(self) -> Points:
-        """Number of each complete trial, and the best value up to there."""
-        values = self.trial_values()
-        better = max if self.direction == "maximize" else min
-        best = accumulate((value for _, value in values), better)
-        return [(number, value) for (number, _), value in zip(values, best, strict=True)]
-
     def trial(self, number: int) -> RunPaths:
         """The folder of a sweep's trial."""
         return RunPaths(self.paths.folder / f"trials/{number:04d}")
@@ -321,38 +314,50 @@ class State:
     # --- jobs ---
 
     def spans(self) -> list[JobSpan]:
-        """When each trial or fold ran, by begin. A job that ran twice has two spans."""
-        return self._timeline.spans
+        """When each trial or fold ran, by begin; of one that ran twice the last time."""
+        spans = [fold for folds in self._jobs.values() for fold in folds.values()]
+        if isinstance(self.table, SweepTable):
+            for trial in self.table.trials.values():
+                waits = trial.state == "waiting"
+                if trial.number in self._jobs or not trial.began or (waits and self.live):
+                    continue
+                end = self._last if waits else trial.ended_at
+                spans.append(JobSpan(trial.number, None, trial.began, end, trial.label))
+        return sorted(spans, key=lambda span: span.begin)
 
     def workers(self, now: float | None = None) -> list[list[JobSpan]]:
-        """The spans on the fewest rows on which none overlap: what each slot did.
+        """The newest spans on the fewest rows on which none overlap: what each slot did.
 
         Args:
             now: unix seconds, the end of what runs; None: the clock's.
         """
-        return self._timeline.rows(time.time() if now is None else now)
+        return rows_of(self.spans()[-_WORKED:], time.time() if now is None else now)
 
     def job(self, span: JobSpan) -> RunPaths:
         """The folder of a span's job."""
-        if self.kind == "cv":
-            return RunPaths(self.paths.folder / fold_key(span.number))
+        if span.number is None:
+            return RunPaths(self.paths.folder / fold_key(span.fold or 0))
         folder = self.trial(span.number).folder
         return RunPaths(folder if span.fold is None else folder / f"fold-{span.fold}")
 
-    def folds_table(self, trial: int | None = None) -> list[FoldInfo]:
+    def folds(self, trial: int | None = None) -> list[JobSpan]:
         """The folds of a cross-validation, or of a sweep's trial, by number.
 
         Args:
             trial: the trial's number; None: the cross-validation's.
         """
-        known = self._fold_events.get(trial, {})
+        known = self._jobs.get(trial, {})
         count = (self._fold_count() or 0) if trial is None else 0
-        found = {index: FoldInfo(index) for index in sorted({*range(count), *known})}
-        for index, event in known.items():
-            found[index] = FoldInfo(index, event.state, event.metrics, event.seconds)
-            if trial is None:
-                found[index].curves = self._fold_state(index).points()
-        return [*found.values()]
+        waiting = {n: JobSpan(trial, n, 0.0, state="waiting") for n in range(count)}
+        return [fold for _, fold in sorted({**waiting, **known}.items())]
+
+    def fold_runs(self) -> dict[int, State]:
+        """The states of the runs of a cross-validation's folds, by number."""
+        for index in sorted(self._jobs.get(None, ())):
+            if index not in self._fold_states:
+                self._fold_states[index] = State(RunPaths(self.paths.folder / fold_key(index)))
+            self._fold_states[index].refresh()
+        return self._fold_states
 
     def _fold_count(self) -> int | None:
         """The number of folds of a cross-validation; None: unknown."""
@@ -364,36 +369,21 @@ class State:
                 self.table.folds = k * repeats
         return self.table.folds
 
-    def _fold_state(self, index: int) -> State:
-        if index not in self._fold_states:
-            self._fold_states[index] = State(RunPaths(self.paths.folder / fold_key(index)))
-        self._fold_states[index].refresh()
-        return self._fold_states[index]
-
     # --- devices ---
 
-    def device_history(self) -> dict[str, list[tuple[float, float]]]:
-        """Unix seconds and use from 0 to 1 by rank, slot or GPU, in the last minute with readings.
+    def devices(self) -> list[DeviceUse]:
+        """The use of each rank, slot and GPU.
 
-        Of a sweep, a slot's use is that of the trials that ran on it.
+        Of a live run the newest reading; of one that has ended the mean over its last minute. Of a
+        sweep, a slot's use is that of the trials that ran on it.
         """
-        return self._devices.history(self._device_logs())
-
-    def device_lines(self) -> list[tuple[str, float | None, str]]:
-        """Name, use from 0 to 1 (None: unknown) and a text for each rank, slot and GPU.
-
-        Of a live run the newest reading; of one that has ended the mean over its last minute.
-        """
-        return self._devices.lines(self._device_logs(), since=self.began if self.live else None)
-
-    def _device_logs(self) -> dict[Path, str]:
-        """Event log -> slot: of the run itself, or of the newest jobs of a search."""
-        if self.kind == "run":
-            return {self.paths.events: ""}
-        rows = enumerate(self._timeline.rows(self._timeline.last))
-        jobs = [(span, f"slot {slot}") for slot, row in rows for span in row]
-        jobs.sort(key=lambda job: job[0].end or 0.0)
-        return {self.job(span).events: slot for span, slot in jobs[-_DEVICE_LOGS:]}
+        logs = {self.paths.events: ""}
+        if self.kind != "run":
+            rows = enumerate(self.workers(self._last))
+            jobs = [(span, f"slot {slot}") for slot, row in rows for span in row]
+            jobs.sort(key=lambda job: job[0].end or 0.0)
+            logs = {self.job(span).events: slot for span, slot in jobs[-_DEVICE_LOGS:]}
+        return device_uses(logs, since=self.began if self.live else None)
 
     # --- events ---
 
@@ -402,13 +392,13 @@ class State:
             self.table.update(event)
         if isinstance(event, events.RunStarted):
             self._start_attempt(event)
-        self._timeline.update(event)
         match event:
             case events.IntermediateReported():  # the first case: most events are reports
                 if isinstance(self.table, SweepTable) and event.number in self.table.trials:
                     self.trials[event.number] = self.table.trials[event.number].curve
             case events.RunEnded():
                 self.ended = event
+                self._end_folds(event.t)
             case events.NoteAdded():
                 self.notes.append(event.text)
             case events.StopRequested():
@@ -425,12 +415,27 @@ class State:
             case events.TrialChanged(state="complete") if event.value is not None:
                 self.values[event.number] = float(event.value)
             case events.FoldChanged():
-                self._fold_events.setdefault(event.number, {})[event.fold] = event
-                if event.number is None and event.state == "complete":
-                    self.folds.add(event.fold)
+                folds = self._jobs.setdefault(event.number, {})
+                if event.state == "running" or event.fold not in folds:
+                    folds[event.fold] = JobSpan(event.number, event.fold, event.t)
+                if event.state != "running":
+                    folds[event.fold].finish(event.t, event.state)
+                    folds[event.fold].metrics = event.metrics
+                    folds[event.fold].seconds = event.seconds
+        self._last = event.t
+
+    def _end_folds(self, at: float | None = None) -> None:
+        """End the folds that are open; they will run again."""
+        for folds in self._jobs.values():
+            for fold in folds.values():
+                if fold.end is None:
+                    fold.finish(self._last if at is None else at, "waiting")
 
     def _start_attempt(self, event: events.RunStarted) -> None:
-        self._past_attempts = self.elapsed(self._timeline.last)
+        self._past_attempts = self.elapsed(self._last)
+        self._end_folds()
+        self.attempts += 1
+        self.first_began = event.t if self.first_began is None else self.first_began
         self.config, self.plan = event.config, event.plan
         self._logged_at.clear()
         self.began = event.t

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbtoolkit.errors import MissingExtra, RunFileError, SweepError
-from nbtoolkit.search.sweep_result import read_sweep_config
-from nbtoolkit.study.importance import LEAST, Importance, importance
+from nbtoolkit.errors import MissingExtra, SweepError
+from nbtoolkit.study.importance import LEAST, Importance, fence, importance
 from nbtoolkit.study.parameter import CategoricalParameter, Searched
 from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.text_table import counted, duration, metric_column, number, param, setting
@@ -39,13 +38,13 @@ from nbtoolkit.views.markup import (
 )
 from nbtoolkit.views.runs import read_annotations
 from nbtoolkit.views.state import State
-from nbtoolkit.views.text import fixed
+from nbtoolkit.views.text import differing, fixed
 from nbtoolkit.views.trial_rows import (
     View,
     colour_of,
-    header_html,
-    row_html,
     short_names,
+    table_html,
+    title_of,
     trial_page,
     value_of,
 )
@@ -57,26 +56,22 @@ _LINES, _SELECTED = 200, 50  # learning curves; above that so many of the best a
 _LINE_POINTS = 4000  # points of all learning curves together
 _SLICES, _COMPLETE, _OTHERS = 8, 100, 40  # slices, and the trials of each
 _FENCE = 3.0  # interquartile ranges: https://en.wikipedia.org/wiki/Outlier#Tukey's_fences
-_FRONT = 8  # rows
+_DOTS = 200  # marks of a state
 
 
 # --- best trial ---
 
 
 def best_card(state: State, table: SweepTable) -> str:
-    """Render the best trial's value and parameters, or the front of several objectives."""
+    """Render the best trial's value and parameters; of several objectives the size of the front."""
     if len(table.metrics) > 1:
-        return _front_card(table)
+        pairs = zip(table.metrics, table.directions, strict=True)
+        text = f"★ {counted(len(table.best), 'trial')} that no other beats; "
+        return card("Pareto front", paragraph(text + ", ".join(f"{way} {m}" for m, way in pairs)))
     title = f"Best {state.metric}"
     note = f"{'higher' if state.direction == 'maximize' else 'lower'} is better"
     if not table.best:
-        latest = [(value, t) for t in table.running if (value := value_of(t)) is not None]
-        text = "No trial is complete yet."
-        if latest:
-            pick = max if state.direction == "maximize" else min
-            value, trial = pick(latest, key=lambda pair: pair[0])
-            text += f" Best running: {number(value)}, trial {trial.number} at step {trial.step}."
-        return card(title, paragraph(text), note=note)
+        return card(title, paragraph("No trial is complete yet."), note=note)
     trial = table.best[0]
     names = short_names([*trial.params])
     facts = [f"step {trial.step}"] if trial.step is not None else []
@@ -84,26 +79,8 @@ def best_card(state: State, table: SweepTable) -> str:
     body = headline(fixed(value_of(trial)))
     body += paragraph(f"trial {trial.number} · {_age(table, trial)}", faint=True)
     body += paragraph(" · ".join(facts), faint=True)
-    body += paragraph(_against_default(state, table, trial), faint=True)
-    values = {names[name]: param(value) for name, value in trial.params.items()}
-    return card(title, body + property_table(values, right=True), note=note)
-
-
-def _front_card(table: SweepTable) -> str:
-    shown = table.best[:_FRONT]
-    if not shown:
-        return card("Pareto front", paragraph("No trial is complete yet."), span=2)
-    names = short_names([*dict.fromkeys(name for t in shown for name in t.params)])
-    values = [metric_column([value_of(t, i) for t in shown]) for i in range(len(table.metrics))]
-    lines = [
-        [str(t.number), *cells, *(param(t.params.get(name, "")) for name in names)]
-        for t, *cells in zip(shown, *values, strict=True)
-    ]
-    pairs = zip(table.metrics, table.directions, strict=True)
-    note = f"{len(table.best)} trials that no other beats; "
-    note += ", ".join(f"{way} {metric}" for metric, way in pairs)
-    body = data_table(["#", *table.metrics, *names.values()], lines)
-    return card("Pareto front", body, span=2, note=note)
+    body += property_table({names[name]: param(value) for name, value in trial.params.items()})
+    return card(title, body, note=note)
 
 
 def _age(table: SweepTable, trial: Trial) -> str:
@@ -111,25 +88,6 @@ def _age(table: SweepTable, trial: Trial) -> str:
     ended = table.last(len(table.trials))
     since = ended.index(trial) if trial in ended else 0
     return f"{counted(since, 'trial')} ago" if since else "the newest"
-
-
-def _against_default(state: State, table: SweepTable, best: Trial) -> str:
-    """The difference to the trial with the configuration's own settings, if there is one."""
-
-    def default(name: str) -> object:
-        value: object = state.config
-        for part in name.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value
-
-    for trial in table.trials.values():
-        base = value_of(trial)
-        if trial.state != "complete" or not base or trial is best:
-            continue
-        if all(value == default(name) for name, value in trial.params.items()):
-            change = ((value_of(best) or 0.0) - base) / abs(base)
-            return f"{change:+.0%} against the default settings (trial {trial.number})"
-    return ""
 
 
 # --- charts of all trials ---
@@ -145,10 +103,7 @@ def value_axis(state: State) -> Axis:
     costs = sorted(sign * value for value in state.values.values() if math.isfinite(value))
     if len(costs) < 2 or costs[0] == costs[-1]:
         return Axis(label=state.metric)
-    worst = costs[-1]
-    if len(costs) >= 8:
-        first, third = costs[len(costs) // 4], costs[3 * len(costs) // 4]
-        worst = min(worst, third + _FENCE * (third - first)) if third > first else worst
+    worst = min(costs[-1], fence(costs, _FENCE)) if len(costs) >= 8 else costs[-1]
     # A trial may have been better before its end; of many trials the ends are enough.
     few = len(state.trials) <= _LINES
     reports = (points if few else points[-1:] for points in state.trials.values())
@@ -167,52 +122,46 @@ def history_card(state: State, table: SweepTable, axis: Axis) -> str:
         table: its trials.
         axis: of the value, which the sweep's charts share: from :func:`value_axis`.
     """
-    groups = _marks(state, table, {t: float(t.number) for t in table.trials.values()})
-    so_far = state.best_values()
-    so_far += [(max(map(float, table.trials)), so_far[-1][1])] if so_far else []
-    best = Series("best so far", so_far, "steps", BEST)
-    failed = [(float(t.number), axis.high) for t in table.trials.values() if t.state == "failed"]
-    edge = Series("failed", [(x, y) for x, y in failed if y is not None], "crosses", FAILED)
-    picture = chart(
-        [groups[0], groups[1], edge, best, *groups[2:]],
-        x=Axis("trial", integer=True),
-        y=axis,
-        legend=True,
-        size=(330, 170),
-    )
+    values = sorted(state.values.items())
+    best = accumulate((v for _, v in values), max if state.direction == "maximize" else min)
+    so_far = [(float(n), value) for (n, _), value in zip(values, best, strict=True)]
+    so_far += [(float(max(table.trials)), so_far[-1][1])] if so_far else []
+    marks = _marks(table, {t: float(t.number) for t in table.trials.values()}, axis.high)
+    lines = [Series("best so far", so_far, "steps", BEST), *marks]
+    picture = chart(lines, x=Axis("trial", integer=True), y=axis, legend=True)
     return card("Each trial, best so far", picture, span=2)
 
 
-def _marks(
-    state: State, table: SweepTable, at: Mapping[Trial, float], name: str = ""
-) -> list[Series]:
-    """A mark for each trial with a value, by state: those that matter most come last.
+_MARKS: dict[str, tuple[Mark, str]] = {
+    "complete": ("dots", ENDED),
+    "pruned": ("crosses", ENDED),
+    "failed": ("crosses", FAILED),
+    "running": ("dots", RUNNING),
+    "best": ("ring", BEST),
+}
+"""Mark and colour of each state; those that matter most are drawn last."""
+
+
+def _marks(table: SweepTable, at: Mapping[Trial, float], edge: float | None) -> list[Series]:
+    """A mark for each trial with a value, by state.
 
     Args:
-        state: of the sweep.
-        table: its trials.
+        table: the trials.
         at: each trial's position.
-        name: the parameter whose value its title shows; empty: none.
+        edge: the value at which failed trials are drawn; None: they are not.
     """
-
-    def series(label: str, mark: Mark, colour: str, trials: Iterable[Trial]) -> Series:
-        known = [(at[t], value, t) for t in trials if (value := value_of(t)) is not None]
-        titles = [
-            f"trial {t.number}: {number(value)}, {t.state}"
-            + (f", {name} = {param(t.params.get(name))}" if name else "")
-            for _, value, t in known
-        ]
-        return Series(label, [(x, y) for x, y, _ in known], mark, colour, titles)
-
-    by_state: dict[str, list[Trial]] = {}
-    for trial in at:
-        by_state.setdefault("best" if trial in table.best else trial.state, []).append(trial)
-    return [
-        series("complete", "dots", ENDED, by_state.get("complete", [])),
-        series("pruned", "crosses", ENDED, by_state.get("pruned", [])),
-        series("running", "dots", RUNNING, by_state.get("running", [])),
-        series("best", "ring", BEST, by_state.get("best", [])),
-    ]
+    groups: dict[str, list[tuple[float, float, Trial]]] = {name: [] for name in _MARKS}
+    for trial, x in at.items():
+        name = "best" if trial in table.best else trial.state
+        y = edge if name == "failed" else value_of(trial)
+        if y is not None and name in groups:
+            groups[name].append((x, y, trial))
+    series = []
+    for name, (mark, colour) in _MARKS.items():
+        shown = thinned(groups[name], _DOTS)
+        titles = [title_of(trial) for *_, trial in shown]
+        series.append(Series(name, [(x, y) for x, y, _ in shown], mark, colour, titles))
+    return series
 
 
 def curves_card(state: State, table: SweepTable, axis: Axis) -> str:
@@ -232,7 +181,7 @@ def curves_card(state: State, table: SweepTable, axis: Axis) -> str:
         points = thinned(state.trials[trial.number], most)
         lines.append(Series(name, points, "line", colour, [title], faint=colour == ENDED))
     steps = Axis("step", integer=True)
-    picture = chart(lines, x=steps, y=axis, legend=True, size=(330, 170))
+    picture = chart(lines, x=steps, y=axis, legend=True)
     return card("Learning curves", picture, span=2, note=which)
 
 
@@ -256,7 +205,7 @@ def slices_card(state: State, table: SweepTable, axis: Axis) -> str:
 
     The arguments are those of :func:`history_card`.
     """
-    space = _space(state.paths.folder, _written(state.paths.folder / "sweep.yaml"))
+    space = {} if state.space is None else state.space.searched
     names = [*(space or dict.fromkeys(n for t in table.trials.values() for n in t.params))]
     drawn = [trial for trial in table.trials.values() if value_of(trial) is not None]
     if not names or not drawn:
@@ -271,7 +220,7 @@ def slices_card(state: State, table: SweepTable, axis: Axis) -> str:
     cards = []
     for name in names[:_SLICES]:
         across, at = _positions(space.get(name), [t for t in trials if name in t.params], name)
-        picture = chart(_marks(state, table, at, name), x=across, y=axis, size=(240, 140))
+        picture = chart(_marks(table, at, None), x=across, y=axis, size=(240, 140))
         share = shares.get(name)
         note = f"({share.low:.2f}–{share.high:.2f})" if share else ""
         cards.append(card(labels[name], picture, note=note))
@@ -303,22 +252,6 @@ def _positions(
 
 def _choice(value: object) -> str:
     return setting(list(value) if isinstance(value, tuple) else value)
-
-
-def _written(file: Path) -> int:
-    try:
-        return file.stat().st_mtime_ns
-    except OSError:
-        return 0
-
-
-@lru_cache(maxsize=8)
-def _space(folder: Path, written: int) -> dict[str, Searched]:
-    """The searched parameters of a sweep; ``written``: when, since a resumed one may change."""
-    try:
-        return read_sweep_config(folder).make_space().searched
-    except (RunFileError, SweepError):  # deleted, or damaged
-        return {}
 
 
 # --- importance ---
@@ -357,7 +290,7 @@ class ImportanceCache:
         try:
             maximize = state.direction == "maximize"
             computed = importance(_optuna_trials(state), maximize=maximize)
-        except (SweepError, ValueError, RunFileError, MissingExtra):
+        except (SweepError, ValueError, MissingExtra):
             computed = None  # all values are equal, sweep.yaml was changed, or no scikit-learn
         self._computed[folder] = computed, count, live
 
@@ -371,11 +304,12 @@ def _optuna_trials(state: State) -> list[FrozenTrial]:
     from optuna.trial import TrialState, create_trial
 
     assert isinstance(state.table, SweepTable)
-    space = read_sweep_config(state.paths.folder).make_space()
-    known = space.distributions()
+    if state.space is None:
+        return []
+    known = state.space.distributions()
     trials = [create_trial(state=TrialState.PRUNED)] * state.table.count("pruned")
     for index, value in sorted(state.values.copy().items()):
-        params = space.encode(state.table.trials[index].params)
+        params = state.space.encode(state.table.trials[index].params)
         distributions = {name: known[name] for name in params}
         trials.append(create_trial(params=params, distributions=distributions, value=value))
     return trials
@@ -389,9 +323,7 @@ def trials_card(state: State, chosen: View, now: float) -> str:
     page = trial_page(state, chosen, now)
     if not page.rows:
         return card("Trials", paragraph("No trial has started yet.", faint=True), span=3)
-    body = header_html(page.columns, chosen)
-    body += "".join(row_html(row, page.columns) for row in page.rows)
-    return card("Trials", body, span=3, note=page.text)
+    return card("Trials", table_html(page, chosen), span=3, note=page.text)
 
 
 def compare_card(state: State, table: SweepTable, ticked: Sequence[int]) -> str:
@@ -403,19 +335,19 @@ def compare_card(state: State, table: SweepTable, ticked: Sequence[int]) -> str:
         Series(f"trial {t.number}", state.trials.get(t.number, []), colour=colour)
         for t, colour in zip(trials, PALETTE, strict=False)
     ]
-    names = dict.fromkeys(name for t in trials for name in t.params)
-    differ = [n for n in names if len({_choice(t.params.get(n)) for t in trials}) > 1]
-    table_rows = [
+    names = {name for t in trials for name in t.params}
+    differ = differing([t.params for t in trials])
+    rows = [
         [state.metric, *metric_column([value_of(t) for t in trials])],
         ["state", *(t.label for t in trials)],
         ["time", *("" if t.seconds is None else duration(t.seconds) for t in trials)],
-        *([n, *(param(t.params[n]) if n in t.params else "" for t in trials)] for n in differ),
+        *differ,
     ]
     notes = read_annotations(state.paths.folder).notes
     if any(str(t.number) in notes for t in trials):
-        table_rows.append(["note", *(notes.get(str(t.number), "") for t in trials)])
-    body = data_table(["", *(f"trial {t.number}" for t in trials)], table_rows, right=True)
+        rows.append(["note", *(notes.get(str(t.number), "") for t in trials)])
+    body = data_table(["", *(f"trial {t.number}" for t in trials)], rows)
     if same := len(names) - len(differ):
         body += paragraph(f"{counted(same, 'setting')} of the space: equal.", faint=True)
-    picture = chart(lines, y=Axis(label=state.metric), legend=True, size=(330, 185))
+    picture = chart(lines, y=Axis(label=state.metric), legend=True)
     return card("Compare", tiles([picture, body], 280), span=4)

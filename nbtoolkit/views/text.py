@@ -22,7 +22,7 @@ from nbtoolkit.text_table import (
 from nbtoolkit.views.chart import Points, drawable
 from nbtoolkit.views.runs import plain_name, read_annotations
 from nbtoolkit.views.state import State
-from nbtoolkit.views.timeline import FoldInfo
+from nbtoolkit.views.timeline import JobSpan
 from nbtoolkit.views.trial_rows import EVERYTHING, View, trial_page, value_of
 
 _LINE = 400  # characters of a line of text
@@ -160,8 +160,7 @@ def devices_of(plan: Mapping[str, object]) -> str:
 
 def direction(state: State, metric: str) -> str | None:
     """Return ``"minimize"`` or ``"maximize"``, by the configuration or a metric's name."""
-    checkpoint = state.config.get("checkpoint")
-    checkpoint = checkpoint if isinstance(checkpoint, Mapping) else {}
+    checkpoint = _checkpoint(state)
     if checkpoint.get("monitor") == metric and checkpoint.get("mode") in ("min", "max"):
         return "minimize" if checkpoint["mode"] == "min" else "maximize"
     return direction_of(metric)
@@ -179,26 +178,42 @@ def best_point(state: State, metric: str, points: Points) -> tuple[float, float]
 def main_metric(state: State) -> str:
     """Return the metric of a run that matters: ``checkpoint.monitor``, else the first one."""
     curves = curves_of(state)
-    checkpoint = state.config.get("checkpoint")
-    monitor = checkpoint.get("monitor") if isinstance(checkpoint, Mapping) else None
+    monitor = str(_checkpoint(state).get("monitor"))
     return monitor if monitor in curves else next(iter(curves), "")
 
 
-def fold_scores(folds: Sequence[FoldInfo]) -> dict[str, str]:
-    """Return mean and deviation of each metric over the complete folds, validation first."""
-    scores: dict[str, list[float]] = {}
+def _checkpoint(state: State) -> Mapping[str, object]:
+    checkpoint = state.config.get("checkpoint")
+    return checkpoint if isinstance(checkpoint, Mapping) else {}
+
+
+def fold_values(folds: Sequence[JobSpan]) -> dict[str, list[float]]:
+    """Return the values of each metric in the complete folds, validation first."""
+    values: dict[str, list[float]] = {}
     for fold in folds:
         for name, value in fold.metrics.items() if fold.state == "complete" else ():
-            scores.setdefault(name, []).append(value)
-    names = sorted(scores, key=lambda name: name.startswith("train_"))
-    return {name: _spread(scores[name]) for name in names}
+            values.setdefault(name, []).append(value)
+    return dict(sorted(values.items(), key=lambda pair: pair[0].startswith("train_")))
 
 
-def _spread(values: list[float]) -> str:
+def spread(values: Sequence[float]) -> str:
+    """Format mean and deviation: ``"0.3700 ± 0.0100"``."""
     if len(values) < 2:
         return number(values[0])
-    spread = [*values, statistics.fmean(values), statistics.stdev(values)]
-    return " ± ".join(metric_column(spread)[-2:])
+    both = [*values, statistics.fmean(values), statistics.stdev(values)]
+    return " ± ".join(metric_column(both)[-2:])
+
+
+def final_values(state: State) -> dict[str, float]:
+    """Return the metrics: the last reported ones; of a sweep the best, of folds their mean."""
+    if isinstance(state.table, SweepTable):
+        best = [value_of(trial) for trial in state.table.best]
+        values = {state.metric: best[0]} if best and len(state.table.metrics) == 1 else {}
+        return {name: value for name, value in values.items() if value is not None}
+    if state.kind == "cv":
+        values_of_folds = fold_values(state.folds())
+        return {name: statistics.fmean(values) for name, values in values_of_folds.items()}
+    return {name: points[-1][1] for name, points in curves_of(state).items()}
 
 
 def fixed(value: float | None) -> str:
@@ -221,14 +236,25 @@ def best(state: State) -> tuple[str, str, str]:
             return "", "", ""
         return f"best {state.metric}", fixed(value_of(trials[0])), f"trial {trials[0].number}"
     if state.kind == "cv":
-        scores = fold_scores(state.folds_table())
-        name = next(iter(scores), "")
-        return name, scores.get(name, ""), f"mean of {counted(len(state.folds), 'fold')}"
+        name, values = next(iter(fold_values(state.folds()).items()), ("", []))
+        where = f"mean of {counted(state.counts()[0], 'fold')}"
+        return name, spread(values) if values else "", where
     name = main_metric(state)
     points = curves_of(state).get(name, [])
     if point := best_point(state, name, points):
         return f"best {name}", fixed(point[1]), f"at {step_name(state)} {number(point[0])}"
     return name, fixed(points[-1][1]) if points else "", ""
+
+
+def differing(settings: Sequence[Mapping[str, object]]) -> list[list[str]]:
+    """Tabulate the settings that are not equal in all: a row of name and values for each."""
+    absent = object()
+    rows = []
+    for name in dict.fromkeys(name for one in settings for name in one):
+        values = [one.get(name, absent) for one in settings]
+        if any(value != values[0] for value in values):
+            rows.append([name, *("" if value is absent else param(value) for value in values)])
+    return rows
 
 
 # --- lines ---
@@ -244,7 +270,7 @@ def summary_line(state: State, now: float | None = None) -> str:
         trial_counts(state).replace(" · ", ", "),
         times(state, now),
         f"{name} {value}" + (f" ({where})" if where else "") if value else "",
-        *(f"{device}: {text}" for device, _, text in state.device_lines() if state.live),
+        *(f"{device.name}: {device.text}" for device in state.devices() if state.live),
         error_of(state),
     ]
     line = one_line(", ".join(part for part in parts if part))

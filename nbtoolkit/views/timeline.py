@@ -1,41 +1,12 @@
-"""Record when each job of a search ran, and which ran side by side."""
+"""Tell from the times of a search's jobs which of them ran side by side."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from nbtoolkit.run.events import (
-    Event,
-    FoldChanged,
-    IntermediateReported,
-    RunEnded,
-    RunStarted,
-    TrialChanged,
-)
-from nbtoolkit.study.table import STOPPED_BY_HAND
-from nbtoolkit.views.chart import Points
-
 _OVERLAP = 0.2  # seconds: a prepared job starts before the scheduler reports the end of the last
-
-
-@dataclass
-class FoldInfo:
-    """What is known of a fold.
-
-    Attributes:
-        number: the fold's number.
-        state: ``"waiting"``, ``"running"``, ``"complete"``, or how it ended.
-        metrics: its scores, once it is complete.
-        seconds: how long it took; None: it has not ended.
-        curves: its reported values by step; of a trial's fold empty.
-    """
-
-    number: int
-    state: str = "waiting"
-    metrics: dict[str, float] = field(default_factory=dict)
-    seconds: float | None = None
-    curves: dict[str, Points] = field(default_factory=dict)
 
 
 @dataclass
@@ -43,98 +14,54 @@ class JobSpan:
     """The time in which a trial or a fold ran.
 
     Attributes:
-        number: the trial's number; of a cross-validation the fold's.
+        number: the trial's number; None: a fold of a cross-validation.
         fold: the fold's number; None: a trial without folds.
         begin: unix seconds.
         end: unix seconds; None: it is running.
         state: ``"running"``, or how it ended: the trial's or fold's state; ``"stopped"`` for a
             trial that was stopped by hand, ``"waiting"`` for a job that will run again.
+        metrics: a fold's scores, once it is complete.
+        seconds: how long a fold took; None: it has not ended.
     """
 
-    number: int
+    number: int | None
     fold: int | None
     begin: float
     end: float | None = None
     state: str = "running"
-
-
-class Timeline:
-    """The spans of all jobs of a search, from its events.
-
-    Attributes:
-        last: unix seconds of the last event; 0 before the first.
-    """
-
-    def __init__(self) -> None:
-        self.last = 0.0
-        self._spans: dict[int, JobSpan] = {}
-        self._open: dict[tuple[int, int | None], JobSpan] = {}
-        self._rows: list[list[JobSpan]] = []  # empty: the spans have changed
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float | None = None
 
     @property
-    def spans(self) -> list[JobSpan]:
-        """All spans, by begin."""
-        return [*self._spans.values()]
+    def name(self) -> str:
+        """``"trial 3"``, ``"fold 2"``, or ``"trial 3, fold 2"``."""
+        parts = {"trial": self.number, "fold": self.fold}
+        return ", ".join(f"{what} {n}" for what, n in parts.items() if n is not None)
 
-    def update(self, event: Event) -> None:
-        """Process one event; those of other types change only :attr:`last`."""
-        match event:
-            case IntermediateReported():  # the first case: most events are reports
-                pass
-            case TrialChanged():
-                state = "stopped" if event.reason == STOPPED_BY_HAND else event.state
-                self._change(event.number, None, state, event.t)
-            case FoldChanged():
-                number = event.fold if event.number is None else event.number
-                if (trial := self._open.pop((number, None), None)) is not None:
-                    del self._spans[id(trial)]  # the slots run its folds
-                self._change(number, event.fold, event.state, event.t)
-            case RunStarted():
-                self.close(self.last)
-            case RunEnded():
-                self.close(event.t)
-        self.last = event.t
+    def finish(self, at: float, state: str) -> None:
+        """Note its end."""
+        self.end, self.state = max(at, self.begin), state
 
-    def close(self, at: float) -> None:
-        """End all spans that are open."""
-        self._rows = self._rows if not self._open else []
-        for span in self._open.values():
-            span.end, span.state = max(at, span.begin), "waiting"
-        self._open.clear()
 
-    def _change(self, number: int, fold: int | None, state: str, at: float) -> None:
-        self._rows = []
-        if state == "running":
-            if (number, fold) not in self._open:
-                span = self._open[number, fold] = JobSpan(number, fold, at)
-                self._spans[id(span)] = span
-        elif (ended := self._open.pop((number, fold), None)) is not None:
-            ended.end, ended.state = max(at, ended.begin), state
+def rows_of(spans: Sequence[JobSpan], now: float) -> list[list[JobSpan]]:
+    """Put spans on the fewest rows on which none overlap: what each slot did.
 
-    def rows(self, now: float) -> list[list[JobSpan]]:
-        """Put the spans on the fewest rows on which none overlap: what each slot did.
-
-        Args:
-            now: unix seconds, the end of the spans that are open.
-        """
-        if not self._rows:
-            self._rows = self._arranged()
-        rows = [[*row] for row in self._rows]
-        for row in rows:
-            if row[-1].end is None:
-                row[-1] = replace(row[-1], end=max(now, row[-1].begin))
-        return rows
-
-    def _arranged(self) -> list[list[JobSpan]]:
-        rows: list[list[JobSpan]] = []
-        for span in self._spans.values():
-            row = next((row for row in rows if _follows(row[-1], span)), None)
-            if row is None:
-                rows.append(row := [])
-            elif row[-1].end is not None and row[-1].end > span.begin:
-                row[-1] = replace(row[-1], end=span.begin)
-            row.append(span)
-        return rows
+    Args:
+        spans: by begin.
+        now: unix seconds, the end of the spans that are open.
+    """
+    rows: list[list[JobSpan]] = []
+    for span in spans:
+        row = next((row for row in rows if _follows(row[-1], span)), None)
+        if row is None:
+            rows.append(row := [])
+        elif row[-1].end is not None and row[-1].end > span.begin:
+            row[-1] = replace(row[-1], end=span.begin)
+        row.append(span)
+    for row in rows:
+        if row[-1].end is None:
+            row[-1] = replace(row[-1], end=max(now, row[-1].begin))
+    return rows
 
 
 def _follows(earlier: JobSpan, later: JobSpan) -> bool:

@@ -142,6 +142,7 @@ def ordered(state: State, chosen: View = EVERYTHING) -> list[Trial]:
         result = _sorted(state, table, trials, chosen.sort)
     else:
         best = _sorted(state, table, [t for t in trials if t.state == "complete"], "#delta")
+        best.sort(key=lambda trial: trial not in table.best)  # which knows of constraints
         running = [t for t in trials if t.state == "running"]
         rest = [t for t in trials if t.state not in ("complete", "running")]
         first = max(ROWS - len(running), ROWS // 2)
@@ -156,8 +157,6 @@ def _sorted(state: State, table: SweepTable, trials: list[Trial], by: str) -> li
     largest = by not in table.metrics or table.directions[table.metrics.index(by)] == "maximize"
     keyed = [(_key(_sort_value(state, table, trial, by)), trial) for trial in trials]
     known = sorted((pair for pair in keyed if pair[0]), key=lambda pair: pair[0], reverse=largest)
-    if by == table.metrics[0] and len(table.metrics) == 1:  # the scheduler knows of constraints
-        known.sort(key=lambda pair: pair[1] not in table.best)
     return [trial for _, trial in known] + [trial for key, trial in keyed if not key]
 
 
@@ -290,7 +289,8 @@ def title_of(trial: Trial) -> str:
     """Describe a trial in a few lines, for a pointer."""
     lines = [f"trial {trial.number}: {trial.state}"]
     lines += [one_line(trial.reason)] if trial.reason else []
-    lines += ["value " + ", ".join(map(number, trial.values))] if trial.values else []
+    values = trial.values or ([] if trial.latest is None else [trial.latest])
+    lines += ["value " + ", ".join(map(number, values))] if values else []
     return "\n".join(lines + [f"{name} = {param(value)}" for name, value in trial.params.items()])
 
 
@@ -302,8 +302,23 @@ def template(shown: Sequence[Column]) -> str:
     return " ".join(f"minmax(0,{column.width:g}fr)" for column in shown)
 
 
+def table_html(page: TrialPage, chosen: View = EVERYTHING) -> str:
+    """Render a page with its headings as a table."""
+    rows = [_row_html(row, page.columns) for row in page.rows]
+    return _table("Trials", "".join([header_html(page.columns, chosen), *rows]))
+
+
 def row_html(row: TrialRow, shown: Sequence[Column]) -> str:
-    """Render a row; ``shown``: its columns."""
+    """Render a row as a table of its own, beside which there may be controls."""
+    return _table(f"trial {row.number}", _row_html(row, shown))
+
+
+def _table(name: str, rows: str) -> str:
+    """Rows as a table for screen readers."""
+    return f'<div role="table" aria-label="{name}">{rows}</div>'
+
+
+def _row_html(row: TrialRow, shown: Sequence[Column]) -> str:
     cells = []
     for column, text, bar in zip(shown, row.texts, row.bars, strict=True):
         text = shortened(text, max(round(column.width), 4))
@@ -312,22 +327,26 @@ def row_html(row: TrialRow, shown: Sequence[Column]) -> str:
         if bar is not None:
             stops = f"{row.colour}3d {bar:.0%},transparent {bar:.0%}"
             fill = f"background:linear-gradient(to left,{stops});"
-        cells.append(_cell(inside, column, fill))
+        cells.append(_cell("cell", inside, column, fill))
     weight = "font-weight:600;" if row.colour == BEST else ""
     title = escape(row.title, quote=True)
-    return f'<div title="{title}" style="{weight}{_line(shown)}">{"".join(cells)}</div>'
+    style = f"{weight}{_line(shown)}"
+    return f'<div role="row" title="{title}" style="{style}">{"".join(cells)}</div>'
 
 
 def header_html(shown: Sequence[Column], chosen: View = EVERYTHING) -> str:
     """Render the row of headings; an arrow marks the column that sorts."""
     arrow = {chosen.sort: " ▴" if chosen.reverse else " ▾"}
-    cells = [_cell(escape(column.label + arrow.get(column.name, "")), column) for column in shown]
-    return f'<div style="font-weight:600;{_line(shown)}">{"".join(cells)}</div>'
+    cells = "".join(
+        _cell("columnheader", escape(column.label + arrow.get(column.name, "")), column)
+        for column in shown
+    )
+    return f'<div role="row" style="font-weight:600;{_line(shown)}">{cells}</div>'
 
 
-def _cell(inside: str, column: Column, fill: str = "") -> str:
+def _cell(role: str, inside: str, column: Column, fill: str = "") -> str:
     style = fill + ("" if column.right else "text-align:left")
-    return f'<span style="{style}">{inside}</span>' if style else f"<span>{inside}</span>"
+    return f'<span role="{role}" style="{style}">{inside}</span>'
 
 
 def _line(shown: Sequence[Column]) -> str:

@@ -106,6 +106,21 @@ def test_a_run_of_an_older_version_is_shown_and_its_settings_stay_where_they_are
     assert controller(panel).board.best_code.value == ""
 
 
+def test_a_single_run_has_neither_best_settings_nor_a_comparison(opened: Open, out: Path) -> None:
+    sweep_folder = three(out)
+    (sweep_folder / "config.yaml").write_text(nb.load_config(env=None).to_yaml())
+    board = controller(panel := opened()).board
+    assert visible(board.best_code)
+    assert visible(board.sections.headings["Compare"])
+    panel.watch(write_run(out, "train-0001", events=trained({"loss": [1.0, 0.5]})).folder)
+    panel.refresh()
+    assert not visible(board.best_code)
+    assert not visible(board.sections.headings["Compare"])
+    panel.watch(sweep_folder)
+    panel.refresh()
+    assert visible(board.sections.headings["Compare"])
+
+
 def test_edits_of_a_kernel_that_died_are_offered(opened: Open, out: Path) -> None:
     three(out)
     first = opened()

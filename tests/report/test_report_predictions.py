@@ -19,11 +19,11 @@ from nbtoolkit.report.predictions import (
     predictions_of,
     read_plain,
 )
-from nbtoolkit.report.reported_run import ReportedRun
 from nbtoolkit.report.sections import matrix
 from nbtoolkit.report.sections import predictions as section
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.serialization import pack_value
+from nbtoolkit.views.state import read_state
 
 DIARY = trained({"val_loss": [1.0, 0.5]})
 
@@ -94,7 +94,7 @@ def test_a_file_too_large_is_not_read(tmp_path: Path) -> None:
 
 
 def shown(*runs: RunPaths) -> str:
-    return "".join(section([ReportedRun(run) for run in runs]).parts)
+    return "".join(section([read_state(run.folder) for run in runs]).parts)
 
 
 NOT_SHOWN = [

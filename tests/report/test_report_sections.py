@@ -22,7 +22,7 @@ def cells(section: ReportSection) -> list[list[str]]:
     return [re.findall(r"<td[^>]*>([^<]*)", row) for row in rows]
 
 
-def test_device_use_is_the_mean_for_each_rank_and_gpu_and_memory_the_most(tmp_path: Path) -> None:
+def test_device_use_is_the_mean_of_each_rank_and_gpu_and_memory_the_most(tmp_path: Path) -> None:
     readings = [
         [
             {"rank": 0, "cpu": share, "memory": 10**9},
@@ -35,8 +35,8 @@ def test_device_use_is_the_mean_for_each_rank_and_gpu_and_memory_the_most(tmp_pa
     write_run(tmp_path, "looked-at", events=diary)
     write_run(tmp_path, "trained", events=trained({"loss": [1.0] * 3}))
     assert cells(read_report(tmp_path).throughput) == [
-        ["looked-at", "0.75", "1", "75, 50", "4, 10", ""],
-        ["trained", "", "", "", "", "200"],
+        ["looked-at", "mean 75 %, 4.0 GB", "mean 50 %, 10.0 GB", "mean CPU 75 %, 1.0 GB", ""],
+        ["trained", "", "", "", "200"],
     ]
 
 
@@ -55,7 +55,7 @@ def test_differences_have_what_decides_first_and_nothing_that_is_equal(tmp_path:
         )
     write_run(tmp_path, "2", events=trained({"loss": [1.0]}, {"seed": 0, "model": {"deep": True}}))
     assert cells(read_report(tmp_path).comparison) == [
-        ["optim.lr", "0.0", "0.1", ""],
+        ["optim.lr", "0", "0.1", ""],
         ["model.deep", "", "", "true"],
         ["runtime.output_dir", "out/0", "out/1", ""],
     ]

@@ -13,7 +13,7 @@ from optuna.distributions import BaseDistribution, FloatDistribution, IntDistrib
 from optuna.trial import TrialState, create_trial
 
 from nbtoolkit.errors import SweepError
-from nbtoolkit.study.importance import Importance, importance
+from nbtoolkit.study.importance import Importance, ParameterShare, importance
 
 SPACE: dict[str, BaseDistribution] = {
     "optim.lr": FloatDistribution(1e-4, 1e-1, log=True),
@@ -100,6 +100,10 @@ def test_ranges_that_overlap_are_said_to_tell_nothing_yet() -> None:
     doubted = told.partition("which matters more: ")[2]
     assert "optim.lr" in doubted
     assert "model.hidden" in doubted
+    ranges = {"a": (0.3, 0.5), "b": (0.2, 0.4), "c": (0.1, 0.15), "d": (0.0, 0.12)}
+    shares = tuple(ParameterShare(name, high, low, high) for name, (low, high) in ranges.items())
+    told = " ".join(Importance(shares, 12, 12, 0, ()).notes())
+    assert told.count("Cannot tell yet which matters more: a, b; c, d.") == 1
 
 
 def test_the_parameter_that_does_nothing_is_never_first_of_a_few_trials() -> None:

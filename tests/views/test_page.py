@@ -23,10 +23,12 @@ from nbtoolkit.run.events import (
     TrialChanged,
 )
 from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.views.devices import DeviceUse
 from nbtoolkit.views.page import View, page_html, regions
 from nbtoolkit.views.runs import rename, set_note
 from nbtoolkit.views.state import State, read_state
 from nbtoolkit.views.sweep_cards import IMPORTANCES, value_axis
+from nbtoolkit.views.trial_rows import trial_page
 
 
 def texts(page: str) -> str:
@@ -234,9 +236,11 @@ def test_several_objectives_show_the_front(tmp_path: Path) -> None:
     paths = small_sweep(tmp_path, *events, metrics="[f1, ms]", way="[maximize, minimize]")
     state = read_state(paths.folder)
     assert list(regions(state))[:3] == ["strip", "best", "trials"]
-    text = texts(regions(state)["best"])
-    assert "2 trials that no other beats; maximize f1, minimize ms" in text
-    assert "0.9000 5.000" in text
+    front = texts(regions(state)["best"])
+    assert "★ 2 trials that no other beats; maximize f1, minimize ms" in front
+    rows = trial_page(state).rows
+    assert [row.texts[0] for row in rows] == ["★ 0", "★ 1", "2"]  # the front first
+    assert rows[0].texts[2:4] == ("0.9000", "5.000")
 
 
 def test_failed_trials_are_said_below_the_strip(tmp_path: Path) -> None:
@@ -255,7 +259,7 @@ def test_a_failed_run_shows_the_end_of_its_traceback(tmp_path: Path) -> None:
 
 def test_an_error_in_one_region_leaves_the_others(tmp_path: Path) -> None:
     class Broken(State):
-        def device_history(self) -> dict[str, list[tuple[float, float]]]:
+        def devices(self) -> list[DeviceUse]:
             raise ValueError(EVIL)
 
     state = Broken(sweep(tmp_path))

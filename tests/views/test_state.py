@@ -111,7 +111,7 @@ def test_damaged_lines_and_settings_are_skipped(tmp_path: Path) -> None:
     (paths.folder / "sweep.yaml").write_text("study: [")
     state = read_state(paths.folder)
     assert (state.values, state.ended) == ({0: 0.5}, None)
-    assert (state.device_history(), state.device_lines()) == ({}, [])
+    assert state.devices() == []
 
 
 # --- progress and time ---
@@ -122,7 +122,7 @@ def test_the_time_left_of_a_run_is_the_rest_at_its_pace(tmp_path: Path) -> None:
     paths = write_run(tmp_path, "one", events=events)
     with hold_lock(paths):
         state = read_state(paths.folder)
-        assert state.ends_at(NOON) == NOON + 3 + 7  # 7 epochs, one per second
+        assert state.seconds_left(NOON) == 3 + 7  # 7 epochs, one per second
         assert state.share() == pytest.approx(0.3)
     assert state.config == {"train": {"epochs": 10}}
 
@@ -298,7 +298,7 @@ def test_a_trial_with_folds_has_a_span_per_fold(tmp_path: Path) -> None:
     spans = [(span.number, span.fold, span.state) for span in state.spans()]
     assert spans == [(7, 0, "complete"), (7, 1, "running")]
     assert state.job(state.spans()[1]).folder == state.trial(7).folder / "fold-1"
-    table = state.folds_table(7)
+    table = state.folds(7)
     assert [(one.state, one.metrics) for one in table] == [
         ("complete", {"f1": 0.5}),
         ("running", {}),
@@ -316,13 +316,13 @@ def test_folds_have_states_scores_and_curves_that_grow(tmp_path: Path) -> None:
     fold = write_run(paths.folder / "folds", "1", events=trained({"f1": [0.2]}))
     with hold_lock(paths):
         state = read_state(paths.folder)
-        table = state.folds_table()
+        table = state.folds()
         assert [one.state for one in table] == ["complete", "running", "waiting"]
         assert [one.seconds for one in table] == [2.0, None, None]
-        assert table[0].curves["f1"] == [(1.0, 0.1), (2.0, 0.5)]
+        assert state.fold_runs()[0].curves["f1"] == [(1.0, 0.1), (2.0, 0.5)]
         assert state.counts() == (1, 3)
         append(fold, {"type": "report", "values": {"f1": 0.4}, "step": 2})
-        assert state.folds_table()[1].curves["f1"] == [(1.0, 0.2), (2.0, 0.4)]
+        assert state.fold_runs()[1].curves["f1"] == [(1.0, 0.2), (2.0, 0.4)]
         assert [len(row) for row in state.workers(NOON + 3)] == [2]
 
 
@@ -340,16 +340,14 @@ def test_a_live_run_shows_its_newest_readings_and_a_minute_of_them(tmp_path: Pat
     paths = write_run(tmp_path, "one", events=[{"type": "run"}, *events, device(150, rank, gpu)])
     with hold_lock(paths):
         state = read_state(paths.folder)
-        assert state.device_lines() == [
-            ("GPU 0", 0.87, "87 %, 11.2 GB"),
-            ("rank 0", 1.0, "CPU 140 %, 0.3 GB"),
-        ]
-        history = state.device_history()
-        assert [at - NOON for at, _ in history["GPU 0"]] == [90.0 + 5 * n for n in range(13)]
-        assert history["GPU 0"][-2:] == [(NOON + 145, 0.29), (NOON + 150, 0.87)]
+        uses = {device.name: (device.history[-1][1], device.text) for device in state.devices()}
+        assert uses == {"GPU 0": (0.87, "87 %, 11.2 GB"), "rank 0": (1.0, "CPU 140 %, 0.3 GB")}
+        history = state.devices()[0].history
+        assert [at - NOON for at, _ in history] == [90.0 + 5 * n for n in range(13)]
+        assert history[-2:] == [(NOON + 145, 0.29), (NOON + 150, 0.87)]
         append(paths, device(155, {**gpu, "utilization": None}))
         state.refresh()
-        assert state.device_lines()[0] == ("GPU 0", None, "11.2 GB")
+        assert state.devices()[0].text == "11.2 GB"
 
 
 def test_an_ended_sweep_shows_what_its_trials_used_on_the_mean(tmp_path: Path) -> None:
@@ -359,9 +357,9 @@ def test_an_ended_sweep_shows_what_its_trials_used_on_the_mean(tmp_path: Path) -
         logged = [device(20.0 * (number == 2) + at, {"rank": 0, "cpu": cpu}) for at in (5, 10)]
         write_run(paths.folder / "trials", f"{number:04d}", events=logged)
     state = read_state(paths.folder)
-    shares = {name: [share for _, share in line] for name, line in state.device_history().items()}
-    assert shares == {"slot 0": [0.2, 0.2, 0.4, 0.4]}
-    assert state.device_lines() == [("slot 0", None, "mean CPU 30 %")]
+    [slot] = state.devices()
+    assert (slot.name, slot.text) == ("slot 0", "mean CPU 30 %")
+    assert [share for _, share in slot.history] == [0.2, 0.2, 0.4, 0.4]
 
 
 # --- size ---
@@ -390,7 +388,7 @@ def test_ten_thousand_trials_are_read_once_and_refreshed_at_once(tmp_path: Path)
         timed("left", lambda: state.seconds_left(NOON + 10_001))
         timed("workers", lambda: state.workers(NOON + 10_001))
         timed("saved", state.saved_by_pruning)
-        timed("devices", lambda: (state.device_lines(), state.device_history()))
+        timed("devices", state.devices)
     print(seconds)
     # The figures themselves are in the benchmark; here by the time of the first read, which the
     # machine's load makes longer too.

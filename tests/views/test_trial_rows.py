@@ -22,6 +22,7 @@ from nbtoolkit.views.trial_rows import (
     ordered,
     row_html,
     short_names,
+    table_html,
     template,
     trial_page,
 )
@@ -179,6 +180,18 @@ def test_rows_and_header_share_a_grid_and_numbers_are_on_the_right(tmp_path: Pat
     assert all("text-align:right" in line for line in lines)
     assert lines[0].count("text-align:left") == 1  # the state
     assert all(line.count("<span") == len(shown) + 1 for line in lines)  # and a chip
+
+
+def test_rows_have_the_roles_of_a_table_for_screen_readers(tmp_path: Path) -> None:
+    page = trial_page(read_state(sweep(tmp_path).folder))
+    table = table_html(page)
+    assert table.startswith('<div role="table" aria-label="Trials">')
+    assert table.count('role="table"') == 1
+    assert table.count('role="row"') == 1 + len(page.rows)
+    assert table.count('role="columnheader"') == len(page.columns)
+    assert table.count('role="cell"') == len(page.columns) * len(page.rows)
+    alone = row_html(page.rows[0], page.columns)  # in the panel, between its controls
+    assert alone.startswith(f'<div role="table" aria-label="trial {page.rows[0].number}">')
 
 
 def test_the_header_marks_the_column_that_sorts(tmp_path: Path) -> None:
