@@ -245,7 +245,7 @@ def _run(name: str, program: Sequence[str], environ: Mapping[str, str]) -> str:
         noise = re.compile(r"$|WARNING|warning|Using CPython")
         lines = [line for line in done.stderr.splitlines() if not noise.match(line)]
         raise WheelsError(
-            f"{name} failed:\n" + "\n".join(f"    {line}" for line in lines[-8:]),
+            f"{name} failed:\n" + "\n".join(f"    {line}" for line in lines[-20:]),
             do="check the connection (or PIP_INDEX_URL, PIP_FIND_LINKS), and run this again; "
             "without pip: python -m ensurepip",
         )

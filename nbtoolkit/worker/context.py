@@ -25,9 +25,17 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
+    from nbtoolkit.folds.folds import Fold
     from nbtoolkit.run.rank_check import SteppedOptimizers, Weights
     from nbtoolkit.run.request import JobSpec
     from nbtoolkit.worker.loss_checks import ClassLosses
+
+_FOLD_UNREAD = (
+    "the training function has ended without reading ctx.fold: every fold trains on the same "
+    "samples, and the scores tell nothing about others\n"
+    "  Allowed: a function that uses ctx.fold.train_indices and ctx.fold.valid_indices\n"
+    "  Do now:  train on x[ctx.fold.train_indices], validate on x[ctx.fold.valid_indices]"
+)
 
 
 class RunContext:
@@ -58,7 +66,8 @@ class RunContext:
     ) -> None:
         self.config, self.plan, self.paths = job.config, job.plan, job.paths
         self.rank, self.local_rank, self.world_size = rank, local_rank, world_size
-        self.deadline, self.fold = job.deadline, job.fold
+        self.deadline = job.deadline
+        self._fold, self._fold_read = job.fold, False
         self._params: dict[str, Any] = dict(job.params)
         self.seed: int = job.config.seed
         self._channel = channel
@@ -77,6 +86,12 @@ class RunContext:
     def is_main(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
+
+    @property
+    def fold(self) -> Fold | None:
+        """The fold to train on; None outside cross-validations and sweeps with folds."""
+        self._fold_read = True
+        return self._fold
 
     @property
     def params(self) -> dict[str, Any]:
@@ -212,9 +227,17 @@ class RunContext:
             self._channel.send(messages.NoteSent(text=text, level=level))
 
     def warn_unused_settings(self, reads: set[str]) -> None:
-        """Warn of settings without effect: those that the function has not read (``reads``)."""
-        if self.is_main and (text := unused_settings(self.config, reads, self._params)) is not None:
+        """Warn of settings without effect, and of a fold, that the function has not read.
+
+        Args:
+            reads: the settings that it has read.
+        """
+        if not self.is_main:
+            return
+        if (text := unused_settings(self.config, reads, self._params)) is not None:
             self._channel.send(messages.SettingsUnread(text=text))
+        if self._fold is not None and not self._fold_read:
+            self._channel.send(messages.SettingsUnread(text=_FOLD_UNREAD))
 
     def note_saved(self, path: str | os.PathLike[str], step: int | None, kind: str) -> None:
         """Record a checkpoint written without :meth:`save`; from the main rank only, any thread."""

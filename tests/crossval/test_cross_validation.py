@@ -57,6 +57,15 @@ def only_run(config: nb.Config) -> Path:
 # --- what is found ---
 
 
+def test_a_function_that_reads_no_fold_is_warned_of_once(config: nb.Config) -> None:
+    cv = quiet(lambda config, ctx: {"loss": config.optim.lr}, config)
+    notes = [e.text for e in EventReader(cv.paths.events).read() if e.type == "note"]
+    assert sum("without reading ctx.fold" in text for text in notes) == 1
+    cv = quiet(lambda config, ctx: {"loss": config.optim.lr + ctx.fold.index}, config)
+    events = EventReader(cv.paths.events).read()
+    assert not any(e.type == "note" and "ctx.fold" in e.text for e in events)
+
+
 def plain_loop() -> tuple[np.ndarray, list[float]]:
     """What anybody would write without us: out-of-fold predictions, and each fold's error."""
     inputs, targets = load_diabetes(return_X_y=True)
