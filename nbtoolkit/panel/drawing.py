@@ -29,7 +29,7 @@ from nbtoolkit.views.markup import card, paragraph
 from nbtoolkit.views.page import regions
 from nbtoolkit.views.progress_display import DisplayPlace
 from nbtoolkit.views.runs import list_runs, plain_name
-from nbtoolkit.views.state import State
+from nbtoolkit.views.state import WORKED, State
 from nbtoolkit.views.sweep_cards import IMPORTANCES
 from nbtoolkit.views.trial_rows import View, trial_page
 
@@ -71,7 +71,7 @@ def _training_seconds(state: State | None) -> list[float]:
         return []
     if state.kind == "run":
         return [state.elapsed()] if state.status == "completed" else []
-    spans = [span for span in state.spans() if span.state == "complete"]
+    spans = [span for span in state.spans(WORKED) if span.state == "complete"]
     return [span.end - span.begin for span in spans if span.end is not None]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from heapq import nlargest
 from pathlib import Path
 from statistics import median_low
 
@@ -16,7 +17,7 @@ from nbtoolkit.run.events import number_values
 from nbtoolkit.run.paths import Kind, RunPaths, kind_of, read_or_empty
 from nbtoolkit.search.sweep_result import read_sweep_config
 from nbtoolkit.study.space import Space
-from nbtoolkit.study.table import SweepTable
+from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.text_table import counted, duration, number
 from nbtoolkit.views.chart import Points
 from nbtoolkit.views.devices import DeviceUse, device_uses
@@ -24,7 +25,9 @@ from nbtoolkit.views.timeline import JobSpan, rows_of
 
 _NOTES = 5  # the newest notes that are kept
 _LOGGED_POINTS = 4000  # kept per logged metric; above that every second point is dropped
-_WORKED = 1000  # the newest spans of which the workers are shown
+WORKED = 1000
+"""The newest spans, of which the workers and the cost of more trials are shown."""
+
 _DEVICE_LOGS = 32  # event logs of ended jobs in which device readings are looked for
 _SPEED_LOGS = 20  # the newest logged steps, of which the speed is the mean
 
@@ -253,7 +256,9 @@ class State:
 
     def activity(self, now: float | None = None) -> str:
         """What it does before the first report; empty later."""
-        if self.status != "running" or self.began is None or self.first_report or self._logged_at:
+        if self.status != "running" or self.began is None:
+            return ""
+        if self.first_report or self._logged_at or self.trials:
             return ""
         waited = duration(max((time.time() if now is None else now) - self.began, 0.0))
         doing, spans = "", self.spans()
@@ -262,7 +267,7 @@ class State:
             if phases and "started" not in phases:
                 doing = "rank 0" if ranks == 1 else f"{ranks} ranks"
                 doing += " loading the function" if "group" in phases else " ready"
-        elif self.kind == "cv" or self.trials or any(span.end is not None for span in spans):
+        elif self.kind == "cv" or any(span.end is not None for span in spans):
             return "" if spans else f"starting: importing torch, {waited}"
         elif spans:
             doing = f"{counted(len(spans), 'trial')} started"
@@ -313,16 +318,26 @@ class State:
 
     # --- jobs ---
 
-    def spans(self) -> list[JobSpan]:
-        """When each trial or fold ran, by begin; of one that ran twice the last time."""
-        spans = [fold for folds in self._jobs.values() for fold in folds.values()]
+    def spans(self, newest: int | None = None) -> list[JobSpan]:
+        """When each trial or fold ran, by begin; of one that ran twice the last time.
+
+        Args:
+            newest: the number of trials, and of folds, to which it is limited; None: no limit.
+        """
+        folds = [fold for folds in self._jobs.values() for fold in folds.values()]
+        trials: list[Trial] = []
         if isinstance(self.table, SweepTable):
-            for trial in self.table.trials.values():
-                waits = trial.state == "waiting"
-                if trial.number in self._jobs or not trial.began or (waits and self.live):
-                    continue
-                end = self._last if waits else trial.ended_at
-                spans.append(JobSpan(trial.number, None, trial.began, end, trial.label))
+            trials = [t for t in self.table.trials.values() if t.number not in self._jobs]
+        if newest is not None:
+            folds = nlargest(newest, folds, key=lambda span: span.begin)
+            trials = nlargest(newest, trials, key=lambda trial: trial.began or 0.0)
+        spans = folds
+        for trial in trials:
+            waits = trial.state == "waiting"
+            if not trial.began or (waits and self.live):
+                continue
+            end = self._last if waits else trial.ended_at
+            spans.append(JobSpan(trial.number, None, trial.began, end, trial.label))
         return sorted(spans, key=lambda span: span.begin)
 
     def workers(self, now: float | None = None) -> list[list[JobSpan]]:
@@ -331,7 +346,8 @@ class State:
         Args:
             now: unix seconds, the end of what runs; None: the clock's.
         """
-        return rows_of(self.spans()[-_WORKED:], time.time() if now is None else now)
+        newest = self.spans(WORKED)[-WORKED:]
+        return rows_of(newest, time.time() if now is None else now)
 
     def job(self, span: JobSpan) -> RunPaths:
         """The folder of a span's job."""
