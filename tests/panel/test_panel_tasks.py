@@ -162,7 +162,8 @@ def test_a_cross_validation_is_started_stopped_and_resumed_with_its_folds(
 
 
 def complete_folds(panel: nb.Panel) -> set[int]:
-    return set(panel._controller.state.folds)
+    folds = panel._controller.state.folds()
+    return {fold.fold for fold in folds if fold.state == "complete"}
 
 
 def test_a_stopped_sweep_over_folds_goes_on_with_its_folds(
