@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from kernels import SECONDS, Cell, Notebook, notebook, until
+from run_folders import sweep, trained, trial, write_run
 
 VERSIONS = ("6.31.0", "7.3.0", "7.4.0")
 OVERLAYS = Path(__file__).parents[2] / "build" / "kernels"
@@ -29,7 +30,7 @@ board = panel._controller.board
 said = []
 board.message.observe(lambda change: said.append(change["new"]), "value")
 threads = set()
-board.save.on_click(lambda _: threads.add(threading.current_thread().name.partition("-")[0]))
+board.csv.on_click(lambda _: threads.add(threading.current_thread().name.partition("-")[0]))
 print(ipykernel.__version__)
 """
 
@@ -40,9 +41,9 @@ while {condition}:
 print("the cell's own")
 """
 
-# Clicks may be done in another thread, whenever that is: three that save and one that cannot.
+# Clicks may be done in another thread, whenever that is: three that write and one that cannot.
 ALL_DONE = """
-while len([one for one in said if "saved to" in one or "alert" in one]) < 4:
+while len([one for one in said if "written: " in one or "alert" in one]) < 4:
     time.sleep(0.02)
 panel.refresh()
 print(*said, sep="\\n")
@@ -137,8 +138,8 @@ def click(kernel: Notebook, button: str, shell: str | None) -> None:
     send(kernel, button, {"method": "custom", "content": {"event": "click"}}, shell)
 
 
-def type_in(kernel: Notebook, field: str, text: str, shell: str | None) -> None:
-    state = {"method": "update", "state": {"value": text}, "buffer_paths": []}
+def choose(kernel: Notebook, field: str, index: int, shell: str | None) -> None:
+    state = {"method": "update", "state": {"index": index}, "buffer_paths": []}
     send(kernel, field, state, shell)
 
 
@@ -160,6 +161,21 @@ def watched(kernel: Notebook, message: str) -> tuple[Cell, list[dict[str, Any]]]
             others.append(answer["content"])
 
 
+# The folders in the list of runs, once the panel has seen all four.
+ENTRIES = """
+while len(board.run.options) < 5:
+    time.sleep(0.02)
+print(*(value or "none" for _, value in board.run.options), sep="\\n")
+"""
+
+
+def written_sweep(folder: Path, name: str) -> Path:
+    """A sweep with one trial."""
+    made = sweep(folder, [trial(0, value=0.5)]).folder
+    (folder / "out").mkdir(exist_ok=True)
+    return made.rename(folder / "out" / name)
+
+
 # In which thread a click arrives, with its version, without and with a subshell.
 _THREADS = (
     ["MainThread 6.31.0", "MainThread 7.3.0", "MainThread 7.4.0"],
@@ -170,20 +186,18 @@ _THREADS = (
 def test_clicks_while_a_cell_is_busy_are_done_once_and_in_order_and_write_into_no_cell(
     kernel: Notebook, tmp_path: Path
 ) -> None:
-    file, save = comm(kernel, "board.file"), comm(kernel, "board.save")
-    (tmp_path / "in-the-way").touch()
-    for number, shell in enumerate([None, subshell(kernel)]):
-        names = [f"{number}{letter}.yaml" for letter in "abc"]
-        condition = 'not pathlib.Path("go").exists()'
-        busy = kernel.start(BUSY.format(condition=condition, wait="pass"))
+    run, write = comm(kernel, "board.run"), comm(kernel, "board.csv")
+    sweeps = [written_sweep(tmp_path, name) for name in "abc"]
+    write_run(tmp_path / "out", "a-run", events=trained({"score": [1.0]}))
+    entries = kernel.run(ENTRIES).ok().text.split()
+    for shell in [None, subshell(kernel)]:
+        busy = kernel.start(BUSY.format(condition='not pathlib.Path("go").exists()', wait="pass"))
         until((tmp_path / "busy").exists, "the busy cell")
-        for name in names:
-            type_in(kernel, file, name, shell)
-            click(kernel, save, shell)
-        type_in(kernel, file, "in-the-way/x.yaml", shell)
-        click(kernel, save, shell)
-        # ipykernel 7.4 answers the first text that comes from a subshell. From then on it hands the
-        # field's texts to that subshell, and the button's clicks still to the main thread.
+        for folder in [*sweeps, tmp_path / "out" / "a-run"]:
+            choose(kernel, run, entries.index(str(folder)), shell)
+            click(kernel, write, shell)
+        # ipykernel 7.4 answers the first choice that comes from a subshell. From then on it hands
+        # the list's choices to that subshell, and the button's clicks still to the main thread.
         if shell is not None:
             arrived(kernel, shell)
         (tmp_path / "go").touch()
@@ -192,15 +206,15 @@ def test_clicks_while_a_cell_is_busy_are_done_once_and_in_order_and_write_into_n
         cell, late = watched(kernel, kernel.start(ALL_DONE))
         assert others + late == []  # an error is shown on the panel, not written anywhere
         told = cell.ok().text
-        places = [told.index(f"saved to {tmp_path / name}") for name in names]
+        places = [told.index(f"written: {folder}/trials.csv") for folder in sweeps]
         assert places == sorted(places)
-        assert told.count("saved to") == len(names)
+        assert told.count("written: ") == len(sweeps)
         assert told.count('role="alert"') == 1
-        assert all((tmp_path / name).is_file() for name in names)
+        assert all((folder / "trials.csv").is_file() for folder in sweeps)
         seen = kernel.run("print(*threads, ipykernel.__version__); threads.clear()").ok().text
         assert seen.strip() in _THREADS[shell is not None], seen
-        for name in ("busy", "go"):
-            (tmp_path / name).unlink()
+        for file in ("busy", "go", *(folder / "trials.csv" for folder in sweeps)):
+            (tmp_path / file).unlink()
 
 
 @pytest.mark.long
