@@ -27,6 +27,7 @@ from nbtoolkit.config.fields import (
     NotNegative,
     OptimizerName,
     OutputFolder,
+    ParamGroups,
     Port,
     Positive,
     Seconds,
@@ -69,6 +70,9 @@ class Optim(Section):
     """The optimizer: a short name of one of torch's, or the dotted name of any class."""
     options: Free = FreeSection()
     """More arguments of the optimizer, with its own names (`betas`, `eps`, `nesterov`)."""
+    param_groups: ParamGroups = ()
+    """Groups of parameters with their own rate and decay: `match` (a pattern of names), and `lr` or
+    `lr_scale`, `weight_decay` and other arguments of the optimizer."""
     lr: Positive = 1e-3
     """The peak learning rate, before `lr_rule`."""
     weight_decay: NotNegative = 0.01

@@ -20,7 +20,6 @@ from nbtoolkit.training.loader import TrainLoader, make_train_loader
 from nbtoolkit.training.losses import Labels, Loss, StepLoss, on_device, raise_if_not_finite
 from nbtoolkit.training.metrics import Metrics, named_metrics, reported_names
 from nbtoolkit.training.model import WHOLE_BATCHES, inexact_layers
-from nbtoolkit.training.optimizer import make_schedule
 from nbtoolkit.training.sampler import MicroBatch
 from nbtoolkit.training.step import Forward, TrainStep
 from nbtoolkit.training.sync import ControlSignal, LossWindow, RankSync, SyncResult
@@ -34,6 +33,7 @@ from nbtoolkit.training.train_state import (
     restore_random_state,
     seed_generators,
 )
+from nbtoolkit.training.user_optimizer import GivenOptimizer, GivenSchedule, make_user_schedule
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +53,8 @@ def fit(
     metrics: Metrics = None,
     step: Forward | None = None,
     collate: Collate | None = None,
+    optimizer: GivenOptimizer | None = None,
+    schedule: GivenSchedule | None = None,
 ) -> dict[str, float]:
     """Train ``model`` as ``config`` says; called by all ranks.
 
@@ -92,6 +94,13 @@ def fit(
         step: ``step(model, batch)`` -> (outputs, targets); default: the batch is a pair (inputs,
             targets).
         collate: makes a batch from a list of samples; default: torch's.
+        optimizer: an optimizer over the parameters of ``model`` or a function ``model`` ->
+            optimizer, which keep their own rates; or a class, which gets ``optim.lr`` and
+            ``optim.options``. Default: the one that ``optim.name`` names.
+        schedule: an ``LRScheduler`` of that optimizer, a function ``optimizer`` -> LRScheduler (or
+            ``(optimizer, steps)`` -> LRScheduler), or a function ``step`` -> factor of the rates;
+            stepped after each optimizer step, ``ReduceLROnPlateau`` after each epoch with the
+            monitored metric. Default: ``optim.schedule`` (not with an optimizer of your own).
 
     Returns:
         ``train_loss, val_loss, val_<metric>`` of the epoch whose weights the model has, with
@@ -115,11 +124,14 @@ def fit(
     with CheckpointManager(ctx, config) as checkpoints:
         loader = make_train_loader(ctx, config, train_data, collate=collate, fit=checkpoints.number)
         total = _total_steps(config, loader)
-        schedule = make_schedule(config, steps=total, factor=ctx.plan.lr_factor)
+        factor = ctx.plan.lr_factor
+        rates = make_user_schedule(config, optimizer, schedule, steps=total, factor=factor)
         # A step or a collate of the user's may change the targets.
         targets = _targets_of(train_data) if step is None and collate is None else None
         loss = on_device(loss, ctx.device)
-        train_step = TrainStep(ctx, config, model, loss, forward, schedule, targets=targets)
+        train_step = TrainStep(
+            ctx, config, model, loss, forward, rates, targets=targets, optimizer=optimizer
+        )
         training = _Training(ctx, config, loader, train_step, forward, checkpoints)
         validator = Validator(ctx, config, valid_data, by_name, collate)
         training.resume()

@@ -19,8 +19,9 @@ from nbtoolkit.training.model import (
     to_channels_last,
     wrap_model,
 )
-from nbtoolkit.training.optimizer import Schedule, make_optimizer, set_rate
+from nbtoolkit.training.optimizer import Schedule, set_rate
 from nbtoolkit.training.sampler import MicroBatch
+from nbtoolkit.training.user_optimizer import GivenOptimizer, make_user_optimizer
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +50,7 @@ class TrainStep:
         schedule: the learning rate of every step.
         targets: all targets of the training set as ``forward`` returns them, if known: their labels
             are checked with the first batch (else only the batch's own).
+        optimizer: the user's, see :func:`nbtoolkit.fit`; None: the one of ``config.optim``.
 
     Attributes:
         module: the user's model on this rank's device, unwrapped: for evaluation and checkpoints.
@@ -72,6 +74,7 @@ class TrainStep:
         forward: Forward,
         schedule: Schedule,
         targets: Labels | None = None,
+        optimizer: GivenOptimizer | None = None,
     ) -> None:
         self.steps_done, self.rate = 0, 0.0
         self.grad_norm: Tensor | None = None
@@ -81,7 +84,9 @@ class TrainStep:
         self._no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
         if ctx.world_size > 1:
             self._no_sync = cast("DistributedDataParallel", self._model).no_sync
-        self.optimizer = make_optimizer(config, self.module)
+        self.optimizer = make_user_optimizer(config, self.module, optimizer)
+        self.optimizer.zero_grad()  # of steps before fit
+        schedule.bind(self.optimizer)
         named = self.module.named_parameters()
         self._named = {name: weight for name, weight in named if weight.requires_grad}
         self._parameters = list(self._named.values())
@@ -304,10 +309,14 @@ class TrainStep:
         elif measure_norm:
             self.grad_norm = _norm(self._parameters)
         rate = None if self.averages is None else self.averages.rate(self.steps_done)
-        self.rate = self.schedule.rate(self.steps_done) if rate is None else rate
-        set_rate(self.optimizer, self.rate, self.schedule.momentum(self.steps_done))
+        if rate is None:
+            self.rate = self.schedule.apply(self.optimizer, self.steps_done)
+        else:
+            self.rate = rate
+            set_rate(self.optimizer, rate, self.schedule.momentum(self.steps_done))
         self._scaler.step(self.optimizer)
         self._scaler.update()
+        self.schedule.advance()
         for parameter in self._parameters:  # what zero_grad does, in 0.3 instead of 6 us
             parameter.grad = None
         self.steps_done += 1

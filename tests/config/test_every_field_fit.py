@@ -220,6 +220,7 @@ OVERFLOW = {"train.scaler_init_scale": 2.0**30}
 CASES = [
     Case("optim.name", "adamw", "sgd", weights),
     Case("optim.options", {}, {"betas": [0.5, 0.9]}, weights),
+    Case("optim.param_groups", [], [{"match": "last.*", "lr_scale": 0.5}], weights),
     Case("optim.lr", 0.05, 0.06, weights),
     Case("optim.weight_decay", 0.0, 0.5, weights),
     Case("optim.decay_all", False, True, weights, common={"optim.weight_decay": 0.5}),
