@@ -110,6 +110,8 @@ class Train(Section):
     """`auto`: by the device's compute capability (bf16 from sm_80, fp16 on a T4), fp32 on a CPU."""
     drop_last: bool = False
     """Skip an epoch's last incomplete step (false: weight it by its number of samples)."""
+    sample_weights: Literal["balanced"] | None = None
+    """`balanced`: draw the classes equally often, with replacement; null: each sample once."""
     loss_reduction: Literal["auto", "batch"] = "auto"
     """`auto`: a mean, a sum or a weighted mean over samples, detected in the first batch; `batch`:
     a loss over whole batches (Dice, contrastive), which depends on the number of ranks."""

@@ -55,6 +55,7 @@ class TrainStep:
     Attributes:
         module: the user's model on this rank's device, unwrapped: for evaluation and checkpoints.
         optimizer: over its trainable parameters.
+        optimizers: the same by name, for callbacks.
         averages: of its weights; None without averaging.
         steps_done: optimizer steps done.
         rate: the learning rate of the last step.
@@ -85,6 +86,7 @@ class TrainStep:
         if ctx.world_size > 1:
             self._no_sync = cast("DistributedDataParallel", self._model).no_sync
         self.optimizer = make_user_optimizer(config, self.module, optimizer)
+        self.optimizers: dict[str, torch.optim.Optimizer] = {"optimizer": self.optimizer}
         self.optimizer.zero_grad()  # of steps before fit
         schedule.bind(self.optimizer)
         named = self.module.named_parameters()
@@ -210,6 +212,10 @@ class TrainStep:
             self.averages.restore(state["averages"], source=source)
         self.steps_done = state["step"]
         self._reduced.reduction = Reduction(state["reduction"])
+
+    def take_parts(self) -> dict[str, float]:
+        """Losses by name, summed over this rank's samples since the last call."""
+        return {}
 
     def load_on_all_ranks(self, weights: Mapping[str, Tensor] | None) -> None:
         """Load rank 0's ``weights`` into the model on every rank; None there: its present ones."""

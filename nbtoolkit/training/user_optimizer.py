@@ -242,7 +242,7 @@ class UserSchedule(Schedule):
 
         if not callable(given) or isinstance(given, type):
             raise self._refusal(f"is {given!r}")
-        if _required(given) == 2:
+        if required_arguments(given) == 2:
             made = given(optimizer, self.total)
         else:
             try:  # 1 is the factor of the first step of most curves
@@ -275,8 +275,8 @@ class UserSchedule(Schedule):
         )
 
 
-def _required(function: Callable[..., Any]) -> int:
-    """How many arguments a function requires; 0: unknown."""
+def required_arguments(function: Callable[..., Any]) -> int:
+    """How many positional arguments a function requires; 0: unknown."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
