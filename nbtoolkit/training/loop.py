@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.config.validation import mark_used
@@ -25,6 +25,7 @@ from nbtoolkit.training.losses import Loss, StepLoss, on_device, raise_if_not_fi
 from nbtoolkit.training.metrics import Metrics, named_metrics, reported_names
 from nbtoolkit.training.model import WHOLE_BATCHES, inexact_layers
 from nbtoolkit.training.sampler import MicroBatch
+from nbtoolkit.training.several import SeveralTrainStep, StepOfSeveral
 from nbtoolkit.training.step import Forward, TrainStep
 from nbtoolkit.training.sync import ControlSignal, LossWindow, RankSync, SyncResult
 from nbtoolkit.training.train_state import (
@@ -53,12 +54,12 @@ def fit(
     train_data: object,
     valid_data: object,
     *,
-    loss: Loss,
+    loss: Loss | None = None,
     metrics: Metrics = None,
-    step: Forward | None = None,
+    step: Forward | StepOfSeveral | None = None,
     collate: Collate | None = None,
-    optimizer: GivenOptimizer | None = None,
-    schedule: GivenSchedule | None = None,
+    optimizer: GivenOptimizer | Mapping[str, GivenOptimizer] | None = None,
+    schedule: GivenSchedule | Mapping[str, GivenSchedule] | None = None,
     sampler: Iterable[int] | None = None,
     sample_weights: SampleWeights | None = None,
     callbacks: Iterable[object] = (),
@@ -95,20 +96,24 @@ def fit(
             mean of torch's ``cross_entropy`` or ``nll_loss`` (``weight``, ``ignore_index``), a
             tensor of shape (n, ...) with one loss per sample, or a pair of sums (total, weight).
             The first batch shows which one it is; gradients and reported losses are those of the
-            whole batch on one device. ``train.loss_reduction: batch`` allows others.
+            whole batch on one device. ``train.loss_reduction: batch`` allows others. Several
+            optimizers need it for the validation only.
         metrics: ``"accuracy"``, functions ``(outputs, targets)`` -> mean over the batch,
             :func:`nbtoolkit.epoch_metric` of functions that need all samples at once, torchmetrics
             objects; in a list, or in a dict by name.
         step: ``step(model, batch)`` -> (outputs, targets); default: the batch is a pair (inputs,
-            targets).
+            targets). For several optimizers ``step(model, batch, optimizers)`` -> a loss or a dict
+            of losses to report, see :class:`~nbtoolkit.training.several.OptimizerHandle`.
         collate: makes a batch from a list of samples; default: torch's.
         optimizer: an optimizer over the parameters of ``model`` or a function ``model`` ->
             optimizer, which keep their own rates; or a class, which gets ``optim.lr`` and
-            ``optim.options``. Default: the one that ``optim.name`` names.
+            ``optim.options``. Several in a dict by name, for a step of your own. Default: the one
+            that ``optim.name`` names.
         schedule: an ``LRScheduler`` of that optimizer, a function ``optimizer`` -> LRScheduler (or
             ``(optimizer, steps)`` -> LRScheduler), or a function ``step`` -> factor of the rates;
             stepped after each optimizer step, ``ReduceLROnPlateau`` after each epoch with the
-            monitored metric. Default: ``optim.schedule`` (not with an optimizer of your own).
+            monitored metric. Of several optimizers in a dict by name. Default: ``optim.schedule``
+            (an optimizer of your own: the rates that it has).
         sampler: a torch ``Sampler``, or any iterable with ``__len__``, of the indices that an epoch
             takes. It is asked once per epoch for all ranks, with its generators seeded by (seed,
             epoch). Default: a permutation of all samples.
@@ -133,13 +138,15 @@ def fit(
     by_name = named_metrics(metrics)
     names, stems = reported_names(by_name, validates=valid_data is not None)
     moments = Callbacks(callbacks, ctx.rank, ctx.world_size)
-    if moments.have("on_validation_end"):  # it may add any name
-        names, stems = [], []
-    else:
+    several = isinstance(optimizer, Mapping)
+    _check_loss(loss, several=several, validates=valid_data is not None)
+    adds = several or moments.have("on_validation_end")  # metrics of any name
+    if not adds:
         check_monitor(config, names, stems)
     monitor = config.checkpoint.monitor or ("val_loss" if "val_loss" in names else "train_loss")
-    ctx.announce([*names, f"best_{monitor}", "epoch", "best_epoch"], stems, first_step=1)
-    forward = step or forward_pair
+    announced = [] if adds else [*names, f"best_{monitor}", "epoch", "best_epoch"]
+    ctx.announce(announced, stems, first_step=1)
+    forward = cast("Forward", forward_pair if step is None or several else step)
     with CheckpointManager(ctx, config) as checkpoints:
         loader = make_train_loader(
             ctx,
@@ -151,15 +158,23 @@ def fit(
             sample_weights=sample_weights,
         )
         total = _total_steps(config, loader)
-        factor = ctx.plan.lr_factor
-        rates = make_user_schedule(config, optimizer, schedule, steps=total, factor=factor)
         # A step or a collate of the user's may change the targets.
         whole = isinstance(train_data, tuple) and step is None and collate is None
         targets = labels_of(train_data) if whole else None
-        loss = on_device(loss, ctx.device)
-        train_step = TrainStep(
-            ctx, config, model, loss, forward, rates, targets=targets, optimizer=optimizer
-        )
+        loss = on_device(loss or forward_pair, ctx.device)
+        if isinstance(optimizer, Mapping):
+            of_several = cast("StepOfSeveral", step)
+            train_step: TrainStep = SeveralTrainStep(
+                ctx, config, model, loss, forward,
+                step=of_several, optimizers=optimizer, schedules=schedule, steps=total,
+            )  # fmt: skip
+        else:
+            factor = ctx.plan.lr_factor
+            one = cast("GivenSchedule | None", schedule)
+            rates = make_user_schedule(config, optimizer, one, steps=total, factor=factor)
+            train_step = TrainStep(
+                ctx, config, model, loss, forward, rates, targets=targets, optimizer=optimizer
+            )
         training = _Training(ctx, config, loader, train_step, forward, checkpoints, moments)
         validator = Validator(ctx, config, valid_data, by_name, collate)
         training.resume()
@@ -270,13 +285,12 @@ class _Training:
         self._moment("on_train_epoch_end")
         values = state.values = {**state.values, **validator.values(train_step)}
         if self._callbacks:
-            added = self._moment("on_validation_end")
-            state.stopped, added = self._callbacks.agree(added)
+            state.stopped, added = self._callbacks.agree(self._moment("on_validation_end"))
             values = {**values, **added}
             if state.stopped:
                 self._ctx.print(f"fit: stops after epoch {self._epoch}: {state.stopped}")
         better = state.end_epoch(values, train_step.steps_done)
-        train_step.schedule.observe(values[state.monitored], better)
+        train_step.observe(values[state.monitored], better)
         if better and state.has_best:
             about = {"epoch": state.epoch, "values": values}
             weights = train_step.evaluated_module.state_dict
@@ -439,6 +453,16 @@ class _Training:
             epoch = self._loader.batches(state.epoch + 1, limit=state.taken)
             batches = (batch for batch, micro_batch in epoch if micro_batch.samples)
             averages.update_batch_norm(batches, self._forward)
+
+
+def _check_loss(loss: object, *, several: bool, validates: bool) -> None:
+    if loss is None and (validates or not several):
+        raise FitError(
+            "fit has no loss" + (" for the validation" if several else ""),
+            allowed="loss=f with f(outputs, targets); none only for several optimizers, whose step "
+            "computes it, with valid_data=None",
+            do="pass loss=torch.nn.functional.cross_entropy",
+        )
 
 
 def _total_steps(config: Config, loader: TrainLoader) -> int:

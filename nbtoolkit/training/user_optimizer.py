@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from nbtoolkit.errors import FitError
@@ -70,7 +70,18 @@ def make_user_optimizer(
             allowed="optim.param_groups with optim.name, or with a class as optimizer=",
             do="remove optim.param_groups, or pass the class (optimizer=torch.optim.AdamW)",
         )
-    held = {one for group in optimizer.param_groups for one in group["params"]}
+    check_all_held(model, [optimizer])
+    return optimizer
+
+
+def check_all_held(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse trainable parameters of ``model`` that no optimizer has.
+
+    Raises:
+        FitError: names them.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    held = {one for group in groups for one in group["params"]}
     named = model.named_parameters()
     if missing := [name for name, one in named if one.requires_grad and one not in held]:
         raise FitError(
@@ -79,7 +90,6 @@ def make_user_optimizer(
             allowed="an optimizer over every parameter with requires_grad",
             do="add them to the optimizer, or freeze them with requires_grad_(False)",
         )
-    return optimizer
 
 
 def resolve_optimizer(model: nn.Module, given: object, place: str) -> torch.optim.Optimizer:
@@ -106,7 +116,7 @@ def resolve_optimizer(model: nn.Module, given: object, place: str) -> torch.opti
             allowed=_ALLOWED_OPTIMIZER,
             do="pass optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)",
         )
-    refuse_closure(type(made), place, type(made).__name__)
+    refuse_closure(type(made), f"{place}: ", type(made).__name__)
     names = {one: name for name, one in model.named_parameters()}
     held = [one for group in made.param_groups for one in group["params"]]
     if strange := [one for one in held if one not in names]:

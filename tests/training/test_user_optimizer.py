@@ -111,7 +111,7 @@ def half(model: nn.Module) -> Optimizer:
         (nn.Linear, r"is no optimizer but the class Linear"),
         (
             lambda model: torch.optim.LBFGS(model.parameters()),
-            r"optimizer=the step of LBFGS needs a closure",
+            r"optimizer=: the step of LBFGS needs a closure",
         ),
     ],
 )
