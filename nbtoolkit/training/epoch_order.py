@@ -6,7 +6,7 @@ A draw is a pure function of (seed, epoch), so a resumed run continues in the sa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from operator import index
@@ -150,23 +150,21 @@ def _sampled(sampler: Iterable[int], samples: int, seed: int, ranks: int) -> Epo
     from torch.utils.data import BatchSampler
     from torch.utils.data.distributed import DistributedSampler
 
-    name = type(sampler).__name__
-    if isinstance(sampler, (BatchSampler, DistributedSampler)):
+    name, fault = type(sampler).__name__, ""
+    if isinstance(sampler, BatchSampler):
+        fault = "gives batches"
+    elif isinstance(sampler, DistributedSampler):
+        fault = "gives each rank a part"
+    elif not hasattr(sampler, "__len__"):
+        fault = "has no length"
+    if fault or not isinstance(sampler, Sized):
         raise FitError(
-            f"the sampler {name} gives "
-            + ("batches" if isinstance(sampler, BatchSampler) else "each rank a part"),
-            allowed="a sampler of the whole epoch's indices: fit makes the batches, and divides "
-            "them among the ranks",
-            do="remove it, or pass the sampler inside it",
+            f"the sampler {name} {fault}",
+            allowed="an iterable with __len__ of the indices of a whole epoch: fit makes the "
+            "batches, and divides them among the ranks",
+            do="remove it, pass the sampler inside it, or a list of indices",
         )
-    try:
-        size = len(sampler)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        raise FitError(
-            f"the sampler {name} has no length",
-            allowed="an iterable of indices with __len__: the samples of an epoch",
-            do="give it __len__, or pass a list of indices",
-        ) from None
+    size = len(sampler)
     return EpochOrder(size, _SamplerDraw(sampler, size, samples, seed, ranks), f"{name} of {size}")
 
 

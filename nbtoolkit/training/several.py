@@ -49,15 +49,20 @@ class OptimizerHandle:
     """
 
     def __init__(
-        self, name: str, optimizer: torch.optim.Optimizer, schedule: Schedule, ctx: RunContext
+        self,
+        name: str,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        ctx: RunContext,
+        config: Config,
     ) -> None:
         self.optimizer, self.schedule, self._name = optimizer, schedule, name
         self.steps, self.rate = 0, float(optimizer.param_groups[0].get("lr", 0.0))
         self.norm: Tensor | None = None
-        self.scaler = grad_scaler(ctx, ctx.config)
+        self.scaler = grad_scaler(ctx, config)
         self.weight = 1.0  # of this rank's part of the batch
         self.measures = False
-        self._max_norm, self._ranks = ctx.config.train.max_grad_norm, ctx.world_size
+        self._max_norm, self._ranks = config.train.max_grad_norm, ctx.world_size
         self._device = ctx.device.type
         self._parameters = [one for group in optimizer.param_groups for one in group["params"]]
         schedule.bind(optimizer)
@@ -193,7 +198,7 @@ class SeveralTrainStep(TrainStep):
             by_name = self._schedules
             own = by_name.get(name) if isinstance(by_name, Mapping) else by_name
             schedule = UserSchedule(own, total=self.schedule.total, place=f"schedule[{name!r}]")
-            self.handles[name] = OptimizerHandle(name, optimizer, schedule, self._ctx)
+            self.handles[name] = OptimizerHandle(name, optimizer, schedule, self._ctx, config)
         self.optimizers = {name: one.optimizer for name, one in self.handles.items()}
         check_all_held(self.module, self.optimizers.values())
         return next(iter(self.optimizers.values()))

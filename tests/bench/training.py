@@ -134,7 +134,7 @@ def steps(processes: int) -> dict[str, float]:
 
 
 def inputs_compared(config: nb.Config, ctx: nb.RunContext) -> list[float]:
-    """Pairs in turn: fit with an optimizer object, callbacks and a weighted sampler, over without."""
+    """Pairs in turn: fit with an optimizer object, callbacks and sample weights, over without."""
     import torch
 
     torch.set_num_threads(1)
@@ -169,8 +169,10 @@ def inputs_compared(config: nb.Config, ctx: nb.RunContext) -> list[float]:
 def inputs() -> dict[str, float]:
     """The median ratio of fit with a user's own parts, over fit without."""
     with quiet_config(**{**SMALL, "train.max_steps": STEPS // 2}) as config:
-        launched = nb.launch(inputs_compared, config, processes=1, resume="never", display="off")
-    return {"ratio": median(launched.value)}
+        ratios = nb.launch(
+            inputs_compared, config, processes=1, resume="never", display="off"
+        ).value
+    return {"ratio": median(ratios)}
 
 
 def stall(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:

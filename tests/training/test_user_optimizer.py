@@ -215,8 +215,14 @@ def scheduled(name: str, optimizer: Optimizer) -> Any:
     return rates.LambdaLR(optimizer, make) if name == "factor" else make(optimizer)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("kind", ["object", "function"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[pytest.mark.long] * (name != "factor"))
+        for name in SCHEDULES
+        for kind in ("object", "function")
+    ],
+)
 def test_a_schedule_is_stepped_as_in_a_loop_by_hand(run: Run, name: str, kind: str) -> None:
     mine, theirs = model_of(), model_of()
     first, second = sgd(mine), sgd(theirs)
@@ -239,7 +245,10 @@ class Interrupted(Exception):
     pass
 
 
-@pytest.mark.parametrize("name", ["steps", "cycle", "several"])
+@pytest.mark.parametrize(
+    "name",
+    ["cycle", *(pytest.param(name, marks=pytest.mark.long) for name in ("steps", "several"))],
+)
 def test_it_resumes_where_the_optimizer_and_the_schedule_were(
     run: Run, another: Run, name: str
 ) -> None:
