@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
@@ -109,18 +110,15 @@ def _balanced(weights: str, data: object) -> Tensor:
     """One over the number of samples of the sample's class."""
     import torch
 
-    labels = None if weights != "balanced" else labels_of(data)
-    if labels is not None:
-        labels = torch.as_tensor(labels).detach().cpu()
-        labels = labels.flatten() if labels.ndim and labels.numel() == len(labels) else labels
+    found = labels_of(data) if weights == "balanced" else None
+    labels = None if found is None else torch.as_tensor(found).detach().cpu()
+    if labels is not None and labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
     if labels is None or labels.ndim != 1 or bool((labels != labels.floor()).any()):
-        found = "not labels of classes" if labels is not None else "in no place that fit knows"
         raise FitError(
-            f"sample_weights is {weights!r}, and the targets are {found}"
-            if weights == "balanced"
-            else f"sample_weights is {weights!r}",
-            allowed="'balanced' for one class per sample in a pair of arrays (inputs, labels), or "
-            "in the attribute targets or labels of the data set; or an array of weights",
+            f"sample_weights is {weights!r}, and fit does not find one class per sample",
+            allowed="'balanced' for a pair of arrays (inputs, labels), or labels in the attribute "
+            "targets or labels of the data set; or an array of weights",
             do="pass sample_weights=<one weight per sample>",
         )
     _, places, counts = labels.unique(return_inverse=True, return_counts=True)
@@ -147,6 +145,9 @@ def labels_of(data: object) -> Labels | None:
 
 
 def _sampled(sampler: Iterable[int], samples: int, seed: int, ranks: int) -> EpochOrder:
+    """Rank 0 asks the sampler, and all ranks use its answer: a generator may be rank 0's own."""
+    import torch
+    import torch.distributed as dist
     from torch.utils.data import BatchSampler
     from torch.utils.data.distributed import DistributedSampler
 
@@ -164,71 +165,56 @@ def _sampled(sampler: Iterable[int], samples: int, seed: int, ranks: int) -> Epo
             "batches, and divides them among the ranks",
             do="remove it, pass the sampler inside it, or a list of indices",
         )
-    size = len(sampler)
-    return EpochOrder(size, _SamplerDraw(sampler, size, samples, seed, ranks), f"{name} of {size}")
-
-
-class _SamplerDraw:
-    """Rank 0 asks the sampler, and all ranks use its answer: a generator may be rank 0's own."""
-
-    def __init__(
-        self, sampler: Iterable[int], size: int, samples: int, seed: int, ranks: int
-    ) -> None:
-        self._sampler, self._name = sampler, type(sampler).__name__
-        self._size, self._samples, self._seed, self._ranks = size, samples, seed, ranks
-        self._epoch = 0
-        self._drawn: Tensor | None = None
-
-    def __call__(self, epoch: int) -> Tensor:
-        """The indices of ``epoch``; a collective if they are not those of the last call."""
-        import torch.distributed as dist
-
-        if self._drawn is None or epoch != self._epoch:
-            first = self._drawn is None
-            mine = None
-            if self._ranks == 1 or dist.get_rank() == 0:
-                mine = self._ask(epoch)
-                if first and self._size and not bool((mine == self._ask(epoch)).all()):
-                    raise FitError(
-                        f"the sampler {self._name} gives another order when it is asked for the "
-                        "same epoch again, so a resumed run would take other samples",
-                        allowed="samplers that draw from torch's, NumPy's or Python's global "
-                        "generators, from a torch.Generator in their attribute `generator`, or by "
-                        "set_epoch(epoch): fit seeds these",
-                        do="draw with torch.randperm or random.shuffle inside __iter__",
-                    )
-            self._drawn, self._epoch = broadcast(mine, self._ranks), epoch
-        assert self._drawn is not None
-        return self._drawn
-
-    def _ask(self, epoch: int) -> Tensor:
-        import torch
-
-        generator = getattr(self._sampler, "generator", None)
-        set_epoch = getattr(self._sampler, "set_epoch", None)
-        with preserve_random_state():
-            seed_sample(self._seed, epoch, -1)
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(derive_seed(self._seed, "order", epoch))
-            if callable(set_epoch):
-                set_epoch(epoch)
-            given = list(islice(self._sampler, self._size + 1))
-        try:
-            indices = [index(one) for one in given]
-        except TypeError:
-            raise self._refusal(f"gives {given[0]!r}, which is no index") from None
-        if len(indices) != self._size:
-            more = "more" if len(indices) > self._size else f"{len(indices)}"
-            raise self._refusal(f"gives {more} indices, and its len() is {self._size}")
-        if beyond := [one for one in indices if not 0 <= one < self._samples]:
-            raise self._refusal(
-                f"gives the index {beyond[0]}, and the training set has {self._samples} samples"
-            )
-        return torch.tensor(indices, dtype=torch.int64)
-
-    def _refusal(self, what: str) -> FitError:
-        return FitError(
-            f"the sampler {self._name} {what}",
-            allowed=f"len(sampler) indices of samples, from 0 to {self._samples - 1}",
-            do="make the sampler for the data set that fit gets as train_data",
+    size, asks = len(sampler), ranks == 1 or dist.get_rank() == 0
+    if asks and _ask(sampler, 1, size, samples, seed) != _ask(sampler, 1, size, samples, seed):
+        raise FitError(
+            f"the sampler {name} gives another order when it is asked for the same epoch again, so "
+            "a resumed run would take other samples",
+            allowed="samplers that draw from torch's, NumPy's or Python's global generators, from "
+            "a torch.Generator in their attribute `generator`, or by set_epoch(epoch): fit seeds "
+            "these",
+            do="draw with torch.randperm or random.shuffle inside __iter__",
         )
+
+    @lru_cache(maxsize=1)
+    def draw(epoch: int) -> Tensor:
+        mine = _ask(sampler, epoch, size, samples, seed) if asks else None
+        return torch.tensor(broadcast(mine, ranks), dtype=torch.int64)
+
+    return EpochOrder(size, draw, f"{name} of {size}")
+
+
+def _ask(sampler: Iterable[int], epoch: int, size: int, samples: int, seed: int) -> list[int]:
+    """The indices of ``epoch``, with all generators seeded by (seed, epoch).
+
+    Raises:
+        FitError: they are not ``size`` indices of ``samples`` samples.
+    """
+    import torch
+
+    generator = getattr(sampler, "generator", None)
+    set_epoch = getattr(sampler, "set_epoch", None)
+    with preserve_random_state():
+        seed_sample(seed, epoch, -1)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(derive_seed(seed, "order", epoch))
+        if callable(set_epoch):
+            set_epoch(epoch)
+        given = list(islice(sampler, size + 1))
+    strange = [one for one in given if not hasattr(one, "__index__")]
+    indices = [] if strange else [index(one) for one in given]
+    beyond = [one for one in indices if not 0 <= one < samples]
+    if strange:
+        fault = f"gives {strange[0]!r}, which is no index"
+    elif len(indices) != size:
+        found = "more" if len(indices) > size else len(indices)
+        fault = f"gives {found} indices, and its len() is {size}"
+    elif beyond:
+        fault = f"gives the index {beyond[0]}, and the training set has {samples} samples"
+    else:
+        return indices
+    raise FitError(
+        f"the sampler {type(sampler).__name__} {fault}",
+        allowed=f"len(sampler) indices of samples, from 0 to {samples - 1}",
+        do="make the sampler for the data set that fit gets as train_data",
+    )

@@ -316,19 +316,9 @@ class _Training:
         """Call the callbacks that have this method; returns the metrics that they add."""
         if not self._callbacks.have(moment):
             return {}
-        train_step, callbacks = self._train_step, self._callbacks
-        return callbacks.call(
-            moment,
-            FitState(
-                self._epoch,
-                train_step.steps_done,
-                self._state.values,
-                train_step.module,
-                train_step.optimizers,
-                self._ctx,
-                callbacks.request_stop,
-            ),
-        )
+        step, callbacks = self._train_step, self._callbacks
+        now = self._epoch, step.steps_done, self._state.values, step.module, step.optimizers
+        return callbacks.call(moment, FitState(*now, self._ctx, callbacks.request_stop))
 
     def _sync(self) -> SyncResult:
         """Sum the losses since the last call over the ranks, and log them.

@@ -103,10 +103,10 @@ def test_labels_are_found_or_not() -> None:
         ({"weights": [0.0] * 37}, r"are not numbers of at least 0, with one above"),
         ({"weights": [torch.nan] * 37}, r"are not numbers of at least 0"),
         ({"weights": "even"}, r"sample_weights is 'even'"),
-        ({"weights": "balanced", "data": Named()}, r"'balanced', and the targets are in no place"),
+        ({"weights": "balanced", "data": Named()}, r"'balanced', and fit does not find one class"),
         (
             {"weights": "balanced", "data": (INPUTS, INPUTS[:, 0])},
-            r"the targets are not labels of classes",
+            r"does not find one class per sample",
         ),
         ({"weights": [1.0] * 37, "sampler": [1]}, r"a sampler and sample_weights"),
     ],
