@@ -268,6 +268,32 @@ def test_the_state_survives_a_kill(tmp_path: Path) -> None:
         assert torch.equal(tensor, sums)
 
 
+def searched(config: Any, ctx: Any) -> Any:
+    class Rate(nb.Callback):
+        def on_validation_end(self, state: nb.FitState) -> dict[str, float]:
+            return {"val_losses": config.optim.lr * state.epoch}
+
+    loss = nn.functional.cross_entropy
+    data = samples(37)
+    return nb.fit(ctx, config, model_of(), data, data, loss=loss, callbacks=[Rate()])
+
+
+@pytest.mark.long
+def test_a_sweep_searches_by_a_metric_of_a_callback(tmp_path: Path) -> None:
+    config = configured(overrides={"runtime.output_dir": str(tmp_path), "train.epochs": 4})
+    sweep = {
+        "study": {
+            "metric": "val_losses",  # near val_loss, which fit itself reports
+            "direction": "minimize",
+            "sampler": "grid",
+        },
+        "space": {"optim.lr": [0.1, 0.5]},
+    }
+    found = nb.sweep(searched, config, sweep, n_trials=2, display="off")
+    assert found.best_params == {"optim.lr": 0.1}
+    assert found.best_value == pytest.approx(0.4)
+
+
 def test_a_stop_of_the_run_is_not_a_callbacks_matter(run: Run) -> None:
     """RunStopped passes through a callback."""
 
