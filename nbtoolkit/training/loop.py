@@ -165,9 +165,16 @@ def fit(
         if isinstance(optimizer, Mapping):
             of_several = cast("StepOfSeveral", step)
             train_step: TrainStep = SeveralTrainStep(
-                ctx, config, model, loss, forward,
-                step=of_several, optimizers=optimizer, schedules=schedule, steps=total,
-            )  # fmt: skip
+                ctx,
+                config,
+                model,
+                loss,
+                forward,
+                step=of_several,
+                optimizers=optimizer,
+                schedules=schedule,
+                steps=total,
+            )
         else:
             factor = ctx.plan.lr_factor
             one = cast("GivenSchedule | None", schedule)

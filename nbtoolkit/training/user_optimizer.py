@@ -14,8 +14,8 @@ from nbtoolkit.training.optimizer import (
     make_schedule,
     refuse_closure,
     set_rate,
-    some_names,
 )
+from nbtoolkit.training.param_groups import some_names
 
 if TYPE_CHECKING:
     import torch
