@@ -53,6 +53,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     from nbtoolkit.search.sweep import sweep as sweep
     from nbtoolkit.search.sweep_result import SweepHandle as SweepHandle
     from nbtoolkit.search.sweep_result import SweepResult as SweepResult
+    from nbtoolkit.training.callbacks import Callback as Callback
+    from nbtoolkit.training.callbacks import FitState as FitState
     from nbtoolkit.training.evaluation import predict as predict
     from nbtoolkit.training.loop import fit as fit
     from nbtoolkit.training.metrics import epoch_metric as epoch_metric
@@ -88,6 +90,7 @@ _NAMES = {
     "run.weights": ("load_model",),
     "search.sweep": ("sweep",),
     "search.sweep_result": ("SweepHandle", "SweepResult"),
+    "training.callbacks": ("Callback", "FitState"),
     "training.evaluation": ("predict",),
     "training.loop": ("fit",),
     "training.metrics": ("epoch_metric",),

@@ -229,3 +229,29 @@ Free = Annotated[
     PlainSerializer(FreeSection.to_dict),
     Allowed("your own settings: strings, numbers, true, false, null, lists, and sections of these"),
 ]
+
+
+def _param_groups(value: object) -> tuple[FreeSection, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("not a list of groups")
+    groups = tuple(_free_section(group) for group in value)
+    for group in groups:
+        match = group.get("match")
+        patterns = match if isinstance(match, tuple) else (match,)
+        if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+            raise ValueError("a group has no match: a pattern of parameter names")
+        if "lr" in group and "lr_scale" in group:
+            raise ValueError(f"the group {match!r} has both lr and lr_scale")
+        for name in ("lr", "lr_scale", "weight_decay"):
+            number = group.get(name, 1.0)
+            if isinstance(number, bool) or not isinstance(number, (int, float)) or number < 0:
+                raise ValueError(f"{name} of the group {match!r} is not a number of at least 0")
+    return groups
+
+
+ParamGroups = Annotated[
+    tuple[FreeSection, ...],
+    BeforeValidator(_param_groups),
+    PlainSerializer(lambda groups: [group.to_dict() for group in groups]),
+    Allowed("a list of groups {match: 'pattern of names', lr or lr_scale, weight_decay, ...}"),
+]

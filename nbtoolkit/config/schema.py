@@ -27,6 +27,7 @@ from nbtoolkit.config.fields import (
     NotNegative,
     OptimizerName,
     OutputFolder,
+    ParamGroups,
     Port,
     Positive,
     Seconds,
@@ -69,6 +70,9 @@ class Optim(Section):
     """The optimizer: a short name of one of torch's, or the dotted name of any class."""
     options: Free = FreeSection()
     """More arguments of the optimizer, with its own names (`betas`, `eps`, `nesterov`)."""
+    param_groups: ParamGroups = ()
+    """Groups of parameters with their own rate and decay: `match` (a pattern of names), and `lr` or
+    `lr_scale`, `weight_decay` and other arguments of the optimizer."""
     lr: Positive = 1e-3
     """The peak learning rate, before `lr_rule`."""
     weight_decay: NotNegative = 0.01
@@ -106,6 +110,8 @@ class Train(Section):
     """`auto`: by the device's compute capability (bf16 from sm_80, fp16 on a T4), fp32 on a CPU."""
     drop_last: bool = False
     """Skip an epoch's last incomplete step (false: weight it by its number of samples)."""
+    sample_weights: Literal["balanced"] | None = None
+    """`balanced`: draw the classes equally often, with replacement; null: each sample once."""
     loss_reduction: Literal["auto", "batch"] = "auto"
     """`auto`: a mean, a sum or a weighted mean over samples, detected in the first batch; `batch`:
     a loss over whole batches (Dice, contrastive), which depends on the number of ranks."""

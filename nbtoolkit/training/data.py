@@ -445,23 +445,14 @@ def _tensors(arrays: Iterable[object]) -> list[Tensor]:
 
 def _as_map_dataset(data: object) -> MapDataset:
     """Return ``data`` if it is a map-style data set; else raise what to pass instead."""
-    from torch.utils.data import DataLoader, IterableDataset
+    from torch.utils.data import IterableDataset
 
-    allowed = (
-        "tensors, arrays, a tuple or dict of them, a data set with __len__ and __getitem__, or an "
-        "iterable without __getitem__"
-    )
-    if isinstance(data, DataLoader):
-        raise FitError(
-            "fit was given a DataLoader, but makes the batches itself (of train.batch_size)",
-            allowed=allowed,
-            do="pass loader.dataset (and collate=loader.collate_fn)",
-        )
     indexable = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if isinstance(data, IterableDataset) or not indexable:
         raise FitError(
             f"fit cannot index a {type(data).__module__}.{type(data).__qualname__}",
-            allowed=allowed,
+            allowed="tensors, arrays, a tuple or dict of them, a data set with __len__ and "
+            "__getitem__, an iterable without __getitem__, or a DataLoader",
             do="give it __len__ and __getitem__, or write your own loop with ctx.prepare",
         )
     return cast("MapDataset", data)

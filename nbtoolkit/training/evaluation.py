@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.data import Batch, Collate, Source, make_source
+from nbtoolkit.training.epoch_order import make_order
 from nbtoolkit.training.loader import StreamTrainLoader, is_stream
 from nbtoolkit.training.metrics import Meter, Metric
 from nbtoolkit.training.model import broadcast_buffers, half_precision
 from nbtoolkit.training.sampler import GlobalBatchSampler
+from nbtoolkit.training.torch_loader import take_apart
 from nbtoolkit.worker.collectives import Rows, gather_on_all, in_order
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from nbtoolkit.config.schema import Config
     from nbtoolkit.training.step import Forward, TrainStep
@@ -47,7 +50,8 @@ def make_evaluation_loader(
     Args:
         ctx: the run's context.
         data: what :func:`~nbtoolkit.training.data.make_source` takes, or an iterable that is the
-            same on all ranks: each reads all of it, and makes batches of its part only.
+            same on all ranks: each reads all of it, and makes batches of its part only; or a
+            ``DataLoader`` of either.
         batch_size: samples of this rank in one batch, at most; default: four times the plan's.
         workers: ``DataLoader`` processes of this rank; one at most for an iterable.
         collate: makes a batch from a list of samples; default: torch's.
@@ -60,6 +64,8 @@ def make_evaluation_loader(
         FitError: the data cannot be used or are empty (of an iterable: at the end of an iteration).
     """
     size = batch_size or _LARGER * ctx.plan.batch_size_per_device
+    feed = take_apart(data, collate=collate, workers=workers)
+    data, collate, workers = feed.data, feed.collate, feed.workers
     if is_stream(data):
         step, ranks = size * ctx.world_size, ctx.world_size
         sampler = GlobalBatchSampler(
@@ -78,22 +84,28 @@ def make_evaluation_loader(
             allowed="one sample or more" + (", or valid_data=None" if name == "validation" else ""),
             do="check the split or the filter that made it",
         )
-    return _MapLoader(source, size, ctx.rank, ctx.world_size)
+    order = make_order(data, len(source), feed.sampler, None, seed=ctx.seed, ranks=ctx.world_size)
+    chosen = None if order is None else order.draw(0)
+    return _MapLoader(source, size, ctx.rank, ctx.world_size, chosen)
 
 
 class _MapLoader:
-    """Loads a data set by index; rank 0 has a batch if any rank has."""
+    """Loads a data set, or the samples ``chosen``, by index; rank 0 has a batch if any has."""
 
-    def __init__(self, source: Source, batch_size: int, rank: int, ranks: int) -> None:
-        self._source = source
-        self._slices = list(_rank_slices(len(source), batch_size, rank, ranks))
+    def __init__(
+        self, source: Source, batch_size: int, rank: int, ranks: int, chosen: Tensor | None
+    ) -> None:
+        self._source, self._chosen = source, chosen
+        length = len(source) if chosen is None else len(chosen)
+        self._slices = list(_rank_slices(length, batch_size, rank, ranks))
 
     def __iter__(self) -> Iterator[tuple[Batch, int]]:
         import torch
 
         indices = [torch.arange(low, high) for low, high in self._slices]
         sizes = [high - low for low, high in self._slices]
-        batches = self._source.batches(torch.cat([torch.arange(0), *indices]), sizes)
+        mine = torch.cat([torch.arange(0), *indices])
+        batches = self._source.batches(mine if self._chosen is None else self._chosen[mine], sizes)
         return zip(batches, sizes, strict=True)
 
 

@@ -19,6 +19,7 @@ from nbtoolkit.training.data import (
     note_what_is_loaded,
     seed_sample,
 )
+from nbtoolkit.training.epoch_order import EpochOrder, SampleWeights, make_order
 from nbtoolkit.training.sampler import (
     GlobalBatchSampler,
     IdentifiedBatch,
@@ -26,6 +27,7 @@ from nbtoolkit.training.sampler import (
     SampleLog,
     check_steps,
 )
+from nbtoolkit.training.torch_loader import Feed, take_apart
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +43,9 @@ class TrainLoader(Protocol):
     The global batch of an optimizer step is the same on any number of ranks, with any accumulation
     and any number of workers; so are the random numbers of a sample.
     """
+
+    order: str
+    """How the samples are drawn, if not by a permutation; a resumed run must do the same."""
 
     @property
     def steps(self) -> int | None:
@@ -65,19 +70,28 @@ class TrainLoader(Protocol):
 
 
 def make_train_loader(
-    ctx: RunContext, config: Config, data: object, *, collate: Collate | None = None, fit: int = 1
+    ctx: RunContext,
+    config: Config,
+    data: object,
+    *,
+    collate: Collate | None = None,
+    fit: int = 1,
+    sampler: Iterable[int] | None = None,
+    sample_weights: SampleWeights | None = None,
 ) -> TrainLoader:
     """Make the loader of a training set; called on all ranks.
 
     Args:
         ctx: the run's context.
         config: ``train.drop_last``, ``train.num_workers``, ``train.max_steps``,
-            ``tracking.record_samples``.
+            ``train.sample_weights``, ``tracking.record_samples``.
         data: what :func:`~nbtoolkit.training.data.make_source` takes, in the order of a permutation
-            of (seed, epoch); or an iterable, in its own order (see
-            :class:`~nbtoolkit.training.loader.StreamTrainLoader`).
+            of (seed, epoch); an iterable, in its own order (see
+            :class:`~nbtoolkit.training.loader.StreamTrainLoader`); or a ``DataLoader`` of either.
         collate: makes a batch from a list of samples; default: torch's.
         fit: which call of fit in the training function this is, for the record of the samples.
+        sampler: the user's, in place of the permutation.
+        sample_weights: the user's, in place of ``train.sample_weights``.
 
     Raises:
         FitError: the data cannot be used, are empty, or have no whole batch under
@@ -86,17 +100,41 @@ def make_train_loader(
     log = None
     if config.tracking.record_samples:
         log = SampleLog(ctx.paths.samples(ctx.rank), ranks=ctx.world_size, fit=fit)
+    feed = take_apart(data, collate=collate, workers=config.train.num_workers)
+    batch, data = ctx.plan.global_batch_size, feed.data
+    if feed.batch_size not in (None, batch):
+        ctx.print(
+            f"fit: an optimizer step takes train.batch_size = {batch} samples, not the "
+            f"{feed.batch_size} of the DataLoader"
+        )
+    if sample_weights is None:
+        sample_weights = config.train.sample_weights
+    if sampler is None and sample_weights is None:
+        sampler = feed.sampler
     if is_stream(data):
-        return _make_stream_loader(ctx, config, data, collate, log)
-    workers = config.train.num_workers
-    source = make_source(data, ctx.device, collate=collate, workers=workers, seed=ctx.seed)
-    return MapTrainLoader(_make_sampler(ctx, config, len(source)), source, log)
+        if sampler is not None or sample_weights is not None:
+            raise FitError(
+                f"a sampler or sample_weights cannot choose the samples of a stream, a "
+                f"{type(data).__qualname__}",
+                allowed="a sampler or sample_weights for data with __len__ and __getitem__",
+                do="remove them, or let the stream itself choose its samples",
+            )
+        return _make_stream_loader(ctx, config, feed, log)
+    source = make_source(
+        data, ctx.device, collate=feed.collate, workers=feed.workers, seed=ctx.seed
+    )
+    order = make_order(
+        data, len(source), sampler, sample_weights, seed=ctx.seed, ranks=ctx.world_size
+    )
+    batches = _make_sampler(ctx, config, feed, len(source), order)
+    return MapTrainLoader(batches, source, log, order)
 
 
 def _make_stream_loader(
-    ctx: RunContext, config: Config, data: object, collate: Collate | None, log: SampleLog | None
+    ctx: RunContext, config: Config, feed: Feed, log: SampleLog | None
 ) -> StreamTrainLoader:
-    length, workers = stream_length(data), config.train.num_workers
+    data, workers = feed.data, feed.workers
+    length = stream_length(data)
     if length is None and config.train.max_steps is None:
         raise FitError(
             f"the length of the training is unknown: a {type(data).__qualname__} has no length, "
@@ -108,21 +146,25 @@ def _make_stream_loader(
         ctx.print(
             f"fit: one DataLoader worker per rank, not {workers}: the training set is a stream"
         )
-    sampler = _make_sampler(ctx, config, ctx.plan.global_batch_size if length is None else length)
+    size = ctx.plan.global_batch_size if length is None else length
+    sampler = _make_sampler(ctx, config, feed, size)
     return StreamTrainLoader(
-        data, sampler, ctx.device, collate=collate, workers=min(workers, 1), log=log
+        data, sampler, ctx.device, collate=feed.collate, workers=min(workers, 1), log=log
     )
 
 
-def _make_sampler(ctx: RunContext, config: Config, size: int) -> GlobalBatchSampler:
+def _make_sampler(
+    ctx: RunContext, config: Config, feed: Feed, size: int, order: EpochOrder | None = None
+) -> GlobalBatchSampler:
     sampler = GlobalBatchSampler(
-        size=size,
+        size=size if order is None else order.size,
         batch=ctx.plan.global_batch_size,
         micro=ctx.plan.batch_size_per_device,
         seed=ctx.seed,
         rank=ctx.rank,
         ranks=ctx.world_size,
-        drop_last=config.train.drop_last,
+        drop_last=config.train.drop_last or feed.drop_last,
+        order=None if order is None else order.draw,
     )
     return check_steps(sampler)
 
@@ -131,8 +173,13 @@ class MapTrainLoader:
     """Loads a data set by index; samples that an epoch skips are not loaded."""
 
     def __init__(
-        self, sampler: GlobalBatchSampler, source: Source, log: SampleLog | None = None
+        self,
+        sampler: GlobalBatchSampler,
+        source: Source,
+        log: SampleLog | None = None,
+        order: EpochOrder | None = None,
     ) -> None:
+        self.order = "" if order is None else order.name
         self._sampler, self._source, self._log = sampler, source, log
 
     @property
@@ -211,6 +258,7 @@ class StreamTrainLoader:
         log: SampleLog | None = None,
         name: str = "training",
     ) -> None:
+        self.order = ""
         self._sampler, self._device, self._log, self._name = sampler, device, log, name
         self._length = stream_length(data)
         self._passes = 0
@@ -381,10 +429,8 @@ def _hidden_worker_info() -> Iterator[None]:
 
 def is_stream(data: object) -> bool:
     """Whether a data set can be iterated, but not indexed."""
-    from torch.utils.data import DataLoader, IterableDataset
+    from torch.utils.data import IterableDataset
 
-    if isinstance(data, DataLoader):
-        return False
     iterable = hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
     return isinstance(data, IterableDataset) or iterable  # IterableDataset has a __getitem__
 

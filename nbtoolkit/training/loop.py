@@ -5,23 +5,27 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.config.validation import mark_used
 from nbtoolkit.errors import CheckpointError, FitError, RunStopped
+from nbtoolkit.run.checkpoint_store import StoredCheckpoint
 from nbtoolkit.run.paths import write_json
+from nbtoolkit.training.callbacks import Callbacks, FitState
 from nbtoolkit.training.checkpoints import CheckpointManager, estimate_bytes
 from nbtoolkit.training.data import Batch, Collate
+from nbtoolkit.training.epoch_order import SampleWeights, labels_of
 from nbtoolkit.training.evaluation import Validator
 from nbtoolkit.training.loader import TrainLoader, make_train_loader
-from nbtoolkit.training.losses import Labels, Loss, StepLoss, on_device, raise_if_not_finite
+from nbtoolkit.training.losses import Loss, StepLoss, on_device, raise_if_not_finite
 from nbtoolkit.training.metrics import Metrics, named_metrics, reported_names
 from nbtoolkit.training.model import WHOLE_BATCHES, inexact_layers
-from nbtoolkit.training.optimizer import make_schedule
 from nbtoolkit.training.sampler import MicroBatch
+from nbtoolkit.training.several import SeveralTrainStep, StepOfSeveral
 from nbtoolkit.training.step import Forward, TrainStep
 from nbtoolkit.training.sync import ControlSignal, LossWindow, RankSync, SyncResult
 from nbtoolkit.training.train_state import (
@@ -34,6 +38,7 @@ from nbtoolkit.training.train_state import (
     restore_random_state,
     seed_generators,
 )
+from nbtoolkit.training.user_optimizer import GivenOptimizer, GivenSchedule, make_user_schedule
 
 if TYPE_CHECKING:
     import torch
@@ -49,10 +54,15 @@ def fit(
     train_data: object,
     valid_data: object,
     *,
-    loss: Loss,
+    loss: Loss | None = None,
     metrics: Metrics = None,
-    step: Forward | None = None,
+    step: Forward | StepOfSeveral | None = None,
     collate: Collate | None = None,
+    optimizer: GivenOptimizer | Mapping[str, GivenOptimizer] | None = None,
+    schedule: GivenSchedule | Mapping[str, GivenSchedule] | None = None,
+    sampler: Iterable[int] | None = None,
+    sample_weights: SampleWeights | None = None,
+    callbacks: Iterable[object] = (),
 ) -> dict[str, float]:
     """Train ``model`` as ``config`` says; called by all ranks.
 
@@ -79,19 +89,38 @@ def fit(
             with ``train.weight_averaging``). Without a validation set and ``checkpoint.monitor`` no
             epoch is best.
         train_data: tensors, arrays, a tuple or dict of them, a ``TensorDataset``, any map-style
-            data set, or an iterable one; the same on all ranks.
+            data set, or an iterable one; the same on all ranks. A ``DataLoader`` gives its data
+            set, ``collate_fn``, ``num_workers``, sampler and ``drop_last``.
         valid_data: the same; None: no validation.
         loss: ``loss(outputs, targets)`` -> the mean or the sum over the batch's samples, a weighted
             mean of torch's ``cross_entropy`` or ``nll_loss`` (``weight``, ``ignore_index``), a
             tensor of shape (n, ...) with one loss per sample, or a pair of sums (total, weight).
             The first batch shows which one it is; gradients and reported losses are those of the
-            whole batch on one device. ``train.loss_reduction: batch`` allows others.
+            whole batch on one device. ``train.loss_reduction: batch`` allows others. Several
+            optimizers need it for the validation only.
         metrics: ``"accuracy"``, functions ``(outputs, targets)`` -> mean over the batch,
             :func:`nbtoolkit.epoch_metric` of functions that need all samples at once, torchmetrics
             objects; in a list, or in a dict by name.
         step: ``step(model, batch)`` -> (outputs, targets); default: the batch is a pair (inputs,
-            targets).
+            targets). For several optimizers ``step(model, batch, optimizers)`` -> a loss or a dict
+            of losses to report, see :class:`~nbtoolkit.training.several.OptimizerHandle`.
         collate: makes a batch from a list of samples; default: torch's.
+        optimizer: an optimizer over the parameters of ``model`` or a function ``model`` ->
+            optimizer, which keep their own rates; or a class, which gets ``optim.lr`` and
+            ``optim.options``. Several in a dict by name, for a step of your own. Default: the one
+            that ``optim.name`` names.
+        schedule: an ``LRScheduler`` of that optimizer, a function ``optimizer`` -> LRScheduler (or
+            ``(optimizer, steps)`` -> LRScheduler), or a function ``step`` -> factor of the rates;
+            stepped after each optimizer step, ``ReduceLROnPlateau`` after each epoch with the
+            monitored metric. Of several optimizers in a dict by name. Default: ``optim.schedule``
+            (an optimizer of your own: the rates that it has).
+        sampler: a torch ``Sampler``, or any iterable with ``__len__``, of the indices that an epoch
+            takes. It is asked once per epoch for all ranks, with its generators seeded by (seed,
+            epoch). Default: a permutation of all samples.
+        sample_weights: one weight per sample: an epoch draws as many samples as the set has, with
+            replacement. ``"balanced"``: the classes are drawn equally often. Default:
+            ``train.sample_weights``.
+        callbacks: objects with methods of :class:`nbtoolkit.Callback`, called at these moments.
 
     Returns:
         ``train_loss, val_loss, val_<metric>`` of the epoch whose weights the model has, with
@@ -108,19 +137,52 @@ def fit(
     mark_used()
     by_name = named_metrics(metrics)
     names, stems = reported_names(by_name, validates=valid_data is not None)
-    check_monitor(config, names, stems)
+    moments = Callbacks(callbacks, ctx.rank, ctx.world_size)
+    several = isinstance(optimizer, Mapping)
+    _check_loss(loss, several=several, validates=valid_data is not None)
+    adds = several or moments.have("on_validation_end")  # metrics of any name
+    if not adds:
+        check_monitor(config, names, stems)
     monitor = config.checkpoint.monitor or ("val_loss" if "val_loss" in names else "train_loss")
-    ctx.announce([*names, f"best_{monitor}", "epoch", "best_epoch"], stems, first_step=1)
-    forward = step or forward_pair
+    announced = [] if adds else [*names, f"best_{monitor}", "epoch", "best_epoch"]
+    ctx.announce(announced, stems, first_step=1)
+    forward = cast("Forward", forward_pair if step is None or several else step)
     with CheckpointManager(ctx, config) as checkpoints:
-        loader = make_train_loader(ctx, config, train_data, collate=collate, fit=checkpoints.number)
+        loader = make_train_loader(
+            ctx,
+            config,
+            train_data,
+            collate=collate,
+            fit=checkpoints.number,
+            sampler=sampler,
+            sample_weights=sample_weights,
+        )
         total = _total_steps(config, loader)
-        schedule = make_schedule(config, steps=total, factor=ctx.plan.lr_factor)
         # A step or a collate of the user's may change the targets.
-        targets = _targets_of(train_data) if step is None and collate is None else None
-        loss = on_device(loss, ctx.device)
-        train_step = TrainStep(ctx, config, model, loss, forward, schedule, targets=targets)
-        training = _Training(ctx, config, loader, train_step, forward, checkpoints)
+        whole = isinstance(train_data, tuple) and step is None and collate is None
+        targets = labels_of(train_data) if whole else None
+        loss = on_device(loss or forward_pair, ctx.device)
+        if isinstance(optimizer, Mapping):
+            of_several = cast("StepOfSeveral", step)
+            train_step: TrainStep = SeveralTrainStep(
+                ctx,
+                config,
+                model,
+                loss,
+                forward,
+                step=of_several,
+                optimizers=optimizer,
+                schedules=schedule,
+                steps=total,
+            )
+        else:
+            factor = ctx.plan.lr_factor
+            one = cast("GivenSchedule | None", schedule)
+            rates = make_user_schedule(config, optimizer, one, steps=total, factor=factor)
+            train_step = TrainStep(
+                ctx, config, model, loss, forward, rates, targets=targets, optimizer=optimizer
+            )
+        training = _Training(ctx, config, loader, train_step, forward, checkpoints, moments)
         validator = Validator(ctx, config, valid_data, by_name, collate)
         training.resume()
         while not training.done:
@@ -140,8 +202,10 @@ class _Training:
         train_step: TrainStep,
         forward: Forward,
         checkpoints: CheckpointManager,
+        callbacks: Callbacks,
     ) -> None:
         self._ctx, self._config, self._loader = ctx, config, loader
+        self._callbacks, self._epoch = callbacks, 0
         self._train_step, self._forward, self._checkpoints = train_step, forward, checkpoints
         self._state, self._logger = TrainState(ctx, config), MetricLogger(ctx)
         self._rank_sync, self._window = RankSync(ctx, config.checkpoint.every_steps), LossWindow()
@@ -156,12 +220,20 @@ class _Training:
         ctx, train_step, state = self._ctx, self._train_step, self._state
         stored = self._checkpoints.latest()
         self._checkpoints.check_space(*estimate_bytes(train_step))
-        if stored is None:
-            return
+        if ctx.is_main:
+            self._callbacks.check_states()
+        if stored is not None:
+            self._restore(stored)
+        self._epoch = state.epoch
+        self._moment("on_fit_start")
+
+    def _restore(self, stored: StoredCheckpoint) -> None:
+        ctx, train_step, state = self._ctx, self._train_step, self._state
         saved = stored.read("training")
         _check_same_samples(stored.folder, saved["walk"], self._sampling())
         train_step.restore({**saved, "model": stored.read("model")}, source=str(stored.folder))
         state.restore(saved["progress"])
+        self._callbacks.restore(saved.get("callbacks", {}))
         if state.taken:
             if len(saved["streams"]) == ctx.world_size:
                 restore_random_state(saved["streams"][ctx.rank], ctx.device)
@@ -178,7 +250,7 @@ class _Training:
             state.epoch >= self._config.train.epochs
             or self._train_step.steps_done >= self._train_step.schedule.total
         )
-        return not state.taken and (state.stopped_early or all_done)
+        return not state.taken and (state.stopped_early or all_done or bool(state.stopped))
 
     def train_epoch(self) -> None:
         """Do the remaining optimizer steps of an epoch."""
@@ -188,6 +260,9 @@ class _Training:
             seed_generators(ctx.device, ctx.seed, "epoch", epoch, ctx.rank)
         train_step.module.train()
         rank_sync, log_every = self._rank_sync, self._config.tracking.log_every_n_steps
+        self._epoch = epoch
+        self._moment("on_train_epoch_start")
+        each_step = self._callbacks.have("on_train_batch_end")
         rank_sync.begin(train_step.steps_done)
         self._logger.begin()
         left = train_step.schedule.total - train_step.steps_done
@@ -197,9 +272,14 @@ class _Training:
             window.add(train_step.step(batch, micro_batch, measure_norm=logs), micro_batch)
             if logs:
                 window.add_log_point(train_step)
+            if each_step and micro_batch.last:
+                self._moment("on_train_batch_end")
             if micro_batch.last and step == rank_sync.next:
                 state.taken = train_step.steps_done - before
-                self._handle(self._sync())
+                result = self._sync()
+                self._handle(result)
+                if result.stop:
+                    break
         if window.losses:
             state.taken = train_step.steps_done - before
             self._sync()
@@ -208,9 +288,16 @@ class _Training:
         """Validate, keep the best weights, save a due checkpoint, report; may raise RunStopped."""
         train_step, state, checkpoints = self._train_step, self._state, self._checkpoints
         self._update_averages()
-        values = {"train_loss": state.train_loss, **validator.values(train_step)}
+        state.values = state.train_losses
+        self._moment("on_train_epoch_end")
+        values = state.values = {**state.values, **validator.values(train_step)}
+        if self._callbacks:
+            state.stopped, added = self._callbacks.agree(self._moment("on_validation_end"))
+            values = {**values, **added}
+            if state.stopped:
+                self._ctx.print(f"fit: stops after epoch {self._epoch}: {state.stopped}")
         better = state.end_epoch(values, train_step.steps_done)
-        train_step.schedule.observe(values[state.monitored], better)
+        train_step.observe(values[state.monitored], better)
         if better and state.has_best:
             about = {"epoch": state.epoch, "values": values}
             weights = train_step.evaluated_module.state_dict
@@ -229,7 +316,16 @@ class _Training:
             train_step.module.load_state_dict(train_step.evaluated_module.state_dict())
         if state.ends_with_best:
             train_step.load_on_all_ranks(self._checkpoints.best_weights())
+        self._moment("on_fit_end")
         return state.summary()
+
+    def _moment(self, moment: str) -> dict[str, float]:
+        """Call the callbacks that have this method; returns the metrics that they add."""
+        if not self._callbacks.have(moment):
+            return {}
+        step, callbacks = self._train_step, self._callbacks
+        now = self._epoch, step.steps_done, self._state.values, step.module, step.optimizers
+        return callbacks.call(moment, FitState(*now, self._ctx, callbacks.request_stop))
 
     def _sync(self) -> SyncResult:
         """Sum the losses since the last call over the ranks, and log them.
@@ -238,17 +334,21 @@ class _Training:
             LossNotFinite: a loss is not finite.
         """
         train_step, window, logger = self._train_step, self._window, self._logger
-        losses = window.values()
+        losses, parts = window.values(), train_step.take_parts()
         result = self._rank_sync.sync(
             train_step.steps_done,
             window.sums(losses),
             signal=self._control_signal(),
             memory=logger.memory(),
+            stop=self._callbacks.stop_requested,
+            parts=[*parts.values()],
         )
         micro_batches, log_points = window.micro_batches, window.log_points
         window.clear()
         if not result.finite:
             self._refuse_losses(losses, micro_batches)  # returns if fp16 has skipped the steps
+        for name, total in zip(parts, result.parts, strict=True):
+            self._state.parts[name] = self._state.parts.get(name, 0.0) + total
         for part, point in zip_longest(result.sums, log_points):
             if math.isfinite(part.loss):
                 self._state.add(part)
@@ -313,12 +413,14 @@ class _Training:
         train_step, state = self._train_step, self._state
 
         def make_parts() -> dict[str, State]:
+            self._moment("on_save_checkpoint")
             training = train_step.state()
             model = training.pop("model")
             training |= {
                 "progress": state.state(),
                 "streams": random_states,
                 "walk": self._sampling(),
+                "callbacks": self._callbacks.state(),
             }
             parts = {"model": model, "training": training}
             if train_step.averages is not None and train_step.averages.active:
@@ -334,6 +436,7 @@ class _Training:
             "global_batch_size": self._ctx.plan.global_batch_size,
             "steps_per_epoch": self._loader.steps,
             "seed": self._ctx.seed,
+            "order": self._loader.order,
         }
 
     def _update_averages(self) -> None:
@@ -349,15 +452,14 @@ class _Training:
             averages.update_batch_norm(batches, self._forward)
 
 
-def _targets_of(data: object) -> Labels | None:
-    """The targets of a pair of arrays (inputs, targets); None: ``data`` is something else."""
-    import numpy as np
-    import torch
-
-    if isinstance(data, tuple) and len(data) == 2:
-        targets = data[1]
-        return targets if isinstance(targets, (torch.Tensor, np.ndarray)) else None
-    return None
+def _check_loss(loss: object, *, several: bool, validates: bool) -> None:
+    if loss is None and (validates or not several):
+        raise FitError(
+            "fit has no loss" + (" for the validation" if several else ""),
+            allowed="loss=f with f(outputs, targets); none only for several optimizers, whose step "
+            "computes it, with valid_data=None",
+            do="pass loss=torch.nn.functional.cross_entropy",
+        )
 
 
 def _total_steps(config: Config, loader: TrainLoader) -> int:
@@ -367,8 +469,11 @@ def _total_steps(config: Config, loader: TrainLoader) -> int:
 
 
 def _check_same_samples(folder: Path, then: State, now: State) -> None:
+    before = {"order": "", **then}  # old checkpoints do not name it
     changed = [
-        f"{name} {then[name]} then, {now[name]} now" for name in now if then[name] != now[name]
+        f"{name} {before[name] or 'a permutation'} then, {now[name] or 'a permutation'} now"
+        for name in now
+        if before[name] != now[name]
     ]
     if changed:
         raise CheckpointError(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from nbtoolkit.config.fields import FreeSection
 from nbtoolkit.errors import FitError
+from nbtoolkit.training.param_groups import Named, match_groups, parameters_without_decay
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -45,14 +46,26 @@ class Schedule:
         """The momentum (Adam: the first beta) of step ``step``; None: the optimizer's."""
         return None
 
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Use this schedule for ``optimizer``; called once, before the first step."""
+
+    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
+        """Set the rates of optimizer step ``step`` (from 0); returns the first group's."""
+        rate = self.rate(step)
+        set_rate(optimizer, rate, self.momentum(step))
+        return rate
+
+    def advance(self) -> None:
+        """Called after each optimizer step."""
+
     def observe(self, value: float, better: bool) -> None:
         """Report an epoch's monitored value, and whether it is better than all before."""
 
-    def state(self) -> dict[str, float]:
+    def state(self) -> dict[str, Any]:
         """What a resumed run needs besides the step."""
         return {}
 
-    def restore(self, state: Mapping[str, float]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a :meth:`state`."""
 
 
@@ -158,11 +171,11 @@ class Plateau(Schedule):
         if self.worse >= self.patience:
             self.scale, self.worse = max(self.scale * self.factor, self.floor), 0
 
-    def state(self) -> dict[str, float]:
+    def state(self) -> dict[str, Any]:
         """See :meth:`Schedule.state`."""
         return {"scale": self.scale, "worse": self.worse}
 
-    def restore(self, state: Mapping[str, float]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """See :meth:`Schedule.restore`."""
         self.scale, self.worse = float(state["scale"]), int(state["worse"])
 
@@ -211,34 +224,43 @@ _SHORT_NAMES = {
 }
 
 
-def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(
+    config: Config, model: nn.Module, kind: OptimizerClass | None = None
+) -> torch.optim.Optimizer:
     """Build the optimizer that ``config.optim`` names, over the trainable parameters of ``model``.
 
     Two groups, in this order, each in the order of ``model.parameters()``: the parameters with
     weight decay, and those without: biases, the weights of norms, and all others of at most one
-    dimension (unless ``optim.decay_all``; without weight decay there is one group). A group may be
-    given an ``lr_scale``.
+    dimension (unless ``optim.decay_all``; without weight decay there is one group). Those that
+    ``optim.param_groups`` match have groups of their own, after these two. A group may be given an
+    ``lr_scale``.
 
     Args:
-        config: ``optim.name, options, lr, weight_decay, decay_all, momentum``. The class gets
-            ``weight_decay`` only if it accepts it, ``momentum`` only if it is torch's SGD (others
-            have it in ``options``).
+        config: ``optim.name, options, lr, weight_decay, decay_all, momentum, param_groups``. The
+            class gets ``weight_decay`` only if it accepts it, ``momentum`` only if it is torch's
+            SGD (others have it in ``options``).
         model: on its device already, with a trainable parameter.
+        kind: the class, in place of ``optim.name``.
 
     Raises:
-        FitError: there is no such class, it does not accept these arguments, or its step needs a
-            closure.
+        FitError: there is no such class, it does not accept these arguments, its step needs a
+            closure, or ``optim.param_groups`` do not fit the model.
     """
     optim = config.optim
-    kind = _import_class(_SHORT_NAMES.get(optim.name, optim.name))
+    if kind is None:
+        place, kind = "optim.name: ", _import_class(_SHORT_NAMES.get(optim.name, optim.name))
+        name = optim.name
+    else:
+        place, name = "optimizer=", kind.__name__
+    refuse_closure(kind, place, name)
     signature = _signature(kind)
     arguments = _arguments(optim, kind, signature, model)
-    _check(optim.name, signature, arguments)
+    _check(place, name, signature, arguments)
     try:
-        return kind(_groups(optim, signature, model), **arguments)
+        return kind(_groups(optim, name, signature, model), **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise FitError(
-            f"optim.name: {optim.name} cannot be built: {error}",
+            f"{place}{name} cannot be built: {error}",
             allowed="what its constructor accepts",
             do=f"check optim.options ({', '.join(optim.options) or 'empty'}) and the rest of optim",
         ) from error
@@ -297,14 +319,22 @@ def _import_class(dotted: str) -> OptimizerClass:
             allowed=f"{', '.join(_SHORT_NAMES)}, or a subclass of torch.optim.Optimizer",
             do="name the class itself: package.module.Class",
         )
+    return kind
+
+
+def refuse_closure(kind: OptimizerClass, place: str, name: str) -> None:
+    """Refuse an optimizer class, of ``name`` at ``place``, whose step computes the loss itself.
+
+    Raises:
+        FitError: it does.
+    """
     if required := _signature(kind.step).required:
         raise FitError(
-            f"optim.name: the step of {dotted} needs a {required[0]}: it computes the loss several "
-            "times, and fit does so once, over all ranks and accumulation steps",
+            f"{place}the step of {name} needs a {required[0]}: it computes the loss several times, "
+            "and fit does so once, over all ranks and accumulation steps",
             allowed="an optimizer whose step() uses the present gradients",
             do="choose another, or write your own loop with ctx.prepare",
         )
-    return kind
 
 
 def _import_module(path: str, dotted: str) -> ModuleType:
@@ -367,7 +397,7 @@ def _arguments(
     }
 
 
-def _check(name: str, signature: _Signature, arguments: Mapping[str, object]) -> None:
+def _check(place: str, name: str, signature: _Signature, arguments: Mapping[str, object]) -> None:
     for key in arguments:
         if not signature.accepts(key):
             close = difflib.get_close_matches(key, signature.names, n=1)
@@ -378,39 +408,45 @@ def _check(name: str, signature: _Signature, arguments: Mapping[str, object]) ->
             )
     if missing := [key for key in signature.required if key not in arguments]:
         raise FitError(
-            f"optim.name: {name} needs more arguments: {', '.join(missing)}",
+            f"{place}{name} needs more arguments: {', '.join(missing)}",
             allowed=", ".join(signature.names),
             do=f"set optim.options.{missing[0]}",
         )
 
 
-def _groups(optim: Optim, signature: _Signature, model: nn.Module) -> list[dict[str, Any]]:
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not signature.accepts("weight_decay"):
-        return [{"params": trainable}]
-    if optim.decay_all or not optim.weight_decay:
-        return [{"params": trainable, "weight_decay": optim.weight_decay}]
-    without_decay = _parameters_without_decay(model)
-    decayed = [parameter for parameter in trainable if parameter not in without_decay]
-    others = [parameter for parameter in trainable if parameter in without_decay]
-    groups = [(decayed, optim.weight_decay), (others, 0.0)]
-    return [{"params": group, "weight_decay": decay} for group, decay in groups if group]
+def _groups(
+    optim: Optim, name: str, signature: _Signature, model: nn.Module
+) -> list[dict[str, Any]]:
+    """The groups of :func:`make_optimizer`."""
+    rest, matched = match_groups(optim.param_groups, model)
+    without_decay = set() if optim.decay_all else parameters_without_decay(model)
 
+    def decayed(named: Named, own: Mapping[str, Any]) -> list[dict[str, Any]]:
+        parameters = list(named.values())
+        if not signature.accepts("weight_decay") or "weight_decay" in own:
+            return [{"params": parameters, **own}]
+        decay = optim.weight_decay
+        others = {one: None for one in parameters if decay and one in without_decay}
+        parts = [([one for one in parameters if one not in others], decay), ([*others], 0.0)]
+        return [{"params": part, "weight_decay": rate, **own} for part, rate in parts if part]
 
-def _parameters_without_decay(model: nn.Module) -> set[nn.Parameter]:
-    """Biases and the weights of norms.
-
-    LayerNorm and RMSNorm alone have weights of more than one dimension; those of all other norms,
-    the user's own included, are recognized by having one.
-    """
-    from torch import nn
-
-    return {
-        parameter
-        for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim <= 1 or name == "bias" or isinstance(module, (nn.LayerNorm, nn.RMSNorm))
-    }
+    groups = decayed(rest, {})
+    for number, group in enumerate(optim.param_groups):
+        own: dict[str, Any] = group.to_dict()
+        del own["match"]
+        if "lr" in own:
+            own["lr_scale"] = own.pop("lr") / optim.lr
+        for key in own:
+            if key != "lr_scale" and not signature.accepts(key):
+                close = difflib.get_close_matches(key, ("lr", "lr_scale", *signature.names), n=1)
+                raise FitError(
+                    f"optim.param_groups: {key} of the group {group.match!r} is not an argument of "
+                    f"{name}",
+                    allowed=", ".join(("match", "lr", "lr_scale", *signature.names)),
+                    do=f"did you mean {close[0]}?" if close else "remove it",
+                )
+        groups += decayed(matched[number], own)
+    return groups
 
 
 def _can_fuse(kind: OptimizerClass, model: nn.Module) -> bool:

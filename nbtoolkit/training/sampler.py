@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -51,6 +51,7 @@ class GlobalBatchSampler:
         rank: this rank.
         ranks: the number of ranks.
         drop_last: leave out the last step if it is smaller than ``batch``.
+        order: the epoch -> its samples, in place of the permutation.
     """
 
     size: int
@@ -60,6 +61,7 @@ class GlobalBatchSampler:
     rank: int = 0
     ranks: int = 1
     drop_last: bool = False
+    order: Callable[[int], Tensor] | None = None
 
     @property
     def steps(self) -> int:
@@ -88,6 +90,8 @@ class GlobalBatchSampler:
         """All samples in the order of ``epoch``: int64 of shape (size,), a function of the seed."""
         import torch
 
+        if self.order is not None:
+            return self.order(epoch)
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", epoch))
         return torch.randperm(self.size, generator=generator)
 

@@ -19,8 +19,9 @@ from nbtoolkit.training.model import (
     to_channels_last,
     wrap_model,
 )
-from nbtoolkit.training.optimizer import Schedule, make_optimizer, set_rate
+from nbtoolkit.training.optimizer import Schedule, set_rate
 from nbtoolkit.training.sampler import MicroBatch
+from nbtoolkit.training.user_optimizer import GivenOptimizer, make_user_optimizer
 
 if TYPE_CHECKING:
     import torch
@@ -49,10 +50,12 @@ class TrainStep:
         schedule: the learning rate of every step.
         targets: all targets of the training set as ``forward`` returns them, if known: their labels
             are checked with the first batch (else only the batch's own).
+        optimizer: the user's, see :func:`nbtoolkit.fit`; None: the one of ``config.optim``.
 
     Attributes:
         module: the user's model on this rank's device, unwrapped: for evaluation and checkpoints.
         optimizer: over its trainable parameters.
+        optimizers: the same by name, for callbacks.
         averages: of its weights; None without averaging.
         steps_done: optimizer steps done.
         rate: the learning rate of the last step.
@@ -72,16 +75,17 @@ class TrainStep:
         forward: Forward,
         schedule: Schedule,
         targets: Labels | None = None,
+        optimizer: GivenOptimizer | None = None,
     ) -> None:
         self.steps_done, self.rate = 0, 0.0
         self.grad_norm: Tensor | None = None
         self.schedule = schedule
         self.module = prepare_model(ctx, config, model)
-        self._model = wrap_model(ctx, config, self.module, steps=schedule.total)
+        self.module.zero_grad()  # of steps before fit
         self._no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
-        if ctx.world_size > 1:
-            self._no_sync = cast("DistributedDataParallel", self._model).no_sync
-        self.optimizer = make_optimizer(config, self.module)
+        self._model = self._wrap(ctx, config)
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.optimizer = self._make_optimizer(config, optimizer)
         named = self.module.named_parameters()
         self._named = {name: weight for name, weight in named if weight.requires_grad}
         self._parameters = list(self._named.values())
@@ -90,7 +94,7 @@ class TrainStep:
         distributed = config.distributed
         may_be_unused = distributed.find_unused_parameters or distributed.static_graph
         self._must_be_used = ctx.world_size > 1 and not may_be_unused
-        self._autocast, self._scaler = _autocast(ctx), _grad_scaler(ctx, config)
+        self._autocast, self._scaler = _autocast(ctx), grad_scaler(ctx, config)
         self._forward = forward
         if config.train.channels_last:
             self._forward = lambda model, batch: forward(model, to_channels_last(batch))
@@ -103,6 +107,22 @@ class TrainStep:
         self.averages = make_averages(
             config, self.module, steps=schedule.total, factor=ctx.plan.lr_factor
         )
+
+    def _wrap(self, ctx: RunContext, config: Config) -> nn.Module:
+        """The model as the step calls it."""
+        model = wrap_model(ctx, config, self.module, steps=self.schedule.total)
+        if ctx.world_size > 1:
+            self._no_sync = cast("DistributedDataParallel", model).no_sync
+        return model
+
+    def _make_optimizer(
+        self, config: Config, given: GivenOptimizer | None
+    ) -> torch.optim.Optimizer:
+        """Make :attr:`optimizer` and :attr:`optimizers`."""
+        optimizer = make_user_optimizer(config, self.module, given)
+        self.optimizers = {"optimizer": optimizer}
+        self.schedule.bind(optimizer)
+        return optimizer
 
     def step(self, batch: Batch, micro_batch: MicroBatch, *, measure_norm: bool) -> BatchLoss:
         """Forward and backward pass of a micro-batch, and the optimizer's step after the last one.
@@ -175,11 +195,9 @@ class TrainStep:
         """What a resumed run needs, the same on all ranks."""
         state = {
             "model": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self._scaler.state_dict(),
-            "schedule": self.schedule.state(),
             "step": self.steps_done,
             "reduction": int(self._reduced.reduction),
+            **self._optimizer_state(),
         }
         return state if self.averages is None else {**state, "averages": self.averages.state()}
 
@@ -189,7 +207,7 @@ class TrainStep:
         Raises:
             CheckpointError: it is another model's, or not of :meth:`state`.
         """
-        needed = {"optimizer", "scaler", "schedule", "step"}
+        needed = {"step", *self._optimizer_state()}
         if missing := (needed if self.averages is None else needed | {"averages"}) - state.keys():
             raise CheckpointError(
                 f"the checkpoint {source} was not written by fit: {', '.join(sorted(missing))} is "
@@ -198,13 +216,31 @@ class TrainStep:
                 do="give ctx.save another kind than 'last' in functions that call fit, too",
             )
         load_weights(state, self.module, source=source)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self._scaler.load_state_dict(state["scaler"])
-        self.schedule.restore(state["schedule"])
+        self._restore_optimizers(state, source)
         if self.averages is not None:
             self.averages.restore(state["averages"], source=source)
         self.steps_done = state["step"]
         self._reduced.reduction = Reduction(state["reduction"])
+
+    def _optimizer_state(self) -> State:
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self._scaler.state_dict(),
+            "schedule": self.schedule.state(),
+        }
+
+    def _restore_optimizers(self, state: State, source: str) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._scaler.load_state_dict(state["scaler"])
+        self.schedule.restore(state["schedule"])
+
+    def observe(self, value: float, better: bool) -> None:
+        """Report an epoch's monitored value to the schedule."""
+        self.schedule.observe(value, better)
+
+    def take_parts(self) -> dict[str, float]:
+        """Losses by name, summed over this rank's samples since the last call."""
+        return {}
 
     def load_on_all_ranks(self, weights: Mapping[str, Tensor] | None) -> None:
         """Load rank 0's ``weights`` into the model on every rank; None there: its present ones."""
@@ -300,14 +336,18 @@ class TrainStep:
             self._divide_by_weights()
         self._scaler.unscale_(self.optimizer)
         if self._max_norm is not None:
-            self.grad_norm = _clip(self._parameters, self._max_norm)
+            self.grad_norm = clip(self._parameters, self._max_norm)
         elif measure_norm:
-            self.grad_norm = _norm(self._parameters)
+            self.grad_norm = grad_norm(self._parameters)
         rate = None if self.averages is None else self.averages.rate(self.steps_done)
-        self.rate = self.schedule.rate(self.steps_done) if rate is None else rate
-        set_rate(self.optimizer, self.rate, self.schedule.momentum(self.steps_done))
+        if rate is None:
+            self.rate = self.schedule.apply(self.optimizer, self.steps_done)
+        else:
+            self.rate = rate
+            set_rate(self.optimizer, rate, self.schedule.momentum(self.steps_done))
         self._scaler.step(self.optimizer)
         self._scaler.update()
+        self.schedule.advance()
         for parameter in self._parameters:  # what zero_grad does, in 0.3 instead of 6 us
             parameter.grad = None
         self.steps_done += 1
@@ -323,7 +363,7 @@ def _autocast(ctx: RunContext) -> AbstractContextManager[object]:
     return nullcontext() if dtype is None else torch.autocast(ctx.device.type, dtype)
 
 
-def _grad_scaler(ctx: RunContext, config: Config) -> torch.amp.GradScaler:
+def grad_scaler(ctx: RunContext, config: Config) -> torch.amp.GradScaler:
     """Keeps the gradients of fp16 from underflow; does nothing in other precisions."""
     import torch
 
@@ -338,13 +378,15 @@ def _grad_scaler(ctx: RunContext, config: Config) -> torch.amp.GradScaler:
     )
 
 
-def _clip(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+def clip(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale the gradients down to ``max_norm``; returns their norm before."""
     import torch
 
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
-def _norm(parameters: list[nn.Parameter]) -> Tensor:
+def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
+    """The norm of the gradients."""
     import torch  # torch.nn.utils.get_total_norm is public from torch 2.7 on only
 
     norm = torch.linalg.vector_norm

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -54,11 +55,15 @@ class SyncResult:
             and one for the micro-batches after the last log point.
         signal: rank 0's.
         memory: each rank's, in GB.
+        stop: whether a callback of any rank has asked to stop.
+        parts: sums over the ranks, see :meth:`RankSync.sync`.
     """
 
     sums: list[LossSum]
     signal: ControlSignal
     memory: list[float]
+    stop: bool
+    parts: list[float]
 
     @property
     def finite(self) -> bool:
@@ -179,7 +184,14 @@ class RankSync:
         self.next = min([step + self._steps_ahead, *due])
 
     def sync(
-        self, step: int, sums: list[LossSum], *, signal: ControlSignal, memory: float
+        self,
+        step: int,
+        sums: list[LossSum],
+        *,
+        signal: ControlSignal,
+        memory: float,
+        stop: bool = False,
+        parts: Sequence[float] = (),
     ) -> SyncResult:
         """Synchronise after ``step`` optimizer steps; called by all ranks.
 
@@ -188,19 +200,23 @@ class RankSync:
             sums: this rank's, from :meth:`LossWindow.sums`; equally many on all ranks.
             signal: what to do; rank 0's counts.
             memory: this rank's, in GB.
+            stop: whether a callback of this rank has asked to stop.
+            parts: more sums of this rank; equally many on all ranks.
         """
         ctx = self._ctx
         control = [float(signal), float(self._steps_in_time(step))] if ctx.is_main else [0.0, 0.0]
+        control += [float(stop), *parts]
         memories = [0.0] * ctx.world_size
         memories[ctx.rank] = memory
         flat = [float(number) for part in sums for number in part]
-        agreed, steps_ahead, *numbers = self._all_reduce([*control, *memories, *flat])
+        agreed, steps_ahead, stops, *numbers = self._all_reduce([*control, *memories, *flat])
+        parts, numbers = numbers[: len(parts)], numbers[len(parts) :]
         memories, flat = numbers[: len(memories)], numbers[len(memories) :]
         columns = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
         total = [LossSum(loss, weight, int(samples)) for loss, weight, samples in columns]
         self._steps_ahead = int(steps_ahead)
         self.begin(step)
-        return SyncResult(total, ControlSignal(int(agreed)), memories)
+        return SyncResult(total, ControlSignal(int(agreed)), memories, stops > 0, parts)
 
     def _steps_in_time(self, step: int) -> int:
         """The number of steps between two synchronisations, from the duration of the last ones."""

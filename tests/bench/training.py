@@ -133,6 +133,48 @@ def steps(processes: int) -> dict[str, float]:
     return dict(found)
 
 
+def inputs_compared(config: nb.Config, ctx: nb.RunContext) -> list[float]:
+    """Pairs in turn: fit with an optimizer object, callbacks and sample weights, over without."""
+    import torch
+
+    torch.set_num_threads(1)
+    (train, valid), cross_entropy = digits(), torch.nn.functional.cross_entropy
+    weights = torch.rand(len(train[0]), generator=torch.Generator().manual_seed(0)) + 0.5
+
+    class Best(nb.Callback):
+        best = 0.0
+
+        def on_validation_end(self, state: nb.FitState) -> dict[str, float]:
+            self.best = max(self.best, state.metrics["val_accuracy"])
+            return {"best_accuracy": self.best}
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"best": self.best}
+
+    def seconds(**given: Any) -> float:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+        own = {"optimizer": optimizer, **given} if given else {}
+        start = time.perf_counter()
+        nb.fit(
+            ctx, config, model, train, valid, loss=cross_entropy, metrics=["accuracy"], **own
+        )  # fmt: skip
+        return time.perf_counter() - start
+
+    seconds()
+    given = {"sample_weights": weights, "callbacks": [Best(), nb.Callback()]}
+    return [seconds(**given) / seconds() for _ in range(2 * ROUNDS)]
+
+
+def inputs() -> dict[str, float]:
+    """The median ratio of fit with a user's own parts, over fit without."""
+    with quiet_config(**{**SMALL, "train.max_steps": STEPS // 2}) as config:
+        ratios = nb.launch(
+            inputs_compared, config, processes=1, resume="never", display="off"
+        ).value
+    return {"ratio": median(ratios)}
+
+
 def stall(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
     """How much later the forward pass after a checkpoint of 100 MB comes, and a plain copy."""
     import torch
@@ -263,6 +305,7 @@ def figures() -> list[Figure]:
     saving = in_fresh_process("tests.bench.training", "checkpoint_stall")
     memory = in_fresh_process("tests.bench.training", "memory_growth")
     resumed = in_fresh_process("tests.bench.training", "resume_seconds")
+    own_parts = in_fresh_process("tests.bench.training", "inputs")
     stalled = saving["stall"] / saving["copy"]
     grown = memory["late"] - memory["early"]
     return [
@@ -279,6 +322,13 @@ def figures() -> list[Figure]:
             "fit's step, 2 ranks, against DDP by hand", two["fit"] / two["hand"], "x", 1.05, 1.2
         ),
         Figure("the same, absolute", two["fit"] * 1e6, "us"),
+        Figure(
+            "fit with an optimizer object, callbacks and sample weights, over fit without",
+            own_parts["ratio"],
+            "x",
+            1.03,
+            1.1,
+        ),
         Figure("stall of a 100 MB checkpoint against a copy of it", stalled, "x", 1.5, 2.5),
         Figure("the copy, absolute", saving["copy"] * 1e3, "ms"),
         Figure("memory: 10,000 steps, 100 checkpoints, over 1,000 steps", grown, "MB", 5.0, 20.0),

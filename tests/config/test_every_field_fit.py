@@ -115,6 +115,19 @@ def steps(ctx: RunContext, settings: Settings) -> int:
     return sum(taken)
 
 
+def repeated(ctx: RunContext, settings: Settings) -> bool:
+    """Whether a sample comes twice in an epoch."""
+    taken: list[float] = []
+
+    def step(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        taken.extend(batch[0][:, 0].tolist())
+        return model(batch[0]), batch[1].float()
+
+    labels = torch.arange(SAMPLES)[:, None] % 3
+    fit(ctx, settings, step=step, data=(points(2), labels), valid=None)
+    return len({*taken[:SAMPLES]}) < SAMPLES
+
+
 def given_model(ctx: RunContext, settings: Settings) -> str:
     """The class of the model that the step gets. It is not called: to compile takes seconds."""
     seen = []
@@ -220,6 +233,7 @@ OVERFLOW = {"train.scaler_init_scale": 2.0**30}
 CASES = [
     Case("optim.name", "adamw", "sgd", weights),
     Case("optim.options", {}, {"betas": [0.5, 0.9]}, weights),
+    Case("optim.param_groups", [], [{"match": "last.*", "lr_scale": 0.5}], weights),
     Case("optim.lr", 0.05, 0.06, weights),
     Case("optim.weight_decay", 0.0, 0.5, weights),
     Case("optim.decay_all", False, True, weights, common={"optim.weight_decay": 0.5}),
@@ -236,6 +250,7 @@ CASES = [
     Case("train.drop_last", False, True, steps, (9, 6)),
     Case("train.early_stopping_patience", None, 1, steps, (9, 6), SAME),
     Case("train.min_delta", 0.0, 10.0, steps, (9, 6), FALL),
+    Case("train.sample_weights", None, "balanced", repeated, (False, True)),
     Case("train.loss_reduction", "auto", "batch", root_loss, ("refused", "trained")),
     Case("train.max_grad_norm", None, 0.01, weights, common=SGD),
     Case("train.num_workers", 0, 1, by_workers, (False, True)),

@@ -1,0 +1,223 @@
+"""Call the user's objects at named moments of a fit, and keep their state in the checkpoints."""
+
+from __future__ import annotations
+
+import difflib
+import io
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nbtoolkit.errors import FitError
+from nbtoolkit.run.checkpoint_store import dump_state
+from nbtoolkit.run.serialization import add_note
+from nbtoolkit.training.user_optimizer import required_arguments
+from nbtoolkit.worker.collectives import gather_on_all
+
+if TYPE_CHECKING:
+    import torch
+
+    from nbtoolkit.training.train_state import State
+    from nbtoolkit.worker.context import RunContext
+
+
+@dataclass(frozen=True)
+class FitState:
+    """What a callback gets: where a fit is, and what it trains.
+
+    Attributes:
+        epoch: the present epoch, from 1; after the last one, and before the first (0), those done.
+        step: optimizer steps done.
+        metrics: of the present epoch as far as they are known, else of the one before; equal on all
+            ranks.
+        model: the user's module on this rank's device, unwrapped.
+        optimizers: by the names that ``fit`` was given; a single one is called ``optimizer``.
+        ctx: the run's context.
+    """
+
+    epoch: int
+    step: int
+    metrics: Mapping[str, float]
+    model: torch.nn.Module
+    optimizers: Mapping[str, torch.optim.Optimizer]
+    ctx: RunContext
+    _stop: Callable[[str], None]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer; of several the first."""
+        return next(iter(self.optimizers.values()))
+
+    def stop(self, reason: str) -> None:
+        """End the training, on all ranks: within about a second, or at the end of the epoch.
+
+        One rank's request is enough. The present epoch is then validated, reported and saved, and
+        ``fit`` returns as after its last epoch.
+        """
+        self._stop(reason)
+
+
+class Callback:
+    """Base of callbacks for ``nb.fit``; every method does nothing.
+
+    The names are Lightning's where the moment is the same, but each method gets one argument, a
+    :class:`FitState`. Methods are called on all ranks, in the order of ``callbacks``. A subclass is
+    not required: any object with some of these methods is a callback.
+    """
+
+    def on_fit_start(self, state: FitState) -> None:
+        """Before the first step, after a resumed run has restored its state."""
+
+    def on_train_epoch_start(self, state: FitState) -> None:
+        """Before the first step of an epoch, and before the rest of a resumed one."""
+
+    def on_train_batch_end(self, state: FitState) -> None:
+        """After each optimizer step; called only if it is overridden."""
+
+    def on_train_epoch_end(self, state: FitState) -> None:
+        """After the last step of an epoch, before the validation; ``metrics`` has the losses."""
+
+    def on_validation_end(self, state: FitState) -> Mapping[str, float] | None:
+        """After the validation of each epoch, also of an empty one (no ``valid_data``).
+
+        Returns:
+            Metrics to add: reported, prunable, and usable as ``checkpoint.monitor``. Rank 0's
+            values count.
+        """
+
+    def on_save_checkpoint(self, state: FitState) -> None:
+        """Before a checkpoint is made; on the main rank only."""
+
+    def on_fit_end(self, state: FitState) -> None:
+        """After the last epoch; the model has the weights that ``checkpoint.weights`` says."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs: tensors and plain values. Rank 0's is saved."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a :meth:`state_dict`; on all ranks, before :meth:`on_fit_start`."""
+
+
+MOMENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+class Callbacks:
+    """The callbacks of one fit.
+
+    Args:
+        callbacks: the user's.
+        rank: this rank.
+        ranks: the number of ranks.
+
+    Raises:
+        FitError: one has no moment of :class:`Callback`, an unknown one, or one with other
+            arguments.
+    """
+
+    def __init__(self, callbacks: Iterable[object], rank: int, ranks: int) -> None:
+        self._rank, self._ranks, self._reason = rank, ranks, ""
+        self._moments: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
+        self._named: dict[str, object] = {}
+        for one in callbacks:
+            name = type(one).__qualname__
+            if name in self._named:
+                name = f"{name} {len(self._named) + 1}"
+            _check(one, name)
+            self._named[name] = one
+            for moment in (*MOMENTS, "state_dict", "load_state_dict"):
+                if _implements(one, moment):
+                    self._moments.setdefault(moment, []).append((name, getattr(one, moment)))
+
+    def __bool__(self) -> bool:
+        return bool(self._named)
+
+    def have(self, moment: str) -> bool:
+        """Whether a callback implements a method."""
+        return moment in self._moments
+
+    def call(self, moment: str, state: FitState) -> dict[str, float]:
+        """Call a method of all callbacks that have it; returns the metrics they return.
+
+        Raises:
+            Exception: a callback's own, with a note of its name and the rank.
+        """
+        added: dict[str, float] = {}
+        for name, method in self._moments.get(moment, ()):
+            returned = self._run(moment, name, method, state)
+            if moment == "on_validation_end" and returned is not None:
+                values = {str(key): float(value) for key, value in returned.items()}
+                if taken := {*values} & {*state.metrics, *added}:
+                    raise FitError(
+                        f"the callback {name} returns the metric {min(taken)!r}, which is there",
+                        allowed="metrics with names of their own",
+                        do="rename it",
+                    )
+                added |= values
+        return added
+
+    def request_stop(self, reason: str) -> None:
+        """Ask for the end of the training."""
+        self._reason = self._reason or reason or "no reason given"
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a callback of this rank has asked for the end."""
+        return bool(self._reason)
+
+    def agree(self, added: Mapping[str, float]) -> tuple[str, Mapping[str, float]]:
+        """The reason to stop ("": none) and rank 0's ``added``, on all ranks; a collective."""
+        found = gather_on_all((self._reason, added), self._ranks)
+        return next((reason for reason, _ in found if reason), ""), found[0][1]
+
+    def state(self) -> State:
+        """The states to save, by callback."""
+        found = self._moments.get("state_dict", ())
+        return {name: self._run("state_dict", name, method) for name, method in found}
+
+    def restore(self, states: State) -> None:
+        """Continue from a :meth:`state`; a callback that it does not know starts anew."""
+        for name, method in self._moments.get("load_state_dict", ()):
+            if name in states:
+                self._run("load_state_dict", name, method, states[name])
+
+    def check_states(self) -> None:
+        """Refuse a state that a checkpoint cannot hold."""
+        for name, state in self.state().items():
+            self._run("state_dict", name, dump_state, state, io.BytesIO())
+
+    def _run(self, moment: str, name: str, method: Callable[..., Any], *args: object) -> Any:
+        try:
+            return method(*args)
+        except Exception as error:
+            where = f"in {moment} of the callback {name}, on rank {self._rank}"
+            add_note(error, f"[nbtoolkit] {where}")
+            raise
+
+
+def _implements(callback: object, moment: str) -> bool:
+    """Whether an object has a method, other than :class:`Callback`'s own."""
+    own = getattr(callback, moment, None)
+    return callable(own) and getattr(own, "__func__", own) is not vars(Callback)[moment]
+
+
+def _check(callback: object, name: str) -> None:
+    found = [one for one in dir(callback) if one.startswith("on_")]
+    several = [
+        one for one in found if one in MOMENTS and required_arguments(getattr(callback, one)) != 1
+    ]
+    unknown = [one for one in found if one not in MOMENTS]
+    if isinstance(callback, type):
+        fault, do = f"the callback {callback.__name__} is a class", "pass an object: add ()"
+    elif several:
+        fault = f"{several[0]} of the callback {name} does not take one argument, the state"
+        do = f"define it as {several[0]}(self, state): state has epoch, metrics, model and ctx"
+    elif unknown:
+        near = difflib.get_close_matches(unknown[0], MOMENTS, n=1)
+        fault = f"fit never calls {unknown[0]} of the callback {name}"
+        do = f"did you mean {near[0]}?" if near else "rename it"
+    elif not found:
+        fault, do = f"the callback {name} has no method that fit calls", "derive from nb.Callback"
+    else:
+        return
+    raise FitError(fault, allowed=", ".join(MOMENTS), do=do)
