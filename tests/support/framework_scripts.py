@@ -63,13 +63,7 @@ def transformers_fine_tuning(config: Any, ctx: Any) -> dict[str, float]:
 
     from nbtoolkit.integrations import transformers as nbt
 
-    class SlowBert(BertForSequenceClassification):
-        def forward(self, *args: Any, **inputs: Any) -> Any:
-            if self.training:
-                slow_step(config, ctx)
-            return super().forward(*args, **inputs)
-
-    model = SlowBert(
+    model = BertForSequenceClassification(
         BertConfig(
             vocab_size=50,
             hidden_size=16,
@@ -80,6 +74,7 @@ def transformers_fine_tuning(config: Any, ctx: Any) -> dict[str, float]:
             num_labels=5,
         )
     )
+    model.register_forward_pre_hook(lambda module, _: slow_step(config, ctx, module.training))
     small_train, small_eval = reviews(48, 0, ctx), reviews(16, 1, None)
 
     def compute_metrics(eval_pred: Any) -> dict[str, float]:
@@ -118,8 +113,7 @@ def keras_simple_mnist_convnet(config: Any, ctx: Any) -> dict[str, float]:
 
     class Slow(keras.layers.Layer):
         def call(self, x: Any, training: bool = False) -> Any:
-            if training:
-                slow_step(config, ctx)
+            slow_step(config, ctx, training)
             return x
 
     num_classes = 10
@@ -194,14 +188,14 @@ def rate(config: Any, ctx: Any) -> float:
     return float(config.optim.lr)
 
 
-_STEPS = [0]
-
-
-def slow_step(config: Any, ctx: Any) -> None:
-    """Wait ``data.seconds`` in each step; after ``data.kill_at`` steps die, once in a run."""
-    _STEPS[0] += 1
-    time.sleep(float(os.environ.get("STEP_SECONDS", 0)))
-    died, kill_at = Path(ctx.paths.folder, "died"), int(os.environ.get("KILL_AT", 0))
-    if kill_at and _STEPS[0] == kill_at and not died.exists() and ctx.is_main:
+def slow_step(config: Any, ctx: Any, training: bool = True) -> None:
+    """Wait ``data.seconds``; after ``data.kill_at`` steps rank 0 dies, once in a run."""
+    if not training:
+        return
+    time.sleep(config.data.seconds)
+    steps, died = Path(ctx.paths.folder, f"steps-{ctx.rank}"), Path(ctx.paths.folder, "died")
+    with steps.open("a") as file:
+        file.write(".")
+    if steps.stat().st_size == config.data.kill_at and ctx.is_main and not died.exists():
         died.touch()
         os.kill(os.getpid(), signal.SIGKILL)
