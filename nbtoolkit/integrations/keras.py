@@ -1,10 +1,10 @@
 """Run Keras' ``model.fit`` inside ``train(config, ctx)``, on one rank.
 
-    os.environ["KERAS_BACKEND"] = "torch"  # in a cell, before the first import of keras
+os.environ["KERAS_BACKEND"] = "torch"  # in a cell, before the first import of keras
 
-    from nbtoolkit.integrations import keras as nbk
+from nbtoolkit.integrations import keras as nbk
 
-    model.fit(x, y, epochs=15, callbacks=[nbk.callback(ctx)], initial_epoch=nbk.initial_epoch(ctx))
+model.fit(x, y, epochs=15, callbacks=[nbk.callback(ctx)], initial_epoch=nbk.initial_epoch(ctx))
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ class RunCallback(keras.callbacks.Callback):
             FitError: the model has no weights yet to load a checkpoint into.
         """
         model, state = self.model, recorded_state(self._ctx)
-        self._ctx.message(f"Keras {keras.__version__} trains on its {keras.config.backend()} back end")
+        self._ctx.message(
+            f"Keras {keras.__version__} trains on its {keras.config.backend()} back end"
+        )
         if state is not None:
             if not model.built:
                 raise FitError(

@@ -1,9 +1,9 @@
 """Run a Lightning ``Trainer`` inside ``train(config, ctx)``, on every rank.
 
-    from nbtoolkit.integrations import lightning as nbl
+from nbtoolkit.integrations import lightning as nbl
 
-    trainer = lightning.Trainer(**nbl.trainer_arguments(ctx), max_epochs=5)
-    trainer.fit(module, loader, ckpt_path=nbl.resume_from(ctx))
+trainer = lightning.Trainer(**nbl.trainer_arguments(ctx), max_epochs=5)
+trainer.fit(module, loader, ckpt_path=nbl.resume_from(ctx))
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class RunCallback(Checkpoint):
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         # Manual optimization may return no loss.
         if every and step % every == 0 and isinstance(outputs, Mapping) and "loss" in outputs:
-            rates = {"lr": group["lr"] for one in trainer.optimizers for group in one.param_groups}
-            self._ctx.log({"loss": outputs["loss"], **rates}, step=step)
+            rate = trainer.optimizers[0].param_groups[0]["lr"]
+            self._ctx.log({"loss": outputs["loss"], "lr": rate}, step=step)
         self._watch.follow(step, lambda: self._save(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,10 +1,10 @@
 """Run a Hugging Face ``Trainer`` inside ``train(config, ctx)``, on every rank.
 
-    from nbtoolkit.integrations import transformers as nbt
+from nbtoolkit.integrations import transformers as nbt
 
-    arguments = nbt.training_arguments(ctx, eval_strategy="epoch")
-    trainer = Trainer(model, arguments, train_dataset=train_data, eval_dataset=valid_data)
-    trainer.train(resume_from_checkpoint=nbt.resume_from(ctx))
+arguments = nbt.training_arguments(ctx, eval_strategy="epoch")
+trainer = Trainer(model, arguments, train_dataset=train_data, eval_dataset=valid_data)
+trainer.train(resume_from_checkpoint=nbt.resume_from(ctx))
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ def training_arguments(ctx: RunContext, **own: Any) -> TrainingArguments:
     """
     plan, keeps = ctx.plan, ctx.config.checkpoint
     reporters = own.pop("report_to", "none")
+    tools: Any = integration_utils  # partly without annotations
     if reporters in ("all", ["all"]):
-        reporters = integration_utils.get_available_reporting_integrations()
+        reporters = tools.get_available_reporting_integrations()
     others = [reporters] if isinstance(reporters, str) else list(reporters)
     # A name for the Trainer, as "wandb" is one: it makes its callbacks from this table.
-    integration_utils.INTEGRATION_TO_CALLBACK[_REPORTER] = callback(ctx)
+    tools.INTEGRATION_TO_CALLBACK[_REPORTER] = callback(ctx)
     evaluates = str(getattr(own.get("eval_strategy"), "value", own.get("eval_strategy", "no")))
     arguments: dict[str, Any] = {
         "use_cpu": ctx.device.type == "cpu",
@@ -74,7 +75,7 @@ def training_arguments(ctx: RunContext, **own: Any) -> TrainingArguments:
 
 
 def callback(ctx: RunContext) -> RunCallback:
-    """The callback that reports and stops, for a ``Trainer`` with ``TrainingArguments`` of your own.
+    """The callback that reports and stops, for a ``Trainer`` with arguments of your own.
 
     A ``Trainer`` with :func:`training_arguments` has one.
     """

@@ -1,8 +1,9 @@
 """Scripts from the frameworks' own documentation, as training functions.
 
 They are restated: objects, calls and their order are those of the page that each names. The data
-are made, ``from_pretrained`` is the same architecture made from its configuration. Lines that a
-user changes for nbtoolkit end in ``# nbtoolkit``; the sizes come from ``config.data``.
+are made, ``from_pretrained`` is the same architecture made from its configuration, and the number
+of epochs and the rate come from the configuration. Statements that a user changes for nbtoolkit
+have ``# nbtoolkit`` in their first line; there are at most two, and the import.
 """
 
 from __future__ import annotations
@@ -48,8 +49,12 @@ def lightning_in_15_minutes(config: Any, ctx: Any) -> dict[str, float]:
     autoencoder = LitAutoEncoder(encoder, decoder)
     dataset = digits(ctx)
     train_loader = utils.data.DataLoader(dataset, shuffle=True)
-    trainer = L.Trainer(**nbl.trainer_arguments(ctx, limit_train_batches=8, max_epochs=epochs(config)))  # nbtoolkit
-    trainer.fit(model=autoencoder, train_dataloaders=train_loader, ckpt_path=nbl.resume_from(ctx))  # nbtoolkit
+    trainer = L.Trainer(  # nbtoolkit
+        **nbl.trainer_arguments(ctx, limit_train_batches=8, max_epochs=epochs(config))
+    )
+    trainer.fit(  # nbtoolkit
+        model=autoencoder, train_dataloaders=train_loader, ckpt_path=nbl.resume_from(ctx)
+    )
     return returned(trainer.callback_metrics, autoencoder)
 
 
@@ -144,7 +149,15 @@ def keras_simple_mnist_convnet(config: Any, ctx: Any) -> dict[str, float]:
         optimizer=keras.optimizers.Adam(rate(config, ctx)),
         metrics=["accuracy"],
     )
-    model.fit(x_train, y_train, batch_size=batch_size, epochs=epochs(config), validation_split=0.1, callbacks=[nbk.callback(ctx)], initial_epoch=nbk.initial_epoch(ctx))  # nbtoolkit
+    model.fit(  # nbtoolkit
+        x_train,
+        y_train,
+        batch_size=batch_size,
+        epochs=epochs(config),
+        validation_split=0.1,
+        callbacks=[nbk.callback(ctx)],
+        initial_epoch=nbk.initial_epoch(ctx),
+    )
     score = model.evaluate(x_train, y_train, verbose=0)
     weights = float(sum(np.abs(one).sum() for one in model.get_weights()))
     return {"test_loss": score[0], "test_accuracy": score[1], "weights": weights}
