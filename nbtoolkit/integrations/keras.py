@@ -109,9 +109,8 @@ class RunCallback(keras.callbacks.Callback):
             FitError: the model has no weights yet to load a checkpoint into.
         """
         model, state = self.model, recorded_state(self._ctx)
-        self._ctx.message(
-            f"Keras {keras.__version__} trains on its {keras.config.backend()} back end"
-        )
+        backend, policy = keras.config.backend(), keras.config.dtype_policy().name
+        self._ctx.message(f"Keras {keras.__version__} trains on its back end {backend} in {policy}")
         if state is not None:
             if not model.built:
                 raise FitError(

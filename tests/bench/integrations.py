@@ -113,10 +113,7 @@ def keras(ctx: Any, ours: bool, folder: Path) -> float:
     layers = keras.layers.Dense(WIDTH, activation="relu"), keras.layers.Dense(1)
     model = keras.Sequential([keras.Input((WIDTH,)), *layers])
     model.compile(loss="mse", optimizer="sgd")
-    if ours:
-        callback = nbk.callback(ctx)
-    else:
-        callback = keras.callbacks.BackupAndRestore(folder)
+    callback = nbk.callback(ctx) if ours else keras.callbacks.BackupAndRestore(folder)
     x, y = (part.numpy() for part in numbers())
     fit = {"batch_size": BATCH, "epochs": EPOCHS, "verbose": 0, "shuffle": False}
     return timed(lambda: model.fit(x, y, callbacks=[callback], **fit))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,14 @@ def reports(run: nb.RunResult) -> list[Any]:
 
 def logged(run: nb.RunResult) -> list[Any]:
     return [event for event in nb.attach(run.paths.folder).events() if event.type == "metrics"]
+
+
+def die_once(config: nb.Config, ctx: nb.RunContext, step: int) -> None:
+    """Kill rank 0 after ``data.die_after`` steps, once in a run."""
+    died = ctx.paths.folder / "died"
+    if 0 < config.data.die_after == step and ctx.is_main and not died.exists():
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 # --- Lightning ---
@@ -93,7 +103,6 @@ def lightning_trains(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
             after = config.data.die_after
             if after and trainer.global_step == after and ctx.is_main and not died.exists():
                 died.touch()
-                import os
 
                 os.kill(os.getpid(), 9)
 
@@ -134,22 +143,16 @@ def test_lightning_reports_both_losses_of_an_epoch(config: nb.Config, tmp_path: 
     # Once, and without a logger of Lightning's.
     with sqlite3.connect(database) as tables:
         [[runs]] = tables.execute("select count(*) from runs").fetchall()
-        points = tables.execute("select key, step from metrics").fetchall()
+        values = tables.execute("select key, step from metrics").fetchall()
     assert runs == 1
-    assert sorted(step for key, step in points if key == "val_loss") == [8, 16]
+    assert sorted(step for key, step in values if key == "val_loss") == [8, 16]
     # The model of the last checkpoint gives the last report's loss.
-    module = line(config)
     state = torch.load(last_checkpoint(run), weights_only=False)["state_dict"]
-    module.load_state_dict(state)
-    x, y = points_of_validation()
-    loss = torch.nn.functional.mse_loss(module.layer(x), y).item()
+    x, y = points(64, 1).tensors
+    outputs = torch.nn.functional.linear(x, state["layer.weight"], state["layer.bias"])
+    loss = torch.nn.functional.mse_loss(outputs, y).item()
     assert loss == pytest.approx(reports(run)[1].values["val_loss"], rel=1e-4)
     assert len(list(run.paths.checkpoints.glob("lightning-*.ckpt"))) == 2  # keep_last
-
-
-def points_of_validation() -> tuple[torch.Tensor, torch.Tensor]:
-    x, y = points(64, 1).tensors
-    return x, y
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -168,6 +171,16 @@ def test_lightning_with_validation_resumes_with_the_next_epoch(
     longer = dies.with_overrides({"train.epochs": 4})
     longer_run = nb.launch(lightning_trains, longer, resume=resumed.paths.folder, display="off")
     assert [event.step for event in reports(longer_run)] == [8, 16, 24, 32]
+
+
+def test_lightning_resumes_within_an_epoch_with_the_next_step(config: nb.Config) -> None:
+    dies = config.with_overrides({"data.die_after": 5, "checkpoint.every_steps": 3})
+    with pytest.raises(WorkerDied):
+        nb.launch(lightning_trains, dies, display="off")
+    resumed = nb.launch(lightning_trains, dies, display="off")
+    assert [event.step for event in reports(resumed)] == [8, 16]
+    saved = [e.step for e in nb.attach(resumed.paths.folder).events() if e.type == "checkpoint"]
+    assert saved == [3, 6, 8, 9, 12, 15, 16]
 
 
 def test_lightning_reports_a_validation_within_an_epoch(config: nb.Config) -> None:
@@ -219,9 +232,13 @@ def sentences(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def transformers_trains(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
-    from transformers import Trainer
+    from transformers import Trainer, TrainerCallback
 
     from nbtoolkit.integrations import transformers as nbt
+
+    class Dies(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            die_once(config, ctx, state.global_step)
 
     arguments = nbt.training_arguments(
         ctx,
@@ -232,7 +249,7 @@ def transformers_trains(config: nb.Config, ctx: nb.RunContext) -> dict[str, floa
     )
     assert arguments.report_to == ["nbtoolkit"]
     data = {"train_dataset": sentences(256, 0), "eval_dataset": sentences(64, 1)}
-    trainer = Trainer(llama(), arguments, **data)
+    trainer = Trainer(llama(), arguments, **data, callbacks=[Dies()])
     trainer.train(resume_from_checkpoint=nbt.resume_from(ctx))
     weights = float(sum(one.abs().sum() for one in trainer.model.parameters()))
     return {"weights": weights, "best": trainer.state.best_metric or 0.0}
@@ -252,6 +269,19 @@ def test_two_ranks_take_the_steps_of_one_in_transformers(config: nb.Config) -> N
     rows = sentences(64, 1)
     loaded = model(**{key: torch.stack([row[key] for row in rows]) for key in rows[0]}).loss
     assert loaded.item() == pytest.approx(losses[0][1], rel=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_transformers_resumes_exactly_within_an_epoch(config: nb.Config, ranks: int) -> None:
+    settings = config if ranks == 1 else two_ranks(config)
+    settings = settings.with_overrides({"checkpoint.every_steps": 3})
+    whole = nb.launch(transformers_trains, settings, display="off")
+    dies = settings.with_overrides({"data.die_after": 5})
+    with pytest.raises(WorkerDied):
+        nb.launch(transformers_trains, dies, display="off")
+    resumed = nb.launch(transformers_trains, dies, display="off")
+    assert [event.step for event in reports(resumed)] == [8, 16]
+    assert [one["weights"] for one in resumed.values] == [one["weights"] for one in whole.values]
 
 
 def test_transformers_keeps_its_best_model_and_saves_with_each_evaluation(
