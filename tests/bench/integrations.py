@@ -21,11 +21,11 @@ from typing import Any
 import nbtoolkit as nb
 from tests.bench.figures import Figure, in_fresh_process, median, quiet_config
 
-PAIRS = 9
-EPOCHS = 4
-BATCHES = 250
+PAIRS = 7
+EPOCHS = 2
+BATCHES = 150
 BATCH = 64
-WIDTH = 512
+WIDTH = 256
 NAMES = ("lightning", "transformers", "keras")
 
 
@@ -128,9 +128,9 @@ def timed(train: Callable[[], object]) -> float:
 def pairs(name: str) -> float:
     """The median of the ratios with/alone."""
     os.environ.setdefault("KERAS_BACKEND", "torch")
+    run = {"lightning": lightning, "transformers": transformers, "keras": keras}[name]
 
     def train(config: nb.Config, ctx: nb.RunContext) -> list[float]:
-        run: Any = globals()[name]
         ratios = []
         for number in range(PAIRS + 1):
             with tempfile.TemporaryDirectory(dir=ctx.paths.folder) as folder:
