@@ -62,7 +62,7 @@ def check_inside_train(ctx: object, call: str) -> None:
     """
     if isinstance(ctx, RunContext) and RANK_MARK in os.environ:
         return
-    given = "outside of train" if isinstance(ctx, RunContext) else f"with a {type(ctx).__name__}"
+    given = "outside of train" if isinstance(ctx, RunContext) else f"with {type(ctx).__name__!r}"
     raise LaunchError(
         f"{call}(ctx) was called {given}, and the trainer would use the kernel's devices",
         allowed="the ctx of train(config, ctx), inside this function",

@@ -46,6 +46,7 @@ def training_arguments(ctx: RunContext, **own: Any) -> TrainingArguments:
     Raises:
         LaunchError: called outside of ``train``.
     """
+    check_inside_train(ctx, "training_arguments")
     plan, keeps = ctx.plan, ctx.config.checkpoint
     reporters = own.pop("report_to", "none")
     tools: Any = integration_utils  # partly without annotations

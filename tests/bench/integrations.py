@@ -23,7 +23,7 @@ from tests.bench.figures import Figure, in_fresh_process, median, quiet_config
 
 PAIRS = 7
 EPOCHS = 2
-BATCHES = 150
+BATCHES = 300
 BATCH = 64
 WIDTH = 256
 NAMES = ("lightning", "transformers", "keras")

@@ -91,7 +91,7 @@ def test_a_back_end_of_keras_that_is_not_installed_is_named(tmp_path: Path) -> N
 
 
 def test_a_trainer_in_the_kernel_is_refused(config: nb.Config) -> None:
-    with pytest.raises(LaunchError, match=r"trainer_arguments\(ctx\) was called with a NoneType"):
+    with pytest.raises(LaunchError, match=r"trainer_arguments\(ctx\) was called with 'NoneType'"):
         support.check_inside_train(None, "trainer_arguments")
     kept: list[nb.RunContext] = []
     nb.launch(lambda config, ctx: kept.append(ctx), config, start="inline", display="off")
@@ -114,7 +114,7 @@ def test_a_trainer_in_the_kernel_is_refused(config: nb.Config) -> None:
 def test_each_function_is_refused_in_the_kernel(name: str, call: str, tmp_path: Path) -> None:
     installed(name)
     error = imported(name, tmp_path, f".{call}(object())", KERAS_BACKEND="torch")
-    assert f"LaunchError: {call}(ctx) was called with a object" in error
+    assert f"LaunchError: {call}(ctx) was called with 'object'" in error
 
 
 # --- checkpoints ---

@@ -294,3 +294,30 @@ def test_transformers_keeps_its_best_model_and_saves_with_each_evaluation(
     assert [event.step for event in reports(run)] == [4, 8, 12, 16]
     assert run.value["best"] == min(event.values["eval_loss"] for event in reports(run))
     assert last_checkpoint(run).name == "checkpoint-16"
+
+
+def transformers_with_own_arguments(config: nb.Config, ctx: nb.RunContext) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from nbtoolkit.integrations import transformers as nbt
+
+    arguments = TrainingArguments(
+        str(ctx.paths.checkpoints / "mine"),
+        use_cpu=True,
+        per_device_train_batch_size=32,
+        num_train_epochs=2,
+        eval_strategy="epoch",
+        save_strategy="best",
+        metric_for_best_model="eval_loss",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    data = {"train_dataset": sentences(256, 0), "eval_dataset": sentences(64, 1)}
+    trainer = Trainer(llama(), arguments, **data, callbacks=[nbt.callback(ctx)])
+    trainer.train(resume_from_checkpoint=nbt.resume_from(ctx))
+
+
+def test_transformers_with_arguments_of_its_own(config: nb.Config) -> None:
+    run = nb.launch(transformers_with_own_arguments, config, display="off")
+    assert [event.step for event in reports(run)] == [8, 16]
+    assert last_checkpoint(run).parent.name == "mine"
