@@ -17,6 +17,7 @@ MODULES = (
     "notebooks",
     "archive",
     "panel",
+    "integrations",
     "browser",
 )
 

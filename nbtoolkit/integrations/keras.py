@@ -1,0 +1,173 @@
+"""Run Keras' ``model.fit`` inside ``train(config, ctx)``, on one rank.
+
+os.environ["KERAS_BACKEND"] = "torch"  # in a cell, before the first import of keras
+
+from nbtoolkit.integrations import keras as nbk
+
+model.fit(x, y, epochs=15, callbacks=[nbk.callback(ctx)], initial_epoch=nbk.initial_epoch(ctx))
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from nbtoolkit.errors import FitError, MissingExtra, PlanError
+from nbtoolkit.integrations.support import (
+    StepWatch,
+    as_numbers,
+    check_inside_train,
+    record_checkpoint,
+    recorded_state,
+    remove_older,
+    requires,
+    resume_from,
+)
+from nbtoolkit.integrations.support import last_checkpoint as last_checkpoint
+from nbtoolkit.training.train_state import gather_random_states, restore_random_state
+from nbtoolkit.worker.context import RunContext
+
+
+def chosen_backend() -> str:
+    """The back end that ``import keras`` uses: ``KERAS_BACKEND``, or that of Keras' own file."""
+    file = Path(os.environ.get("KERAS_HOME", Path.home() / ".keras")) / "keras.json"
+    stored = json.loads(file.read_text()).get("backend") if file.exists() else None
+    return os.environ.get("KERAS_BACKEND") or stored or "tensorflow"
+
+
+def check_backend() -> None:
+    """Check, before Keras is imported, that its back end is installed.
+
+    Raises:
+        MissingExtra: it is not; Keras would raise a ModuleNotFoundError, and keep its choice.
+    """
+    name = chosen_backend()
+    if "keras" not in sys.modules and find_spec(name) is None:
+        raise MissingExtra(
+            f"Keras would use its back end {name!r} (KERAS_BACKEND), which is not installed",
+            allowed="'torch', which nbtoolkit needs anyway, or another installed back end",
+            do="set os.environ['KERAS_BACKEND'] = 'torch' before the first import of keras",
+        )
+
+
+with requires("keras", "3.3"):
+    check_backend()
+    import keras
+
+
+def initial_epoch(ctx: RunContext) -> int:
+    """The epoch at which ``model.fit`` begins: 0, or the one that a resumed run continues with.
+
+    Raises:
+        LaunchError: called outside of ``train``.
+    """
+    check_inside_train(ctx, "initial_epoch")
+    state = recorded_state(ctx)
+    return 0 if state is None else int(state["epoch"])
+
+
+def callback(ctx: RunContext) -> RunCallback:
+    """The callback for ``model.fit`` that reports, saves, stops, and loads the last checkpoint.
+
+    Raises:
+        LaunchError: called outside of ``train``.
+        PlanError: there are several ranks, which Keras 3 cannot train together.
+    """
+    check_inside_train(ctx, "callback")
+    if ctx.world_size > 1:
+        raise PlanError(
+            f"Keras' model.fit cannot train on {ctx.world_size} ranks: each would train a model "
+            f"of its own (back end {keras.config.backend()!r})",
+            allowed="one rank; in nb.sweep and nb.cross_validate, one trial or fold per device",
+            do="set distributed.world_size: 1, or write a loop for several ranks with ctx.prepare",
+        )
+    return RunCallback(ctx)
+
+
+class RunCallback(keras.callbacks.Callback):
+    """Reports each epoch's logs, saves, and stops on request within an epoch.
+
+    Checkpoints are ``checkpoints/keras-<step>.weights.h5``, the weights of model and optimizer.
+
+    Args:
+        ctx: the run's context.
+    """
+
+    def __init__(self, ctx: RunContext) -> None:
+        super().__init__()
+        self._ctx, self._watch = ctx, StepWatch(ctx)
+        self._step, self._epoch = 0, initial_epoch(ctx)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Load the last checkpoint, and say which back end trains.
+
+        Raises:
+            FitError: the model has no weights yet to load a checkpoint into.
+        """
+        model, state = self.model, recorded_state(self._ctx)
+        backend, policy = keras.config.backend(), keras.config.dtype_policy().name
+        self._ctx.message(f"Keras {keras.__version__} trains on its back end {backend} in {policy}")
+        if state is not None:
+            if not model.built:
+                raise FitError(
+                    "the run resumes, and the model is not built: it has no weights yet",
+                    allowed="a model with an Input layer, or after model.build(shape)",
+                    do="call the model on one batch before model.fit",
+                )
+            if not model.optimizer.built:
+                model.optimizer.build(model.trainable_variables)
+            model.load_weights(resume_from(self._ctx))
+            restore_random_state(state["random"][0], self._ctx.device)
+        self._step = int(model.optimizer.iterations)
+        self._watch.begin(self._step)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Check that a resumed run does not repeat epochs.
+
+        Raises:
+            FitError: ``model.fit`` has no ``initial_epoch``.
+        """
+        if epoch < self._epoch:
+            raise FitError(
+                f"the run resumes with epoch {self._epoch}, and model.fit begins with {epoch}",
+                allowed=f"initial_epoch={self._epoch}",
+                do="call model.fit(..., initial_epoch=nbk.initial_epoch(ctx))",
+            )
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Save if it is time, and leave if a stop was requested.
+
+        Raises:
+            RunStopped: the run must stop here; a resumed run repeats this epoch.
+        """
+        self._step += 1
+        self._watch.follow(self._step, lambda: self._save(self._epoch))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Save, and report the epoch's logs.
+
+        Raises:
+            RunStopped: the run must stop here.
+        """
+        self._epoch = epoch + 1
+        self._save(self._epoch)
+        self._ctx.report(as_numbers(logs or {}), step=self._step)
+
+    def _save(self, epoch: int) -> None:
+        """Save the weights; a resumed run begins with ``epoch``."""
+        if not self._watch.saves:
+            return
+        path = self._ctx.paths.checkpoints / f"keras-{self._step:09d}.weights.h5"
+        partial = path.with_name(f".{path.name}")  # the name must end in .weights.h5
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.model.save_weights(partial, overwrite=True)
+        partial.replace(path)
+        states = gather_random_states(self._ctx.device, 1)
+        record_checkpoint(self._ctx, path, self._step, epoch=epoch, random=states)
+        remove_older(self._ctx, "keras-*.weights.h5")
+        self._watch.saved()

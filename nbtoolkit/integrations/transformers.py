@@ -1,0 +1,191 @@
+"""Run a Hugging Face ``Trainer`` inside ``train(config, ctx)``, on every rank.
+
+from nbtoolkit.integrations import transformers as nbt
+
+arguments = nbt.training_arguments(ctx, eval_strategy="epoch")
+trainer = Trainer(model, arguments, train_dataset=train_data, eval_dataset=valid_data)
+trainer.train(resume_from_checkpoint=nbt.resume_from(ctx))
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nbtoolkit.errors import RunStopped
+from nbtoolkit.integrations.support import (
+    StepWatch,
+    as_numbers,
+    check_inside_train,
+    record_checkpoint,
+    requires,
+)
+from nbtoolkit.integrations.support import last_checkpoint as last_checkpoint
+from nbtoolkit.integrations.support import resume_from as resume_from
+from nbtoolkit.training.sync import ControlSignal
+from nbtoolkit.worker.context import RunContext
+
+with requires("transformers", "4.50"):
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.integrations import integration_utils
+
+_REPORTER = "nbtoolkit"
+
+
+def training_arguments(ctx: RunContext, **own: Any) -> TrainingArguments:
+    """``transformers.TrainingArguments`` with what the plan decides.
+
+    The ``Trainer`` that gets them has :func:`callback` through ``report_to``, as it has those of
+    other trackers.
+
+    Args:
+        ctx: the run's context.
+        own: replace the values from the plan, or are added. A relative ``output_dir`` is below
+            the run's ``checkpoints`` folder; trackers in ``report_to`` are added.
+
+    Raises:
+        LaunchError: called outside of ``train``.
+    """
+    check_inside_train(ctx, "training_arguments")
+    plan, keeps = ctx.plan, ctx.config.checkpoint
+    reporters = own.pop("report_to", "none")
+    tools: Any = integration_utils  # partly without annotations
+    if reporters in ("all", ["all"]):
+        reporters = tools.get_available_reporting_integrations()
+    others = [reporters] if isinstance(reporters, str) else list(reporters)
+    # A name for the Trainer, as "wandb" is one: it makes its callbacks from this table.
+    tools.INTEGRATION_TO_CALLBACK[_REPORTER] = callback(ctx)
+    evaluates = str(getattr(own.get("eval_strategy"), "value", own.get("eval_strategy", "no")))
+    arguments: dict[str, Any] = {
+        "use_cpu": ctx.device.type == "cpu",
+        "fp16": plan.precision == "fp16",
+        "bf16": plan.precision == "bf16",
+        "per_device_train_batch_size": plan.batch_size_per_device,
+        "gradient_accumulation_steps": plan.accumulate,
+        "ddp_find_unused_parameters": plan.ddp.get("find_unused_parameters", False),
+        "ddp_timeout": int(plan.group_timeout),
+        "seed": ctx.seed,
+        "save_strategy": _save_strategy(evaluates) if keeps.enabled else "no",
+        "save_steps": own.get("eval_steps") or 500,
+        "save_total_limit": max(2, keeps.keep_last),
+        "disable_tqdm": True,
+    }
+    folder = ctx.paths.checkpoints / own.pop("output_dir", "")
+    reports = [*(name for name in others if name not in ("none", _REPORTER)), _REPORTER]
+    return TrainingArguments(output_dir=str(folder), report_to=reports, **arguments | own)
+
+
+def callback(ctx: RunContext) -> RunCallback:
+    """The callback that reports and stops, for a ``Trainer`` with arguments of your own.
+
+    A ``Trainer`` with :func:`training_arguments` has one.
+    """
+    check_inside_train(ctx, "callback")
+    return RunCallback(ctx)
+
+
+class RunCallback(TrainerCallback):
+    """Reports evaluations, logs losses, records checkpoints, and stops on request within an epoch.
+
+    The ``Trainer`` writes the checkpoints: by its ``save_strategy``, and where this asks for one.
+
+    Args:
+        ctx: the run's context.
+    """
+
+    def __init__(self, ctx: RunContext) -> None:
+        self._ctx, self._watch = ctx, StepWatch(ctx)
+        self._leaving: RunStopped | None = None
+        self._training = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Start to watch for stop requests."""
+        self._training = True
+        self._watch.begin(state.global_step)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Ask for a checkpoint if it is time, or if a stop was requested.
+
+        Raises:
+            RunStopped: the run must stop here, and cannot be resumed.
+        """
+        signal = self._watch.signal(state.global_step)
+        if self._leaving is not None or signal is ControlSignal.SAVE:
+            control.should_save = True
+        elif signal is ControlSignal.CHECK_STOP and (status := self._ctx.should_stop()):
+            self._leave(RunStopped(status), control)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Log a training loss with what the Trainer logs beside it."""
+        if logs and "loss" in logs:
+            self._ctx.log(as_numbers(logs), step=state.global_step)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Report an evaluation.
+
+        Raises:
+            RunStopped: the run must stop here, and there is nothing to save.
+        """
+        try:
+            self._ctx.report(as_numbers(metrics or {}), step=state.global_step)
+        except RunStopped as stopped:
+            self._leave(stopped, control)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Record the checkpoint, which is on disk; leave if a stop was requested.
+
+        Raises:
+            RunStopped: the run must stop here.
+        """
+        path = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        record_checkpoint(self._ctx, path, state.global_step)
+        self._watch.saved()
+        self._leave_now()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Leave if a stop was requested at the last step, and nothing was saved since.
+
+        Raises:
+            RunStopped: the run must stop here.
+        """
+        self._training = False
+        self._leave_now()
+
+    def _leave(self, stopped: RunStopped, control: TrainerControl) -> None:
+        """Leave at once, or after the checkpoint that the Trainer writes next."""
+        self._leaving = stopped
+        if stopped.status == "pruned" or not self._watch.saves or not self._training:
+            self._leave_now()
+        control.should_save = True
+
+    def _leave_now(self) -> None:
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            raise leaving
+
+
+def _save_strategy(evaluates: str) -> str:
+    """As the evaluations, which ``load_best_model_at_end`` requires; else after each epoch."""
+    return evaluates if evaluates in ("steps", "epoch") else "epoch"
