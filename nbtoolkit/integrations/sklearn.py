@@ -16,11 +16,11 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from nbtoolkit.config.aliases import similar_name
 from nbtoolkit.environment.installed import installed_version
 from nbtoolkit.errors import CheckpointError, ConfigError, FitError, FoldError
 from nbtoolkit.integrations.rounds import refuse_ranks, require, rounds_of
@@ -89,7 +89,7 @@ def fit(
     """Fit a copy of an estimator, score it, save it, and return what the training function returns.
 
     In a fold it is fitted on the fold's training samples and scored on the others. Where ``n_jobs``
-    is not set, it is the plan's number of threads: of the outermost estimator that has it.
+    is not set, it is the plan's number of threads; joblib uses threads here, and no processes.
 
     Args:
         ctx: the run.
@@ -118,6 +118,7 @@ def fit(
     """
     require("scikit-learn", "1.4", "sklearn")
     refuse_ranks(ctx, "scikit-learn")
+    from joblib import parallel_config
     from sklearn.base import clone
 
     model = clone(estimator)
@@ -134,17 +135,19 @@ def fit(
         values = {name: scorer(fitted, *held_out) for name, scorer in scorers.items()}
         return {f"{prefix}_{name}": float(value) for name, value in values.items()}
 
-    if epochs is None:
-        kind = type(model).__name__
-        ctx.message(f"{kind}.fit is one call: a stop request or a pruner cannot end it earlier")
-        ctx.raise_if_stopped()
-        model.fit(X, y)
-    else:
-        model = _fit_epochs(ctx, model, X, y, epochs, scores)
-    if ctx.config.checkpoint.enabled:
-        _save(ctx, model)
-    predictions = {} if X_valid is None else {"predictions": getattr(model, method)(X_valid)}
-    return {**scores(model), **predictions}
+    # Not processes: to start them takes seconds, and the rank shares its data with none of them.
+    with parallel_config("threading", n_jobs=ctx.plan.threads_per_rank):
+        if epochs is None:
+            kind = type(model).__name__
+            ctx.message(f"{kind}.fit is one call: a stop request or a pruner cannot end it earlier")
+            ctx.raise_if_stopped()
+            model.fit(X, y)
+        else:
+            model = _fit_epochs(ctx, model, X, y, epochs, scores)
+        if ctx.config.checkpoint.enabled:
+            _save(ctx, model)
+        predictions = {} if X_valid is None else {"predictions": getattr(model, method)(X_valid)}
+        return {**scores(model), **predictions}
 
 
 def load(folder: str | os.PathLike[str], *, trusted: Sequence[str] = ()) -> Any:
@@ -247,20 +250,14 @@ def _set_params(ctx: RunContext, model: Any, params: Mapping[str, Any]) -> None:
     known = model.get_params()
     for name in params:
         if name not in known:
-            near = similar_name(name, known)
+            near = get_close_matches(name, known, 1)
             raise ConfigError(
                 f"model.{name} ({ctx.config.place(f'model.{name}')}) is no parameter of "
                 f"{type(model).__name__}",
                 allowed=", ".join(sorted(known)),
-                do=f"write model.{near}" if near else "remove it, or pass params= to nbs.fit",
+                do=f"write model.{near[0]}" if near else "remove it, or pass params= to nbs.fit",
             )
     model.set_params(**params)
-    unset = [name for name in known if name.rpartition("__")[2] == "n_jobs" and name not in params]
-    least = min((name.count("__") for name in unset), default=0)
-    threads = ctx.plan.threads_per_rank
-    for name in unset:
-        if name.count("__") == least and known[name] is None and threads > 1:
-            model.set_params(**{name: threads})
 
 
 def _scorers(model: Any, metrics: Metrics) -> dict[str, Scorer]:
