@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 from nbtoolkit.environment.installed import installed_version
 from nbtoolkit.errors import CheckpointError, FitError, MissingExtra, PlanError, RunStopped
@@ -94,8 +93,13 @@ class Rounds:
             first_report: the round of the first report.
 
         Raises:
-            FitError: another training of this run has the same name.
+            FitError: another training of this run has the same name, or ``first_report`` is
+                below 1.
         """
+        if first_report < 1:
+            raise FitError(
+                f"every={first_report} is no number of rounds", allowed="1 and more", do="every=10"
+            )
         if self._begun:
             raise FitError(
                 f"two trainings of one run would write {self.path.name}",
@@ -168,12 +172,10 @@ class Rounds:
         return targets
 
 
-_trainings: WeakKeyDictionary[RunContext, dict[str, Rounds]] = WeakKeyDictionary()
-
-
 def rounds_of(ctx: RunContext, file: str) -> Rounds:
     """The training of this run that saves to ``file``; the same object in every call."""
-    known = _trainings.setdefault(ctx, {})
+    # In the context, so that it goes with it: a process runs many trials.
+    known: dict[str, Rounds] = vars(ctx).setdefault("_trainings_in_rounds", {})
     if file not in known:
         known[file] = Rounds(ctx, file)
     return known[file]

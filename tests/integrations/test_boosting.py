@@ -232,3 +232,31 @@ def test_two_trainings_of_a_run_need_names(tmp_path: Path, twice: Callable[..., 
         return twice(config, ctx, ("first", "second"))
 
     assert quiet(named, config, start="inline").value == 6
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        pytest.param(lambda ctx: lightgbm_every(ctx, 0), marks=needs("lightgbm"), id="lightgbm"),
+        pytest.param(lambda ctx: xgboost_every(ctx, 0), marks=needs("xgboost"), id="xgboost"),
+    ],
+)
+def test_a_report_every_zero_rounds_is_refused(
+    tmp_path: Path, callback: Callable[..., object]
+) -> None:
+    with pytest.raises(FitError, match=r"every=0 is no number of rounds"):
+        quiet(lambda config, ctx: callback(ctx), config_in(tmp_path), start="inline")
+
+
+def lightgbm_every(ctx: Any, every: int) -> None:
+    import lightgbm as lgb
+
+    callbacks = [nblg.callback(ctx, every=every)]
+    lgb.train(functions.LIGHTGBM, lgb.Dataset(*samples(100)), 3, callbacks=callbacks)
+
+
+def xgboost_every(ctx: Any, every: int) -> None:
+    import xgboost as xgb
+
+    callbacks = [nbx.callback(ctx, 3, every=every)]
+    xgb.train(functions.XGBOOST, xgb.DMatrix(*samples(100)), 3, callbacks=callbacks)

@@ -80,7 +80,9 @@ def build(environment: Environment) -> None:
         return
     shutil.rmtree(environment.folder, ignore_errors=True)
     environment.folder.mkdir(parents=True)
-    run_uv("venv", "--seed", "--python", find_python(environment.python), environment.folder / "venv")
+    run_uv(
+        "venv", "--seed", "--python", find_python(environment.python), environment.folder / "venv"
+    )
     into = ["pip", "install", "--python", environment.interpreter]
     if held := _held(environment):
         run_uv(*into, "--no-deps", *held)
