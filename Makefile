@@ -6,7 +6,7 @@
 #   make test-hosts  every notebook in environments like Kaggle's and Colab's, without internet (minutes)
 #   make test-pythons  every notebook and the quick suite on Python 3.10 to 3.13, with old, new and the
 #                 hosts' versions of all libraries (an hour and 25 GB)
-#   make test-integrations  the tests of other frameworks, where all of them are installed (minutes, 3 GB)
+#   make test-integrations  the tests of other frameworks, where all of them are installed (minutes, 2 GB)
 #   make test-browser  a person's sessions with the panel, in JupyterLab and Notebook 7 (minutes)
 #   make screenshots   the pictures of docs/panel.md
 #   make check    lint, format, types, version

@@ -96,7 +96,14 @@ def test_the_page_getting_started_in_a_launch_and_a_sweep(tmp_path: Path) -> Non
 # --- fit
 
 
-@pytest.mark.parametrize("kind", ["array", "frame", "list"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "array",
+        pytest.param("frame", marks=pytest.mark.long),
+        pytest.param("list", marks=pytest.mark.long),
+    ],
+)
 def test_folds_give_the_predictions_of_cross_val_predict(tmp_path: Path, kind: str) -> None:
     data = {"array": X, "frame": pd.DataFrame(X), "list": X.tolist()}[kind]
     pipe = make_pipeline(StandardScaler(), SVC())
@@ -158,9 +165,10 @@ def test_a_search_inside_an_estimator_starts_no_processes(tmp_path: Path) -> Non
     pids: list[int] = []
 
     def processes(estimator: Any, X: Any, y: Any) -> float:
-        pids.extend(descendants(os.getpid()))
+        pids.extend(descendants(os.getpid()) - before)
         return 0.0
 
+    before = descendants(os.getpid())  # the fork server of other tests
     inline(nbs.train_function(search, X, Y, metrics={"processes": processes}), tmp_path)
     assert pids == []
 
