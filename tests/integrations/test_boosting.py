@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from frameworks import needs
 from kernels import until
 
 import nbtoolkit as nb
-from nbtoolkit.errors import FitError, PlanError, WorkerDied
+from nbtoolkit.errors import FitError, MissingExtra, PlanError, WorkerDied
 from nbtoolkit.integrations import lightgbm as nblg
 from nbtoolkit.integrations import xgboost as nbx
 
@@ -176,6 +177,16 @@ def test_a_killed_trial_is_retried_from_its_checkpoint(tmp_path: Path, train: Tr
 
 
 # --- wrong calls ---
+
+
+@pytest.mark.parametrize("module", [nblg, nbx], ids=["lightgbm", "xgboost"])
+def test_a_framework_that_is_not_installed_is_named(tmp_path: Path, module: Any) -> None:
+    name = module.__name__.rpartition(".")[2]
+    if find_spec(name) is not None:
+        pytest.skip(f"{name} is installed: make test runs this test")
+    text = rf"{name} is not installed[\s\S]*pip install -U 'nbtoolkit-torch\[{name}\]'"
+    with pytest.raises(MissingExtra, match=text):
+        quiet(lambda config, ctx: module.parameters(ctx), config_in(tmp_path), start="inline")
 
 
 @both_long
