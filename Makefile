@@ -6,6 +6,7 @@
 #   make test-hosts  every notebook in environments like Kaggle's and Colab's, without internet (minutes)
 #   make test-pythons  every notebook and the quick suite on Python 3.10 to 3.13, with old, new and the
 #                 hosts' versions of all libraries (an hour and 25 GB)
+#   make test-integrations  the tests of other frameworks, where all of them are installed (minutes, 2 GB)
 #   make test-browser  a person's sessions with the panel, in JupyterLab and Notebook 7 (minutes)
 #   make screenshots   the pictures of docs/panel.md
 #   make check    lint, format, types, version
@@ -21,7 +22,7 @@ STAMP  := $(VENV)/.installed
 WORKERS ?= $(shell echo $$(( $$(nproc) + 1 )))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope
 
-.PHONY: demo test test-all test-rest test-gpu test-hosts test-pythons test-browser screenshots check notebooks bench clean install
+.PHONY: demo test test-all test-rest test-gpu test-hosts test-pythons test-integrations test-browser screenshots check notebooks bench clean install
 
 demo: $(STAMP)
 	@$(BIN)/python tests/demo.py
@@ -42,6 +43,9 @@ test-hosts: $(STAMP)
 
 test-pythons: $(STAMP)
 	@$(BIN)/python -m tests.pythons $(ONLY)
+
+test-integrations: $(STAMP)
+	@$(BIN)/python -m tests.pythons.integrations
 
 test-browser: $(STAMP)
 	@tests/browser/install.sh

@@ -204,7 +204,7 @@ Direction = Literal["maximize", "minimize"]
 _LOW = """
 loss losses error errors err cost mae mse rmse msle rmsle mape smape mase medae mad perplexity
 ppl nll bce ce crossentropy kl kld divergence deviance wer cer ter eer fid kid lpips brier ece
-mce fpr fnr far frr risk regret distance latency seconds time
+mce fpr fnr far frr risk regret distance latency seconds time logloss mlogloss merror nloglik l1 l2
 """
 LOW = frozenset(_LOW.split())
 """Words in the names of metrics to minimize."""

@@ -12,6 +12,7 @@ MODULES = (
     "launches",
     "memory",
     "training",
+    "integrations_b",
     "search",
     "importance",
     "notebooks",

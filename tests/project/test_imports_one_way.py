@@ -32,6 +32,7 @@ LAYERS = (
     "launcher",
     "training",
     "tasks",
+    "integrations",
     "verify",
     "doctor",
     "folds",

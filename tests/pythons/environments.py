@@ -80,13 +80,15 @@ def build(environment: Environment) -> None:
         return
     shutil.rmtree(environment.folder, ignore_errors=True)
     environment.folder.mkdir(parents=True)
-    _uv("venv", "--seed", "--python", find_python(environment.python), environment.folder / "venv")
+    run_uv(
+        "venv", "--seed", "--python", find_python(environment.python), environment.folder / "venv"
+    )
     into = ["pip", "install", "--python", environment.interpreter]
     if held := _held(environment):
-        _uv(*into, "--no-deps", *held)
-    _uv(*into, "--resolution", environment.resolution, "-e", f"{ROOT}[{EXTRAS}]")
-    _uv(*into, *_tools(environment.python))
-    _uv("pip", "check", "--python", environment.interpreter)
+        run_uv(*into, "--no-deps", *held)
+    run_uv(*into, "--resolution", environment.resolution, "-e", f"{ROOT}[{EXTRAS}]")
+    run_uv(*into, *_tools(environment.python))
+    run_uv("pip", "check", "--python", environment.interpreter)
     stamp.write_text(made_from)
 
 
@@ -95,7 +97,7 @@ def _held(environment: Environment) -> list[str]:
     if not environment.image:
         return []
     image = host_image(environment.image)
-    needs = _uv(
+    needs = run_uv(
         "pip", "compile", *_EXTRAS, "--python-version", image.python, ROOT / "pyproject.toml"
     )
     names = {canonicalize_name(line.partition("==")[0]) for line in needs.splitlines()}
@@ -113,7 +115,7 @@ def _tools(python: str) -> list[str]:
     return [line for line in lines if line.partition("==")[0] in tools]
 
 
-def _uv(*words: str | Path) -> str:
+def run_uv(*words: str | Path) -> str:
     """What uv prints.
 
     Raises:

@@ -1,0 +1,100 @@
+"""Training functions with LightGBM and XGBoost on the same data, which can kill themselves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import nbtoolkit as nb
+from nbtoolkit.config.schema import Config
+from nbtoolkit.integrations import lightgbm as nblg
+from nbtoolkit.integrations import xgboost as nbx
+from nbtoolkit.worker.context import RunContext
+
+ROUNDS = 60
+# One thread: OpenMP's threads wait in busy loops, which costs seconds on a machine in use.
+LIGHTGBM = {"objective": "binary", "metric": "auc", "verbosity": -1, "num_threads": 1}
+XGBOOST = {"objective": "binary:logistic", "eval_metric": "auc", "max_depth": 3, "nthread": 1}
+
+
+def samples(size: int = 600) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs, and the sign of the sum of three of them with noise."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(size, 10))
+    return x, (x[:, :3].sum(axis=1) + generator.normal(size=size) > 0).astype(int)
+
+
+def split(ctx: RunContext) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    x, y = samples()
+    fold = ctx.fold
+    train, valid = (
+        (np.arange(400), np.arange(400, 600))
+        if fold is None
+        else (np.asarray(fold.train_indices), np.asarray(fold.valid_indices))
+    )
+    return (x[train], y[train]), (x[valid], y[valid])
+
+
+def disturb(config: Config, ctx: RunContext, done: int) -> None:
+    """Once per folder: die, or be so slow that the run is stopped; as ``data`` says."""
+    folder = Path(config.data.get("folder", "."))
+    if done == config.data.get("die_at") and not (folder / "died").exists():
+        (folder / "died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if config.data.get("slow") and not (folder / "resumed").exists():
+        time.sleep(0.05)
+
+
+def with_lightgbm(config: Config, ctx: RunContext) -> dict[str, Any]:
+    import lightgbm as lgb
+
+    train, valid = split(ctx)
+    data = lgb.Dataset(*train)
+
+    def after(env: Any) -> None:
+        disturb(config, ctx, env.iteration + 1)
+
+    booster = lgb.train(
+        nblg.parameters(ctx, LIGHTGBM),
+        data,
+        num_boost_round=ROUNDS,
+        valid_sets=[lgb.Dataset(*valid, reference=data)],
+        valid_names=["held_out"],
+        callbacks=[nblg.callback(ctx), after],
+        init_model=nblg.resume_from(ctx),
+    )
+    return {"rounds": booster.current_iteration(), "predictions": booster.predict(valid[0])}
+
+
+def with_xgboost(config: Config, ctx: RunContext) -> dict[str, Any]:
+    import xgboost as xgb
+
+    train, valid = split(ctx)
+    held_out = xgb.DMatrix(*valid)
+
+    class Disturb(xgb.callback.TrainingCallback):  # type: ignore[misc]
+        def after_iteration(self, model: Any, epoch: int, evals_log: Any) -> bool:
+            disturb(config, ctx, model.num_boosted_rounds())
+            return False
+
+    booster = xgb.train(
+        nbx.parameters(ctx, XGBOOST),
+        xgb.DMatrix(*train),
+        num_boost_round=ROUNDS,
+        evals=[(held_out, "held_out")],
+        verbose_eval=False,
+        callbacks=[nbx.callback(ctx, ROUNDS), Disturb()],
+        xgb_model=nbx.resume_from(ctx),
+    )
+    return {"rounds": booster.num_boosted_rounds(), "predictions": booster.predict(held_out)}
+
+
+def reports(folder: Path) -> list[int]:
+    """The rounds of a run's reports."""
+    events = nb.attach(folder).events()
+    return [event.step for event in events if event.type == "report" and event.step is not None]
