@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.integrations.rounds import Rounds, refuse_ranks, require, rounds_of
+from nbtoolkit.integrations.rounds import Rounds, refuse_ranks, rounds_of
+from nbtoolkit.integrations.support import check_version
 
 if TYPE_CHECKING:
     import lightgbm
@@ -135,7 +136,7 @@ class Callback:
 
 
 def _rounds(ctx: RunContext, name: str) -> Rounds:
-    require("lightgbm", "4", "lightgbm")
+    check_version("lightgbm", "4")
     refuse_ranks(ctx, "LightGBM")
     return rounds_of(ctx, f"{name}.txt")
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbtoolkit.environment.installed import installed_version
-from nbtoolkit.errors import CheckpointError, FitError, MissingExtra, PlanError, RunStopped
+from nbtoolkit.errors import CheckpointError, FitError, PlanError, RunStopped
 from nbtoolkit.run.paths import write_whole
 
 if TYPE_CHECKING:
@@ -21,29 +20,6 @@ _LOOK_SECONDS = 0.05  # between two looks for a stop, which take 60 us after a r
 
 Metrics = Callable[[], Mapping[str, float]]
 Dump = Callable[[], "str | bytes"]
-
-
-def require(distribution: str, at_least: str, extra: str) -> None:
-    """Check that an optional package is installed and new enough.
-
-    Args:
-        distribution: its name for pip.
-        at_least: the oldest version that works.
-        extra: the extra of this package that installs it.
-
-    Raises:
-        MissingExtra: it is not installed, or too old.
-    """
-    from packaging.version import Version
-
-    found = installed_version(distribution)
-    if found is None or Version(found) < Version(at_least):
-        state = "is not installed" if found is None else f"{found} is installed"
-        raise MissingExtra(
-            f"nbtoolkit.integrations needs {distribution} {at_least} or newer, and {distribution} "
-            f"{state}",
-            do=f"pip install -U 'nbtoolkit-torch[{extra}]'",
-        )
 
 
 def refuse_ranks(ctx: RunContext, framework: str) -> None:

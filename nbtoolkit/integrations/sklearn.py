@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from nbtoolkit.environment.installed import installed_version
 from nbtoolkit.errors import CheckpointError, ConfigError, FitError, FoldError
-from nbtoolkit.integrations.rounds import refuse_ranks, require, rounds_of
+from nbtoolkit.integrations.rounds import refuse_ranks, rounds_of
+from nbtoolkit.integrations.support import check_version
 from nbtoolkit.run.paths import write_whole
 from nbtoolkit.run.resume import function_source
 
@@ -116,7 +117,7 @@ def fit(
         FitError: a metric is unknown, or ``epochs`` is given and there is no ``partial_fit``.
         FoldError: the folds are of another number of samples.
     """
-    require("scikit-learn", "1.4", "sklearn")
+    check_version("scikit-learn", "1.4", "sklearn")
     refuse_ranks(ctx, "scikit-learn")
     from joblib import parallel_config
     from sklearn.base import clone
@@ -162,7 +163,7 @@ def load(folder: str | os.PathLike[str], *, trusted: Sequence[str] = ()) -> Any:
         MissingExtra: skops is not installed.
         CheckpointError: the run has saved no estimator, or it has other types than these.
     """
-    require("skops", "0.11", "sklearn")
+    check_version("skops", "0.11", "sklearn")
     path = Path(folder) / "checkpoints" / FILE
     if not path.is_file():
         raise CheckpointError(

@@ -8,10 +8,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbtoolkit.environment.installed import installed_version
 from nbtoolkit.environment.variables import RANK_MARK
 from nbtoolkit.errors import CheckpointError, LaunchError, MissingExtra, RunStopped
 from nbtoolkit.run.checkpoint_store import State, read_state
@@ -22,32 +22,47 @@ if TYPE_CHECKING:
     from nbtoolkit.launcher.handle import RunResult
 
 
+def check_version(package: str, minimum: str, extra: str = "") -> None:
+    """Check that a framework is installed and new enough.
+
+    Args:
+        package: its distribution.
+        minimum: the oldest version that works, as ``"2.5"``.
+        extra: the extra of this package that installs it; empty: of the same name.
+
+    Raises:
+        MissingExtra: it is not installed, or too old.
+    """
+    found = installed_version(package)
+    if found is None or _numbers(found) < _numbers(minimum):
+        state = "is not installed" if found is None else f"{found} is installed"
+        raise _missing(package, minimum, extra, f"{package} {state}")
+
+
 @contextmanager
 def requires(package: str, minimum: str) -> Iterator[None]:
     """Import a framework inside the block, after a check of its version.
 
     Args:
         package: its distribution, which is also the name of the extra.
-        minimum: the oldest version that works, as ``"2.5"``.
+        minimum: the oldest version that works.
 
     Raises:
         MissingExtra: it is not installed, too old, or cannot be imported.
     """
-    do = f"pip install 'nbtoolkit-torch[{package}]'"
-    allowed = f"{package} {minimum} or newer"
-    try:
-        found = version(package)
-    except PackageNotFoundError:
-        what = f"nbtoolkit.integrations.{package} needs {package}, which is not installed"
-        raise MissingExtra(what, allowed=allowed, do=do) from None
-    if _numbers(found) < _numbers(minimum):
-        what = f"{package} {found} is too old for nbtoolkit.integrations.{package}"
-        raise MissingExtra(what, allowed=allowed, do=do)
+    check_version(package, minimum)
     try:
         yield
     except ImportError as error:
-        what = f"{package} {found} cannot be imported: {error}"
-        raise MissingExtra(what, allowed=allowed, do=do) from error
+        raise _missing(package, minimum, "", f"it cannot be imported: {error}") from error
+
+
+def _missing(package: str, minimum: str, extra: str, reason: str) -> MissingExtra:
+    return MissingExtra(
+        f"nbtoolkit.integrations needs {package}: {reason}",
+        allowed=f"{package} {minimum} or newer",
+        do=f"pip install -U 'nbtoolkit-torch[{extra or package}]'",
+    )
 
 
 def _numbers(text: str) -> list[int]:

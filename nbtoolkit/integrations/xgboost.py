@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.integrations.rounds import Rounds, refuse_ranks, require, rounds_of
+from nbtoolkit.integrations.rounds import Rounds, refuse_ranks, rounds_of
+from nbtoolkit.integrations.support import check_version
 
 if TYPE_CHECKING:
     import xgboost
@@ -128,7 +129,7 @@ def _last(evals_log: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, 
 
 
 def _rounds(ctx: RunContext, name: str) -> Rounds:
-    require("xgboost", "2", "xgboost")
+    check_version("xgboost", "2")
     refuse_ranks(ctx, "XGBoost")
     return rounds_of(ctx, f"{name}.ubj")
 

@@ -12,7 +12,7 @@ MODULES = (
     "launches",
     "memory",
     "training",
-    "integrations_b",
+    "boosting",
     "search",
     "importance",
     "notebooks",

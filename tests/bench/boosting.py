@@ -1,6 +1,6 @@
 """LightGBM, XGBoost and scikit-learn in a run, compared with the same work of each alone.
 
-    python -m tests.bench.integrations_b [FRAMEWORK]
+    python -m tests.bench.boosting [FRAMEWORK]
 
 Both are trained in turn, in one rank, with one thread. A ratio is the median of all pairs'.
 """
@@ -122,7 +122,7 @@ def figures() -> list[Figure]:
     found = []
     for framework in PAIRS_OF:
         if find_spec(framework) is not None:
-            values = in_fresh_process("tests.bench.integrations_b", framework)
+            values = in_fresh_process("tests.bench.boosting", framework)
             for of, value in values.items():
                 name = f"{framework}: {of} of a training in a run / alone"
                 found.append(Figure(name, value, "", TARGET, 1.2 if of == "CPU seconds" else None))
