@@ -211,6 +211,10 @@ class Tracking(Section):
     """Write an MLflow run for each launch."""
     tensorboard: bool = False
     """Write TensorBoard files to the run's folder."""
+    wandb: bool = False
+    """Write W&B runs; offline, to the run's folder, where there is no key or no internet."""
+    wandb_project: Text | None = None
+    """Name of the W&B project; null: the same as `tracking.experiment`."""
     uri: Text | None = None
     """MLflow's tracking URI; null: an SQLite database in `runtime.output_dir`."""
     experiment: Text = "nbtoolkit"
