@@ -154,8 +154,8 @@ class Distributed(Section):
     """One process, or DistributedDataParallel."""
     world_size: Auto | Count = "auto"
     """Ranks; `auto`: one per usable device. `nb.launch(processes=...)` overrides it."""
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """Communication backend; `auto`: nccl between GPUs, else gloo."""
+    backend: Literal["auto", "nccl", "gloo", "tensorflow"] = "auto"
+    """Communication backend; `auto`: nccl between GPUs, else gloo. `tensorflow`: its own."""
     fallback: bool = True
     """If the ranks cannot form a group, continue with one process and report it (false: error)."""
     device_ids: Devices | None = None

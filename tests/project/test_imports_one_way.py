@@ -51,6 +51,8 @@ LAYERS = (
     "cli_hosts",
     "cli_panel",
     "__main__",
+    # Nothing imports these: each is for those who have its framework.
+    "integrations",
 )
 
 # Loading one of these loads none that comes later: the way of the data of a launch.

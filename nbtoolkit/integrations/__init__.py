@@ -1,0 +1,1 @@
+"""Train with other frameworks in a run: one module each, an extra each."""
