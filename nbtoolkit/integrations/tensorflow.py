@@ -57,9 +57,8 @@ def strategy(ctx: RunContext) -> tf.distribute.Strategy:
         tensorflow.random.set_seed(ctx.seed)
         if ctx.world_size == 1:
             return tensorflow.distribute.MirroredStrategy()
-        with socket.socket() as reserved:  # bound until TensorFlow has bound its port
-            _connect(ctx, reserved)
-            return tensorflow.distribute.MultiWorkerMirroredStrategy()
+        _connect(ctx)
+        return tensorflow.distribute.MultiWorkerMirroredStrategy()
     except RuntimeError as error:
         raise FitError(
             f"TensorFlow has opened its devices before nbtf.strategy(ctx): {error}",
@@ -141,7 +140,8 @@ def callback(ctx: RunContext) -> Any:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             if self._saves:
                 super().on_epoch_end(epoch, logs)
-                ctx.note_saved(self.backup_dir, epoch + 1, "last")
+                # What a run is resumed by: it names Keras' files.
+                ctx.save({"trainer": "keras", "step": epoch + 1}, step=epoch + 1)
             numbers = {name: float(value) for name, value in (logs or {}).items()}
             ctx.report(numbers, step=epoch + 1)
 
@@ -153,7 +153,6 @@ def callback(ctx: RunContext) -> Any:
 
 
 def _tensorflow() -> Any:
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else each rank prints what it found
     try:
         return importlib.import_module("tensorflow")
     except ImportError as error:
@@ -183,11 +182,11 @@ def _set_devices(tensorflow: Any, ctx: RunContext) -> None:
         config.threading.set_intra_op_parallelism_threads(threads)
 
 
-def _connect(ctx: RunContext, reserved: socket.socket) -> None:
-    """Set TF_CONFIG, with the port that ``reserved`` binds on each worker."""
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as TensorFlow's server does
-    reserved.bind(("127.0.0.1", 0))
-    ports = gather_on_all(reserved.getsockname()[1], ctx.world_size)
+def _connect(ctx: RunContext) -> None:
+    """Set TF_CONFIG, with a free port for each worker."""
+    with socket.socket() as free:  # on all interfaces, as TensorFlow's server, which has no choice
+        free.bind(("", 0))
+        ports = gather_on_all(free.getsockname()[1], ctx.world_size)  # each is held until all are
     workers = [f"127.0.0.1:{port}" for port in ports]
     task = {"type": "worker", "index": ctx.rank}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
