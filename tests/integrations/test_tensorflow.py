@@ -156,7 +156,7 @@ def test_fit_of_keras_3_on_one_process_reports_resumes_and_stops(tmp_path: Path)
     # A stop request in an epoch of many batches ends the run between two of them.
     handle = nb.launch(train, settings(tmp_path / "long", **{"train.epochs": 10**6}), wait=False)
     until = time.monotonic() + SECONDS
-    while '"type":"report"' not in handle.paths.events.read_text().replace(" ", ""):
+    while not [*(tmp_path / "long").glob("*/checkpoints/last.pt")]:  # the first epoch is done
         assert time.monotonic() < until
         time.sleep(0.1)
     handle.stop()
@@ -248,16 +248,17 @@ def test_ranks_for_torch_are_refused(tmp_path: Path) -> None:
         nbtf.strategy(ctx)
 
     config = settings(tmp_path, **{"distributed.world_size": 2, "distributed.backend": "gloo"})
-    with pytest.raises(FitError, match=r"2 ranks were started for torch .*backend: tensorflow"):
+    with pytest.raises(
+        FitError, match=r"2 ranks were started for torch [\s\S]*backend: tensorflow"
+    ):
         nb.launch(train, config)
 
 
 @needs_tensorflow
 @pytest.mark.long
-def test_a_sweep_prunes_trials_of_fit(tmp_path: Path) -> None:
+def test_a_sweep_runs_fit_in_each_trial(tmp_path: Path) -> None:
     search = {
-        "study": {"metric": "val_loss", "direction": "minimize"},
-        "sampler": {"name": "grid"},
+        "study": {"metric": "val_loss", "direction": "minimize", "sampler": "grid"},
         "space": {"optim.lr": {"type": "categorical", "choices": [0.1, 1e-6]}},
     }
     study = nb.sweep(fit_function(False), settings(tmp_path), search, n_trials=2)
