@@ -33,19 +33,8 @@ from nbtoolkit.worker.forking import Forker, close_all, die_with_parent, kill_gr
 # Packages that do not survive a fork although a probe of torch passes: they keep native threads and
 # connections of their own.
 _NOT_FORK_SAFE = frozenset(
-    {
-        "tensorflow",
-        "keras",
-        "tf_keras",
-        "jax",
-        "jaxlib",
-        "ray",
-        "grpc",
-        "pyspark",
-        "torch_xla",
-        "triton",
-        "bitsandbytes",
-    }
+    {"tensorflow", "jax", "jaxlib", "ray", "grpc", "pyspark", "torch_xla", "triton", "bitsandbytes"}
+    | {"keras", "tf_keras"}  # both import TensorFlow
 )
 
 # Imported first: a branch that is requested at once is forked then, and imports in parallel with

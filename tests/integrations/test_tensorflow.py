@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -264,3 +267,17 @@ def test_a_sweep_runs_fit_in_each_trial(tmp_path: Path) -> None:
     study = nb.sweep(fit_function(False), settings(tmp_path), search, n_trials=2)
     assert study.status == "completed"
     assert study.best_params == {"optim.lr": 0.1}
+
+
+@needs_tensorflow
+@pytest.mark.long
+def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
+    root = Path(nb.__file__).parents[1]
+    page = (root / "docs" / "integrations-tf.md").read_text()
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(re.findall(r"(?ms)^```python\n(.*?)^```$", page)))
+    environ = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 process on the CPU (tensorflow)" in done.stdout

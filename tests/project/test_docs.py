@@ -23,7 +23,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Pages whose snippets another test runs.
-RUN_ELSEWHERE = {"recipes.md": "project/test_recipes.py"}
+RUN_ELSEWHERE = {
+    "recipes.md": "project/test_recipes.py",
+    "integrations-tf.md": "integrations/test_tensorflow.py",
+}
 
 
 @dataclass(frozen=True)
