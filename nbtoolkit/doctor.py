@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from nbtoolkit.config.schema import load_config
 from nbtoolkit.environment.deadline import session_age, span, time_limit
@@ -112,10 +117,35 @@ def doctor() -> DoctorReport:
         plan=plan,
         refusal=refusal,
         versions=versions(),
-        problems=tuple(known_bad()),
+        problems=(*known_bad(), *held_gpus(sys.modules, _open_files())),
         fork=fork,
         cause="" if fork.ok else find_cause(device=device),
     )
+
+
+def held_gpus(modules: Iterable[str], files: Iterable[str]) -> list[str]:
+    """Return a sentence if TensorFlow holds the memory of GPUs in a process.
+
+    Args:
+        modules: names of the modules that the process has imported.
+        files: paths of its open files.
+    """
+    gpus = sorted({file for file in files if re.fullmatch(r"/dev/nvidia\d+", file)})
+    if "tensorflow" not in modules or not gpus:
+        return []
+    return [
+        f"this process has imported TensorFlow and has opened {', '.join(gpus)}: it takes all free "
+        "memory of each GPU, which the ranks then lack; restart the kernel, and import TensorFlow "
+        "only inside the training function"
+    ]
+
+
+def _open_files() -> list[str]:
+    files = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the descriptor of this listing is closed already
+            files.append(str(link.readlink()))
+    return files
 
 
 def _session() -> str:

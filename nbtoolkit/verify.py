@@ -210,6 +210,7 @@ def _scratch(config: ConfigLike) -> Iterator[Config]:
                 "runtime.output_dir": folder,
                 "tracking.mlflow": False,
                 "tracking.tensorboard": False,
+                "tracking.wandb": False,
                 "tracking.record_samples": True,
                 "tracking.log_every_n_steps": 1,
                 "checkpoint.enabled": True,

@@ -51,6 +51,9 @@ SET_BY_LIBRARIES = {
     "KMP_INIT_AT_FORK",  # scikit-learn, at import
     "_MLFLOW_TELEMETRY_SESSION_ID",  # mlflow 3, when it is first used
     "TORCHINDUCTOR_CACHE_DIR",  # torch, when the first optimizer is made
+    # TensorFlow, at import; torch's TensorBoard writer imports it where it is installed
+    *("ENABLE_RUNTIME_UPTIME_TELEMETRY", "HDF5_PLUGIN_PATH", "TF2_BEHAVIOR"),
+    *("TPU_ML_PLATFORM", "TPU_ML_PLATFORM_VERSION"),
 }
 
 # Threads that a library keeps for the life of the process, by class: tqdm's, IPython's.

@@ -50,7 +50,7 @@ DESCRIPTIONS: dict[Priority, str] = {
     "values": "return values",
     "tracking": "MLflow's database and files (nbtoolkit.tracking.replay writes them again)",
     "other": "other files",
-    "log": "output of ranks, samples and TensorBoard files",
+    "log": "output of ranks, samples, TensorBoard and W&B files",
     "also-ran": "weights of trials that did not win",
 }
 
@@ -61,7 +61,7 @@ _RECORDS = (
     *("result.json", "error.json", "error.pkl", "sweep.yaml", "folds.json", "previous"),
     *("study.jsonl", "study.db", "annotations.json"),
 )
-_LOGS = ("ranks", "samples", "tensorboard")
+_LOGS = ("ranks", "samples", "tensorboard", "wandb")
 _WITHOUT_JOBS = ("checkpoints", "values", *_LOGS)
 _SMALL = 2**20  # bytes up to which a file of another kind is a record: a pipeline's state
 

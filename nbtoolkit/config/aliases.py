@@ -231,7 +231,7 @@ _DATA_PARALLEL = "DataParallel gathers outputs and gradients on GPU 0; PyTorch r
 _NOT_BUILT_IN = "not built in: use it in train() through ctx.accelerator or torch"
 _HOROVOD = "Horovod's last release is of 2023; DDP does the same"
 _RAY = "nbtoolkit starts the ranks itself; Ray is untested"
-_TENSORFLOW = "nbtoolkit trains with PyTorch"
+_TENSORFLOW = "set distributed.backend: tensorflow instead"
 
 # Rejected values and the reason.
 _REFUSED_VALUES = {
@@ -252,7 +252,6 @@ _REFUSED_VALUES = {
         "mpi": "torch has it only when built from source with MPI",
         "horovod": _HOROVOD,
         "ray": _RAY,
-        "tensorflow": _TENSORFLOW,
     },
 }
 

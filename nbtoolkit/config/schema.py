@@ -160,8 +160,8 @@ class Distributed(Section):
     """One process, or DistributedDataParallel."""
     world_size: Auto | Count = "auto"
     """Ranks; `auto`: one per usable device. `nb.launch(processes=...)` overrides it."""
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """Communication backend; `auto`: nccl between GPUs, else gloo."""
+    backend: Literal["auto", "nccl", "gloo", "tensorflow"] = "auto"
+    """Communication backend; `auto`: nccl between GPUs, else gloo. `tensorflow`: its own."""
     fallback: bool = True
     """If the ranks cannot form a group, continue with one process and report it (false: error)."""
     device_ids: Devices | None = None
@@ -217,6 +217,10 @@ class Tracking(Section):
     """Write an MLflow run for each launch."""
     tensorboard: bool = False
     """Write TensorBoard files to the run's folder."""
+    wandb: bool = False
+    """Write W&B runs; offline, to the run's folder, where there is no key or no internet."""
+    wandb_project: Text | None = None
+    """Name of the W&B project; null: the same as `tracking.experiment`."""
     uri: Text | None = None
     """MLflow's tracking URI; null: an SQLite database in `runtime.output_dir`."""
     experiment: Text = "nbtoolkit"

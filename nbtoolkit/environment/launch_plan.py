@@ -80,8 +80,8 @@ class LaunchPlan:
     """UUIDs for CUDA_VISIBLE_DEVICES, in order of rank; empty on the CPU."""
     device_names: tuple[str, ...] = ()
     """Names of the devices."""
-    strategy: Literal["single", "ddp"] = "single"
-    """``ddp`` with more than one process."""
+    strategy: Literal["single", "ddp", "tensorflow"] = "single"
+    """``ddp`` with more than one process; ``tensorflow``: its own, of one process or several."""
     backend: Literal["nccl", "gloo"] | None = None
     """Communication backend of the ranks; None for one process."""
     precision: Precision = "fp32"
@@ -134,12 +134,17 @@ class LaunchPlan:
         return "\n".join([self._headline(), *(f"  - {reason}" for reason in self.reasons)])
 
     def _headline(self) -> str:
-        group = f" ({self.strategy} over {self.backend})" if self.backend else ""
+        group = f" ({self._group()})" if self.strategy != "single" else ""
         processes = "1 process" if self.processes == 1 else f"{self.processes} processes"
         return (
             f"plan: {processes} on {self._where()}{group}, {self.precision}, "
             f"batch {self.global_batch_size}, start: {self.start}"
         )
+
+    def _group(self) -> str:
+        # TensorFlow has connections of its own; gloo carries ctx.save and the like.
+        plain = self.backend is None or self.strategy == "tensorflow"
+        return self.strategy if plain else f"{self.strategy} over {self.backend}"
 
     def _where(self) -> str:
         names = dict.fromkeys(self.device_names)
@@ -151,7 +156,7 @@ class LaunchPlan:
         rows: list[tuple[str, object]] = [
             ("processes", f"{self.processes}, started by: {self.start}"),
             ("devices", self._where()),
-            ("strategy", f"{self.strategy} over {self.backend}" if self.backend else self.strategy),
+            ("strategy", self._group()),
             ("precision", self.precision),
             ("batch", f"{batch} x {self.accumulate} (per rank, ranks, accumulation)"),
             ("learning rate", f"optim.lr x {self.lr_factor:g}"),

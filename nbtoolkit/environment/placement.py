@@ -101,6 +101,8 @@ def _why_alone(settings: Distributed, start: Start) -> str:
         alone = "distributed.strategy is single"
     elif settings.world_size == 1:
         alone = "distributed.world_size is 1"
+    elif settings.backend == "tensorflow" and settings.world_size == "auto":
+        alone = "distributed.backend is tensorflow, whose MirroredStrategy uses all of them"
     if alone and settings.world_size != "auto" and settings.world_size > 1:
         raise PlanError(
             f"distributed.world_size is {settings.world_size}, but {alone}",
@@ -124,7 +126,8 @@ def _on_gpus(settings: Distributed, usable: Sequence[Device], alone: str) -> Dev
         _check_fits(count, [*equal, *others])
     else:
         count, why = len(equal), _why_auto(equal, others)
-    chosen = (*equal, *others)[:count]
+    mirrored = settings.backend == "tensorflow" and count == 1
+    chosen = tuple(equal) if mirrored else (*equal, *others)[:count]
     return DevicePlacement(
         processes=count,
         devices=chosen,

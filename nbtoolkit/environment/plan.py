@@ -82,7 +82,7 @@ def make_plan(
         device_type="cuda" if placement.devices else "cpu",
         devices=tuple(device.uuid for device in placement.devices),
         device_names=tuple(device.name for device in placement.devices),
-        strategy="ddp" if placement.processes > 1 else "single",
+        strategy=_strategy(config.distributed.backend, placement.processes),
         backend=backend,
         precision=precision,
         global_batch_size=batch.total,
@@ -191,6 +191,12 @@ def _precision_on_cpu(setting: Literal["auto"] | Precision) -> tuple[Precision, 
     return setting, f"{setting}: train.precision is {setting}"
 
 
+def _strategy(backend: str, processes: int) -> Literal["single", "ddp", "tensorflow"]:
+    if backend == "tensorflow":
+        return "tensorflow"
+    return "ddp" if processes > 1 else "single"
+
+
 def _backend(
     setting: str, placement: DevicePlacement
 ) -> tuple[Literal["nccl", "gloo"] | None, tuple[str, ...]]:
@@ -201,8 +207,15 @@ def _backend(
             allowed="auto or gloo",
             do="set distributed.backend: auto (nccl on GPUs, gloo on the CPU)",
         )
+    if setting == "tensorflow" and placement.processes == 1:
+        return None, ("tensorflow: MirroredStrategy, in one process",)
     if placement.processes == 1:
         return None, ()
+    if setting == "tensorflow":
+        return "gloo", (
+            "tensorflow: MultiWorkerMirroredStrategy, one worker per rank; torch's group of the "
+            "ranks is over gloo and uses no GPU",
+        )
     if setting == "gloo" and placement.devices:
         return "gloo", ("gloo: distributed.backend is gloo; nccl is faster between GPUs",)
     if placement.devices:

@@ -34,6 +34,7 @@ from nbtoolkit.worker.forking import Forker, close_all, die_with_parent, kill_gr
 # connections of their own.
 _NOT_FORK_SAFE = frozenset(
     {"tensorflow", "jax", "jaxlib", "ray", "grpc", "pyspark", "torch_xla", "triton", "bitsandbytes"}
+    | {"keras", "tf_keras"}  # both import TensorFlow
 )
 
 # Imported first: a branch that is requested at once is forked then, and imports in parallel with

@@ -1,12 +1,12 @@
-"""Read a run's events and write them to MLflow and TensorBoard, outside the training.
+"""Read a run's events and write them to MLflow, TensorBoard and W&B, outside the training.
 
-    events.jsonl -> Follower (follower.py) -> MLflowTracker, TensorBoardTracker
+    events.jsonl -> Follower (follower.py) -> MLflowTracker, TensorBoardTracker, WandbTracker
                        |                       |
-                 tracking.json            <output_dir>/mlflow.db, <run folder>/tensorboard
+                 tracking.json            <output_dir>/mlflow.db, <run folder>/{tensorboard,wandb}
 
 The trials and folds of a sweep are followed below it (follower.py); they are runs nested in its run
 (mlflow_tracker.py). The service (service.py) follows the runs of a kernel in its own process.
-Nothing here imports MLflow or torch before it is used.
+Nothing here imports MLflow, W&B or torch before it is used.
 """
 
 from importlib import import_module

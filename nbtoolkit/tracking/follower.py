@@ -110,6 +110,9 @@ class Follower:
             if self._tracker.open(run):
                 self._jobs.resume()
                 return
+        self._start_over()
+
+    def _start_over(self) -> None:
         self._reader.offset = self._run_at = 0
         self._last_steps.clear()
 
@@ -140,7 +143,9 @@ class Follower:
             if isinstance(event, RunStarted):
                 self._run_at, self._ended = begin, False
                 self._tracker = self._make(event, begin == 0, self.state)
-                self._tracker.open(event)
+                if not self._tracker.open(event) and begin:
+                    self._start_over()
+                    return
             elif isinstance(event, RunEnded):
                 self._close(event, begin)
             else:
@@ -152,11 +157,12 @@ class Follower:
             self._save(self._reader.offset)
 
     def _close(self, ended: RunEnded, begin: int | None = None) -> None:
-        """Close the tracker.
+        """Close the tracker, after those of the jobs.
 
         The saved offset is before the last event: a replay closes again, in case this close is
         interrupted.
         """
+        self._jobs.poll()
         self._tracker.close(ended)
         self._ended = True
         self._save(self._reader.offset if begin is None else begin)
@@ -217,6 +223,7 @@ def _make_by_config(paths: RunPaths, output_dir: Path) -> MakeTracker:
     def make(run: RunStarted, fresh: bool, state: TrackerState) -> Tracker:
         from nbtoolkit.tracking.mlflow_tracker import MLflowTracker
         from nbtoolkit.tracking.tensorboard import TensorBoardTracker
+        from nbtoolkit.tracking.wandb_tracker import WandbTracker
 
         choice = choose_tracking(run.config.get("tracking", {}))
         trackers: list[Tracker] = []
@@ -224,6 +231,8 @@ def _make_by_config(paths: RunPaths, output_dir: Path) -> MakeTracker:
             trackers.append(MLflowTracker(paths, output_dir, state))
         if choice.tensorboard:
             trackers.append(TensorBoardTracker(paths, fresh=fresh))
+        if choice.wandb:
+            trackers.append(WandbTracker(paths, state, fresh))
         return Trackers(trackers)
 
     return make

@@ -38,7 +38,7 @@ from nbtoolkit.tracking.tracker import (
     Trackers,
     TrackerState,
     job_folder,
-    trial_values,
+    job_values,
 )
 
 if TYPE_CHECKING:
@@ -253,11 +253,7 @@ def _results(event: JobEvent) -> list[Point]:
     """The results of a trial or fold, beside the curves that its own events have."""
     if event.state != "complete":
         return []
-    if isinstance(event, TrialChanged):
-        values = trial_values(event)
-    else:
-        values = {f"score/{name}": value for name, value in event.metrics.items()}
-    return [Point(name, float(value), 0, event.t) for name, value in values.items()]
+    return [Point(name, float(value), 0, event.t) for name, value in job_values(event).items()]
 
 
 class _JobTracker:

@@ -43,7 +43,7 @@ _ERROR_LENGTH = 4000  # MLflow's errors repeat the whole batch; a packet has 64 
 
 # Set in this process only.
 _NO_TELEMETRY = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
-# MLflow's fluent calls leave these in a kernel's environment; they do not apply to our runs.
+# Calls of MLflow and W&B leave these in a kernel's environment; they do not apply to our runs.
 _KERNEL_STATE = (
     "MLFLOW_RUN_ID",
     "MLFLOW_EXPERIMENT_ID",
@@ -52,6 +52,7 @@ _KERNEL_STATE = (
     "MLFLOW_REGISTRY_URI",
     "MLFLOW_ENABLE_WORKSPACES",
     "MLFLOW_WORKSPACE",
+    "WANDB_SERVICE",
 )
 
 # MLflow imports these if they are installed (0.3 s of 2.1 s, 60 MB), and works without them:
@@ -64,7 +65,7 @@ def run_service(control: socket.socket) -> None:
 
     For a process of its own, forked or new: it changes the environment and ``sys.modules``.
     """
-    os.environ.update(_NO_TELEMETRY, MLFLOW_LOGGING_LEVEL="WARNING")
+    os.environ.update(_NO_TELEMETRY, MLFLOW_LOGGING_LEVEL="WARNING", WANDB_ERROR_REPORTING="false")
     for name in _KERNEL_STATE:
         os.environ.pop(name, None)
     for name in _NOT_NEEDED:

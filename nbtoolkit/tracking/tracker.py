@@ -28,6 +28,10 @@ class TrackerState(TypedDict, total=False):
     """What trackers keep between processes, in ``tracking.json``."""
 
     mlflow_run_id: str
+    wandb: str
+    """Folder of the offline files, or the address, of the W&B run."""
+    wandb_written: float
+    """Time of the first event of the last attempt that is written to its end."""
 
 
 class Tracker(Protocol):
@@ -129,6 +133,13 @@ def trial_values(event: events.TrialChanged) -> dict[str, float]:
     return {f"value_{i}": value for i, value in enumerate(event.values)}
 
 
+def job_values(event: events.JobEvent) -> dict[str, float]:
+    """The results of a complete trial or fold, beside the curves in its own events."""
+    if isinstance(event, events.TrialChanged):
+        return trial_values(event)
+    return {f"score/{name}": value for name, value in event.metrics.items()}
+
+
 def job_folder(event: Event) -> str | None:
     """The folder of an event's trial or fold, relative to the sweep's; None: it has none."""
     folder = event.folder if isinstance(event, events.JobEvent) else None
@@ -155,6 +166,7 @@ def _floats(prefix: str, values: Mapping[str, object]) -> Iterator[tuple[str, fl
 INSTALL = {
     "mlflow": "pip install mlflow",
     "tensorboard": "pip install tensorboard",
+    "wandb": "pip install wandb",
 }
 """The install line of each tracker, by package."""
 
@@ -168,12 +180,13 @@ class TrackingChoice:
 
     mlflow: bool
     tensorboard: bool
+    wandb: bool = False
     notes: tuple[str, ...] = ()
 
     @property
     def on(self) -> bool:
         """Whether anything is written at all."""
-        return self.mlflow or self.tensorboard
+        return self.mlflow or self.tensorboard or self.wandb
 
 
 def _installed(module: str) -> bool:
@@ -190,7 +203,8 @@ def choose_tracking(
     default, and Kaggle's image does not have it.
 
     Args:
-        settings: the configuration's ``tracking`` section (``mlflow``, ``tensorboard``, ``uri``).
+        settings: the configuration's ``tracking`` section (``mlflow``, ``tensorboard``, ``wandb``,
+            ``uri``).
         installed: whether a module can be imported.
     """
     chosen = dict.fromkeys(INSTALL, False)

@@ -23,6 +23,7 @@ from machines import T4, cpu_machine, machine, machine_of_age
 from torch import nn
 from torch.nn import functional as F
 from tracked_runs import all_runs, client_of, whole_run
+from wandb_files import offline_runs
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
@@ -358,6 +359,28 @@ def test_the_command_line_calls_the_task(tmp_path: Path) -> None:
 
 
 # --- tracking ---
+
+
+@proves("tracking.wandb", "tracking.wandb_project")
+def test_wandb_is_told_as_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="W&B is not installed: pip install wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+
+    def told(folder: str, **tracking: Any) -> Path:
+        settings = Config().with_overrides({"tracking": tracking}).to_dict()["tracking"]
+        paths = whole_run(tmp_path / folder, tracking=settings)
+        follow(paths)
+        return paths.folder
+
+    assert not (told("a", mlflow=False) / "wandb").exists()
+    for folder, given, project in (
+        ("b", {}, "nbtoolkit"),
+        ("c", {"experiment": "e"}, "e"),
+        ("d", {"experiment": "e", "wandb_project": "mine"}, "mine"),
+    ):
+        (run,) = offline_runs(told(folder, mlflow=False, wandb=True, **given)).values()
+        assert run.project == project
 
 
 @pytest.mark.long

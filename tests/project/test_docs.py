@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Pages whose snippets another test runs.
-RUN_ELSEWHERE: dict[str, str] = {}
+RUN_ELSEWHERE = {"tensorflow.md": "integrations/test_tensorflow.py"}
 
 
 @dataclass(frozen=True)

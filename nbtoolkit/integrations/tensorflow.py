@@ -1,0 +1,192 @@
+"""Train with TensorFlow inside ``train(config, ctx)``, on one process or on several workers.
+
+config = nb.load_config(overrides={"distributed.backend": "tensorflow"})
+
+from nbtoolkit.integrations import tensorflow as nbtf
+
+strategy = nbtf.strategy(ctx)  # first of all
+with strategy.scope():
+    model = ...
+model.fit(data, epochs=15, callbacks=[nbtf.callback(ctx)])
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import sys
+from typing import TYPE_CHECKING, Any
+
+from nbtoolkit.errors import FitError, MissingExtra
+from nbtoolkit.worker.collectives import gather_on_all
+from nbtoolkit.worker.context import RunContext
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+_CHECK_BATCHES = 50
+"""Batches between two checks for a stop request, where there are several workers."""
+
+
+def strategy(ctx: RunContext) -> tf.distribute.Strategy:
+    """Make TensorFlow's strategy for this rank; **all** ranks call it, before other TensorFlow.
+
+    One process has a ``MirroredStrategy`` over the plan's devices. With several, each is a worker
+    of a ``MultiWorkerMirroredStrategy`` with its own device; ``TF_CONFIG`` is set for it, with
+    ports on loopback. TensorFlow takes a GPU's memory as it needs it, not all at once.
+
+    Args:
+        ctx: the run's context.
+
+    Raises:
+        MissingExtra: TensorFlow is not installed.
+        FitError: there are several ranks without ``distributed.backend: tensorflow``, or TensorFlow
+            has opened its devices already.
+    """
+    tensorflow = _tensorflow()
+    if ctx.world_size > 1 and ctx.plan.strategy != "tensorflow":
+        raise FitError(
+            f"{ctx.world_size} ranks were started for torch ({ctx.plan.strategy})",
+            allowed="TensorFlow on several ranks with distributed.backend: tensorflow",
+            do='set it: nb.load_config(overrides={"distributed.backend": "tensorflow"})',
+        )
+    try:
+        _set_devices(tensorflow, ctx)
+        tensorflow.random.set_seed(ctx.seed)
+        if ctx.world_size == 1:
+            return tensorflow.distribute.MirroredStrategy()
+        _connect(ctx)
+        return tensorflow.distribute.MultiWorkerMirroredStrategy()
+    except RuntimeError as error:
+        raise FitError(
+            f"TensorFlow has opened its devices before nbtf.strategy(ctx): {error}",
+            allowed="nbtf.strategy(ctx) before the first tensor, variable or model of TensorFlow",
+            do="move it to the first line of train, and make tensors and models after it",
+        ) from error
+
+
+def callback(ctx: RunContext) -> Any:
+    """A callback for ``model.fit``: reports, stops, saves and resumes, by Keras' own files.
+
+    After each epoch it saves (Keras' ``BackupAndRestore``, in ``checkpoints/keras``) and reports
+    the epoch's numbers to ``ctx.report``, which may end the run. A resumed run continues after the
+    last saved epoch. On one process a stop request also ends the run between two batches; several
+    workers look every 50 batches. The rest of an epoch that is cut off is lost.
+
+    Args:
+        ctx: the run's context.
+
+    Raises:
+        MissingExtra: TensorFlow is not installed.
+        FitError: Keras 3 on several workers, whose ``fit`` fails there. Raised by this call, or at
+            the begin of ``fit`` for a model of another Keras.
+    """
+    tensorflow = _tensorflow()
+    model_class, base = tensorflow.keras.Model, tensorflow.keras.callbacks.BackupAndRestore
+    if keras := sys.modules.get("tf_keras"):  # also imported without TF_USE_LEGACY_KERAS
+        model_class, base = keras.Model, keras.callbacks.BackupAndRestore
+    if ctx.world_size > 1 and not _is_legacy(base):
+        raise FitError(
+            f"the fit of Keras 3 does not work on {ctx.world_size} workers "
+            "(MultiWorkerMirroredStrategy): it fails on the first batch",
+            allowed="tf-keras on several workers; Keras 3 on one process with all devices",
+            do="set os.environ['TF_USE_LEGACY_KERAS'] = '1' before the import of TensorFlow (pip "
+            "install tf-keras), or remove distributed.world_size, or write the loop with "
+            "strategy.run",
+        )
+
+    class Callback(base):  # type: ignore[misc, valid-type] # of the Keras that is in use
+        """Saves, then reports, after each epoch."""
+
+        def __init__(self) -> None:
+            super().__init__(str(ctx.paths.checkpoints / "keras"), delete_checkpoint=False)
+            self._batches, self._saves = 0, ctx.config.checkpoint.enabled
+
+        def set_model(self, model: Any) -> None:
+            if not isinstance(model, model_class):
+                raise FitError(
+                    f"the model is of {type(model).__mro__[-2].__module__.split('.')[0]}, and the "
+                    f"callback of {base.__module__.split('.')[0]}",
+                    allowed="one Keras in a run",
+                    do="import only one of keras and tf_keras before nbtf.callback(ctx)",
+                )
+            super().set_model(model)
+
+        def _implements_train_batch_hooks(self) -> bool:
+            return True
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            if self._saves:
+                super().on_train_begin(logs)
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if self._saves:
+                super().on_train_batch_begin(batch, logs)
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if self._saves:
+                super().on_train_batch_end(batch, logs)
+            self._batches += 1
+            due = self._batches % _CHECK_BATCHES == 0
+            if ctx.stop_requested() if ctx.world_size == 1 else due:
+                ctx.raise_if_stopped()
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if self._saves:
+                super().on_epoch_begin(epoch, logs)
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if self._saves:
+                super().on_epoch_end(epoch, logs)
+                # What a run is resumed by: it names Keras' files.
+                ctx.save({"trainer": "keras", "step": epoch + 1}, step=epoch + 1)
+            numbers = {name: float(value) for name, value in (logs or {}).items()}
+            ctx.report(numbers, step=epoch + 1)
+
+        def on_train_end(self, logs: Any = None) -> None:
+            if self._saves:
+                super().on_train_end(logs)
+
+    return Callback()
+
+
+def _tensorflow() -> Any:
+    try:
+        return importlib.import_module("tensorflow")
+    except ImportError as error:
+        raise MissingExtra(
+            f"TensorFlow cannot be imported: {error}",
+            do="pip install tensorflow tf-keras (tensorflow-cpu where there is no GPU)",
+        ) from error
+
+
+def _is_legacy(base: type) -> bool:
+    return base.__module__.split(".")[0] == "tf_keras"
+
+
+def _set_devices(tensorflow: Any, ctx: RunContext) -> None:
+    """Set this rank's GPUs, their memory and the CPU threads, unless an earlier job did."""
+    config = tensorflow.config
+    gpus = config.list_physical_devices("GPU")  # CUDA_VISIBLE_DEVICES has those of the plan
+    if ctx.world_size > 1:
+        gpus = gpus[ctx.local_rank : ctx.local_rank + 1]
+        if config.get_visible_devices("GPU") != gpus:
+            config.set_visible_devices(gpus, "GPU")
+    for gpu in gpus:
+        if not config.experimental.get_memory_growth(gpu):
+            config.experimental.set_memory_growth(gpu, True)
+    threads = ctx.plan.threads_per_rank
+    if config.threading.get_intra_op_parallelism_threads() != threads:
+        config.threading.set_intra_op_parallelism_threads(threads)
+
+
+def _connect(ctx: RunContext) -> None:
+    """Set TF_CONFIG, with a free port for each worker."""
+    with socket.socket() as free:  # on all interfaces, as TensorFlow's server, which has no choice
+        free.bind(("", 0))
+        ports = gather_on_all(free.getsockname()[1], ctx.world_size)  # each is held until all are
+    workers = [f"127.0.0.1:{port}" for port in ports]
+    task = {"type": "worker", "index": ctx.rank}
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})

@@ -1,0 +1,283 @@
+"""TensorFlow inside ``train``: the plan, one process, two workers, a sweep, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from machines import P100, T4, cpu_machine, machine
+
+import nbtoolkit as nb
+from nbtoolkit.doctor import held_gpus
+from nbtoolkit.environment.plan import make_plan
+from nbtoolkit.errors import FitError, MissingExtra
+from nbtoolkit.host import Host
+from nbtoolkit.integrations import tensorflow as nbtf
+from nbtoolkit.search.slots import make_slots
+
+needs_tensorflow = pytest.mark.skipif(
+    find_spec("tensorflow") is None or find_spec("tf_keras") is None,
+    reason="TensorFlow is not installed: pip install tensorflow-cpu tf-keras",
+)
+SCRIPT = Host(kind="script", reason="a test", working=Path("/tmp"), scratch=Path("/tmp"))
+BACKEND = {"distributed.backend": "tensorflow"}
+SECONDS = 240
+
+# --- the plan ---------------------------------------------------------------------------------
+
+
+def test_one_process_has_all_equal_devices() -> None:
+    plan = make_plan(BACKEND, SCRIPT, machine(T4, T4, P100))
+    assert (plan.processes, len(plan.devices), plan.backend) == (1, 2, None)
+    assert plan.explain().startswith("plan: 1 process on 2 x Tesla T4 (tensorflow), ")
+    assert "  - tensorflow: MirroredStrategy, in one process" in plan.explain()
+    assert "strategy" in plan._repr_html_()
+    alone = make_plan({**BACKEND, "distributed.world_size": 1}, SCRIPT, machine(T4, T4))
+    assert (alone.processes, len(alone.devices)) == (1, 2)
+
+
+def test_each_rank_is_a_worker_where_ranks_are_asked_for() -> None:
+    plan = make_plan({**BACKEND, "distributed.world_size": 2}, SCRIPT, machine(T4, T4))
+    assert (plan.processes, len(plan.devices), plan.backend) == (2, 2, "gloo")
+    assert "2 processes on 2 x Tesla T4 (tensorflow)" in plan.explain()
+    assert "MultiWorkerMirroredStrategy, one worker per rank" in plan.explain()
+    assert make_plan(BACKEND, SCRIPT, cpu_machine()).processes == 1
+
+
+def test_a_trial_sees_its_own_device_only() -> None:
+    slots = make_slots(nb.load_config(overrides=BACKEND), machine(T4, T4), jobs=8)
+    plans = [make_plan(BACKEND, SCRIPT, slot.hardware) for slot in slots.slots]
+    assert [len(plan.devices) for plan in plans] == [1, 1]
+    assert plans[0].devices != plans[1].devices
+
+
+# --- what is told -----------------------------------------------------------------------------
+
+
+def test_a_kernel_in_which_tensorflow_holds_a_gpu_is_named() -> None:
+    files = ["/dev/nvidiactl", "/dev/nvidia1", "/dev/nvidia0", "/dev/nvidia0", "/dev/null"]
+    (problem,) = held_gpus({"tensorflow", "numpy"}, files)
+    assert "has imported TensorFlow and has opened /dev/nvidia0, /dev/nvidia1" in problem
+    assert "restart the kernel" in problem
+    assert not held_gpus({"numpy"}, files)
+    assert not held_gpus({"tensorflow"}, ["/dev/nvidiactl", "/dev/null"])
+
+
+def test_a_missing_tensorflow_is_an_error_with_the_install_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorflow", None)  # what an absent module does
+    ctx: Any = SimpleNamespace(world_size=1)
+    for call in (nbtf.strategy, nbtf.callback):
+        with pytest.raises(MissingExtra, match="pip install tensorflow tf-keras"):
+            call(ctx)
+
+
+# --- real processes ---------------------------------------------------------------------------
+
+
+def fit_function(legacy: bool, fails: Path | None = None) -> Callable[..., dict[str, Any]]:
+    """A training function for Keras' fit; it fails in the third epoch while ``fails`` exists."""
+
+    def train(config: Any, ctx: Any) -> dict[str, Any]:
+        import os
+
+        if legacy:
+            os.environ["TF_USE_LEGACY_KERAS"] = "1"
+        import numpy as np
+        import tensorflow as tf
+
+        from nbtoolkit.integrations import tensorflow as nbtf
+
+        strategy = nbtf.strategy(ctx)
+
+        class Fails(tf.keras.callbacks.Callback):  # type: ignore[misc]
+            def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+                if epoch == 2 and fails is not None and fails.exists():
+                    raise OSError("a disk that failed")
+
+        x = np.random.RandomState(0).rand(64, 8).astype("float32")
+        data = tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True))).batch(16)
+        with strategy.scope():
+            start = tf.keras.initializers.Zeros()
+            model = tf.keras.Sequential([tf.keras.layers.Dense(1, kernel_initializer=start)])
+            model.build((None, 8))
+            model.compile(tf.keras.optimizers.Adam(config.optim.lr), "mse")
+        done = model.fit(
+            data,
+            epochs=config.train.epochs,
+            verbose=0,
+            validation_data=data,
+            callbacks=[nbtf.callback(ctx), Fails()],
+        )
+        return {
+            "replicas": strategy.num_replicas_in_sync,
+            "strategy": type(strategy).__name__,
+            "epochs": done.epoch,
+            "losses": done.history["loss"],
+            "threads": tf.config.threading.get_intra_op_parallelism_threads(),
+            "weights": model.get_weights()[0].ravel().tolist(),
+        }
+
+    return train
+
+
+def settings(folder: Path, **more: Any) -> dict[str, Any]:
+    own = {"tracking.mlflow": False, "runtime.output_dir": str(folder), "train.epochs": 2}
+    return {**BACKEND, **own, "optim.lr": 0.1, **more}
+
+
+@needs_tensorflow
+@pytest.mark.long
+def test_fit_of_keras_3_on_one_process_reports_resumes_and_stops(tmp_path: Path) -> None:
+    fails = tmp_path / "fails"
+    train = fit_function(False, fails=fails)
+    whole = nb.launch(train, settings(tmp_path / "whole", **{"train.epochs": 4}))
+    assert whole.value["strategy"] == "MirroredStrategy"
+    assert whole.value["epochs"] == [0, 1, 2, 3]
+    assert whole.value["threads"] == whole.plan.threads_per_rank
+    assert whole.metrics["val_loss"] > 0
+    assert (whole.paths.checkpoints / "keras").is_dir()
+    fails.touch()
+    config = settings(tmp_path / "cut", **{"train.epochs": 4})
+    with pytest.raises(OSError, match="a disk that failed"):
+        nb.launch(train, config)
+    fails.unlink()
+    again = nb.launch(train, config)
+    assert again.value["epochs"] == [2, 3]
+    assert again.value["weights"] == pytest.approx(whole.value["weights"], rel=1e-4)
+    # A stop request in an epoch of many batches ends the run between two of them.
+    handle = nb.launch(train, settings(tmp_path / "long", **{"train.epochs": 10**6}), wait=False)
+    until = time.monotonic() + SECONDS
+    while not [*(tmp_path / "long").glob("*/checkpoints/last.pt")]:  # the first epoch is done
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    handle.stop()
+    assert handle.result(SECONDS).status == "stopped"
+
+
+@needs_tensorflow
+@pytest.mark.long
+def test_two_workers_of_tf_keras_take_the_steps_of_one(tmp_path: Path) -> None:
+    fails = tmp_path / "fails"
+    train = fit_function(True, fails=fails)
+    one = nb.launch(train, settings(tmp_path / "one", **{"train.epochs": 4}))
+    config = settings(tmp_path / "two", **{"train.epochs": 4, "distributed.world_size": 2})
+    fails.touch()
+    with pytest.raises(OSError, match="a disk that failed"):
+        nb.launch(train, config)
+    fails.unlink()
+    two = nb.launch(train, config)  # continues after the second epoch
+    assert [value["replicas"] for value in two.values] == [2, 2]
+    assert two.value["strategy"] == "CollectiveAllReduceStrategy"
+    assert two.values[0]["weights"] == two.values[1]["weights"]
+    assert two.value["weights"] == pytest.approx(one.value["weights"], rel=1e-4)
+    assert two.value["epochs"] == [2, 3]
+    assert two.value["losses"] == pytest.approx(one.value["losses"][2:], rel=1e-4)
+
+
+@needs_tensorflow
+@pytest.mark.long
+def test_an_own_loop_on_two_workers_reports_and_keras_3_is_refused(tmp_path: Path) -> None:
+    def train(config: Any, ctx: Any) -> dict[str, Any]:
+        import json
+        import os
+
+        import numpy as np
+        import tensorflow as tf
+
+        from nbtoolkit.errors import FitError
+        from nbtoolkit.integrations import tensorflow as nbtf
+
+        strategy = nbtf.strategy(ctx)
+        mean = tf.distribute.ReduceOp.MEAN
+        x = np.random.RandomState(ctx.rank).rand(8, 8).astype("float32")
+        rows = tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True))).batch(8).repeat()
+        batches = iter(strategy.distribute_datasets_from_function(lambda context: rows))
+        with strategy.scope():
+            weights = tf.Variable(tf.zeros((8, 1)))
+
+        def on_replica(inputs, targets):  # autograph finds no annotations
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((inputs @ weights - targets) ** 2)
+            (own,) = tape.gradient(loss, [weights])
+            (gradient,) = tf.distribute.get_replica_context().all_reduce(mean, [own])
+            weights.assign_sub(0.1 * gradient)
+            return loss
+
+        @tf.function
+        def step(batch):
+            return strategy.reduce(mean, strategy.run(on_replica, args=batch), axis=None)
+
+        for number in range(5):
+            ctx.report({"loss": float(step(next(batches)))}, step=number)
+        try:
+            nbtf.callback(ctx)
+        except FitError as error:
+            refused = str(error)
+        workers = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
+        return {"weights": weights.numpy(), "refused": refused, "workers": workers}
+
+    config = settings(tmp_path, **{"distributed.world_size": 2})
+    result = nb.launch(train, config)
+    first, second = result.values
+    assert (first["weights"] == second["weights"]).all()
+    assert "the fit of Keras 3 does not work on 2 workers" in first["refused"]
+    assert "TF_USE_LEGACY_KERAS" in first["refused"]
+    assert first["workers"] == second["workers"]
+    assert all(worker.startswith("127.0.0.1:") for worker in first["workers"])
+    reported = [json.loads(line) for line in result.paths.events.read_text().splitlines()]
+    losses = [event["values"]["loss"] for event in reported if event["type"] == "report"]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] / 10
+
+
+@needs_tensorflow
+@pytest.mark.long
+def test_ranks_for_torch_are_refused(tmp_path: Path) -> None:
+    def train(config: Any, ctx: Any) -> None:
+        from nbtoolkit.integrations import tensorflow as nbtf
+
+        nbtf.strategy(ctx)
+
+    config = settings(tmp_path, **{"distributed.world_size": 2, "distributed.backend": "gloo"})
+    with pytest.raises(
+        FitError, match=r"2 ranks were started for torch [\s\S]*backend: tensorflow"
+    ):
+        nb.launch(train, config)
+
+
+@needs_tensorflow
+@pytest.mark.long
+def test_a_sweep_runs_fit_in_each_trial(tmp_path: Path) -> None:
+    search = {
+        "study": {"metric": "val_loss", "direction": "minimize", "sampler": "grid"},
+        "space": {"optim.lr": {"type": "categorical", "choices": [0.1, 1e-6]}},
+    }
+    study = nb.sweep(fit_function(False), settings(tmp_path), search, n_trials=2)
+    assert study.status == "completed"
+    assert study.best_params == {"optim.lr": 0.1}
+
+
+@needs_tensorflow
+@pytest.mark.long
+def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
+    root = Path(nb.__file__).parents[1]
+    page = (root / "docs" / "tensorflow.md").read_text()
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(re.findall(r"(?ms)^```python\n(.*?)^```$", page)))
+    environ = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 process on the CPU (tensorflow)" in done.stdout
