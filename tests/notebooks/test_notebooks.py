@@ -111,7 +111,7 @@ def test_the_cross_validation_predicts_every_sample_and_trains_its_winner(tmp_pa
 
 def test_the_report_is_on_the_runs_in_a_folder_and_a_page_is_beside_them(tmp_path: Path) -> None:
     for name in ("20260101T000000-one-0001", "20260102T000000-two-0002"):
-        diary = trained({"val_loss": [0.5, 0.25]})
+        diary = [*trained({"val_loss": [0.5, 0.25]}), {"type": "ended", "status": "completed"}]
         ended = {"status": "completed", "metrics": {"val_loss": 0.25}}
         value = {"labels": [0, 1], "predictions": [0, 1]}
         write_run(tmp_path / "out", name, events=diary, result=ended, returned=value)

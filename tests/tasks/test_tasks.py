@@ -78,7 +78,7 @@ def test_inside_a_fold_a_task_predicts_its_samples_in_order(tmp_path: Path) -> N
     (ctx,) = contexts(tmp_path / "run", train__epochs=1)
     held_out = list(range(100, 40, -1))
     others = [index for index in range(442) if index not in held_out]
-    ctx.fold = SimpleNamespace(train_indices=others, valid_indices=held_out)
+    ctx._fold = SimpleNamespace(train_indices=others, valid_indices=held_out)
     value = diabetes.train(ctx.config, ctx)
     assert value["targets"] == datasets.load("diabetes")[1][held_out].tolist()
     assert len(value["predictions"]) == 60
