@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     from nbtoolkit.archive.unpack import UnpackResult as UnpackResult
     from nbtoolkit.archive.unpack import unpack as unpack
     from nbtoolkit.attach import attach as attach
+    from nbtoolkit.competition.blend import Blend as Blend
+    from nbtoolkit.competition.blend import blend as blend
+    from nbtoolkit.competition.submission import check_submission as check_submission
     from nbtoolkit.config.schema import Config as Config
     from nbtoolkit.config.schema import load_config as load_config
     from nbtoolkit.crossval.cross_validation import cross_validate as cross_validate
@@ -63,6 +66,8 @@ _NAMES = {
     "archive.pack": ("PackResult", "pack"),
     "archive.unpack": ("UnpackResult", "unpack"),
     "attach": ("attach",),
+    "competition.blend": ("Blend", "blend"),
+    "competition.submission": ("check_submission",),
     "config.schema": ("Config", "load_config"),
     "crossval.cross_validation": ("cross_validate",),
     "crossval.cv_result": ("CVResult",),

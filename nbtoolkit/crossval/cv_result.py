@@ -206,6 +206,24 @@ class CVResult:
         """
         return assemble(self.folds, {index: self._part(index, name) for index in self._done()})
 
+    @property
+    def finished(self) -> list[int]:
+        """The folds that are done, ascending."""
+        return sorted(self._finished)
+
+    @cached_property
+    def targets(self) -> Array | None:
+        """The true values of all samples, in the order of the data set.
+
+        Those that ``train`` returned as ``"targets"`` or ``"labels"``, one for each validation
+        sample; None if it returned neither.
+        """
+        for name in ("targets", "labels"):
+            values = [self.values[index] for index in self.finished]
+            if values and all(isinstance(value, Mapping) and name in value for value in values):
+                return self.out_of_fold(name)
+        return None
+
     def models(self, model: torch.nn.Module) -> list[torch.nn.Module]:
         """The model of every finished fold, with the weights that ``checkpoint.weights`` names.
 
@@ -218,7 +236,7 @@ class CVResult:
         Raises:
             CheckpointError: a fold saved none, or another model's.
         """
-        return [self._model(index, copy.deepcopy(model)) for index in sorted(self._finished)]
+        return [self._model(index, copy.deepcopy(model)) for index in self.finished]
 
     def ensemble(self, model: torch.nn.Module) -> Ensemble:
         """The folds' models as one predictor: the mean of their outputs.
@@ -242,7 +260,7 @@ class CVResult:
                 do="cross-validate again: folds resume from their checkpoint; use a larger "
                 "runtime.time_budget if that ended it",
             )
-        return sorted(self._finished)
+        return self.finished
 
     def plot(self) -> Chart:
         """Draw the learning curves of all folds."""

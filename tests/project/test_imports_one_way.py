@@ -38,6 +38,7 @@ LAYERS = (
     "study",
     "search",
     "crossval",
+    "competition",
     "attach",
     "notebooks",
     "pipeline",
