@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, finished_folds, fold_key
-from nbtoolkit.crossval.out_of_fold import Ensemble, assemble
+from nbtoolkit.crossval.out_of_fold import Ensemble, assemble, write_table
 from nbtoolkit.errors import CheckpointError, FoldError, LaunchError, MissingExtra
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunEnded, RunStarted
@@ -18,12 +20,13 @@ from nbtoolkit.run.paths import RunPaths, Status, read_result, reading
 from nbtoolkit.run.serialization import unpack_value
 from nbtoolkit.study.table import EventTable, short
 from nbtoolkit.text_table import duration
+from nbtoolkit.version import __version__
 
 if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
     import torch
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
     from nbtoolkit.crossval.out_of_fold import Array
     from nbtoolkit.views.figure import Chart
@@ -205,6 +208,45 @@ class CVResult:
             FoldError: no fold is done, or a fold did not return one prediction for each sample.
         """
         return assemble(self.folds, {index: self._part(index, name) for index in self._done()})
+
+    def write_out_of_fold(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        ids: ArrayLike | None = None,
+        targets: ArrayLike | None = None,
+        name: str = "predictions",
+    ) -> Path:
+        """Write the out-of-fold predictions as a parquet file, one row per sample.
+
+        Columns: ``id`` (or ``index``, from 0), ``fold`` (the one that validates the sample, with
+        repeats the first; -1: none), ``target`` if known, and ``prediction``, or
+        ``prediction_0``, ... for several values. The file's metadata have ``folds`` (their hash),
+        ``run`` and ``nbtoolkit`` (the version).
+
+        Args:
+            path: the file; replaced whole if it exists.
+            ids: an id for each sample, shape (n_samples,).
+            targets: the true values, shape (n_samples,); default: :attr:`targets`.
+            name: as for :meth:`out_of_fold`.
+
+        Raises:
+            FoldError: no fold is done, or an argument has another length.
+            MissingExtra: pyarrow is not installed.
+        """
+        write_table(
+            Path(path),
+            self.folds,
+            self.out_of_fold(name),
+            ids=ids,
+            targets=self.targets if targets is None else targets,
+            metadata={
+                "folds": self.folds.hash,
+                "run": self.paths.run_id,
+                "nbtoolkit": __version__,
+            },
+        )
+        return Path(path)
 
     @property
     def finished(self) -> list[int]:
