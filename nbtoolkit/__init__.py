@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     from nbtoolkit.dashboards.server import Dashboard as Dashboard
     from nbtoolkit.dashboards.study_dashboard import open_dashboard as open_dashboard
     from nbtoolkit.doctor import doctor as doctor
+    from nbtoolkit.environment.deadline import set_deadline as set_deadline
     from nbtoolkit.environment.hardware import Hardware as Hardware
     from nbtoolkit.environment.hardware import detect_hardware as detect_hardware
     from nbtoolkit.environment.launch_plan import LaunchPlan as LaunchPlan
@@ -75,6 +76,7 @@ _NAMES = {
     "dashboards.server": ("Dashboard",),
     "dashboards.study_dashboard": ("open_dashboard",),
     "doctor": ("doctor",),
+    "environment.deadline": ("set_deadline",),
     "environment.hardware": ("Hardware", "detect_hardware"),
     "environment.launch_plan": ("LaunchPlan",),
     "environment.plan": ("make_plan",),

@@ -174,8 +174,8 @@ def _best_weights(cost: Callable[[Array], float], models: int) -> Array:
         ) from error
 
     def weights(point: Array) -> Array:  # all but the last one, which is the rest
-        positive = np.clip(np.append(point, 1 - point.sum()), 0, None)
-        return positive / positive.sum()
+        positive: Array = np.clip(np.append(point, 1 - point.sum()), 0, None)
+        return positive / float(positive.sum())
 
     corners = np.eye(models)
     candidates = [corners.mean(axis=0), *corners]
