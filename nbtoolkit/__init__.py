@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     from nbtoolkit.config.schema import load_config as load_config
     from nbtoolkit.crossval.cross_validation import cross_validate as cross_validate
     from nbtoolkit.crossval.cv_result import CVResult as CVResult
+    from nbtoolkit.crossval.fold_predictions import FoldRun as FoldRun
+    from nbtoolkit.crossval.fold_predictions import predict_mean as predict_mean
     from nbtoolkit.dashboards.mlflow_server import open_mlflow as open_mlflow
     from nbtoolkit.dashboards.server import Dashboard as Dashboard
     from nbtoolkit.dashboards.study_dashboard import open_dashboard as open_dashboard
@@ -72,6 +74,7 @@ _NAMES = {
     "config.schema": ("Config", "load_config"),
     "crossval.cross_validation": ("cross_validate",),
     "crossval.cv_result": ("CVResult",),
+    "crossval.fold_predictions": ("FoldRun", "predict_mean"),
     "dashboards.mlflow_server": ("open_mlflow",),
     "dashboards.server": ("Dashboard",),
     "dashboards.study_dashboard": ("open_dashboard",),

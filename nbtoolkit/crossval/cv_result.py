@@ -209,6 +209,25 @@ class CVResult:
         """
         return assemble(self.folds, {index: self._part(index, name) for index in self._done()})
 
+    def predict(self, test: object, **options: Any) -> Array:
+        """Predict a test set with each fold's model, and average over the folds.
+
+        Args:
+            test: the test set.
+            options: ``predict``, ``transform``, ``average``, ``folds`` and ``display``, as for
+                :func:`nbtoolkit.predict_mean`, which averages over several results.
+
+        Returns:
+            Shape (n, ...), in the order of the test set.
+
+        Raises:
+            FoldError: no fold is done, a fold has no model, or predictions do not fit together.
+        """
+        from nbtoolkit.crossval.fold_predictions import predict_mean
+
+        __tracebackhide__ = True
+        return predict_mean([self], test, **options)
+
     def write_out_of_fold(
         self,
         path: str | os.PathLike[str],

@@ -136,7 +136,7 @@ def write_table(
 
 
 def _checked(folds: Folds, index: int, part: object) -> Array:
-    array, size = _as_array(part), len(folds.valid_indices(index))
+    array, size = as_array(part), len(folds.valid_indices(index))
     if array.ndim == 0 or len(array) != size:
         got = "a single value" if array.ndim == 0 else f"{len(array)} predictions"
         raise FoldError(
@@ -147,7 +147,8 @@ def _checked(folds: Folds, index: int, part: object) -> Array:
     return array
 
 
-def _as_array(part: object) -> Array:
+def as_array(part: object) -> Array:
+    """Convert predictions, as an array, a tensor or a list of either, to an array."""
     import numpy as np
 
     if hasattr(part, "detach"):

@@ -21,6 +21,7 @@ from nbtoolkit.training.losses import Labels, Loss, StepLoss, on_device, raise_i
 from nbtoolkit.training.metrics import Metrics, named_metrics, reported_names
 from nbtoolkit.training.model import WHOLE_BATCHES, inexact_layers
 from nbtoolkit.training.optimizer import make_schedule
+from nbtoolkit.training.predictor import ModelPredictor, save_predictor
 from nbtoolkit.training.sampler import MicroBatch
 from nbtoolkit.training.step import Forward, TrainStep
 from nbtoolkit.training.sync import ControlSignal, LossWindow, RankSync, SyncResult
@@ -126,7 +127,11 @@ def fit(
         while not training.done:
             training.train_epoch()
             training.end_epoch(validator)
-        return training.finish()
+        values = training.finish()
+        if ctx.is_main and ctx.fold is not None and not ctx.params:  # a sweep's folds keep none
+            predictor = ModelPredictor(train_step.module, step, collate, train_data)
+            save_predictor(ctx.paths, predictor)
+        return values
 
 
 class _Training:
