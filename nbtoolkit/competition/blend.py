@@ -77,7 +77,7 @@ class Blend:
         arrays = {name: _numbers(name, predictions[name]) for name in self.weights}
         _check_shapes(arrays)
         columns = [_column(array, slice(None), self.method) for array in arrays.values()]
-        return _mix(np.array(list(self.weights.values())), np.stack(columns))
+        return _mix(np.array(list(self.weights.values())), _stack(columns))
 
     def __repr__(self) -> str:
         weights = ", ".join(f"{name}={weight:.3f}" for name, weight in self.weights.items())
@@ -127,7 +127,7 @@ def blend(
     arrays = {key: _out_of_fold(key, cv, name, has) for key, cv in results.items()}
     _check_shapes(arrays)
     truth = _targets(results, targets, folds.n_samples)
-    columns = np.stack([_column(array, has, method) for array in arrays.values()])
+    columns = _stack([_column(array, has, method) for array in arrays.values()])
     truth = truth[has]
     place = np.cumsum(has) - 1  # of a sample among those that have a prediction
     repeats = [
@@ -144,7 +144,7 @@ def blend(
 
     weights, nested = fitted(slice(None)), []
     for repeat in repeats:
-        blended = np.zeros(columns.shape[1:])
+        blended = np.zeros_like(columns[0])
         for rows in repeat:
             others = np.setdiff1d(np.arange(len(truth)), rows)
             blended[rows] = _mix(fitted(others), columns[:, rows])
@@ -194,8 +194,20 @@ def _best_weights(cost: Callable[[Array], float], models: int) -> Array:
 def _mix(weights: Array, columns: Array) -> Array:
     import numpy as np
 
-    mixed: Array = np.tensordot(weights, columns, axes=1)
+    mixed: Array = np.tensordot(weights.astype(columns.dtype), columns, axes=1)
     return mixed
+
+
+def _stack(arrays: list[Array]) -> Array:
+    """Stack arrays in the lowest of their precisions.
+
+    Probabilities of float32 sum to 1 within its precision only, and scikit-learn's metrics expect
+    the precision of the array's type.
+    """
+    import numpy as np
+
+    dtype = min((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize)
+    return np.stack([array.astype(dtype) for array in arrays])
 
 
 def _column(array: Array, rows: Array | slice, method: Method) -> Array:

@@ -31,7 +31,9 @@ class TimeLimit:
     notes: tuple[Note, ...] = ()
     """Messages about the host's limit."""
     imposed: bool = False
-    """Whether the host's limit ends the run, before ``runtime.time_budget`` does."""
+    """Whether the notebook's or the host's limit ends it, before ``runtime.time_budget`` does."""
+    grace: float = 10.0
+    """Seconds that the jobs of a search get to report after it; then they are killed."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def set_deadline(
     Args:
         limit: the time from now on, in seconds or as a text such as ``"8h"`` or ``"1h30m"``; or
             the moment as a ``datetime`` (without a time zone: local time). None removes it.
-        reserve: seconds or a text; default: 5% of the time, at most 10 minutes.
+        reserve: seconds or a text; default: 10% of the time, at most 10 minutes.
 
     Returns:
         The deadline, in UTC; None if it was removed.
@@ -128,7 +130,7 @@ def _notebook_deadline(config: Config) -> NotebookDeadline | None:
 
 
 def _usual_reserve(seconds: float) -> float:
-    return min(max(0.05 * seconds, 0.0), 600.0)
+    return min(max(0.1 * seconds, 0.0), 600.0)
 
 
 def _seconds(name: str, value: object) -> float:
@@ -178,7 +180,8 @@ def time_limit(
     kept = "" if uses_reserve else f", {span(deadline.reserve)} are reserved for predictions"
     note = f"{whole} ({deadline.source}): this run may take {span(end - now)}{kept}"
     warnings = tuple(each for each in limit.notes if each[0] == "warning")
-    return TimeLimit(end, (*warnings, ("info", note)), imposed=True)
+    grace = min(TimeLimit.grace, deadline.reserve / 2)
+    return TimeLimit(end, (*warnings, ("info", note)), imposed=True, grace=grace)
 
 
 def _run_limit(config: Config, root: Path, now: float, environ: Mapping[str, str]) -> TimeLimit:

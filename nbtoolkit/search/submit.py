@@ -253,6 +253,7 @@ def start_search(
             algorithm=search.algorithm,
             folds=search.folds,
             sweep_config=search.sweep_config,
+            grace=limit.grace,
         )
         try:
             server.preload(["nbtoolkit.search.scheduler", *search.preload])
