@@ -14,6 +14,7 @@ MODULES = (
     "training",
     "search",
     "importance",
+    "competition",
     "notebooks",
     "archive",
     "panel",
