@@ -166,8 +166,8 @@ def predict_mean(
     started = start_search(function, config, search, name="predict", resume="never")
     paths, cell = started.run.paths, TableLines(_Progress(jobs), screen.shape)
     missing = sum(len(cv.folds) for cv in results) - len(models) if folds is None else 0
-    text = f" ({missing} folds are not done, and are left out)" if missing else ""
-    cell.say(f"predicting with {len(models)} models{text}")
+    text = f" (folds that are not done, and are left out: {missing})" if missing else ""
+    cell.say(f"predicting with the models of {len(models)} folds{text}")
     handle = _PredictionHandle(paths, len(jobs), started=started.process, cell=cell)
     parts = handle.result().parts
     shutil.rmtree(paths.folder)

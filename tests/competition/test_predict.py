@@ -109,12 +109,13 @@ def test_a_test_set_is_what_predict_takes(fitted: nb.CVResult) -> None:
         np.testing.assert_allclose(fitted.predict(test, display="off"), expected, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_seeds_are_averaged_too(
     fitted: nb.CVResult, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     other = nb.cross_validate(fits, settings(tmp_path, seed=5), FOLDS, display="off")
     both = nb.predict_mean([fitted, other], TEST, display="text")
-    assert "predicting with 6 models\n" in capfd.readouterr().out
+    assert "predicting with the models of 6 folds\n" in capfd.readouterr().out
     single = [cv.predict(TEST, display="off") for cv in (fitted, other)]
     assert not np.allclose(*single)
     np.testing.assert_allclose(both, np.mean(single, axis=0), rtol=1e-5, atol=1e-6)
@@ -218,6 +219,7 @@ def slow_after_two(config: Any, ctx: Any) -> dict[str, Any]:
     return own(config, ctx)
 
 
+@pytest.mark.long
 def test_after_a_deadline_the_folds_that_are_done_predict(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,7 +231,10 @@ def test_after_a_deadline_the_folds_that_are_done_predict(
     found = cv.predict(np.ones(4), predict=lambda run, test: test * run.value["slope"])
     np.testing.assert_allclose(found, [0.5] * 4)
     out = capfd.readouterr().out
-    assert "predicting with 2 models (1 folds are not done, and are left out)" in out
+    assert (
+        "predicting with the models of 2 folds (folds that are not done, and are left out: 1)"
+        in out
+    )
     with pytest.raises(FoldError, match=r"folds of .* are not done: 2 \(it ended as deadline\)"):
         cv.predict(np.ones(4), predict=line, folds=[2])
     # A deadline in the middle of the predictions: the models that are done count.

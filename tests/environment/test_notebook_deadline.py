@@ -8,6 +8,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import nbtoolkit as nb
@@ -143,7 +144,9 @@ def second_fold_waits(config: Any, ctx: Any) -> dict[str, Any]:
     return {"score": 1.0, "predictions": [0.5] * len(ctx.fold.valid_indices)}
 
 
-def test_a_deadline_in_the_second_fold_keeps_the_first(tmp_path: Path) -> None:
+def test_a_deadline_in_the_second_fold_keeps_the_first(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folds = nb.make_folds([0, 1] * 6, k=3)
     nb.set_deadline(6, reserve=1)
     # One after the other: all devices for each fold.
@@ -151,5 +154,11 @@ def test_a_deadline_in_the_second_fold_keeps_the_first(tmp_path: Path) -> None:
     assert cv.status == "deadline"
     assert cv.finished == [0]
     nb.set_deadline(None)
+    ones = cv.predict(np.ones(3), predict=lambda run, test: test, display="text")
+    assert ones.tolist() == [1.0] * 3
+    assert (
+        "predicting with the models of 1 folds (folds that are not done, and are left out: 2)"
+        in capfd.readouterr().out
+    )
     with pytest.raises(nb.errors.FoldError, match=r"'only' lacks out-of-fold predictions: 1 of 3"):
         nb.blend({"only": cv}, [0, 1] * 6, metric=lambda y, p: 0.0, direction="maximize")
