@@ -20,14 +20,20 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     from nbtoolkit.archive.unpack import UnpackResult as UnpackResult
     from nbtoolkit.archive.unpack import unpack as unpack
     from nbtoolkit.attach import attach as attach
+    from nbtoolkit.competition.blend import Blend as Blend
+    from nbtoolkit.competition.blend import blend as blend
+    from nbtoolkit.competition.submission import check_submission as check_submission
     from nbtoolkit.config.schema import Config as Config
     from nbtoolkit.config.schema import load_config as load_config
     from nbtoolkit.crossval.cross_validation import cross_validate as cross_validate
     from nbtoolkit.crossval.cv_result import CVResult as CVResult
+    from nbtoolkit.crossval.fold_predictions import FoldRun as FoldRun
+    from nbtoolkit.crossval.fold_predictions import predict_mean as predict_mean
     from nbtoolkit.dashboards.mlflow_server import open_mlflow as open_mlflow
     from nbtoolkit.dashboards.server import Dashboard as Dashboard
     from nbtoolkit.dashboards.study_dashboard import open_dashboard as open_dashboard
     from nbtoolkit.doctor import doctor as doctor
+    from nbtoolkit.environment.deadline import set_deadline as set_deadline
     from nbtoolkit.environment.hardware import Hardware as Hardware
     from nbtoolkit.environment.hardware import detect_hardware as detect_hardware
     from nbtoolkit.environment.launch_plan import LaunchPlan as LaunchPlan
@@ -65,13 +71,17 @@ _NAMES = {
     "archive.pack": ("PackResult", "pack"),
     "archive.unpack": ("UnpackResult", "unpack"),
     "attach": ("attach",),
+    "competition.blend": ("Blend", "blend"),
+    "competition.submission": ("check_submission",),
     "config.schema": ("Config", "load_config"),
     "crossval.cross_validation": ("cross_validate",),
     "crossval.cv_result": ("CVResult",),
+    "crossval.fold_predictions": ("FoldRun", "predict_mean"),
     "dashboards.mlflow_server": ("open_mlflow",),
     "dashboards.server": ("Dashboard",),
     "dashboards.study_dashboard": ("open_dashboard",),
     "doctor": ("doctor",),
+    "environment.deadline": ("set_deadline",),
     "environment.hardware": ("Hardware", "detect_hardware"),
     "environment.launch_plan": ("LaunchPlan",),
     "environment.plan": ("make_plan",),

@@ -11,6 +11,7 @@ NbtoolkitError
 │   ├── CannotPickle       a captured object cannot be sent to the ranks (names the global)
 │   ├── ForkRefused        start="fork" in a process that is not fork-safe (names the reason)
 │   ├── NestedLaunch       nb.launch was called inside a rank
+│   ├── DeadlinePassed     the notebook's deadline (nb.set_deadline) leaves no time
 │   ├── GroupStartFailed   the ranks could not form a process group (and fallback is off)
 │   └── RunFolderError     the run's folder cannot be written (disk full, read-only)
 │       └── RunFileError   a run's file cannot be read (corrupt, or another user's)
@@ -22,6 +23,7 @@ NbtoolkitError
 ├── SweepError             a sweep cannot start, or cannot resume its study
 ├── FitError               nb.fit cannot train with its arguments
 │   └── LossNotFinite      a loss is infinite or NaN (names the step and its samples)
+├── SubmissionError        a submission does not have the form of the competition's sample
 ├── FoldError              a data set cannot be split, or folds or predictions do not match
 ├── CheckpointError        a checkpoint is missing, corrupt or of another model
 ├── NotebookError          a notebook cannot run: unreadable, not Python, no such kernel
@@ -120,6 +122,10 @@ class NestedLaunch(LaunchError):
     """``nb.launch`` was called inside a rank."""
 
 
+class DeadlinePassed(LaunchError):
+    """The notebook's deadline (``nb.set_deadline``) leaves no time for this call."""
+
+
 class GroupStartFailed(LaunchError):
     """The ranks could not form a process group."""
 
@@ -162,6 +168,10 @@ class FitError(NbtoolkitError):
 
 class LossNotFinite(FitError):
     """A loss is infinite or NaN; the message names the step and its samples."""
+
+
+class SubmissionError(NbtoolkitError):
+    """A submission does not have the form of the competition's sample."""
 
 
 class FoldError(NbtoolkitError):

@@ -240,6 +240,8 @@ class Runtime(Section):
     """Parent of the run folders; `{scratch}` is the host's large temporary folder."""
     time_budget: Seconds | None = None
     """Time limit of a run: before it, the run saves and ends with status `deadline`; null: none."""
+    deadline: Seconds | None = None
+    """Time limit of all calls of a process, counted from its start; see `nb.set_deadline`."""
     session_limit: Seconds | None = None
     """Limit of the host's session: the same, counted from the start of the container."""
     shutdown_margin: Seconds = 60.0

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, finished_folds, fold_key
-from nbtoolkit.crossval.out_of_fold import Ensemble, assemble
+from nbtoolkit.crossval.out_of_fold import Ensemble, assemble, write_table
 from nbtoolkit.errors import CheckpointError, FoldError, LaunchError, MissingExtra
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunEnded, RunStarted
@@ -18,12 +20,13 @@ from nbtoolkit.run.paths import RunPaths, Status, read_result, reading
 from nbtoolkit.run.serialization import unpack_value
 from nbtoolkit.study.table import EventTable, short
 from nbtoolkit.text_table import duration
+from nbtoolkit.version import __version__
 
 if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
     import torch
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
     from nbtoolkit.crossval.out_of_fold import Array
     from nbtoolkit.views.figure import Chart
@@ -206,6 +209,82 @@ class CVResult:
         """
         return assemble(self.folds, {index: self._part(index, name) for index in self._done()})
 
+    def predict(self, test: object, **options: Any) -> Array:
+        """Predict a test set with each fold's model, and average over the folds.
+
+        Args:
+            test: the test set.
+            options: ``predict``, ``transform``, ``average``, ``folds`` and ``display``, as for
+                :func:`nbtoolkit.predict_mean`, which averages over several results.
+
+        Returns:
+            Shape (n, ...), in the order of the test set.
+
+        Raises:
+            FoldError: no fold is done, a fold has no model, or predictions do not fit together.
+        """
+        from nbtoolkit.crossval.fold_predictions import predict_mean
+
+        __tracebackhide__ = True
+        return predict_mean([self], test, **options)
+
+    def write_out_of_fold(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        ids: ArrayLike | None = None,
+        targets: ArrayLike | None = None,
+        name: str = "predictions",
+    ) -> Path:
+        """Write the out-of-fold predictions as a parquet file, one row per sample.
+
+        Columns: ``id`` (or ``index``, from 0), ``fold`` (the one that validates the sample, with
+        repeats the first; -1: none), ``target`` if known, and ``prediction``, or
+        ``prediction_0``, ... for several values. The file's metadata have ``folds`` (their hash),
+        ``run`` and ``nbtoolkit`` (the version).
+
+        Args:
+            path: the file; replaced whole if it exists.
+            ids: an id for each sample, shape (n_samples,).
+            targets: the true values, shape (n_samples,); default: :attr:`targets`.
+            name: as for :meth:`out_of_fold`.
+
+        Raises:
+            FoldError: no fold is done, or an argument has another length.
+            MissingExtra: pyarrow is not installed.
+        """
+        write_table(
+            Path(path),
+            self.folds,
+            self.out_of_fold(name),
+            ids=ids,
+            targets=self.targets if targets is None else targets,
+            metadata={
+                "folds": self.folds.hash,
+                "run": self.paths.run_id,
+                "nbtoolkit": __version__,
+            },
+        )
+        return Path(path)
+
+    @property
+    def finished(self) -> list[int]:
+        """The folds that are done, ascending."""
+        return sorted(self._finished)
+
+    @cached_property
+    def targets(self) -> Array | None:
+        """The true values of all samples, in the order of the data set.
+
+        Those that ``train`` returned as ``"targets"`` or ``"labels"``, one for each validation
+        sample; None if it returned neither.
+        """
+        for name in ("targets", "labels"):
+            values = [self.values[index] for index in self.finished]
+            if values and all(isinstance(value, Mapping) and name in value for value in values):
+                return self.out_of_fold(name)
+        return None
+
     def models(self, model: torch.nn.Module) -> list[torch.nn.Module]:
         """The model of every finished fold, with the weights that ``checkpoint.weights`` names.
 
@@ -218,7 +297,7 @@ class CVResult:
         Raises:
             CheckpointError: a fold saved none, or another model's.
         """
-        return [self._model(index, copy.deepcopy(model)) for index in sorted(self._finished)]
+        return [self._model(index, copy.deepcopy(model)) for index in self.finished]
 
     def ensemble(self, model: torch.nn.Module) -> Ensemble:
         """The folds' models as one predictor: the mean of their outputs.
@@ -242,7 +321,7 @@ class CVResult:
                 do="cross-validate again: folds resume from their checkpoint; use a larger "
                 "runtime.time_budget if that ended it",
             )
-        return sorted(self._finished)
+        return self.finished
 
     def plot(self) -> Chart:
         """Draw the learning curves of all folds."""

@@ -1,17 +1,20 @@
-"""Assemble out-of-fold predictions, and average the folds' models."""
+"""Assemble out-of-fold predictions, write them as a table, and average the folds' models."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from nbtoolkit.errors import FoldError
+from nbtoolkit.errors import FoldError, MissingExtra
 from nbtoolkit.folds.folds import Folds
+from nbtoolkit.run.paths import atomic_file
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     import torch
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
     from torch import Tensor
 
     Array: TypeAlias = NDArray[Any]
@@ -85,8 +88,55 @@ def assemble(folds: Folds, parts: Mapping[int, object]) -> Array:
     return predictions if counts.all() else _with_gaps(predictions, counts == 0)
 
 
+def write_table(
+    path: Path,
+    folds: Folds,
+    predictions: Array,
+    *,
+    ids: ArrayLike | None,
+    targets: ArrayLike | None,
+    metadata: Mapping[str, str],
+) -> None:
+    """Write out-of-fold predictions as parquet; see ``CVResult.write_out_of_fold``.
+
+    Raises:
+        MissingExtra: pyarrow is not installed.
+        FoldError: ``ids`` or ``targets`` are not one value for each sample.
+    """
+    import numpy as np
+
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise MissingExtra(
+            "an out-of-fold table is a parquet file, and pyarrow is not installed",
+            allowed="cv.oof has the same predictions as an array",
+            do="pip install pyarrow",
+        ) from error
+    number = np.full(folds.n_samples, -1)
+    for index in reversed(range(len(folds))):  # of several repeats, the first
+        number[folds.valid_indices(index)] = index
+    columns = {"index" if ids is None else "id": np.arange(folds.n_samples), "fold": number}
+    for name, values in (("id", ids), ("target", targets)):
+        if values is not None:
+            columns[name] = np.asarray(values)
+            if columns[name].shape != (folds.n_samples,):
+                raise FoldError(
+                    f"{name}s has the shape {columns[name].shape} for {folds.n_samples} samples",
+                    allowed="one value for each sample, in the order of the data set",
+                    do="pass the column of the data that nb.make_folds was given",
+                )
+    flat = predictions.reshape(folds.n_samples, -1)
+    for at in range(flat.shape[1]):
+        columns["prediction" if predictions.ndim == 1 else f"prediction_{at}"] = flat[:, at]
+    table = pyarrow.table(columns)
+    with atomic_file(path) as file:
+        parquet.write_table(table.replace_schema_metadata(dict(metadata)), file)
+
+
 def _checked(folds: Folds, index: int, part: object) -> Array:
-    array, size = _as_array(part), len(folds.valid_indices(index))
+    array, size = as_array(part), len(folds.valid_indices(index))
     if array.ndim == 0 or len(array) != size:
         got = "a single value" if array.ndim == 0 else f"{len(array)} predictions"
         raise FoldError(
@@ -97,7 +147,8 @@ def _checked(folds: Folds, index: int, part: object) -> Array:
     return array
 
 
-def _as_array(part: object) -> Array:
+def as_array(part: object) -> Array:
+    """Convert predictions, as an array, a tensor or a list of either, to an array."""
     import numpy as np
 
     if hasattr(part, "detach"):

@@ -1,15 +1,18 @@
-"""Compute when a run must end, by its own time budget or by the end of the host's session."""
+"""Compute when a run must end: by its own budget, the notebook's deadline or the host's session."""
 
 from __future__ import annotations
 
 import os
+import reprlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbtoolkit.environment.resources import START_TIME
+from nbtoolkit.errors import ConfigError, DeadlinePassed
 from nbtoolkit.host import ROOT
 
 if TYPE_CHECKING:
@@ -28,7 +31,123 @@ class TimeLimit:
     notes: tuple[Note, ...] = ()
     """Messages about the host's limit."""
     imposed: bool = False
-    """Whether the host's limit ends the run, before ``runtime.time_budget`` does."""
+    """Whether the notebook's or the host's limit ends it, before ``runtime.time_budget`` does."""
+    grace: float = 10.0
+    """Seconds that the jobs of a search get to report after it; then they are killed."""
+
+
+@dataclass(frozen=True)
+class NotebookDeadline:
+    """The deadline that all calls of a kernel share."""
+
+    at: float
+    """Unix time."""
+    reserve: float
+    """Seconds before it that are kept for predictions and for the rest of the notebook."""
+    source: str
+    """What set it: ``nb.set_deadline`` or ``runtime.deadline``."""
+
+
+def set_deadline(
+    limit: float | str | datetime | None, *, reserve: float | str | None = None
+) -> datetime | None:
+    """Set the time at which this notebook must be done; all later calls of this kernel share it.
+
+    Launches, cross-validations and sweeps end ``reserve`` before the deadline with the status
+    ``"deadline"``, and say at their start how long they may take. ``cv.predict`` may use the
+    reserve. A call that begins later raises :class:`~nbtoolkit.errors.DeadlinePassed`. Runs that
+    are already running keep their limit. ``runtime.deadline`` in YAML does the same, counted from
+    the start of the process.
+
+    Args:
+        limit: the time from now on, in seconds or as a text such as ``"8h"`` or ``"1h30m"``; or
+            the moment as a ``datetime`` (without a time zone: local time). None removes it.
+        reserve: seconds or a text; default: 10% of the time, at most 10 minutes.
+
+    Returns:
+        The deadline, in UTC; None if it was removed.
+
+    Raises:
+        ConfigError: ``limit`` or ``reserve`` is no time, or the reserve leaves none.
+    """
+    global _deadline
+    if limit is None:
+        _deadline = None
+        return None
+    now = time.time()
+    seconds = limit.timestamp() - now if isinstance(limit, datetime) else _seconds("limit", limit)
+    kept = _usual_reserve(seconds) if reserve is None else _seconds("reserve", reserve)
+    if kept >= seconds > 0:
+        raise ConfigError(
+            f"nb.set_deadline: a reserve of {span(kept)} leaves no time of {span(seconds)}",
+            allowed="a reserve that is shorter than the time to the deadline",
+            do="pass a smaller reserve=",
+        )
+    _deadline = NotebookDeadline(now + seconds, kept, "nb.set_deadline")
+    return datetime.fromtimestamp(_deadline.at, timezone.utc)
+
+
+_deadline: NotebookDeadline | None = None
+"""What :func:`set_deadline` has set in this process."""
+
+
+def check_deadline(config: Config, *, uses_reserve: bool = False) -> None:
+    """Refuse to start anything once the notebook's deadline leaves no time for it.
+
+    Args:
+        config: its ``runtime.deadline`` counts, too.
+        uses_reserve: whether the call may use the time that is reserved for predictions.
+
+    Raises:
+        DeadlinePassed: there is no time left.
+    """
+    deadline, now = _notebook_deadline(config), time.time()
+    if deadline is None or now < deadline.at - (0.0 if uses_reserve else deadline.reserve):
+        return
+    left = deadline.at - now
+    state = f"is in {span(left)}, which are reserved" if left > 0 else f"was {span(-left)} ago"
+    also = " (cv.predict may use the reserve)" if left > 0 else ""
+    raise DeadlinePassed(
+        f"the notebook's deadline, {_clock(deadline.at)}, {state}: nothing new starts "
+        f"({deadline.source})",
+        allowed=f"calls that begin before the deadline and its reserve{also}",
+        do="use the finished folds and trials; nb.set_deadline('1h') sets a later one, "
+        "nb.set_deadline(None) removes it"
+        if deadline.source == "nb.set_deadline"
+        else "use the finished folds and trials; or set a larger runtime.deadline",
+    )
+
+
+def _notebook_deadline(config: Config) -> NotebookDeadline | None:
+    """The earlier one of what was set by call and in the configuration."""
+    limit, found = config.runtime.deadline, [] if _deadline is None else [_deadline]
+    if limit is not None:
+        import psutil
+
+        at = psutil.Process().create_time() + limit
+        found.append(NotebookDeadline(at, _usual_reserve(limit), "runtime.deadline"))
+    return min(found, key=lambda deadline: deadline.at, default=None)
+
+
+def _usual_reserve(seconds: float) -> float:
+    return min(max(0.1 * seconds, 0.0), 600.0)
+
+
+def _seconds(name: str, value: object) -> float:
+    from pydantic import TypeAdapter, ValidationError
+
+    from nbtoolkit.config.fields import Seconds
+
+    try:
+        seconds: float = TypeAdapter(Seconds).validate_python(value)
+    except ValidationError:
+        raise ConfigError(
+            f"nb.set_deadline was given {reprlib.repr(value)} as {name}",
+            allowed="seconds above 0, a text such as 8h or 1h30m"
+            + (", a datetime, or None" if name == "limit" else ""),
+            do="nb.set_deadline('8h')",
+        ) from None
+    return seconds
 
 
 def time_limit(
@@ -37,8 +156,36 @@ def time_limit(
     root: Path = ROOT,
     now: float | None = None,
     environ: Mapping[str, str] | None = None,
+    uses_reserve: bool = False,
 ) -> TimeLimit:
-    """Return the limit of a run that starts now: its own time budget or the host's, if sooner.
+    """Return the limit of a run that starts now: its own, the notebook's or the host's, if sooner.
+
+    Args:
+        config: the run's configuration.
+        root: parent of ``/proc``.
+        now: unix time; default: the current time.
+        environ: the environment variables; default: this process's.
+        uses_reserve: whether the run may use the notebook deadline's reserve.
+    """
+    now = time.time() if now is None else now
+    limit = _run_limit(config, root, now, os.environ if environ is None else environ)
+    deadline = _notebook_deadline(config)
+    if deadline is None:
+        return limit
+    end = deadline.at - (0.0 if uses_reserve else deadline.reserve)
+    whole = f"the notebook must be done by {_clock(deadline.at)}, in {span(deadline.at - now)}"
+    if limit.deadline is not None and limit.deadline <= end:
+        note = f"{whole} ({deadline.source}); this run may take {span(limit.deadline - now)}"
+        return TimeLimit(limit.deadline, (*limit.notes, ("info", note)), limit.imposed)
+    kept = "" if uses_reserve else f", {span(deadline.reserve)} are reserved for predictions"
+    note = f"{whole} ({deadline.source}): this run may take {span(end - now)}{kept}"
+    warnings = tuple(each for each in limit.notes if each[0] == "warning")
+    grace = min(TimeLimit.grace, deadline.reserve / 2)
+    return TimeLimit(end, (*warnings, ("info", note)), imposed=True, grace=grace)
+
+
+def _run_limit(config: Config, root: Path, now: float, environ: Mapping[str, str]) -> TimeLimit:
+    """Return the run's own time budget or the host's limit, if sooner.
 
     ``runtime.time_budget`` counts from the start of this attempt. ``runtime.session_limit`` counts
     from the start of the session (of the container); the run ends ``runtime.shutdown_margin``
@@ -48,18 +195,11 @@ def time_limit(
 
     Without a ``session_limit``, the end of a Slurm job is the limit (``SLURM_JOB_END_TIME``,
     https://slurm.schedmd.com/sbatch.html).
-
-    Args:
-        config: the run's configuration.
-        root: parent of ``/proc``.
-        now: unix time; default: the current time.
-        environ: the environment variables; default: this process's.
     """
-    now = time.time() if now is None else now
     budget, limit = config.runtime.time_budget, config.runtime.session_limit
     by_budget = None if budget is None else now + budget
     if limit is None:
-        return _slurm_limit(config, by_budget, now, os.environ if environ is None else environ)
+        return _slurm_limit(config, by_budget, now, environ)
     age = session_age(root)
     if age is None or age >= limit:
         return TimeLimit(by_budget, (("warning", _limit_ignored(age, limit)),))
@@ -120,8 +260,11 @@ def _session_note(config: Config, age: float, deadline: float, now: float) -> No
 
 
 def _must_end(deadline: float, now: float) -> str:
-    clock = time.strftime("%H:%M UTC", time.gmtime(deadline))
-    return f"the run must end by {clock}, in {span(deadline - now)}"
+    return f"the run must end by {_clock(deadline)}, in {span(deadline - now)}"
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%H:%M UTC", time.gmtime(moment))
 
 
 def _limit_ignored(age: float | None, limit: float) -> str:

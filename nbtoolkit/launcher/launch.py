@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
-from nbtoolkit.environment.deadline import time_limit
+from nbtoolkit.environment.deadline import check_deadline, time_limit
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.environment.variables import kernel_environment
@@ -189,6 +189,7 @@ def launch(
     )
     screen = choose_screen(display, find_display())
     config = as_config(config, processes).with_overrides({"task": task_name(train)})
+    check_deadline(config)
     host, hardware = detect_host(), detect_hardware()
     choose = partial(choose_run, config, train, name, resume)
     if host.is_rank:

@@ -11,6 +11,7 @@ ranks/<rank>/log.txt  stacks.txt          all output of a rank; its stacks when 
 ranks/<rank>/error.pkl                    the exception of a rank (pickled)
 values/<rank>.pkl                         return values (pickled: load only your own runs)
 checkpoints/                              written by ctx.save and fit
+predictor.pkl                             the model of a fold (pickled: load only your own runs)
 samples/rank-<rank>.jsonl                 the samples of each step (tracking.record_samples)
 result.json | error.json, error.pkl       how the run ended
 previous/                                 the decisions and the end of the attempt before
@@ -82,6 +83,8 @@ class RunPaths:
     """How far tracking has read the events (JSON)."""
     layers = _File("samples/layers.json")
     """Layers whose results depend on the ranks, with the reason (tracking.record_samples)."""
+    predictor = _File("predictor.pkl")
+    """What predicts a test set with the model of a fold (pickled; ``cv.predict`` reads it)."""
     previous = _File("previous")
     """The decisions and the end of the attempt before this one."""
     elastic = _File("ranks/elastic")

@@ -40,6 +40,7 @@ class SearchRequest:
         algorithm: ``"module:function"``; called as ``function(request, event_writer)``.
         folds: ``folds[job.fold]`` becomes ``ctx.fold``; None without folds.
         sweep_config: the sweep's settings; None for a cross-validation.
+        grace: seconds that jobs get to leave at the deadline; ``fit`` has saved before it.
     """
 
     paths: RunPaths
@@ -53,6 +54,7 @@ class SearchRequest:
     algorithm: str
     folds: Folds | None
     sweep_config: SweepConfig | None
+    grace: float = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,9 +28,6 @@ from nbtoolkit.search.slots import Slot, SlotAllocator
 PREPARE_AFTER = 0.1
 """Seconds after a job's start in which no further job is prepared."""
 
-DEADLINE_GRACE = 10.0
-"""Seconds that jobs get to leave at the deadline; ``fit`` has saved before it."""
-
 
 def schedule_search(forkserver: socket.socket, message: messages.ForkSupervisor) -> None:
     """Run one search to its end; the main function of a scheduler's process.
@@ -219,7 +216,7 @@ class SearchScheduler:
     def _check_deadline(self) -> None:
         """At the deadline, let all jobs save and leave; kill those that do not report soon."""
         if self._record.leaving is None and self._record.decide() is not None:
-            self._stop("the search's time is used up", DEADLINE_GRACE, "deadline")
+            self._stop("the search's time is used up", self._request.grace, "deadline")
 
     # --- the end ---
 

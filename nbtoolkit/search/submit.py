@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from nbtoolkit.config.schema import load_config
-from nbtoolkit.environment.deadline import time_limit
+from nbtoolkit.environment.deadline import check_deadline, time_limit
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.environment.variables import kernel_environment
@@ -176,6 +176,7 @@ class Search:
         timeout: limit in seconds; None for the host's limit only.
         preload: modules to import in the fork server, or functions (``"module:function"``) to call
             there.
+        uses_reserve: whether it may use the reserve of the notebook's deadline.
     """
 
     kind: str
@@ -190,6 +191,7 @@ class Search:
     folds: Folds | None = None
     timeout: float | None = None
     preload: tuple[str, ...] = ()
+    uses_reserve: bool = False
 
 
 @dataclass(frozen=True)
@@ -230,11 +232,13 @@ def start_search(
 
     Raises:
         ResumeError: the named search differs, or is running.
+        DeadlinePassed: the notebook's deadline leaves no time.
         CannotPickle: the function captured something that cannot be pickled.
         LaunchError: the fork server did not start.
     """
     from nbtoolkit.tracking.tracker import choose_tracking
 
+    check_deadline(config, uses_reserve=search.uses_reserve)
     host, tracking = _not_a_rank(search), choose_tracking(config.to_dict()["tracking"])
     environment = kernel_environment()
     server = fork_server(tracking=tracking.on)  # it starts while everything here is prepared
@@ -248,7 +252,7 @@ def start_search(
     identity = identity_of(train, config, search.kind, search.identity, search.total)
     with choose_search(config, identity, name, resume) as run:
         header = write_header(run, config, plan, host, train, **identity)
-        limit = time_limit(_limited(config, search.timeout))
+        limit = time_limit(_limited(config, search.timeout), uses_reserve=search.uses_reserve)
         request = SearchRequest(
             paths=run.paths,
             config=config,
@@ -261,6 +265,7 @@ def start_search(
             algorithm=search.algorithm,
             folds=search.folds,
             sweep_config=search.sweep_config,
+            grace=limit.grace,
         )
         try:
             server.preload(["nbtoolkit.search.scheduler", *search.preload])

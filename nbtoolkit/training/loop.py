@@ -24,6 +24,7 @@ from nbtoolkit.training.loader import TrainLoader, make_train_loader
 from nbtoolkit.training.losses import Loss, StepLoss, on_device, raise_if_not_finite
 from nbtoolkit.training.metrics import Metrics, named_metrics, reported_names
 from nbtoolkit.training.model import WHOLE_BATCHES, inexact_layers
+from nbtoolkit.training.predictor import ModelPredictor, save_predictor
 from nbtoolkit.training.sampler import MicroBatch
 from nbtoolkit.training.several import SeveralTrainStep, StepOfSeveral
 from nbtoolkit.training.step import Forward, TrainStep
@@ -188,7 +189,12 @@ def fit(
         while not training.done:
             training.train_epoch()
             training.end_epoch(validator)
-        return training.finish()
+        values = training.finish()
+        if ctx.is_main and ctx.has_fold and not ctx.params:  # a sweep's folds keep none
+            own_step = None if isinstance(optimizer, Mapping) else cast("Forward | None", step)
+            predictor = ModelPredictor(train_step.module, own_step, collate, train_data)
+            save_predictor(ctx.paths, predictor)
+        return values
 
 
 class _Training:

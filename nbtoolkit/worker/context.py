@@ -94,6 +94,11 @@ class RunContext:
         return self._fold
 
     @property
+    def has_fold(self) -> bool:
+        """Whether there is a fold; this does not count as reading it."""
+        return self._fold is not None
+
+    @property
     def params(self) -> dict[str, Any]:
         """A trial's parameters; empty outside sweeps."""
         mark_used(self._params)

@@ -15,6 +15,7 @@ MODULES = (
     "boosting",
     "search",
     "importance",
+    "competition",
     "notebooks",
     "archive",
     "panel",

@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from every_field import PROVEN, leaves, proves
@@ -30,7 +31,7 @@ from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.deadline import time_limit
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.plan import GroupFailure, make_plan
-from nbtoolkit.errors import GroupStartFailed, WorkerHung
+from nbtoolkit.errors import DeadlinePassed, GroupStartFailed, WorkerHung
 from nbtoolkit.host import detect_host
 from nbtoolkit.run.events import EventReader
 from nbtoolkit.study.sweep_config import SweepConfig
@@ -318,6 +319,17 @@ def test_a_session_of_a_given_age_ends_as_set(tmp_path: Path) -> None:
     assert left(session_limit=5000, shutdown_margin=100) == 3900
     assert left(session_limit=6000, shutdown_margin=100) == 4900
     assert left(session_limit=5000, shutdown_margin=600) == 3400
+
+
+@proves("runtime.deadline")
+def test_a_deadline_counts_from_the_start_of_the_process(tmp_path: Path) -> None:
+    began = psutil.Process().create_time()
+    config = Config().with_overrides({"runtime.deadline": 1000, "runtime.time_budget": 5000})
+    limit = time_limit(config, root=tmp_path, now=began + 100, environ={})
+    assert limit.deadline == pytest.approx(began + 900)  # 10% of it are in reserve
+    with pytest.raises(DeadlinePassed, match=r"nothing new starts \(runtime.deadline\)"):
+        nb.launch(ten_reports, {"runtime": {"deadline": 0.001, "output_dir": str(tmp_path / "o")}})
+    assert not (tmp_path / "o").exists()
 
 
 def one_sleeps(config: Config, ctx: RunContext) -> None:

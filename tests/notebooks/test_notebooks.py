@@ -7,20 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pandas as pd
 import papermill
 import pytest
 from demo import IPC
 from kernels import SECONDS
 from run_folders import trained, write_run
+from sklearn.datasets import load_digits
 
 import nbtoolkit as nb
 
 pytestmark = pytest.mark.timeout(900)  # whole notebooks
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
-TRAIN, SWEEP, FOLDS, REPORT = (
+TRAIN, SWEEP, FOLDS, REPORT, COMPETITION = (
     next(path for path in NOTEBOOKS if path.name == f"{name}.ipynb")
-    for name in ("01_train", "02_sweep", "03_cross_validate", "05_report")
+    for name in ("01_train", "02_sweep", "03_cross_validate", "05_report", "08_competition")
 )
 
 
@@ -107,6 +109,41 @@ def test_the_cross_validation_predicts_every_sample_and_trains_its_winner(tmp_pa
     assert "3 models together" in outputs["oof"][-1].text
     assert "2/2" in html_of(outputs["search"])
     assert len([*(tmp_path / "out").glob("*-winner-*/result.json")]) == 1
+
+
+def accepted(folder: Path) -> pd.DataFrame:
+    """The competition's submission, checked against a sample made here."""
+    digits = {f"digit_{digit}": 0.1 for digit in range(10)}
+    sample = pd.DataFrame({"id": range(1500, 1797), **digits})
+    nb.check_submission(folder / "submission.csv", sample)
+    return pd.read_csv(folder / "submission.csv")
+
+
+@pytest.mark.long
+def test_the_competition_blends_and_submits(tmp_path: Path) -> None:
+    outputs = executed(COMPETITION, tmp_path, k=3, epochs=3, rounds=10)
+    assert "blend: 0." in outputs["blend"][-1].text
+    assert "297 rows, accepted" in outputs["submit"][-1].text
+    best = accepted(tmp_path).drop(columns="id").to_numpy().argmax(axis=1)
+    assert (best == load_digits().target[1500:]).mean() > 0.75
+    for name in ("gbm", "cnn"):
+        [run] = (tmp_path / "out").glob(f"*-{name}-*")
+        assert (run / "out_of_fold.parquet").exists()
+    assert not [out for cell in outputs.values() for out in cell if out.get("name") == "stderr"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("deadline", ["1s", "25s"])
+def test_with_a_deadline_that_comes_early_the_submission_is_valid(
+    tmp_path: Path, deadline: str
+) -> None:
+    """Before the first fold, and (on most machines) in the middle of the cross-validations."""
+    outputs = executed(COMPETITION, tmp_path, deadline=deadline, rounds=400, epochs=200)
+    assert "297 rows, accepted" in outputs["submit"][-1].text
+    probabilities = accepted(tmp_path).drop(columns="id").to_numpy()
+    assert probabilities.sum(axis=1) == pytest.approx(1.0)
+    shown = "".join(out.get("text", "") for out in outputs["validate"])
+    assert "nothing new starts (nb.set_deadline)" in shown
 
 
 def test_the_report_is_on_the_runs_in_a_folder_and_a_page_is_beside_them(tmp_path: Path) -> None:

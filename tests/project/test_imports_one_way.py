@@ -39,6 +39,7 @@ LAYERS = (
     "study",
     "search",
     "crossval",
+    "competition",
     "attach",
     "notebooks",
     "pipeline",

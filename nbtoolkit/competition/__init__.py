@@ -1,0 +1,1 @@
+"""Competitions: blends of cross-validated models, and checked submissions."""
