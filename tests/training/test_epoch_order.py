@@ -186,7 +186,7 @@ def test_a_list_and_an_order_of_its_own_are_kept() -> None:
             r"sampler DistributedSampler gives each rank a part",
         ),
     ],
-    ids=str,
+    ids=lambda one: one if isinstance(one, str) else type(one).__name__,
 )
 def test_a_sampler_that_does_not_fit_is_refused_by_name(sampler: Any, message: str) -> None:
     with pytest.raises(FitError, match=message):
