@@ -18,6 +18,9 @@ from nbtoolkit.host import ROOT
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
 
+# Seconds: a search that the deadline has ended may return some milliseconds before it.
+_LEAST = 0.5
+
 Note = tuple[str, str]
 """A message to the user: its level (``info`` or ``warning``) and its text."""
 
@@ -102,7 +105,7 @@ def check_deadline(config: Config, *, uses_reserve: bool = False) -> None:
         DeadlinePassed: there is no time left.
     """
     deadline, now = _notebook_deadline(config), time.time()
-    if deadline is None or now < deadline.at - (0.0 if uses_reserve else deadline.reserve):
+    if deadline is None or now + _LEAST < deadline.at - (0.0 if uses_reserve else deadline.reserve):
         return
     left = deadline.at - now
     state = f"is in {span(left)}, which are reserved" if left > 0 else f"was {span(-left)} ago"
