@@ -27,6 +27,7 @@ from nbtoolkit.integrations.rounds import refuse_ranks, rounds_of
 from nbtoolkit.integrations.support import check_version
 from nbtoolkit.run.paths import write_whole
 from nbtoolkit.run.resume import function_source
+from nbtoolkit.training.predictor import keep_predictor
 
 if TYPE_CHECKING:
     import os
@@ -147,6 +148,8 @@ def fit(
             model = _fit_epochs(ctx, model, X, y, epochs, scores)
         if ctx.config.checkpoint.enabled:
             _save(ctx, model)
+            if not ctx.params:  # a sweep's folds keep none
+                keep_predictor(ctx, getattr(model, method))
         predictions = {} if X_valid is None else {"predictions": getattr(model, method)(X_valid)}
         return {**scores(model), **predictions}
 

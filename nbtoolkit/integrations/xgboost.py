@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.integrations.rounds import Rounds, refuse_ranks, rounds_of
 from nbtoolkit.integrations.support import check_version
+from nbtoolkit.training.predictor import keep_predictor as keep_predictor
 
 if TYPE_CHECKING:
     import xgboost

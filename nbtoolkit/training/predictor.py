@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import CannotPickle, FitError
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from nbtoolkit.training.step import Forward
+    from nbtoolkit.worker.context import RunContext
 
 
 def save_predictor(paths: RunPaths, predictor: object) -> None:
@@ -32,6 +33,26 @@ def save_predictor(paths: RunPaths, predictor: object) -> None:
     except CannotPickle as error:
         packed = pack_value(_NoPredictor(error.what))
     write_whole(paths.predictor, packed, durable=False)
+
+
+def keep_predictor(ctx: RunContext, predict: Callable[[Any], Any]) -> None:
+    """Keep what predicts with the model of this fold, for ``cv.predict``; outside folds nothing.
+
+    Args:
+        ctx: the run; the main rank writes.
+        predict: ``predict(test)`` -> one row per row of ``test``, each row by itself, such as
+            ``booster.predict``. It is pickled with its model.
+    """
+    if ctx.is_main and ctx.has_fold:
+        save_predictor(ctx.paths, _KeptPredictor(predict))
+
+
+class _KeptPredictor:
+    def __init__(self, predict: Callable[[Any], Any]) -> None:
+        self._predict = predict
+
+    def __call__(self, fold_run: Any, test: Any) -> Any:
+        return self._predict(test)
 
 
 class ModelPredictor:

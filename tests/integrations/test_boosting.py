@@ -114,6 +114,10 @@ def test_folds_give_the_predictions_of_a_plain_loop(tmp_path: Path, train: Train
     np.testing.assert_allclose(
         cv.oof[fold.valid_indices], plain(train, x, y, fold.train_indices, fold.valid_indices)
     )
+    of_all = [plain(train, x, y, fold.train_indices, slice(0, 50)) for fold in folds]
+    np.testing.assert_allclose(
+        cv.predict(x[:50], display="off"), np.mean(of_all, axis=0), rtol=1e-6
+    )
 
 
 def plain(train: Train, x: Any, y: Any, fitted: Any, held_out: Any) -> Any:

@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 from frameworks import needs
 from kernels import descendants, until
+from sklearn.base import clone
 from sklearn.cluster import KMeans
 from sklearn.datasets import load_diabetes, load_iris
 from sklearn.linear_model import LogisticRegression, Ridge, SGDClassifier
@@ -114,6 +115,9 @@ def test_folds_give_the_predictions_of_cross_val_predict(tmp_path: Path, kind: s
     alone = cross_val_predict(pipe, X, Y, cv=splits, method="decision_function")
     np.testing.assert_allclose(cv.oof, alone)
     assert set(cv.mean) == {"val_accuracy"}
+    fitted = [clone(pipe).fit(X[split[0]], Y[split[0]]) for split in splits]
+    of_all = np.mean([one.decision_function(X[:40]) for one in fitted], axis=0)
+    np.testing.assert_allclose(cv.predict(data[:40], display="off"), of_all)
 
 
 def test_a_factory_reads_the_settings_itself(tmp_path: Path) -> None:

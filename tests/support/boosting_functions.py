@@ -68,6 +68,7 @@ def with_lightgbm(config: Config, ctx: RunContext) -> dict[str, Any]:
         callbacks=[nblg.callback(ctx), after],
         init_model=nblg.resume_from(ctx),
     )
+    nblg.keep_predictor(ctx, booster.predict)
     return {"rounds": booster.current_iteration(), "predictions": booster.predict(valid[0])}
 
 
@@ -91,6 +92,7 @@ def with_xgboost(config: Config, ctx: RunContext) -> dict[str, Any]:
         callbacks=[nbx.callback(ctx, ROUNDS), Disturb()],
         xgb_model=nbx.resume_from(ctx),
     )
+    nbx.keep_predictor(ctx, lambda test: booster.predict(xgb.DMatrix(test)))
     return {"rounds": booster.num_boosted_rounds(), "predictions": booster.predict(held_out)}
 
 
