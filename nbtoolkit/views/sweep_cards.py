@@ -222,7 +222,7 @@ def slices_card(state: State, table: SweepTable, axis: Axis) -> str:
         across, at = _positions(space.get(name), [t for t in trials if name in t.params], name)
         picture = chart(_marks(table, at, None), x=across, y=axis, size=(240, 140))
         share = shares.get(name)
-        note = f"({share.low:.2f}–{share.high:.2f})" if share else ""
+        note = f"{share.value:.2f} ({share.low:.2f}–{share.high:.2f})" if share else ""
         cards.append(card(labels[name], picture, note=note))
     notes = ["Importance of the parameters by fANOVA.", *known.notes()] if known else []
     if len(names) > _SLICES:
@@ -322,8 +322,8 @@ def trials_card(state: State, chosen: View, now: float) -> str:
     """Render a page of the table of trials."""
     page = trial_page(state, chosen, now)
     if not page.rows:
-        return card("Trials", paragraph("No trial has started yet.", faint=True), span=3)
-    return card("Trials", table_html(page, chosen), span=3, note=page.text)
+        return card("Trials", paragraph("No trial has started yet.", faint=True), span=4)
+    return card("Trials", table_html(page, chosen), span=4, note=page.text)
 
 
 def compare_card(state: State, table: SweepTable, ticked: Sequence[int]) -> str:
