@@ -24,7 +24,7 @@ from nbtoolkit.run.checkpoint_store import has_checkpoint, read_state
 from nbtoolkit.run.events import EventReader, MetricsLogged, MetricsReported
 from nbtoolkit.run.paths import read_json
 from nbtoolkit.run.weights import find_weights
-from nbtoolkit.training.sampler import read_samples
+from nbtoolkit.training.loading.sampler import read_samples
 
 if TYPE_CHECKING:
     from torch import Tensor

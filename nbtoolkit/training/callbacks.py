@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nbtoolkit.errors import FitError
 from nbtoolkit.run.checkpoint_store import dump_state
 from nbtoolkit.run.serialization import add_note
-from nbtoolkit.training.user_optimizer import required_arguments
+from nbtoolkit.training.optim.user_optimizer import required_arguments
 from nbtoolkit.worker.collectives import gather_on_all
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, cast
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.data import Batch, Collate, Source, make_source
-from nbtoolkit.training.epoch_order import make_order
-from nbtoolkit.training.loader import StreamTrainLoader, is_stream
+from nbtoolkit.training.loading.data import Batch, Collate, Source, make_source
+from nbtoolkit.training.loading.epoch_order import make_order
+from nbtoolkit.training.loading.loader import StreamTrainLoader, is_stream
+from nbtoolkit.training.loading.sampler import GlobalBatchSampler
+from nbtoolkit.training.loading.torch_loader import take_apart
 from nbtoolkit.training.metrics import Meter, Metric
 from nbtoolkit.training.model import broadcast_buffers, half_precision
-from nbtoolkit.training.sampler import GlobalBatchSampler
-from nbtoolkit.training.torch_loader import take_apart
 from nbtoolkit.worker.collectives import Rows, gather_on_all, in_order
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ def make_evaluation_loader(
 
     Args:
         ctx: the run's context.
-        data: what :func:`~nbtoolkit.training.data.make_source` takes, or an iterable that is the
-            same on all ranks: each reads all of it, and makes batches of its part only; or a
-            ``DataLoader`` of either.
+        data: what :func:`~nbtoolkit.training.loading.data.make_source` takes, or an iterable that
+            is the same on all ranks: each reads all of it, and makes batches of its part only; or
+            a ``DataLoader`` of either.
         batch_size: samples of this rank in one batch, at most; default: four times the plan's.
         workers: ``DataLoader`` processes of this rank; one at most for an iterable.
         collate: makes a batch from a list of samples; default: torch's.

@@ -17,16 +17,21 @@ from nbtoolkit.run.checkpoint_store import StoredCheckpoint
 from nbtoolkit.run.paths import write_json
 from nbtoolkit.training.callbacks import Callbacks, FitState
 from nbtoolkit.training.checkpoints import CheckpointManager, estimate_bytes
-from nbtoolkit.training.data import Batch, Collate
-from nbtoolkit.training.epoch_order import SampleWeights, labels_of
 from nbtoolkit.training.evaluation import Validator
-from nbtoolkit.training.loader import TrainLoader, make_train_loader
+from nbtoolkit.training.loading.data import Batch, Collate
+from nbtoolkit.training.loading.epoch_order import SampleWeights, labels_of
+from nbtoolkit.training.loading.loader import TrainLoader, make_train_loader
+from nbtoolkit.training.loading.sampler import MicroBatch
 from nbtoolkit.training.losses import Loss, StepLoss, on_device, raise_if_not_finite
 from nbtoolkit.training.metrics import Metrics, named_metrics, reported_names
 from nbtoolkit.training.model import WHOLE_BATCHES, inexact_layers
+from nbtoolkit.training.optim.several import SeveralTrainStep, StepOfSeveral
+from nbtoolkit.training.optim.user_optimizer import (
+    GivenOptimizer,
+    GivenSchedule,
+    make_user_schedule,
+)
 from nbtoolkit.training.predictor import ModelPredictor, save_predictor
-from nbtoolkit.training.sampler import MicroBatch
-from nbtoolkit.training.several import SeveralTrainStep, StepOfSeveral
 from nbtoolkit.training.step import Forward, TrainStep
 from nbtoolkit.training.sync import ControlSignal, LossWindow, RankSync, SyncResult
 from nbtoolkit.training.train_state import (
@@ -39,7 +44,6 @@ from nbtoolkit.training.train_state import (
     restore_random_state,
     seed_generators,
 )
-from nbtoolkit.training.user_optimizer import GivenOptimizer, GivenSchedule, make_user_schedule
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +108,7 @@ def fit(
             objects; in a list, or in a dict by name.
         step: ``step(model, batch)`` -> (outputs, targets); default: the batch is a pair (inputs,
             targets). For several optimizers ``step(model, batch, optimizers)`` -> a loss or a dict
-            of losses to report, see :class:`~nbtoolkit.training.several.OptimizerHandle`.
+            of losses to report, see :class:`~nbtoolkit.training.optim.several.OptimizerHandle`.
         collate: makes a batch from a list of samples; default: torch's.
         optimizer: an optimizer over the parameters of ``model`` or a function ``model`` ->
             optimizer, which keep their own rates; or a class, which gets ``optim.lr`` and

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from nbtoolkit.training.data import TORCHS_IGNORED
+from nbtoolkit.training.loading.data import TORCHS_IGNORED
 
 
 class WeightSums(TorchFunctionMode):

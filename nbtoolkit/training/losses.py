@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from nbtoolkit.errors import FitError, LossNotFinite
-from nbtoolkit.training.data import TORCHS_IGNORED, Batch
+from nbtoolkit.training.loading.data import TORCHS_IGNORED, Batch
 from nbtoolkit.worker.batch_slices import NotRows, rows
 from nbtoolkit.worker.collectives import gather_on_all
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from nbtoolkit.training.data import Batch
+    from nbtoolkit.training.loading.data import Batch
 
 Function: TypeAlias = Callable[[Any, Any], Any]
 """``(outputs, targets)`` -> a value, the user's."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from nbtoolkit.errors import CannotPickle, FitError
 from nbtoolkit.run.paths import RunPaths, write_whole
 from nbtoolkit.run.serialization import pack_value
-from nbtoolkit.training.data import Batch, Collate
 from nbtoolkit.training.evaluation import predict
+from nbtoolkit.training.loading.data import Batch, Collate
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from nbtoolkit.errors import CheckpointError, FitError
 from nbtoolkit.run.weights import load_weights
-from nbtoolkit.training.averaging import make_averages
+from nbtoolkit.training.loading.sampler import MicroBatch
 from nbtoolkit.training.losses import BatchLoss, ReducedLoss, Reduction, all_count, check_labels
 from nbtoolkit.training.model import (
     broadcast_buffers,
@@ -19,9 +19,9 @@ from nbtoolkit.training.model import (
     to_channels_last,
     wrap_model,
 )
-from nbtoolkit.training.optimizer import Schedule, set_rate
-from nbtoolkit.training.sampler import MicroBatch
-from nbtoolkit.training.user_optimizer import GivenOptimizer, make_user_optimizer
+from nbtoolkit.training.optim.averaging import make_averages
+from nbtoolkit.training.optim.optimizer import Schedule, set_rate
+from nbtoolkit.training.optim.user_optimizer import GivenOptimizer, make_user_optimizer
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.training.data import Batch
+    from nbtoolkit.training.loading.data import Batch
     from nbtoolkit.training.losses import Labels, Loss
     from nbtoolkit.training.train_state import State
     from nbtoolkit.worker.context import RunContext

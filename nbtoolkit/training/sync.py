@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+from nbtoolkit.training.loading.sampler import MicroBatch
 from nbtoolkit.training.losses import BatchLoss
-from nbtoolkit.training.sampler import MicroBatch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from nbtoolkit.config.aliases import similar_name
 from nbtoolkit.config.validation import resolve
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.sampler import derive_seed
+from nbtoolkit.training.loading.sampler import derive_seed
 from nbtoolkit.training.sync import LogPoint, LossSum
 from nbtoolkit.worker.collectives import gather_on_all
 

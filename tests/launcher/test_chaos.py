@@ -24,7 +24,7 @@ from kernels import until
 import nbtoolkit as nb
 from nbtoolkit.errors import WorkerDied
 from nbtoolkit.run.events import Event, MetricsLogged, MetricsReported
-from nbtoolkit.training.sampler import read_samples
+from nbtoolkit.training.loading.sampler import read_samples
 
 OFTEN, SELDOM = 20, 2
 

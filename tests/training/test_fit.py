@@ -15,9 +15,9 @@ from torch import nn
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import CheckpointError, FitError
+from nbtoolkit.training.loading.sampler import GlobalBatchSampler
 from nbtoolkit.training.metrics import accuracy
-from nbtoolkit.training.optimizer import make_schedule
-from nbtoolkit.training.sampler import GlobalBatchSampler
+from nbtoolkit.training.optim.optimizer import make_schedule
 from nbtoolkit.worker.context import RunContext
 
 

@@ -12,7 +12,7 @@ from feeds import AugmentedStream, Known, contexts, listed, steps_of, together
 from torch.utils.data import get_worker_info
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.loader import make_train_loader
+from nbtoolkit.training.loading.loader import make_train_loader
 
 # samples, ranks, passes a step; a step takes 12
 WALKS = [(24, 1, 1), (37, 1, 3), (24, 2, 1), (37, 3, 2), (13, 3, 1), (2, 3, 2), (29, 2, 3)]

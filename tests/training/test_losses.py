@@ -14,7 +14,7 @@ import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.sampler import GlobalBatchSampler
+from nbtoolkit.training.loading.sampler import GlobalBatchSampler
 from nbtoolkit.worker.context import RunContext
 
 SETTINGS = {

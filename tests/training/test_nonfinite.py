@@ -19,9 +19,9 @@ from nbtoolkit.host import detect_host
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.request import JobSpec
+from nbtoolkit.training.loading.sampler import GlobalBatchSampler
 from nbtoolkit.training.losses import StepLoss, not_finite, raise_if_not_finite
-from nbtoolkit.training.optimizer import make_schedule
-from nbtoolkit.training.sampler import GlobalBatchSampler
+from nbtoolkit.training.optim.optimizer import make_schedule
 from nbtoolkit.training.step import TrainStep
 from nbtoolkit.worker.channel import RecordChannel
 from nbtoolkit.worker.context import RunContext

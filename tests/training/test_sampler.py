@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.data import make_source
-from nbtoolkit.training.sampler import GlobalBatchSampler, derive_seed, shard
+from nbtoolkit.training.loading.data import make_source
+from nbtoolkit.training.loading.sampler import GlobalBatchSampler, derive_seed, shard
 
 CPU = torch.device("cpu")
 

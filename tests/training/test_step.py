@@ -24,10 +24,10 @@ from nbtoolkit.host import detect_host
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.request import JobSpec
+from nbtoolkit.training.loading.sampler import MicroBatch
 from nbtoolkit.training.losses import check_labels
 from nbtoolkit.training.model import find_blocks, first_compressed
-from nbtoolkit.training.optimizer import make_schedule
-from nbtoolkit.training.sampler import MicroBatch
+from nbtoolkit.training.optim.optimizer import make_schedule
 from nbtoolkit.training.step import TrainStep
 from nbtoolkit.worker.channel import RecordChannel
 from nbtoolkit.worker.context import RunContext

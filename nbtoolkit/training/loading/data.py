@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias,
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.run.serialization import PackedError, add_note, pack_error, unpack_error
-from nbtoolkit.training.sampler import derive_seed
+from nbtoolkit.training.loading.sampler import derive_seed
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.optimizer import (
+from nbtoolkit.training.optim.optimizer import (
     OptimizerClass,
     Schedule,
     make_optimizer,
@@ -15,7 +15,7 @@ from nbtoolkit.training.optimizer import (
     refuse_closure,
     set_rate,
 )
-from nbtoolkit.training.param_groups import some_names
+from nbtoolkit.training.optim.param_groups import some_names
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from itertools import count, islice, repeat
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.data import (
+from nbtoolkit.training.loading.data import (
     Batch,
     Collate,
     ItemLoader,
@@ -19,15 +19,15 @@ from nbtoolkit.training.data import (
     note_what_is_loaded,
     seed_sample,
 )
-from nbtoolkit.training.epoch_order import EpochOrder, SampleWeights, make_order
-from nbtoolkit.training.sampler import (
+from nbtoolkit.training.loading.epoch_order import EpochOrder, SampleWeights, make_order
+from nbtoolkit.training.loading.sampler import (
     GlobalBatchSampler,
     IdentifiedBatch,
     MicroBatch,
     SampleLog,
     check_steps,
 )
-from nbtoolkit.training.torch_loader import Feed, take_apart
+from nbtoolkit.training.loading.torch_loader import Feed, take_apart
 
 if TYPE_CHECKING:
     import torch
@@ -85,9 +85,9 @@ def make_train_loader(
         ctx: the run's context.
         config: ``train.drop_last``, ``train.num_workers``, ``train.max_steps``,
             ``train.sample_weights``, ``tracking.record_samples``.
-        data: what :func:`~nbtoolkit.training.data.make_source` takes, in the order of a permutation
-            of (seed, epoch); an iterable, in its own order (see
-            :class:`~nbtoolkit.training.loader.StreamTrainLoader`); or a ``DataLoader`` of either.
+        data: what :func:`~nbtoolkit.training.loading.data.make_source` takes, in the order of a
+            permutation of (seed, epoch); an iterable, in its own order (see
+            :class:`StreamTrainLoader`); or a ``DataLoader`` of either.
         collate: makes a batch from a list of samples; default: torch's.
         fit: which call of fit in the training function this is, for the record of the samples.
         sampler: the user's, in place of the permutation.

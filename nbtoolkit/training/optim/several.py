@@ -10,26 +10,26 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbtoolkit.errors import CheckpointError, FitError
+from nbtoolkit.training.loading.sampler import MicroBatch
 from nbtoolkit.training.losses import BatchLoss
 from nbtoolkit.training.model import broadcast_buffers
-from nbtoolkit.training.sampler import MicroBatch
-from nbtoolkit.training.step import Forward, TrainStep, clip, grad_norm, grad_scaler
-from nbtoolkit.training.user_optimizer import (
+from nbtoolkit.training.optim.user_optimizer import (
     GivenSchedule,
     UserSchedule,
     check_all_held,
     required_arguments,
     resolve_optimizer,
 )
+from nbtoolkit.training.step import Forward, TrainStep, clip, grad_norm, grad_scaler
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.training.data import Batch
+    from nbtoolkit.training.loading.data import Batch
     from nbtoolkit.training.losses import Loss
-    from nbtoolkit.training.optimizer import Schedule
+    from nbtoolkit.training.optim.optimizer import Schedule
     from nbtoolkit.training.train_state import State
     from nbtoolkit.worker.context import RunContext
 

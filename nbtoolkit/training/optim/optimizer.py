@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from nbtoolkit.config.fields import FreeSection
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.param_groups import Named, match_groups, parameters_without_decay
+from nbtoolkit.training.optim.param_groups import Named, match_groups, parameters_without_decay
 
 if TYPE_CHECKING:
     from types import ModuleType

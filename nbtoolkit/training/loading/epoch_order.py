@@ -14,8 +14,8 @@ from operator import index
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.data import preserve_random_state, seed_sample
-from nbtoolkit.training.sampler import derive_seed
+from nbtoolkit.training.loading.data import preserve_random_state, seed_sample
+from nbtoolkit.training.loading.sampler import derive_seed
 from nbtoolkit.worker.collectives import broadcast
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from nbtoolkit.run.paths import RunPaths
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nbtoolkit.training.data import Batch
+    from nbtoolkit.training.loading.data import Batch
 
 
 class MicroBatch(NamedTuple):

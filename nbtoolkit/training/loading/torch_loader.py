@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.data import Collate
+from nbtoolkit.training.loading.data import Collate
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Which samples a step takes, and the batches made from them."""

@@ -1,0 +1,1 @@
+"""Optimizers, learning-rate schedules and averaged weights of the training loop."""
