@@ -1,4 +1,4 @@
-"""Compute when a run must end: by its own budget, the notebook's deadline or the host's session."""
+"""Compute when a run must end, by its own budget, the notebook's deadline or the session's."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def initial_epoch(ctx: RunContext) -> int:
     return 0 if state is None else int(state["epoch"])
 
 
-def callback(ctx: RunContext) -> RunCallback:
+def callback(ctx: RunContext) -> KerasCallback:
     """The callback for ``model.fit`` that reports, saves, stops, and loads the last checkpoint.
 
     Raises:
@@ -85,10 +85,10 @@ def callback(ctx: RunContext) -> RunCallback:
             allowed="one rank; in nb.sweep and nb.cross_validate, one trial or fold per device",
             do="set distributed.world_size: 1, or write a loop for several ranks with ctx.prepare",
         )
-    return RunCallback(ctx)
+    return KerasCallback(ctx)
 
 
-class RunCallback(keras.callbacks.Callback):
+class KerasCallback(keras.callbacks.Callback):
     """Reports each epoch's logs, saves, and stops on request within an epoch.
 
     Checkpoints are ``checkpoints/keras-<step>.weights.h5``, the weights of model and optimizer.

@@ -1,4 +1,4 @@
-"""Train LightGBM in a run: parameters from the plan, reports, pruning, checkpoints.
+"""Train LightGBM in a run, with reports, pruning, checkpoints, and parameters from the plan.
 
     booster = lgb.train(
         nblg.parameters(ctx, params), data, num_boost_round=500, valid_sets=[held_out],
@@ -83,7 +83,7 @@ def resume_from(ctx: RunContext, *, name: str = "lightgbm") -> lightgbm.Booster 
     return _saved(rounds)
 
 
-def callback(ctx: RunContext, *, every: int = 10, name: str = "lightgbm") -> Callback:
+def callback(ctx: RunContext, *, every: int = 10, name: str = "lightgbm") -> LightGBMCallback:
     """A callback for ``lgb.train`` and for ``fit`` of LightGBM's estimators.
 
     It reports each metric of each evaluated set as ``<set>_<metric>``, with LightGBM's own names
@@ -99,10 +99,10 @@ def callback(ctx: RunContext, *, every: int = 10, name: str = "lightgbm") -> Cal
         PlanError: the run has several ranks.
     """
     prefix = "" if name == "lightgbm" else f"{name}_"
-    return Callback(_rounds(ctx, name), every, prefix)
+    return LightGBMCallback(_rounds(ctx, name), every, prefix)
 
 
-class Callback:
+class LightGBMCallback:
     """Reports, prunes, stops and saves; see :func:`callback`."""
 
     # After LightGBM's own records (20), before its early stopping (30) ends the loop.

@@ -53,7 +53,7 @@ def trainer_arguments(ctx: RunContext, **own: Any) -> dict[str, Any]:
     check_inside_train(ctx, "trainer_arguments")
     given = own.pop("callbacks", None) or []
     callbacks: list[Callback] = [given] if isinstance(given, Callback) else list(given)
-    if not any(isinstance(one, RunCallback) for one in callbacks):
+    if not any(isinstance(one, LightningCallback) for one in callbacks):
         callbacks.append(callback(ctx))
     on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", ctx.world_size))
     several, gpu = ctx.world_size > 1, ctx.device.type == "cuda"
@@ -73,13 +73,13 @@ def trainer_arguments(ctx: RunContext, **own: Any) -> dict[str, Any]:
     return arguments | own
 
 
-def callback(ctx: RunContext) -> RunCallback:
+def callback(ctx: RunContext) -> LightningCallback:
     """The callback that reports, saves and stops, for a ``Trainer`` with arguments of your own."""
     check_inside_train(ctx, "callback")
-    return RunCallback(ctx)
+    return LightningCallback(ctx)
 
 
-class RunCallback(Checkpoint):
+class LightningCallback(Checkpoint):
     """Reports after each validation and epoch, saves, and stops on request within an epoch.
 
     It takes the place of Lightning's default ``ModelCheckpoint``, and runs after all callbacks

@@ -1,4 +1,4 @@
-"""What the integrations share: required versions, stops within an epoch, the last checkpoint."""
+"""Check versions, stop within an epoch and find the last checkpoint, for all integrations."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def callback(ctx: RunContext) -> Any:
             "strategy.run",
         )
 
-    class Callback(base):  # type: ignore[misc, valid-type] # of the Keras that is in use
+    class TensorFlowCallback(base):  # type: ignore[misc, valid-type] # of the Keras that is in use
         """Saves, then reports, after each epoch."""
 
         def __init__(self) -> None:
@@ -149,7 +149,7 @@ def callback(ctx: RunContext) -> Any:
             if self._saves:
                 super().on_train_end(logs)
 
-    return Callback()
+    return TensorFlowCallback()
 
 
 def _tensorflow() -> Any:

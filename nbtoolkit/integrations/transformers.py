@@ -75,16 +75,16 @@ def training_arguments(ctx: RunContext, **own: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(folder), report_to=reports, **arguments | own)
 
 
-def callback(ctx: RunContext) -> RunCallback:
+def callback(ctx: RunContext) -> TransformersCallback:
     """The callback that reports and stops, for a ``Trainer`` with arguments of your own.
 
     A ``Trainer`` with :func:`training_arguments` has one.
     """
     check_inside_train(ctx, "callback")
-    return RunCallback(ctx)
+    return TransformersCallback(ctx)
 
 
-class RunCallback(TrainerCallback):
+class TransformersCallback(TrainerCallback):
     """Reports evaluations, logs losses, records checkpoints, and stops on request within an epoch.
 
     The ``Trainer`` writes the checkpoints: by its ``save_strategy``, and where this asks for one.

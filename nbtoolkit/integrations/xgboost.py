@@ -1,4 +1,4 @@
-"""Train XGBoost in a run: parameters from the plan, reports, pruning, checkpoints.
+"""Train XGBoost in a run, with reports, pruning, checkpoints, and parameters from the plan.
 
     booster = xgb.train(
         nbx.parameters(ctx, params), data, 500, evals=[(held_out, "valid")],
@@ -93,7 +93,7 @@ def callback(
 
     prefix = "" if name == "xgboost" else f"{name}_"
 
-    class Callback(TrainingCallback):
+    class XGBoostCallback(TrainingCallback):
         """Reports, prunes, stops and saves."""
 
         def before_training(self, model: xgboost.Booster) -> xgboost.Booster:
@@ -117,7 +117,7 @@ def callback(
             )
             return False
 
-    return Callback()
+    return XGBoostCallback()
 
 
 def _last(evals_log: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Make and update widgets: buttons, labels, rows, texts, and sections that open and close."""
+"""Make and update buttons, labels, rows, texts, and sections that open and close."""
 
 from __future__ import annotations
 
