@@ -84,6 +84,16 @@ def test_a_class_of_a_cell_gets_the_rate_and_the_options(run: Run) -> None:
         run.fit(config=CONFIG, optimizer=Mine)
 
 
+def test_a_class_whose_weight_decay_has_no_default_gets_that_of_the_configuration() -> None:
+    class Strict(SGD):
+        def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
+            super().__init__(params, lr=lr, weight_decay=weight_decay)
+
+    config = configured(overrides={"optim.weight_decay": 0.25})
+    made = make_optimizer(config, model_of(), Strict)
+    assert [group["weight_decay"] for group in made.param_groups] == [0.25, 0.0]
+
+
 def test_an_optimizer_that_has_made_steps_goes_on_with_its_state(run: Run) -> None:
     mine, theirs = model_of(), model_of()
     first, second = sgd(mine), sgd(theirs)

@@ -379,6 +379,8 @@ def _arguments(
     import torch
 
     own: dict[str, Any] = {"lr": optim.lr} if signature.accepts("lr") else {}
+    if "weight_decay" in signature.required:  # the groups have it too
+        own["weight_decay"] = optim.weight_decay
     if issubclass(kind, torch.optim.SGD) and signature.accepts("momentum"):
         own["momentum"] = optim.momentum
     for name in sorted({"params", "lr", "weight_decay", *own} & optim.options.keys()):
