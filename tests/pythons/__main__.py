@@ -35,9 +35,14 @@ EXCUSED = {
 IMPORTS = """
 import importlib, pkgutil
 import nbtoolkit
+from nbtoolkit.errors import MissingExtra
 for found in pkgutil.walk_packages(nbtoolkit.__path__, "nbtoolkit."):
     if not found.name.endswith("__main__"):
-        importlib.import_module(found.name)
+        try:
+            importlib.import_module(found.name)
+        except MissingExtra:  # a framework that the environment does not have
+            if not found.name.startswith("nbtoolkit.integrations."):
+                raise
 """
 
 VERSIONS = """
