@@ -25,6 +25,7 @@ from nbtoolkit.run.weights import load_model
 from nbtoolkit.search.slots import make_slots
 from nbtoolkit.search.submit import Search, start_search
 from nbtoolkit.search.sweep_result import SearchHandle, TableLines
+from nbtoolkit.text_table import counted
 
 if TYPE_CHECKING:
     import torch
@@ -167,7 +168,7 @@ def predict_mean(
     paths, cell = started.run.paths, TableLines(_Progress(jobs), screen.shape)
     missing = sum(len(cv.folds) for cv in results) - len(models) if folds is None else 0
     text = f" (folds that are not done, and are left out: {missing})" if missing else ""
-    cell.say(f"predicting with the models of {len(models)} folds{text}")
+    cell.say(f"predicting with the models of {counted(len(models), 'fold')}{text}")
     handle = _PredictionHandle(paths, len(jobs), started=started.process, cell=cell)
     parts = handle.result().parts
     shutil.rmtree(paths.folder)
@@ -268,8 +269,9 @@ def _chosen(cv: CVResult, folds: Sequence[int] | None, predict: Predict | None) 
     lacking = [index for index in chosen if not cv.run(index).predictor.exists()]
     if lacking and predict is None:
         raise FoldError(
-            f"fold {lacking[0]} of {cv.paths.run_id} kept no model: it did not call nb.fit",
-            allowed="folds trained by nb.fit, or a prediction function of your own",
+            f"fold {lacking[0]} of {cv.paths.run_id} kept no model: it was not trained by nb.fit",
+            allowed="folds trained by nb.fit or by nbs.fit of nbtoolkit.integrations, those that "
+            "call keep_predictor, or a prediction function of your own",
             do="cv.predict(test, predict=f), with f(fold_run, test) -> one row per row of test",
         )
     return chosen

@@ -35,7 +35,8 @@ def strategy(ctx: RunContext) -> tf.distribute.Strategy:
 
     One process has a ``MirroredStrategy`` over the plan's devices. With several, each is a worker
     of a ``MultiWorkerMirroredStrategy`` with its own device; ``TF_CONFIG`` is set for it, with
-    ports on loopback. TensorFlow takes a GPU's memory as it needs it, not all at once.
+    addresses on loopback, although TensorFlow's server listens on all interfaces. TensorFlow takes
+    a GPU's memory as it needs it, not all at once.
 
     Args:
         ctx: the run's context.

@@ -22,6 +22,7 @@ from nbtoolkit.training.loading.data import Batch, Collate
 from nbtoolkit.training.loading.epoch_order import SampleWeights, labels_of
 from nbtoolkit.training.loading.loader import TrainLoader, make_train_loader
 from nbtoolkit.training.loading.sampler import MicroBatch
+from nbtoolkit.training.loading.torch_loader import take_apart
 from nbtoolkit.training.losses import Loss, StepLoss, on_device, raise_if_not_finite
 from nbtoolkit.training.metrics import Metrics, named_metrics, reported_names
 from nbtoolkit.training.model import WHOLE_BATCHES, inexact_layers
@@ -196,7 +197,8 @@ def fit(
         values = training.finish()
         if ctx.is_main and ctx.has_fold and not ctx.params:  # a sweep's folds keep none
             own_step = None if isinstance(optimizer, Mapping) else cast("Forward | None", step)
-            predictor = ModelPredictor(train_step.module, own_step, collate, train_data)
+            feed = take_apart(train_data, collate=collate, workers=0)
+            predictor = ModelPredictor(train_step.module, own_step, feed.collate, feed.data)
             save_predictor(ctx.paths, predictor)
         return values
 
