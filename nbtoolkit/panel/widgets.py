@@ -44,7 +44,7 @@ def label(text: str, **layout: str) -> dict[str, Any]:
 def button(name: str, tooltip: str, *, bold: bool = False) -> w.Button:
     """Make a button as wide as its name."""
     weight = {"font_weight": "bold" if bold else "normal"}
-    layout = {"width": "auto", "flex": "0 0 auto"}
+    layout = {"width": "auto", "flex": "0 0 auto", "align_self": "flex-start"}
     return w.Button(description=name, tooltip=tooltip, style=weight, layout=layout)
 
 

@@ -36,7 +36,7 @@ def take_all(one: Person, folder: Path) -> None:
     one.types("optim.lr", "0.001")
     one.opens_section("Set up", closed=True)
     one.clicks("Sweep")
-    one.sees(re.compile("^1[2-6]/20$"))
+    one.sees(re.compile("^([89]|1[0-9])/20$"))  # the whole sweep takes some seconds
     take(one, folder, "overview")
     one.sees(re.compile("✓ completed"))
     one.turns("Dark")
