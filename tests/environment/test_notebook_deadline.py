@@ -157,7 +157,7 @@ def test_a_deadline_in_the_second_fold_keeps_the_first(
     ones = cv.predict(np.ones(3), predict=lambda run, test: test, display="text")
     assert ones.tolist() == [1.0] * 3
     assert (
-        "predicting with the models of 1 folds (folds that are not done, and are left out: 2)"
+        "predicting with the models of 1 fold (folds that are not done, and are left out: 2)"
         in capfd.readouterr().out
     )
     with pytest.raises(nb.errors.FoldError, match=r"'only' lacks out-of-fold predictions: 1 of 3"):
