@@ -23,6 +23,7 @@ NbtoolkitError
 ├── SweepError             a sweep cannot start, or cannot resume its study
 ├── FitError               nb.fit cannot train with its arguments
 │   └── LossNotFinite      a loss is infinite or NaN (names the step and its samples)
+├── TuningError            a setting cannot be measured for this function or on this machine
 ├── SubmissionError        a submission does not have the form of the competition's sample
 ├── FoldError              a data set cannot be split, or folds or predictions do not match
 ├── CheckpointError        a checkpoint is missing, corrupt or of another model
@@ -168,6 +169,10 @@ class FitError(NbtoolkitError):
 
 class LossNotFinite(FitError):
     """A loss is infinite or NaN; the message names the step and its samples."""
+
+
+class TuningError(NbtoolkitError):
+    """A setting cannot be measured for this function or on this machine."""
 
 
 class SubmissionError(NbtoolkitError):

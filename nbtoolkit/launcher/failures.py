@@ -36,6 +36,26 @@ _CALLED_FROM = "/nbtoolkit/worker/main.py"
 # --- raising in the kernel ---
 
 
+_NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a run failed because memory ran out, on a device or on the machine.
+
+    The kernel's killer leaves only a rank that died with SIGKILL; other senders of that signal are
+    rare, and look the same.
+    """
+    if isinstance(error, WorkerDied):
+        return "signal SIGKILL" in str(error)
+    kind = type(error).__name__
+    return kind in ("MemoryError", "OutOfMemoryError") or memory_ran_out(str(error))
+
+
+def memory_ran_out(text: str) -> bool:
+    """Whether an error's text is one of torch's or the system's about memory."""
+    return any(words in text.lower() for words in _NO_MEMORY)
+
+
 def raise_failure(paths: RunPaths) -> NoReturn:
     """Raise the exception of a failed run, with its own type, and rank, cell line and log as notes.
 

@@ -13,7 +13,7 @@ import psutil
 from nbtoolkit.environment.launch_plan import LaunchPlan, same_ranks
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.launcher.event_loop import ForkServerConnection, Spawner
-from nbtoolkit.launcher.failures import Failure
+from nbtoolkit.launcher.failures import Failure, memory_ran_out
 from nbtoolkit.launcher.supervisor import JobListener, RunSupervisor
 from nbtoolkit.launcher.worker_group import WorkerGroup
 from nbtoolkit.run.paths import RunPaths, read_or_empty, write_json, write_whole
@@ -250,6 +250,7 @@ def _fault(outcome: Any, paths: RunPaths) -> tuple[Fault, str]:
         error = read_or_empty(paths.error)
         kind, text = str(error.get("type", "")), str(error.get("text", outcome))
     fault = _FAULTS.get(kind, "raised")
-    if fault == "raised" and "out of memory" in text:  # torch 2.6's RuntimeErrors of cuBLAS
+    # torch's RuntimeErrors: of cuBLAS, and of the CPU's allocator.
+    if fault == "raised" and memory_ran_out(text):
         fault = "oom"
     return fault, one_line(kind, text)

@@ -40,6 +40,7 @@ LAYERS = (
     "search",
     "crossval",
     "competition",
+    "tuning",
     "attach",
     "notebooks",
     "pipeline",
