@@ -15,6 +15,7 @@ from nbtoolkit.panel.form import Field, FormState, Validation, default_texts
 from nbtoolkit.panel.space_table import SpaceTable
 from nbtoolkit.panel.widgets import (
     Sections,
+    html,
     label,
     set_text,
     set_trait,
@@ -114,8 +115,8 @@ class Setup:
         example = "optim.lr: {type: float, low: 1.0e-4, high: 1.0e-1, log: true}"
         self.space = w.Textarea(placeholder=example, rows=12, **label("space", width="99%"))
         self.table = SpaceTable(lambda text: set_trait(self.space, "value", text))
-        self.together, self._matches = w.HTML(), w.HTML()
-        self.cost, self.space_error, self._shown = w.HTML(), w.HTML(), w.VBox()
+        self.together, self._matches = html(), html()
+        self.cost, self.space_error, self._shown = html(), html(), w.VBox()
         yaml = Sections({"YAML": self.space}).root
         choice = wrapped_row(self.search, self.section)
         left = w.VBox([choice, self.together, self._matches, self._shown])
@@ -239,7 +240,7 @@ class Setup:
             hint = "default" if field.nullable else field.allowed
             widget = w.Text(placeholder=hint, **common)
         reset = sign_button("reset", f"Reset {name} to {default or 'empty'}")
-        error = w.HTML(layout={"min_width": "200px", "flex": "1 1 0"})
+        error = html(min_width="200px", flex="1 1 0")
         self._inputs[name], self._resets[name], self.errors[name] = widget, reset, error
         self._refresh(name)
         widget.observe(lambda change: self._on_input(field, change["new"]), "value")
