@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from nbtoolkit.environment.plan import GroupFailure, PortBusy
 from nbtoolkit.environment.resources import memory_kills
-from nbtoolkit.errors import RunFileError, WorkerDied, WorkerHung
+from nbtoolkit.errors import LaunchError, RunFileError, WorkerDied, WorkerHung
 from nbtoolkit.launcher.worker_group import RankView, WorkerGroup
 from nbtoolkit.run import messages
 from nbtoolkit.run.paths import RunPaths, read_record, reading
@@ -49,6 +49,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, WorkerDied):
         return "signal SIGKILL" in str(error)
+    if isinstance(error, LaunchError):  # which only guesses at the cause
+        return False
     return type(error).__name__ in _MEMORY_ERRORS or memory_ran_out(str(error))
 
 

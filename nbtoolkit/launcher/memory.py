@@ -31,19 +31,14 @@ def after_out_of_memory(
     if may_accumulate_more(config):
         if in_loop and plan.batch_size_per_device == 1:
             return _one_sample(failure, plan)
-        if in_loop and may_restart:
-            return OutOfMemory(plan.batch_size_per_device)
-        return failure
-    if train.batch_size_per_device is not None:
-        advice = (
-            f"train.batch_size_per_device is {train.batch_size_per_device}, which nothing changes: "
-            "set a smaller one, or train.batch_size with gradient_accumulation_steps: auto"
-        )
-    else:
-        advice = (
-            f"train.gradient_accumulation_steps is {plan.accumulate}, which nothing changes: auto "
-            "takes as many as the memory needs, with the same train.batch_size"
-        )
+        restarts = in_loop and may_restart
+        return OutOfMemory(plan.batch_size_per_device) if restarts else failure
+    per_device = train.batch_size_per_device is not None
+    fixed = "batch_size_per_device" if per_device else "gradient_accumulation_steps"
+    advice = (
+        f"train.{fixed} is {getattr(train, fixed)}, which nothing changes: set a smaller batch, or "
+        "train.batch_size with gradient_accumulation_steps: auto, which keeps the batch"
+    )
     return replace(failure, notes=[*failure.notes, advice])
 
 

@@ -16,8 +16,9 @@ from torch import nn
 
 import nbtoolkit as nb
 from nbtoolkit.environment.plan import GroupFailure, LaunchPlan, OutOfMemory, make_plan
-from nbtoolkit.errors import PlanError, WorkerDied
+from nbtoolkit.errors import LaunchError, PlanError, WorkerDied
 from nbtoolkit.host import detect_host
+from nbtoolkit.launcher.failures import is_out_of_memory
 
 BATCH = 64
 
@@ -180,3 +181,8 @@ def test_the_next_plan_has_about_twice_the_steps_and_the_same_batch(
     if batch == 64:
         alone = make_plan(config, detect_host({}), hardware, fallen)
         assert (alone.processes, alone.batch_size_per_device, alone.accumulate) == (1, 16, 4)
+
+
+def test_a_lost_supervisor_is_not_taken_for_a_batch_that_is_too_large() -> None:
+    assert not is_out_of_memory(LaunchError("the supervisor died (usual cause: out of memory)"))
+    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: ..."))
