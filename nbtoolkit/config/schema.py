@@ -118,7 +118,9 @@ class Train(Section):
     max_grad_norm: Positive | None = None
     """Scale gradients with a larger norm down to this norm; null: no clipping."""
     gradient_accumulation_steps: Auto | Count = "auto"
-    """Micro-batches per optimizer step; `auto`: one."""
+    """Micro-batches per optimizer step; `auto`: one, or as many as `nb.fit` needs to fit into the
+    memory: if a rank runs out of it, the run starts again from its newest checkpoint, with about
+    twice as many."""
     num_workers: CountFrom0 = 0
     """DataLoader processes of each rank; tensors and arrays in memory need none."""
     compile: bool = False

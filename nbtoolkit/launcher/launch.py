@@ -210,6 +210,8 @@ def launch(
         return result if wait else RunHandle(result.paths)
     plan = make_plan(config, host, hardware, start=start)
     with choose() as run:
+        if learned := run.learned(plan):
+            plan = make_plan(config, host, hardware, learned, start=start)
         header = write_header(run, config, plan, host, train)
         limit = time_limit(config)
         job = JobSpec(paths=run.paths, plan=plan, config=config, deadline=limit.deadline)

@@ -191,9 +191,13 @@ def fit(
         training = _Training(ctx, config, loader, train_step, forward, checkpoints, moments)
         validator = Validator(ctx, config, valid_data, by_name, collate)
         training.resume()
+        # Neither a step of several optimizers nor a loss over whole batches can be cut.
+        if not several and config.train.loss_reduction == "auto":
+            ctx.accumulates(entered=True)
         while not training.done:
             training.train_epoch()
             training.end_epoch(validator)
+        ctx.accumulates(entered=False)
         values = training.finish()
         if ctx.is_main and ctx.has_fold and not ctx.params:  # a sweep's folds keep none
             own_step = None if isinstance(optimizer, Mapping) else cast("Forward | None", step)
