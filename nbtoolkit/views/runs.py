@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from nbtoolkit.errors import RunFolderError
+from nbtoolkit.run.device_ledger import update_ledger
 from nbtoolkit.run.events import number_values
 from nbtoolkit.run.paths import TRASH, RunPaths, folder_error, read_or_empty, runs_in, write_json
 from nbtoolkit.study.table import SweepTable
@@ -87,6 +88,7 @@ def move_to_trash(folder: Path) -> Path:
         )
     target = folder.parent / TRASH / folder.name
     try:
+        update_ledger(folder.parent, folder)  # what it used counts also when the trash is emptied
         target.parent.mkdir(mode=0o700, exist_ok=True)
         return folder.rename(target)
     except OSError as error:
