@@ -195,7 +195,7 @@ class Merger:
         """Add what the packed runs used, also those that were deleted since, each once."""
         try:
             merge_ledger(self._into, self._staged)
-        except (RunFileError, TypeError) as error:
+        except RunFileError as error:
             self.notes.append(f"not unpacked: {LEDGER} ({error})")
         (self._staged / LEDGER).unlink(missing_ok=True)
 

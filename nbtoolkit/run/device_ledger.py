@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.run.events import EventReader, RunEnded, RunStarted
-from nbtoolkit.run.paths import TRASH, read_record, write_json
+from nbtoolkit.run.paths import TRASH, read_record, reading, write_json
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
@@ -75,8 +75,9 @@ def read_ledger(folder: Path) -> dict[str, Usage]:
     Raises:
         RunFileError: the file is damaged.
     """
-    known = read_record(folder / LEDGER) or {}
-    return {key: Usage(**entry) for key, entry in known.items() if isinstance(entry, dict)}
+    known: dict[str, Any] = read_record(folder / LEDGER) or {}
+    with reading(folder / LEDGER):
+        return {key: Usage(**entry) for key, entry in known.items()}
 
 
 def update_ledger(folder: Path, below: Path | None = None) -> list[Usage]:

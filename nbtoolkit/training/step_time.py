@@ -27,7 +27,7 @@ STRAGGLER = 1.1
 
 _JUDGED_SECONDS = 5.0  # time over which the work of the ranks is compared
 _ALWAYS_SAMPLED = 10  # DDP records each of the first ten steps
-_SAMPLE_RATE = {"cuda": 100, "cpu": 10}  # then every hundredth (torch's default), or tenth
+_SAMPLE_RATE, _CPU_SAMPLE_RATE = 100, 10  # then every hundredth (torch's default), or tenth
 
 
 class RankTime(NamedTuple):
@@ -145,7 +145,7 @@ class _Waits:
 
     def __init__(self, model: nn.Module, ctx: RunContext) -> None:
         self._ddp: DistributedDataParallel = model  # type: ignore[assignment]
-        self._rate = _SAMPLE_RATE[ctx.device.type]
+        self._rate = _CPU_SAMPLE_RATE if ctx.device.type == "cpu" else _SAMPLE_RATE
         self._ddp._set_ddp_runtime_logging_sample_rate(self._rate)
         buffers = next(iter(model.buffers()), None) is not None
         self.for_buffers = buffers and bool(ctx.plan.ddp.get("broadcast_buffers", True))

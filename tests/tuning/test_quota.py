@@ -144,6 +144,9 @@ def test_a_damaged_ledger_of_a_bundle_is_left_out_and_a_damaged_own_one_is_repor
 ) -> None:
     here = tmp_path / "here"
     write_run(here, "20261119T120000-a-0001", events=events(THURSDAY, 1, 1, "kaggle"))
+    (here / LEDGER).write_text('{"x": {"unknown": 1}}')
+    with pytest.raises(RunFileError, match=r"quota\.json cannot be read: TypeError"):
+        nb.quota(here)
     (here / LEDGER).write_text('{"cut off')
     with pytest.raises(RunFileError, match=r"quota\.json cannot be read"):
         nb.quota(here)
