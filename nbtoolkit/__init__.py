@@ -66,6 +66,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     from nbtoolkit.training.metrics import epoch_metric as epoch_metric
     from nbtoolkit.tuning.batch_size import BatchSize as BatchSize
     from nbtoolkit.tuning.batch_size import find_batch_size as find_batch_size
+    from nbtoolkit.tuning.quota import Quota as Quota
+    from nbtoolkit.tuning.quota import quota as quota
     from nbtoolkit.worker.context import RunContext as RunContext
 
 # Module -> the public names that it defines.
@@ -107,6 +109,7 @@ _NAMES = {
     "training.loop": ("fit",),
     "training.metrics": ("epoch_metric",),
     "tuning.batch_size": ("BatchSize", "find_batch_size"),
+    "tuning.quota": ("Quota", "quota"),
     "worker.context": ("RunContext",),
 }
 _HOME = {name: f"nbtoolkit.{module}" for module, names in _NAMES.items() for name in names}

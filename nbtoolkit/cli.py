@@ -29,6 +29,7 @@ from nbtoolkit.errors import (
     PlanError,
     ReportFolderError,
     ResumeError,
+    TuningError,
 )
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ _NOT_TRAINED = (
     PlanError,
     ReportFolderError,
     ResumeError,
+    TuningError,
 )
 
 # Plain help, without boxes and colours, for notebook cells and log files.
@@ -139,6 +141,9 @@ RunsFolder = Annotated[
 ]
 SizeLimit = Annotated[
     str | None, typer.Option(help="Largest size of the bundle, such as 15GB; default: the disk's.")
+]
+QuotaHours = Annotated[
+    float | None, typer.Option(help="GPU hours of a week's quota; default: runtime.quota_hours.")
 ]
 BundleSource = Annotated[
     str, typer.Argument(metavar="WHERE", help="auto, a bundle, or a folder with a bundle or runs.")
@@ -355,6 +360,15 @@ def unpack(where: BundleSource = "auto", into: IntoFolder = None, debug: Debug =
     with report_errors(debug):
         unpacked = read_bundle(where, into=into)
     print("\n".join([repr(unpacked), *unpacked.notes]))
+
+
+@app.command()
+def quota(source: RunsFolder = None, hours: QuotaHours = None, debug: Debug = False) -> None:
+    """Print the device-hours of the runs of an output folder, by host and week."""
+    from nbtoolkit.tuning.quota import quota as count
+
+    with report_errors(debug):
+        print(count(source, hours=hours))
 
 
 @app.command()

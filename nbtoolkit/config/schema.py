@@ -125,6 +125,8 @@ class Train(Section):
     """DataLoader processes of each rank; tensors and arrays in memory need none."""
     compile: bool = False
     """Compile the model with `torch.compile`: minutes at the start, faster steps."""
+    profile: bool = False
+    """Record a few optimizer steps with torch.profiler: a trace per rank and a table."""
     channels_last: bool = False
     """Use the channels-last memory format: faster convolutions on GPUs with tensor cores."""
     activation_checkpointing: bool = False
@@ -250,6 +252,9 @@ class Runtime(Section):
     """Time between the end of the run and `session_limit`, for the rest of the notebook."""
     pack: Auto | bool = "auto"
     """Pack `output_dir` when a run ends at its deadline; `auto`: on Kaggle and Colab."""
+    quota_hours: Positive | None = None
+    """GPU hours of your host's weekly quota, for `nb.quota` and the cost of a search; null: none.
+    """
     hang_timeout: Seconds = 300.0
     """A rank that is silent and idle for this long while another waits for it is hung."""
     compare_ranks: bool = True

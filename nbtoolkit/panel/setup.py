@@ -10,6 +10,7 @@ from typing import Any
 
 import ipywidgets as w
 
+from nbtoolkit.host import detect_host
 from nbtoolkit.panel import form
 from nbtoolkit.panel.form import Field, FormState, Validation, default_texts
 from nbtoolkit.panel.space_table import SpaceTable
@@ -22,6 +23,7 @@ from nbtoolkit.panel.widgets import (
     sign_button,
     wrapped_row,
 )
+from nbtoolkit.run.device_ledger import cost_text as quota_text
 from nbtoolkit.text_table import counted
 from nbtoolkit.views.markup import alert
 
@@ -38,6 +40,7 @@ def cost_text(
     seconds_per_training: float | None = None,
     slots: int = 1,
     folds: int | None = None,
+    devices: int = 0,
 ) -> str:
     """Describe what a sweep or a cross-validation costs.
 
@@ -46,10 +49,12 @@ def cost_text(
         seconds_per_training: how long one training takes; None: unknown.
         slots: how many trainings run at a time.
         folds: the number of folds; None: as the sweep says.
+        devices: the number of GPUs of one training.
 
     Returns:
-        Such as ``"20 trials x 3 folds = 60 trainings, about 9 min on 2 slots"``; empty: it is one
-        training, or the number of trials is unknown.
+        Such as ``"20 trials x 3 folds = 60 trainings, about 9 min on 2 slots"``, and with
+        ``runtime.quota_hours`` the share of the quota; empty: it is one training, or the number of
+        trials is unknown.
     """
     sweep, counts = validation.sweep_config, []
     if sweep is not None:
@@ -65,7 +70,20 @@ def cost_text(
     if seconds_per_training is None:
         return text
     seconds = seconds_per_training * math.ceil(trainings / slots)
-    return f"{text}, about {_rounded(seconds)} on {counted(slots, 'slot')}"
+    text += f", about {_rounded(seconds)} on {counted(slots, 'slot')}"
+    quota = (
+        ""
+        if validation.config is None
+        else quota_text(
+            validation.config,
+            detect_host().kind,
+            jobs=trainings,
+            seconds=seconds_per_training,
+            slots=slots,
+            devices=devices,
+        )
+    )
+    return f"{text}: {quota}" if quota else text
 
 
 def _rounded(seconds: float) -> str:

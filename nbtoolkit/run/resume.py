@@ -409,6 +409,7 @@ _NOT_IDENTITY = (
     "checkpoint.",
     "distributed.",
     "train.num_workers",
+    "train.profile",
 )
 _IDENTITY = (
     "distributed.sync_batchnorm",
