@@ -64,6 +64,11 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     from nbtoolkit.training.evaluation import predict as predict
     from nbtoolkit.training.loop import fit as fit
     from nbtoolkit.training.metrics import epoch_metric as epoch_metric
+    from nbtoolkit.tuning.learning_rate import LearningRate as LearningRate
+    from nbtoolkit.tuning.learning_rate import find_learning_rate as find_learning_rate
+    from nbtoolkit.tuning.speed import SpeedTable as SpeedTable
+    from nbtoolkit.tuning.speed import find_num_workers as find_num_workers
+    from nbtoolkit.tuning.speed import find_speedups as find_speedups
     from nbtoolkit.worker.context import RunContext as RunContext
 
 # Module -> the public names that it defines.
@@ -104,6 +109,8 @@ _NAMES = {
     "training.evaluation": ("predict",),
     "training.loop": ("fit",),
     "training.metrics": ("epoch_metric",),
+    "tuning.learning_rate": ("LearningRate", "find_learning_rate"),
+    "tuning.speed": ("SpeedTable", "find_num_workers", "find_speedups"),
     "worker.context": ("RunContext",),
 }
 _HOME = {name: f"nbtoolkit.{module}" for module, names in _NAMES.items() for name in names}
