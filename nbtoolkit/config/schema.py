@@ -106,7 +106,8 @@ class Optim(Section):
     warmup_ratio: Share = 0.05
     """Share of all steps over which the learning rate rises from 0 to its peak."""
     min_lr_ratio: Share = 0.0
-    """Lowest rate of all schedules but constant, as a share of the peak."""
+    """Lowest rate of all schedules but constant, as a share of the peak (`range_test`: 0 means
+    1e-6)."""
     plateau_patience: Count = 5
     """`plateau`: epochs without a better `checkpoint.monitor` before the rate drops."""
     plateau_factor: Share = 0.1

@@ -177,8 +177,7 @@ def cross_validate(
     _check_folds(folds)
     screen = choose_screen(display, find_display())
     config = as_config(config, processes).with_overrides({"task": task_name(train)})
-    quiet = display == "off"
-    config = measure_auto(train, config, resume=resume, quiet=quiet, fold=folds[0])
+    config = measure_auto(train, config, resume, display, fold=folds[0])
     _check_resumed(resume, config, folds)
     now = time.time()
     started = start_search(

@@ -191,7 +191,7 @@ def launch(
     screen = choose_screen(display, find_display())
     config = as_config(config, processes).with_overrides({"task": task_name(train)})
     check_deadline(config)
-    config = measure_auto(train, config, resume=resume, quiet=display == "off")
+    config = measure_auto(train, config, resume, display)
     host, hardware = detect_host(), detect_hardware()
     choose = partial(choose_run, config, train, name, resume)
     if host.is_rank:

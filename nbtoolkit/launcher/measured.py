@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Container
 from importlib import import_module
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.config.schema import Config, measured
 from nbtoolkit.errors import TuningError
 from nbtoolkit.host import detect_host
+from nbtoolkit.run.output import Display
 
 if TYPE_CHECKING:
     from nbtoolkit.folds.folds import Fold
@@ -24,27 +26,25 @@ MEASURED = {
 
 def unmeasured(config: Config) -> list[str]:
     """The settings of :data:`MEASURED` that are ``auto``."""
-    settings = config.to_dict()
-    split = {name: name.split(".") for name in MEASURED}
-    return [name for name, (section, key) in split.items() if settings[section][key] == "auto"]
+    return [name for name in MEASURED if attrgetter(name)(config) == "auto"]
 
 
 def measure_auto(
     train: Callable[..., Any],
     config: Config,
-    *,
     resume: str | os.PathLike[str],
-    quiet: bool,
+    display: Display,
+    *,
     searched: Container[str] = (),
     fold: Fold | None = None,
 ) -> Config:
-    """Replace the settings that are ``auto`` by what is measured, or was.
+    """Replace the settings that are ``auto`` by what is measured now, or was.
 
     Args:
         train: the training function.
         config: the configuration of the launch.
         resume: as for the launch.
-        quiet: print nothing.
+        display: ``"off"`` prints nothing.
         searched: settings that the launch chooses itself.
         fold: the value of ``ctx.fold`` in the measurement.
 
@@ -63,12 +63,12 @@ def measure_auto(
             measure = getattr(import_module(module), function)
         except ModuleNotFoundError as error:
             raise TuningError(
-                f"{name} is auto, and what measures it is not installed: {error}",
+                f"{name} is auto, and what measures it is missing: {error}",
                 allowed=f"a number; auto where there is the module {module}",
                 do=f"set {name} to a number",
             ) from error
         value, why = measure(train, config, resume, fold)
-        if not quiet:
+        if display != "off":
             print(f"{name}: auto -> {value:g} ({why})", flush=True)
         config = config.with_overrides({name: value})
     return config

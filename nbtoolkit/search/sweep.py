@@ -156,14 +156,8 @@ def sweep(
     sweep_config = load_sweep_config(space, config, n_trials=n_trials, timeout=timeout, folds=count)
     if folds is None:
         folds = configured_folds(sweep_config.folds, config.task, targets, groups)
-    config = measure_auto(
-        train,
-        config,
-        resume=resume,
-        quiet=display == "off",
-        searched=sweep_config.space,
-        fold=None if folds is None else folds[0],
-    )
+    first, searched = None if folds is None else folds[0], sweep_config.space
+    config = measure_auto(train, config, resume, display, searched=searched, fold=first)
     search = _search(sweep_config, folds)
     label = name or sweep_config.study.name
     now = time.time()

@@ -12,7 +12,7 @@ from nbtoolkit.errors import ConfigError
 from nbtoolkit.launcher.launch import Train
 from nbtoolkit.run.paths import runs_in
 from nbtoolkit.run.resume import changed_settings, find_named_run, read_versions, source_hash
-from nbtoolkit.tuning.learning_rate import measure_learning_rate
+from nbtoolkit.tuning.learning_rate import DEFAULT, measure_learning_rate
 from nbtoolkit.tuning.speed import measure_num_workers
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def learning_rate(
     """
     if (earlier := _rate_to_resume(train, config, resume)) is not None:
         return earlier
-    found = measure_learning_rate(train, config, runs=_on_fold(train, fold))
+    found = measure_learning_rate(train, config, DEFAULT, runs=_on_fold(train, fold))
     return found.suggestion, found.why
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.errors import TuningError
 from nbtoolkit.launcher.launch import Train
 from nbtoolkit.text_table import html_table
+from nbtoolkit.training.optim.optimizer import RangeTest
 from nbtoolkit.tuning.answers import answer_key, keep_answer, kept_answer
 from nbtoolkit.tuning.probe import LoggedStep, Probe, probe
 from nbtoolkit.views.chart import BEST, ENDED, RUNNING, Axis, Series, chart
@@ -21,8 +22,8 @@ from nbtoolkit.views.figure import Chart
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
 
-LOW, HIGH, STEPS = 1e-6, 1.0, 100
-"""The default range of the test, and its optimizer steps."""
+DEFAULT = RangeTest(low=1e-6, high=1.0, total=100)
+"""The rates of the test."""
 
 _SMOOTHING = 0.9  # share of the mean before in the mean after a step
 _DIVERGED = 4.0  # times the lowest smoothed loss: the test ends
@@ -57,19 +58,18 @@ class LearningRate:
 
     def plot(self) -> Chart:
         """Draw the loss over the rate, its mean, and the suggestion."""
-        means = smoothed(self.losses)
-        here = min(range(len(means)), key=lambda i: abs(self.rates[i] - self.suggestion))
-        mark = Series(f"suggestion {self.suggestion:g}", [(self.suggestion, means[here])], "ring")
-        drawn = chart(
-            [
-                Series("loss", [*zip(self.rates, self.losses, strict=True)], colour=ENDED),
-                Series("smoothed", [*zip(self.rates, means, strict=True)], colour=RUNNING),
-                Series(mark.name, mark.points, "ring", BEST),
-            ],
-            x=Axis("optim.lr", log=True),
-            y=Axis("training loss"),
-            legend=True,
+        losses, means = (
+            [*zip(self.rates, values, strict=True)]
+            for values in (self.losses, smoothed(self.losses))
         )
+        mark = min(means, key=lambda point: abs(point[0] - self.suggestion))
+        series = [
+            Series("loss", losses, colour=ENDED),
+            Series("smoothed", means, colour=RUNNING),
+            Series(f"suggestion {self.suggestion:g}", [mark], "ring", BEST),
+        ]
+        x, y = Axis("optim.lr", log=True), Axis("training loss")
+        drawn = chart(series, x=x, y=y, legend=True)
         return Chart("learning-rate range test", f'<div style="max-width:560px">{drawn}</div>')
 
     @property
@@ -77,9 +77,9 @@ class LearningRate:
         """The reason for the suggestion, in a line."""
         means = smoothed(self.losses)
         cost = f"measured in {self.seconds:.1f} s" if not self.kept else "kept; force=True measures"
+        fall = f"the mean loss falls from {means[0]:.4g} to {min(means):.4g}"
         return (
-            f"the loss falls fastest there: {means[0]:.4g} at {self.rates[0]:.1g}, "
-            f"{min(means):.4g} at the lowest; {len(means)} steps, {cost}"
+            f"{fall} in {len(means)} steps from {self.rates[0]:.3g} to {self.rates[-1]:.3g}; {cost}"
         )
 
     def __repr__(self) -> str:
@@ -94,9 +94,9 @@ def find_learning_rate(
     train: Train,
     config: ConfigLike = None,
     *,
-    low: float = LOW,
-    high: float = HIGH,
-    steps: int = STEPS,
+    low: float = DEFAULT.low,
+    high: float = DEFAULT.high,
+    steps: int = DEFAULT.total,
     processes: int | None = None,
     force: bool = False,
 ) -> LearningRate:
@@ -110,7 +110,9 @@ def find_learning_rate(
     With ``s_i`` the exponential mean of the losses (weight 0.9, corrected for its start) and
     ``r_i`` the rates, the suggestion is ``r_k`` where
     ``(s_{k+1} - s_{k-1}) / (ln r_{k+1} - ln r_{k-1})`` is lowest: where the loss falls fastest. The
-    first 10 and the last 5 steps do not count, as in Lightning and fastai.
+    first 10 and the last 5 steps do not count. Lightning and fastai do about the same. It is at
+    most a tenth of the rate with the lowest ``s_i`` (fastai's ``minimum``): where a loss diverges
+    soon after its steepest fall, as with SGD and momentum, that one is too high to train with.
 
     The answer is kept in ``<output_dir>/tuning.json`` and used again for the same function, model,
     data settings, optimizer and devices.
@@ -132,69 +134,58 @@ def find_learning_rate(
             ``nb.fit`` with this configuration.
         Exception: the function's own.
     """
-    config = as_config(config, processes)
-    found = measure_learning_rate(train, config, low=low, high=high, steps=steps, force=force)
+    test = RangeTest(low=low, high=high, total=steps)
+    found = measure_learning_rate(train, as_config(config, processes), test, force=force)
     print(f"optim.lr: {found.suggestion:g} ({found.why})", flush=True)
     return found
 
 
 def measure_learning_rate(
-    train: Train,
-    config: Config,
-    *,
-    low: float = LOW,
-    high: float = HIGH,
-    steps: int = STEPS,
-    force: bool = False,
-    runs: Train | None = None,
+    train: Train, config: Config, test: RangeTest, *, force: bool = False, runs: Train | None = None
 ) -> LearningRate:
     """Do what :func:`find_learning_rate` does, and print nothing.
 
     Args:
         train: the function that the answer is kept for.
-        config: see there, and so are the others.
-        low: the first rate.
-        high: the last rate.
-        steps: optimizer steps.
+        config: see there.
+        test: its rates.
         force: measure again.
         runs: what runs in place of ``train``.
     """
-    if not (0 < low < high and steps >= _FEWEST):
+    if not (0 < test.low < test.high and test.total >= _FEWEST):
         raise TuningError(
-            f"a range test from {low:g} to {high:g} in {steps} steps is not possible",
+            f"a range test from {test.low:g} to {test.high:g} in {test.total} steps is impossible",
             allowed=f"0 < low < high, and at least {_FEWEST} steps",
-            do=f"leave them out: low={LOW:g}, high={HIGH:g}, steps={STEPS}",
+            do="leave them out: low=1e-6, high=1.0, steps=100",
         )
     optim = {**config.to_dict()["optim"], "lr": None, "schedule": None, "warmup_ratio": None}
     others = config.seed, config.train.max_grad_norm, config.train.drop_last
-    key = answer_key(train, config, low, high, steps, optim, others)
+    key = answer_key(train, config, astuple(test), optim, others)
     if not force and (kept := kept_answer(config, "learning_rate", key)):
         del kept["measured"]
-        return LearningRate(**kept, kept=True)
-    values: dict[str, Any] = _range_test(runs or train, config, low, high, steps)
-    keep_answer(config, "learning_rate", key, values)
-    return LearningRate(**values)
+        return LearningRate(**kept)
+    found = _measure(runs or train, config, test)
+    keep_answer(config, "learning_rate", key, {**asdict(found), "kept": True})
+    return found
 
 
-def _range_test(
-    train: Train, config: Config, low: float, high: float, steps: int
-) -> dict[str, object]:
+def _measure(train: Train, config: Config, test: RangeTest) -> LearningRate:
     curve: dict[int, float] = {}
 
     def enough(step: LoggedStep) -> bool:
         curve.setdefault(step.step, step.loss)
-        return step.step == steps or diverged([*curve.values()])
+        return step.step == test.total or diverged([*curve.values()])
 
     settings = {
         "optim.schedule": "range_test",
-        "optim.lr": high,
-        "optim.min_lr_ratio": low / high,
+        "optim.lr": test.high,
+        "optim.min_lr_ratio": test.low / test.high,
         "optim.warmup_ratio": 0.0,
         "train.weight_averaging": "none",
         # The losses of a step arrive at once: those before one that is not finite count.
         "checkpoint.every_steps": 1,
     }
-    result = probe(train, config, settings, steps=steps, on_step=enough)
+    result = probe(train, config, settings, steps=test.total, on_step=enough)
     if result.status == "out_of_memory":
         raise TuningError(
             f"memory ran out in the range test: {result.reason}",
@@ -203,29 +194,26 @@ def _range_test(
         )
     losses = [*curve.values()]
     cut = next((n for n in range(1, len(losses)) if diverged(losses[:n])), len(losses))
-    losses = losses[:cut]
-    rates = [low * (high / low) ** ((step - 1) / (steps - 1)) for step in [*curve][:cut]]
+    losses, rates = losses[:cut], [test.rate(step - 1) for step in [*curve][:cut]]
     _check_rates(result, rates)
-    rate = suggest(rates, losses)
-    return {"suggestion": rate, "rates": rates, "losses": losses, "seconds": result.seconds}
+    rate, seconds = suggest(rates, losses), result.seconds
+    return LearningRate(suggestion=rate, rates=rates, losses=losses, seconds=seconds)
 
 
 def _check_rates(result: Probe, rates: Sequence[float]) -> None:
-    """Refuse a function that trains at other rates than the test's."""
+    """Refuse a first loss that is not finite, and a function with rates of its own."""
     if not rates:
         raise TuningError(
             f"the first loss is not finite: {result.reason}",
             allowed="a loss that is a finite number at the start",
             do="check the data and the initial weights",
         )
-    logged = [step.rate for step in result.steps[: len(rates)]]
-    rise = math.log(logged[-1] / logged[0]) if min(logged) > 0 else 0.0
-    if abs(rise - math.log(rates[-1] / rates[0])) > 1e-3:
+    first, last = result.steps[0].rate, result.steps[len(rates) - 1].rate
+    if not first or not math.isclose(last / first, rates[-1] / rates[0], rel_tol=1e-3):
         raise TuningError(
-            f"the training function does not follow the rates of the test: it went from "
-            f"{logged[0]:.3g} to {logged[-1]:.3g}, and not by a factor of {rates[-1] / rates[0]:g}",
+            f"the training function had rates of its own, from {first:.3g} to {last:.3g}",
             allowed="a function that gives nb.fit the configuration that it gets",
-            do="do not change config.optim inside the function while the rate is measured",
+            do="do not change config.optim inside the function",
         )
 
 
@@ -247,7 +235,7 @@ def diverged(losses: Sequence[float]) -> bool:
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """The rate at which the smoothed loss falls fastest, with three digits.
+    """The rate at which the smoothed loss falls fastest; see :func:`find_learning_rate`.
 
     Raises:
         TuningError: it does not fall, or diverges too early to tell.
@@ -269,4 +257,4 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> float:
     def slope(i: int) -> float:
         return (means[i + 1] - means[i - 1]) / math.log(rates[i + 1] / rates[i - 1])
 
-    return float(f"{rates[min(inner, key=slope)]:.3g}")
+    return float(f"{min(rates[min(inner, key=slope)], rates[lowest] / 10):.3g}")

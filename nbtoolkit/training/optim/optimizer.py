@@ -219,21 +219,12 @@ def make_schedule(config: Config, *, steps: int, factor: float) -> Schedule:
             plateau_factor``.
         steps: optimizer steps of the whole run.
         factor: multiplies ``optim.lr`` (the plan's ``lr_factor``).
-
-    Raises:
-        FitError: ``range_test`` would begin at 0.
     """
     optim = config.optim
     peak, warmup = measured(optim.lr, "optim.lr") * factor, optim.warmup_ratio * steps
     floor = optim.min_lr_ratio * peak
     if optim.schedule == "range_test":
-        if not floor:
-            raise FitError(
-                "optim.schedule is range_test, and its first rate, min_lr_ratio x lr, is 0",
-                allowed="optim.min_lr_ratio above 0",
-                do="call nb.find_learning_rate, or set optim.min_lr_ratio: 1.0e-6",
-            )
-        return RangeTest(low=floor, high=peak, total=steps)
+        return RangeTest(low=floor or peak * 1e-6, high=peak, total=steps)
     if optim.schedule == "one_cycle":
         return OneCycle(peak=peak, warmup=warmup, total=steps, floor=floor)
     if optim.schedule == "plateau":
