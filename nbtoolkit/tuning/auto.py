@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ def learning_rate(
     """
     if (earlier := _rate_to_resume(train, config, resume)) is not None:
         return earlier
-    found = measure_learning_rate(train, config, DEFAULT, runs=_on_fold(train, fold))
+    found = measure_learning_rate(train, config, DEFAULT, runs=partial(_with_fold, train, fold))
     return found.suggestion, found.why
 
 
@@ -56,7 +56,7 @@ def num_workers(train: Train, config: Config, resume: Resume, fold: Fold | None)
     Raises:
         TuningError: it cannot be measured.
     """
-    found = measure_num_workers(train, config, runs=_on_fold(train, fold))
+    found = measure_num_workers(train, config, runs=partial(_with_fold, train, fold))
     return int(found.chosen.settings["train.num_workers"]), found.why
 
 
@@ -81,17 +81,7 @@ def _rate_to_resume(train: Train, config: Config, resume: Resume) -> tuple[float
     return None
 
 
-@dataclass(frozen=True)
-class _OnFold:
-    """A training function that sees a fold, outside a cross-validation."""
-
-    train: Train
-    fold: Fold
-
-    def __call__(self, config: Config, ctx: RunContext) -> Any:
-        ctx._fold = self.fold
-        return self.train(config, ctx)
-
-
-def _on_fold(train: Train, fold: Fold | None) -> Train | None:
-    return None if fold is None else _OnFold(train, fold)
+def _with_fold(train: Train, fold: Fold | None, config: Config, ctx: RunContext) -> Any:
+    """Call a training function that sees a fold, outside a cross-validation."""
+    ctx._fold = fold
+    return train(config, ctx)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import nbtoolkit as nb
-from nbtoolkit.errors import ConfigError, FitError, TuningError
+from nbtoolkit.errors import ConfigError, TuningError
 from nbtoolkit.run.paths import runs_in
 from nbtoolkit.tuning.learning_rate import diverged, smoothed, suggest
 
@@ -140,6 +140,18 @@ def test_a_function_with_rates_of_its_own_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(TuningError, match=r"rates of its own, from 0\.1 to 0\.1"):
         nb.find_learning_rate(train, configuration(tmp_path), low=1e-4, high=0.1, steps=30)
+
+    def several(config: Any, ctx: Any) -> Any:
+        def step(model: Any, batch: Any, optimizers: Any) -> Any:
+            optimizers["one"].backward(loss := cross_entropy(model(batch[0]), batch[1]))
+            optimizers["one"].step()
+            return loss
+
+        adam = {"one": lambda model: torch.optim.Adam(model.parameters())}
+        return nb.fit(ctx, config, model_of(), samples(64), None, optimizer=adam, step=step)
+
+    with pytest.raises(TuningError, match=r"rates of its own, from 0\.001 to 0\.001"):
+        nb.find_learning_rate(several, configuration(tmp_path), steps=30)
     with pytest.raises(TuningError, match="at least 30 steps"):
         nb.find_learning_rate(train, configuration(tmp_path), steps=3)
 
@@ -199,15 +211,6 @@ def test_groups_of_the_configuration_keep_their_scale(tmp_path: Path) -> None:
     rates = seen(tmp_path / "run", configured(overrides={**RANGE, **groups}))
     assert rates[-1] == pytest.approx([1.0, 0.25])
     assert rates[0] == pytest.approx([1e-4, 0.25e-4])
-
-
-def test_several_optimizers_have_no_range_test(tmp_path: Path) -> None:
-    def step(model: Any, batch: Any, optimizers: Any) -> Any:
-        return model(batch[0]).mean()
-
-    adam = {"one": lambda model: torch.optim.Adam(model.parameters())}
-    with pytest.raises(FitError, match="no common learning rate"):
-        seen(tmp_path / "run", configured(overrides=RANGE), optimizer=adam, step=step)
 
 
 # --- optim.lr: auto ---

@@ -297,9 +297,6 @@ def _check(
     elif passes > 1:
         fault = f"several optimizers cannot accumulate gradients, and a step takes {passes} passes"
         do = "set train.gradient_accumulation_steps: 1, or a smaller train.batch_size"
-    elif config.optim.schedule == "range_test":
-        fault = "several optimizers have no common learning rate to measure by a range test"
-        do = "choose their rates by hand, or search for them with nb.sweep"
     elif config.train.compile:
         fault = "several optimizers do not go with train.compile"
         do = "set train.compile: false, and compile the parts in your step"
