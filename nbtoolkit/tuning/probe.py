@@ -22,6 +22,7 @@ from nbtoolkit.errors import LossNotFinite, TuningError
 from nbtoolkit.launcher.failures import is_out_of_memory
 from nbtoolkit.launcher.handle import RunHandle
 from nbtoolkit.launcher.launch import Train, launch
+from nbtoolkit.launcher.measured import unmeasured
 from nbtoolkit.run.events import Event, MetricsLogged, MetricsReported, RunStarted
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ _QUIET = {
     "distributed.fallback": False,
 }
 _SCRATCH = "nbtoolkit-probe-"  # followed by the process that made the folder
+# In place of `auto`, which a probe does not measure.
+_UNMEASURED = {"optim.lr": 1e-3, "train.num_workers": 0}
 LONGEST = 60.0
 """Seconds that a probe may take."""
 
@@ -119,6 +122,7 @@ def probe(
     with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}-") as folder:
         settings = {
             **_QUIET,
+            **{name: _UNMEASURED[name] for name in unmeasured(config)},
             "train.epochs": steps,
             "train.max_steps": steps,
             **overrides,
