@@ -20,7 +20,15 @@ from nbtoolkit.host import detect_host
 from nbtoolkit.launcher.arguments import check_call, task_name
 from nbtoolkit.launcher.fork_launch import ForkedAgent
 from nbtoolkit.launcher.forkserver_client import fork_server
-from nbtoolkit.launcher.handle import RunHandle, RunResult, StartedRun, pack_at_deadline
+from nbtoolkit.launcher.handle import (
+    RunHandle,
+    RunResult,
+    StartedRun,
+    pack_at_deadline,
+    say_speed,
+)
+from nbtoolkit.launcher.measured import resolve_measured
+from nbtoolkit.run.answers import measured_speed
 from nbtoolkit.run.events import Event
 from nbtoolkit.run.output import CellOutput, Display, choose_screen, displays, find_display
 from nbtoolkit.run.payload import pack_content, pack_function
@@ -191,6 +199,8 @@ def launch(
     config = as_config(config, processes).with_overrides({"task": task_name(train)})
     check_deadline(config)
     host, hardware = detect_host(), detect_hardware()
+    if not host.is_rank:
+        config = resolve_measured(train, config)
     choose = partial(choose_run, config, train, name, resume)
     if host.is_rank:
         from nbtoolkit.launcher.in_process import run_in_place
@@ -208,13 +218,14 @@ def launch(
             say = CellOutput(result.paths, display).say
             pack_at_deadline(result.status, result.paths, say)
         return result if wait else RunHandle(result.paths)
-    plan = make_plan(config, host, hardware, start=start)
+    speed = measured_speed(train, config)
+    plan = make_plan(config, host, hardware, () if speed is None else (speed,), start=start)
     with choose() as run:
         header = write_header(run, config, plan, host, train)
         limit = time_limit(config)
         job = JobSpec(paths=run.paths, plan=plan, config=config, deadline=limit.deadline)
         request = RunRequest(
-            job=job, host=host, hardware=hardware, header=header, notes=limit.notes
+            job=job, host=host, hardware=hardware, header=header, notes=limit.notes, speed=speed
         )
         offset = _size(run.paths.events) if run.resumed else 0  # none: it was cut off at once
         cell = CellOutput(run.paths, display, offset=_size(run.paths.log(0)))
@@ -223,6 +234,7 @@ def launch(
             from nbtoolkit.launcher.in_process import run_inline
 
             result = run_inline(train, request, run, cell=cell, on_event=on_event)
+            say_speed(result, cell.say)
             pack_at_deadline(result.status, result.paths, cell.say)
             return result
 

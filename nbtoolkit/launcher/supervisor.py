@@ -234,8 +234,9 @@ class RunSupervisor:
 
     def _replan(self, evidence: GroupFailure | PortBusy) -> None:
         request, start = self._request, self.plan.start
+        known = (evidence,) if request.speed is None else (evidence, request.speed)
         self.plan = make_plan(
-            request.job.config, request.host, request.hardware, (evidence,), start=start
+            request.job.config, request.host, request.hardware, known, start=start
         )
         write_json(self.paths.plan, self.plan.to_dict())
         self.record.note(

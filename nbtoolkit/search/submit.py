@@ -21,6 +21,8 @@ from nbtoolkit.errors import LaunchError, PlanError, ResumeError
 from nbtoolkit.host import Host, detect_host
 from nbtoolkit.launcher.forkserver_client import fork_server
 from nbtoolkit.launcher.handle import StartedRun
+from nbtoolkit.launcher.measured import resolve_measured
+from nbtoolkit.run.answers import measured_speed
 from nbtoolkit.run.paths import RunPaths, read_record, runs_in
 from nbtoolkit.run.payload import pack_content, pack_function
 from nbtoolkit.run.resume import (
@@ -240,12 +242,17 @@ def start_search(
 
     check_deadline(config, uses_reserve=search.uses_reserve)
     host, tracking = _not_a_rank(search), choose_tracking(config.to_dict()["tracking"])
-    environment = kernel_environment()
+    config, environment = resolve_measured(train, config), kernel_environment()
     server = fork_server(tracking=tracking.on)  # it starts while everything here is prepared
     server.import_ahead(_LATE, environment.environ)
     hardware = detect_hardware()
     slots = search.slots or make_slots(
-        config, hardware, search.placement, per_device=search.per_device, jobs=search.jobs
+        config,
+        hardware,
+        search.placement,
+        per_device=search.per_device,
+        jobs=search.jobs,
+        speed=measured_speed(train, config),
     )
     first = slots.slots[0]
     plan = make_plan(config.with_overrides(dict(first.overrides)), host, first.hardware)

@@ -111,6 +111,7 @@ def probe(
     with tempfile.TemporaryDirectory(prefix="nbtoolkit-probe-") as folder:
         settings = {
             **_QUIET,
+            **({"distributed.strategy": "auto"} if _asks_to_measure(config) else {}),
             "train.epochs": steps,
             "train.max_steps": steps,
             **overrides,
@@ -144,6 +145,11 @@ def probe(
             plan=listener.plan,
             seconds=time.monotonic() - began,
         )
+
+
+def _asks_to_measure(config: Config) -> bool:
+    """Whether the launch would measure: a probe would do so each time, in its scratch folder."""
+    return config.distributed.strategy == "measured"
 
 
 def _wait(handle: RunHandle) -> tuple[Status, str]:
