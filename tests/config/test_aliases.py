@@ -93,7 +93,7 @@ def test_other_launchers_names_are_understood(
         ({"distributed": {"enable_hybrid": True}}, r"pipeline strategies .* are not there yet"),
         (
             {"distributed": {"strategy": "fsdp"}},
-            r"'fsdp' is refused: not built in(.|\n)*auto, single or",
+            r"'fsdp' is refused: not built in(.|\n)*auto, single, ddp, dp or",
         ),
         ({"distributed": {"backend": "mpi"}}, r"backend: 'mpi' is refused: torch has it only when"),
         ({"distributed": {"backend": "horovod"}}, r"Horovod's last release"),
