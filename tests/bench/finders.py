@@ -3,7 +3,7 @@
     python -m tests.bench.finders calibrate
 
 The last figure compares the calibrated choice with brute force: runs of each strategy that are
-three times as long as its probes, in turn, so that a machine in use slows both.
+longer than its probes, in turn, so that a machine in use slows both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.bench.figures import Figure, in_fresh_process, median, quiet_config
 from tests.bench.search import shut_afterwards
 
 CNN = {"model.kind": "cnn", "train.batch_size": 128}
-ROUNDS, EPOCHS = 3, 30
+ROUNDS, EPOCHS = 3, 15
 
 
 def calibrate() -> dict[str, float]:

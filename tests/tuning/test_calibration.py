@@ -158,7 +158,7 @@ def test_the_choice_is_the_fastest_of_the_table(
     assert "calibrate: fastest: " in capsys.readouterr().out
     # nothing is left but the answer, and it is used
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"tuning.json", "tuning.lock"}
-    assert nb.calibrate(digits.train, cnn) == result
+    assert nb.calibrate(digits.train, cnn).candidates == result.candidates
     run = nb.launch(digits.train, cnn.with_overrides({"train.epochs": 1}), display="off")
     usual, best = speeds["single"], max(speeds.values())
     assert run.plan.strategy == (result.fastest.strategy if best > 1.05 * usual else "single")
