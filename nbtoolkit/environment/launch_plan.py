@@ -65,6 +65,7 @@ def split_batch(batch_size: int, *, processes: int, accumulate: int) -> BatchSpl
 
 Start = Literal["forkserver", "fork", "inline"]
 Precision = Literal["fp32", "fp16", "bf16"]
+Strategy = Literal["single", "ddp", "dp", "tensorflow"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ class LaunchPlan:
     """UUIDs for CUDA_VISIBLE_DEVICES, in order of rank; empty on the CPU."""
     device_names: tuple[str, ...] = ()
     """Names of the devices."""
-    strategy: Literal["single", "ddp", "dp", "tensorflow"] = "single"
+    strategy: Strategy = "single"
     """``ddp`` with more than one process; ``dp``: DataParallel, one process on several devices;
     ``tensorflow``: its own, of one process or several."""
     backend: Literal["nccl", "gloo"] | None = None

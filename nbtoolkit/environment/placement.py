@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nbtoolkit.environment.hardware import Hardware
-from nbtoolkit.environment.launch_plan import Start
+from nbtoolkit.environment.launch_plan import Start, Strategy
 from nbtoolkit.environment.measured_speed import MeasuredSpeed
 from nbtoolkit.environment.nvml import Device
 from nbtoolkit.errors import PlanError
@@ -47,7 +47,7 @@ class DevicePlacement:
         return replace(self, processes=1, devices=self.devices[:1], why=why)
 
     @property
-    def strategy(self) -> str:
+    def strategy(self) -> Strategy:
         """``single``, ``ddp`` or ``dp``."""
         return "dp" if self.replicas > 1 else "ddp" if self.processes > 1 else "single"
 

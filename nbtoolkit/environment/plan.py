@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Literal
 
 from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.environment.hardware import Hardware
-from nbtoolkit.environment.launch_plan import BatchSplit, Precision, Start, split_batch
+from nbtoolkit.environment.launch_plan import (
+    BatchSplit,
+    Precision,
+    Start,
+    Strategy,
+    split_batch,
+)
 from nbtoolkit.environment.launch_plan import LaunchPlan as LaunchPlan
 from nbtoolkit.environment.measured_speed import MeasuredSpeed
 from nbtoolkit.environment.nvml import Device
@@ -76,7 +82,8 @@ def make_plan(
     placement, batch, fallback_notes = _apply_evidence(config, host, evidence, placement, batch)
     precision, precision_note = _precision(config.train.precision, placement.devices)
     backend, backend_notes = _backend(config.distributed.backend, placement)
-    strategy = _strategy(config.distributed.backend, placement)
+    mirrored = config.distributed.backend == "tensorflow"
+    strategy: Strategy = "tensorflow" if mirrored else placement.strategy
     threads, threads_note = _threads(host, hardware, placement.processes)
     port, port_notes = _port(config.distributed.port, evidence, placement.processes)
     return LaunchPlan(
@@ -197,16 +204,6 @@ def _precision_on_cpu(setting: Literal["auto"] | Precision) -> tuple[Precision, 
     if setting == "auto":
         return "fp32", "fp32: the run is on the CPU"
     return setting, f"{setting}: train.precision is {setting}"
-
-
-def _strategy(
-    backend: str, placement: DevicePlacement
-) -> Literal["single", "ddp", "dp", "tensorflow"]:
-    if backend == "tensorflow":
-        return "tensorflow"
-    if placement.replicas > 1:
-        return "dp"
-    return "ddp" if placement.processes > 1 else "single"
 
 
 def _predicted(speed: MeasuredSpeed | None, strategy: str, processes: int) -> float | None:
