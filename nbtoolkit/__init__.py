@@ -66,10 +66,12 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     from nbtoolkit.training.metrics import epoch_metric as epoch_metric
     from nbtoolkit.tuning.batch_size import BatchSize as BatchSize
     from nbtoolkit.tuning.batch_size import find_batch_size as find_batch_size
-    from nbtoolkit.tuning.quota import Quota as Quota
-    from nbtoolkit.tuning.quota import quota as quota
+    from nbtoolkit.tuning.calibration import Calibration as Calibration
+    from nbtoolkit.tuning.calibration import calibrate as calibrate
     from nbtoolkit.tuning.learning_rate import LearningRate as LearningRate
     from nbtoolkit.tuning.learning_rate import find_learning_rate as find_learning_rate
+    from nbtoolkit.tuning.quota import Quota as Quota
+    from nbtoolkit.tuning.quota import quota as quota
     from nbtoolkit.tuning.speed import SpeedTable as SpeedTable
     from nbtoolkit.tuning.speed import find_num_workers as find_num_workers
     from nbtoolkit.tuning.speed import find_speedups as find_speedups
@@ -117,6 +119,7 @@ _NAMES = {
     "tuning.quota": ("Quota", "quota"),
     "tuning.learning_rate": ("LearningRate", "find_learning_rate"),
     "tuning.speed": ("SpeedTable", "find_num_workers", "find_speedups"),
+    "tuning.calibration": ("Calibration", "calibrate"),
     "worker.context": ("RunContext",),
 }
 _HOME = {name: f"nbtoolkit.{module}" for module, names in _NAMES.items() for name in names}
