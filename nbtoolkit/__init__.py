@@ -64,6 +64,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     from nbtoolkit.training.evaluation import predict as predict
     from nbtoolkit.training.loop import fit as fit
     from nbtoolkit.training.metrics import epoch_metric as epoch_metric
+    from nbtoolkit.tuning.benchmark import Benchmark as Benchmark
+    from nbtoolkit.tuning.benchmark import benchmark as benchmark
     from nbtoolkit.worker.context import RunContext as RunContext
 
 # Module -> the public names that it defines.
@@ -104,6 +106,7 @@ _NAMES = {
     "training.evaluation": ("predict",),
     "training.loop": ("fit",),
     "training.metrics": ("epoch_metric",),
+    "tuning.benchmark": ("Benchmark", "benchmark"),
     "worker.context": ("RunContext",),
 }
 _HOME = {name: f"nbtoolkit.{module}" for module, names in _NAMES.items() for name in names}
