@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
 
 from nbtoolkit.config.schema import Config, load_config
 from nbtoolkit.environment.hardware import detect_hardware
@@ -242,22 +242,7 @@ def _lightning(work: Work, model: Watched) -> None:
     trainer.fit(Module(), _batches(work.data()))
 
 
-class _Rows(Dataset[dict[str, Tensor]]):
-    """The samples as a Trainer takes them."""
-
-    def __init__(self, data: TensorDataset) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        image, label = self._data[index]
-        return {"x": image, "labels": label}
-
-
 def _transformers(work: Work, model: Watched) -> None:
-    from torch.utils.data import SequentialSampler
     from transformers import Trainer, TrainingArguments
 
     class Model(nn.Module):
@@ -270,7 +255,7 @@ def _transformers(work: Work, model: Watched) -> None:
 
     class InOrder(Trainer):
         def _get_train_sampler(self, *_: object) -> SequentialSampler:
-            return SequentialSampler(range(len(work.data())))
+            return SequentialSampler(rows)
 
     cpu = work.device.type == "cpu"
     given: dict[str, Any] = {"lr_scheduler_type": "constant", "disable_tqdm": True}
@@ -280,7 +265,10 @@ def _transformers(work: Work, model: Watched) -> None:
     arguments = TrainingArguments(
         str(work.folder / "transformers"), per_device_train_batch_size=BATCH, **given
     )
-    InOrder(Model(), arguments, train_dataset=_Rows(work.data())).train()
+    rows = [
+        {"x": image, "labels": label} for image, label in zip(*work.data().tensors, strict=True)
+    ]
+    InOrder(Model(), arguments, train_dataset=rows).train()
 
 
 _TRAIN: dict[str, Callable[[Work, Watched], None]] = {
