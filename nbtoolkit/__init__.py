@@ -66,6 +66,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     from nbtoolkit.training.metrics import epoch_metric as epoch_metric
     from nbtoolkit.tuning.batch_size import BatchSize as BatchSize
     from nbtoolkit.tuning.batch_size import find_batch_size as find_batch_size
+    from nbtoolkit.tuning.benchmark import Benchmark as Benchmark
+    from nbtoolkit.tuning.benchmark import benchmark as benchmark
     from nbtoolkit.tuning.calibration import Calibration as Calibration
     from nbtoolkit.tuning.calibration import calibrate as calibrate
     from nbtoolkit.tuning.learning_rate import LearningRate as LearningRate
@@ -120,6 +122,7 @@ _NAMES = {
     "tuning.learning_rate": ("LearningRate", "find_learning_rate"),
     "tuning.speed": ("SpeedTable", "find_num_workers", "find_speedups"),
     "tuning.calibration": ("Calibration", "calibrate"),
+    "tuning.benchmark": ("Benchmark", "benchmark"),
     "worker.context": ("RunContext",),
 }
 _HOME = {name: f"nbtoolkit.{module}" for module, names in _NAMES.items() for name in names}

@@ -372,6 +372,35 @@ def quota(source: RunsFolder = None, hours: QuotaHours = None, debug: Debug = Fa
 
 
 @app.command()
+def bench(
+    config: ConfigPath = None,
+    override: Override = None,
+    task: Annotated[
+        str | None, typer.Option(metavar="MODULE:FUNCTION", help="Default: the config's task.")
+    ] = None,
+    sections: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Some sections, such as launch,step.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="After this time nothing new starts.")] = 5.0,
+    csv: Annotated[Path | None, typer.Option(help="Also write the rows to this file.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Measure launch, step, scaling, communication, memory and others; print the table."""
+    from nbtoolkit.tasks.find import find_task
+    from nbtoolkit.tuning.benchmark import benchmark
+
+    with report_errors(debug):
+        settings = _settings(config, override)
+        function = find_task(task or settings.task)
+        chosen = None if sections is None else [name.strip() for name in sections.split(",")]
+        result = benchmark(function, settings, sections=chosen, minutes=minutes)
+        print(result.table())
+        if csv is not None:
+            print(f"rows: {result.to_csv(csv)}", file=sys.stderr)
+    raise typer.Exit({"interrupted": INTERRUPTED, "time": EARLY}.get(result.status, DONE))
+
+
+@app.command()
 def doctor(debug: Debug = False) -> None:
     """Report the host, its hardware, what a launch would do, and known problems."""
     from nbtoolkit.doctor import doctor as examine

@@ -16,5 +16,6 @@ QUICK: dict[str, dict[str, Any]] = {
     "02_sweep": {"overrides": {"train.epochs": 2}, "n_trials": 4},
     "03_cross_validate": {"overrides": FEW, "n_trials": 1},
     "04_panel": {"overrides": {"train.epochs": 2}, "n_trials": 2},
+    "06_benchmark": {"sections": ["communication", "recovery"]},
     "08_competition": {"k": 3, "epochs": 2, "rounds": 5},
 }

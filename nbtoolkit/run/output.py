@@ -5,11 +5,11 @@ from __future__ import annotations
 import codecs
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
 from nbtoolkit.errors import LaunchError, MissingExtra
 from nbtoolkit.host import in_kernel
@@ -313,6 +313,10 @@ def displays() -> Displays:
     return cast("Displays", import_module("nbtoolkit.views.live"))
 
 
+Curves: TypeAlias = Mapping[tuple[str, str], Mapping[str, list[tuple[float, float]]]]
+"""Names of the two axes of a picture -> the name of each of its curves -> its points."""
+
+
 class Charts(Protocol):
     """The functions of ``nbtoolkit.views.figure``."""
 
@@ -321,6 +325,9 @@ class Charts(Protocol):
 
     def importance_chart(self, importance: Importance, metric: str) -> Chart:
         """Draw the importance of each parameter of a sweep."""
+
+    def curves_chart(self, title: str, curves: Curves) -> Chart:
+        """Draw curves below each other."""
 
 
 def charts() -> Charts:

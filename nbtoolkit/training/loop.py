@@ -311,6 +311,7 @@ class _Training:
         if window.losses:
             state.taken = train_step.steps_done - before
             self._sync()
+        self._logger.end()
 
     def end_epoch(self, validator: Validator) -> None:
         """Validate, keep the best weights, save a due checkpoint, report; may raise RunStopped."""

@@ -225,6 +225,7 @@ class MetricLogger:
     def __init__(self, ctx: RunContext) -> None:
         self._ctx = ctx
         self._since, self._sum = time.perf_counter(), LossSum(0.0, 0.0, 0)
+        self._spent = 0.0
         self._memory, self._read_at = 0.0, -_MEMORY_INTERVAL
 
     def memory(self) -> float:
@@ -235,8 +236,12 @@ class MetricLogger:
         return self._memory
 
     def begin(self) -> None:
-        """Restart the clock: the time since the last log point was not spent on training."""
-        self._since = time.perf_counter()
+        """Start the clock of an epoch, at the time that the last one spent since its log point."""
+        self._since = time.perf_counter() - self._spent
+
+    def end(self) -> None:
+        """Stop the clock: what follows is no training."""
+        self._spent = time.perf_counter() - self._since
 
     def add(self, part: LossSum) -> None:
         """Add losses."""

@@ -8,10 +8,11 @@ from html import escape
 from pathlib import Path
 
 from nbtoolkit.errors import ReportFolderError
+from nbtoolkit.run.output import Curves
 from nbtoolkit.run.paths import RunPaths, write_whole
 from nbtoolkit.study.importance import Importance
 from nbtoolkit.text_table import shortened
-from nbtoolkit.views.chart import RUNNING, Axis, Series, chart
+from nbtoolkit.views.chart import PALETTE, RUNNING, Axis, Series, chart
 from nbtoolkit.views.markup import data_table, paragraph, view
 from nbtoolkit.views.page import regions
 from nbtoolkit.views.state import read_state
@@ -112,4 +113,32 @@ def importance_chart(importance: Importance, metric: str) -> Chart:
     table = data_table(["parameter", "share (range)"], rows)
     notes = "".join(map(paragraph, importance.notes()))
     inside = f"{paragraph(title)}{drawn}{table}{notes}"
+    return Chart(title, view(f'<div style="max-width:560px">{inside}</div>'))
+
+
+def curves_chart(title: str, curves: Curves) -> Chart:
+    """Draw curves below each other, on logarithmic axes where they span a factor of 50.
+
+    Args:
+        title: what they show.
+        curves: names of the two axes of a picture -> the name of each of its curves -> its points.
+    """
+    parts = []
+    for (x, y), named in curves.items():
+        series = [
+            Series(name, points, colour=PALETTE[index % len(PALETTE)])
+            for index, (name, points) in enumerate(named.items())
+        ]
+        points = [point for one in named.values() for point in one]
+        across = [position for position, _ in points]
+        log = max(across) > 50 * min(across)
+        parts.append(
+            chart(
+                series,
+                x=Axis(x, log=log, integer=not log),
+                y=Axis(y, low=None if log else 0.0, log=log),
+                legend=True,
+            )
+        )
+    inside = "".join(parts) or paragraph("There is nothing to draw.")
     return Chart(title, view(f'<div style="max-width:560px">{inside}</div>'))

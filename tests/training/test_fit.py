@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,18 @@ def test_it_logs_by_step_reports_by_epoch_and_returns_the_last(run: Run) -> None
     extra = {"epoch": 3, "best_epoch": best + 1, "best_val_loss": losses[best]}
     assert result == {**reported[-1]["values"], **extra}
     assert losses[-1] < losses[0]
+
+
+def test_the_rate_counts_the_time_of_all_epochs_that_its_samples_are_from(run: Run) -> None:
+    def slow(model: nn.Module, batch: Any) -> Any:
+        time.sleep(0.05)
+        return model(batch[0]), batch[1]
+
+    # An epoch has four steps: a log point comes after the first step of the second one.
+    run.fit(config=configured(overrides={"tracking.log_every_n_steps": 5}), step=slow)
+    rates = [event["values"]["samples_per_second"] for event in run.events("metrics")]
+    assert len(rates) == 2
+    assert all(0 < rate < 12 / 0.05 for rate in rates)
 
 
 def test_validation_is_that_of_the_whole_set(run: Run) -> None:

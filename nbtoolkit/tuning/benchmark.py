@@ -1,0 +1,185 @@
+"""Measure a machine and a training function before a long run: ``nb.benchmark``."""
+
+from __future__ import annotations
+
+import csv
+import os
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from nbtoolkit.config.schema import ConfigLike, as_config
+from nbtoolkit.environment.hardware import detect_hardware
+from nbtoolkit.errors import TuningError
+from nbtoolkit.host import cpu_count
+from nbtoolkit.launcher.arguments import check_call
+from nbtoolkit.launcher.launch import Train
+from nbtoolkit.run.output import charts
+from nbtoolkit.run.resume import versions
+from nbtoolkit.tasks.find import find_task
+from nbtoolkit.text_table import counted, duration, html_columns, number, text_columns
+from nbtoolkit.tuning.benchmark_sections import SECTIONS, OutOfTime, Row, Session, measure
+
+if TYPE_CHECKING:
+    from nbtoolkit.views.figure import Chart
+
+_CURVES = {"scaling": "ranks", "communication": "bytes"}
+"""Sections with curves -> the name of their horizontal axis."""
+
+# The arguments of the launches, which are checked before anything is measured.
+_CALL = {
+    **dict.fromkeys(("processes", "name", "on_event")),
+    **{"start": "forkserver", "where": "local", "display": "off", "resume": "never"},
+    **{"wait": True, "detach": False},
+}
+_VERSIONS = ("nbtoolkit", "python", "torch", "accelerate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """What a benchmark has measured; a table in a cell, text with ``print``.
+
+    Attributes:
+        rows: the measured values; see :class:`~nbtoolkit.tuning.benchmark_sections.Row`.
+        status: ``"completed"``; ``"time"``: it ran out of time; ``"interrupted"``.
+        machine: CPUs and GPUs, with the load of the machine before the first measurement.
+        versions: of Python and the libraries.
+        date: when it began, in UTC.
+        seconds: what it took.
+    """
+
+    rows: tuple[Row, ...]
+    status: Literal["completed", "time", "interrupted"]
+    machine: str
+    versions: dict[str, str]
+    date: str
+    seconds: float
+
+    def table(self) -> str:
+        """The rows as lines of text, after a line on machine, versions and date."""
+        return "\n".join([*self._head(), text_columns(*self._columns())])
+
+    def to_csv(self, path: str | os.PathLike[str]) -> Path:
+        """Write one line per row, each with machine, versions and date; returns the file."""
+        file = Path(path).expanduser().absolute()
+        about = {"date": self.date, "machine": self.machine, "versions": self._versions()}
+        with file.open("w", newline="") as opened:
+            names = [field.name for field in fields(Row)]
+            writer = csv.DictWriter(opened, [*names, *about])
+            writer.writeheader()
+            writer.writerows({**asdict(row), **about} for row in self.rows)
+        return file
+
+    def plot(self) -> Chart:
+        """Draw throughput by ranks, and seconds of an all-reduce by bytes."""
+        curves: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
+        for row in self.rows:
+            if row.at is not None and row.value is not None:
+                axes = curves.setdefault((_CURVES[row.section], row.unit), {})
+                axes.setdefault(row.name.partition(":")[0], []).append((row.at, row.value))
+        return charts().curves_chart("benchmark", curves)
+
+    def _head(self) -> list[str]:
+        ended = {"time": ", out of time", "interrupted": ", interrupted"}.get(self.status, "")
+        took = f"{self.date}, took {duration(self.seconds)}{ended}"
+        return [self.machine, f"{self._versions()}; {took}"]
+
+    def _versions(self) -> str:
+        return ", ".join(f"{name} {text}" for name, text in self.versions.items())
+
+    def _columns(self) -> tuple[list[str], list[list[str]]]:
+        header = ["section", "measured", "value", "unit", "relative", "note"]
+        return header, [
+            [row.section, row.name, number(row.value), row.unit, number(row.relative), row.note]
+            for row in self.rows
+        ]
+
+    def __repr__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        return html_columns(*self._columns()) + f"<p>{'<br>'.join(self._head())}</p>"
+
+
+def benchmark(
+    train: Train | None = None,
+    config: ConfigLike = None,
+    *,
+    sections: Iterable[str] | None = None,
+    minutes: float = 5.0,
+) -> Benchmark:
+    """Measure what this machine gives: launch, step, scaling, communication, memory and others.
+
+    All work is done in processes of their own, in a temporary folder that is deleted; this process
+    uses no device. What cannot be measured here is a row with the reason. An interrupt ends it
+    early, and it returns what it has.
+
+    Args:
+        train: a training function that calls :func:`nbtoolkit.fit`, for its speed, scaling and
+            memory; None: the one that ``config.task`` names, the ready digits by default.
+        config: the configuration of ``train``.
+        sections: of ``launch, step, scaling, communication, memory, checkpoint, sweep, recovery,
+            peers``, in the order in which they are measured; None: all.
+        minutes: after this time nothing new starts, and what runs is ended.
+
+    Raises:
+        TuningError: a section is unknown, or the time is not above 0.
+        Exception: what the training function raised.
+    """
+    config = as_config(config)
+    chosen = [*SECTIONS] if sections is None else [*sections]
+    if unknown := [name for name in chosen if name not in SECTIONS]:
+        raise TuningError(
+            f"there is no section {unknown[0]!r} of the benchmark",
+            allowed=", ".join(SECTIONS),
+            do='choose some of them, as in sections=["launch", "step"]',
+        )
+    if not minutes > 0:
+        raise TuningError(f"minutes is {minutes!r}", allowed="a number above 0", do="minutes=5")
+    train = train or find_task(config.task)
+    check_call(train, _CALL)
+    rows: list[Row] = []
+    status: Literal["completed", "time", "interrupted"] = "completed"
+    machine, now = _machine(), datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    begin = time.monotonic()
+    # In a terminal and in a cell the line grows while it measures.
+    print("benchmark:", end="", flush=True)
+    with tempfile.TemporaryDirectory(prefix="nbtoolkit-bench-") as folder:
+        session = Session(train, config, Path(folder), begin + 60 * minutes)
+        for section in chosen:
+            started = time.monotonic()
+            try:
+                rows.extend(measure(section, session))
+            except OutOfTime:
+                status = "time"
+                note = f"no time left: minutes={minutes:g}"
+                rows.append(Row(section, note=note, section=section))
+            except KeyboardInterrupt:
+                status = "interrupted"
+                break
+            finally:
+                print(f" {section} {duration(time.monotonic() - started)},", end="", flush=True)
+    seconds = time.monotonic() - begin
+    ended = "interrupted" if status == "interrupted" else counted(len(rows), "row")
+    print(f" {ended} after {duration(seconds)}")
+    return Benchmark(
+        rows=tuple(rows),
+        status=status,
+        machine=machine,
+        versions={name: text for name, text in versions().items() if name in _VERSIONS},
+        date=now,
+        seconds=seconds,
+    )
+
+
+def _machine() -> str:
+    """The devices, the CPUs, and how busy they are."""
+    gpus = [device.name for device in detect_hardware().devices]
+    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    model = cpus[0].partition(":")[2].strip() if cpus else "CPU"
+    load = f"load {os.getloadavg()[0]:.1f}"
+    return ", ".join([*gpus, f"{cpu_count()} x {model}", load])
