@@ -86,7 +86,6 @@ def test_a_setting_that_fails_is_a_row_with_its_reason(
     found = nb.find_speedups(train, config, precision=False, processes=1)
     base, layout, compiled = found.rows
     assert dict(base.settings) == {}
-    assert layout.samples_per_second > 2 * base.samples_per_second
     assert found.settings == {"train.channels_last": True}
     assert dict(compiled.settings) == {"train.channels_last": True, "train.compile": True}
     assert compiled.reason == "RuntimeError: no compiler here"
