@@ -64,8 +64,17 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     from nbtoolkit.training.evaluation import predict as predict
     from nbtoolkit.training.loop import fit as fit
     from nbtoolkit.training.metrics import epoch_metric as epoch_metric
+    from nbtoolkit.tuning.batch_size import BatchSize as BatchSize
+    from nbtoolkit.tuning.batch_size import find_batch_size as find_batch_size
     from nbtoolkit.tuning.benchmark import Benchmark as Benchmark
     from nbtoolkit.tuning.benchmark import benchmark as benchmark
+    from nbtoolkit.tuning.learning_rate import LearningRate as LearningRate
+    from nbtoolkit.tuning.learning_rate import find_learning_rate as find_learning_rate
+    from nbtoolkit.tuning.quota import Quota as Quota
+    from nbtoolkit.tuning.quota import quota as quota
+    from nbtoolkit.tuning.speed import SpeedTable as SpeedTable
+    from nbtoolkit.tuning.speed import find_num_workers as find_num_workers
+    from nbtoolkit.tuning.speed import find_speedups as find_speedups
     from nbtoolkit.worker.context import RunContext as RunContext
 
 # Module -> the public names that it defines.
@@ -106,6 +115,10 @@ _NAMES = {
     "training.evaluation": ("predict",),
     "training.loop": ("fit",),
     "training.metrics": ("epoch_metric",),
+    "tuning.batch_size": ("BatchSize", "find_batch_size"),
+    "tuning.quota": ("Quota", "quota"),
+    "tuning.learning_rate": ("LearningRate", "find_learning_rate"),
+    "tuning.speed": ("SpeedTable", "find_num_workers", "find_speedups"),
     "tuning.benchmark": ("Benchmark", "benchmark"),
     "worker.context": ("RunContext",),
 }

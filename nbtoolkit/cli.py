@@ -142,6 +142,9 @@ RunsFolder = Annotated[
 SizeLimit = Annotated[
     str | None, typer.Option(help="Largest size of the bundle, such as 15GB; default: the disk's.")
 ]
+QuotaHours = Annotated[
+    float | None, typer.Option(help="GPU hours of a week's quota; default: runtime.quota_hours.")
+]
 BundleSource = Annotated[
     str, typer.Argument(metavar="WHERE", help="auto, a bundle, or a folder with a bundle or runs.")
 ]
@@ -386,6 +389,15 @@ def bench(
         if csv is not None:
             print(f"rows: {result.to_csv(csv)}", file=sys.stderr)
     raise typer.Exit({"interrupted": INTERRUPTED, "time": EARLY}.get(result.status, DONE))
+
+
+@app.command()
+def quota(source: RunsFolder = None, hours: QuotaHours = None, debug: Debug = False) -> None:
+    """Print the device-hours of the runs of an output folder, by host and week."""
+    from nbtoolkit.tuning.quota import quota as count
+
+    with report_errors(debug):
+        print(count(source, hours=hours))
 
 
 @app.command()

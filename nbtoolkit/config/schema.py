@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
 
@@ -42,6 +42,23 @@ from nbtoolkit.config.yaml_source import Keys, Layer, dump, refuse
 from nbtoolkit.errors import ConfigError
 
 Auto = Literal["auto"]
+_Number = TypeVar("_Number", int, float)
+
+
+def measured(value: Auto | _Number, name: str) -> _Number:
+    """Return the value of a setting that is measured when it is ``auto``.
+
+    Raises:
+        ConfigError: it is still ``auto``: nothing has measured it.
+    """
+    if isinstance(value, str):
+        raise ConfigError(
+            f"{name} is auto, and nothing has measured it: that happens before the ranks start",
+            allowed="auto in a configuration that nb.launch, nb.sweep or nb.cross_validate gets "
+            "in a notebook or a script; in a rank, also one of torchrun or Slurm, a number",
+            do=f"set {name} to a number",
+        )
+    return value
 
 
 class Section(BaseModel):
@@ -73,20 +90,24 @@ class Optim(Section):
     param_groups: ParamGroups = ()
     """Groups of parameters with their own rate and decay: `match` (a pattern of names), and `lr` or
     `lr_scale`, `weight_decay` and other arguments of the optimizer."""
-    lr: Positive = 1e-3
-    """The peak learning rate, before `lr_rule`."""
+    lr: Auto | Positive = 1e-3
+    """The peak learning rate, before `lr_rule`; `auto`: by `nb.find_learning_rate`."""
     weight_decay: NotNegative = 0.01
     """Weight decay (decoupled for adamw)."""
     decay_all: bool = False
     """Also decay biases and the weights of norms."""
     momentum: Share = 0.9
     """Momentum of sgd; other optimizers ignore it."""
-    schedule: Literal["cosine", "linear", "constant", "one_cycle", "plateau"] = "cosine"
-    """How the learning rate falls after the warm-up; per step, `plateau` per epoch."""
+    schedule: Literal["cosine", "linear", "constant", "one_cycle", "plateau", "range_test"] = (
+        "cosine"
+    )
+    """How the learning rate falls after the warm-up; per step, `plateau` per epoch. `range_test`
+    rises exponentially, as `nb.find_learning_rate` does."""
     warmup_ratio: Share = 0.05
     """Share of all steps over which the learning rate rises from 0 to its peak."""
     min_lr_ratio: Share = 0.0
-    """Lowest rate of cosine, linear, one_cycle and plateau, as a share of the peak."""
+    """Lowest rate of all schedules but constant, as a share of the peak (`range_test`: 0 means
+    1e-6)."""
     plateau_patience: Count = 5
     """`plateau`: epochs without a better `checkpoint.monitor` before the rate drops."""
     plateau_factor: Share = 0.1
@@ -118,11 +139,16 @@ class Train(Section):
     max_grad_norm: Positive | None = None
     """Scale gradients with a larger norm down to this norm; null: no clipping."""
     gradient_accumulation_steps: Auto | Count = "auto"
-    """Micro-batches per optimizer step; `auto`: one."""
-    num_workers: CountFrom0 = 0
-    """DataLoader processes of each rank; tensors and arrays in memory need none."""
+    """Micro-batches per optimizer step; `auto`: one, or as many as `nb.fit` needs to fit into the
+    memory: if a rank runs out of it, the run starts again from its newest checkpoint, with about
+    twice as many."""
+    num_workers: Auto | CountFrom0 = 0
+    """DataLoader processes of each rank; tensors and arrays in memory need none. `auto`: by
+    `nb.find_num_workers`."""
     compile: bool = False
     """Compile the model with `torch.compile`: minutes at the start, faster steps."""
+    profile: bool = False
+    """Record a few optimizer steps with torch.profiler: a trace per rank and a table."""
     channels_last: bool = False
     """Use the channels-last memory format: faster convolutions on GPUs with tensor cores."""
     activation_checkpointing: bool = False
@@ -248,6 +274,9 @@ class Runtime(Section):
     """Time between the end of the run and `session_limit`, for the rest of the notebook."""
     pack: Auto | bool = "auto"
     """Pack `output_dir` when a run ends at its deadline; `auto`: on Kaggle and Colab."""
+    quota_hours: Positive | None = None
+    """GPU hours of your host's weekly quota, for `nb.quota` and the cost of a search; null: none.
+    """
     hang_timeout: Seconds = 300.0
     """A rank that is silent and idle for this long while another waits for it is hung."""
     compare_ranks: bool = True

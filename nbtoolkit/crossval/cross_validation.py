@@ -16,6 +16,7 @@ from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.arguments import check_call, task_name
 from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.launch import Train
+from nbtoolkit.launcher.measured import measure_auto
 from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunStarted
 from nbtoolkit.run.output import Display, RunDisplay, Screen, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths, find_run
@@ -176,6 +177,7 @@ def cross_validate(
     _check_folds(folds)
     screen = choose_screen(display, find_display())
     config = as_config(config, processes).with_overrides({"task": task_name(train)})
+    config = measure_auto(train, config, resume, display, fold=folds[0])
     _check_resumed(resume, config, folds)
     now = time.time()
     started = start_search(

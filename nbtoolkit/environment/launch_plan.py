@@ -91,6 +91,8 @@ class LaunchPlan:
     """Samples in one rank's forward pass."""
     accumulate: int = 1
     """Forward passes of each rank per optimizer step."""
+    too_large: int | None = None
+    """Samples of a forward pass that did not fit into these devices' memory; None: unknown."""
     lr_factor: float = 1.0
     """Factor of ``optim.lr`` (``optim.lr_rule``, with ``batch_size_per_device``)."""
     threads_per_rank: int = 1

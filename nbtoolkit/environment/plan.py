@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from nbtoolkit.config.schema import ConfigLike, as_config
@@ -41,7 +41,14 @@ class PortBusy:
     port: int
 
 
-Evidence = GroupFailure | PortBusy
+@dataclass(frozen=True)
+class OutOfMemory:
+    """Evidence that a forward pass of so many samples did not fit into a rank's memory."""
+
+    samples: int
+
+
+Evidence = GroupFailure | PortBusy | OutOfMemory
 
 
 def make_plan(
@@ -72,6 +79,7 @@ def make_plan(
     placement = place_processes(config, host, hardware, start)
     batch, lr_factor, batch_notes = _batch(config, placement.processes)
     placement, batch, fallback_notes = _apply_evidence(config, host, evidence, placement, batch)
+    batch, too_large, memory_notes = _fit_memory(config, evidence, batch)
     precision, precision_note = _precision(config.train.precision, placement.devices)
     backend, backend_notes = _backend(config.distributed.backend, placement)
     threads, threads_note = _threads(host, hardware, placement.processes)
@@ -88,6 +96,7 @@ def make_plan(
         global_batch_size=batch.total,
         batch_size_per_device=batch.per_device,
         accumulate=batch.accumulate,
+        too_large=too_large,
         lr_factor=lr_factor,
         threads_per_rank=threads,
         fallback=config.distributed.fallback,
@@ -95,6 +104,7 @@ def make_plan(
         group_timeout=float(config.distributed.timeout),
         ddp={name: getattr(config.distributed, name) for name in _DDP},
         reasons=(
+            *memory_notes,
             *fallback_notes,
             *placement.reasons,
             precision_note,
@@ -157,6 +167,33 @@ def _apply_evidence(
         f"{batch.per_device} samples per forward pass and {batch.total} per step",
     )
     return placement.on_one_process("the group could not be formed"), single, notes
+
+
+def _fit_memory(
+    config: Config, evidence: Sequence[Evidence], batch: BatchSplit
+) -> tuple[BatchSplit, int | None, tuple[str, ...]]:
+    """Take about twice the accumulation steps at which memory ran out, if their number is free.
+
+    Returns:
+        The split, the samples of a forward pass that did not fit, and a note.
+    """
+    failed = [item.samples for item in evidence if isinstance(item, OutOfMemory)]
+    if not failed or not may_accumulate_more(config):
+        return batch, None, ()
+    whole, most = batch.per_device * batch.accumulate, max(1, min(failed) // 2)
+    size = max(size for size in range(1, most + 1) if whole % size == 0)
+    smaller = replace(batch, per_device=size, accumulate=whole // size)
+    note = (
+        f"{min(failed)} samples in a forward pass ran out of memory: {smaller.accumulate} "
+        f"accumulation steps of {size}, still {batch.total} samples per optimizer step"
+    )
+    return (smaller if size < batch.per_device else batch), min(failed), (note,)
+
+
+def may_accumulate_more(config: Config) -> bool:
+    """Whether the number of accumulation steps may follow the memory; the batch stays the same."""
+    train = config.train
+    return train.gradient_accumulation_steps == "auto" and train.batch_size_per_device is None
 
 
 def _precision(

@@ -65,6 +65,18 @@ STATE, PARENT, USER_TIME, SYSTEM_TIME, START_TIME, EXIT_CODE = 0, 1, 11, 12, 19,
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
+def memory_kills() -> int | None:
+    """Return how many processes this machine's kernel has killed for memory; None: it is unknown.
+
+    Kills at a cgroup's limit count, too.
+    """
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+
+
 def process_fields(pid: int) -> list[str] | None:
     """Return the fields of /proc/<pid>/stat from the state on; None if the process is gone.
 

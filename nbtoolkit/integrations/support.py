@@ -136,7 +136,7 @@ class StepWatch:
         if self._ctx.world_size > 1:
             if step < self._sync.next:
                 return ControlSignal.CONTINUE
-            signal = self._sync.sync(step, [], signal=signal, memory=0.0).signal
+            signal = self._sync.sync(step, [], signal=signal).signal
         if signal is ControlSignal.CONTINUE and self._steps and step % self._steps == 0:
             return ControlSignal.SAVE
         return signal

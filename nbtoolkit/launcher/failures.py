@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from nbtoolkit.environment.plan import GroupFailure, PortBusy
-from nbtoolkit.errors import RunFileError, WorkerDied, WorkerHung
+from nbtoolkit.environment.resources import memory_kills
+from nbtoolkit.errors import LaunchError, RunFileError, WorkerDied, WorkerHung
 from nbtoolkit.launcher.worker_group import RankView, WorkerGroup
 from nbtoolkit.run import messages
 from nbtoolkit.run.paths import RunPaths, read_record, reading
@@ -36,6 +37,7 @@ _CALLED_FROM = "/nbtoolkit/worker/main.py"
 # --- raising in the kernel ---
 
 
+_MEMORY_ERRORS = ("MemoryError", "OutOfMemoryError")
 _NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 
@@ -47,13 +49,28 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, WorkerDied):
         return "signal SIGKILL" in str(error)
-    kind = type(error).__name__
-    return kind in ("MemoryError", "OutOfMemoryError") or memory_ran_out(str(error))
+    if isinstance(error, LaunchError):  # which only guesses at the cause
+        return False
+    return type(error).__name__ in _MEMORY_ERRORS or memory_ran_out(str(error))
 
 
 def memory_ran_out(text: str) -> bool:
     """Whether an error's text is one of torch's or the system's about memory."""
     return any(words in text.lower() for words in _NO_MEMORY)
+
+
+def ran_out_of_memory(error: PackedError, kills: int | None) -> bool:
+    """Whether memory ran out on a rank.
+
+    Args:
+        error: the rank's.
+        kills: the kernel's count of kills for memory before (:func:`memory_kills`). A SIGKILL is
+            one of them if the count has risen, or is unknown.
+    """
+    kind = error.type.rpartition(".")[2]
+    if kind == "WorkerDied":
+        return "signal SIGKILL" in error.text and (kills is None or memory_kills() != kills)
+    return kind in _MEMORY_ERRORS or memory_ran_out(error.text)
 
 
 def raise_failure(paths: RunPaths) -> NoReturn:
@@ -150,6 +167,7 @@ class Failure:
     error: PackedError
     rank: int | None
     notes: list[str] = field(default_factory=list)
+    out_of_memory: bool = False
 
 
 def classify(

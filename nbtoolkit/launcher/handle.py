@@ -18,7 +18,7 @@ from nbtoolkit.environment.resources import Activity, wait_while_active
 from nbtoolkit.errors import CheckpointError, LaunchError, RunFolderError
 from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.fork_launch import ForkedAgent
-from nbtoolkit.run.events import Event, EventReader, RunEnded, RunStarted
+from nbtoolkit.run.events import Event, EventReader, MetricsLogged, RunEnded, RunStarted
 from nbtoolkit.run.messages import KillRequest, StopRequest, SupervisorLost
 from nbtoolkit.run.output import RunDisplay, charts, displays
 from nbtoolkit.run.paths import (
@@ -90,6 +90,21 @@ class RunResult:
             return []
         others = range(1, self._processes)
         return [self.value, *(unpack_value(self.paths.value(rank)) for rank in others)]
+
+    @cached_property
+    def step_time(self) -> dict[str, float]:
+        """Mean shares of the time of the steps of ``nb.fit``; empty if it logged none.
+
+        ``data``: waiting for the next batch; ``communication``: waiting for other ranks (with
+        several); ``compute``: the rest.
+        """
+        shares: dict[str, list[float]] = {}
+        for event in EventReader(self.paths.events).read():
+            if isinstance(event, MetricsLogged) and "data_share" in event.values:
+                for name in ("data", "compute", "communication"):
+                    if (share := event.values.get(f"{name}_share")) is not None:
+                        shares.setdefault(name, []).append(share)
+        return {name: sum(values) / len(values) for name, values in shares.items()}
 
     def load_into(
         self, model: torch.nn.Module, kind: Literal["best", "last"] | None = None

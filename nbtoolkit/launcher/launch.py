@@ -21,6 +21,7 @@ from nbtoolkit.launcher.arguments import check_call, task_name
 from nbtoolkit.launcher.fork_launch import ForkedAgent
 from nbtoolkit.launcher.forkserver_client import fork_server
 from nbtoolkit.launcher.handle import RunHandle, RunResult, StartedRun, pack_at_deadline
+from nbtoolkit.launcher.measured import measure_auto
 from nbtoolkit.run.events import Event
 from nbtoolkit.run.output import CellOutput, Display, choose_screen, displays, find_display
 from nbtoolkit.run.payload import pack_content, pack_function
@@ -190,6 +191,7 @@ def launch(
     screen = choose_screen(display, find_display())
     config = as_config(config, processes).with_overrides({"task": task_name(train)})
     check_deadline(config)
+    config = measure_auto(train, config, resume, display)
     host, hardware = detect_host(), detect_hardware()
     choose = partial(choose_run, config, train, name, resume)
     if host.is_rank:
@@ -210,6 +212,8 @@ def launch(
         return result if wait else RunHandle(result.paths)
     plan = make_plan(config, host, hardware, start=start)
     with choose() as run:
+        if learned := run.learned(plan):
+            plan = make_plan(config, host, hardware, learned, start=start)
         header = write_header(run, config, plan, host, train)
         limit = time_limit(config)
         job = JobSpec(paths=run.paths, plan=plan, config=config, deadline=limit.deadline)

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from nbtoolkit.environment.launch_plan import LaunchPlan
-from nbtoolkit.environment.plan import GroupFailure, PortBusy, make_plan
+from nbtoolkit.environment.plan import Evidence, GroupFailure, OutOfMemory, PortBusy, make_plan
+from nbtoolkit.environment.resources import memory_kills
 from nbtoolkit.errors import GroupStartFailed, LaunchError, NbtoolkitError
 from nbtoolkit.launcher import failures
 from nbtoolkit.launcher.event_loop import EventLoop, ForkServerGone, KernelGone, Spawner
 from nbtoolkit.launcher.health import HealthMonitor, LateGroup
+from nbtoolkit.launcher.memory import after_out_of_memory
 from nbtoolkit.launcher.worker_group import RankView, WorkerGroup
 from nbtoolkit.run import messages
 from nbtoolkit.run.events import RankPhaseChanged
@@ -96,6 +98,8 @@ class RunSupervisor:
         self._kill_at: float | None = None
         self.killed_on_request = False
         self._ports_tried, self._was_late = 0, False
+        limit = self.plan.too_large
+        self._evidence: list[Evidence] = [] if limit is None else [OutOfMemory(limit)]
         self._returned: dict[int, messages.FunctionReturned] = {}  # by rank
         # How the worker group ended, and until when its processes may exit.
         self._exiting: tuple[Any, float] | None = None
@@ -178,6 +182,7 @@ class RunSupervisor:
 
     def _follow(self, worker_group: WorkerGroup) -> None:
         self._exiting = None
+        self._memory_kills = memory_kills()
         self._worker_group = worker_group
         self._health = HealthMonitor(worker_group, self.record, self._request.job.config)
 
@@ -202,6 +207,8 @@ class RunSupervisor:
         if worker_group.exited is None and not waits and time.monotonic() < limit:
             return False
         self._close(worker_group)
+        if isinstance(ended, failures.Failure):
+            ended = self._after_failure(worker_group, ended)
         if self._again(ended):
             self._follow(self._start())
             return False
@@ -213,8 +220,22 @@ class RunSupervisor:
         self._spawner.connection.dismiss(worker_group)
         self._worker_group = None
 
+    def _after_failure(
+        self, worker_group: WorkerGroup, failure: failures.Failure
+    ) -> failures.Failure | OutOfMemory:
+        """Return the evidence if less memory for each forward pass may help, else the failure."""
+        known = failure.rank is not None
+        if not known or not failures.ran_out_of_memory(failure.error, self._memory_kills):
+            return failure
+        may_restart = self._forked is None and self.record.leaving is None
+        in_loop = worker_group.ranks[failure.rank or 0].accumulates
+        config = self._request.job.config
+        return after_out_of_memory(
+            failure, self.plan, config, in_loop=in_loop, may_restart=may_restart
+        )
+
     def _again(self, ended: Any) -> bool:
-        """Return True if the ranks could not start and another attempt may help; plan it."""
+        """Return True if another attempt may help where the ranks failed; plan it."""
         if self._forked is not None:
             return False
         if isinstance(ended, LateGroup) and not self._was_late:
@@ -225,6 +246,9 @@ class RunSupervisor:
             self._replan(ended)
         elif isinstance(ended, GroupFailure) and self._may_fall_back():
             self._replan(ended)
+        elif isinstance(ended, OutOfMemory):
+            self._returned.clear()
+            self._replan(ended)
         else:
             return False
         return True
@@ -232,10 +256,11 @@ class RunSupervisor:
     def _may_fall_back(self) -> bool:
         return self.plan.processes > 1 and self.plan.fallback
 
-    def _replan(self, evidence: GroupFailure | PortBusy) -> None:
+    def _replan(self, evidence: Evidence) -> None:
         request, start = self._request, self.plan.start
+        self._evidence.append(evidence)
         self.plan = make_plan(
-            request.job.config, request.host, request.hardware, (evidence,), start=start
+            request.job.config, request.host, request.hardware, self._evidence, start=start
         )
         write_json(self.paths.plan, self.plan.to_dict())
         self.record.note(
@@ -277,6 +302,8 @@ class RunSupervisor:
             self._spawner.import_ahead(message.names)
         elif isinstance(message, messages.CollectivesStarted):
             rank.collectives = message.count
+        elif isinstance(message, messages.Accumulates):
+            rank.accumulates = message.entered
         elif isinstance(message, messages.LongOperation):
             rank.long += 1 if message.entered else -1
         rank.hear(message)

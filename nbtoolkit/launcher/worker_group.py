@@ -35,6 +35,8 @@ class RankView:
     """Time of its last message (monotonic)."""
     long: int = 0
     """Depth of nested ``with ctx.pause_hang_detection(...)`` blocks."""
+    accumulates: bool = False
+    """True in a loop in which more accumulation steps need less memory."""
     collectives: int = 0
     """Number of collectives of the default process group that it has started."""
     asking: messages.Question | None = None
@@ -68,7 +70,7 @@ class RankView:
     def renew(self) -> None:
         """Prepare for another job: it is in its group."""
         self.phase, self.reached, self.ended_at = "group", "none", None
-        self.heard_at, self.long = time.monotonic(), 0
+        self.heard_at, self.long, self.accumulates = time.monotonic(), 0, False
         self.asking = self.last_word = None
 
     def hear(self, message: messages.Message) -> bool:

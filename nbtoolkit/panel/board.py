@@ -15,6 +15,7 @@ from nbtoolkit.panel.widgets import (
     SIGNS,
     Sections,
     button,
+    html,
     label,
     set_trait,
     show,
@@ -123,7 +124,7 @@ class TrialTable:
         self._header = w.GridBox()
         self._header.add_class("nbtoolkit-header")
         self.rows = [self._make_row() for _ in range(ROWS)]
-        cells = [w.HTML(), self._header, w.HTML()]
+        cells = [html(), self._header, html()]
         cells += [part for row in self.rows for part in (row.tick, row.cells, row.stop)]
         columns = "24px minmax(min-content, 1fr) 30px"
         self.root = w.GridBox(
@@ -165,7 +166,7 @@ class TrialTable:
         flat, clipped = {"height": "24px", "margin": "0"}, {"width": "22px", "overflow": "hidden"}
         made = _Row(
             w.Checkbox(description="compare", indent=False, layout={**flat, **clipped}),
-            w.HTML(layout={"margin": "0", "width": "auto"}),
+            html(margin="0", width="auto"),
             sign_button("stop", "Stop", **flat, width="28px", padding="0"),
         )
         made.tick.observe(lambda change: self._act(made, self._on_tick, change["new"]), "value")
@@ -197,8 +198,8 @@ class Board:
 
     def __init__(self, setup: Setup, table: TrialTable, hidden: str) -> None:
         self.setup, self.table = setup, table
-        self.message = w.HTML()
-        self.place = w.HTML(layout={"flex": "1 1 0", "min_width": "0", "overflow": "hidden"})
+        self.message = html()
+        self.place = html(flex="1 1 0", min_width="0", overflow="hidden")
         self.buttons = {
             name: button(text, tooltip, bold=name in _BOLD)
             for name, (text, tooltip) in BUTTONS.items()
@@ -209,13 +210,12 @@ class Board:
         actions = wrapped_row(
             *self.buttons.values(), self.errors, self.place, self.run, gap="0 6px"
         )
-        self.question = w.HTML()
+        self.question = html()
         self.yes, self.no = button("Yes", "Do it"), button("No", "Do nothing")
         self.asking = wrapped_row(self.question, self.yes, self.no)
         places = {**dict.fromkeys(("strip", "log", "compare", "files"), "auto"), **_CARDS}
         self.cards = {
-            name: w.HTML(layout={"width": "auto", "margin": "0", "flex": flex})
-            for name, flex in places.items()
+            name: html(width="auto", margin="0", flex=flex) for name, flex in places.items()
         }
         self.strip, self.trials = self.cards["strip"], self._trials_box()
         page = [self.cards[name] for name in _CARDS]
@@ -223,7 +223,7 @@ class Board:
         grid = w.HBox(page, layout={"flex_flow": "row wrap", "grid_gap": "8px"})
         self.sections = Sections(dict(zip(SECTIONS, self._sections(), strict=True)))
         self.notice = w.Output()
-        style = w.HTML(_STYLE.replace("SAVED", hidden), layout={"display": "none"})
+        style = html(_STYLE.replace("SAVED", hidden), display="none")
         top = [style, self.strip, actions, self.asking, self.message]
         self.root = w.VBox([*top, grid, self.sections.root, self.notice])
         self.root.add_class(CLASS)
@@ -231,7 +231,7 @@ class Board:
             show(widget, False)
 
     def _trials_box(self) -> w.VBox:
-        self.count = w.HTML()
+        self.count = html()
         self.filter = w.Dropdown(options=SHOWS, **label("show", width="140px"))
         self.more = w.IntText(10, **label("add", width="100px"))
         self.previous = sign_button("previous", "The page before")

@@ -46,7 +46,7 @@ def place_text(validation: Validation) -> str:
         return "plan: something in Set up is wrong"
     hardware, slots = detect_hardware(), ""
     if validation.sweep_config is not None:
-        slots = f" · sweep: {counted(_slots(validation), 'slot')}"
+        slots = f" · sweep: {counted(_slots(validation)[0], 'slot')}"
     try:
         plan = make_plan(validation.config, detect_host(), hardware).explain().splitlines()[0]
     except NbtoolkitError as error:
@@ -55,14 +55,15 @@ def place_text(validation: Validation) -> str:
     return f"{plan.partition(', batch')[0]}{slots} · {machine}"
 
 
-def _slots(validation: Validation) -> int:
-    """Count the trainings of a sweep or a cross-validation that run at a time."""
+def _slots(validation: Validation) -> tuple[int, int]:
+    """Count the trainings of a search that run at a time, and the GPUs of each of them."""
     config, sweep = validation.config, validation.sweep_config
     if config is None:
-        return 1
+        return 1, 0
     placement: Placement = "auto" if sweep is None else sweep.placement
     per_device = 1 if sweep is None else sweep.trials_per_device
-    return len(make_slots(config, detect_hardware(), placement, per_device=per_device).slots)
+    slots = make_slots(config, detect_hardware(), placement, per_device=per_device).slots
+    return len(slots), len(slots[0].hardware.usable)
 
 
 def _training_seconds(state: State | None) -> list[float]:
@@ -184,7 +185,8 @@ class Drawing:
             self._planned = key
             each = sum(seconds) / len(seconds) if seconds else None
             folds = None if self._folds is None else len(self._folds)
-            cost, unfinished = cost_text(validation, each, _slots(validation), folds), None
+            slots, gpus = _slots(validation)
+            cost, unfinished = cost_text(validation, each, slots, folds, gpus), None
             with contextlib.suppress(NbtoolkitError):  # there is no such task: a press says so
                 unfinished = actions.continued_sweep(self._train, validation, self._folds)
             tooltip = actions.BUTTONS["sweep"][1]

@@ -10,17 +10,20 @@ from typing import Any
 
 import ipywidgets as w
 
+from nbtoolkit.host import detect_host
 from nbtoolkit.panel import form
 from nbtoolkit.panel.form import Field, FormState, Validation, default_texts
 from nbtoolkit.panel.space_table import SpaceTable
 from nbtoolkit.panel.widgets import (
     Sections,
+    html,
     label,
     set_text,
     set_trait,
     sign_button,
     wrapped_row,
 )
+from nbtoolkit.run.device_ledger import cost_text as quota_text
 from nbtoolkit.text_table import counted
 from nbtoolkit.views.markup import alert
 
@@ -37,6 +40,7 @@ def cost_text(
     seconds_per_training: float | None = None,
     slots: int = 1,
     folds: int | None = None,
+    devices: int = 0,
 ) -> str:
     """Describe what a sweep or a cross-validation costs.
 
@@ -45,10 +49,12 @@ def cost_text(
         seconds_per_training: how long one training takes; None: unknown.
         slots: how many trainings run at a time.
         folds: the number of folds; None: as the sweep says.
+        devices: the number of GPUs of one training.
 
     Returns:
-        Such as ``"20 trials x 3 folds = 60 trainings, about 9 min on 2 slots"``; empty: it is one
-        training, or the number of trials is unknown.
+        Such as ``"20 trials x 3 folds = 60 trainings, about 9 min on 2 slots"``, and with
+        ``runtime.quota_hours`` the share of the quota; empty: it is one training, or the number of
+        trials is unknown.
     """
     sweep, counts = validation.sweep_config, []
     if sweep is not None:
@@ -64,7 +70,20 @@ def cost_text(
     if seconds_per_training is None:
         return text
     seconds = seconds_per_training * math.ceil(trainings / slots)
-    return f"{text}, about {_rounded(seconds)} on {counted(slots, 'slot')}"
+    text += f", about {_rounded(seconds)} on {counted(slots, 'slot')}"
+    quota = (
+        ""
+        if validation.config is None
+        else quota_text(
+            validation.config,
+            detect_host().kind,
+            jobs=trainings,
+            seconds=seconds_per_training,
+            slots=slots,
+            devices=devices,
+        )
+    )
+    return f"{text}: {quota}" if quota else text
 
 
 def _rounded(seconds: float) -> str:
@@ -114,8 +133,8 @@ class Setup:
         example = "optim.lr: {type: float, low: 1.0e-4, high: 1.0e-1, log: true}"
         self.space = w.Textarea(placeholder=example, rows=12, **label("space", width="99%"))
         self.table = SpaceTable(lambda text: set_trait(self.space, "value", text))
-        self.together, self._matches = w.HTML(), w.HTML()
-        self.cost, self.space_error, self._shown = w.HTML(), w.HTML(), w.VBox()
+        self.together, self._matches = html(), html()
+        self.cost, self.space_error, self._shown = html(), html(), w.VBox()
         yaml = Sections({"YAML": self.space}).root
         choice = wrapped_row(self.search, self.section)
         left = w.VBox([choice, self.together, self._matches, self._shown])
@@ -239,7 +258,7 @@ class Setup:
             hint = "default" if field.nullable else field.allowed
             widget = w.Text(placeholder=hint, **common)
         reset = sign_button("reset", f"Reset {name} to {default or 'empty'}")
-        error = w.HTML(layout={"min_width": "200px", "flex": "1 1 0"})
+        error = html(min_width="200px", flex="1 1 0")
         self._inputs[name], self._resets[name], self.errors[name] = widget, reset, error
         self._refresh(name)
         widget.observe(lambda change: self._on_input(field, change["new"]), "value")

@@ -12,7 +12,7 @@ from yaml import YAMLError
 from nbtoolkit.config.yaml_source import dump, parse_settings, parse_value
 from nbtoolkit.errors import ConfigError
 from nbtoolkit.panel.form import text_of
-from nbtoolkit.panel.widgets import label, set_text, set_trait, show, sign_button, wrapped_row
+from nbtoolkit.panel.widgets import html, label, set_text, set_trait, show, sign_button, wrapped_row
 from nbtoolkit.study.parameter import expand
 from nbtoolkit.study.sweep_config import SweepConfig
 from nbtoolkit.text_table import shortened
@@ -203,7 +203,7 @@ class SpaceTable:
         self.rows: list[_RowWidgets] = []
         self.add = w.Button(description="Add parameter", layout={"align_self": "flex-start"})
         self.add.on_click(lambda _: self._show([*(row.row for row in self.rows), Row("")]))
-        self._body, self._note = w.VBox(), w.HTML()
+        self._body, self._note = w.VBox(), html()
         self.root = w.VBox([self._body, self.add, self._note])
 
     def load(self, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,16 +42,35 @@ def label(text: str, **layout: str) -> dict[str, Any]:
     return {"description": text, "style": style, "layout": {"max_width": "99%", **layout}}
 
 
+@functools.lru_cache(maxsize=1)
+def _shared_styles() -> dict[str, w.Widget]:
+    """Styles that all texts and buttons share.
+
+    Each widget would send one of its own to the browser: a quarter of the panel's messages.
+    """
+    return {
+        "html": w.HTML().style,
+        "normal": w.ButtonStyle(font_weight="normal"),
+        "bold": w.ButtonStyle(font_weight="bold"),
+    }
+
+
+def html(value: str = "", **layout: str) -> w.HTML:
+    """Make a text."""
+    return w.HTML(value, style=_shared_styles()["html"], layout=layout)
+
+
 def button(name: str, tooltip: str, *, bold: bool = False) -> w.Button:
     """Make a button as wide as its name."""
-    weight = {"font_weight": "bold" if bold else "normal"}
+    style = _shared_styles()["bold" if bold else "normal"]
     layout = {"width": "auto", "flex": "0 0 auto", "align_self": "flex-start"}
-    return w.Button(description=name, tooltip=tooltip, style=weight, layout=layout)
+    return w.Button(description=name, tooltip=tooltip, style=style, layout=layout)
 
 
 def sign_button(sign: str, name: str, **layout: str) -> w.Button:
     """Make a button that shows one of :data:`SIGNS`; screen readers read its name."""
-    made = w.Button(description=name, tooltip=name, layout={"width": "34px", **layout})
+    style = _shared_styles()["normal"]
+    made = w.Button(description=name, tooltip=name, style=style, layout={"width": "34px", **layout})
     made.add_class("nbtoolkit-sign")
     made.add_class(f"nbtoolkit-{sign}")
     return made
@@ -67,7 +87,7 @@ def close_widget(widget: w.Widget) -> None:
     parts = [*getattr(widget, "children", ())]
     parts += [getattr(widget, name) for name in ("layout", "style") if widget.has_trait(name)]
     for part in parts:
-        if part is not None:
+        if part is not None and part not in _shared_styles().values():
             close_widget(part)
     widget.close()
 

@@ -53,6 +53,12 @@ class MetricsAnnounced(Statement):
     first_step: int
 
 
+class Accumulates(Statement):
+    """The rank enters or leaves a loop in which more accumulation steps need less memory."""
+
+    entered: bool
+
+
 class ModulesImported(Statement):
     """Installed modules that the rank imports."""
 

@@ -9,6 +9,7 @@ tracking.json                             how much of it MLflow has (with tracki
 ranks/launcher.txt                        output of notebook_launcher's own process
 ranks/<rank>/log.txt  stacks.txt          all output of a rank; its stacks when it hangs
 ranks/<rank>/error.pkl                    the exception of a rank (pickled)
+ranks/<rank>/trace.json.gz                the trace of a profiled rank (train.profile)
 values/<rank>.pkl                         return values (pickled: load only your own runs)
 checkpoints/                              written by ctx.save and fit
 predictor.pkl                             the model of a fold (pickled: load only your own runs)
@@ -104,6 +105,10 @@ class RunPaths:
     def stacks(self, rank: int) -> Path:
         """Stacks of rank ``rank``, written when it is suspected to hang."""
         return self.folder / "ranks" / str(rank) / "stacks.txt"
+
+    def trace(self, rank: int) -> Path:
+        """The trace of rank ``rank`` for Chrome and Perfetto (``train.profile``)."""
+        return self.folder / "ranks" / str(rank) / "trace.json.gz"
 
     def samples(self, rank: int) -> Path:
         """The samples of rank ``rank`` in every optimizer step (JSON lines)."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
+from nbtoolkit.environment.plan import OutOfMemory
 from nbtoolkit.errors import LaunchError, ResumeError
 from nbtoolkit.run.checkpoint_store import has_checkpoint
 from nbtoolkit.run.events import RunStarted
@@ -94,6 +95,10 @@ def read_versions(paths: RunPaths) -> VersionsRecord:
     return cast("VersionsRecord", read_or_empty(paths.versions))
 
 
+# Of a plan: what decides how much memory a rank has and needs.
+_MEMORY = ("processes", "device_type", "device_names", "precision", "global_batch_size")
+
+
 @dataclass(frozen=True)
 class ChosenRun:
     """A run folder, locked for this launch until the end of the ``with`` block."""
@@ -120,6 +125,13 @@ class ChosenRun:
         plan = read_or_empty(self.paths.previous / "plan.json") if self.resumed else {}
         processes = plan.get("processes")
         return processes if isinstance(processes, int) else None
+
+    def learned(self, plan: LaunchPlan) -> tuple[OutOfMemory, ...]:
+        """What the attempt before has learned about the memory, if it had devices like these."""
+        before, now = read_or_empty(self.paths.previous / "plan.json"), plan.to_dict()
+        limit = before.get("too_large")
+        same = all(before.get(name) == now[name] for name in _MEMORY)
+        return (OutOfMemory(limit),) if self.resumed and same and isinstance(limit, int) else ()
 
 
 def choose_run(
@@ -397,6 +409,7 @@ _NOT_IDENTITY = (
     "checkpoint.",
     "distributed.",
     "train.num_workers",
+    "train.profile",
 )
 _IDENTITY = (
     "distributed.sync_batchnorm",

@@ -246,6 +246,8 @@ def _fault(outcome: Any, paths: RunPaths) -> tuple[Fault, str]:
     """Classify a failure; return its kind and one line."""
     if isinstance(outcome, Failure):
         kind, text = outcome.error.type, outcome.error.text
+        if outcome.out_of_memory:
+            return "oom", one_line(kind, text)
     else:
         error = read_or_empty(paths.error)
         kind, text = str(error.get("type", "")), str(error.get("text", outcome))

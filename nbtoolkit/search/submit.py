@@ -17,10 +17,11 @@ from nbtoolkit.environment.deadline import check_deadline, time_limit
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.environment.variables import kernel_environment
-from nbtoolkit.errors import LaunchError, PlanError, ResumeError
+from nbtoolkit.errors import LaunchError, PlanError, ResumeError, RunFileError
 from nbtoolkit.host import Host, detect_host
 from nbtoolkit.launcher.forkserver_client import fork_server
 from nbtoolkit.launcher.handle import StartedRun
+from nbtoolkit.run.device_ledger import cost_text, usual_seconds
 from nbtoolkit.run.paths import RunPaths, read_record, runs_in
 from nbtoolkit.run.payload import pack_content, pack_function
 from nbtoolkit.run.resume import (
@@ -42,7 +43,9 @@ from nbtoolkit.search.slots import Placement, Slots, make_slots
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
+    from nbtoolkit.environment.launch_plan import LaunchPlan
     from nbtoolkit.folds.folds import Folds
+    from nbtoolkit.run.events import RunStarted
     from nbtoolkit.study.sweep_config import SweepConfig
 
 
@@ -259,7 +262,11 @@ def start_search(
             slots=slots,
             host=host,
             header=replace(header, search=search.kind),
-            notes=(*limit.notes, *(("warning", note) for note in tracking.notes)),
+            notes=(
+                *limit.notes,
+                *(("warning", note) for note in tracking.notes),
+                *(("info", note) for note in _cost(config, search, slots, plan, header)),
+            ),
             deadline=limit.deadline,
             imposed=limit.imposed,
             algorithm=search.algorithm,
@@ -282,6 +289,24 @@ def start_search(
         tracked()
     process = StartedRun(line=line, tracked=tracked, detached=detach)
     return Started(run, process, limit.deadline)
+
+
+def _cost(
+    config: Config, search: Search, slots: Slots, plan: LaunchPlan, header: RunStarted
+) -> list[str]:
+    """Say what the search costs of the quota, by earlier trainings of the function, if any."""
+    if config.runtime.quota_hours is None or not search.jobs:
+        return []
+    try:
+        seconds = usual_seconds(config, header.function)
+    except (OSError, RunFileError) as error:
+        return [f"the cost of this {search.kind} is unknown: {error}"]
+    if seconds is None:
+        return []
+    count, gpus = len(slots.slots), len(plan.devices)
+    jobs = search.jobs
+    text = cost_text(config, header.host, jobs=jobs, seconds=seconds, slots=count, devices=gpus)
+    return [f"this {search.kind} will cost {text}"]
 
 
 def _not_a_rank(search: Search) -> Host:

@@ -12,6 +12,7 @@ from nbtoolkit.errors import MissingExtra
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.arguments import check_call, task_name
 from nbtoolkit.launcher.launch import Train
+from nbtoolkit.launcher.measured import measure_auto
 from nbtoolkit.run.events import Event
 from nbtoolkit.run.output import Display, RunDisplay, Screen, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
@@ -155,6 +156,8 @@ def sweep(
     sweep_config = load_sweep_config(space, config, n_trials=n_trials, timeout=timeout, folds=count)
     if folds is None:
         folds = configured_folds(sweep_config.folds, config.task, targets, groups)
+    first, searched = None if folds is None else folds[0], sweep_config.space
+    config = measure_auto(train, config, resume, display, searched=searched, fold=first)
     search = _search(sweep_config, folds)
     label = name or sweep_config.study.name
     now = time.time()

@@ -17,6 +17,7 @@ from nbtoolkit.search.algorithm import (
     SearchRequest,
 )
 from nbtoolkit.search.leaderboard import better, missing
+from nbtoolkit.search.memory_limits import MemoryLimits
 from nbtoolkit.search.time_budget import TimeBudget, TopKReevaluation
 from nbtoolkit.study.table import STOPPED_BY_HAND
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 _RETRIED = ("raised", "died", "hung")
 """Faults worth a retry; out of memory, NaN and timeouts would occur again."""
+
+_MOST_SKIPPED = 50
+"""Trials that one call of :meth:`SweepAlgorithm.next` leaves out; the scheduler calls again."""
 
 
 def make_algorithm(request: SearchRequest, record: EventWriter) -> SweepAlgorithm:
@@ -84,6 +88,7 @@ class SweepAlgorithm:
         self._time = TimeBudget(
             study_recorder, events, lambda: 0 if self._owed else self._reevaluation.to_come
         )
+        self._memory = MemoryLimits()
         self._paused = self._stopped = False
         if study_recorder.begun:
             self._events.note(f"the study already has {study_recorder.begun} trials")
@@ -174,9 +179,16 @@ class SweepAlgorithm:
             if not trial.over:
                 return trial
             self._settle(trial)  # all its folds were done when its session died
-        more = self._more_to_start or self._study_recorder.asked
-        if more and self._time.suffices_for_new(left):
-            return self._enter(self._study_recorder.begin())
+        for _ in range(_MOST_SKIPPED):
+            more = self._more_to_start or self._study_recorder.asked
+            if not more or not self._time.suffices_for_new(left):
+                return None
+            trial = self._study_recorder.begin()
+            reason = self._memory.why_not(trial.params)
+            if reason is None:
+                return self._enter(trial)
+            self._events.note(f"trial {trial.number} is {reason}", "warning")
+            self._study_recorder.end(trial, "infeasible", reason)
         return None
 
     def _next_reevaluation(self) -> RunningTrial | None:
@@ -296,6 +308,8 @@ class SweepAlgorithm:
             self._completed(trial, job, result)
         elif result.status == "failed" and not self._retried(trial, job, result):
             state = "infeasible" if result.fault == "oom" else "failed"
+            if result.fault == "oom" and trial.seed is None:
+                self._memory.add(trial.number, trial.params)
             trial.leave(state, result.error or f"the job {result.fault or 'failed'}")
         elif result.status == "pruned":
             trial.leave("pruned", "the function ended itself as pruned")

@@ -301,6 +301,9 @@ def _find_run(client: MlflowClient, experiment: str, run_id: str) -> Run | None:
 def _log_rank_logs(client: MlflowClient, run_id: str, paths: RunPaths) -> None:
     for file in sorted((paths.folder / "ranks").glob("**/*.txt")):
         client.log_text(run_id, tail(file), file.relative_to(paths.folder).as_posix())
+    for trace in sorted((paths.folder / "ranks").glob("[!.]*/trace.json.gz")):
+        folder = trace.parent.relative_to(paths.folder).as_posix()
+        client.log_artifact(run_id, str(trace), folder)
 
 
 def _run_tags(run: RunStarted, paths: RunPaths) -> dict[str, object]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, cast
 
+from nbtoolkit.config.schema import measured
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.loading.data import Batch, Collate, Source, make_source
 from nbtoolkit.training.loading.epoch_order import make_order
@@ -155,7 +156,7 @@ class Validator:
         self._ctx, self._metrics = ctx, metrics
         self._loader: Iterable[tuple[Batch, int]] | None = None
         if data is not None:
-            workers = config.train.num_workers
+            workers = measured(config.train.num_workers, "train.num_workers")
             self._loader = make_evaluation_loader(ctx, data, workers=workers, collate=collate)
 
     def values(self, train_step: TrainStep) -> dict[str, float]:
@@ -215,7 +216,7 @@ def predict(
         ctx,
         data,
         batch_size=batch_size,
-        workers=ctx.config.train.num_workers,
+        workers=measured(ctx.config.train.num_workers, "train.num_workers"),
         collate=collate,
         name="prediction",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
@@ -33,7 +34,9 @@ from nbtoolkit.training.optim.user_optimizer import (
     make_user_schedule,
 )
 from nbtoolkit.training.predictor import ModelPredictor, save_predictor
+from nbtoolkit.training.profile import StepProfiler
 from nbtoolkit.training.step import Forward, TrainStep
+from nbtoolkit.training.step_time import StepClock
 from nbtoolkit.training.sync import ControlSignal, LossWindow, RankSync, SyncResult
 from nbtoolkit.training.train_state import (
     MetricLogger,
@@ -83,9 +86,10 @@ def fit(
     limit, SIGTERM). Such a request takes effect within about a second, also within an epoch.
 
     Logged for every ``tracking.log_every_n_steps``-th optimizer step (written within about a
-    second): ``loss, lr, grad_norm, samples_per_second`` and each rank's ``memory_gb``. Reported
-    after each epoch, at the number of epochs done (comparable between trials with different batch
-    sizes): ``train_loss, val_loss, val_<metric>``.
+    second): ``loss, lr, grad_norm, samples_per_second`` and each rank's ``memory_gb``; about once a
+    second the shares of the steps' time: ``data_share, compute_share, communication_share``.
+    Reported after each epoch, at the number of epochs done (comparable between trials with
+    different batch sizes): ``train_loss, val_loss, val_<metric>``.
 
     Args:
         ctx: the run's context.
@@ -143,7 +147,8 @@ def fit(
     mark_used()
     by_name = named_metrics(metrics)
     names, stems = reported_names(by_name, validates=valid_data is not None)
-    moments = Callbacks(callbacks, ctx.rank, ctx.world_size)
+    profilers = [StepProfiler(ctx)] if config.train.profile else []
+    moments = Callbacks([*callbacks, *profilers], ctx.rank, ctx.world_size)
     several = isinstance(optimizer, Mapping)
     _check_loss(loss, several=several, validates=valid_data is not None)
     adds = several or moments.have("on_validation_end")  # metrics of any name
@@ -153,7 +158,7 @@ def fit(
     announced = [] if adds else [*names, f"best_{monitor}", "epoch", "best_epoch"]
     ctx.announce(announced, stems, first_step=1)
     forward = cast("Forward", forward_pair if step is None or several else step)
-    with CheckpointManager(ctx, config) as checkpoints:
+    with CheckpointManager(ctx, config) as checkpoints, contextlib.ExitStack() as closing:
         loader = make_train_loader(
             ctx,
             config,
@@ -164,6 +169,9 @@ def fit(
             sample_weights=sample_weights,
         )
         total = _total_steps(config, loader)
+        for profiler in profilers:
+            profiler.expect(loader.steps, total)
+            closing.enter_context(profiler)
         # A step or a collate of the user's may change the targets.
         whole = isinstance(train_data, tuple) and step is None and collate is None
         targets = labels_of(train_data) if whole else None
@@ -191,9 +199,13 @@ def fit(
         training = _Training(ctx, config, loader, train_step, forward, checkpoints, moments)
         validator = Validator(ctx, config, valid_data, by_name, collate)
         training.resume()
+        # Neither a step of several optimizers nor a loss over whole batches can be cut.
+        if not several and config.train.loss_reduction == "auto":
+            ctx.accumulates(entered=True)
         while not training.done:
             training.train_epoch()
             training.end_epoch(validator)
+        ctx.accumulates(entered=False)
         values = training.finish()
         if ctx.is_main and ctx.has_fold and not ctx.params:  # a sweep's folds keep none
             own_step = None if isinstance(optimizer, Mapping) else cast("Forward | None", step)
@@ -221,6 +233,7 @@ class _Training:
         self._train_step, self._forward, self._checkpoints = train_step, forward, checkpoints
         self._state, self._logger = TrainState(ctx, config), MetricLogger(ctx)
         self._rank_sync, self._window = RankSync(ctx, config.checkpoint.every_steps), LossWindow()
+        self._clock = StepClock(ctx, train_step.model)
         if config.tracking.record_samples and ctx.is_main:
             inexact = inexact_layers(train_step.module)
             if config.train.loss_reduction == "batch":
@@ -277,8 +290,10 @@ class _Training:
         each_step = self._callbacks.have("on_train_batch_end")
         rank_sync.begin(train_step.steps_done)
         self._logger.begin()
+        self._clock.begin()
         left = train_step.schedule.total - train_step.steps_done
-        for batch, micro_batch in self._loader.batches(epoch, skip=state.taken, limit=left):
+        batches = self._loader.batches(epoch, skip=state.taken, limit=left)
+        for batch, micro_batch in self._clock.timed(batches):
             step = train_step.steps_done + micro_batch.last
             logs = micro_batch.last and step % log_every == 0
             window.add(train_step.step(batch, micro_batch, measure_norm=logs), micro_batch)
@@ -290,6 +305,7 @@ class _Training:
                 state.taken = train_step.steps_done - before
                 result = self._sync()
                 self._handle(result)
+                self._clock.begin()
                 if result.stop:
                     break
         if window.losses:
@@ -347,15 +363,18 @@ class _Training:
             LossNotFinite: a loss is not finite.
         """
         train_step, window, logger = self._train_step, self._window, self._logger
-        losses, parts = window.values(), train_step.take_parts()
+        losses, parts = window.values(), train_step.take_parts()  # waits for the device
+        steps = sum(micro_batch.last for micro_batch in window.micro_batches)
         result = self._rank_sync.sync(
             train_step.steps_done,
             window.sums(losses),
             signal=self._control_signal(),
-            memory=logger.memory(),
+            own=[*self._clock.take(steps), logger.memory()],
             stop=self._callbacks.stop_requested,
             parts=[*parts.values()],
         )
+        self._clock.add([own[:-1] for own in result.own])
+        memory = [own[-1] for own in result.own]
         micro_batches, log_points = window.micro_batches, window.log_points
         window.clear()
         if not result.finite:
@@ -367,7 +386,8 @@ class _Training:
                 self._state.add(part)
                 logger.add(part)
             if point is not None:
-                logger.write(point, result.memory)
+                shares = self._clock.shares() if point is log_points[-1] else {}
+                logger.write(point, memory, shares)
         return result
 
     def _control_signal(self) -> ControlSignal:

@@ -172,6 +172,11 @@ class TrainStep:
             return outputs, targets, self._reduced.reduce(returned, samples, weight)
 
     @property
+    def model(self) -> nn.Module:
+        """The model as a step calls it: compiled, and wrapped on several ranks."""
+        return self._model
+
+    @property
     def evaluated_module(self) -> nn.Module:
         """The averaged module once there is an average, else the one that is trained."""
         averages = self.averages

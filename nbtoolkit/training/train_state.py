@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbtoolkit.config.aliases import similar_name
@@ -250,12 +250,13 @@ class MetricLogger:
             total.loss + part.loss, total.weight + part.weight, total.samples + part.samples
         )
 
-    def write(self, point: LogPoint, memory: list[float]) -> None:
+    def write(self, point: LogPoint, memory: list[float], more: Mapping[str, float]) -> None:
         """Log the values of a log point.
 
         Args:
             point: the optimizer step they belong to.
             memory: every rank's, in GB.
+            more: values to log beside them.
         """
         total = self._sum
         if not total.samples:
@@ -265,6 +266,7 @@ class MetricLogger:
             "lr": point.rate,
             "samples_per_second": total.samples / (point.time - self._since),
             **{f"memory_gb_rank{rank}": used for rank, used in enumerate(memory)},
+            **more,
         }
         if point.grad_norm is not None:
             values["grad_norm"] = float(point.grad_norm)

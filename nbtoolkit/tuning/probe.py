@@ -6,19 +6,24 @@ in the runs of the user, and a device is clean when its processes have ended.
 
 from __future__ import annotations
 
+import os
+import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from nbtoolkit.environment.launch_plan import LaunchPlan
+from nbtoolkit.environment.resources import is_running
 from nbtoolkit.errors import LossNotFinite, TuningError
 from nbtoolkit.launcher.failures import is_out_of_memory
 from nbtoolkit.launcher.handle import RunHandle
 from nbtoolkit.launcher.launch import Train, launch
-from nbtoolkit.run.events import Event, MetricsLogged, RunStarted
+from nbtoolkit.launcher.measured import unmeasured
+from nbtoolkit.run.events import Event, MetricsLogged, MetricsReported, RunStarted
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
@@ -37,6 +42,9 @@ _QUIET = {
     "runtime.pack": False,
     "distributed.fallback": False,
 }
+_SCRATCH = "nbtoolkit-probe-"  # followed by the process that made the folder
+# In place of `auto`, which a probe does not measure.
+_UNMEASURED = {"optim.lr": 1e-3, "train.num_workers": 0}
 LONGEST = 60.0
 """Seconds that a probe may take."""
 
@@ -62,6 +70,7 @@ class Probe:
         status: ``"measured"``; ``"out_of_memory"`` on any rank; or a loss was ``"not_finite"``.
         reason: the error in one line; empty if there was none.
         steps: the logged optimizer steps, in order.
+        epochs: how often all samples were taken.
         memory: the largest memory of a rank, in GB (on a GPU the allocator's peak, on the CPU the
             resident memory); 0 if no step was done.
         plan: the launch plan; None if the run did not start.
@@ -71,6 +80,7 @@ class Probe:
     status: Status
     reason: str = ""
     steps: tuple[LoggedStep, ...] = ()
+    epochs: int = 0
     memory: float = 0.0
     plan: LaunchPlan | None = None
     seconds: float = 0.0
@@ -108,9 +118,11 @@ def probe(
         TuningError: the function did no optimizer step of ``fit`` within a minute.
         Exception: the function's own, unless memory ran out or a loss was not finite.
     """
-    with tempfile.TemporaryDirectory(prefix="nbtoolkit-probe-") as folder:
+    _remove_stale()
+    with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}-") as folder:
         settings = {
             **_QUIET,
+            **{name: _UNMEASURED[name] for name in unmeasured(config)},
             "train.epochs": steps,
             "train.max_steps": steps,
             **overrides,
@@ -140,10 +152,19 @@ def probe(
             status=status,
             reason=reason,
             steps=tuple(listener.steps),
+            epochs=listener.epochs,
             memory=listener.memory,
             plan=listener.plan,
             seconds=time.monotonic() - began,
         )
+
+
+def _remove_stale() -> None:
+    """Remove the scratch folders of processes that were killed in the middle of a probe."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*-*"):
+        pid = folder.name.removeprefix(_SCRATCH).partition("-")[0]
+        if pid.isdigit() and not is_running(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _wait(handle: RunHandle) -> tuple[Status, str]:
@@ -169,12 +190,15 @@ class _Listener:
         self._on_step = on_step
         self.handle: RunHandle | None = None
         self.steps: list[LoggedStep] = []
+        self.epochs = 0
         self.memory = 0.0
         self.plan: LaunchPlan | None = None
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self.plan = LaunchPlan.from_dict(event.plan)
+        if isinstance(event, MetricsReported) and event.step is not None:
+            self.epochs = event.step
         if not isinstance(event, MetricsLogged) or event.step is None:
             return
         values = event.values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Mapping
@@ -9,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-from nbtoolkit.errors import RunFolderError
+from nbtoolkit.errors import RunFileError, RunFolderError
+from nbtoolkit.run.device_ledger import update_ledger
 from nbtoolkit.run.events import number_values
 from nbtoolkit.run.paths import TRASH, RunPaths, folder_error, read_or_empty, runs_in, write_json
 from nbtoolkit.study.table import SweepTable
@@ -87,6 +89,8 @@ def move_to_trash(folder: Path) -> Path:
         )
     target = folder.parent / TRASH / folder.name
     try:
+        with contextlib.suppress(RunFileError):  # a damaged run can be deleted, too
+            update_ledger(folder.parent, folder)  # its time counts also when the trash is emptied
         target.parent.mkdir(mode=0o700, exist_ok=True)
         return folder.rename(target)
     except OSError as error:

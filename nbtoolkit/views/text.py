@@ -29,7 +29,8 @@ _LINE = 400  # characters of a line of text
 
 # What nb.fit logs and returns beside the metrics; these are no learning curves.
 _EPOCHS = ("epoch", "best_epoch")
-_NO_CURVES = ("samples_per_second", "memory_gb_rank", "lr", "grad_norm")
+_SHARES = ("data_share", "compute_share", "communication_share")
+_NO_CURVES = ("samples_per_second", "memory_gb_rank", "lr", "grad_norm", *_SHARES)
 
 
 def name_of(state: State) -> str:

@@ -185,6 +185,13 @@ class RunContext:
                 )
             )
 
+    def accumulates(self, *, entered: bool) -> None:
+        """Say that this rank enters or leaves a loop that follows ``plan.accumulate``.
+
+        If it runs out of memory there, the run may start again with more accumulation steps.
+        """
+        self._channel.send(messages.Accumulates(entered=entered))
+
     def raise_if_stopped(self, *, reserve: float = 0.0) -> None:
         """Stop here if a stop was requested; **all** ranks call it. May not return.
 

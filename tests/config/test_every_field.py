@@ -33,6 +33,7 @@ from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.plan import GroupFailure, make_plan
 from nbtoolkit.errors import DeadlinePassed, GroupStartFailed, WorkerHung
 from nbtoolkit.host import detect_host
+from nbtoolkit.run.device_ledger import cost_text
 from nbtoolkit.run.events import EventReader
 from nbtoolkit.study.sweep_config import SweepConfig
 from nbtoolkit.tracking.follower import follow
@@ -368,6 +369,14 @@ def test_the_command_line_calls_the_task(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         (folder,) = (one for one in (tmp_path / name).iterdir() if (one / "result.json").exists())
         assert nb.attach(folder).result().metrics["who"] == who
+
+
+@proves("runtime.quota_hours")
+def test_the_cost_is_told_of_the_quota_that_is_set() -> None:
+    job = {"jobs": 2, "seconds": 3600.0, "slots": 1, "devices": 1}
+    assert cost_text(Config(), "kaggle", **job) == ""
+    config = Config().with_overrides({"runtime.quota_hours": 20})
+    assert cost_text(config, "kaggle", **job) == "about 2 of your 20 GPU hours"
 
 
 # --- tracking ---

@@ -381,7 +381,7 @@ def test_the_best_epoch_is_the_one_that_is_set(run: Run) -> None:
     assert last.value["weights"] == highest.value["weights"]
 
 
-@proves("tracking.log_every_n_steps", "tracking.record_samples")
+@proves("tracking.log_every_n_steps", "tracking.record_samples", "train.profile")
 def test_steps_and_samples_are_noted_as_set(run: Run) -> None:
     def logged(result: nb.RunResult) -> list[int]:
         events = EventReader(result.paths.events).read()
@@ -391,5 +391,7 @@ def test_steps_and_samples_are_noted_as_set(run: Run) -> None:
     assert logged(every) == [*range(1, 10)]
     assert logged(third) == [3, 6, 9]
     assert not every.paths.samples(0).exists()
-    noted = run(tracking__record_samples=True)
+    assert not every.paths.trace(0).exists()
+    noted = run(tracking__record_samples=True, train__profile=True)
+    assert noted.paths.trace(0).exists()
     assert len(noted.paths.samples(0).read_text().splitlines()) == STEPS

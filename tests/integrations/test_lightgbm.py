@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from boosting_functions import LIGHTGBM, reports, samples
+from boosting_functions import LIGHTGBM, reports, samples, split
 from frameworks import needs
 
 import nbtoolkit as nb
@@ -30,6 +30,11 @@ def launched(
     return nb.launch(train, config, processes=1, display="off", start=start)
 
 
+def quiet_config(folder: Path) -> nb.Config:
+    settings = {"tracking.mlflow": False, "runtime.output_dir": str(folder)}
+    return nb.load_config(env=None, overrides=settings)
+
+
 # --- microsoft/LightGBM, examples/python-guide/simple_example.py
 
 
@@ -37,8 +42,7 @@ def simple_example(config: Config, ctx: RunContext | None) -> Any:
     import lightgbm as lgb
     from sklearn.metrics import root_mean_squared_error
 
-    X, y = samples()
-    X_train, y_train, X_test, y_test = X[:400], y[:400], X[400:], y[400:]
+    (X_train, y_train), (X_test, y_test) = split(ctx)
     lgb_train = lgb.Dataset(X_train, y_train)
     lgb_eval = lgb.Dataset(X_test, y_test, reference=lgb_train)
     params = {
@@ -85,6 +89,34 @@ def test_the_simple_example_gives_what_it_gives_alone(tmp_path: Path) -> None:
     assert result.metrics["rmse"] == alone["rmse"]
     assert reports(result.paths.folder) == [10, 20]
     assert {"valid_0_l1", "valid_0_l2"} < set(result.metrics)
+
+
+@pytest.mark.long
+def test_the_simple_example_runs_in_folds(tmp_path: Path) -> None:
+    config = quiet_config(tmp_path)
+    folds = nb.make_folds(samples()[1], k=3)
+    cv = nb.cross_validate(simple_example, config, folds, display="off")
+    assert cv.status == "completed"
+    assert len({*cv.scores["valid_0_l2"]}) == 3
+
+
+@pytest.mark.long
+def test_a_sweep_over_the_simple_example_prunes(tmp_path: Path) -> None:
+    rates = [0.3, 0.3, 1e-8]
+    search = {
+        "study": {
+            "metric": "valid_0_l2",
+            "sampler": "random",
+            "pruner": "median",
+            "pruner_options": {"n_startup_trials": 1},
+        },
+        "space": {"model.learning_rate": {"type": "float", "low": 1e-8, "high": 0.3}},
+        "first_trials": [{"model.learning_rate": rate} for rate in rates],
+    }
+    result = nb.sweep(simple_example, quiet_config(tmp_path), search, n_trials=3, display="off")
+    # Two slots: the third trial starts when one of the others is done.
+    assert list(result.trials["state"]) == ["complete", "complete", "pruned"]
+    assert result.best_params["model.learning_rate"] == 0.3
 
 
 def estimator(config: Config, ctx: RunContext) -> dict[str, Any]:

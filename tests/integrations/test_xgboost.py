@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from boosting_functions import XGBOOST, reports, samples
+from boosting_functions import XGBOOST, reports, samples, split
 from frameworks import needs
 
 import nbtoolkit as nb
@@ -30,6 +30,11 @@ def launched(
     return nb.launch(train, config, processes=1, display="off", start=start)
 
 
+def quiet_config(folder: Path) -> nb.Config:
+    settings = {"tracking.mlflow": False, "runtime.output_dir": str(folder)}
+    return nb.load_config(env=None, overrides=settings)
+
+
 # --- https://xgboost.readthedocs.io/en/stable/python/python_intro.html
 # "Setting Parameters", "Training", "Early Stopping", "Prediction"
 
@@ -37,9 +42,9 @@ def launched(
 def introduction(config: Config, ctx: RunContext | None) -> Any:
     import xgboost as xgb
 
-    data, label = samples()
-    dtrain = xgb.DMatrix(data[:400], label=label[:400])
-    dtest = xgb.DMatrix(data[400:], label=label[400:])
+    (data, label), (test_data, test_label) = split(ctx)
+    dtrain = xgb.DMatrix(data, label=label)
+    dtest = xgb.DMatrix(test_data, label=test_label)
     param = {"max_depth": 2, "eta": 1, "objective": "binary:logistic"}
     param["nthread"] = 1
     param["eval_metric"] = ["auc", "logloss"]
@@ -65,6 +70,34 @@ def test_the_introduction_gives_what_it_gives_alone(tmp_path: Path) -> None:
     steps = reports(result.paths.folder)
     assert steps == list(range(10, alone["rounds"] + 1, 10))
     assert {"train_auc", "eval_auc", "eval_logloss"} < set(result.metrics)
+
+
+@pytest.mark.long
+def test_the_introduction_runs_in_folds(tmp_path: Path) -> None:
+    config = quiet_config(tmp_path)
+    folds = nb.make_folds(samples()[1], k=3)
+    cv = nb.cross_validate(introduction, config, folds, display="off")
+    assert cv.status == "completed"
+    assert len({*cv.scores["eval_logloss"]}) == 3
+
+
+@pytest.mark.long
+def test_a_sweep_over_the_introduction_prunes(tmp_path: Path) -> None:
+    rates = [0.3, 0.3, 1e-8]
+    search = {
+        "study": {
+            "metric": "eval_logloss",
+            "sampler": "random",
+            "pruner": "median",
+            "pruner_options": {"n_startup_trials": 1},
+        },
+        "space": {"model.learning_rate": {"type": "float", "low": 1e-8, "high": 0.3}},
+        "first_trials": [{"model.learning_rate": rate} for rate in rates],
+    }
+    result = nb.sweep(introduction, quiet_config(tmp_path), search, n_trials=3, display="off")
+    # Two slots: the third trial starts when one of the others is done.
+    assert list(result.trials["state"]) == ["complete", "complete", "pruned"]
+    assert result.best_params["model.learning_rate"] == 0.3
 
 
 def estimator(config: Config, ctx: RunContext) -> dict[str, Any]:

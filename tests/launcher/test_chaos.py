@@ -59,6 +59,8 @@ def configured(folder: Path, *, epochs: int, dropout: bool) -> nb.Config:
             "train.batch_size": 12,
             "train.weight_averaging": "ema",
             "checkpoint.every_steps": 30,
+            # Another test's kill for memory at that moment would let a run start again.
+            "train.gradient_accumulation_steps": 1,
             "tracking.mlflow": False,
             "tracking.record_samples": True,
         },

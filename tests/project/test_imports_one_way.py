@@ -40,13 +40,15 @@ LAYERS = (
     "search",
     "crossval",
     "competition",
-    "tuning",
     "attach",
     "notebooks",
     "pipeline",
     "lint",
     "kaggle",
     "views",
+    # It measures by launches and draws what it measured. The launcher finds it by name
+    # (`launcher.measured`), only for a setting that is `auto`, as `run.output` finds the views.
+    "tuning",
     "report",
     "dashboards",
     "panel",

@@ -123,7 +123,8 @@ def test_a_misspelt_metric_ends_the_sweep_in_its_first_trial(
         swept(train, config, metric)
     assert not (tmp_path / "through").exists()
     (folder,) = tmp_path.glob("*-sweep-*")
-    assert len(list((folder / "trials").iterdir())) <= 3  # side by side
+    # Two at a time; on a loaded machine another one starts before the sweep has ended.
+    assert len(list((folder / "trials").iterdir())) <= 4
 
 
 def test_a_metric_that_the_first_trial_has_not_ends_the_sweep(
@@ -133,7 +134,8 @@ def test_a_metric_that_the_first_trial_has_not_ends_the_sweep(
     with pytest.raises(SweepError, match=r"'final'.*metrics: val_loss, score\n[\s\S]*return final"):
         swept(reports, config, "final")
     (folder,) = tmp_path.glob("*-sweep-*")
-    assert len(list((folder / "trials").iterdir())) <= 3  # side by side
+    # Two at a time; on a loaded machine another one starts before the sweep has ended.
+    assert len(list((folder / "trials").iterdir())) <= 4
 
 
 def always_fails(config: Config, ctx: RunContext) -> None:

@@ -29,9 +29,12 @@ def samples(size: int = 600) -> tuple[np.ndarray, np.ndarray]:
     return x, (x[:, :3].sum(axis=1) + generator.normal(size=size) > 0).astype(int)
 
 
-def split(ctx: RunContext) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+def split(
+    ctx: RunContext | None,
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Training and held-out part: those of the fold, else the first 400 and the last 200."""
     x, y = samples()
-    fold = ctx.fold
+    fold = None if ctx is None else ctx.fold
     train, valid = (
         (np.arange(400), np.arange(400, 600))
         if fold is None

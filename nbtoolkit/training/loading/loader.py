@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import count, islice, repeat
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
+from nbtoolkit.config.schema import measured
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.loading.data import (
     Batch,
@@ -100,7 +101,8 @@ def make_train_loader(
     log = None
     if config.tracking.record_samples:
         log = SampleLog(ctx.paths.samples(ctx.rank), ranks=ctx.world_size, fit=fit)
-    feed = take_apart(data, collate=collate, workers=config.train.num_workers)
+    workers = measured(config.train.num_workers, "train.num_workers")
+    feed = take_apart(data, collate=collate, workers=workers)
     batch, data = ctx.plan.global_batch_size, feed.data
     if feed.batch_size not in (None, batch):
         ctx.print(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from nbtoolkit.config.fields import FreeSection
+from nbtoolkit.config.schema import measured
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.optim.param_groups import Named, match_groups, parameters_without_decay
 
@@ -180,6 +181,36 @@ class Plateau(Schedule):
         self.scale, self.worse = float(state["scale"]), int(state["worse"])
 
 
+@dataclass(frozen=True, kw_only=True)
+class RangeTest(Schedule):
+    """A rate that rises exponentially from the first step to the last.
+
+    The learning-rate range test of Smith (2017, https://arxiv.org/abs/1506.01186), exponential as
+    in fastai and Lightning. Of an optimizer that the user built, the first group has this rate, and
+    the other groups keep their proportions to it.
+
+    Attributes:
+        low: the learning rate of the first step, above 0.
+        high: the learning rate of the last step.
+        total: optimizer steps of the whole run.
+    """
+
+    low: float
+    high: float
+    total: int
+
+    def rate(self, step: int) -> float:
+        """See :meth:`Schedule.rate`."""
+        return self.low * math.pow(self.high / self.low, _fraction(step, self.total - 1))
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """See :meth:`Schedule.bind`."""
+        # A scheduler that was made before has changed `lr`, and left the rate in `initial_lr`.
+        rates = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
+        for group, own in zip(optimizer.param_groups, rates, strict=True):
+            group.setdefault("lr_scale", own / rates[0] if rates[0] else 1.0)
+
+
 def make_schedule(config: Config, *, steps: int, factor: float) -> Schedule:
     """Make the schedule that ``config.optim`` asks for.
 
@@ -190,8 +221,10 @@ def make_schedule(config: Config, *, steps: int, factor: float) -> Schedule:
         factor: multiplies ``optim.lr`` (the plan's ``lr_factor``).
     """
     optim = config.optim
-    peak, warmup = optim.lr * factor, optim.warmup_ratio * steps
+    peak, warmup = measured(optim.lr, "optim.lr") * factor, optim.warmup_ratio * steps
     floor = optim.min_lr_ratio * peak
+    if optim.schedule == "range_test":
+        return RangeTest(low=floor or peak * 1e-6, high=peak, total=steps)
     if optim.schedule == "one_cycle":
         return OneCycle(peak=peak, warmup=warmup, total=steps, floor=floor)
     if optim.schedule == "plateau":
@@ -378,7 +411,8 @@ def _arguments(
     """The arguments of the class, besides the groups."""
     import torch
 
-    own: dict[str, Any] = {"lr": optim.lr} if signature.accepts("lr") else {}
+    rate = measured(optim.lr, "optim.lr")
+    own: dict[str, Any] = {"lr": rate} if signature.accepts("lr") else {}
     if "weight_decay" in signature.required:  # the groups have it too
         own["weight_decay"] = optim.weight_decay
     if issubclass(kind, torch.optim.SGD) and signature.accepts("momentum"):
@@ -437,7 +471,7 @@ def _groups(
         own: dict[str, Any] = group.to_dict()
         del own["match"]
         if "lr" in own:
-            own["lr_scale"] = own.pop("lr") / optim.lr
+            own["lr_scale"] = own.pop("lr") / measured(optim.lr, "optim.lr")
         for key in own:
             if key != "lr_scale" and not signature.accepts(key):
                 close = difflib.get_close_matches(key, ("lr", "lr_scale", *signature.names), n=1)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+from nbtoolkit.config.schema import measured
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.optim.optimizer import (
     OptimizerClass,
@@ -141,7 +142,8 @@ def make_user_schedule(
     """The schedule that the user passed to ``fit``, or the one of ``config.optim``.
 
     An optimizer object (or one that a function makes) keeps the rates that it has, unless a
-    schedule was passed: ``optim.schedule`` belongs to ``optim.lr``, which it does not use.
+    schedule was passed: ``optim.schedule`` belongs to ``optim.lr``, which it does not use. Only
+    ``range_test`` replaces both: it measures, and does not train.
 
     Args:
         config: its section ``optim``.
@@ -151,9 +153,12 @@ def make_user_schedule(
         factor: multiplies ``optim.lr`` (the plan's ``lr_factor``).
     """
     from_config = optimizer is None or isinstance(optimizer, type)
+    if config.optim.schedule == "range_test":
+        return make_schedule(config, steps=steps, factor=factor if from_config else 1.0)
     if given is None and from_config:
         return make_schedule(config, steps=steps, factor=factor)
-    return UserSchedule(given, total=steps, peak=config.optim.lr * factor if from_config else None)
+    peak = measured(config.optim.lr, "optim.lr") * factor if from_config else None
+    return UserSchedule(given, total=steps, peak=peak)
 
 
 class UserSchedule(Schedule):

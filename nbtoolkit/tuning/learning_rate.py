@@ -1,0 +1,260 @@
+"""Find a learning rate by a range test over the real training loop."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from nbtoolkit.config.schema import ConfigLike, as_config
+from nbtoolkit.errors import TuningError
+from nbtoolkit.launcher.launch import Train
+from nbtoolkit.text_table import html_table
+from nbtoolkit.training.optim.optimizer import RangeTest
+from nbtoolkit.tuning.answers import answer_key, keep_answer, kept_answer
+from nbtoolkit.tuning.probe import LoggedStep, Probe, probe
+from nbtoolkit.views.chart import BEST, ENDED, RUNNING, Axis, Series, chart
+from nbtoolkit.views.figure import Chart
+
+if TYPE_CHECKING:
+    from nbtoolkit.config.schema import Config
+
+DEFAULT = RangeTest(low=1e-6, high=1.0, total=100)
+"""The rates of the test."""
+
+_SMOOTHING = 0.9  # share of the mean before in the mean after a step
+_DIVERGED = 4.0  # times the lowest smoothed loss: the test ends
+_FIRST, _LAST = 10, 5  # points at the ends of the curve that are not suggested
+_FEWEST = 30  # steps of a test
+_LEAST_FALL = 0.01  # share of the first loss
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LearningRate:
+    """The result of :func:`find_learning_rate`.
+
+    Attributes:
+        suggestion: the value for ``optim.lr``, with three digits.
+        rates: of every step of the test, as values of ``optim.lr``: ``optim.lr_rule`` multiplies
+            them.
+        losses: the training loss of the same steps, over all ranks.
+        seconds: what the measurement took.
+        kept: whether it was measured earlier, and kept.
+    """
+
+    suggestion: float
+    rates: Sequence[float]
+    losses: Sequence[float]
+    seconds: float
+    kept: bool = field(default=False, compare=False)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The settings for ``config.with_overrides``."""
+        return {"optim.lr": self.suggestion}
+
+    def plot(self) -> Chart:
+        """Draw the loss over the rate, its mean, and the suggestion."""
+        losses, means = (
+            [*zip(self.rates, values, strict=True)]
+            for values in (self.losses, smoothed(self.losses))
+        )
+        mark = min(means, key=lambda point: abs(point[0] - self.suggestion))
+        series = [
+            Series("loss", losses, colour=ENDED),
+            Series("smoothed", means, colour=RUNNING),
+            Series(f"suggestion {self.suggestion:g}", [mark], "ring", BEST),
+        ]
+        x, y = Axis("optim.lr", log=True), Axis("training loss")
+        drawn = chart(series, x=x, y=y, legend=True)
+        return Chart("learning-rate range test", f'<div style="max-width:560px">{drawn}</div>')
+
+    @property
+    def why(self) -> str:
+        """The reason for the suggestion, in a line."""
+        means = smoothed(self.losses)
+        cost = f"measured in {self.seconds:.1f} s" if not self.kept else "kept; force=True measures"
+        fall = f"the mean loss falls from {means[0]:.4g} to {min(means):.4g}"
+        return (
+            f"{fall} in {len(means)} steps from {self.rates[0]:.3g} to {self.rates[-1]:.3g}; {cost}"
+        )
+
+    def __repr__(self) -> str:
+        return f"LearningRate({self.suggestion:g}: {self.why})"
+
+    def _repr_html_(self) -> str:
+        rows = [("optim.lr", f"{self.suggestion:g}"), ("why", self.why)]
+        return html_table("learning rate", rows) + self.plot().html
+
+
+def find_learning_rate(
+    train: Train,
+    config: ConfigLike = None,
+    *,
+    low: float = DEFAULT.low,
+    high: float = DEFAULT.high,
+    steps: int = DEFAULT.total,
+    processes: int | None = None,
+    force: bool = False,
+) -> LearningRate:
+    """Suggest ``optim.lr`` by a range test (Smith 2017, https://arxiv.org/abs/1506.01186).
+
+    ``train`` runs for ``steps`` optimizer steps, in processes of its own, while the rate rises
+    exponentially from ``low`` to ``high``; no run of yours changes, nor does a model in this
+    process. The test ends early when the loss diverges: its mean is above 4 times its lowest, or a
+    loss is not finite.
+
+    With ``s_i`` the exponential mean of the losses (weight 0.9, corrected for its start) and
+    ``r_i`` the rates, the suggestion is ``r_k`` where
+    ``(s_{k+1} - s_{k-1}) / (ln r_{k+1} - ln r_{k-1})`` is lowest: where the loss falls fastest. The
+    first 10 and the last 5 steps do not count. Lightning and fastai do about the same. It is at
+    most a tenth of the rate with the lowest ``s_i`` (fastai's ``minimum``): where a loss diverges
+    soon after its steepest fall, as with SGD and momentum, that one is too high to train with.
+
+    The answer is kept in ``<output_dir>/tuning.json`` and used again for the same function, model,
+    data settings, optimizer and devices.
+
+    Args:
+        train: a training function that calls :func:`nbtoolkit.fit` with the configuration it gets.
+            An optimizer object or a schedule that it passes has the rates of the test, too: of the
+            optimizer's first group; the others keep their proportions to it.
+        config: the configuration of the run to come; ``optim.lr`` may be ``auto``. The rates are
+            values of ``optim.lr``, before the factor of ``optim.lr_rule``.
+        low: the rate of the first step.
+        high: the rate of the last step, above ``low``.
+        steps: optimizer steps, at least 30.
+        processes: ranks; None: as ``config`` says.
+        force: measure, also if there is a kept answer.
+
+    Raises:
+        TuningError: the loss falls at no rate, memory ran out, or the function does not train by
+            ``nb.fit`` with this configuration.
+        Exception: the function's own.
+    """
+    test = RangeTest(low=low, high=high, total=steps)
+    found = measure_learning_rate(train, as_config(config, processes), test, force=force)
+    print(f"optim.lr: {found.suggestion:g} ({found.why})", flush=True)
+    return found
+
+
+def measure_learning_rate(
+    train: Train, config: Config, test: RangeTest, *, force: bool = False, runs: Train | None = None
+) -> LearningRate:
+    """Do what :func:`find_learning_rate` does, and print nothing.
+
+    Args:
+        train: the function that the answer is kept for.
+        config: see there.
+        test: its rates.
+        force: measure again.
+        runs: what runs in place of ``train``.
+    """
+    if not (0 < test.low < test.high and test.total >= _FEWEST):
+        raise TuningError(
+            f"a range test from {test.low:g} to {test.high:g} in {test.total} steps is impossible",
+            allowed=f"0 < low < high, and at least {_FEWEST} steps",
+            do="leave them out: low=1e-6, high=1.0, steps=100",
+        )
+    optim = {**config.to_dict()["optim"], "lr": None, "schedule": None, "warmup_ratio": None}
+    others = config.seed, config.train.max_grad_norm, config.train.drop_last
+    key = answer_key(train, config, astuple(test), optim, others)
+    if not force and (kept := kept_answer(config, "learning_rate", key)):
+        del kept["measured"]
+        return LearningRate(**kept)
+    found = _measure(runs or train, config, test)
+    keep_answer(config, "learning_rate", key, {**asdict(found), "kept": True})
+    return found
+
+
+def _measure(train: Train, config: Config, test: RangeTest) -> LearningRate:
+    curve: dict[int, float] = {}
+
+    def enough(step: LoggedStep) -> bool:
+        curve.setdefault(step.step, step.loss)
+        return step.step == test.total or diverged([*curve.values()])
+
+    settings = {
+        "optim.schedule": "range_test",
+        "optim.lr": test.high,
+        "optim.min_lr_ratio": test.low / test.high,
+        "optim.warmup_ratio": 0.0,
+        "train.weight_averaging": "none",
+        # The losses of a step arrive at once: those before one that is not finite count.
+        "checkpoint.every_steps": 1,
+    }
+    result = probe(train, config, settings, steps=test.total, on_step=enough)
+    if result.status == "out_of_memory":
+        raise TuningError(
+            f"memory ran out in the range test: {result.reason}",
+            allowed="a batch that fits into memory",
+            do="lower train.batch_size, or raise train.gradient_accumulation_steps",
+        )
+    losses = [*curve.values()]
+    cut = next((n for n in range(1, len(losses)) if diverged(losses[:n])), len(losses))
+    losses, rates = losses[:cut], [test.rate(step - 1) for step in [*curve][:cut]]
+    _check_rates(result, rates)
+    rate, seconds = suggest(rates, losses), result.seconds
+    return LearningRate(suggestion=rate, rates=rates, losses=losses, seconds=seconds)
+
+
+def _check_rates(result: Probe, rates: Sequence[float]) -> None:
+    """Refuse a first loss that is not finite, and a function with rates of its own."""
+    if not rates:
+        raise TuningError(
+            f"the first loss is not finite: {result.reason}",
+            allowed="a loss that is a finite number at the start",
+            do="check the data and the initial weights",
+        )
+    first, last = result.steps[0].rate, result.steps[len(rates) - 1].rate
+    if not first or not math.isclose(last / first, rates[-1] / rates[0], rel_tol=1e-3):
+        raise TuningError(
+            f"the training function had rates of its own, from {first:.3g} to {last:.3g}",
+            allowed="a function that gives nb.fit the configuration that it gets",
+            do="do not change config.optim inside the function",
+        )
+
+
+# --- the curve ---
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """The exponential mean of the losses up to each one, corrected for its start."""
+    sums = accumulate(
+        losses, lambda mean, loss: _SMOOTHING * mean + (1 - _SMOOTHING) * loss, initial=0.0
+    )
+    return [mean / (1 - _SMOOTHING**n) for n, mean in enumerate(sums) if n]
+
+
+def diverged(losses: Sequence[float]) -> bool:
+    """Whether the smoothed loss is now above 4 times its lowest."""
+    means = smoothed(losses)
+    return bool(means) and means[-1] > min(means) + (_DIVERGED - 1) * abs(min(means))
+
+
+def suggest(rates: Sequence[float], losses: Sequence[float]) -> float:
+    """The rate at which the smoothed loss falls fastest; see :func:`find_learning_rate`.
+
+    Raises:
+        TuningError: it does not fall, or diverges too early to tell.
+    """
+    means = smoothed(losses)
+    lowest = min(range(len(means)), key=means.__getitem__)
+    start = means[min(_FIRST, len(means)) - 1]
+    noise = [loss - mean for loss, mean in zip(losses, means, strict=True)][: lowest + 1]
+    least = max(_LEAST_FALL * abs(start), statistics.pstdev(noise))
+    inner = range(_FIRST, len(means) - _LAST)
+    if not inner or start - means[lowest] < least:
+        raise TuningError(
+            f"the loss falls at no rate from {rates[0]:.3g} to {rates[-1]:.3g}: it is {start:.4g} "
+            f"at the start, and {means[lowest]:.4g} at the lowest, in {len(losses)} steps",
+            allowed="a loss that falls at some rate between low and high, before it diverges",
+            do="check the targets, the loss and the model; else widen low and high, or raise steps",
+        )
+
+    def slope(i: int) -> float:
+        return (means[i + 1] - means[i - 1]) / math.log(rates[i + 1] / rates[i - 1])
+
+    return float(f"{min(rates[min(inner, key=slope)], rates[lowest] / 10):.3g}")
