@@ -68,6 +68,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` im
     from nbtoolkit.tuning.batch_size import find_batch_size as find_batch_size
     from nbtoolkit.tuning.benchmark import Benchmark as Benchmark
     from nbtoolkit.tuning.benchmark import benchmark as benchmark
+    from nbtoolkit.tuning.calibration import Calibration as Calibration
+    from nbtoolkit.tuning.calibration import calibrate as calibrate
     from nbtoolkit.tuning.learning_rate import LearningRate as LearningRate
     from nbtoolkit.tuning.learning_rate import find_learning_rate as find_learning_rate
     from nbtoolkit.tuning.quota import Quota as Quota
@@ -119,6 +121,7 @@ _NAMES = {
     "tuning.quota": ("Quota", "quota"),
     "tuning.learning_rate": ("LearningRate", "find_learning_rate"),
     "tuning.speed": ("SpeedTable", "find_num_workers", "find_speedups"),
+    "tuning.calibration": ("Calibration", "calibrate"),
     "tuning.benchmark": ("Benchmark", "benchmark"),
     "worker.context": ("RunContext",),
 }

@@ -363,6 +363,15 @@ def unpack(where: BundleSource = "auto", into: IntoFolder = None, debug: Debug =
 
 
 @app.command()
+def quota(source: RunsFolder = None, hours: QuotaHours = None, debug: Debug = False) -> None:
+    """Print the device-hours of the runs of an output folder, by host and week."""
+    from nbtoolkit.tuning.quota import quota as count
+
+    with report_errors(debug):
+        print(count(source, hours=hours))
+
+
+@app.command()
 def bench(
     config: ConfigPath = None,
     override: Override = None,
@@ -389,15 +398,6 @@ def bench(
         if csv is not None:
             print(f"rows: {result.to_csv(csv)}", file=sys.stderr)
     raise typer.Exit({"interrupted": INTERRUPTED, "time": EARLY}.get(result.status, DONE))
-
-
-@app.command()
-def quota(source: RunsFolder = None, hours: QuotaHours = None, debug: Debug = False) -> None:
-    """Print the device-hours of the runs of an output folder, by host and week."""
-    from nbtoolkit.tuning.quota import quota as count
-
-    with report_errors(debug):
-        print(count(source, hours=hours))
 
 
 @app.command()

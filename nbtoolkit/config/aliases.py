@@ -171,8 +171,12 @@ _SWEEP = (
     "put it into the sweep's own file (config/hpo/...), or pass it to nb.sweep",
 )
 _DEEPSPEED = "belongs to DeepSpeed, which nbtoolkit does not use", "use strategy: ddp"
-_DATA_PARALLEL_OPTION = "belongs to DataParallel, which nbtoolkit does not use", _REMOVE
-_HYBRID = "mixes DataParallel and DDP, which has no benefit", "use strategy: ddp"
+_DATA_PARALLEL_OPTION = (
+    "belongs to DataParallel: nbtoolkit divides along dimension 0 and gathers on the first device",
+    _REMOVE,
+)
+_NO_PIPELINES = "pipeline strategies (a model divided over devices) are not there yet"
+_HYBRID = f"cannot be set: {_NO_PIPELINES}", "use strategy: ddp"
 _RELAUNCH = "call nb.launch again: it resumes the unfinished run"
 _RESUME = "is an argument of the call", 'nb.launch(..., resume="never")'
 
@@ -224,10 +228,15 @@ _CHOICES = ("train.precision", "distributed.strategy", "distributed.backend")
 # Values of other tools -> ours.
 _VALUES: dict[str, dict[object, str]] = {
     "train.precision": {True: "auto", False: "fp32", "no": "fp32"},
-    "distributed.strategy": {"none": "single", "distributed": "ddp", "pytorch-ddp": "ddp"},
+    "distributed.strategy": {
+        "none": "single",
+        "distributed": "ddp",
+        "pytorch-ddp": "ddp",
+        "dataparallel": "dp",
+        "data_parallel": "dp",
+    },
 }
 
-_DATA_PARALLEL = "DataParallel gathers outputs and gradients on GPU 0; PyTorch recommends DDP"
 _NOT_BUILT_IN = "not built in: use it in train() through ctx.accelerator or torch"
 _HOROVOD = "Horovod's last release is of 2023; DDP does the same"
 _RAY = "nbtoolkit starts the ranks itself; Ray is untested"
@@ -236,14 +245,11 @@ _TENSORFLOW = "set distributed.backend: tensorflow instead"
 # Rejected values and the reason.
 _REFUSED_VALUES = {
     "distributed.strategy": {
-        "dp": _DATA_PARALLEL,
-        "dataparallel": _DATA_PARALLEL,
-        "data_parallel": _DATA_PARALLEL,
-        "hybrid": "a mix of DataParallel and DDP has no benefit",
+        "hybrid": _NO_PIPELINES,
         "fsdp": _NOT_BUILT_IN,
         "fsdp2": _NOT_BUILT_IN,
         "deepspeed": _NOT_BUILT_IN,
-        "pipeline": _NOT_BUILT_IN,
+        "pipeline": _NO_PIPELINES,
         "ray": _RAY,
         "horovod": _HOROVOD,
         "tensorflow": _TENSORFLOW,

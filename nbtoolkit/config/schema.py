@@ -182,8 +182,9 @@ class Distributed(Section):
 
     enabled: Auto | bool = "auto"
     """Use several ranks. `auto`: on two or more usable, equal GPUs; true: on the CPU too."""
-    strategy: Literal["auto", "single", "ddp"] = "auto"
-    """One process, or DistributedDataParallel."""
+    strategy: Literal["auto", "single", "ddp", "dp", "measured"] = "auto"
+    """One process, DistributedDataParallel, or `dp`: DataParallel, one process on several GPUs.
+    `auto`: by a kept `nb.calibrate`, else ddp on several GPUs; `measured`: measure first."""
     world_size: Auto | Count = "auto"
     """Ranks; `auto`: one per usable device. `nb.launch(processes=...)` overrides it."""
     backend: Literal["auto", "nccl", "gloo", "tensorflow"] = "auto"

@@ -85,12 +85,16 @@ def _rank_conflicts(config: Config) -> Iterator[Conflict]:
     if ranks.enabled is False and size > 1:
         what = f"{size_name}: {size} conflicts with enabled: false"
         yield Conflict(what, "remove one of them", (size_name, enabled))
-    if ranks.strategy == "single" and size > 1:
-        what = f"{size_name}: {size} conflicts with strategy: single"
+    if ranks.strategy in ("single", "dp") and size > 1:
+        what = f"{size_name}: {size} conflicts with strategy: {ranks.strategy}"
         yield Conflict(what, "remove one of them", (size_name, strategy))
-    if ranks.enabled is False and ranks.strategy == "ddp":
-        what = f"{strategy}: ddp conflicts with enabled: false"
+    if ranks.enabled is False and ranks.strategy in ("ddp", "dp"):
+        what = f"{strategy}: {ranks.strategy} conflicts with enabled: false"
         yield Conflict(what, "remove one of them", (strategy, enabled))
+    for name in ("compile", "activation_checkpointing"):
+        if ranks.strategy == "dp" and getattr(config.train, name):
+            what = f"{strategy}: dp conflicts with train.{name}: it cannot copy such a model"
+            yield Conflict(what, "set strategy: ddp", (strategy, f"train.{name}"))
     if ranks.device_ids and size > len(ranks.device_ids):
         what = f"{size_name}: {size} ranks on {len(ranks.device_ids)} device_ids"
         yield Conflict(what, "name one device per rank", (size_name, "distributed.device_ids"))

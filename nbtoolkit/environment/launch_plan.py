@@ -65,6 +65,7 @@ def split_batch(batch_size: int, *, processes: int, accumulate: int) -> BatchSpl
 
 Start = Literal["forkserver", "fork", "inline"]
 Precision = Literal["fp32", "fp16", "bf16"]
+Strategy = Literal["single", "ddp", "dp", "tensorflow"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +81,9 @@ class LaunchPlan:
     """UUIDs for CUDA_VISIBLE_DEVICES, in order of rank; empty on the CPU."""
     device_names: tuple[str, ...] = ()
     """Names of the devices."""
-    strategy: Literal["single", "ddp", "tensorflow"] = "single"
-    """``ddp`` with more than one process; ``tensorflow``: its own, of one process or several."""
+    strategy: Strategy = "single"
+    """``ddp`` with more than one process; ``dp``: DataParallel, one process on several devices;
+    ``tensorflow``: its own, of one process or several."""
     backend: Literal["nccl", "gloo"] | None = None
     """Communication backend of the ranks; None for one process."""
     precision: Precision = "fp32"
@@ -105,6 +107,10 @@ class LaunchPlan:
     """Timeout of a collective in seconds."""
     ddp: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Arguments for DistributedDataParallel."""
+    one_device_speed: float | None = None
+    """Samples per second of one process on one device, from a kept calibration; None: unknown."""
+    predicted_speed: float | None = None
+    """Samples per second of this plan's strategy, from a kept calibration; None: unknown."""
     reasons: tuple[str, ...] = ()
     """The reason for each decision."""
 

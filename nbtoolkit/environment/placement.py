@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nbtoolkit.environment.hardware import Hardware
-from nbtoolkit.environment.launch_plan import Start
+from nbtoolkit.environment.launch_plan import Start, Strategy
+from nbtoolkit.environment.measured_speed import MeasuredSpeed
 from nbtoolkit.environment.nvml import Device
 from nbtoolkit.errors import PlanError
 from nbtoolkit.host import Host
@@ -15,6 +16,9 @@ from nbtoolkit.text_table import gib
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config, Distributed
+
+
+_DATA_PARALLEL = "distributed.strategy is dp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +32,8 @@ class DevicePlacement:
     """Reason for the number of processes."""
     notes: tuple[str, ...] = ()
     """Further remarks: unused devices, memory in use."""
+    replicas: int = 1
+    """Copies of the model in one process: of DataParallel, one per device; else 1."""
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -40,14 +46,24 @@ class DevicePlacement:
         """Return the placement of the first process alone."""
         return replace(self, processes=1, devices=self.devices[:1], why=why)
 
+    @property
+    def strategy(self) -> Strategy:
+        """``single``, ``ddp`` or ``dp``."""
+        return "dp" if self.replicas > 1 else "ddp" if self.processes > 1 else "single"
+
 
 def place_processes(
-    config: Config, host: Host, hardware: Hardware, start: Start
+    config: Config,
+    host: Host,
+    hardware: Hardware,
+    start: Start,
+    speed: MeasuredSpeed | None = None,
 ) -> DevicePlacement:
     """Decide the number of processes and the device of each.
 
     Usable, equal GPUs are used together; of unequal ones, the best is used. The settings
     ``enabled``, ``strategy``, ``world_size`` and ``device_ids`` of ``distributed`` override this.
+    If they leave the choice open, ``speed`` decides: how fast each strategy was on this machine.
 
     Raises:
         PlanError: the settings conflict or request missing devices, or the machine has only a TPU.
@@ -59,8 +75,16 @@ def place_processes(
         return _in_place(host, usable)
     if host.tpu and not usable and settings.enabled is not False:
         raise _tpu_only(host)
-    alone = _why_alone(settings, start)
-    placement = _on_gpus(settings, usable, alone) if usable else _on_cpu(settings, hardware, alone)
+
+    def place(settings: Distributed) -> DevicePlacement:
+        alone = _why_alone(settings, start)
+        if usable:
+            return _on_gpus(settings, usable, alone)
+        return _on_cpu(settings, hardware, alone)
+
+    placement = place(settings)
+    if _is_open(settings, start):
+        placement = _by_speed(placement, settings, place, speed)
     unusable = [f"{device} is not used: {device.reason}" for device in allowed if not device.usable]
     return replace(placement, notes=(*placement.notes, *unusable))
 
@@ -90,6 +114,30 @@ def _allowed(device_ids: Sequence[int] | None, hardware: Hardware) -> list[Devic
     return chosen
 
 
+def _is_open(settings: Distributed, start: Start) -> bool:
+    """Return whether the settings leave the strategy to nbtoolkit."""
+    auto = settings.enabled == settings.world_size == "auto"
+    open_strategy = settings.strategy in ("auto", "measured")
+    return auto and open_strategy and settings.backend != "tensorflow" and start != "inline"
+
+
+def _by_speed(
+    usual: DevicePlacement,
+    settings: Distributed,
+    place: Callable[[Distributed], DevicePlacement],
+    speed: MeasuredSpeed | None,
+) -> DevicePlacement:
+    """Return the placement of the strategy that was measured to be clearly faster, or the usual."""
+    if speed is None:
+        note = "nb.calibrate(train, config) measures whether one GPU or DataParallel is faster"
+        return replace(usual, notes=(*usual.notes, note)) if len(usual.devices) > 1 else usual
+    strategy, why = speed.choose(usual.strategy)
+    chosen = place(settings.model_copy(update={"strategy": strategy}))
+    if chosen.strategy != strategy or (strategy == "ddp" and chosen.processes != speed.ranks):
+        return usual
+    return replace(chosen, why=why)
+
+
 def _why_alone(settings: Distributed, start: Start) -> str:
     """Return why only one process is possible; empty if more are."""
     alone = ""
@@ -97,8 +145,8 @@ def _why_alone(settings: Distributed, start: Start) -> str:
         alone = 'start="inline" runs in this process'
     elif settings.enabled is False:
         alone = "distributed.enabled is false"
-    elif settings.strategy == "single":
-        alone = "distributed.strategy is single"
+    elif settings.strategy in ("single", "dp"):
+        alone = f"distributed.strategy is {settings.strategy}"
     elif settings.world_size == 1:
         alone = "distributed.world_size is 1"
     elif settings.backend == "tensorflow" and settings.world_size == "auto":
@@ -127,12 +175,26 @@ def _on_gpus(settings: Distributed, usable: Sequence[Device], alone: str) -> Dev
     else:
         count, why = len(equal), _why_auto(equal, others)
     mirrored = settings.backend == "tensorflow" and count == 1
-    chosen = tuple(equal) if mirrored else (*equal, *others)[:count]
+    parallel = not mirrored and alone == _DATA_PARALLEL
+    chosen = tuple(equal) if mirrored or parallel else (*equal, *others)[:count]
+    notes = (*_notes_on_unequal(best, chosen, others, alone), *_notes_on_memory(chosen))
     return DevicePlacement(
         processes=count,
         devices=chosen,
         why=why,
-        notes=(*_notes_on_unequal(best, chosen, others, alone), *_notes_on_memory(chosen)),
+        notes=(*notes, *_notes_on_data_parallel(chosen)) if parallel else notes,
+        replicas=len(chosen) if parallel else 1,
+    )
+
+
+def _notes_on_data_parallel(chosen: Sequence[Device]) -> tuple[str, ...]:
+    if len(chosen) == 1:
+        return ("distributed.strategy is dp, and there is one device: it trains as with single",)
+    return (
+        f"DataParallel: each forward pass copies the model to {len(chosen)} devices and gathers "
+        f"the outputs on {chosen[0]}, which needs the most memory; validation runs there alone",
+        "batch norms take their statistics from each device's own part of a batch, and keep those "
+        "of the first device (distributed.sync_batchnorm is for ddp)",
     )
 
 
@@ -176,6 +238,13 @@ def _notes_on_memory(chosen: Sequence[Device]) -> list[str]:
 
 
 def _on_cpu(settings: Distributed, hardware: Hardware, alone: str) -> DevicePlacement:
+    if alone == _DATA_PARALLEL:
+        raise PlanError(
+            f"distributed.strategy is dp, which needs GPUs, but the run is on the CPU: "
+            f"{hardware.reason}",
+            allowed="auto, single or ddp on the CPU; dp on several equal GPUs",
+            do="set distributed.strategy: auto",
+        )
     if alone:
         count, why = 1, alone
     elif settings.world_size != "auto":

@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Literal
 
 from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.environment.hardware import Hardware
-from nbtoolkit.environment.launch_plan import BatchSplit, Precision, Start, split_batch
+from nbtoolkit.environment.launch_plan import (
+    BatchSplit,
+    Precision,
+    Start,
+    Strategy,
+    split_batch,
+)
 from nbtoolkit.environment.launch_plan import LaunchPlan as LaunchPlan
+from nbtoolkit.environment.measured_speed import MeasuredSpeed
 from nbtoolkit.environment.nvml import Device
 from nbtoolkit.environment.placement import DevicePlacement, place_processes
 from nbtoolkit.errors import GroupStartFailed, PlanError
@@ -48,7 +55,7 @@ class OutOfMemory:
     samples: int
 
 
-Evidence = GroupFailure | PortBusy | OutOfMemory
+Evidence = GroupFailure | PortBusy | OutOfMemory | MeasuredSpeed
 
 
 def make_plan(
@@ -66,7 +73,7 @@ def make_plan(
         host: the host of this process. In a rank that torchrun or Slurm started, the plan is to run
             in place.
         hardware: the available devices.
-        evidence: results of earlier plans.
+        evidence: results of earlier plans, and measured speeds.
         start: how the processes start; ``"inline"`` allows only one.
 
     Raises:
@@ -76,12 +83,15 @@ def make_plan(
     """
     start = "inline" if host.is_rank else start
     config = as_config(config)
-    placement = place_processes(config, host, hardware, start)
-    batch, lr_factor, batch_notes = _batch(config, placement.processes)
+    speed = next((item for item in evidence if isinstance(item, MeasuredSpeed)), None)
+    placement = place_processes(config, host, hardware, start, speed)
+    batch, lr_factor, batch_notes = _batch(config, placement.processes, placement.replicas)
     placement, batch, fallback_notes = _apply_evidence(config, host, evidence, placement, batch)
     batch, too_large, memory_notes = _fit_memory(config, evidence, batch)
     precision, precision_note = _precision(config.train.precision, placement.devices)
     backend, backend_notes = _backend(config.distributed.backend, placement)
+    mirrored = config.distributed.backend == "tensorflow"
+    strategy: Strategy = "tensorflow" if mirrored else placement.strategy
     threads, threads_note = _threads(host, hardware, placement.processes)
     port, port_notes = _port(config.distributed.port, evidence, placement.processes)
     return LaunchPlan(
@@ -90,7 +100,7 @@ def make_plan(
         device_type="cuda" if placement.devices else "cpu",
         devices=tuple(device.uuid for device in placement.devices),
         device_names=tuple(device.name for device in placement.devices),
-        strategy=_strategy(config.distributed.backend, placement.processes),
+        strategy=strategy,
         backend=backend,
         precision=precision,
         global_batch_size=batch.total,
@@ -103,6 +113,8 @@ def make_plan(
         port=port,
         group_timeout=float(config.distributed.timeout),
         ddp={name: getattr(config.distributed, name) for name in _DDP},
+        one_device_speed=None if speed is None else speed.speeds.get("single"),
+        predicted_speed=_predicted(speed, strategy, placement.processes),
         reasons=(
             *memory_notes,
             *fallback_notes,
@@ -117,7 +129,9 @@ def make_plan(
     )
 
 
-def _batch(config: Config, processes: int) -> tuple[BatchSplit, float, tuple[str, ...]]:
+def _batch(
+    config: Config, processes: int, replicas: int
+) -> tuple[BatchSplit, float, tuple[str, ...]]:
     """Return the split of the batch, the factor of the learning rate, and notes on them."""
     train, rule = config.train, config.optim.lr_rule
     notes: tuple[str, ...] = ()
@@ -132,8 +146,9 @@ def _batch(config: Config, processes: int) -> tuple[BatchSplit, float, tuple[str
     if per_device is None:
         split = split_batch(train.batch_size, processes=processes, accumulate=accumulate)
         return split, 1.0, notes
-    split = BatchSplit(per_device=per_device, processes=processes, accumulate=accumulate)
-    growth = processes * accumulate
+    per_pass = per_device * replicas
+    split = BatchSplit(per_device=per_pass, processes=processes, accumulate=accumulate)
+    growth = processes * replicas * accumulate
     factor = {"none": 1.0, "linear": float(growth), "sqrt": growth**0.5}[rule]
     why = f"train.batch_size_per_device is set, optim.lr_rule is {rule}"
     return split, factor, (f"learning rate x {factor:g}: {why}", *notes)
@@ -228,10 +243,11 @@ def _precision_on_cpu(setting: Literal["auto"] | Precision) -> tuple[Precision, 
     return setting, f"{setting}: train.precision is {setting}"
 
 
-def _strategy(backend: str, processes: int) -> Literal["single", "ddp", "tensorflow"]:
-    if backend == "tensorflow":
-        return "tensorflow"
-    return "ddp" if processes > 1 else "single"
+def _predicted(speed: MeasuredSpeed | None, strategy: str, processes: int) -> float | None:
+    """Return the measured speed of a plan; None if it has another number of ranks."""
+    if speed is None or (strategy == "ddp" and processes != speed.ranks):
+        return None
+    return speed.speeds.get(strategy)
 
 
 def _backend(

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbtoolkit.environment.launch_plan import LaunchPlan
@@ -106,6 +107,33 @@ class RunResult:
                         shares.setdefault(name, []).append(share)
         return {name: sum(values) / len(values) for name, values in shares.items()}
 
+    @cached_property
+    def throughput(self) -> float | None:
+        """Samples per second of the training steps, over all ranks; None if ``fit`` logged none.
+
+        The median of the second half of the last attempt's log points; validation, checkpoints and
+        start are not part of them.
+        """
+        logged: list[float] = []
+        for event in EventReader(self.paths.events).read():
+            if isinstance(event, RunStarted):
+                logged = []
+            elif isinstance(event, MetricsLogged) and "samples_per_second" in event.values:
+                logged.append(event.values["samples_per_second"])
+        return median(logged[len(logged) // 2 :]) if logged else None
+
+    @property
+    def efficiency(self) -> float | None:
+        """:attr:`throughput` over (devices x the measured speed of one device); None without one.
+
+        :func:`nbtoolkit.calibrate` measures that speed, and the launch writes it to the plan. On
+        the CPU the machine counts as one device, and the baseline is one process on all CPUs.
+        """
+        one = self.plan.one_device_speed
+        if not one or self.throughput is None:
+            return None
+        return self.throughput / (max(1, len(self.plan.devices)) * one)
+
     def load_into(
         self, model: torch.nn.Module, kind: Literal["best", "last"] | None = None
     ) -> torch.nn.Module:
@@ -144,8 +172,27 @@ class RunResult:
         rows: list[tuple[str, object]] = [("status", self.status)]
         rows += [(name, f"{value:.6g}") for name, value in self.metrics.items()]
         rows += [("seconds", f"{self.seconds:.1f}")]
+        if speed := _speed_told(self):
+            rows += [("speed", speed)]
         rows += [("plan", str(self.plan.explain()).splitlines()[0]), ("folder", self.paths.folder)]
         return html_table("run", rows)
+
+
+def say_speed(result: RunResult, say: Callable[[str], None]) -> None:
+    """Show the predicted and the achieved speed, if a calibration was kept before the run."""
+    if text := _speed_told(result):
+        say(f"speed: {text}")
+
+
+def _speed_told(result: RunResult) -> str:
+    predicted = result.plan.predicted_speed
+    if predicted is None or result.throughput is None:
+        return ""
+    share = "" if result.efficiency is None else f", {result.efficiency:.2f} of linear"
+    return (
+        f"{predicted:,.0f} samples/s predicted by nb.calibrate, {result.throughput:,.0f} achieved"
+        f"{share}"
+    )
 
 
 def refuse_deleted(paths: RunPaths) -> None:
@@ -396,7 +443,10 @@ class RunHandle:
         if self.paths.error.exists():
             raise_failure(self.paths)
         if self.paths.result.exists():
-            return RunResult(self.paths)
+            result = RunResult(self.paths)
+            if self._was_live:
+                say_speed(result, self._say)
+            return result
         raise LaunchError(
             f"the supervisor process of the run {self.paths.run_id} died, and the ranks with it "
             "(usual cause: out of memory)",

@@ -13,15 +13,22 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.environment.deadline import check_deadline, time_limit
 from nbtoolkit.environment.hardware import detect_hardware
-from nbtoolkit.environment.plan import make_plan
+from nbtoolkit.environment.plan import Evidence, make_plan
 from nbtoolkit.environment.variables import kernel_environment
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.host import detect_host
 from nbtoolkit.launcher.arguments import check_call, task_name
 from nbtoolkit.launcher.fork_launch import ForkedAgent
 from nbtoolkit.launcher.forkserver_client import fork_server
-from nbtoolkit.launcher.handle import RunHandle, RunResult, StartedRun, pack_at_deadline
+from nbtoolkit.launcher.handle import (
+    RunHandle,
+    RunResult,
+    StartedRun,
+    pack_at_deadline,
+    say_speed,
+)
 from nbtoolkit.launcher.measured import measure_auto
+from nbtoolkit.run.answers import measured_speed
 from nbtoolkit.run.events import Event
 from nbtoolkit.run.output import CellOutput, Display, choose_screen, displays, find_display
 from nbtoolkit.run.payload import pack_content, pack_function
@@ -210,15 +217,17 @@ def launch(
             say = CellOutput(result.paths, display).say
             pack_at_deadline(result.status, result.paths, say)
         return result if wait else RunHandle(result.paths)
-    plan = make_plan(config, host, hardware, start=start)
+    speed = measured_speed(train, config)
+    evidence: tuple[Evidence, ...] = () if speed is None else (speed,)
+    plan = make_plan(config, host, hardware, evidence, start=start)
     with choose() as run:
         if learned := run.learned(plan):
-            plan = make_plan(config, host, hardware, learned, start=start)
+            plan = make_plan(config, host, hardware, (*evidence, *learned), start=start)
         header = write_header(run, config, plan, host, train)
         limit = time_limit(config)
         job = JobSpec(paths=run.paths, plan=plan, config=config, deadline=limit.deadline)
         request = RunRequest(
-            job=job, host=host, hardware=hardware, header=header, notes=limit.notes
+            job=job, host=host, hardware=hardware, header=header, notes=limit.notes, speed=speed
         )
         offset = _size(run.paths.events) if run.resumed else 0  # none: it was cut off at once
         cell = CellOutput(run.paths, display, offset=_size(run.paths.log(0)))
@@ -227,6 +236,7 @@ def launch(
             from nbtoolkit.launcher.in_process import run_inline
 
             result = run_inline(train, request, run, cell=cell, on_event=on_event)
+            say_speed(result, cell.say)
             pack_at_deadline(result.status, result.paths, cell.say)
             return result
 

@@ -1,4 +1,4 @@
-"""Measure the settings that are ``auto`` and need a measurement, before a launch is planned."""
+"""Measure the settings that ask for it, before a launch is planned."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from nbtoolkit.run.output import Display
 if TYPE_CHECKING:
     from nbtoolkit.folds.folds import Fold
 
-# Setting -> the function that measures it. It is imported by this name, and only for a setting that
-# is `auto`: the tuning folder imports the launcher, and may be deleted.
+# Setting -> the value that asks for a measurement, and the function that measures. It is imported
+# by this name, and only if asked for: the tuning folder imports the launcher, and may be deleted.
 MEASURED = {
-    "train.num_workers": "nbtoolkit.tuning.auto:num_workers",
-    "optim.lr": "nbtoolkit.tuning.auto:learning_rate",
+    "distributed.strategy": ("measured", "nbtoolkit.tuning.auto:strategy"),
+    "train.num_workers": ("auto", "nbtoolkit.tuning.auto:num_workers"),
+    "optim.lr": ("auto", "nbtoolkit.tuning.auto:learning_rate"),
 }
 
 
 def unmeasured(config: Config) -> list[str]:
-    """The settings of :data:`MEASURED` that are ``auto``."""
-    return [name for name in MEASURED if attrgetter(name)(config) == "auto"]
+    """The settings of :data:`MEASURED` that ask for a measurement."""
+    return [name for name, (asks, _) in MEASURED.items() if attrgetter(name)(config) == asks]
 
 
 def measure_auto(
@@ -38,7 +39,7 @@ def measure_auto(
     searched: Container[str] = (),
     fold: Fold | None = None,
 ) -> Config:
-    """Replace the settings that are ``auto`` by what is measured now, or was.
+    """Replace the settings that ask for a measurement by what is measured now, or was.
 
     Args:
         train: the training function.
@@ -56,19 +57,24 @@ def measure_auto(
     for name in unmeasured(config):
         if name in searched:
             continue
+        asks, place = MEASURED[name]
         if detect_host().is_rank:
-            measured("auto", name)
-        module, _, function = MEASURED[name].partition(":")
+            if asks == "auto":
+                measured("auto", name)
+            continue  # the strategy of ranks that run is decided
+        module, _, function = place.partition(":")
         try:
             measure = getattr(import_module(module), function)
         except ModuleNotFoundError as error:
             raise TuningError(
-                f"{name} is auto, and what measures it is missing: {error}",
-                allowed=f"a number; auto where there is the module {module}",
-                do=f"set {name} to a number",
+                f"{name} is {asks}, and what measures it is missing: {error}",
+                allowed=f"another value; {asks} where there is the module {module}",
+                do=f"set {name} to another value",
             ) from error
-        value, why = measure(train, config, resume, fold)
+        settings, why = measure(train, config, resume, fold)
         if display != "off":
-            print(f"{name}: auto -> {value:g} ({why})", flush=True)
-        config = config.with_overrides({name: value})
+            value = settings[name]
+            shown = value if isinstance(value, str) else f"{value:g}"
+            print(f"{name}: {asks} -> {shown} ({why})", flush=True)
+        config = config.with_overrides(settings)
     return config

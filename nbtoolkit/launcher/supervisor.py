@@ -100,6 +100,8 @@ class RunSupervisor:
         self._ports_tried, self._was_late = 0, False
         limit = self.plan.too_large
         self._evidence: list[Evidence] = [] if limit is None else [OutOfMemory(limit)]
+        if request.speed is not None:
+            self._evidence.append(request.speed)
         self._returned: dict[int, messages.FunctionReturned] = {}  # by rank
         # How the worker group ended, and until when its processes may exit.
         self._exiting: tuple[Any, float] | None = None

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from nbtoolkit.environment.deadline import Note
     from nbtoolkit.environment.hardware import Hardware
     from nbtoolkit.environment.launch_plan import LaunchPlan
+    from nbtoolkit.environment.measured_speed import MeasuredSpeed
     from nbtoolkit.folds.folds import Fold
     from nbtoolkit.host import Host
     from nbtoolkit.run.events import RunStarted
@@ -52,6 +53,7 @@ class RunRequest:
         hardware: what it may use, to make another plan.
         header: its first event.
         notes: for the user, at the start.
+        speed: how fast each strategy was when it was measured, to make another plan.
         agent_pid: the agent, if the kernel has forked it.
     """
 
@@ -60,4 +62,5 @@ class RunRequest:
     hardware: Hardware
     header: RunStarted
     notes: tuple[Note, ...] = ()
+    speed: MeasuredSpeed | None = None
     agent_pid: int | None = None

@@ -21,6 +21,7 @@ from nbtoolkit.errors import LaunchError, PlanError, ResumeError, RunFileError
 from nbtoolkit.host import Host, detect_host
 from nbtoolkit.launcher.forkserver_client import fork_server
 from nbtoolkit.launcher.handle import StartedRun
+from nbtoolkit.run.answers import measured_speed
 from nbtoolkit.run.device_ledger import cost_text, usual_seconds
 from nbtoolkit.run.paths import RunPaths, read_record, runs_in
 from nbtoolkit.run.payload import pack_content, pack_function
@@ -248,7 +249,12 @@ def start_search(
     server.import_ahead(_LATE, environment.environ)
     hardware = detect_hardware()
     slots = search.slots or make_slots(
-        config, hardware, search.placement, per_device=search.per_device, jobs=search.jobs
+        config,
+        hardware,
+        search.placement,
+        per_device=search.per_device,
+        jobs=search.jobs,
+        speed=measured_speed(train, config),
     )
     first = slots.slots[0]
     plan = make_plan(config.with_overrides(dict(first.overrides)), host, first.hardware)

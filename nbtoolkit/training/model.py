@@ -10,7 +10,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.worker.prepare import with_sync_batchnorm
+from nbtoolkit.worker.prepare import with_data_parallel, with_sync_batchnorm
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ def prepare_model(ctx: RunContext, config: Config, model: nn.Module) -> nn.Modul
 
 
 def wrap_model(ctx: RunContext, config: Config, module: nn.Module, *, steps: int) -> nn.Module:
-    """The model as the training step calls it: compiled, and wrapped by DDP on several ranks.
+    """The model as the training step calls it: compiled, wrapped by DDP or DataParallel.
 
     Compiled before it is wrapped, as torch advises
     (https://docs.pytorch.org/docs/stable/compile/programming_model.where_to_apply_compile.html).
@@ -79,7 +79,7 @@ def wrap_model(ctx: RunContext, config: Config, module: nn.Module, *, steps: int
     if ctx.world_size == 1:
         if (kind := config.distributed.compression) != "none":
             ctx.print(f"fit: distributed.compression: {kind} has nothing to do: there is one rank")
-        return compiled
+        return with_data_parallel(ctx, compiled)
     model = _distributed(ctx, compiled)
     register_compression(ctx, config, model, steps=steps)
     return model

@@ -1,95 +1,27 @@
-"""Keep what was measured, by function, model, data and devices, in ``<output_dir>/tuning.json``.
-
-The file is one JSON object: a measurement's name -> a key -> the answer with its date. A key is a
-hash of everything that the answer depends on, so a changed model is measured again.
-"""
+"""Keep what was measured; ``nbtoolkit/run/answers.py`` defines the file and reads it."""
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from nbtoolkit.environment.hardware import detect_hardware
-from nbtoolkit.run.paths import read_or_empty, write_json
-from nbtoolkit.run.resume import function_source, versions
+from nbtoolkit.run.answers import answer_key as answer_key
+from nbtoolkit.run.answers import answers_file, read_answers
+from nbtoolkit.run.answers import kept_answer as kept_answer
+from nbtoolkit.run.paths import write_json
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
 
-FILE = "tuning.json"
-
-# Settings on which speed and memory of a step depend, besides the free sections.
-_SETTINGS = (
-    "train.batch_size",
-    "train.batch_size_per_device",
-    "train.precision",
-    "train.compile",
-    "train.channels_last",
-    "train.activation_checkpointing",
-    "train.weight_averaging",
-    "optim.name",
-    "distributed.world_size",
-    "distributed.device_ids",
-)
-_LIBRARIES = ("python", "torch", "accelerate")
-
-Answer = dict[str, Any]
-"""Plain values, and ``measured``: the unix time of the measurement."""
-
-
-def answer_key(train: Callable[..., Any], config: Config, *more: object) -> str:
-    """Identify what a measurement depends on.
-
-    Args:
-        train: the training function; its source and bound values count.
-        config: ``model``, ``data`` and the settings that change a step's speed or memory count.
-        more: anything else that counts.
-    """
-    settings = config.to_dict()
-    hardware = detect_hardware()
-    about = {
-        "function": function_source(train),
-        "model": settings["model"],
-        "data": settings["data"],
-        "settings": [_at(settings, name) for name in _SETTINGS],
-        "devices": [device.name for device in hardware.devices] or f"{hardware.cpu_count} CPUs",
-        "versions": [versions().get(name) for name in _LIBRARIES],
-        "more": more,
-    }
-    text = json.dumps(about, sort_keys=True, default=repr)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def kept_answer(config: Config, name: str, key: str) -> Answer | None:
-    """Return the answer that was kept under ``name`` and ``key``; None if there is none."""
-    found = _read(config).get(name, {}).get(key)
-    return found if isinstance(found, dict) else None
-
 
 def keep_answer(config: Config, name: str, key: str, answer: Mapping[str, object]) -> None:
     """Keep an answer, in place of an earlier one; other processes may do so at the same time."""
-    file = _file(config)
+    file = answers_file(config)
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        kept = _read(config)
+        kept = read_answers(config)
         kept.setdefault(name, {})[key] = {**answer, "measured": time.time()}
         write_json(file, kept)
-
-
-def _file(config: Config) -> Path:
-    return Path(config.runtime.output_dir) / FILE
-
-
-def _read(config: Config) -> dict[str, dict[str, Answer]]:
-    return cast("dict[str, dict[str, Answer]]", read_or_empty(_file(config)))
-
-
-def _at(settings: Mapping[str, Any], name: str) -> object:
-    section, _, key = name.partition(".")
-    return settings[section].get(key)

@@ -12,6 +12,7 @@ from nbtoolkit.errors import ConfigError
 from nbtoolkit.launcher.launch import Train
 from nbtoolkit.run.paths import runs_in
 from nbtoolkit.run.resume import changed_settings, find_named_run, read_versions, source_hash
+from nbtoolkit.tuning.calibration import measured_strategy
 from nbtoolkit.tuning.learning_rate import DEFAULT, measure_learning_rate
 from nbtoolkit.tuning.speed import measure_num_workers
 
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from nbtoolkit.worker.context import RunContext
 
 Resume = str | os.PathLike[str]
+Measured = tuple[dict[str, Any], str]
+"""Settings, and in words why these."""
 
 
-def learning_rate(
-    train: Train, config: Config, resume: Resume, fold: Fold | None
-) -> tuple[float, str]:
+def learning_rate(train: Train, config: Config, resume: Resume, fold: Fold | None) -> Measured:
     """Return ``optim.lr``, and why: of the run to resume, kept, or measured now.
 
     Args:
@@ -39,12 +40,13 @@ def learning_rate(
         TuningError: it cannot be measured.
     """
     if (earlier := _rate_to_resume(train, config, resume)) is not None:
-        return earlier
+        rate, why = earlier
+        return {"optim.lr": rate}, why
     found = measure_learning_rate(train, config, DEFAULT, runs=partial(_with_fold, train, fold))
-    return found.suggestion, found.why
+    return {"optim.lr": found.suggestion}, found.why
 
 
-def num_workers(train: Train, config: Config, resume: Resume, fold: Fold | None) -> tuple[int, str]:
+def num_workers(train: Train, config: Config, resume: Resume, fold: Fold | None) -> Measured:
     """Return ``train.num_workers``, and why: kept, or measured now.
 
     Args:
@@ -57,7 +59,23 @@ def num_workers(train: Train, config: Config, resume: Resume, fold: Fold | None)
         TuningError: it cannot be measured.
     """
     found = measure_num_workers(train, config, runs=partial(_with_fold, train, fold))
-    return int(found.chosen.settings["train.num_workers"]), found.why
+    return {"train.num_workers": found.chosen.settings["train.num_workers"]}, found.why
+
+
+def strategy(train: Train, config: Config, resume: Resume, fold: Fold | None) -> Measured:
+    """Return the settings of the fastest strategy, and why.
+
+    Args:
+        train: the training function.
+        config: the configuration, in which ``distributed.strategy`` is ``measured``.
+        resume: not used: the number of ranks does not change what a run computes.
+        fold: the value of ``ctx.fold`` in the measurement.
+
+    Raises:
+        TuningError: no strategy can be measured.
+    """
+    measured = train if fold is None else partial(_with_fold, train, fold)
+    return measured_strategy(measured, config)
 
 
 def _rate_to_resume(train: Train, config: Config, resume: Resume) -> tuple[float, str] | None:

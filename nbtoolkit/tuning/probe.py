@@ -44,7 +44,7 @@ _QUIET = {
 }
 _SCRATCH = "nbtoolkit-probe-"  # followed by the process that made the folder
 # In place of `auto`, which a probe does not measure.
-_UNMEASURED = {"optim.lr": 1e-3, "train.num_workers": 0}
+_UNMEASURED = {"distributed.strategy": "auto", "optim.lr": 1e-3, "train.num_workers": 0}
 LONGEST = 60.0
 """Seconds that a probe may take."""
 

@@ -46,6 +46,19 @@ def with_sync_batchnorm(ctx: RunContext, config: Config, model: nn.Module) -> nn
     return converted
 
 
+def with_data_parallel(ctx: RunContext, model: nn.Module) -> nn.Module:
+    """The model; with ``strategy: dp`` in ``DataParallel``, over all devices of the plan.
+
+    Its copies share no instance attributes with the model: what replaces its ``forward`` (autocast
+    of ``Accelerator.prepare``) has to be applied to the wrapper.
+    """
+    from torch import nn
+
+    if ctx.plan.strategy != "dp":
+        return model
+    return nn.DataParallel(model, device_ids=list(range(len(ctx.plan.devices))))
+
+
 def make_accelerator(ctx: RunContext) -> Accelerator:
     """An ``Accelerator`` set up from the plan; :meth:`RunContext.prepare` calls its ``prepare``."""
     from datetime import timedelta
@@ -117,4 +130,4 @@ def _checked_model(ctx: RunContext, model: nn.Module) -> nn.Module:
         )
     if ctx.world_size > 1 and ctx.config.train.loss_reduction == "auto":
         ctx.refuse_weighted_losses()
-    return with_sync_batchnorm(ctx, ctx.config, model)
+    return with_data_parallel(ctx, with_sync_batchnorm(ctx, ctx.config, model))

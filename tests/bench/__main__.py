@@ -12,6 +12,7 @@ MODULES = (
     "launches",
     "memory",
     "training",
+    "finders",
     "boosting",
     "search",
     "importance",

@@ -304,6 +304,14 @@ def test_every_setting_is_documented_and_says_what_it_allows() -> None:
             r"world_size: 2 conflicts with strategy: single",
         ),
         (
+            "distributed: {strategy: dp, world_size: 2}",
+            r"world_size: 2 conflicts with strategy: dp",
+        ),
+        (
+            "distributed: {strategy: dp}\ntrain: {compile: true}",
+            r"strategy: dp conflicts with train.compile",
+        ),
+        (
             "distributed: {strategy: ddp, enabled: false}",
             r"strategy: ddp conflicts with enabled: false",
         ),

@@ -83,14 +83,14 @@ def test_a_trial_that_is_left_out_is_infeasible_in_the_study(tmp_path: Path) -> 
 def test_a_search_in_which_all_would_run_out_ends(tmp_path: Path) -> None:
     space = {"model.hidden": {"type": "int", "low": 8, "high": 8}, "optim.lr": [0.1, 0.01]}
     study = {**GRID["study"], "sampler": "random"}
-    made, _ = algorithm(tmp_path, {"study": study, "space": space, "budget": {"n_trials": 120}})
+    made, _ = algorithm(tmp_path, {"study": study, "space": space, "budget": {"n_trials": 60}})
     job = made.next(None)
     assert isinstance(job, SearchJob)
     made.on_end(job, JobResult(status="failed", fault="oom", error="CUDA out of memory"))
     assert made.next(None) is None
     while not made.done:
         assert made.next(None) is None
-    assert len(read_study(tmp_path / FILE).trials) == 120
+    assert len(read_study(tmp_path / FILE).trials) == 60
 
 
 def wide(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:

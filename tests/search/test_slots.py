@@ -16,6 +16,7 @@ from kernels import SECONDS
 import nbtoolkit as nb
 from nbtoolkit import errors
 from nbtoolkit.environment.hardware import Hardware, detect_hardware
+from nbtoolkit.environment.measured_speed import MeasuredSpeed
 from nbtoolkit.environment.nvml import Device
 from nbtoolkit.launcher.event_loop import ForkServerConnection
 from nbtoolkit.launcher.worker_group import WorkerGroup
@@ -89,6 +90,36 @@ def test_ranks_that_were_asked_for_get_all_devices(config: nb.Config) -> None:
     two = config.with_overrides({"distributed.world_size": 2, "distributed.enabled": True})
     assert make_slots(two, CPU).placement == "all_devices_per_trial"
     assert len(make_slots(two, CPU, "device_per_trial").slots) == 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "dp", "measured"])
+def test_a_trial_on_one_device_runs_with_any_strategy_of_the_run(
+    config: nb.Config, strategy: str
+) -> None:
+    base = config.with_overrides({"distributed.strategy": strategy})
+    for slot in (*make_slots(base, KAGGLE).slots, *make_slots(base, CPU).slots):
+        settings = base.with_overrides(slot.overrides)
+        plan = nb.make_plan(settings, nb.detect_host({}), slot.hardware)
+        assert (plan.strategy, plan.processes) == ("single", 1)
+
+
+@pytest.mark.parametrize(
+    ("ddp", "placement"), [(1950, "all_devices_per_trial"), (1850, "device_per_trial")]
+)
+def test_a_measurement_decides_between_one_device_and_all(
+    config: nb.Config, ddp: float, placement: str
+) -> None:
+    speed = MeasuredSpeed(speeds={"single": 1000, "ddp": ddp}, ranks=2, date=0.0)
+    slots = make_slots(config, KAGGLE, speed=speed)
+    assert slots.placement == placement
+    assert f"ddp on 2 devices does {ddp / 2000:.2f} of what" in slots.explain()
+    assert "(nb.calibrate)" in slots.why
+    # what was asked for stays
+    assert make_slots(config, KAGGLE, "device_per_trial", speed=speed).placement == (
+        "device_per_trial"
+    )
+    assert len(make_slots(config, KAGGLE, per_device=2, speed=speed).slots) == 4
+    assert len(make_slots(config, CPU, speed=speed).slots) == 2
 
 
 # --- what is seen changes what auto does ---

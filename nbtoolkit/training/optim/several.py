@@ -297,6 +297,9 @@ def _check(
     elif passes > 1:
         fault = f"several optimizers cannot accumulate gradients, and a step takes {passes} passes"
         do = "set train.gradient_accumulation_steps: 1, or a smaller train.batch_size"
+    elif plan.strategy == "dp":
+        fault = "several optimizers do not go with distributed.strategy: dp"
+        do = "set distributed.strategy: ddp or single"
     elif config.train.compile:
         fault = "several optimizers do not go with train.compile"
         do = "set train.compile: false, and compile the parts in your step"

@@ -1,0 +1,119 @@
+"""Read what was measured on this machine, by function, model, data and devices.
+
+The file is ``<output_dir>/tuning.json``, one JSON object: a measurement's name -> a key -> the
+answer with its date. A key is a hash of everything that the answer depends on, so a changed model
+is measured again. ``nbtoolkit/tuning`` measures and writes; a launch only reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from nbtoolkit.environment.hardware import detect_hardware
+from nbtoolkit.environment.measured_speed import MeasuredSpeed
+from nbtoolkit.run.paths import read_or_empty
+from nbtoolkit.run.resume import function_source, versions
+
+if TYPE_CHECKING:
+    from nbtoolkit.config.schema import Config
+
+FILE = "tuning.json"
+
+# Settings on which speed and memory of a step depend, besides the free sections.
+_SETTINGS = (
+    "train.batch_size",
+    "train.batch_size_per_device",
+    "train.precision",
+    "train.compile",
+    "train.channels_last",
+    "train.activation_checkpointing",
+    "train.weight_averaging",
+    "optim.name",
+    "distributed.world_size",
+    "distributed.device_ids",
+)
+_LIBRARIES = ("python", "torch", "accelerate")
+
+Answer = dict[str, Any]
+"""Plain values, and ``measured``: the unix time of the measurement."""
+
+
+def answer_key(train: Callable[..., Any], config: Config, *more: object) -> str:
+    """Identify what a measurement depends on.
+
+    Args:
+        train: the training function; its source and bound values count.
+        config: ``model``, ``data`` and the settings that change a step's speed or memory count.
+        more: anything else that counts.
+    """
+    settings = config.to_dict()
+    hardware = detect_hardware()
+    about = {
+        "function": function_source(train),
+        "model": settings["model"],
+        "data": settings["data"],
+        "settings": [_at(settings, name) for name in _SETTINGS],
+        "devices": [device.name for device in hardware.devices] or f"{hardware.cpu_count} CPUs",
+        "versions": [versions().get(name) for name in _LIBRARIES],
+        "more": more,
+    }
+    text = json.dumps(about, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def kept_answer(config: Config, name: str, key: str) -> Answer | None:
+    """Return the answer that was kept under ``name`` and ``key``; None if there is none."""
+    found = read_answers(config).get(name, {}).get(key)
+    return found if isinstance(found, dict) else None
+
+
+def read_answers(config: Config) -> dict[str, dict[str, Answer]]:
+    """All answers that were kept in the output folder."""
+    return cast("dict[str, dict[str, Answer]]", read_or_empty(answers_file(config)))
+
+
+def answers_file(config: Config) -> Path:
+    """The file of the answers."""
+    return Path(config.runtime.output_dir) / FILE
+
+
+def _at(settings: Mapping[str, Any], name: str) -> object:
+    section, _, key = name.partition(".")
+    return settings[section].get(key)
+
+
+# --- calibration ---
+
+
+CALIBRATION = "calibration"
+
+
+def calibration_key(train: Callable[..., Any], config: Config) -> str:
+    """Identify what a calibration depends on; it measures every number of ranks that is usable."""
+    ranks = config.distributed
+    options = (ranks.compression, ranks.bucket_cap_mb, ranks.find_unused_parameters)
+    loading = (config.train.num_workers, config.train.gradient_accumulation_steps)
+    free = config.with_overrides({"distributed.world_size": "auto"})
+    return answer_key(train, free, options, loading)
+
+
+def measured_speed(train: Callable[..., Any], config: Config) -> MeasuredSpeed | None:
+    """Return what a kept calibration has measured; None without one.
+
+    Without any calibration in the output folder it costs the reading of a small file.
+    """
+    if not read_answers(config).get(CALIBRATION):
+        return None
+    kept = kept_answer(config, CALIBRATION, calibration_key(train, config))
+    if kept is None:
+        return None
+    rows = {row["strategy"]: row for row in kept["candidates"] if row["samples_per_second"]}
+    return MeasuredSpeed(
+        speeds={name: row["samples_per_second"] for name, row in rows.items()},
+        ranks=rows["ddp"]["processes"] if "ddp" in rows else 1,
+        date=kept["measured"],
+    )

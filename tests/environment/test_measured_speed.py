@@ -1,0 +1,160 @@
+"""Measured speeds as evidence of the plan, and DataParallel as a strategy of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machines import A100, P100, T4, cpu_machine, machine
+
+from nbtoolkit.config.schema import load_config
+from nbtoolkit.environment.hardware import Hardware
+from nbtoolkit.environment.launch_plan import LaunchPlan
+from nbtoolkit.environment.measured_speed import MeasuredSpeed
+from nbtoolkit.environment.plan import Evidence, GroupFailure, make_plan
+from nbtoolkit.errors import PlanError
+from nbtoolkit.host import Host
+
+HERE = Path("/somewhere")
+SCRIPT = Host(kind="script", reason="a test", working=HERE, scratch=HERE)
+KAGGLE = machine(T4, T4)
+DATE = 1_795_468_913.0
+
+
+def speed(ranks: int = 2, **speeds: float) -> MeasuredSpeed:
+    return MeasuredSpeed(speeds=speeds, ranks=ranks, date=DATE)
+
+
+def plan_on(hardware: Hardware, *evidence: Evidence, **settings: Any) -> LaunchPlan:
+    named = {name.replace("__", "."): value for name, value in settings.items()}
+    start = named.pop("start", "forkserver")
+    config = load_config(env=None, overrides=named)
+    return make_plan(config, SCRIPT, hardware, evidence, start=start)
+
+
+def test_without_a_measurement_two_gpus_form_a_group_and_the_plan_says_what_measures_it() -> None:
+    plan = plan_on(KAGGLE)
+    assert (plan.processes, plan.strategy, plan.predicted_speed) == (2, "ddp", None)
+    assert any("nb.calibrate(train, config) measures" in reason for reason in plan.reasons)
+    for one in (plan_on(machine(T4)), plan_on(cpu_machine()), plan_on(KAGGLE, speed(single=1.0))):
+        assert not any("calibrate(train, config) measures" in reason for reason in one.reasons)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "strategy"),
+    [
+        ({"single": 1000, "ddp": 900}, "single"),
+        ({"single": 940, "ddp": 900}, "ddp"),  # within 5%: as without a measurement
+        ({"single": 1000, "ddp": 1900}, "ddp"),
+        ({"single": 1000, "ddp": 1200, "dp": 1500}, "dp"),
+        ({"single": 1000, "ddp": 1450, "dp": 1500}, "ddp"),
+        ({"single": 1000, "dp": 600}, "single"),  # ddp failed
+        ({}, "ddp"),
+    ],
+)
+def test_a_strategy_that_is_clearly_faster_is_used(speeds: dict[str, float], strategy: str) -> None:
+    plan = plan_on(KAGGLE, speed(**speeds))
+    assert plan.strategy == strategy
+    assert (plan.processes, len(plan.devices)) == {
+        "single": (1, 1),
+        "ddp": (2, 2),
+        "dp": (1, 2),
+    }[strategy]
+    assert plan.one_device_speed == speeds.get("single")
+    assert plan.predicted_speed == speeds.get(strategy)
+    # never slower than the best of the table by more than 5%
+    assert speeds.get(strategy, 0.0) * 1.05 >= max(speeds.values(), default=0.0)
+
+
+def test_the_reason_has_both_numbers_and_the_date() -> None:
+    (first, *_) = plan_on(KAGGLE, speed(single=5210, ddp=3904)).reasons
+    assert "1 process on GPU 0" in first
+    assert "single does 5,210 samples/s, ddp does 3,904 samples/s" in first
+    assert "measured 2026-11-23" in first
+
+
+def test_a_measurement_does_not_override_settings() -> None:
+    slow_group = speed(single=1000, ddp=500)
+    assert plan_on(KAGGLE, slow_group, distributed__strategy="ddp").processes == 2
+    assert plan_on(KAGGLE, slow_group, distributed__world_size=2).processes == 2
+    assert plan_on(KAGGLE, slow_group, distributed__enabled=True).processes == 2
+    assert plan_on(KAGGLE, slow_group, distributed__strategy="measured").processes == 1
+    fast_group = speed(single=1000, ddp=1900)
+    assert plan_on(KAGGLE, fast_group, start="inline").processes == 1
+    assert plan_on(KAGGLE, fast_group, distributed__backend="tensorflow").strategy == "tensorflow"
+    predicted = plan_on(KAGGLE, slow_group, distributed__strategy="ddp").predicted_speed
+    assert predicted == 500
+
+
+def test_a_measurement_of_another_number_of_ranks_decides_nothing() -> None:
+    four = speed(ranks=4, single=1000, ddp=3000)
+    plan = plan_on(cpu_machine(8), four)
+    assert (plan.strategy, plan.predicted_speed) == ("single", 1000)
+    assert plan_on(cpu_machine(8), four, distributed__world_size=4).predicted_speed == 3000
+    assert plan_on(cpu_machine(8), four, distributed__world_size=2).predicted_speed is None
+
+
+def test_on_the_cpu_two_ranks_are_used_where_they_are_faster() -> None:
+    plan = plan_on(cpu_machine(2), speed(single=1000, ddp=1600))
+    assert (plan.strategy, plan.processes, plan.backend) == ("ddp", 2, "gloo")
+    assert plan_on(cpu_machine(2), speed(single=1000, ddp=1040)).strategy == "single"
+
+
+def test_a_group_that_fails_falls_back_whatever_was_measured() -> None:
+    plan = plan_on(KAGGLE, GroupFailure("no"), speed(single=1000, ddp=1900))
+    assert (plan.processes, plan.strategy, plan.predicted_speed) == (1, "single", 1000)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "share"), [(2, 0.95), (3, None)], ids=["all devices", "other ranks"]
+)
+def test_the_share_of_ddp(ranks: int, share: float | None) -> None:
+    assert speed(ranks, single=1000, ddp=1900).ddp_share(2) == share
+    assert speed(ranks, ddp=1900).ddp_share(2) is None
+
+
+# --- DataParallel ---
+
+
+def test_data_parallel_is_one_process_with_all_equal_gpus() -> None:
+    plan = plan_on(KAGGLE, distributed__strategy="dp", train__batch_size=64)
+    assert (plan.strategy, plan.processes, plan.backend) == ("dp", 1, None)
+    assert plan.device_names == ("Tesla T4", "Tesla T4")
+    assert len(set(plan.devices)) == 2
+    assert (plan.global_batch_size, plan.batch_size_per_device) == (64, 64)
+    assert "(dp)" in plan.explain()
+    assert any("batch norms take their statistics from each device" in r for r in plan.reasons)
+    assert LaunchPlan.from_dict(plan.to_dict()) == plan
+    third = plan_on(machine(A100, A100, P100), distributed__strategy="dp")
+    assert third.device_names == (A100.name, A100.name)
+
+
+def test_a_batch_size_per_device_counts_for_each_device_of_data_parallel() -> None:
+    settings = {"train__batch_size_per_device": 16, "optim__lr_rule": "linear"}
+    plans = [plan_on(KAGGLE, distributed__strategy=name, **settings) for name in ("dp", "ddp")]
+    assert [plan.global_batch_size for plan in plans] == [32, 32]
+    assert [plan.lr_factor for plan in plans] == [2.0, 2.0]
+
+
+def test_data_parallel_on_one_gpu_is_one_process() -> None:
+    plan = plan_on(machine(T4), distributed__strategy="dp")
+    assert (plan.strategy, len(plan.devices)) == ("single", 1)
+    assert any("there is one device" in reason for reason in plan.reasons)
+    chosen = plan_on(KAGGLE, distributed__strategy="dp", distributed__device_ids=[1])
+    assert chosen.strategy == "single"
+
+
+def test_data_parallel_on_the_cpu_is_refused() -> None:
+    with pytest.raises(
+        PlanError,
+        match=r"strategy is dp, which needs GPUs(.|\n)*Allowed: auto, single or ddp(.|\n)*Do now",
+    ):
+        plan_on(cpu_machine(), distributed__strategy="dp")
+
+
+def test_ranks_of_another_launcher_are_not_measured() -> None:
+    host = replace(SCRIPT, is_rank=True, world_size=2, local_world_size=2, rank_reason="torchrun")
+    plan = make_plan({}, host, KAGGLE, (speed(single=1000, ddp=500),))
+    assert (plan.processes, plan.strategy) == (2, "ddp")

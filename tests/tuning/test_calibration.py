@@ -1,0 +1,217 @@
+"""nb.calibrate on this machine, and what a kept calibration changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import nbtoolkit as nb
+from nbtoolkit.launcher.measured import measure_auto
+from nbtoolkit.run.answers import CALIBRATION, calibration_key, measured_speed
+from nbtoolkit.run.events import MetricsLogged
+from nbtoolkit.tasks import digits
+from nbtoolkit.tuning import calibration
+from nbtoolkit.tuning.answers import keep_answer
+
+
+def train(config: Any, ctx: Any) -> dict[str, float]:
+    torch.manual_seed(0)
+    data = torch.randn(256, 8), torch.randint(0, 2, (256,))
+    return nb.fit(ctx, config, torch.nn.Linear(8, 2), data, None, loss=cross_entropy)
+
+
+def breaks_in_ranks(config: Any, ctx: Any) -> dict[str, float]:
+    if ctx.world_size > 1:
+        raise ValueError("no ranks please")
+    return train(config, ctx)
+
+
+def always_breaks(config: Any, ctx: Any) -> dict[str, float]:
+    raise ValueError("the data are not here")
+
+
+def does_not_fit(config: Any, ctx: Any) -> dict[str, float]:
+    return {"val_loss": 1.0}
+
+
+def refuses_to_run(config: Any, ctx: Any) -> dict[str, float]:
+    raise AssertionError("a kept answer is measured again")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> nb.Config:
+    return nb.load_config(
+        env=None,
+        overrides={
+            "runtime.output_dir": str(tmp_path / "out"),
+            "tracking.mlflow": False,
+            "tracking.log_every_n_steps": 2,
+            "train.batch_size": 64,
+            "train.epochs": 5,
+        },
+    )
+
+
+def keep(config: nb.Config, function: Any, **speeds: float) -> None:
+    """Keep a calibration of this machine that was never measured."""
+    rows = [
+        {"strategy": name, "processes": 2 if name == "ddp" else 1, "samples_per_second": value}
+        for name, value in speeds.items()
+    ]
+    answer = {"candidates": rows, "batch_size": 64, "seconds": 1.0}
+    keep_answer(config, CALIBRATION, calibration_key(function, config), answer)
+
+
+# --- without measuring ---
+
+
+def test_a_kept_calibration_is_evidence_for_launches_of_the_same_function_and_model(
+    config: nb.Config,
+) -> None:
+    assert measured_speed(train, config) is None
+    keep(config, train, single=1000.0, ddp=1600.0)
+    found = measured_speed(train, config)
+    assert found is not None
+    assert (found.speeds, found.ranks) == ({"single": 1000.0, "ddp": 1600.0}, 2)
+    longer = config.with_overrides({"train.epochs": 50, "distributed.world_size": 2})
+    assert measured_speed(train, longer) == found
+    for change in ({"model.hidden": 64}, {"train.batch_size": 32}, {"distributed.port": 23456}):
+        same = measured_speed(train, config.with_overrides(change)) is not None
+        assert same is ("distributed.port" in change)
+    assert measured_speed(always_breaks, config) is None
+
+
+def test_a_kept_calibration_is_not_measured_again(
+    config: nb.Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep(config, refuses_to_run, single=1000.0, ddp=1600.0)
+    result = nb.calibrate(refuses_to_run, config)
+    assert result.fastest.strategy == "ddp"
+    assert "kept: fastest: ddp (2 processes), 1,600 samples/s, 1.60 x single" in (
+        capsys.readouterr().out
+    )
+    assert config.with_overrides(result.settings).distributed.strategy == "ddp"
+    assert "relative to single" in repr(result)
+    assert "<table>" in result._repr_html_()
+
+
+def test_measured_is_replaced_only_where_the_number_of_ranks_is_open(config: nb.Config) -> None:
+    keep(config, refuses_to_run, single=1600.0, ddp=1000.0)
+    asks = config.with_overrides({"distributed.strategy": "measured"})
+    assert measure_auto(refuses_to_run, asks, "auto", "off").distributed.strategy == "single"
+    two = asks.with_overrides({"distributed.world_size": 2, "distributed.enabled": True})
+    assert measure_auto(refuses_to_run, two, "auto", "off").distributed.strategy == "auto"
+    assert measure_auto(refuses_to_run, config, "auto", "off") is config
+
+
+def test_a_launch_follows_a_kept_calibration_and_shows_what_it_achieved(
+    config: nb.Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = nb.launch(train, config)
+    assert (before.plan.processes, before.efficiency) == (1, None)
+    assert "predicted" not in capsys.readouterr().out
+    keep(config, train, single=1000.0, ddp=1600.0)
+    result = nb.launch(train, config)
+    assert (result.plan.strategy, result.plan.processes) == ("ddp", 2)
+    logged = [
+        event.values["samples_per_second"]
+        for event in nb.attach(result.paths.folder).events()
+        if isinstance(event, MetricsLogged) and "samples_per_second" in event.values
+    ]
+    assert len(logged) >= 8
+    assert result.throughput == median(logged[len(logged) // 2 :])
+    assert result.efficiency == pytest.approx(result.throughput / 1000.0)
+    out = capsys.readouterr().out
+    assert f"speed: 1,600 samples/s predicted by nb.calibrate, {result.throughput:,.0f} ac" in out
+    assert "achieved" in result._repr_html_()
+    asks = config.with_overrides({"distributed.strategy": "measured"})
+    assert nb.launch(train, asks, display="off").plan.strategy == "ddp"
+
+
+# --- measured on this machine ---
+
+
+@pytest.mark.long
+def test_the_choice_is_the_fastest_of_the_table(
+    config: nb.Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cnn = config.with_overrides({"model.kind": "cnn", "train.batch_size": 128})
+    result = nb.calibrate(digits.train, cnn)
+    assert [(one.strategy, one.processes) for one in result.candidates] == [
+        ("single", 1),
+        ("ddp", 2),
+    ]
+    speeds = {one.strategy: one.samples_per_second for one in result.candidates}
+    assert min(speeds.values()) > 0
+    assert all(one.memory > 0.05 for one in result.candidates)
+    assert result.fastest.strategy == max(speeds, key=lambda name: speeds[name])
+    assert result.settings["distributed.strategy"] == result.fastest.strategy
+    assert result.relative(result.candidates[1]) == speeds["ddp"] / speeds["single"]
+    assert result.batch_size == 128
+    assert result.seconds < 60
+    assert "calibrate: fastest: " in capsys.readouterr().out
+    # nothing is left but the answer, and it is used
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"tuning.json", "tuning.lock"}
+    assert nb.calibrate(digits.train, cnn).candidates == result.candidates
+    run = nb.launch(digits.train, cnn.with_overrides({"train.epochs": 1}), display="off")
+    usual, best = speeds["single"], max(speeds.values())
+    assert run.plan.strategy == (result.fastest.strategy if best > 1.05 * usual else "single")
+    assert run.plan.predicted_speed == speeds[run.plan.strategy]
+    again = nb.calibrate(digits.train, cnn, force=True)
+    assert again.measured > result.measured
+
+
+@pytest.mark.long
+def test_a_launch_measures_what_was_not_kept(config: nb.Config) -> None:
+    asks = config.with_overrides({"distributed.strategy": "measured"})
+    run = nb.launch(train, asks, display="off")
+    kept = json.loads((run.paths.folder.parent / "tuning.json").read_text())
+    (answer,) = kept[CALIBRATION].values()
+    best = max(answer["candidates"], key=lambda row: row["samples_per_second"])
+    assert run.plan.strategy == best["strategy"]
+    assert run.efficiency is not None
+
+
+@pytest.mark.long
+def test_a_candidate_that_fails_is_a_row_with_its_reason(config: nb.Config) -> None:
+    result = nb.calibrate(breaks_in_ranks, config)
+    single, ddp = result.candidates
+    assert (single.reason, ddp.samples_per_second) == ("", 0.0)
+    assert "no ranks please" in ddp.reason
+    assert result.fastest == single
+    assert "no ranks please" in repr(result)
+    odd = nb.calibrate(train, config.with_overrides({"train.batch_size": 63}))
+    assert "cannot be split evenly over 2 processes" in odd.candidates[1].reason
+
+
+@pytest.mark.long
+def test_a_function_that_cannot_be_measured_raises(config: nb.Config) -> None:
+    with pytest.raises(ValueError, match="the data are not here"):
+        nb.calibrate(always_breaks, config)
+    with pytest.raises(nb.errors.TuningError, match=r"did no optimizer step of nb.fit"):
+        nb.calibrate(does_not_fit, config)
+    assert measured_speed(always_breaks, config) is None
+
+
+def test_all_candidates_have_the_global_batch_of_a_batch_size_per_device(
+    config: nb.Config,
+) -> None:
+    per_device = nb.load_config(
+        env=None, overrides={"train.batch_size_per_device": 16, "distributed.world_size": 2}
+    )
+    plans = [
+        nb.make_plan(
+            per_device.with_overrides(calibration._overrides(per_device, strategy)),
+            nb.detect_host(),
+            nb.detect_hardware(),
+        )
+        for strategy in ("single", "ddp")
+    ]
+    assert [plan.global_batch_size for plan in plans] == [32, 32]
+    assert [plan.batch_size_per_device for plan in plans] == [16, 16]
