@@ -220,6 +220,7 @@ def load_function(fd: int, packed: PackedFunction) -> Callable[..., Any]:
     for filename, lines in packed.sources.items():
         linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
     global _mapping
+    _storages.clear()  # else a reused rank would see what the job before wrote to the tensors
     _mapping = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     function: Callable[..., Any]
     function, of_main = pickle.loads(packed.function)

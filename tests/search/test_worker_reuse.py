@@ -101,6 +101,22 @@ def test_what_a_trial_changes_in_its_process_the_next_one_does_not_see(config: n
     assert seen[0] == seen[1] == seen[2]
 
 
+def test_a_trial_gets_the_captured_arrays_as_they_were(config: nb.Config) -> None:
+    import numpy as np
+    import torch
+
+    tensor, array = torch.zeros(10_000), np.zeros(10_000)  # large enough to be mapped, not pickled
+
+    def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+        seen = float(tensor[0]) + float(array[0])
+        tensor[0] += 1
+        array[0] += 1
+        return {"val_loss": seen, "pid": os.getpid()}
+
+    result = nb.sweep(train, config, ONE_SLOT, n_trials=3, display="off")
+    assert result.trials["value"].tolist() == [0.0, 0.0, 0.0]
+
+
 def test_a_rank_that_grows_with_each_trial_is_replaced(config: nb.Config) -> None:
     def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
         vars(json).setdefault("kept_by_a_test", []).append(bytearray(b"x") * 400_000_000)
