@@ -220,14 +220,24 @@ def load_function(fd: int, packed: PackedFunction) -> Callable[..., Any]:
     for filename, lines in packed.sources.items():
         linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
     global _mapping
-    _storages.clear()  # else a reused rank would see what the job before wrote to the tensors
     _mapping = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     function: Callable[..., Any]
     function, of_main = pickle.loads(packed.function)
     # Plain pickle finds the functions and classes of cells by name. Pools and torch.save use it,
     # and DataLoader workers, which otherwise lose the batch that the rank waits for.
     vars(sys.modules["__main__"]).update(of_main)
+    _of_main.update(of_main)
     return function
+
+
+def unload_function() -> None:
+    """Forget the function, so that its memory is freed and the next job gets it unchanged."""
+    names = vars(sys.modules["__main__"])
+    for name, value in _of_main.items():
+        if names.get(name) is value:
+            del names[name]
+    _of_main.clear()
+    _storages.clear()
 
 
 _MAIN = ("__main__", "__mp_main__")
@@ -290,7 +300,9 @@ def _map_tensor(
     return tensor.requires_grad_(requires_grad)
 
 
+# Of the function that is loaded: shared memory of its tensors, and what __main__ got.
 _storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+_of_main: dict[str, type | types.FunctionType] = {}
 
 
 def _sources(files: set[str]) -> dict[str, list[str]]:
