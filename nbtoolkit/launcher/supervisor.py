@@ -106,12 +106,11 @@ class RunSupervisor:
         # How the worker group ended, and until when its processes may exit.
         self._exiting: tuple[Any, float] | None = None
 
-    def begin(self, kept: tuple[WorkerGroup, Path] | None = None) -> None:
+    def begin(self, kept: WorkerGroup | None = None) -> None:
         """Write the first event, and start the ranks.
 
         Args:
-            kept: idle ranks of an earlier job, and the file with this job's specification; None
-                starts new ones.
+            kept: ranks of an earlier job that this one was assigned to; None starts new ones.
         """
         self.record.write(self._request.header)
         for level, text in self._request.notes:
@@ -119,9 +118,10 @@ class RunSupervisor:
         if kept is None:
             self._follow(self._start())
         else:
-            worker_group, file = kept
-            worker_group.assign(file)
-            self._follow(worker_group)
+            self._follow(kept)
+            if len(kept.ranks) == 1:  # it waits for no other rank
+                kept.released = True
+                kept.go()
 
     def poll(self) -> bool:
         """Check everything once; return True when the run is over and its end is written."""
@@ -325,7 +325,8 @@ class RunSupervisor:
         rank.phase, rank.pid = message.phase, message.pid or rank.pid
         self.record.write(RankPhaseChanged(rank=rank.rank, phase=rank.phase, pid=rank.pid))
         if rank.phase == "ready" and worker_group.all_are("ready"):
-            worker_group.go()
+            if not worker_group.released:
+                worker_group.go()
             for other in worker_group.ranks:
                 other.phase = "user"
         elif (

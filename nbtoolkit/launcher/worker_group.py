@@ -97,6 +97,8 @@ class WorkerGroup:
         self.started_at = time.monotonic()
         self.stop_sent = False
         """True once rank 0 was notified of a pending stop."""
+        self.released = False
+        """True if its rank may call the function without waiting to be told when it is ready."""
         pairs = zip(lines.connections, lines.telemetry, strict=True)
         self.ranks = [RankView(rank, line, quiet) for rank, (line, quiet) in enumerate(pairs)]
         self._lines = lines
@@ -119,7 +121,7 @@ class WorkerGroup:
 
     def assign(self, file: Path) -> None:
         """Give idle ranks another job; ``file`` holds its pickled specification."""
-        self.started_at, self.stop_sent = time.monotonic(), False
+        self.started_at, self.stop_sent, self.released = time.monotonic(), False, False
         for rank in self.ranks:
             rank.renew()
             rank.line.send(messages.JobAssigned(file=str(file)))

@@ -226,7 +226,18 @@ def load_function(fd: int, packed: PackedFunction) -> Callable[..., Any]:
     # Plain pickle finds the functions and classes of cells by name. Pools and torch.save use it,
     # and DataLoader workers, which otherwise lose the batch that the rank waits for.
     vars(sys.modules["__main__"]).update(of_main)
+    _of_main.update(of_main)
     return function
+
+
+def unload_function() -> None:
+    """Forget the function, so that its memory is freed and the next job gets it unchanged."""
+    names = vars(sys.modules["__main__"])
+    for name, value in _of_main.items():
+        if names.get(name) is value:
+            del names[name]
+    _of_main.clear()
+    _storages.clear()
 
 
 _MAIN = ("__main__", "__mp_main__")
@@ -289,7 +300,9 @@ def _map_tensor(
     return tensor.requires_grad_(requires_grad)
 
 
+# Of the function that is loaded: shared memory of its tensors, and what __main__ got.
 _storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+_of_main: dict[str, type | types.FunctionType] = {}
 
 
 def _sources(files: set[str]) -> dict[str, list[str]]:

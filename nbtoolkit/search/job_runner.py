@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import psutil
@@ -136,9 +135,11 @@ class JobRunner:
         request = self._request(search)
         config = request.job.config
         self._hang_timeout = config.runtime.hang_timeout
+        idle_ranks = self._assign(request.job, idle)
+        self._write_header(request)
         # durable=False: the study holds what matters of the job
         self._supervisor = RunSupervisor(request, spawner, listener=listener, durable=False)
-        self._supervisor.begin(self._idle_ranks(request.job, idle))
+        self._supervisor.begin(idle_ranks)
         write_whole(self.paths.config, config.to_yaml(), durable=False)
 
     def lines(self) -> list[Connection]:
@@ -179,14 +180,21 @@ class JobRunner:
             fault, text = _fault(self._supervisor.outcome, self.paths)
         return JobResult(status="failed", metrics=metrics, seconds=seconds, fault=fault, error=text)
 
-    def _idle_ranks(self, spec: JobSpec, idle: IdleWorkers) -> tuple[WorkerGroup, Path] | None:
-        """Ranks that take this job, and the file with its specification; None: new ones."""
+    def _assign(self, spec: JobSpec, idle: IdleWorkers) -> WorkerGroup | None:
+        """Give the job to idle ranks, which load it while its record begins; None: new ones."""
         group = idle.take(spec.plan)
-        if group is None:
-            return None
-        file = self.paths.folder / "ranks" / "job.pkl"
-        write_whole(file, pickle.dumps(spec), durable=False)
-        return group, file
+        if group is not None:
+            file = self.paths.folder / "ranks" / "job.pkl"
+            write_whole(file, pickle.dumps(spec), durable=False)
+            group.assign(file)
+        return group
+
+    def _write_header(self, request: RunRequest) -> None:
+        """Write ``versions.json`` and ``plan.json``, which the function finds when it begins."""
+        about = {name: getattr(request.header, name) for name in _KNOWN}
+        about["created"] = time.time()
+        write_json(self.paths.versions, about, durable=False)
+        write_json(self.paths.plan, request.job.plan.to_dict(), durable=False)
 
     def _request(self, search: SearchRequest) -> RunRequest:
         """Decide configuration and plan of the job, and make its folder."""
@@ -207,9 +215,6 @@ class JobRunner:
             params=dict(job.params),
             plan=plan.to_dict(),
         )
-        about = {name: getattr(header, name) for name in _KNOWN}
-        write_json(paths.versions, {**about, "created": time.time()}, durable=False)
-        write_json(paths.plan, plan.to_dict(), durable=False)
         spec = JobSpec(
             paths=paths,
             plan=plan,

@@ -60,6 +60,13 @@ def times(config: nb.Config, ctx: nb.RunContext) -> None:
     ctx.report({"loss": config.optim.lr, "began": began, "ended": time.time()})
 
 
+def half_second(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+    began = time.time()
+    while time.time() - began < 0.5:
+        work(10, config.optim.lr)
+    return {"loss": config.optim.lr, "pid": os.getpid(), "began": began, "ended": time.time()}
+
+
 # --- other means; each in a fresh process -----------------------------------------------------
 
 
@@ -186,6 +193,39 @@ def all_devices() -> float:
     return median([after["began"] - before["ended"] for before, after in pairwise(reports)])
 
 
+def slot_gaps() -> dict[str, float]:
+    """Seconds from a trial's last line to the next one's first in its slot, in four warm sweeps.
+
+    Before ``drawn`` trials, parameters are drawn in advance; later ones wait for the trial that has
+    ended. ``ratio``: the sweep against half of its trials' own time, two slots, starts counted.
+    """
+    drawn, early, late, ratios = 10, [], [], []
+    with quiet_config() as config, shut_afterwards():
+        seconds_of(half_second, config, 4)
+        for _ in range(4):
+            begin = time.perf_counter()
+            options: dict[str, Any] = {"resume": "never", "display": "off"}
+            result = nb.sweep(half_second, config, SWEEP_CONFIG, n_trials=TRIALS, **options)
+            seconds = time.perf_counter() - begin
+            reports = [_reported(result.paths.folder / at) for at in result.trials["folder"]]
+            own = sum(one["ended"] - one["began"] for one in reports)
+            ratios.append(seconds / (own / 2))
+            before: dict[float, float] = {}  # the end of the last trial, by process
+            for number, one in enumerate(reports):
+                if one["pid"] in before:
+                    gap = one["began"] - before[one["pid"]]
+                    (early if number < drawn else late).append(gap)
+                before[one["pid"]] = one["ended"]
+    both = sorted(early + late)
+    return {
+        "median": median(both),
+        "p90": both[int(0.9 * len(both))],
+        "early": median(early),
+        "late": median(late),
+        "ratio": median(ratios),
+    }
+
+
 def _reported(folder: Path) -> dict[str, float]:
     metrics: dict[str, float] = json.loads((folder / "result.json").read_text())["metrics"]
     return metrics
@@ -295,6 +335,7 @@ def figures() -> list[Figure]:
     split = in_fresh_process(module, "folds", steps)
     cost = in_fresh_process(module, "overhead", str(MANY))
     gap = in_fresh_process(module, "all-devices")
+    slot = in_fresh_process(module, "slot-gaps")
     return [
         Figure(f"{TRIALS} bare trials in two processes (ideal)", best, "s"),
         Figure("Optuna, one after the other, against ideal", after / best, "x"),
@@ -315,6 +356,12 @@ def figures() -> list[Figure]:
         Figure("8 trials of 5 folds: two slots' share of one's time",
                split["many"] / split["one"], "x", 0.556, 0.65),
         Figure("two ranks: from trial to trial", 1000 * gap, "ms", 100.0, 200.0),
+        Figure("gap between two trials in a slot, median", 1000 * slot["median"], "ms", 20.0, 60.0),
+        Figure("the same, nine of ten are below", 1000 * slot["p90"], "ms"),
+        Figure("the same, median where trials are drawn in advance", 1000 * slot["early"], "ms"),
+        Figure("the same, median where TPE learns", 1000 * slot["late"], "ms"),
+        Figure(f"{TRIALS} trials of 0.5 s on two slots, warm, against half of their own time",
+               slot["ratio"], "x", 1.05, 1.2),
     ]  # fmt: skip
 
 
@@ -330,6 +377,7 @@ if __name__ == "__main__":
         "folds": lambda steps: folds(int(steps)),
         "overhead": lambda trials: overhead(int(trials)),
         "all-devices": all_devices,
+        "slot-gaps": slot_gaps,
         "open": open_seconds,
     }
     print(json.dumps(calls[sys.argv[1]](*sys.argv[2:])))

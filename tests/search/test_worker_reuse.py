@@ -101,6 +101,48 @@ def test_what_a_trial_changes_in_its_process_the_next_one_does_not_see(config: n
     assert seen[0] == seen[1] == seen[2]
 
 
+def test_a_trial_gets_the_captured_arrays_as_they_were(config: nb.Config) -> None:
+    import numpy as np
+    import torch
+
+    tensor, array = torch.zeros(10_000), np.zeros(10_000)  # large enough to be mapped, not pickled
+
+    def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+        seen = float(tensor[0]) + float(array[0])
+        tensor[0] += 1
+        array[0] += 1
+        return {"val_loss": seen, "pid": os.getpid()}
+
+    result = nb.sweep(train, config, ONE_SLOT, n_trials=3, display="off")
+    assert result.trials["value"].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_cycles_are_freed_and_what_the_first_trial_imported_is_scanned_once(
+    config: nb.Config,
+) -> None:
+    class Model:
+        pass
+
+    def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+        import gc
+        import sqlite3.dbapi2  # noqa: F401
+        import weakref
+
+        before = vars(json).get("left_by_a_trial")
+        alive = before is not None and before() is not None
+        model = Model()
+        model.itself = model  # type: ignore[attr-defined]
+        vars(json)["left_by_a_trial"] = weakref.ref(model)
+        return {"val_loss": float(alive), "frozen": gc.get_freeze_count()}
+
+    result = nb.sweep(train, config, ONE_SLOT, n_trials=3, display="off")
+    assert result.trials["value"].tolist() == [0.0, 0.0, 0.0]
+    files = [result.paths.folder / f"trials/{n:04d}/result.json" for n in range(3)]
+    first, second, third = [json.loads(one.read_text())["metrics"]["frozen"] for one in files]
+    assert first < second, "frozen after the first trial"
+    assert third <= second, "and only then"
+
+
 def test_a_rank_that_grows_with_each_trial_is_replaced(config: nb.Config) -> None:
     def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
         vars(json).setdefault("kept_by_a_test", []).append(bytearray(b"x") * 400_000_000)
