@@ -33,7 +33,9 @@ class MeasuredSpeed:
         own = self.speeds.get(usual, 0.0)
         chosen = best if self.speeds.get(best, 0.0) > own * _FASTER else usual
         others = sorted(set(self.speeds) - {chosen})
-        numbers = ", ".join(self._told(name) for name in (chosen, *others) if name in self.speeds)
+        numbers = ", ".join(
+            self._describe(name) for name in (chosen, *others) if name in self.speeds
+        )
         return chosen, f"measured {moment(self.date)}: {numbers} (nb.calibrate)"
 
     def ddp_share(self, devices: int) -> float | None:
@@ -43,5 +45,5 @@ class MeasuredSpeed:
             return None
         return together / (devices * one)
 
-    def _told(self, name: str) -> str:
+    def _describe(self, name: str) -> str:
         return f"{name} does {self.speeds[name]:,.0f} samples/s"

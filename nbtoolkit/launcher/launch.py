@@ -28,8 +28,8 @@ from nbtoolkit.launcher.handle import (
     say_speed,
 )
 from nbtoolkit.launcher.measured import measure_auto
-from nbtoolkit.run.answers import measured_speed
 from nbtoolkit.run.events import Event
+from nbtoolkit.run.kept_answers import measured_speed
 from nbtoolkit.run.output import CellOutput, Display, choose_screen, displays, find_display
 from nbtoolkit.run.payload import pack_content, pack_function
 from nbtoolkit.run.request import JobSpec, RunRequest

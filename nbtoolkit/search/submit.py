@@ -21,8 +21,8 @@ from nbtoolkit.errors import LaunchError, PlanError, ResumeError, RunFileError
 from nbtoolkit.host import Host, detect_host
 from nbtoolkit.launcher.forkserver_client import fork_server
 from nbtoolkit.launcher.handle import StartedRun
-from nbtoolkit.run.answers import measured_speed
 from nbtoolkit.run.device_ledger import cost_text, usual_seconds
+from nbtoolkit.run.kept_answers import measured_speed
 from nbtoolkit.run.paths import RunPaths, read_record, runs_in
 from nbtoolkit.run.payload import pack_content, pack_function
 from nbtoolkit.run.resume import (

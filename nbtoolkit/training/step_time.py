@@ -1,4 +1,4 @@
-"""Measure where the time of the steps goes: loading, computing, waiting for other ranks.
+"""Measure how much of a step is loading, computing and waiting for other ranks.
 
 A rank measures on its own clock how long it waits for batches. How long it waits for the gradients
 of the others is in the statistics that DistributedDataParallel keeps: it records its first ten

@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from nbtoolkit.run.answers import answer_key as answer_key
-from nbtoolkit.run.answers import answers_file, read_answers
-from nbtoolkit.run.answers import kept_answer as kept_answer
+from nbtoolkit.run.kept_answers import answer_key as answer_key
+from nbtoolkit.run.kept_answers import answers_file, read_answers
+from nbtoolkit.run.kept_answers import kept_answer as kept_answer
 from nbtoolkit.run.paths import write_json
 
 if TYPE_CHECKING:

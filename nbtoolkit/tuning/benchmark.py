@@ -22,7 +22,7 @@ from nbtoolkit.run.output import charts
 from nbtoolkit.run.resume import versions
 from nbtoolkit.tasks.find import find_task
 from nbtoolkit.text_table import counted, duration, html_columns, number, text_columns
-from nbtoolkit.tuning.benchmark_sections import SECTIONS, OutOfTime, Row, Session, measure
+from nbtoolkit.tuning.benchmark_sections import SECTIONS, Measurement, OutOfTime, Session, measure
 
 if TYPE_CHECKING:
     from nbtoolkit.views.figure import Chart
@@ -44,7 +44,7 @@ class Benchmark:
     """What a benchmark has measured; a table in a cell, text with ``print``.
 
     Attributes:
-        rows: the measured values; see :class:`~nbtoolkit.tuning.benchmark_sections.Row`.
+        rows: the measured values; see :class:`~nbtoolkit.tuning.benchmark_sections.Measurement`.
         status: ``"completed"``; ``"time"``: it ran out of time; ``"interrupted"``.
         machine: CPUs and GPUs, with the load of the machine before the first measurement.
         versions: of Python and the libraries.
@@ -52,7 +52,7 @@ class Benchmark:
         seconds: what it took.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[Measurement, ...]
     status: Literal["completed", "time", "interrupted"]
     machine: str
     versions: dict[str, str]
@@ -68,7 +68,7 @@ class Benchmark:
         file = Path(path).expanduser().absolute()
         about = {"date": self.date, "machine": self.machine, "versions": self._versions()}
         with file.open("w", newline="") as opened:
-            names = [field.name for field in fields(Row)]
+            names = [field.name for field in fields(Measurement)]
             writer = csv.DictWriter(opened, [*names, *about])
             writer.writeheader()
             writer.writerows({**asdict(row), **about} for row in self.rows)
@@ -142,7 +142,7 @@ def benchmark(
         raise TuningError(f"minutes is {minutes!r}", allowed="a number above 0", do="minutes=5")
     train = train or find_task(config.task)
     check_call(train, _CALL)
-    rows: list[Row] = []
+    rows: list[Measurement] = []
     status: Literal["completed", "time", "interrupted"] = "completed"
     machine, now = _machine(), datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     begin = time.monotonic()
@@ -157,7 +157,7 @@ def benchmark(
             except OutOfTime:
                 status = "time"
                 note = f"no time left: minutes={minutes:g}"
-                rows.append(Row(section, note=note, section=section))
+                rows.append(Measurement(section, note=note, section=section))
             except KeyboardInterrupt:
                 status = "interrupted"
                 break

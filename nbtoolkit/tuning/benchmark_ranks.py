@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbtoolkit.config.schema import measured
 from nbtoolkit.run.checkpoint_store import has_checkpoint
 from nbtoolkit.tasks.digits import load, make_model
 from nbtoolkit.training.loop import fit
@@ -152,7 +153,7 @@ def trial(config: Config, ctx: RunContext) -> dict[str, float]:
     time.sleep(config.data.seconds)
     with open(config.data.file, "a") as file:
         file.write(f"{begin} {time.time()}\n")
-    return {"score": config.optim.lr}
+    return {"score": measured(config.optim.lr, "optim.lr")}
 
 
 def killed(config: Config, ctx: RunContext) -> float:

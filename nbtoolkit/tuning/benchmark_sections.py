@@ -1,4 +1,4 @@
-"""The measurements of a benchmark: each section is a generator of rows.
+"""Measure the sections of a benchmark; each is a generator of measurements.
 
 The kernel only launches and reads clocks. Rates and times come from ranks, from the launch of a
 user's function (:func:`nbtoolkit.tuning.probe.probe`), or from programs of their own.
@@ -20,7 +20,6 @@ from statistics import median
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import nbtoolkit
 from nbtoolkit.config.schema import Config, load_config
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.variables import temporary_variables
@@ -52,7 +51,7 @@ class OutOfTime(Exception):
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """A measured value.
 
     Attributes:
@@ -90,7 +89,7 @@ class Session:
     folder: Path
     end: float
     gpus: int = field(default_factory=lambda: len(detect_hardware().devices))
-    _pilot: Probe | TuningError | None = None
+    _baseline: Probe | TuningError | None = None
 
     @property
     def name(self) -> str:
@@ -160,22 +159,24 @@ class Session:
             )
 
     @property
-    def pilot(self) -> Probe:
+    def baseline(self) -> Probe:
         """Some steps of the user's function on one device, measured once.
 
         Raises:
             TuningError: no step can be measured.
         """
-        if self._pilot is None:
+        if self._baseline is None:
             try:
-                self._pilot = self.probe(20, 1, {})
+                self._baseline = self.probe(20, 1, {})
             except TuningError as error:
-                self._pilot = error
-        if isinstance(self._pilot, TuningError):
-            raise self._pilot
-        if not self._pilot.samples_per_second:
-            raise TuningError(self._pilot.reason or f"{self.name} has measured no step of nb.fit")
-        return self._pilot
+                self._baseline = error
+        if isinstance(self._baseline, TuningError):
+            raise self._baseline
+        if not self._baseline.samples_per_second:
+            raise TuningError(
+                self._baseline.reason or f"{self.name} has measured no step of nb.fit"
+            )
+        return self._baseline
 
     def group_variables(self) -> dict[str, str]:
         """The environment of a group of two: on the CPU, unless there are two GPUs."""
@@ -185,7 +186,7 @@ class Session:
         """Run a program of ``benchmark_peers``, and return its answer."""
         folder = self.folder / f"program-{time.monotonic_ns()}"
         folder.mkdir()
-        home = str(Path(nbtoolkit.__file__).parents[1])
+        home = str(Path(__file__).parents[2])
         paths = [path for path in sys.path if Path(path).is_absolute()] + [home]
         own = {"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(folder)}
         call, *more = words
@@ -228,7 +229,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 # --- sections ---
 
 
-def launches(session: Session) -> Iterator[Row]:
+def launches(session: Session) -> Iterator[Measurement]:
     """The start of two ranks with an empty function, ours and others, in a fresh process."""
     found: dict[str, list[float]] = session.program("launches", "5")
     for name, note in (
@@ -238,28 +239,28 @@ def launches(session: Session) -> Iterator[Row]:
         ("torch.multiprocessing.spawn", "imports torch in each rank"),
     ):
         value, theirs = median(found[name]), median(found["accelerate.notebook_launcher"])
-        yield Row(name, value, "s", value / theirs, note or "relative to notebook_launcher")
+        yield Measurement(name, value, "s", value / theirs, note or "relative to notebook_launcher")
 
 
-def steps(session: Session) -> Iterator[Row]:
+def steps(session: Session) -> Iterator[Measurement]:
     """The step of fit over a loop by hand, and the speed of the user's function."""
     own = {"train.batch_size": ranks.BATCH, "train.epochs": 100_000, "train.max_steps": 2_000}
     for name, seconds in (found := session.launch(ranks.compare_steps, 1, own)).items():
         label = f"digits MLP, batch {ranks.BATCH}: {name}"
         note = "relative to the loop by hand, one thread"
-        yield Row(label, seconds * 1e6, "us", seconds / found["loop by hand"], note)
-    pilot = session.pilot
-    yield Row(session.name, pilot.samples_per_second, "samples/s", note="one device")
+        yield Measurement(label, seconds * 1e6, "us", seconds / found["loop by hand"], note)
+    baseline = session.baseline
+    yield Measurement(session.name, baseline.samples_per_second, "samples/s", note="one device")
 
 
-def scaling(session: Session) -> Iterator[Row]:
+def scaling(session: Session) -> Iterator[Measurement]:
     """Samples per second of the user's function by ranks, batch per device or in all fixed."""
     if len(session.counts) == 1:
-        yield Row(session.name, note="there is one device: nothing to compare")
+        yield Measurement(session.name, note="there is one device: nothing to compare")
         return
     train = session.config.train
     batch = train.batch_size_per_device or train.batch_size
-    wanted = int(_PROBE_SECONDS * session.pilot.samples_per_second / batch)
+    wanted = int(_PROBE_SECONDS * session.baseline.samples_per_second / batch)
     number = min(max(wanted, 10), _MOST_STEPS)
     curves = {
         "weak scaling": {count: (count, batch * count) for count in session.counts},
@@ -278,13 +279,13 @@ def scaling(session: Session) -> Iterator[Row]:
             rate, alone = _rate(probes), _rate(seen[1, batch])
             if rate and alone:
                 note = f"batch {size}, {rate / alone / count:.0%} of {count} times one rank"
-                yield Row(name, rate, "samples/s", rate / alone, note, count)
+                yield Measurement(name, rate, "samples/s", rate / alone, note, count)
             else:
                 why = next((one.reason for one in probes if one.reason), "no step was measured")
-                yield Row(name, note=f"batch {size}: {why}")
+                yield Measurement(name, note=f"batch {size}: {why}")
 
 
-def communication(session: Session) -> Iterator[Row]:
+def communication(session: Session) -> Iterator[Measurement]:
     """Seconds of an all-reduce by size and back end."""
     with temporary_variables(session.group_variables()):
         count = session.counts[-1] if session.gpus > 1 else 2
@@ -294,12 +295,12 @@ def communication(session: Session) -> Iterator[Row]:
             text = f"{size >> 10} KB" if size < 1 << 20 else f"{size >> 20} MB"
             speed = 2 * (count - 1) / count * size / seconds / 1e9
             note = f"all-reduce, {count} ranks, {speed:.3g} GB/s (bus)"
-            yield Row(f"{backend}: {text}", seconds * 1e3, "ms", note=note, at=size)
+            yield Measurement(f"{backend}: {text}", seconds * 1e3, "ms", note=note, at=size)
     if "nccl" not in found:
-        yield Row("nccl", note=f"nccl needs two GPUs; this machine has {session.gpus}")
+        yield Measurement("nccl", note=f"nccl needs two GPUs; this machine has {session.gpus}")
 
 
-def memory(session: Session) -> Iterator[Row]:
+def memory(session: Session) -> Iterator[Measurement]:
     """Memory of a rank, and what the kernel and its fork server keep of a launch."""
     import psutil
 
@@ -311,27 +312,29 @@ def memory(session: Session) -> Iterator[Row]:
     for _ in range(3):
         found = session.launch(ranks.memory_used, session.pair)
     shared = f"rank 0 of {session.pair}; with shared pages {found['rss'] / 1e6:.0f} MB"
-    yield Row("empty function, own memory of a rank", found["uss"] / 1e6, "MB", note=shared)
+    yield Measurement("empty function, own memory of a rank", found["uss"] / 1e6, "MB", note=shared)
     before = kept()
     for _ in range(_LAUNCHES):
         session.launch(ranks.memory_used, session.pair)
     note = f"per launch, mean of {_LAUNCHES}"
-    yield Row("growth of kernel and fork server", (kept() - before) / _LAUNCHES, "MB", note=note)
+    yield Measurement(
+        "growth of kernel and fork server", (kept() - before) / _LAUNCHES, "MB", note=note
+    )
     note = "allocated on the device, at most" if session.gpus else "with shared pages"
-    yield Row(f"{session.name}, a rank", session.pilot.memory * 1e3, "MB", note=note)
+    yield Measurement(f"{session.name}, a rank", session.baseline.memory * 1e3, "MB", note=note)
 
 
-def checkpoints(session: Session) -> Iterator[Row]:
+def checkpoints(session: Session) -> Iterator[Measurement]:
     """Seconds to write and to read a checkpoint by size, over torch's own functions."""
     for size in _MEGABYTES:
         found = session.launch(ranks.checkpoint, 1, {"data.megabytes": size})
         for verb, plain in {"write": "torch.save, not synced", "read": "torch.load"}.items():
             seconds, note = found[verb], f"relative to {plain}"
             ratio = seconds / found[f"torch {verb}"]
-            yield Row(f"{verb} {size} MB", seconds * 1e3, "ms", ratio, note)
+            yield Measurement(f"{verb} {size} MB", seconds * 1e3, "ms", ratio, note)
 
 
-def sweeps(session: Session) -> Iterator[Row]:
+def sweeps(session: Session) -> Iterator[Measurement]:
     """Time of a slot between two trials: from the end of a function to the start of the next."""
     file = session.folder / "trials.txt"
     space = {
@@ -348,10 +351,10 @@ def sweeps(session: Session) -> Iterator[Row]:
     whole = slots * (max(end for _, end in spans) - min(begin for begin, _ in spans))
     between = (whole - sum(end - begin for begin, end in spans)) / (len(spans) - slots or 1)
     note = f"{len(spans)} trials of {_TRIAL_SECONDS} s on {counted(slots, 'slot')}"
-    yield Row("between two trials of a slot", between * 1e3, "ms", note=note)
+    yield Measurement("between two trials of a slot", between * 1e3, "ms", note=note)
 
 
-def recovery(session: Session) -> Iterator[Row]:
+def recovery(session: Session) -> Iterator[Measurement]:
     """From the SIGKILL of a rank to the exception in the kernel, and to the first resumed step."""
     file = session.folder / "killed.txt"
     saved = {"checkpoint.enabled": True, "checkpoint.every_steps": 20, "train.epochs": 4}
@@ -361,25 +364,27 @@ def recovery(session: Session) -> Iterator[Row]:
     raised, killed = time.time(), float(file.read_text())
     first = session.launch(ranks.killed, session.pair, own, "auto")
     note = counted(session.pair, "rank")
-    yield Row("SIGKILL to the exception in the kernel", raised - killed, "s", note=note)
-    yield Row("SIGKILL to the first resumed step", first - killed, "s", note=f"{note}, new launch")
+    yield Measurement("SIGKILL to the exception in the kernel", raised - killed, "s", note=note)
+    yield Measurement(
+        "SIGKILL to the first resumed step", first - killed, "s", note=f"{note}, new launch"
+    )
 
 
-def peers(session: Session) -> Iterator[Row]:
+def peers(session: Session) -> Iterator[Measurement]:
     """The same training by each installed framework, over hand-written DDP."""
     first = next(iter(ranks.PEERS))
     for kind, trained in session.program("peers", "3", "200", "mlp,cnn").items():
         for name, package in ranks.PEERS.items():
             label = f"digits {kind.upper()}: {name}"
             if name not in trained:
-                yield Row(label, note=f"not installed: pip install {package}")
+                yield Measurement(label, note=f"not installed: pip install {package}")
                 continue
             rate, base = median(trained[name]["rates"]), median(trained[first]["rates"])
             note = f"relative to {first}; final loss {trained[name]['loss']:.4f}"
-            yield Row(label, rate, "samples/s", rate / base, note)
+            yield Measurement(label, rate, "samples/s", rate / base, note)
 
 
-SECTIONS: dict[str, Callable[[Session], Iterator[Row]]] = {
+SECTIONS: dict[str, Callable[[Session], Iterator[Measurement]]] = {
     "launch": launches,
     "step": steps,
     "scaling": scaling,
@@ -393,7 +398,7 @@ SECTIONS: dict[str, Callable[[Session], Iterator[Row]]] = {
 """All sections, in the order in which they are measured."""
 
 
-def measure(section: str, session: Session) -> Iterator[Row]:
+def measure(section: str, session: Session) -> Iterator[Measurement]:
     """Yield the rows of a section; what this machine cannot do becomes a row with the reason.
 
     Raises:
@@ -405,7 +410,7 @@ def measure(section: str, session: Session) -> Iterator[Row]:
         for row in SECTIONS[section](session):
             yield replace(row, section=section)
     except NbtoolkitError as error:
-        yield Row(section, note=error.what.splitlines()[0], section=section)
+        yield Measurement(section, note=error.what.splitlines()[0], section=section)
 
 
 def _rate(probes: list[Probe]) -> float:

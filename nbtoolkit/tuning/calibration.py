@@ -13,7 +13,7 @@ from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import NbtoolkitError, TuningError
 from nbtoolkit.host import detect_host
-from nbtoolkit.run.answers import CALIBRATION, calibration_key, kept_answer
+from nbtoolkit.run.kept_answers import CALIBRATION, calibration_key, kept_answer
 from nbtoolkit.text_table import html_columns, moment, text_columns
 from nbtoolkit.tuning.answers import keep_answer
 from nbtoolkit.tuning.probe import LoggedStep, probe
@@ -83,12 +83,12 @@ class Calibration:
 
     def __repr__(self) -> str:
         table = text_columns(_HEADER, self._rows())
-        return f"{table}\n{self.told()}"
+        return f"{table}\n{self.summary()}"
 
     def _repr_html_(self) -> str:
-        return f"{html_columns(_HEADER, self._rows())}<p>{self.told()}</p>"
+        return f"{html_columns(_HEADER, self._rows())}<p>{self.summary()}</p>"
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Describe the result in one line."""
         best = self.fastest
         ranks = f" ({best.processes} processes)" if best.processes > 1 else ""
@@ -147,7 +147,7 @@ def calibrate(train: Train, config: ConfigLike = None, *, force: bool = False) -
     if kept is not None:
         result = _read(config, kept)
         if [one.processes for one in result.candidates] == [one.processes for one in planned]:
-            print(f"calibrate: kept: {result.told()}")
+            print(f"calibrate: kept: {result.summary()}")
             return result
     began = time.monotonic()
     candidates = _measure_all(train, config, planned)
@@ -158,7 +158,7 @@ def calibrate(train: Train, config: ConfigLike = None, *, force: bool = False) -
     }
     keep_answer(config, CALIBRATION, key, answer)
     result = _read(config, {**answer, "measured": time.time()})
-    print(f"calibrate: {result.told()}")
+    print(f"calibrate: {result.summary()}")
     return result
 
 

@@ -19,7 +19,7 @@ from kernels import descendants, script, until
 import nbtoolkit as nb
 from nbtoolkit.errors import TuningError
 from nbtoolkit.tuning import benchmark_ranks
-from nbtoolkit.tuning.benchmark_sections import SECTIONS, Row
+from nbtoolkit.tuning.benchmark_sections import SECTIONS, Measurement
 
 
 @pytest.fixture
@@ -87,8 +87,8 @@ def test_table_html_and_csv_hold_all_rows(result: nb.Benchmark, tmp_path: Path) 
 
 
 def test_curves_are_drawn_for_scaling_and_communication(result: nb.Benchmark) -> None:
-    rows = [Row("weak scaling: 1 rank", 100.0, "samples/s", at=1, section="scaling")]
-    rows += [Row("weak scaling: 2 ranks", 190.0, "samples/s", at=2, section="scaling")]
+    rows = [Measurement("weak scaling: 1 rank", 100.0, "samples/s", at=1, section="scaling")]
+    rows += [Measurement("weak scaling: 2 ranks", 190.0, "samples/s", at=2, section="scaling")]
     both = nb.Benchmark(**{**vars(result), "rows": (*result.rows, *rows)})
     html = both.plot().html
     assert html.count("<polyline") == 2
