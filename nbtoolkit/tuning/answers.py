@@ -1,4 +1,4 @@
-"""Keep what was measured; ``nbtoolkit/run/answers.py`` defines the file and reads it."""
+"""Keep what was measured; ``nbtoolkit/run/kept_answers.py`` defines the file and reads it."""
 
 from __future__ import annotations
 
