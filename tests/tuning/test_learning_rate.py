@@ -302,5 +302,5 @@ def test_auto_without_the_tuning_folder_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "nbtoolkit.tuning.auto", None)
-    with pytest.raises(TuningError, match=r"(?s)what measures it is missing.*to a number"):
+    with pytest.raises(TuningError, match=r"(?s)what measures it is missing.*to another value"):
         nb.launch(learns, configuration(tmp_path, **{"optim.lr": "auto"}))
