@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import psutil
@@ -179,14 +178,15 @@ class JobRunner:
             fault, text = _fault(self._supervisor.outcome, self.paths)
         return JobResult(status="failed", metrics=metrics, seconds=seconds, fault=fault, error=text)
 
-    def _idle_ranks(self, spec: JobSpec, idle: IdleWorkers) -> tuple[WorkerGroup, Path] | None:
-        """Ranks that take this job, and the file with its specification; None: new ones."""
+    def _idle_ranks(self, spec: JobSpec, idle: IdleWorkers) -> WorkerGroup | None:
+        """Ranks of an earlier job that take this one; None: new ones."""
         group = idle.take(spec.plan)
         if group is None:
             return None
         file = self.paths.folder / "ranks" / "job.pkl"
         write_whole(file, pickle.dumps(spec), durable=False)
-        return group, file
+        group.assign(file)
+        return group
 
     def _request(self, search: SearchRequest) -> RunRequest:
         """Decide configuration and plan of the job, and make its folder."""
