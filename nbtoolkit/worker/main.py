@@ -8,6 +8,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import multiprocessing.util
 import os
 import pickle
 import random
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import traceback
 import types
 import warnings
@@ -150,6 +152,8 @@ def run_rank(job: RankJob) -> None:
         state.restore()
         spec = _next_job(rank, channel)
     _leave_group()
+    if plan.processes > 1:
+        _end_process()
 
 
 def _run_job(job: RankJob, spec: JobSpec, rank: int, channel: SupervisorChannel) -> None:
@@ -433,6 +437,14 @@ def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _flush()
+
+
+def _end_process() -> None:
+    """End this process as multiprocessing does; elastic would keep it until its next poll."""
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    threading._shutdown()  # type: ignore[attr-defined]
+    _flush()
+    os._exit(0)
 
 
 def _flush() -> None:
