@@ -201,7 +201,7 @@ class RunSupervisor:
         if not over and time.monotonic() < limit:
             return False
         self._close(worker_group)
-        if self._again(ended):
+        if worker_group.died_waiting() or self._again(ended):
             self._follow(self._start())
             return False
         self.outcome = ended

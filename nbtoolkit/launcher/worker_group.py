@@ -100,7 +100,7 @@ class WorkerGroup:
         pairs = zip(lines.connections, lines.telemetry, strict=True)
         self.ranks = [RankView(rank, line, quiet) for rank, (line, quiet) in enumerate(pairs)]
         self._lines = lines
-        self._foreign = False
+        self._foreign = self._waited = False
 
     @classmethod
     def adopt(
@@ -126,12 +126,17 @@ class WorkerGroup:
 
     def assign_run(self, payload: int, spec: JobSpec) -> None:
         """Give ranks in standby their run; ``payload`` holds its packed function."""
-        self.started_at = time.monotonic()
+        self.started_at, self._waited = time.monotonic(), True
         with pack_content(pickle.dumps(spec)) as packed:
             given = messages.StandbyDescriptors(payload=payload, spec=packed)
             for rank in self.ranks:
                 rank.renew()
                 send_packet(rank.quiet.socket, messages.RunAssigned(descriptors=given))
+
+    def died_waiting(self) -> bool:
+        """True if ranks in standby have died before the function was called."""
+        phases = {phase for rank in self.ranks for phase in (rank.phase, rank.reached)}
+        return self._waited and "dead" in phases and "user" not in phases
 
     def ranks_ended(self) -> bool:
         """True if no rank runs any more, with what it does at its exit."""
