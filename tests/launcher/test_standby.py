@@ -59,7 +59,7 @@ def launched(config: nb.Config, processes: int = 2) -> list[dict[str, Any]]:
 
 
 def members() -> set[int]:
-    """The agent and the ranks that wait; supervisors and branches are in the fork server's group."""
+    """Agent and ranks that wait; others are in the process group of the fork server."""
     server = fork_server().pid
     return {pid for pid in pids() if psutil.pid_exists(pid) and os.getpgid(pid) != server}
 
