@@ -187,6 +187,8 @@ def fails(config: nb.Config, ctx: nb.RunContext) -> None:
 
 
 CODE = """
+import os, time
+
 settings = {"tracking.mlflow": False, "runtime.output_dir": "out"}
 config = nb.load_config(env=None, overrides=settings)
 
@@ -208,12 +210,18 @@ while True:
 """
 
 
+def words_of(kernel: Any, count: int, first: str = "") -> list[str]:
+    """The words of the kernel's next line that has so many, and this first one."""
+    for line in kernel.process.stdout:
+        words: list[str] = line.split()
+        if len(words) >= count and words[0].startswith(first):
+            return words
+    raise AssertionError(kernel.process.stderr.read())
+
+
 def line_with(kernel: Any, count: int) -> set[int]:
-    """The pids of the kernel's first line with so many."""
-    while True:
-        words = kernel.process.stdout.readline().split()
-        if len(words) >= count:
-            return {int(word) for word in words if word.isdigit()}
+    """The pids of the kernel's next line of so many."""
+    return {int(word) for word in words_of(kernel, count) if word.isdigit()}
 
 
 @pytest.mark.long
@@ -229,13 +237,11 @@ def test_an_interrupt_of_the_kernel_does_not_reach_them(tmp_path: Path) -> None:
     with script(CODE, tmp_path) as kernel:
         line_with(kernel, 2)  # the supervisor has started; its ranks start now
         kernel.interrupt()
-        while (words := kernel.process.stdout.readline().split())[:1] != ["interrupted"]:
-            pass
-        assert len(words) == 3
+        words = words_of(kernel, 3, "interrupted")
+        assert len(words) == 3, "a rank each"
         ready = line_with(kernel, 5)
         kernel.interrupt()
-        while (words := kernel.process.stdout.readline().split())[:1] != ["interrupted"]:
-            pass
+        words = words_of(kernel, 3, "interrupted")
         assert {int(word) for word in words[1:]} < ready
         kernel.kill()
         all_gone(ready, 30)
