@@ -37,6 +37,8 @@ class Supervisor:
 
     socket: socket.socket
     agents: set[int] = field(default_factory=set)
+    dismissed: bool = False
+    """Its ranks waited for a run, and are being ended."""
 
 
 STANDBY = "nbtoolkit.launcher.standby:stand_by"
@@ -246,6 +248,7 @@ class ForkServer(Forker):
             supervisor = self._supervisors[standby.supervisor]
             for agent in supervisor.agents:
                 kill_group(agent)
+            supervisor.dismissed = True
             supervisor.socket.shutdown(socket.SHUT_RDWR)  # it exits then
         elif standby is not None:
             close_all(standby.request.descriptors.numbers())
@@ -270,7 +273,7 @@ class ForkServer(Forker):
         self._agent_forked(*self._tokens.pop(token), pid)
 
     def _agent_forked(self, supervisor: int, ticket: int, pid: int) -> None:
-        if supervisor not in self._supervisors:  # it died meanwhile
+        if supervisor not in self._supervisors or self._supervisors[supervisor].dismissed:
             kill_group(pid)
             return
         self._agents[pid] = supervisor

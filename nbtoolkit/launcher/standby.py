@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from nbtoolkit.launcher.event_loop import ForkServerConnection, ForkServerGone, Spawner
-from nbtoolkit.launcher.supervisor import supervise
+from nbtoolkit.launcher.health import START_SECONDS
+from nbtoolkit.launcher.supervisor import EXIT_SECONDS, supervise
 from nbtoolkit.launcher.worker_group import WorkerGroup
 from nbtoolkit.run import messages
 from nbtoolkit.run.paths import RunPaths
@@ -32,15 +33,15 @@ def stand_by(forkserver: socket.socket, request: messages.StartStandby) -> None:
         forkserver: connection to the fork server.
         request: the request that this process was forked with.
     """
-    limit = time.monotonic() + request.seconds
     given, connection = request.descriptors, ForkServerConnection(forkserver)
     folder = Path(tempfile.mkdtemp(prefix="nbtoolkit-"))  # until they have joined their group
     spec = replace(unpack(given.spec, JobSpec), paths=RunPaths(folder))
     group = Spawner(connection, given.payload).start(spec, free_port())
     group.temporary = folder
     try:
-        run = _wait_for_run(connection, group, limit)
+        run = _wait_for_run(connection, group, request.seconds)
     except ForkServerGone:  # or it has ended this group
+        _wait_for_end(group)
         group.close()
         return
     fits = run is not None and group.all_are("group") and group.alive()
@@ -51,14 +52,20 @@ def stand_by(forkserver: socket.socket, request: messages.StartStandby) -> None:
 
 
 def _wait_for_run(
-    connection: ForkServerConnection, group: WorkerGroup, limit: float
+    connection: ForkServerConnection, group: WorkerGroup, seconds: float
 ) -> messages.ForkSupervisor | None:
-    """Return the run that comes before ``limit`` (monotonic); None if a rank ends, or none comes.
+    """Return the run that comes within ``seconds``, if any, when the group is formed.
+
+    It returns earlier if a rank ends.
 
     Raises:
         ForkServerGone: the group was killed.
     """
-    while group.exited is None and (left := limit - time.monotonic()) > 0:
+    run, started_at = None, time.monotonic()
+    while group.exited is None and not (run is not None and group.all_are("group")):
+        limit = seconds if group.all_are("group") else max(seconds, START_SECONDS)
+        if (left := started_at + limit - time.monotonic()) <= 0:
+            break
         sources: list[Any] = [connection.socket, *group.lines()]
         ready, _, _ = select.select(sources, [], [], left)
         for rank, message in group.receive():
@@ -66,12 +73,11 @@ def _wait_for_run(
                 rank.phase, rank.pid = message.phase, message.pid or rank.pid
                 _on_phase(group)
             elif isinstance(message, messages.LastWord):
-                return None
+                return run
         if connection.socket in ready:
             packet = connection.receive()
-            if isinstance(packet, messages.ForkSupervisor):
-                return packet
-    return None
+            run = packet if isinstance(packet, messages.ForkSupervisor) else run
+    return run
 
 
 def _on_phase(group: WorkerGroup) -> None:
@@ -79,3 +85,11 @@ def _on_phase(group: WorkerGroup) -> None:
         group.go()
     elif group.all_are("group"):
         shutil.rmtree(group.temporary, ignore_errors=True)
+
+
+def _wait_for_end(group: WorkerGroup) -> None:
+    """Wait for processes that are being killed: one that starts would make its folder again."""
+    limit = time.monotonic() + EXIT_SECONDS
+    while (lines := group.lines()) and time.monotonic() < limit:
+        select.select(lines, [], [], 0.1)
+        group.receive()
