@@ -175,8 +175,13 @@ class LaunchPlan:
 
 def same_ranks(plan: LaunchPlan, other: LaunchPlan) -> bool:
     """Return whether ranks that were started for one plan can run the other."""
+    return fixed_by_ranks(plan) == fixed_by_ranks(other)
+
+
+def fixed_by_ranks(plan: LaunchPlan) -> tuple[object, ...]:
+    """Return what ranks take from a plan when they start, and cannot change later."""
     names = ("processes", "devices", "device_type", "backend", "precision", "threads_per_rank")
-    return all(getattr(plan, name) == getattr(other, name) for name in names)
+    return tuple(getattr(plan, name) for name in names)
 
 
 def _plain(value: object) -> object:

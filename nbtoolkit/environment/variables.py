@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from nbtoolkit.environment.launch_plan import LaunchPlan
+from nbtoolkit.environment.launch_plan import LaunchPlan, fixed_by_ranks
 
 RANK_MARK = "NBTOOLKIT_RANK"
 """Set to the run's folder in every rank and its child processes."""
@@ -63,6 +64,21 @@ def apply_environment(kernel: KernelEnvironment, plan: LaunchPlan, folder: Path)
     os.chdir(kernel.cwd)
     sys.path[:] = kernel.sys_path
     sys.argv[:] = kernel.argv
+
+
+def standby_shape(kernel: KernelEnvironment, plan: LaunchPlan) -> str:
+    """Return a key of all that ranks fix when they start: ranks that wait fit an equal key.
+
+    Empty for ranks that must not start before their launch: those that hold a device, use a port of
+    the user's choice, or are not forked by the fork server.
+    """
+    held = plan.device_type != "cpu" or plan.port is not None or plan.strategy == "tensorflow"
+    if held or plan.start != "forkserver":
+        return ""
+    fixed = (*fixed_by_ranks(plan), plan.group_timeout)
+    environ = sorted(without_stale(kernel.environ).items())
+    parts = repr((fixed, environ, kernel.cwd, kernel.sys_path, kernel.argv))
+    return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
 def plan_variables(plan: LaunchPlan, folder: Path) -> dict[str, str]:

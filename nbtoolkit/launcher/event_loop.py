@@ -10,6 +10,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from nbtoolkit.environment.installed import environment_key
@@ -84,8 +85,8 @@ class ForkServerConnection:
         self._worker_groups[self._ticket] = worker_group
         return self._ticket
 
-    def receive(self) -> None:
-        """Handle one message.
+    def receive(self) -> messages.Message | None:
+        """Handle one message about an agent; return any other.
 
         Raises:
             ForkServerGone: the fork server died; the worker groups are killed.
@@ -102,6 +103,9 @@ class ForkServerConnection:
                     group.agent_pid = packet.pid
             case messages.AgentExited():
                 self._ended(packet.pid, packet.code)
+            case _:
+                return packet
+        return None
 
     def dismiss(self, worker_group: WorkerGroup) -> None:
         """Kill a worker group's processes and forget it."""
@@ -131,7 +135,8 @@ class Spawner:
 
     def __init__(self, connection: ForkServerConnection, payload: int) -> None:
         self.connection, self._payload = connection, payload
-        self._environ = dict(unpack(payload, PackedFunction).environment.environ)
+        self._environment = unpack(payload, PackedFunction).environment
+        self._environ = dict(self._environment.environ)
         self._key = environment_key(self._environ)
 
     def start(self, spec: JobSpec, port: int) -> WorkerGroup:
@@ -153,6 +158,22 @@ class Spawner:
             send_packet(self.connection.socket, request)
         theirs.close()
         return worker_group
+
+    def prepare_standby(self, job: JobSpec, shape: str) -> None:
+        """Let the fork server start ranks that wait for a run like ``job``, with its environment.
+
+        The function of ``job``, and the arrays in it, are not kept.
+        """
+        packed = PackedFunction(function=b"", sources={}, environment=self._environment)
+        spec = pickle.dumps(replace(job, standby=True))
+        with pack_content(pickle.dumps(packed)) as payload, pack_content(spec) as content:
+            request = messages.StartStandby(
+                shape=shape,
+                environment=self._key,
+                seconds=job.config.runtime.standby_seconds,
+                descriptors=messages.StandbyDescriptors(payload=payload, spec=content),
+            )
+            send_packet(self.connection.socket, request)
 
     def import_ahead(self, names: list[str]) -> None:
         """Let the fork server import modules for the next launch."""

@@ -14,7 +14,7 @@ from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.environment.deadline import check_deadline, time_limit
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.plan import Evidence, make_plan
-from nbtoolkit.environment.variables import kernel_environment
+from nbtoolkit.environment.variables import kernel_environment, standby_shape
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.host import detect_host
 from nbtoolkit.launcher.arguments import check_call, task_name
@@ -72,8 +72,12 @@ def submit(
             request = replace(request, agent_pid=forked.pid)
         function, group = (None, forked.descriptors) if forked else (train, None)
         packed = pickle.dumps(request)
+        waits = request.job.config.runtime.standby_seconds > 0 and not detach
+        shape = standby_shape(environment, request.job.plan) if waits else ""
         with pack_function(function, environment) as payload, pack_content(packed) as content:
-            line = server.run(_OWNER, payload, content, run.lock, detached=detach, group=group)
+            line = server.run(
+                _OWNER, payload, content, run.lock, detached=detach, group=group, shape=shape
+            )
         if detach:
             server.let_outlive(run.paths)
         tracked = partial(server.track, run.paths.folder) if tracking.on else None

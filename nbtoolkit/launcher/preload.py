@@ -51,7 +51,7 @@ PRELOADED = (
     "torch.nn.parallel",
     "torch.utils.data",
     "nbtoolkit.config.schema",
-    "nbtoolkit.launcher.supervisor",
+    "nbtoolkit.launcher.standby",
     "nbtoolkit.launcher.agent",
     "nbtoolkit.worker.main",
     "torch.distributed.elastic.rendezvous.static_tcp_rendezvous",
@@ -137,6 +137,15 @@ class Preloader:
     def first_branch_is_starting(self, key: str) -> bool:
         """Return True while the first branch for an environment imports."""
         return self._branch is None and self._next_branch is not None and key == self._key
+
+    def state(self, key: str) -> tuple[object, ...]:
+        """Return a value that changes when new ranks would have imported other modules."""
+        return self.branch_for(key), _installed_state()
+
+    @property
+    def importing(self) -> bool:
+        """True while a branch imports."""
+        return self._next_branch is not None
 
     def drop(self) -> None:
         """Retire all branches; they exit after their last agent."""

@@ -35,6 +35,9 @@ from nbtoolkit.worker.channel import answer_question, record_statement
 TICK = 0.05
 """Seconds between two polls without a message."""
 
+EXIT_TICK = 0.005
+"""Seconds between two polls while the processes exit."""
+
 FAILURE_GRACE = 1.0
 """Seconds that the other ranks get after the first failure, before SIGKILL."""
 
@@ -110,7 +113,7 @@ class RunSupervisor:
         """Write the first event, and start the ranks.
 
         Args:
-            kept: ranks of an earlier job that this one was assigned to; None starts new ones.
+            kept: idle ranks that have been given this job; None starts new ones.
         """
         self.record.write(self._request.header)
         for level, text in self._request.notes:
@@ -204,14 +207,16 @@ class RunSupervisor:
             self.outcome = ended
             self._settle(ended)
             return True
-        # Ranks that raised wait to be killed.
-        waits = failed and all(rank.over for rank in worker_group.ranks)
-        if worker_group.exited is None and not waits and time.monotonic() < limit:
+        # Ranks that raised wait to be killed; the agent of ranks that have ended has no more to do.
+        over = worker_group.exited is not None or (
+            all(rank.over for rank in worker_group.ranks) if failed else worker_group.ranks_ended()
+        )
+        if not over and time.monotonic() < limit:
             return False
         self._close(worker_group)
         if isinstance(ended, failures.Failure):
             ended = self._after_failure(worker_group, ended)
-        if self._again(ended):
+        if worker_group.died_waiting() or self._again(ended):
             self._follow(self._start())
             return False
         self.outcome = ended
@@ -412,16 +417,27 @@ _OF_THE_MACHINE = (
 )
 
 
-def supervise(forkserver: socket.socket, message: messages.ForkSupervisor) -> None:
+def supervise(
+    forkserver: socket.socket, message: messages.ForkSupervisor, standby: WorkerGroup | None = None
+) -> None:
     """Supervise one run to its end; the main function of a supervisor process.
 
     Args:
         forkserver: connection to the fork server.
         message: the request that this process was forked with.
+        standby: ranks that wait for the run; None starts new ones.
     """
-    request = unpack(message.descriptors.request, RunRequest)
-    with supervising(request.job.paths, forkserver, message) as (loop, spawner):
-        _run(RunSupervisor(request, spawner, forked=message.descriptors.group), loop)
+    given = message.descriptors
+    request = unpack(given.request, RunRequest)
+    job, shape = request.job, message.shape
+    with supervising(job.paths, forkserver, message) as (loop, spawner):
+        supervisor = RunSupervisor(request, spawner, forked=given.group)
+        if standby is not None:
+            loop.connection.adopt(standby)
+            standby.assign_run(given.payload, job)
+        _run(supervisor, loop, standby)
+    if shape and supervisor.status == "completed" and supervisor.plan == job.plan:
+        spawner.prepare_standby(job, shape)
 
 
 @contextlib.contextmanager
@@ -452,10 +468,10 @@ def supervising(
         line.close()
 
 
-def _run(supervisor: RunSupervisor, loop: EventLoop) -> None:
+def _run(supervisor: RunSupervisor, loop: EventLoop, kept: WorkerGroup | None) -> None:
     """Run to the end, and record an end that the run itself cannot record."""
     try:
-        supervisor.begin()
+        supervisor.begin(kept)
         while not supervisor.poll():
             for request in _requests(supervisor, loop):
                 _follow_request(supervisor, request)
@@ -474,7 +490,7 @@ def _run(supervisor: RunSupervisor, loop: EventLoop) -> None:
 
 def _requests(supervisor: RunSupervisor, loop: EventLoop) -> list[messages.KernelRequest]:
     try:
-        return loop.wait(supervisor.lines(), TICK)
+        return loop.wait(supervisor.lines(), EXIT_TICK if supervisor.exiting else TICK)
     except ForkServerGone:
         if not supervisor.exiting:  # else the ranks are gone, and their outcome is known
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import shutil
 import signal
 import time
@@ -13,8 +14,9 @@ from pathlib import Path
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.resources import exit_code, is_running
 from nbtoolkit.run import messages
+from nbtoolkit.run.payload import pack_content
 from nbtoolkit.run.request import JobSpec
-from nbtoolkit.run.transport import Connection, GroupConnections
+from nbtoolkit.run.transport import Connection, GroupConnections, send_packet
 
 
 @dataclass
@@ -102,7 +104,7 @@ class WorkerGroup:
         pairs = zip(lines.connections, lines.telemetry, strict=True)
         self.ranks = [RankView(rank, line, quiet) for rank, (line, quiet) in enumerate(pairs)]
         self._lines = lines
-        self._foreign = False
+        self._foreign = self._waited = False
 
     @classmethod
     def adopt(
@@ -125,6 +127,27 @@ class WorkerGroup:
         for rank in self.ranks:
             rank.renew()
             rank.line.send(messages.JobAssigned(file=str(file)))
+
+    def assign_run(self, payload: int, spec: JobSpec) -> None:
+        """Give ranks in standby their run; ``payload`` holds its packed function."""
+        self.started_at, self._waited = time.monotonic(), True
+        with pack_content(pickle.dumps(spec)) as packed:
+            given = messages.StandbyDescriptors(payload=payload, spec=packed)
+            for rank in self.ranks:
+                rank.renew()
+                send_packet(rank.quiet.socket, messages.RunAssigned(descriptors=given))
+
+    def died_waiting(self) -> bool:
+        """True if ranks in standby have died before the function was called."""
+        phases = {phase for rank in self.ranks for phase in (rank.phase, rank.reached)}
+        return self._waited and "dead" in phases and "user" not in phases
+
+    def ranks_ended(self) -> bool:
+        """True if no rank runs any more, with what it does at its exit."""
+        return all(
+            rank.line.closed or (rank.pid is not None and not is_running(rank.pid))
+            for rank in self.ranks
+        )
 
     def alive(self) -> bool:
         """True if all ranks run, so that they can take another job."""

@@ -210,6 +210,12 @@ class JobAssigned(Message):
     file: str
 
 
+class RunAssigned(Message):
+    """To ranks in standby, as a packet on their telemetry connection: their function and job."""
+
+    descriptors: StandbyDescriptors
+
+
 class Answer(Message):
     """The answer to a question; ``leave``: the status to stop with, None: continue."""
 
@@ -314,6 +320,13 @@ class AgentDescriptors(Descriptors):
     group: GroupDescriptors
 
 
+class StandbyDescriptors(Descriptors):
+    """The packed function, or only its environment, and the packed JobSpec."""
+
+    payload: int
+    spec: int
+
+
 class SupervisorDescriptors(Descriptors):
     """Packed function and request, connection to the kernel, lock; the group the kernel forked."""
 
@@ -344,15 +357,31 @@ class ServerReady(Message):
 
 
 class ForkSupervisor(Message):
-    """Fork a process that calls ``main`` ("module:function") with this message."""
+    """Fork a process that calls ``main`` ("module:function") with this message.
+
+    A group in standby of an equal, non-empty ``shape`` (a standby_shape) takes it instead.
+    """
 
     main: str
     detached: bool
+    shape: str
     descriptors: SupervisorDescriptors
 
 
 class SupervisorForked(Message):
     """The answer."""
+
+
+class StartStandby(Message):
+    """From a supervisor whose run ended well: start a group for the next run of this shape.
+
+    ``environment``: an environment_key; the group waits for ``seconds``.
+    """
+
+    shape: str
+    environment: str
+    seconds: float
+    descriptors: StandbyDescriptors
 
 
 class PreloadModules(Message):

@@ -31,6 +31,7 @@ class JobSpec:
         fold: the value of ``ctx.fold``.
         synchronous_reports: whether every report waits for an answer.
         reuse_workers: whether the ranks run another job afterwards.
+        standby: whether the ranks wait for the actual job, which comes with its function.
     """
 
     paths: RunPaths
@@ -41,6 +42,7 @@ class JobSpec:
     fold: Fold | None = None
     synchronous_reports: bool = False
     reuse_workers: bool = False
+    standby: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

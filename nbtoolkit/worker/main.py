@@ -7,6 +7,8 @@ import builtins
 import contextlib
 import faulthandler
 import gc
+import importlib
+import multiprocessing.util
 import os
 import pickle
 import random
@@ -14,6 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import traceback
 import types
 import warnings
@@ -31,12 +34,12 @@ from nbtoolkit.errors import RunStopped
 from nbtoolkit.run import messages
 from nbtoolkit.run.events import returned_numbers
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
-from nbtoolkit.run.payload import unload_function
+from nbtoolkit.run.payload import PackedFunction, load_function, unload_function, unpack
 from nbtoolkit.run.rank_check import track_optimizers
 from nbtoolkit.run.request import JobSpec
 from nbtoolkit.run.serialization import add_note, error_text, pack_error, pack_value
 from nbtoolkit.run.signals import ignore_warning_signals
-from nbtoolkit.run.transport import Connection
+from nbtoolkit.run.transport import Connection, receive_packet
 from nbtoolkit.worker.channel import Heartbeat, SupervisorChannel
 from nbtoolkit.worker.collectives import new_gloo_group, without_gloo_lines
 from nbtoolkit.worker.context import RunContext
@@ -133,6 +136,11 @@ def run_rank(job: RankJob) -> None:
         return
     _keep_group()
     channel.send(messages.PhaseReached(phase="group"))
+    if job.spec.standby:
+        assigned = receive_packet(telemetry.socket)  # None: there is no run for these ranks
+        if not isinstance(assigned, messages.RunAssigned):
+            return
+        job = _assigned_job(job, assigned.descriptors, rank)
     spec: JobSpec | None = job.spec
     state = ProcessState() if job.spec.reuse_workers else None
     while spec is not None:
@@ -144,6 +152,8 @@ def run_rank(job: RankJob) -> None:
         state.restore()
         spec = _next_job(rank, channel)
     _leave_group()
+    if plan.processes > 1:
+        _end_process()
 
 
 def _run_job(job: RankJob, spec: JobSpec, rank: int, channel: SupervisorChannel) -> None:
@@ -174,6 +184,20 @@ def _run_job(job: RankJob, spec: JobSpec, rank: int, channel: SupervisorChannel)
             sys.meta_path.remove(imports)
         if optimizers is not None:
             optimizers.close()
+
+
+def _assigned_job(job: RankJob, given: messages.StandbyDescriptors, rank: int) -> RankJob:
+    """Return the job that ranks in standby have received; its output goes to its folder."""
+    packed, spec = unpack(given.payload, PackedFunction), unpack(given.spec, JobSpec)
+
+    def load() -> Callable[..., Any]:
+        os.chdir(packed.environment.cwd)  # it may have been removed and made again
+        importlib.invalidate_caches()
+        return load_function(given.payload, packed)
+
+    os.environ[RANK_MARK] = str(spec.paths.folder)
+    _redirect_output(spec.paths, rank)
+    return replace(job, spec=spec, load=load)
 
 
 def _next_job(rank: int, channel: SupervisorChannel) -> JobSpec | None:
@@ -421,6 +445,14 @@ def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _flush()
+
+
+def _end_process() -> None:
+    """End this process as multiprocessing does; elastic would keep it until its next poll."""
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    threading._shutdown()  # type: ignore[attr-defined]
+    _flush()
+    os._exit(0)
 
 
 def _flush() -> None:

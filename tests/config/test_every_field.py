@@ -181,6 +181,8 @@ ON_RANKS = {
     "distributed.sync_batchnorm": (False, True),
     "runtime.compare_ranks": (True, False),
 }
+# tests/launcher/test_standby.py shows its effect.
+PROVEN.append("runtime.standby_seconds")
 PROVEN.extend([*ON_RANKS, "distributed.compression", "distributed.powersgd_rank"])
 
 
