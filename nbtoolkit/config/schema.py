@@ -280,9 +280,9 @@ class Runtime(Section):
     """
     hang_timeout: Seconds = 300.0
     """A rank that is silent and idle for this long while another waits for it is hung."""
-    standby_seconds: NotNegative = 600.0
-    """After a run on the CPU, new ranks start in advance and wait this long for the next launch of
-    the same shape; 0: none do."""
+    standby_seconds: NotNegative = 0.0
+    """After a run on the CPU, new ranks start in advance and wait this many seconds for the next
+    launch of the same shape, which is then faster; 0: none do."""
     compare_ranks: bool = True
     """Warn when ranks train different models: at reports and at the end (torchrun: at reports)."""
 

@@ -139,6 +139,8 @@ class RunSupervisor:
                 return False
             grace = EXIT_SECONDS if isinstance(ended, str) else FAILURE_GRACE
             self._exiting = ended, time.monotonic() + grace
+            if isinstance(ended, str) and not self._request.job.reuse_workers:
+                worker_group.go()  # they may exit
         return self._exit(worker_group, *self._exiting)
 
     def lines(self) -> list[Connection]:

@@ -153,6 +153,9 @@ def run_rank(job: RankJob) -> None:
         spec = _next_job(rank, channel)
     _leave_group()
     if plan.processes > 1:
+        # The exit closes the connections to the other ranks, which may still communicate: an error
+        # of theirs would hide that this rank has returned.
+        channel.wait()
         _end_process()
 
 

@@ -23,7 +23,11 @@ LARGEST = 60e6
 @pytest.fixture
 def config(tmp_path: Path) -> nb.Config:
     shutdown()  # ranks that wait for another test's launches would be taken for this one's
-    settings = {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path / "out")}
+    settings = {
+        "tracking.mlflow": False,
+        "runtime.output_dir": str(tmp_path / "out"),
+        "runtime.standby_seconds": 600.0,
+    }
     return nb.load_config(env=None, overrides=settings)
 
 
@@ -190,6 +194,7 @@ CODE = """
 import os, time
 
 settings = {"tracking.mlflow": False, "runtime.output_dir": "out"}
+settings["runtime.standby_seconds"] = 600.0
 config = nb.load_config(env=None, overrides=settings)
 
 def train(config, ctx):
