@@ -250,7 +250,7 @@ class _Search:
             "train.gradient_accumulation_steps": 1,
             "train.drop_last": False,
         }
-        steps = max(4, min(32, 256 // size))
+        steps = max(4, min(64, 1024 // size))
         found = probe(self._train, self._config, settings, steps=steps)
         self._longest = max(self._longest, found.seconds)
         self._whole = found.epochs >= len(found.steps) > 1

@@ -73,6 +73,7 @@ class Probe:
         epochs: how often all samples were taken.
         memory: the largest memory of a rank, in GB (on a GPU the allocator's peak, on the CPU the
             resident memory); 0 if no step was done.
+        data_share: the share of the steps' time in which the ranks waited for batches.
         plan: the launch plan; None if the run did not start.
         seconds: what the probe took, its start included.
     """
@@ -82,6 +83,7 @@ class Probe:
     steps: tuple[LoggedStep, ...] = ()
     epochs: int = 0
     memory: float = 0.0
+    data_share: float = 0.0
     plan: LaunchPlan | None = None
     seconds: float = 0.0
 
@@ -154,6 +156,7 @@ def probe(
             steps=tuple(listener.steps),
             epochs=listener.epochs,
             memory=listener.memory,
+            data_share=statistics.fmean(listener.data_shares or [0.0]),
             plan=listener.plan,
             seconds=time.monotonic() - began,
         )
@@ -192,6 +195,7 @@ class _Listener:
         self.steps: list[LoggedStep] = []
         self.epochs = 0
         self.memory = 0.0
+        self.data_shares: list[float] = []
         self.plan: LaunchPlan | None = None
 
     def __call__(self, event: Event) -> None:
@@ -204,6 +208,8 @@ class _Listener:
         values = event.values
         used = (value for name, value in values.items() if name.startswith("memory_gb_rank"))
         self.memory = max([self.memory, *used])
+        if "data_share" in values:
+            self.data_shares.append(values["data_share"])
         if "samples_per_second" not in values:
             return
         step = LoggedStep(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _STEPS = 40  # of each measurement; the second half counts
 _SYNC = {"checkpoint.every_steps": 10}  # wait for the device so often, in steps
 _GAIN = 1.03  # a throughput counts as higher from this factor on
+_LOADS = 0.1  # share of a step that waits for its batch: less is not worth a process
 _LONGEST = 45.0  # seconds after which no further measurement starts
 
 
@@ -105,8 +106,9 @@ def find_num_workers(
     """Suggest ``train.num_workers``: the smallest number within 3% of the best throughput.
 
     Measured are 0, 1, 2, 4, ... processes, up to the CPUs of a rank, by 40 optimizer steps each in
-    processes of their own; not those after two numbers that brought less than 3%. Tensors and
-    arrays in memory need 0. A ``DataLoader`` with its own ``num_workers`` keeps them.
+    processes of their own; not those after two numbers that brought less than 3%, and only 0 if a
+    step then waits for its batch for less than a tenth of its time, as with data in memory. A
+    ``DataLoader`` with its own ``num_workers`` keeps them.
 
     Args:
         train: a training function that calls :func:`nbtoolkit.fit` with the configuration it gets.
@@ -144,6 +146,8 @@ def measure_num_workers(
         vain = 0 if row.samples_per_second > best * _GAIN else vain + 1
         rows.append(row)
         most = result.plan.threads_per_rank if result.plan else 1
+        if not workers and result.data_share < _LOADS:
+            break
         workers = max(1, 2 * workers)
     good = max(one.samples_per_second for one in rows) / _GAIN
     choice = next(i for i, one in enumerate(rows) if one.samples_per_second >= good)

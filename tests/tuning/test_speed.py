@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import nbtoolkit as nb
 from nbtoolkit.errors import TuningError
+from nbtoolkit.tasks import digits
 
 
 class Slow:
@@ -117,3 +118,10 @@ def test_a_base_that_fails_is_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(TuningError, match="not finite with no change"):
         nb.find_speedups(train, configuration(tmp_path), processes=1)
+
+
+def test_data_in_memory_get_no_workers(tmp_path: Path) -> None:
+    config = configuration(tmp_path, **{"train.batch_size": 512, "model.hidden": 512})
+    found = nb.find_num_workers(digits.train, config, processes=1)
+    assert [row.settings["train.num_workers"] for row in found.rows] == [0]
+    assert found.settings == {"train.num_workers": 0}
