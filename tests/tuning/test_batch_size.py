@@ -105,9 +105,11 @@ def test_an_address_space_limit_on_one_of_two_ranks_counts_for_both(tmp_path: Pa
 def test_the_data_set_or_the_cpus_throughput_ends_it(tmp_path: Path) -> None:
     small = nb.find_batch_size(train, made(tmp_path, samples=20))
     assert (small.largest, small.stopped) == (16, "a step takes the whole data set")
-    slow = nb.find_batch_size(train, made(tmp_path, seconds_per_sample=0.001, samples=5000))
-    assert slow.stopped == "two doublings gained less than 5%"
-    assert 24 <= slow.largest < 512
+    slow = nb.find_batch_size(train, made(tmp_path, seconds_per_sample=0.004, samples=5000))
+    # Other work may slow down one of two sizes down to the time limit.
+    ends = ("two doublings gained less than 5%", "nothing larger was tried: 1:00 are over")
+    assert slow.stopped in ends
+    assert 24 <= slow.largest <= 1024
 
 
 @pytest.mark.long
