@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from nbtoolkit.environment.plan import GroupFailure, PortBusy
+from nbtoolkit.environment.plan import GroupFailure, OutOfMemory, PortBusy, may_accumulate_more
 from nbtoolkit.environment.resources import memory_kills
-from nbtoolkit.errors import LaunchError, RunFileError, WorkerDied, WorkerHung
+from nbtoolkit.errors import LaunchError, PlanError, RunFileError, WorkerDied, WorkerHung
 from nbtoolkit.launcher.worker_group import RankView, WorkerGroup
 from nbtoolkit.run import messages
 from nbtoolkit.run.paths import RunPaths, read_record, reading
@@ -23,12 +23,15 @@ from nbtoolkit.run.serialization import (
     PackedError,
     add_note,
     as_worker_error,
+    one_line,
     pack_error,
     unpack_error,
     user_line,
 )
 
 if TYPE_CHECKING:
+    from nbtoolkit.config.schema import Config
+    from nbtoolkit.environment.launch_plan import LaunchPlan
     from nbtoolkit.launcher.supervisor import RunSupervisor
 
 _CALLED_FROM = "/nbtoolkit/worker/main.py"
@@ -42,21 +45,13 @@ _NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a run failed because memory ran out, on a device or on the machine.
+    """Whether a run raised because memory ran out, on a device or on the machine.
 
-    The kernel's killer leaves only a rank that died with SIGKILL; other senders of that signal are
-    rare, and look the same.
+    Any SIGKILL counts: other senders of that signal are rare, and look the same afterwards.
     """
-    if isinstance(error, WorkerDied):
-        return "signal SIGKILL" in str(error)
     if isinstance(error, LaunchError):  # which only guesses at the cause
         return False
-    return type(error).__name__ in _MEMORY_ERRORS or memory_ran_out(str(error))
-
-
-def memory_ran_out(text: str) -> bool:
-    """Whether an error's text is one of torch's or the system's about memory."""
-    return any(words in text.lower() for words in _NO_MEMORY)
+    return _ran_out(type(error).__name__, str(error), kills=None)
 
 
 def ran_out_of_memory(error: PackedError, kills: int | None) -> bool:
@@ -67,10 +62,18 @@ def ran_out_of_memory(error: PackedError, kills: int | None) -> bool:
         kills: the kernel's count of kills for memory before (:func:`memory_kills`). A SIGKILL is
             one of them if the count has risen, or is unknown.
     """
-    kind = error.type.rpartition(".")[2]
-    if kind == "WorkerDied":
-        return "signal SIGKILL" in error.text and (kills is None or memory_kills() != kills)
-    return kind in _MEMORY_ERRORS or memory_ran_out(error.text)
+    return _ran_out(error.type.rpartition(".")[2], error.text, kills)
+
+
+def memory_ran_out(text: str) -> bool:
+    """Whether an error's text is one of torch's or the system's about memory."""
+    return any(words in text.lower() for words in _NO_MEMORY)
+
+
+def _ran_out(kind: str, text: str, kills: int | None) -> bool:
+    if kind == "WorkerDied":  # all that the kernel's killer leaves
+        return "signal SIGKILL" in text and (kills is None or memory_kills() != kills)
+    return kind in _MEMORY_ERRORS or memory_ran_out(text)
 
 
 def raise_failure(paths: RunPaths) -> NoReturn:
@@ -362,3 +365,48 @@ def without_launcher(stack: str) -> str:
     """Return a stack, innermost call first, without the callers of the user's function."""
     lines = itertools.takewhile(lambda line: _CALLED_FROM not in line, stack.strip().splitlines())
     return "\n".join(lines)
+
+
+# --- out of memory: more accumulation steps, or an error ---
+
+
+def after_out_of_memory(
+    failure: Failure, plan: LaunchPlan, config: Config, *, in_loop: bool, may_restart: bool
+) -> Failure | OutOfMemory:
+    """Return the evidence for another plan, or the failure with advice.
+
+    Args:
+        failure: a rank ran out of memory.
+        plan: the plan under which it did.
+        config: the run's.
+        in_loop: the rank was in a loop that follows ``plan.accumulate``.
+        may_restart: the run may start its ranks again.
+    """
+    failure, train = replace(failure, out_of_memory=True), config.train
+    if may_accumulate_more(config):
+        if in_loop and plan.batch_size_per_device == 1:
+            return _one_sample(failure, plan)
+        restarts = in_loop and may_restart
+        return OutOfMemory(plan.batch_size_per_device) if restarts else failure
+    per_device = train.batch_size_per_device is not None
+    fixed = "batch_size_per_device" if per_device else "gradient_accumulation_steps"
+    advice = (
+        f"train.{fixed} is {getattr(train, fixed)}, which nothing changes: set a smaller batch, or "
+        "train.batch_size with gradient_accumulation_steps: auto, which keeps the batch"
+    )
+    return replace(failure, notes=[*failure.notes, advice])
+
+
+def _one_sample(failure: Failure, plan: LaunchPlan) -> Failure:
+    error = PlanError(
+        f"one sample per forward pass ran out of memory on rank {failure.rank} (batch "
+        f"{plan.global_batch_size}: {plan.processes} x {plan.accumulate} accumulation steps of 1 "
+        "sample); how much memory the model needs is unknown\n  "
+        f"{one_line(failure.error.type, failure.error.text)}",
+        allowed="a model whose weights, gradients and optimizer state fit into a device's memory, "
+        "with the activations of one sample",
+        do="use a smaller model or smaller inputs, train.activation_checkpointing: true, or a "
+        "train.precision of 16 bits",
+    )
+    packed = replace(pack_error(error), frames=failure.error.frames, cause=failure.error)
+    return replace(failure, error=packed)

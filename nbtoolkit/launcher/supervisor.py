@@ -20,7 +20,6 @@ from nbtoolkit.errors import GroupStartFailed, LaunchError, NbtoolkitError
 from nbtoolkit.launcher import failures
 from nbtoolkit.launcher.event_loop import EventLoop, ForkServerGone, KernelGone, Spawner
 from nbtoolkit.launcher.health import HealthMonitor, LateGroup
-from nbtoolkit.launcher.memory import after_out_of_memory
 from nbtoolkit.launcher.worker_group import RankView, WorkerGroup
 from nbtoolkit.run import messages
 from nbtoolkit.run.events import RankPhaseChanged
@@ -239,7 +238,7 @@ class RunSupervisor:
         may_restart = self._forked is None and self.record.leaving is None
         in_loop = worker_group.ranks[failure.rank or 0].accumulates
         config = self._request.job.config
-        return after_out_of_memory(
+        return failures.after_out_of_memory(
             failure, self.plan, config, in_loop=in_loop, may_restart=may_restart
         )
 

@@ -71,17 +71,15 @@ def cost_text(
         return text
     seconds = seconds_per_training * math.ceil(trainings / slots)
     text += f", about {_rounded(seconds)} on {counted(slots, 'slot')}"
-    quota = (
-        ""
-        if validation.config is None
-        else quota_text(
-            validation.config,
-            detect_host().kind,
-            jobs=trainings,
-            seconds=seconds_per_training,
-            slots=slots,
-            devices=devices,
-        )
+    if validation.config is None:
+        return text
+    quota = quota_text(
+        validation.config,
+        detect_host().kind,
+        jobs=trainings,
+        seconds=seconds_per_training,
+        slots=slots,
+        devices=devices,
     )
     return f"{text}: {quota}" if quota else text
 

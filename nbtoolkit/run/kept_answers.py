@@ -1,21 +1,23 @@
-"""Read what was measured on this machine, by function, model, data and devices.
+"""Keep what was measured on this machine, by function, model, data and devices.
 
 The file is ``<output_dir>/tuning.json``, one JSON object: a measurement's name -> a key -> the
 answer with its date. A key is a hash of everything that the answer depends on, so a changed model
-is measured again. ``nbtoolkit/tuning`` measures and writes; a launch only reads.
+is measured again. ``nbtoolkit/tuning`` measures; a launch only reads.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.measured_speed import MeasuredSpeed
-from nbtoolkit.run.paths import read_or_empty
+from nbtoolkit.run.paths import read_or_empty, write_json
 from nbtoolkit.run.resume import function_source, versions
 
 if TYPE_CHECKING:
@@ -69,6 +71,17 @@ def kept_answer(config: Config, name: str, key: str) -> Answer | None:
     """Return the answer that was kept under ``name`` and ``key``; None if there is none."""
     found = read_answers(config).get(name, {}).get(key)
     return found if isinstance(found, dict) else None
+
+
+def keep_answer(config: Config, name: str, key: str, answer: Mapping[str, object]) -> None:
+    """Keep an answer, in place of an earlier one; other processes may do so at the same time."""
+    file = answers_file(config)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        kept = read_answers(config)
+        kept.setdefault(name, {})[key] = {**answer, "measured": time.time()}
+        write_json(file, kept)
 
 
 def read_answers(config: Config) -> dict[str, dict[str, Answer]]:

@@ -57,7 +57,8 @@ def _is_size(name: str) -> bool:
 def _no_smaller(name: str, value: object, failed: object) -> bool:
     if _NO_MEMORY.match(name):
         return True
-    numbers = isinstance(value, (int, float)) and isinstance(failed, (int, float))
-    if numbers and _is_size(name) and not isinstance(value, bool):
-        return bool(value >= failed)  # type: ignore[operator]
-    return value == failed or (isinstance(value, float) and isinstance(failed, float))
+    if isinstance(value, bool) or not _is_size(name):
+        return value == failed or (isinstance(value, float) and isinstance(failed, float))
+    if isinstance(value, (int, float)) and isinstance(failed, (int, float)):
+        return value >= failed
+    return value == failed

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 if TYPE_CHECKING:
     from torch import nn
@@ -144,7 +144,7 @@ class _Waits:
     """
 
     def __init__(self, model: nn.Module, ctx: RunContext) -> None:
-        self._ddp: DistributedDataParallel = model  # type: ignore[assignment]
+        self._ddp = cast("DistributedDataParallel", model)
         self._rate = _CPU_SAMPLE_RATE if ctx.device.type == "cpu" else _SAMPLE_RATE
         self._ddp._set_ddp_runtime_logging_sample_rate(self._rate)
         buffers = next(iter(model.buffers()), None) is not None

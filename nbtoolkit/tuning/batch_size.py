@@ -14,8 +14,8 @@ from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import TuningError
 from nbtoolkit.host import detect_host
 from nbtoolkit.launcher.launch import Train
+from nbtoolkit.run.kept_answers import answer_key, keep_answer, kept_answer
 from nbtoolkit.text_table import counted, duration, html_columns, html_table, number, text_columns
-from nbtoolkit.tuning.answers import answer_key, keep_answer, kept_answer
 from nbtoolkit.tuning.probe import probe
 from nbtoolkit.views.chart import BEST, RUNNING, Axis, Series, chart
 from nbtoolkit.views.figure import Chart

@@ -13,9 +13,8 @@ from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import NbtoolkitError, TuningError
 from nbtoolkit.host import detect_host
-from nbtoolkit.run.kept_answers import CALIBRATION, calibration_key, kept_answer
+from nbtoolkit.run.kept_answers import CALIBRATION, calibration_key, keep_answer, kept_answer
 from nbtoolkit.text_table import html_columns, moment, text_columns
-from nbtoolkit.tuning.answers import keep_answer
 from nbtoolkit.tuning.probe import LoggedStep, probe
 
 if TYPE_CHECKING:

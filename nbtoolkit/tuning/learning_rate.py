@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.errors import TuningError
 from nbtoolkit.launcher.launch import Train
+from nbtoolkit.run.kept_answers import answer_key, keep_answer, kept_answer
 from nbtoolkit.text_table import html_table
 from nbtoolkit.training.optim.optimizer import RangeTest
-from nbtoolkit.tuning.answers import answer_key, keep_answer, kept_answer
 from nbtoolkit.tuning.probe import LoggedStep, Probe, probe
 from nbtoolkit.views.chart import BEST, ENDED, RUNNING, Axis, Series, chart
 from nbtoolkit.views.figure import Chart

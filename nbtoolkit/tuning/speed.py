@@ -12,9 +12,9 @@ from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.errors import TuningError
 from nbtoolkit.launcher.launch import Train
+from nbtoolkit.run.kept_answers import answer_key, keep_answer, kept_answer
 from nbtoolkit.run.serialization import one_line
 from nbtoolkit.text_table import html_columns, number, text_columns
-from nbtoolkit.tuning.answers import answer_key, keep_answer, kept_answer
 from nbtoolkit.tuning.probe import Probe, probe
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from boosting_functions import LIGHTGBM, reports, samples, split
+from boosting_functions import LIGHTGBM, check_folds, check_pruned_sweep, reports, samples, split
 from frameworks import needs
 
 import nbtoolkit as nb
@@ -28,11 +28,6 @@ def launched(
     settings = {"tracking.mlflow": False, "runtime.output_dir": str(folder), **more}
     config = nb.load_config(env=None, overrides=settings)
     return nb.launch(train, config, processes=1, display="off", start=start)
-
-
-def quiet_config(folder: Path) -> nb.Config:
-    settings = {"tracking.mlflow": False, "runtime.output_dir": str(folder)}
-    return nb.load_config(env=None, overrides=settings)
 
 
 # --- microsoft/LightGBM, examples/python-guide/simple_example.py
@@ -92,31 +87,9 @@ def test_the_simple_example_gives_what_it_gives_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_simple_example_runs_in_folds(tmp_path: Path) -> None:
-    config = quiet_config(tmp_path)
-    folds = nb.make_folds(samples()[1], k=3)
-    cv = nb.cross_validate(simple_example, config, folds, display="off")
-    assert cv.status == "completed"
-    assert len({*cv.scores["valid_0_l2"]}) == 3
-
-
-@pytest.mark.long
-def test_a_sweep_over_the_simple_example_prunes(tmp_path: Path) -> None:
-    rates = [0.3, 0.3, 1e-8]
-    search = {
-        "study": {
-            "metric": "valid_0_l2",
-            "sampler": "random",
-            "pruner": "median",
-            "pruner_options": {"n_startup_trials": 1},
-        },
-        "space": {"model.learning_rate": {"type": "float", "low": 1e-8, "high": 0.3}},
-        "first_trials": [{"model.learning_rate": rate} for rate in rates],
-    }
-    result = nb.sweep(simple_example, quiet_config(tmp_path), search, n_trials=3, display="off")
-    # Two slots: the third trial starts when one of the others is done.
-    assert list(result.trials["state"]) == ["complete", "complete", "pruned"]
-    assert result.best_params["model.learning_rate"] == 0.3
+def test_the_simple_example_runs_in_folds_and_in_a_sweep(tmp_path: Path) -> None:
+    check_folds(simple_example, tmp_path, "valid_0_l2")
+    check_pruned_sweep(simple_example, tmp_path, "valid_0_l2")
 
 
 def estimator(config: Config, ctx: RunContext) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from boosting_functions import XGBOOST, reports, samples, split
+from boosting_functions import XGBOOST, check_folds, check_pruned_sweep, reports, samples, split
 from frameworks import needs
 
 import nbtoolkit as nb
@@ -28,11 +28,6 @@ def launched(
     settings = {"tracking.mlflow": False, "runtime.output_dir": str(folder), **more}
     config = nb.load_config(env=None, overrides=settings)
     return nb.launch(train, config, processes=1, display="off", start=start)
-
-
-def quiet_config(folder: Path) -> nb.Config:
-    settings = {"tracking.mlflow": False, "runtime.output_dir": str(folder)}
-    return nb.load_config(env=None, overrides=settings)
 
 
 # --- https://xgboost.readthedocs.io/en/stable/python/python_intro.html
@@ -73,31 +68,9 @@ def test_the_introduction_gives_what_it_gives_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_introduction_runs_in_folds(tmp_path: Path) -> None:
-    config = quiet_config(tmp_path)
-    folds = nb.make_folds(samples()[1], k=3)
-    cv = nb.cross_validate(introduction, config, folds, display="off")
-    assert cv.status == "completed"
-    assert len({*cv.scores["eval_logloss"]}) == 3
-
-
-@pytest.mark.long
-def test_a_sweep_over_the_introduction_prunes(tmp_path: Path) -> None:
-    rates = [0.3, 0.3, 1e-8]
-    search = {
-        "study": {
-            "metric": "eval_logloss",
-            "sampler": "random",
-            "pruner": "median",
-            "pruner_options": {"n_startup_trials": 1},
-        },
-        "space": {"model.learning_rate": {"type": "float", "low": 1e-8, "high": 0.3}},
-        "first_trials": [{"model.learning_rate": rate} for rate in rates],
-    }
-    result = nb.sweep(introduction, quiet_config(tmp_path), search, n_trials=3, display="off")
-    # Two slots: the third trial starts when one of the others is done.
-    assert list(result.trials["state"]) == ["complete", "complete", "pruned"]
-    assert result.best_params["model.learning_rate"] == 0.3
+def test_the_introduction_runs_in_folds_and_in_a_sweep(tmp_path: Path) -> None:
+    check_folds(introduction, tmp_path, "eval_logloss")
+    check_pruned_sweep(introduction, tmp_path, "eval_logloss")
 
 
 def estimator(config: Config, ctx: RunContext) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from nbtoolkit.config.schema import Config
 from nbtoolkit.integrations import lightgbm as nblg
 from nbtoolkit.integrations import xgboost as nbx
 from nbtoolkit.worker.context import RunContext
+
+Train = Callable[..., dict[str, Any]]
 
 ROUNDS = 60
 # One thread: OpenMP's threads wait in busy loops, which costs seconds on a machine in use.
@@ -103,3 +106,34 @@ def reports(folder: Path) -> list[int]:
     """The rounds of a run's reports."""
     events = nb.attach(folder).events()
     return [event.step for event in events if event.type == "report" and event.step is not None]
+
+
+def check_folds(train: Train, folder: Path, metric: str) -> None:
+    """Cross-validate a function on three folds, each with a score of its own."""
+    folds = nb.make_folds(samples()[1], k=3)
+    cv = nb.cross_validate(train, _quiet(folder), folds, display="off")
+    assert cv.status == "completed"
+    assert len({*cv.scores[metric]}) == 3
+
+
+def check_pruned_sweep(train: Train, folder: Path, metric: str) -> None:
+    """Search for the rate of a function: the one that learns nothing is pruned."""
+    search = {
+        "study": {
+            "metric": metric,
+            "sampler": "random",
+            "pruner": "median",
+            "pruner_options": {"n_startup_trials": 1},
+        },
+        "space": {"model.learning_rate": {"type": "float", "low": 1e-8, "high": 0.3}},
+        "first_trials": [{"model.learning_rate": rate} for rate in (0.3, 0.3, 1e-8)],
+    }
+    result = nb.sweep(train, _quiet(folder), search, n_trials=3, display="off")
+    # Two slots: the third trial starts when one of the others is done.
+    assert list(result.trials["state"]) == ["complete", "complete", "pruned"]
+    assert result.best_params["model.learning_rate"] == 0.3
+
+
+def _quiet(folder: Path) -> nb.Config:
+    settings = {"tracking.mlflow": False, "runtime.output_dir": str(folder)}
+    return nb.load_config(env=None, overrides=settings)

@@ -14,10 +14,9 @@ from torch.nn.functional import cross_entropy
 import nbtoolkit as nb
 from nbtoolkit.launcher.measured import measure_auto
 from nbtoolkit.run.events import MetricsLogged
-from nbtoolkit.run.kept_answers import CALIBRATION, calibration_key, measured_speed
+from nbtoolkit.run.kept_answers import CALIBRATION, calibration_key, keep_answer, measured_speed
 from nbtoolkit.tasks import digits
 from nbtoolkit.tuning import calibration
-from nbtoolkit.tuning.answers import keep_answer
 
 
 def train(config: Any, ctx: Any) -> dict[str, float]:
