@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernels import until
 from torch import nn
 
 CGROUPS = Path("/sys/fs/cgroup/memory")  # of version 1; version 2 needs a delegated folder
@@ -37,7 +39,19 @@ def memory_cgroup(name: str, megabytes: int) -> Iterator[Path]:
         (folder / "memory.limit_in_bytes").write_text(str(megabytes * 2**20))
         yield folder
     finally:
+        # A killed process is a member until its parent has waited for it and its pages are freed.
+        until(lambda: is_removed(folder), f"{folder} to have no members", seconds=60)
+
+
+def is_removed(folder: Path) -> bool:
+    """Removes an empty control group; False while it still has members."""
+    try:
         folder.rmdir()
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            return False
+        raise
+    return True
 
 
 class Hungry(nn.Module):
