@@ -166,7 +166,8 @@ class Validator:
         """
         if self._loader is None:
             return {}
-        meter = Meter(self._metrics, self._ctx.device, ranks=self._ctx.world_size)
+        ctx, given = self._ctx, train_step.loss
+        meter = Meter(self._metrics, ctx.device, ranks=ctx.world_size, loss=given)
         train_step.broadcast_buffers()
         train_step.module.eval()
         train_step.evaluated_module.eval()

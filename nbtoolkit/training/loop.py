@@ -493,6 +493,12 @@ def _check_loss(loss: object, *, several: bool, validates: bool) -> None:
             "computes it, with valid_data=None",
             do="pass loss=torch.nn.functional.cross_entropy",
         )
+    if isinstance(loss, type) or not (loss is None or callable(loss)):
+        raise FitError(
+            f"loss={loss!r} is not a function of outputs and targets",
+            allowed="a function (outputs, targets), or an object such as nn.CrossEntropyLoss()",
+            do="call the class" if isinstance(loss, type) else "pass the function itself",
+        )
 
 
 def _total_steps(config: Config, loader: TrainLoader) -> int:

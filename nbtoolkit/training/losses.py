@@ -155,6 +155,12 @@ class ReducedLoss:
         findings = gather_on_all(self._compare(outputs, targets, samples, whole), ranks)
         strongest = max(findings, key=lambda finding: finding.reduction)
         if strongest.reduction is Reduction.OTHER:
+            if shapes := _broadcast_shapes(outputs, targets):
+                raise FitError(
+                    f"the loss compares each sample with all others: {shapes}",
+                    allowed="outputs and targets of the same shape",
+                    do="let the model return outputs.squeeze(1), or give targets[:, None]",
+                )
             raise FitError(
                 "the loss of a batch does not follow from the losses of its parts, so it would "
                 f"depend on the number of devices: {strongest.why}",
@@ -215,6 +221,18 @@ class ReducedLoss:
         return self.reduce(returned, high - low, weights.weight)
 
 
+def _broadcast_shapes(outputs: object, targets: object) -> str:
+    """How (n, 1) and (n,) become (n, n) in an elementwise loss; "" for other shapes."""
+    import torch
+
+    if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
+        return ""
+    if not targets.is_floating_point() or {outputs.shape[1:], targets.shape[1:]} != {(1,), ()}:
+        return ""
+    both = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
+    return f"torch makes {(len(outputs), len(outputs))} of {both}"
+
+
 def _adds_up(whole: float, parts: list[float], tolerance: float) -> bool:
     return abs(whole - sum(parts)) <= tolerance * max(map(abs, [whole, *parts]))
 
@@ -269,7 +287,7 @@ def check_labels(outputs: object, targets: object, loss: object) -> None:
     import numpy as np
     import torch
 
-    ignored = _ignore_index(loss)
+    ignored = ignore_index(loss)
     if ignored is None or not isinstance(outputs, torch.Tensor) or outputs.ndim == 0:
         return
     if not isinstance(targets, (torch.Tensor, np.ndarray)):
@@ -295,17 +313,28 @@ def all_count(targets: Labels | None) -> bool:
     return targets is not None and not bool((targets == TORCHS_IGNORED).any())
 
 
-def _ignore_index(loss: object) -> int | None:
+def ignore_index(loss: object) -> int | None:
     """The label that does not count; None: the loss is not one of torch's class losses."""
     from torch import nn
     from torch.nn import functional
 
     if isinstance(loss, functools.partial):
-        default = _ignore_index(loss.func)
+        default = ignore_index(loss.func)
         return default if default is None else loss.keywords.get("ignore_index", default)
     if loss is functional.cross_entropy or loss is functional.nll_loss:
         return TORCHS_IGNORED
     return loss.ignore_index if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) else None
+
+
+def is_loss(loss: object, name: str) -> bool:
+    """Whether a loss is torch's function ``name``, its module, or a partial of it."""
+    from torch import nn
+    from torch.nn import functional
+
+    modules = {"cross_entropy": nn.CrossEntropyLoss, "binary_cross_entropy": nn.BCELoss}
+    if isinstance(loss, functools.partial):
+        return is_loss(loss.func, name)
+    return loss is getattr(functional, name) or isinstance(loss, modules[name])
 
 
 def _out_of_range(low: int, high: int, classes: int, ignored: int) -> FitError:

@@ -7,11 +7,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.losses import BatchLoss
+from nbtoolkit.training.loading.data import TORCHS_IGNORED
+from nbtoolkit.training.losses import BatchLoss, ignore_index, is_loss
 from nbtoolkit.worker.collectives import Part, Rows, broadcast, gather_on_first, in_order
 
 if TYPE_CHECKING:
@@ -52,16 +54,59 @@ class EpochMetric:
 Metric: TypeAlias = Function | EpochMetric | TorchMetric
 
 
-def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+def accuracy(outputs: Tensor, targets: Tensor, loss: object = None) -> Tensor:
     """Share of correct predictions, a scalar.
 
     Args:
-        outputs: scores of shape (n, classes, ...) for classes ``targets`` of shape (n, ...); or
-            logits in the targets' own shape, for targets 0 and 1.
-        targets: the correct classes.
+        outputs: scores of shape (n, classes, ...) for classes ``targets`` of shape (n, ...) or (n,
+            1); or logits of 0 and 1, in the targets' own shape or as (n, 1, ...).
+        targets: the correct classes. Negative ones (-100) do not count, nor does the
+            ``ignore_index`` of ``loss``.
+        loss: the loss of the training. With torch's ``cross_entropy``, targets in the outputs'
+            shape are probabilities of classes; with ``binary_cross_entropy``, outputs are
+            probabilities.
+
+    Raises:
+        FitError: the shapes do not fit, or the targets are not classes.
     """
-    predictions = outputs > 0 if outputs.ndim == targets.ndim else outputs.argmax(dim=1)
-    return (predictions == targets).double().mean()
+    right, counted = count_correct(outputs, targets, loss)
+    return right / counted
+
+
+def count_correct(outputs: Tensor, targets: Tensor, loss: object = None) -> tuple[Tensor, Tensor]:
+    """The correct predictions, and how many there are; see :func:`accuracy`."""
+    import torch
+
+    if outputs.ndim == targets.ndim + 1 and outputs.shape[1] == 1:
+        outputs = outputs[:, 0]
+    elif outputs.ndim == targets.ndim > 1 and outputs.shape[1] > targets.shape[1] == 1:
+        targets = targets[:, 0]
+    if outputs.shape == targets.shape:
+        if outputs.ndim > 1 and is_loss(loss, "cross_entropy") and targets.is_floating_point():
+            right = outputs.argmax(dim=1) == targets.argmax(dim=1)
+            return right.sum().double(), torch.ones_like(right, dtype=torch.float64).sum()
+        counted = targets != TORCHS_IGNORED
+        if bool((counted & (targets != 0) & (targets != 1)).any()):
+            raise _no_accuracy("the targets are not classes but other numbers", outputs, targets)
+        threshold = 0.5 if is_loss(loss, "binary_cross_entropy") else 0
+        predictions = (outputs > threshold).to(targets.dtype)
+    elif outputs.ndim > 1 and (outputs.shape[0], *outputs.shape[2:]) == targets.shape:
+        ignored = ignore_index(loss)
+        counted = targets >= 0 if ignored is None else (targets >= 0) & (targets != ignored)
+        predictions = outputs.argmax(dim=1)
+    else:
+        raise _no_accuracy("the shapes do not fit", outputs, targets)
+    return ((predictions == targets) & counted).sum().double(), counted.sum().double()
+
+
+def _no_accuracy(why: str, outputs: Tensor, targets: Tensor) -> FitError:
+    shapes = f"outputs of shape {tuple(outputs.shape)}, targets {tuple(targets.shape)}"
+    return FitError(
+        f'the metric "accuracy" cannot be computed: {why} ({shapes})',
+        allowed="scores (n, classes, ...) with classes (n, ...), or logits with targets 0 and 1 of "
+        "the same shape",
+        do="pass a function of your own: metrics={'mine': lambda outputs, targets: ...}",
+    )
 
 
 def epoch_metric(function: Function) -> EpochMetric:
@@ -87,8 +132,8 @@ def named_metrics(metrics: Metrics) -> dict[str, Metric]:
 
     Args:
         metrics: a dict; or a list whose items have names: ``"accuracy"``, functions ``(outputs,
-            targets)`` -> mean over the batch, those marked with :func:`epoch_metric`, torchmetrics
-            objects.
+            targets)`` -> mean over the batch or a pair (total, weight), those marked with
+            :func:`epoch_metric`, torchmetrics objects.
 
     Raises:
         FitError: an item is none of these, two have one name, or one is called ``loss``.
@@ -141,10 +186,16 @@ class Meter:
         metrics: by name, from :func:`named_metrics`.
         device: the device of outputs and targets.
         ranks: the number of ranks; rank 0 has samples if any rank has.
+        loss: of the training, which says how ``"accuracy"`` reads outputs and targets.
     """
 
     def __init__(
-        self, metrics: Mapping[str, Metric], device: torch.device, *, ranks: int = 1
+        self,
+        metrics: Mapping[str, Metric],
+        device: torch.device,
+        *,
+        ranks: int = 1,
+        loss: object = None,
     ) -> None:
         self._deferred: dict[str, _DeferredMetric] = {}
         self._functions: dict[str, Function] = {}
@@ -153,6 +204,9 @@ class Meter:
                 self._deferred[name] = _WholeSetMetric(metric)
             elif _is_torchmetric(metric):
                 self._deferred[name] = _MergedTorchMetric(metric, device)
+            elif metric is accuracy:
+                # The loss's ignored targets do not count: batches weigh by those that do.
+                self._functions[name] = partial(count_correct, loss=loss)
             else:
                 self._functions[name] = metric
         self._device, self._ranks = device, ranks
@@ -165,8 +219,11 @@ class Meter:
 
         outputs = convert_to_fp32(outputs)  # NumPy has no bf16, and metrics need the digits
         values = [function(outputs, targets) for function in self._functions.values()]
-        means = [loss.mean, 1.0, *values, 1.0]
-        counts = [loss.weight, loss.weight, *(samples for _ in self._functions), samples]
+        pairs = [value if isinstance(value, tuple) else (value, None) for value in values]
+        means = [loss.mean, 1.0, *(value for value, _ in pairs)]
+        counts = [loss.weight, loss.weight, *(samples if n is None else 1 for _, n in pairs)]
+        means += [samples if n is None else n for _, n in pairs]
+        counts += [1] * len(pairs)
         row, times = (
             torch.stack(
                 [torch.as_tensor(n, dtype=torch.float64, device=self._device) for n in numbers]
@@ -185,12 +242,18 @@ class Meter:
         import torch
         import torch.distributed as dist
 
-        nothing = torch.zeros(len(self._functions) + 3, dtype=torch.float64, device=self._device)
+        nothing = torch.zeros(
+            2 * len(self._functions) + 2, dtype=torch.float64, device=self._device
+        )
         sums = torch.stack([nothing, *self._sums]).sum(dim=0)
         if self._ranks > 1:
             dist.all_reduce(sums)
-        loss, weight, *totals, samples = sums.tolist()
-        means = {name: total / samples for name, total in zip(self._functions, totals, strict=True)}
+        loss, weight, *numbers = sums.tolist()
+        totals, weights = numbers[: len(self._functions)], numbers[len(self._functions) :]
+        means = {
+            name: total / weight if weight else 0.0
+            for name, total, weight in zip(self._functions, totals, weights, strict=True)
+        }
         return {"loss": loss / weight if weight else 0.0, **means}
 
     def _deferred_values(self) -> dict[str, float]:

@@ -177,6 +177,11 @@ class TrainStep:
         return self._model
 
     @property
+    def loss(self) -> Loss:
+        """The user's, with its tensors on this rank's device."""
+        return self._loss
+
+    @property
     def evaluated_module(self) -> nn.Module:
         """The averaged module once there is an average, else the one that is trained."""
         averages = self.averages

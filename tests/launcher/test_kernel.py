@@ -206,10 +206,9 @@ def test_restart_leaves_nothing(home: Path) -> None:
         kernel.restart()
         all_gone(family)
         kernel.run(SET_UP).ok()
-        assert (
-            kernel.run("print(run(functions.ranks, display='off').status)").ok().text
-            == "completed\n"
-        )
+        # A busy machine prints that it waits for the fork server.
+        shown = kernel.run("print(run(functions.ranks, display='off').status)").ok().text
+        assert shown.endswith("completed\n")
 
 
 @pytest.mark.long

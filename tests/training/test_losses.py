@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fits import Run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -233,6 +235,23 @@ def test_a_loss_that_its_parts_do_not_give_is_refused_before_the_first_step(
     asked = r"number of devices: .*" + why + r"[\s\S]*loss_reduction: batch[\s\S]*mask.sum\(\)\)"
     with pytest.raises(FitError, match=asked):
         fit_here(tmp_path, loss, target)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_outputs_of_another_shape_than_the_targets_are_named(tmp_path: Path) -> None:
+    run, data = Run(tmp_path / "run"), (torch.randn(24, 8), torch.randn(24))
+    match = r"of outputs \(\d+, 1\) and targets \(\d+,\)[\s\S]*Do now:  let the model return"
+    with pytest.raises(FitError, match=match):
+        run.fit(nn.Linear(8, 1), train_data=data, valid_data=data, loss=F.mse_loss)
+
+
+@pytest.mark.parametrize(
+    ("loss", "do"), [(nn.CrossEntropyLoss, "call the class"), ("mse", "pass the function")]
+)
+def test_a_loss_that_is_no_function_is_refused(tmp_path: Path, loss: Any, do: str) -> None:
+    run = Run(tmp_path / "run")
+    with pytest.raises(FitError, match=r"is not a function of outputs[\s\S]*" + do):
+        run.fit(loss=loss)
 
 
 @pytest.mark.parametrize("loss", [dice, contrastive, regularised])

@@ -40,6 +40,52 @@ def test_accuracy_of_classes_logits_and_pixels() -> None:
     assert accuracy(pixels, torch.ones(2, 4)) == 1.0
 
 
+X_ENTROPY, BCE = nn.functional.cross_entropy, nn.functional.binary_cross_entropy
+SCORES = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.7, 0.3], [0.2, 0.8]])
+CLASSES = torch.tensor([1, 0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "loss", "share"),
+    [
+        (torch.tensor([[2.0], [-1.0], [3.0]]), torch.tensor([1, 0, 0]), None, 2 / 3),
+        (SCORES, CLASSES[:, None], None, 3 / 4),
+        (SCORES, nn.functional.one_hot(CLASSES).double(), X_ENTROPY, 3 / 4),
+        (SCORES, nn.functional.one_hot(CLASSES).double(), nn.CrossEntropyLoss(), 3 / 4),
+        (SCORES[:, 1], CLASSES.float(), BCE, 3 / 4),
+        (SCORES[:, 1], CLASSES.float(), nn.BCELoss(), 3 / 4),
+        (SCORES, torch.tensor([1, -100, -100, 0]), None, 1 / 2),
+        (SCORES, CLASSES, nn.CrossEntropyLoss(ignore_index=0), 2 / 3),
+    ],
+)
+def test_accuracy_reads_outputs_and_targets_as_the_loss_does(
+    outputs: torch.Tensor, targets: torch.Tensor, loss: Any, share: float
+) -> None:
+    assert accuracy(outputs, targets, loss) == pytest.approx(share)
+
+
+def test_ignored_targets_do_not_weigh_in_the_mean_over_batches() -> None:
+    meter = Meter(named_metrics("accuracy"), CPU)
+    for targets in (torch.tensor([1, -100, -100, -100]), torch.tensor([1, 0, 1, 0])):
+        meter.add(BatchLoss(torch.tensor(0.0), 1.0), SCORES, targets, 4)
+    assert meter.result()["accuracy"] == pytest.approx(3 / 5)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "why"),
+    [
+        (torch.zeros(3), torch.tensor([0.5, 1.0, 2.0]), "not classes but other numbers"),
+        (torch.zeros(3), torch.tensor([-1, 1, 1]), "not classes but other numbers"),
+        (torch.zeros(3, 2), torch.zeros(4), r"shapes do not fit \(outputs of shape \(3, 2\)"),
+    ],
+)
+def test_accuracy_refuses_what_is_no_class(
+    outputs: torch.Tensor, targets: torch.Tensor, why: str
+) -> None:
+    with pytest.raises(FitError, match=why + r"[\s\S]*Do now:  pass a function of your own"):
+        accuracy(outputs, targets)
+
+
 def test_metrics_name_themselves_or_are_named() -> None:
     def recall(outputs: Any, targets: Any) -> float:
         return 0.0

@@ -75,7 +75,7 @@ def test_a_profile_changes_no_result_and_leaves_a_trace_and_a_table(tmp_path: Pa
     ]
     printed = result.paths.log(0).read_text()
     assert re.search(r"operator +calls a step +CPU ms a step +share\n", printed)
-    assert re.search(r"^aten::addmm +2 ", printed, re.MULTILINE)
+    assert re.search(r"^aten::\w+ +\d", printed, re.MULTILINE)
     one, other = load_config(overrides={"train.profile": True}), load_config()
     assert fingerprint(one.to_dict(), train) == fingerprint(other.to_dict(), train)
 
