@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.integrations.rounds import Rounds, refuse_ranks, rounds_of
-from nbtoolkit.integrations.support import check_version
+from nbtoolkit.integrations.rounds import Rounds, rounds_of
 from nbtoolkit.training.predictor import keep_predictor as keep_predictor
 
 if TYPE_CHECKING:
@@ -137,9 +136,7 @@ class LightGBMCallback:
 
 
 def _rounds(ctx: RunContext, name: str) -> Rounds:
-    check_version("lightgbm", "4")
-    refuse_ranks(ctx, "LightGBM")
-    return rounds_of(ctx, f"{name}.txt")
+    return rounds_of(ctx, f"{name}.txt", "LightGBM", "4")
 
 
 def _saved(rounds: Rounds) -> lightgbm.Booster | None:

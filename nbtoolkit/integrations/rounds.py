@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbtoolkit.errors import CheckpointError, FitError, PlanError, RunStopped
+from nbtoolkit.integrations.support import check_version
 from nbtoolkit.run.paths import write_whole
 
 if TYPE_CHECKING:
     from nbtoolkit.worker.context import RunContext
 
-_LOOK_SECONDS = 0.05  # between two looks for a stop, which take 60 us after a round of trees
+_LOOK_SECONDS = 0.2  # between two looks for a stop, which take 60 us after a round of trees
 
 Metrics = Callable[[], Mapping[str, float]]
 Dump = Callable[[], "str | bytes"]
@@ -105,17 +106,20 @@ class Rounds:
         Raises:
             RunStopped: the run must stop here. The model is saved, unless it was pruned.
         """
-        ctx = self._ctx
+        look = time.monotonic() >= self._look_at
+        due = self._every_steps is not None and done % self._every_steps == 0
+        if not (look or due or metrics):
+            return
         try:
-            if time.monotonic() >= self._look_at:
+            if look:
                 self._stop_if_asked()
             if metrics is not None:
-                ctx.report(metrics(), done)
+                self._ctx.report(metrics(), done)
         except RunStopped as stop:
             if stop.status != "pruned":
                 self._save(done, dump)
             raise
-        if self._due(done):
+        if done != self.target and (due or (look and self._late())):
             self._save(done, dump)
 
     def _stop_if_asked(self) -> None:
@@ -126,11 +130,7 @@ class Rounds:
         if late or self._ctx.stop_requested():
             self._ctx.raise_if_stopped(reserve=reserve)
 
-    def _due(self, done: int) -> bool:
-        if done == self.target:
-            return False
-        if self._every_steps is not None and done % self._every_steps == 0:
-            return True
+    def _late(self) -> bool:
         waited = (time.monotonic() - self._saved_at) / 60
         return self._every_minutes is not None and waited >= self._every_minutes
 
@@ -156,10 +156,25 @@ class Rounds:
         return targets
 
 
-def rounds_of(ctx: RunContext, file: str) -> Rounds:
-    """The training of this run that saves to ``file``; the same object in every call."""
+def rounds_of(ctx: RunContext, file: str, framework: str = "", minimum: str = "") -> Rounds:
+    """The training of this run that saves to ``file``; the same object in every call.
+
+    Args:
+        ctx: the run.
+        file: see :class:`Rounds`.
+        framework: its name; the first call checks that it is installed and that there is one rank.
+            Empty: the caller has checked.
+        minimum: the oldest version of it that works.
+
+    Raises:
+        MissingExtra: the framework is not installed, or too old.
+        PlanError: the run has several ranks.
+    """
     # In the context, so that it goes with it: a process runs many trials.
     known: dict[str, Rounds] = vars(ctx).setdefault("_trainings_in_rounds", {})
     if file not in known:
+        if framework:
+            check_version(framework.lower(), minimum)
+            refuse_ranks(ctx, framework)
         known[file] = Rounds(ctx, file)
     return known[file]

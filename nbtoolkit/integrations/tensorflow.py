@@ -20,14 +20,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import FitError, MissingExtra
+from nbtoolkit.integrations.support import StepWatch
 from nbtoolkit.worker.collectives import gather_on_all
 from nbtoolkit.worker.context import RunContext
 
 if TYPE_CHECKING:
     import tensorflow as tf
-
-_CHECK_BATCHES = 50
-"""Batches between two checks for a stop request, where there are several workers."""
 
 
 def strategy(ctx: RunContext) -> tf.distribute.Strategy:
@@ -72,9 +70,9 @@ def callback(ctx: RunContext) -> Any:
     """A callback for ``model.fit``: reports, stops, saves and resumes, by Keras' own files.
 
     After each epoch it saves (Keras' ``BackupAndRestore``, in ``checkpoints/keras``) and reports
-    the epoch's numbers to ``ctx.report``, which may end the run. A resumed run continues after the
-    last saved epoch. On one process a stop request also ends the run between two batches; several
-    workers look every 50 batches. The rest of an epoch that is cut off is lost.
+    the epoch's numbers to ``ctx.report``, which may end the run. A stop request and the deadline
+    also end it between two batches (several workers agree about once a second). A resumed run
+    continues after the last saved epoch, and repeats one that was cut off.
 
     Args:
         ctx: the run's context.
@@ -103,7 +101,8 @@ def callback(ctx: RunContext) -> Any:
 
         def __init__(self) -> None:
             super().__init__(str(ctx.paths.checkpoints / "keras"), delete_checkpoint=False)
-            self._batches, self._saves = 0, ctx.config.checkpoint.enabled
+            self._watch, self._batches = StepWatch(ctx), 0
+            self._saves = self._watch.saves
 
         def set_model(self, model: Any) -> None:
             if not isinstance(model, model_class):
@@ -119,6 +118,7 @@ def callback(ctx: RunContext) -> Any:
             return True
 
         def on_train_begin(self, logs: Any = None) -> None:
+            self._watch.begin(0)
             if self._saves:
                 super().on_train_begin(logs)
 
@@ -130,9 +130,7 @@ def callback(ctx: RunContext) -> Any:
             if self._saves:
                 super().on_train_batch_end(batch, logs)
             self._batches += 1
-            due = self._batches % _CHECK_BATCHES == 0
-            if ctx.stop_requested() if ctx.world_size == 1 else due:
-                ctx.raise_if_stopped()
+            self._watch.follow(self._batches, lambda: None)  # Keras saves only whole epochs
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             if self._saves:

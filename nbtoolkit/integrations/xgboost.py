@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.integrations.rounds import Rounds, refuse_ranks, rounds_of
-from nbtoolkit.integrations.support import check_version
+from nbtoolkit.integrations.rounds import Rounds, rounds_of
 from nbtoolkit.training.predictor import keep_predictor as keep_predictor
 
 if TYPE_CHECKING:
@@ -130,9 +129,7 @@ def _last(evals_log: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, 
 
 
 def _rounds(ctx: RunContext, name: str) -> Rounds:
-    check_version("xgboost", "2")
-    refuse_ranks(ctx, "XGBoost")
-    return rounds_of(ctx, f"{name}.ubj")
+    return rounds_of(ctx, f"{name}.ubj", "XGBoost", "2")
 
 
 def _saved(rounds: Rounds) -> xgboost.Booster | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kernels import until
 from machines import P100, T4, cpu_machine, machine
 
 import nbtoolkit as nb
@@ -137,6 +139,12 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
     return {**BACKEND, **own, "optim.lr": 0.1, **more}
 
 
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The run's events of this type."""
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["type"] == kind]
+
+
 @needs_tensorflow
 @pytest.mark.long
 def test_fit_of_keras_3_on_one_process_reports_resumes_and_stops(tmp_path: Path) -> None:
@@ -158,10 +166,7 @@ def test_fit_of_keras_3_on_one_process_reports_resumes_and_stops(tmp_path: Path)
     assert again.value["weights"] == pytest.approx(whole.value["weights"], rel=1e-4)
     # A stop request in an epoch of many batches ends the run between two of them.
     handle = nb.launch(train, settings(tmp_path / "long", **{"train.epochs": 10**6}), wait=False)
-    until = time.monotonic() + SECONDS
-    while not [*(tmp_path / "long").glob("*/checkpoints/last.pt")]:  # the first epoch is done
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    until(lambda: [*(tmp_path / "long").glob("*/checkpoints/last.pt")], "an epoch", SECONDS)
     handle.stop()
     assert handle.result(SECONDS).status == "stopped"
 
@@ -236,8 +241,7 @@ def test_an_own_loop_on_two_workers_reports_and_keras_3_is_refused(tmp_path: Pat
     assert "TF_USE_LEGACY_KERAS" in first["refused"]
     assert first["workers"] == second["workers"]
     assert all(worker.startswith("127.0.0.1:") for worker in first["workers"])
-    reported = [json.loads(line) for line in result.paths.events.read_text().splitlines()]
-    losses = [event["values"]["loss"] for event in reported if event["type"] == "report"]
+    losses = [event["values"]["loss"] for event in events(result.paths.folder, "report")]
     assert len(losses) == 5
     assert losses[-1] < losses[0] / 10
 
@@ -267,6 +271,103 @@ def test_a_sweep_runs_fit_in_each_trial(tmp_path: Path) -> None:
     study = nb.sweep(fit_function(False), settings(tmp_path), search, n_trials=2)
     assert study.status == "completed"
     assert study.best_params == {"optim.lr": 0.1}
+
+
+PRUNED = {
+    "study": {
+        "metric": "val_loss",
+        "direction": "minimize",
+        "pruner": "median",
+        "pruner_options": {"n_startup_trials": 1},
+    },
+    "space": {"optim.lr": {"type": "float", "low": 1e-8, "high": 0.5}},
+    "first_trials": [{"optim.lr": rate} for rate in (0.1, 0.1, 1e-8)],
+}
+
+
+@needs_tensorflow
+@pytest.mark.long
+def test_a_trial_is_pruned_after_an_epoch(tmp_path: Path) -> None:
+    config = settings(tmp_path, **{"train.epochs": 4})
+    study = nb.sweep(fit_function(False), config, PRUNED, n_trials=3)
+    # With two slots the third trial starts when one of the others is done.
+    assert list(study.trials["state"]) == ["complete", "complete", "pruned"]
+    reported = events(study.paths.folder / study.trials.iloc[2]["folder"], "report")
+    assert 1 <= len(reported) < 4
+
+
+def slow_function(folder: Path, legacy: bool) -> Callable[..., Any]:
+    """Epochs of 200 batches; all but the first are slow until ``folder / "fast"`` exists."""
+
+    def train(config: Any, ctx: Any) -> Any:
+        import os
+        import time
+
+        if legacy:
+            os.environ["TF_USE_LEGACY_KERAS"] = "1"
+        import numpy as np
+        import tensorflow as tf
+
+        from nbtoolkit.integrations import tensorflow as nbtf
+
+        strategy = nbtf.strategy(ctx)
+
+        class Slow(tf.keras.callbacks.Callback):  # type: ignore[misc]
+            def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+                self.slow = epoch > 0 and not (folder / "fast").exists()
+
+            def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+                if self.slow:
+                    (folder / f"begun-{ctx.rank}").touch()
+                    time.sleep(0.2)
+
+        x = np.random.RandomState(0).rand(64, 8).astype("float32")
+        data = tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True)))
+        with strategy.scope():
+            model = tf.keras.Sequential([tf.keras.Input((8,)), tf.keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        callbacks = [Slow(), nbtf.callback(ctx)]
+        batches = data.repeat(50).batch(16)
+        return model.fit(batches, epochs=3, verbose=0, callbacks=callbacks).epoch
+
+    return train
+
+
+@needs_tensorflow
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_ends_within_an_epoch_and_repeats_it_when_resumed(tmp_path: Path, ranks: int) -> None:
+    train, begun = slow_function(tmp_path, legacy=ranks > 1), tmp_path / f"begun-{ranks - 1}"
+    config = settings(tmp_path, **{"train.epochs": 3, "distributed.world_size": ranks})
+
+    def ended(end: Callable[[nb.RunHandle], object]) -> tuple[nb.RunResult, float]:
+        """Start it, end it within the second epoch, and return the seconds that it took to end."""
+        begun.unlink(missing_ok=True)
+        handle = nb.launch(train, config, wait=False, display="off")
+        until(begun.exists, "the second epoch", SECONDS)
+        start = time.monotonic()
+        end(handle)
+        return handle.result(SECONDS), time.monotonic() - start
+
+    def warn_of_the_end(handle: nb.RunHandle) -> None:
+        """As a session that is about to end does."""
+        os.kill(json.loads(handle.paths.owner.read_text())["pid"], signal.SIGTERM)
+
+    stopped, took = ended(lambda handle: handle.stop())
+    assert (stopped.status, stopped.values) == ("stopped", [])
+    assert took < 30  # the rest of the epoch takes 40 s
+    late, took = ended(warn_of_the_end)
+    assert (late.status, late.paths.folder) == ("deadline", stopped.paths.folder)
+    assert took < 30
+    # The second epoch is cut off a third time, by a limit.
+    limited = {**config, "runtime.time_budget": 20.0}
+    budget = nb.launch(train, limited, display="off")
+    assert (budget.status, budget.paths.folder) == ("deadline", stopped.paths.folder)
+    assert [event["step"] for event in events(budget.paths.folder, "report")] == [1]
+    (tmp_path / "fast").touch()
+    whole = nb.launch(train, config, display="off")
+    assert whole.values == [[1, 2]] * ranks
+    assert whole.paths.folder == stopped.paths.folder
 
 
 @needs_tensorflow
