@@ -83,7 +83,7 @@ def place_processes(
         return _on_cpu(settings, hardware, alone)
 
     placement = place(settings)
-    if _is_open(settings, start):
+    if strategy_is_open(settings, start):
         placement = _by_speed(placement, settings, place, speed)
     unusable = [f"{device} is not used: {device.reason}" for device in allowed if not device.usable]
     return replace(placement, notes=(*placement.notes, *unusable))
@@ -114,8 +114,8 @@ def _allowed(device_ids: Sequence[int] | None, hardware: Hardware) -> list[Devic
     return chosen
 
 
-def _is_open(settings: Distributed, start: Start) -> bool:
-    """Return whether the settings leave the strategy to nbtoolkit."""
+def strategy_is_open(settings: Distributed, start: Start) -> bool:
+    """Return True if the settings leave the strategy to nbtoolkit."""
     auto = settings.enabled == settings.world_size == "auto"
     open_strategy = settings.strategy in ("auto", "measured")
     return auto and open_strategy and settings.backend != "tensorflow" and start != "inline"

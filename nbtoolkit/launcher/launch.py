@@ -27,7 +27,7 @@ from nbtoolkit.launcher.handle import (
     pack_at_deadline,
     say_speed,
 )
-from nbtoolkit.launcher.measured import measure_auto
+from nbtoolkit.launcher.measured import calibrate_long, measure_auto
 from nbtoolkit.run.events import Event
 from nbtoolkit.run.kept_answers import measured_speed
 from nbtoolkit.run.output import CellOutput, Display, choose_screen, displays, find_display
@@ -222,6 +222,8 @@ def launch(
             pack_at_deadline(result.status, result.paths, say)
         return result if wait else RunHandle(result.paths)
     speed = measured_speed(train, config)
+    if speed is None:
+        speed = calibrate_long(train, config, host, hardware, start, display)
     evidence: tuple[Evidence, ...] = () if speed is None else (speed,)
     plan = make_plan(config, host, hardware, evidence, start=start)
     with choose() as run:

@@ -1,17 +1,36 @@
-"""Measure the settings that ask for it, before a launch is planned."""
+"""Measure the settings that ask for it, before a launch is planned.
+
+``distributed.strategy: auto`` asks for it on several GPUs once a run of the same function, model
+and data settings has trained for :data:`LONG_RUN`. Not before: to measure is to call the function
+two or three times more, which a run of a minute does not pay for, and a user who tries a function
+does not expect.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Container
+from functools import partial
 from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.config.schema import Config, measured
-from nbtoolkit.errors import TuningError
-from nbtoolkit.host import detect_host
+from nbtoolkit.config.schema import Config, load_config, measured
+from nbtoolkit.environment.deadline import span, time_limit
+from nbtoolkit.environment.hardware import Hardware
+from nbtoolkit.environment.launch_plan import Start
+from nbtoolkit.environment.measured_speed import MeasuredSpeed
+from nbtoolkit.environment.placement import strategy_is_open
+from nbtoolkit.environment.plan import make_plan
+from nbtoolkit.errors import ConfigError, TuningError
+from nbtoolkit.host import Host, detect_host
+from nbtoolkit.run.events import EventReader, MetricsLogged, RunStarted
+from nbtoolkit.run.kept_answers import calibration_key, keep_answer, kept_answer, measured_speed
 from nbtoolkit.run.output import Display
+from nbtoolkit.run.paths import RunPaths, runs_in
+from nbtoolkit.run.resume import read_versions, source_hash
+from nbtoolkit.run.serialization import one_line
 
 if TYPE_CHECKING:
     from nbtoolkit.folds.folds import Fold
@@ -23,6 +42,15 @@ MEASURED = {
     "train.num_workers": ("auto", "nbtoolkit.tuning.auto:num_workers"),
     "optim.lr": ("auto", "nbtoolkit.tuning.auto:learning_rate"),
 }
+
+LONG_RUN = 600.0
+"""Seconds of training from which a measurement of at most a minute is worth its time."""
+
+_CALIBRATE = "nbtoolkit.tuning.calibration:calibrate_within"
+_CALIBRATE_SECONDS = 60.0
+_REFUSED = "not_calibrated"  # the name of kept answers
+_TIME_LEFT = 1800.0  # seconds that a run must have before its deadline
+_NEWEST = 20  # runs that are looked at
 
 
 def unmeasured(config: Config) -> list[str]:
@@ -78,3 +106,88 @@ def measure_auto(
             print(f"{name}: {asks} -> {shown} ({why})", flush=True)
         config = config.with_overrides(settings)
     return config
+
+
+# --- distributed.strategy: auto ---
+
+
+def calibrate_long(
+    train: Callable[..., Any],
+    config: Config,
+    host: Host,
+    hardware: Hardware,
+    start: Start,
+    display: Display,
+) -> MeasuredSpeed | None:
+    """Calibrate a function that is known to train for long; None if it is not, or that fails.
+
+    It takes about a minute at most, and is not tried again if it fails.
+
+    Args:
+        train: the training function; no calibration of it was kept.
+        config: the configuration of the launch.
+        host: the host of this process.
+        hardware: its devices; fewer than two equal GPUs are not measured.
+        start: how the launch starts its processes.
+        display: ``"off"`` prints nothing.
+    """
+    settings = config.distributed
+    asks = settings.strategy == "auto" and strategy_is_open(settings, start) and not host.is_rank
+    if not asks or len(hardware.usable) < 2 or config.train.max_steps is not None:
+        return None
+    deadline = time_limit(config).deadline
+    if deadline is not None and deadline - time.time() < _TIME_LEFT:
+        return None
+    if make_plan(config, host, hardware, start=start).strategy != "ddp":
+        return None
+    key = calibration_key(train, config)
+    earlier = None if kept_answer(config, _REFUSED, key) else _long_run(train, config, key)
+    if earlier is None:
+        return None
+    paths, seconds = earlier
+    say = partial(print, flush=True) if display != "off" else _silent
+    say(
+        f"distributed.strategy: auto: measuring one GPU, DDP and DataParallel, for about "
+        f"{span(_CALIBRATE_SECONDS)} at most, because {paths.run_id} trained for "
+        f"{span(seconds)} (strategy: ddp measures nothing)"
+    )
+    module, _, function = _CALIBRATE.partition(":")
+    try:
+        say(getattr(import_module(module), function)(train, config, _CALIBRATE_SECONDS))
+    except Exception as error:  # the launch goes on as without it; the function's own comes again
+        reason = one_line(type(error).__name__, str(error))
+        keep_answer(config, _REFUSED, key, {"reason": reason})
+        say(f"distributed.strategy: auto: not measured: {reason}")
+        return None
+    return measured_speed(train, config)
+
+
+def _silent(_: str) -> None:
+    """Print nothing."""
+
+
+def _long_run(train: Callable[..., Any], config: Config, key: str) -> tuple[RunPaths, float] | None:
+    """Find a run of the same function and settings that ``nb.fit`` has trained for long."""
+    source = source_hash(train)
+    for paths in runs_in(config.runtime.output_dir)[:_NEWEST]:
+        if read_versions(paths).get("source") != source:
+            continue
+        try:
+            same = calibration_key(train, load_config(paths.config, env=None)) == key
+        except ConfigError:  # of another version, or damaged
+            continue
+        if same and (seconds := _trained_for(paths)) >= LONG_RUN:
+            return paths, seconds
+    return None
+
+
+def _trained_for(paths: RunPaths) -> float:
+    """Seconds between the first and the last step that ``nb.fit`` logged in one attempt."""
+    longest, first = 0.0, None
+    for event in EventReader(paths.events).read():
+        if isinstance(event, RunStarted):
+            first = None
+        elif isinstance(event, MetricsLogged) and "samples_per_second" in event.values:
+            first = event.t if first is None else first
+            longest = max(longest, event.t - first)
+    return longest

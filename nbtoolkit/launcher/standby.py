@@ -84,6 +84,7 @@ def _on_phase(group: WorkerGroup) -> None:
     if group.all_are("started") and len(group.ranks) > 1:
         group.go()
     elif group.all_are("group"):
+        group.keep_log(RunPaths(group.temporary).agent_log)
         shutil.rmtree(group.temporary, ignore_errors=True)
 
 

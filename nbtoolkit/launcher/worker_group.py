@@ -10,6 +10,7 @@ import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.resources import exit_code, is_running
@@ -105,6 +106,8 @@ class WorkerGroup:
         self.ranks = [RankView(rank, line, quiet) for rank, (line, quiet) in enumerate(pairs)]
         self._lines = lines
         self._foreign = self._waited = False
+        self._log: IO[bytes] | None = None
+        self._log_copy: Path | None = None
 
     @classmethod
     def adopt(
@@ -128,9 +131,15 @@ class WorkerGroup:
             rank.renew()
             rank.line.send(messages.JobAssigned(file=str(file)))
 
+    def keep_log(self, log: Path) -> None:
+        """Keep the agent's output, whose file is about to be removed, for a run in standby."""
+        self._log = log.open("rb")
+
     def assign_run(self, payload: int, spec: JobSpec) -> None:
         """Give ranks in standby their run; ``payload`` holds its packed function."""
         self.started_at, self._waited = time.monotonic(), True
+        self._log_copy = spec.paths.agent_log
+        self._copy_log()
         with pack_content(pickle.dumps(spec)) as packed:
             given = messages.StandbyDescriptors(payload=payload, spec=packed)
             for rank in self.ranks:
@@ -234,4 +243,16 @@ class WorkerGroup:
     def close(self) -> None:
         """Close all connections (waiting ranks then exit), and remove the temporary folder."""
         self._lines.close()
+        self._copy_log()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
         shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def _copy_log(self) -> None:
+        """Write what the agent has printed so far to the folder of the run that it has."""
+        if self._log is not None and self._log_copy is not None:
+            self._log.seek(0)
+            with contextlib.suppress(OSError):  # a full disk: the run's own files report it
+                self._log_copy.parent.mkdir(parents=True, exist_ok=True)
+                self._log_copy.write_bytes(self._log.read())

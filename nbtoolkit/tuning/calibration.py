@@ -148,17 +148,43 @@ def calibrate(train: Train, config: ConfigLike = None, *, force: bool = False) -
         if [one.processes for one in result.candidates] == [one.processes for one in planned]:
             print(f"calibrate: kept: {result.summary()}")
             return result
+    result = _measured(train, config, key, planned)
+    print(f"calibrate: {result.summary()}")
+    return result
+
+
+def calibrate_within(train: Train, config: Config, seconds: float) -> str:
+    """Measure and keep what :func:`calibrate` does, in one round; return the result in a line.
+
+    Args:
+        train: see there.
+        config: see there.
+        seconds: no candidate starts if it would probably end later.
+
+    Raises:
+        TuningError: DDP, or everything else, could not be measured in this time.
+        Exception: the function's own.
+    """
+    planned = _planned(config)
+    return _measured(train, config, calibration_key(train, config), planned, seconds).summary()
+
+
+def _measured(
+    train: Train,
+    config: Config,
+    key: str,
+    planned: list[Candidate],
+    seconds: float | None = None,
+) -> Calibration:
     began = time.monotonic()
-    candidates = _measure_all(train, config, planned)
+    candidates = _measure_all(train, config, planned, seconds)
     answer: dict[str, Any] = {
         "candidates": [asdict(candidate) for candidate in candidates],
         "batch_size": _batch(config).global_batch_size,
         "seconds": round(time.monotonic() - began, 1),
     }
     keep_answer(config, CALIBRATION, key, answer)
-    result = _read(config, {**answer, "measured": time.time()})
-    print(f"calibrate: {result.summary()}")
-    return result
+    return _read(config, {**answer, "measured": time.time()})
 
 
 def measured_strategy(train: Train, config: Config) -> tuple[dict[str, Any], str]:
@@ -240,13 +266,22 @@ def _batch(config: Config) -> LaunchPlan:
     return make_plan(usual, detect_host(), detect_hardware())
 
 
-def _measure_all(train: Train, config: Config, planned: list[Candidate]) -> list[Candidate]:
-    """Measure all candidates in turn, twice if that is quick."""
+def _measure_all(
+    train: Train, config: Config, planned: list[Candidate], seconds: float | None
+) -> list[Candidate]:
+    """Measure all candidates in turn, twice if that is quick and ``seconds`` is None."""
     found, errors = list(planned), list[Exception]()
-    for _ in range(_ROUNDS):
+    # DDP first: without its speed the others say nothing.
+    order = sorted(range(len(found)), key=lambda at: found[at].strategy != "ddp")
+    longest = 0.0
+    for _ in range(_ROUNDS if seconds is None else 1):
         began = time.monotonic()
-        for at, before in enumerate(found):
+        for at in order:
+            before, start = found[at], time.monotonic()
             if before.reason:
+                continue
+            if seconds is not None and start - began + longest > seconds:
+                found[at] = replace(before, reason=f"not measured: {seconds:g} s are over")
                 continue
             try:
                 now = _measure(train, config, before)
@@ -257,9 +292,11 @@ def _measure_all(train: Train, config: Config, planned: list[Candidate]) -> list
                 now = replace(before, samples_per_second=0.0, reason=_line(error))
             if now.reason or now.samples_per_second > before.samples_per_second:
                 found[at] = now
+            longest = max(longest, time.monotonic() - start)
         if time.monotonic() - began > _LONG * len(found):
             break
-    if any(not one.reason for one in found):
+    measured = [one for one in found if not one.reason]
+    if len(measured) > (seconds is not None):
         return found
     if errors:
         raise errors[0]

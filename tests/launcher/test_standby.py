@@ -100,6 +100,7 @@ def test_the_next_launch_takes_the_ranks_that_wait(config: nb.Config) -> None:
     assert [value["marks"][0] for value in second] == [str(folder)] * 2
     assert [value["folder"] for value in second] == [os.getcwd()] * 2
     assert handle.paths.log(1).read_text() == "rank 1 is here\n"
+    assert handle.paths.agent_log.is_file()
     third = waiting()
     assert not third & ready, "each group runs one function"
     shutdown()
@@ -188,6 +189,23 @@ def test_they_start_after_a_run_that_ended_well_only(config: nb.Config) -> None:
 
 def fails(config: nb.Config, ctx: nb.RunContext) -> None:
     raise ValueError("it fails")
+
+
+def dies(config: nb.Config, ctx: nb.RunContext) -> None:
+    if ctx.rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+@pytest.mark.long
+def test_what_their_agent_prints_is_in_the_folder_of_the_run(config: nb.Config) -> None:
+    launched(config)
+    ready = waiting()
+    with pytest.raises(nb.errors.WorkerDied):
+        nb.launch(dies, config, processes=2, resume="never", display="off")
+    run = max(Path(config.runtime.output_dir).iterdir())
+    assert (run / "ranks/launcher.txt").read_text().count("exitcode: -9") == 1
+    all_gone(ready, 30)
 
 
 CODE = """

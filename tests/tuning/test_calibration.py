@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 import torch
+from machines import T4, cpu_machine, machine
 from torch.nn.functional import cross_entropy
 
 import nbtoolkit as nb
-from nbtoolkit.launcher.measured import measure_auto
+from nbtoolkit.launcher.measured import calibrate_long, measure_auto
 from nbtoolkit.run.events import MetricsLogged
 from nbtoolkit.run.kept_answers import CALIBRATION, calibration_key, keep_answer, measured_speed
 from nbtoolkit.tasks import digits
@@ -131,6 +134,110 @@ def test_a_launch_follows_a_kept_calibration_and_shows_what_it_achieved(
     assert "achieved" in result._repr_html_()
     asks = config.with_overrides({"distributed.strategy": "measured"})
     assert nb.launch(train, asks, display="off").plan.strategy == "ddp"
+
+
+# --- distributed.strategy: auto, on several GPUs ---
+
+
+def ran_for(seconds: float, function: Any, config: nb.Config) -> nb.RunResult:
+    """Launch it, and stretch its steps over so many seconds."""
+    run = nb.launch(function, config, processes=1, resume="never", display="off")
+    events = [json.loads(line) for line in run.paths.events.read_text().splitlines()]
+    logged = [event["t"] for event in events if "samples_per_second" in event.get("values", {})]
+    first, last = min(logged), max(logged)
+    for event in events:
+        event["t"] = first + (event["t"] - first) * seconds / (last - first)
+    run.paths.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return run
+
+
+def calibrated(function: Any, config: nb.Config, *, gpus: int = 2, **given: Any) -> Any:
+    """What a launch on these GPUs does, of which this machine has none: it measures its CPUs."""
+    facts = {
+        "host": nb.detect_host(),
+        "hardware": machine(*[T4] * gpus) if gpus else cpu_machine(),
+        "start": "forkserver",
+        "display": "text",
+    }
+    return calibrate_long(function, config, **{**facts, **given})
+
+
+@pytest.mark.long
+def test_auto_measures_what_is_known_to_train_for_long_and_keeps_it(
+    config: nb.Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert calibrated(train, config) is None, "no run is known"
+    run = ran_for(1500, train, config)
+    assert capsys.readouterr().out == ""
+    found = calibrated(train, config)
+    assert found == measured_speed(train, config)
+    assert set(found.speeds) == {"single", "ddp"}
+    out = capsys.readouterr().out
+    assert f"because {run.paths.run_id} trained for 25" in out
+    assert "distributed.strategy: auto: measuring one GPU, DDP and DataParallel" in out
+    assert "fastest: " in out
+    assert " s\n" in out, "what it took"
+
+
+def test_auto_measures_nothing_that_is_short_or_not_open(
+    config: nb.Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measures(*_: object) -> None:
+        raise AssertionError("it measures")
+
+    monkeypatch.setattr(calibration, "calibrate_within", measures)
+    short = config.with_overrides({"model.hidden": 1})
+    ran_for(300, train, short)
+    ran_for(1500, train, config)
+    rank = {"host": replace(nb.detect_host(), is_rank=True)}
+    for changed, given in (
+        (short, {}),
+        (config.with_overrides({"model.hidden": 2}), {}),
+        (config.with_overrides({"train.max_steps": 50}), {}),
+        (config.with_overrides({"runtime.time_budget": "20m"}), {}),
+        (config.with_overrides({"distributed.strategy": "single"}), {}),
+        (config.with_overrides({"distributed.world_size": 2}), {}),
+        (config, {"start": "inline"}),
+        (config, {"gpus": 1}),
+        (config, {"gpus": 0}),
+        (config, rank),
+    ):
+        assert calibrated(train, changed, **given) is None
+    assert calibrated(breaks_in_ranks, config) is None
+    assert capsys.readouterr().out == ""
+
+
+def test_auto_that_cannot_be_measured_launches_as_before_and_is_not_tried_again(
+    config: nb.Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    breaks = config.with_overrides({"data.breaks": False})
+
+    def sometimes(config: Any, ctx: Any) -> dict[str, float]:
+        if not config.checkpoint.enabled:  # in a probe
+            raise OSError("only one process may read the data")
+        return train(config, ctx)
+
+    ran_for(1500, sometimes, breaks)
+    assert calibrated(sometimes, breaks) is None
+    assert "not measured: OSError: only one process may read the data" in capsys.readouterr().out
+    assert measured_speed(sometimes, breaks) is None
+    assert calibrated(sometimes, breaks) is None
+    assert capsys.readouterr().out == ""
+
+
+def test_a_measurement_within_a_time_has_ddp_and_something_to_compare_it_with(
+    config: nb.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(_: object, __: object, candidate: calibration.Candidate) -> calibration.Candidate:
+        time.sleep(0.2)
+        return replace(candidate, samples_per_second=100.0)
+
+    monkeypatch.setattr(calibration, "_measure", slow)
+    with pytest.raises(nb.errors.TuningError, match=r"single: not measured: 0\.3 s are over"):
+        calibration.calibrate_within(train, config, 0.3)
+    assert measured_speed(train, config) is None
+    assert "100 samples/s" in calibration.calibrate_within(train, config, 1.0)
+    assert measured_speed(train, config) is not None
 
 
 # --- measured on this machine ---
