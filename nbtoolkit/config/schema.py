@@ -184,7 +184,7 @@ class Distributed(Section):
     """Use several ranks. `auto`: on two or more usable, equal GPUs; true: on the CPU too."""
     strategy: Literal["auto", "single", "ddp", "dp", "measured"] = "auto"
     """One process, DistributedDataParallel, or `dp`: DataParallel, one process on several GPUs.
-    `auto`: by `nb.calibrate`, kept or made after a long run, else ddp; `measured`: measure first."""
+    `auto`: by `nb.calibrate`, kept or made after a long run, else ddp; `measured`: measure it."""
     world_size: Auto | Count = "auto"
     """Ranks; `auto`: one per usable device. `nb.launch(processes=...)` overrides it."""
     backend: Literal["auto", "nccl", "gloo", "tensorflow"] = "auto"
