@@ -170,7 +170,7 @@ def _long_run(train: Callable[..., Any], config: Config, key: str) -> tuple[RunP
     """Find a run of the same function and settings that ``nb.fit`` has trained for long."""
     source = source_hash(train)
     for paths in runs_in(config.runtime.output_dir)[:_NEWEST]:
-        if read_versions(paths).get("source") != source:
+        if not _may_be_long(paths) or read_versions(paths).get("source") != source:
             continue
         try:
             same = calibration_key(train, load_config(paths.config, env=None)) == key
@@ -179,6 +179,12 @@ def _long_run(train: Callable[..., Any], config: Config, key: str) -> tuple[RunP
         if same and (seconds := _trained_for(paths)) >= LONG_RUN:
             return paths, seconds
     return None
+
+
+def _may_be_long(paths: RunPaths) -> bool:
+    """Whether a run's events span :data:`LONG_RUN`; reads only the first of them."""
+    first = next(EventReader(paths.events).read(), None)
+    return first is not None and paths.events.stat().st_mtime - first.t >= LONG_RUN
 
 
 def _trained_for(paths: RunPaths) -> float:

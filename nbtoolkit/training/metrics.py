@@ -60,8 +60,8 @@ def accuracy(outputs: Tensor, targets: Tensor, loss: object = None) -> Tensor:
     Args:
         outputs: scores of shape (n, classes, ...) for classes ``targets`` of shape (n, ...) or (n,
             1); or logits of 0 and 1, in the targets' own shape or as (n, 1, ...).
-        targets: the correct classes. Negative ones (-100) do not count, nor does the
-            ``ignore_index`` of ``loss``.
+        targets: the correct classes; those below 0 and the ``ignore_index`` of ``loss`` do not
+            count. Or 0 and 1; -100 does not count.
         loss: the loss of the training. With torch's ``cross_entropy``, targets in the outputs'
             shape are probabilities of classes; with ``binary_cross_entropy``, outputs are
             probabilities.
