@@ -9,6 +9,7 @@
 #   make test-integrations  the tests of other frameworks, where all of them are installed (minutes, 2 GB)
 #   make test-browser  a person's sessions with the panel, in JupyterLab and Notebook 7 (minutes)
 #   make screenshots   the pictures of docs/panel.md
+#   make docs     build the documentation site into build/docs, and check its links and entries
 #   make check    lint, format, types, version
 #   make notebooks  run every notebook in full, store the outputs that are kept (minutes)
 #   make bench    the figures of docs/log.md
@@ -22,7 +23,7 @@ STAMP  := $(VENV)/.installed
 WORKERS ?= $(shell echo $$(( $$(nproc) + 1 )))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope
 
-.PHONY: demo test test-all test-rest test-gpu test-hosts test-pythons test-integrations test-browser screenshots check notebooks bench clean install
+.PHONY: demo test test-all test-rest test-gpu test-hosts test-pythons test-integrations test-browser screenshots check docs notebooks bench clean install
 
 demo: $(STAMP)
 	@$(BIN)/python tests/demo.py
@@ -61,6 +62,10 @@ check: $(STAMP)
 	@$(BIN)/mypy
 	@$(BIN)/python -m nbtoolkit lint notebooks/*.ipynb
 	@$(BIN)/python tests/check_version.py
+
+docs: $(STAMP)
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@$(BIN)/python tests/check_site.py build/docs
 
 notebooks: $(STAMP)
 	@$(BIN)/python tests/notebook_outputs.py store

@@ -17,5 +17,8 @@ QUICK: dict[str, dict[str, Any]] = {
     "03_cross_validate": {"overrides": FEW, "n_trials": 1},
     "04_panel": {"overrides": {"train.epochs": 2}, "n_trials": 2},
     "06_benchmark": {"sections": ["communication", "recovery"]},
+    "07_metric_learning": {
+        "overrides": {"model.stage1.train.epochs": 2, "model.stage2.train.epochs": 2}
+    },
     "08_competition": {"k": 3, "epochs": 2, "rounds": 5},
 }

@@ -170,7 +170,10 @@ _SWEEP = (
     "belongs to a sweep",
     "put it into the sweep's own file (config/hpo/...), or pass it to nb.sweep",
 )
-_DEEPSPEED = "belongs to DeepSpeed, which nbtoolkit does not use", "use strategy: ddp"
+_DEEPSPEED = (
+    "belongs to DeepSpeed, which nbtoolkit does not use",
+    "use strategy: fsdp, which shards weights and optimizer state as ZeRO-3 does",
+)
 _DATA_PARALLEL_OPTION = (
     "belongs to DataParallel: nbtoolkit divides along dimension 0 and gathers on the first device",
     _REMOVE,
@@ -232,12 +235,14 @@ _VALUES: dict[str, dict[object, str]] = {
         "none": "single",
         "distributed": "ddp",
         "pytorch-ddp": "ddp",
+        "fsdp2": "fsdp",
+        "fully_shard": "fsdp",
         "dataparallel": "dp",
         "data_parallel": "dp",
     },
 }
 
-_NOT_BUILT_IN = "not built in: use it in train() through ctx.accelerator or torch"
+_NO_DEEPSPEED = "DeepSpeed is not built in; fsdp shards weights and optimizer state as ZeRO-3 does"
 _HOROVOD = "Horovod's last release is of 2023; DDP does the same"
 _RAY = "nbtoolkit starts the ranks itself; Ray is untested"
 _TENSORFLOW = "set distributed.backend: tensorflow instead"
@@ -246,9 +251,8 @@ _TENSORFLOW = "set distributed.backend: tensorflow instead"
 _REFUSED_VALUES = {
     "distributed.strategy": {
         "hybrid": _NO_PIPELINES,
-        "fsdp": _NOT_BUILT_IN,
-        "fsdp2": _NOT_BUILT_IN,
-        "deepspeed": _NOT_BUILT_IN,
+        "deepspeed": _NO_DEEPSPEED,
+        "local_sgd": "it is a number: set distributed.local_sgd_steps: 8",
         "pipeline": _NO_PIPELINES,
         "ray": _RAY,
         "horovod": _HOROVOD,

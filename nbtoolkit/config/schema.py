@@ -182,9 +182,10 @@ class Distributed(Section):
 
     enabled: Auto | bool = "auto"
     """Use several ranks. `auto`: on two or more usable, equal GPUs; true: on the CPU too."""
-    strategy: Literal["auto", "single", "ddp", "dp", "measured"] = "auto"
-    """One process, DistributedDataParallel, or `dp`: DataParallel, one process on several GPUs.
-    `auto`: by `nb.calibrate`, kept or made after a long run, else ddp; `measured`: measure it."""
+    strategy: Literal["auto", "single", "ddp", "fsdp", "dp", "measured"] = "auto"
+    """One process, DistributedDataParallel, `fsdp`: sharded weights and optimizer state, or `dp`:
+    DataParallel, one process on several GPUs. `auto`: by `nb.calibrate`, kept or made after a long
+    run, else ddp; `measured`: measure it."""
     world_size: Auto | Count = "auto"
     """Ranks; `auto`: one per usable device. `nb.launch(processes=...)` overrides it."""
     backend: Literal["auto", "nccl", "gloo", "tensorflow"] = "auto"
@@ -213,6 +214,9 @@ class Distributed(Section):
     """Compression of gradients between ranks: faster over slow links, not exact."""
     powersgd_rank: Count = 1
     """`powersgd`: rank of the approximation; it starts after a tenth of the steps (or 1000)."""
+    local_sgd_steps: Count | None = None
+    """Each rank trains alone, and the weights are averaged after so many optimizer steps (and after
+    each epoch): for slow links, not exact; null: gradients are averaged in every step."""
 
 
 class Checkpoint(Section):
@@ -231,7 +235,7 @@ class Checkpoint(Section):
     monitor: Text | None = None
     """Reported metric that decides which is best; null: val_loss, or train_loss without one."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """Which values are best; `auto`: by the metric's name (`val_mae`: min); see docs/search.md."""
+    """Which values are best; `auto`: by the metric's name (`val_mae`: min); see docs/sweep.md."""
     weights: Literal["best", "last"] = "best"
     """The epoch whose weights the model has after `nb.fit`, and which `load_into`, `nb.load_model`
     and `cv.models` load."""

@@ -88,16 +88,57 @@ def _rank_conflicts(config: Config) -> Iterator[Conflict]:
     if ranks.strategy in ("single", "dp") and size > 1:
         what = f"{size_name}: {size} conflicts with strategy: {ranks.strategy}"
         yield Conflict(what, "remove one of them", (size_name, strategy))
-    if ranks.enabled is False and ranks.strategy in ("ddp", "dp"):
+    if ranks.enabled is False and ranks.strategy in ("ddp", "fsdp", "dp"):
         what = f"{strategy}: {ranks.strategy} conflicts with enabled: false"
         yield Conflict(what, "remove one of them", (strategy, enabled))
     for name in ("compile", "activation_checkpointing"):
         if ranks.strategy == "dp" and getattr(config.train, name):
             what = f"{strategy}: dp conflicts with train.{name}: it cannot copy such a model"
             yield Conflict(what, "set strategy: ddp", (strategy, f"train.{name}"))
+    yield from _strategy_conflicts(config)
     if ranks.device_ids and size > len(ranks.device_ids):
         what = f"{size_name}: {size} ranks on {len(ranks.device_ids)} device_ids"
         yield Conflict(what, "name one device per rank", (size_name, "distributed.device_ids"))
+
+
+# Settings that belong to DDP, or that were not made for sharded weights or several models.
+_NOT_WITH_FSDP = (
+    "distributed.compression",
+    "distributed.find_unused_parameters",
+    "distributed.static_graph",
+    "distributed.local_sgd_steps",
+    "train.compile",
+    "train.weight_averaging",
+)
+_NOT_WITH_LOCAL_SGD = ("distributed.compression", "train.weight_averaging")
+
+
+def _strategy_conflicts(config: Config) -> Iterator[Conflict]:
+    ranks, strategy = config.distributed, "distributed.strategy"
+    every = "distributed.local_sgd_steps"
+    if ranks.strategy == "fsdp":
+        for name in _NOT_WITH_FSDP:
+            if (value := _value(config, name)) not in (None, False, "none"):
+                what = f"{strategy}: fsdp conflicts with {name}: {_shown(value)}"
+                yield Conflict(what, "remove one of them, or set strategy: ddp", (strategy, name))
+    elif ranks.local_sgd_steps is not None:
+        for name in _NOT_WITH_LOCAL_SGD:
+            if (value := _value(config, name)) != "none":
+                what = f"{every} conflicts with {name}: {_shown(value)}"
+                yield Conflict(what, "remove one of them", (every, name))
+    if ranks.backend == "tensorflow" and (ranks.strategy == "fsdp" or ranks.local_sgd_steps):
+        name = strategy if ranks.strategy == "fsdp" else every
+        what = f"{name} conflicts with backend: tensorflow, which trains in its own way"
+        yield Conflict(what, "remove one of them", (name, "distributed.backend"))
+
+
+def _value(config: Config, name: str) -> object:
+    section, _, field = name.partition(".")
+    return getattr(getattr(config, section), field)
+
+
+def _shown(value: object) -> str:
+    return "true" if value is True else str(value)
 
 
 def _time_conflicts(config: Config) -> Iterator[Conflict]:

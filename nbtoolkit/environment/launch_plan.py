@@ -65,7 +65,7 @@ def split_batch(batch_size: int, *, processes: int, accumulate: int) -> BatchSpl
 
 Start = Literal["forkserver", "fork", "inline"]
 Precision = Literal["fp32", "fp16", "bf16"]
-Strategy = Literal["single", "ddp", "dp", "tensorflow"]
+Strategy = Literal["single", "ddp", "fsdp", "local_sgd", "dp", "tensorflow"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +82,8 @@ class LaunchPlan:
     device_names: tuple[str, ...] = ()
     """Names of the devices."""
     strategy: Strategy = "single"
-    """``ddp`` with more than one process; ``dp``: DataParallel, one process on several devices;
-    ``tensorflow``: its own, of one process or several."""
+    """With more than one process ``ddp``, ``fsdp`` or ``local_sgd``; ``dp``: DataParallel, one
+    process on several devices; ``tensorflow``: its own, of one process or several."""
     backend: Literal["nccl", "gloo"] | None = None
     """Communication backend of the ranks; None for one process."""
     precision: Precision = "fp32"

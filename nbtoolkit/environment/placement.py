@@ -249,7 +249,7 @@ def _on_cpu(settings: Distributed, hardware: Hardware, alone: str) -> DevicePlac
         count, why = 1, alone
     elif settings.world_size != "auto":
         count, why = settings.world_size, f"distributed.world_size is {settings.world_size}"
-    elif settings.enabled is True or settings.strategy == "ddp":
+    elif settings.enabled is True or settings.strategy in ("ddp", "fsdp"):
         count = min(2, hardware.cpu_count)
         why = f"a group is requested; on {hardware.cpu_count} CPUs, auto means {count}"
     else:

@@ -90,8 +90,7 @@ def make_plan(
     batch, too_large, memory_notes = _fit_memory(config, evidence, batch)
     precision, precision_note = _precision(config.train.precision, placement.devices)
     backend, backend_notes = _backend(config.distributed.backend, placement)
-    mirrored = config.distributed.backend == "tensorflow"
-    strategy: Strategy = "tensorflow" if mirrored else placement.strategy
+    strategy, strategy_notes = _strategy(config, placement)
     threads, threads_note = _threads(host, hardware, placement.processes)
     port, port_notes = _port(config.distributed.port, evidence, placement.processes)
     return LaunchPlan(
@@ -119,6 +118,7 @@ def make_plan(
             *memory_notes,
             *fallback_notes,
             *placement.reasons,
+            *strategy_notes,
             precision_note,
             *backend_notes,
             *port_notes,
@@ -152,6 +152,31 @@ def _batch(
     factor = {"none": 1.0, "linear": float(growth), "sqrt": growth**0.5}[rule]
     why = f"train.batch_size_per_device is set, optim.lr_rule is {rule}"
     return split, factor, (f"learning rate x {factor:g}: {why}", *notes)
+
+
+def _strategy(config: Config, placement: DevicePlacement) -> tuple[Strategy, tuple[str, ...]]:
+    """Return the strategy of the placement's processes, and notes on it."""
+    settings, processes = config.distributed, placement.processes
+    if settings.backend == "tensorflow":
+        return "tensorflow", ()
+    if settings.strategy == "fsdp":
+        if processes == 1:
+            note = "distributed.strategy is fsdp, and there is one process: it trains as single"
+            return placement.strategy, (note,)
+        return "fsdp", (
+            f"fsdp: each of {processes} ranks keeps 1/{processes} of weights, gradients and "
+            "optimizer state, and gathers the weights for validation",
+        )
+    every = settings.local_sgd_steps
+    if every is not None and placement.strategy == "ddp":
+        return "local_sgd", (
+            f"local SGD: the ranks average their weights every {every} steps; not exact "
+            "(distributed.local_sgd_steps)",
+        )
+    if every is not None:
+        note = "distributed.local_sgd_steps has nothing to do: one process trains"
+        return placement.strategy, (note,)
+    return placement.strategy, ()
 
 
 def _apply_evidence(

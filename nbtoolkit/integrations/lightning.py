@@ -16,6 +16,7 @@ from nbtoolkit.integrations.support import (
     StepWatch,
     as_numbers,
     check_inside_train,
+    check_strategy,
     record_checkpoint,
     remove_older,
     requires,
@@ -49,8 +50,10 @@ def trainer_arguments(ctx: RunContext, **own: Any) -> dict[str, Any]:
 
     Raises:
         LaunchError: called outside of ``train``.
+        PlanError: the plan has a strategy of ``nb.fit`` alone.
     """
     check_inside_train(ctx, "trainer_arguments")
+    check_strategy(ctx, "Lightning's Trainer")
     given = own.pop("callbacks", None) or []
     callbacks: list[Callback] = [given] if isinstance(given, Callback) else list(given)
     if not any(isinstance(one, LightningCallback) for one in callbacks):

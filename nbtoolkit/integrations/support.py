@@ -13,13 +13,27 @@ from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.environment.installed import installed_version
 from nbtoolkit.environment.variables import RANK_MARK
-from nbtoolkit.errors import CheckpointError, LaunchError, MissingExtra, RunStopped
+from nbtoolkit.errors import CheckpointError, LaunchError, MissingExtra, PlanError, RunStopped
 from nbtoolkit.run.checkpoint_store import State, read_state
 from nbtoolkit.training.sync import ControlSignal, RankSync
 from nbtoolkit.worker.context import RunContext
 
 if TYPE_CHECKING:
     from nbtoolkit.launcher.handle import RunResult
+
+
+def check_strategy(ctx: RunContext, framework: str) -> None:
+    """Check that a framework's own DDP does what the plan says.
+
+    Raises:
+        PlanError: the plan has a strategy of ``nb.fit``.
+    """
+    if ctx.plan.strategy in ("fsdp", "local_sgd"):
+        raise PlanError(
+            f"the plan's strategy is {ctx.plan.strategy}, and {framework} would train with DDP",
+            allowed="distributed.strategy: auto, single or ddp, without local_sgd_steps",
+            do="set distributed.strategy: ddp, or train with nb.fit",
+        )
 
 
 def check_version(package: str, minimum: str, extra: str = "") -> None:

@@ -17,6 +17,7 @@ from nbtoolkit.integrations.support import (
     StepWatch,
     as_numbers,
     check_inside_train,
+    check_strategy,
     record_checkpoint,
     requires,
 )
@@ -45,8 +46,10 @@ def training_arguments(ctx: RunContext, **own: Any) -> TrainingArguments:
 
     Raises:
         LaunchError: called outside of ``train``.
+        PlanError: the plan has a strategy of ``nb.fit`` alone.
     """
     check_inside_train(ctx, "training_arguments")
+    check_strategy(ctx, "transformers' Trainer")
     plan, keeps = ctx.plan, ctx.config.checkpoint
     reporters = own.pop("report_to", "none")
     tools: Any = integration_utils  # partly without annotations

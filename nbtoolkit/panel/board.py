@@ -12,11 +12,16 @@ import ipywidgets as w
 from nbtoolkit.panel.actions import BUTTONS
 from nbtoolkit.panel.setup import Setup
 from nbtoolkit.panel.widgets import (
+    HIDDEN,
+    INVISIBLE,
     SIGNS,
     Sections,
     button,
+    close_widget,
+    column,
     html,
-    label,
+    labelled,
+    make,
     set_trait,
     show,
     sign_button,
@@ -45,8 +50,8 @@ _SIGN_RULES = "".join(
 
 # What stock widgets lack (contrasts by WCAG 2.2): placeholders and titles of closed sections have
 # less than 4.5 (SC 1.4.3), borders of fields 1.9 where SC 1.4.11 wants 3; dark lists have black
-# arrows; the keyboard's focus is hardly visible. The last rule hides the page for saved notebooks
-# while the widgets are alive.
+# arrows; the keyboard's focus is hardly visible. The last rules hide widgets, and the page
+# for saved notebooks while the widgets are alive.
 _STYLE = f"""<style>
 .jupyter-widgets.{CLASS} {{
   --jp-widgets-input-border-color: {_GREY};
@@ -67,7 +72,8 @@ _STYLE = f"""<style>
 .jupyter-widgets.{CLASS} button.nbtoolkit-sign {{ font-size: 0; }}
 .jupyter-widgets.{CLASS} button.nbtoolkit-sign::before {{ font-size: 13px; }}
 {_SIGN_RULES}
-.SAVED {{ display: none; }}
+.jupyter-widgets.{CLASS} .{INVISIBLE} {{ visibility: hidden; }}
+.jupyter-widgets.{CLASS} .{HIDDEN}, .SAVED {{ display: none; }}
 </style>"""
 
 _CARDS = {
@@ -102,7 +108,7 @@ class _Row:
 
 
 class TrialTable:
-    """Rows that can be ticked, stopped and sorted; the widgets are made once and refilled.
+    """Rows that can be ticked, stopped and sorted; widgets are made when needed, and refilled.
 
     Args:
         on_sort: called with a column's name when its header is pressed.
@@ -123,17 +129,19 @@ class TrialTable:
         self.heads: list[w.Button] = []
         self._header = w.GridBox()
         self._header.add_class("nbtoolkit-header")
-        self.rows = [self._make_row() for _ in range(ROWS)]
-        cells = [html(), self._header, html()]
-        cells += [part for row in self.rows for part in (row.tick, row.cells, row.stop)]
+        self.rows: list[_Row] = []
         columns = "24px minmax(min-content, 1fr) 30px"
-        self.root = w.GridBox(
-            cells, layout={"grid_template_columns": columns, "overflow": "auto", "width": "auto"}
-        )
+        layout = {"grid_template_columns": columns, "overflow": "auto", "width": "auto"}
+        self.root = make(w.GridBox, layout, children=(html(), self._header, html()))
 
     def fill(self, columns: Sequence[Column], rows: Sequence[TrialRow], chosen: View) -> None:
         """Show these rows."""
         self._fill_header(columns, chosen)
+        added = [self._make_row() for _ in range(len(self.rows), min(len(rows), ROWS))]
+        if added:
+            self.rows += added
+            parts = [part for row in added for part in (row.tick, row.cells, row.stop)]
+            self.root.children = (*self.root.children, *parts)
         for shown, trial in zip_longest(self.rows, rows[:ROWS]):
             number = None if trial is None else trial.number
             if shown.number != number:
@@ -145,27 +153,27 @@ class TrialTable:
                 set_trait(shown.tick, "description", f"compare trial {number}")
                 set_trait(shown.stop, "description", f"Stop trial {number}")
                 set_trait(shown.stop, "tooltip", f"Stop trial {number} at its next report")
-                set_trait(shown.stop.layout, "visibility", "visible" if trial.running else "hidden")
+                show(shown.stop, trial.running, INVISIBLE)
             set_trait(shown.tick, "value", number in chosen.ticked)
 
     def _fill_header(self, columns: Sequence[Column], chosen: View) -> None:
         self._columns = columns
         for index in range(len(self.heads), len(columns)):
-            head = w.Button(layout={"width": "auto", "height": "24px", "margin": "0"})
+            head = make(w.Button, {"width": "auto", "height": "24px", "margin": "0"})
             head.on_click(lambda _, index=index: self._on_sort(self._columns[index].name))
             self.heads.append(head)
-        for head, column in zip(self.heads, columns, strict=False):
-            arrow = ("", " ▴" if chosen.reverse else " ▾")[column.name == chosen.sort]
-            set_trait(head, "description", f"{column.label}{arrow}")
-            set_trait(head, "tooltip", f"Sort by {column.label}")
-            (head.add_class if column.right else head.remove_class)("nbtoolkit-right")
+        for head, shown in zip(self.heads, columns, strict=False):
+            arrow = ("", " ▴" if chosen.reverse else " ▾")[shown.name == chosen.sort]
+            set_trait(head, "description", f"{shown.label}{arrow}")
+            set_trait(head, "tooltip", f"Sort by {shown.label}")
+            (head.add_class if shown.right else head.remove_class)("nbtoolkit-right")
         set_trait(self._header, "children", tuple(self.heads[: len(columns)]))
         set_trait(self._header.layout, "grid_template_columns", template(columns))
 
     def _make_row(self) -> _Row:
         flat, clipped = {"height": "24px", "margin": "0"}, {"width": "22px", "overflow": "hidden"}
         made = _Row(
-            w.Checkbox(description="compare", indent=False, layout={**flat, **clipped}),
+            make(w.Checkbox, {**flat, **clipped}, description="compare", indent=False),
             html(margin="0", width="auto"),
             sign_button("stop", "Stop", **flat, width="28px", padding="0"),
         )
@@ -206,7 +214,7 @@ class Board:
         }
         self.errors = button("errors", "Open the setting that is wrong")
         narrow = {"flex": "1 1 220px", "min_width": "120px", "max_width": "420px"}
-        self.run = w.Dropdown(options=[("(none)", "")], **label("run", **narrow))
+        self.run = labelled(w.Dropdown, "run", narrow, options=[("(none)", "")])
         actions = wrapped_row(
             *self.buttons.values(), self.errors, self.place, self.run, gap="0 6px"
         )
@@ -220,9 +228,10 @@ class Board:
         self.strip, self.trials = self.cards["strip"], self._trials_box()
         page = [self.cards[name] for name in _CARDS]
         page.insert(-1, self.trials)
-        grid = w.HBox(page, layout={"flex_flow": "row wrap", "grid_gap": "8px"})
-        self.sections = Sections(dict(zip(SECTIONS, self._sections(), strict=True)))
-        self.notice = w.Output()
+        grid = wrapped_row(*page, gap="8px", align="stretch")
+        contents = dict(zip(SECTIONS, self._sections(), strict=True))
+        self.sections = Sections(contents, self._before_open)
+        self.notice = make(w.Output)
         style = html(_STYLE.replace("SAVED", hidden), display="none")
         top = [style, self.strip, actions, self.asking, self.message]
         self.root = w.VBox([*top, grid, self.sections.root, self.notice])
@@ -230,37 +239,49 @@ class Board:
         for widget in (self.asking, self.errors, self.note, self.message):
             show(widget, False)
 
+    def close(self) -> None:
+        """Close all widgets."""
+        self.setup.close()
+        self.sections.close()
+        for widget in (*self.table.heads, self.root):
+            close_widget(widget)
+
+    def _before_open(self, section: str) -> None:
+        if section == SECTIONS[0]:
+            self.setup.build()
+
     def _trials_box(self) -> w.VBox:
         self.count = html()
-        self.filter = w.Dropdown(options=SHOWS, **label("show", width="140px"))
-        self.more = w.IntText(10, **label("add", width="100px"))
+        self.filter = labelled(w.Dropdown, "show", {"width": "140px"}, options=SHOWS)
+        self.more = labelled(w.IntText, "add", {"width": "100px"}, value=10)
         self.previous = sign_button("previous", "The page before")
         self.next = sign_button("next", "The next page")
-        self.note = w.Text(continuous_update=False, **label("note", flex="1 1 200px"))
+        self.note = labelled(w.Text, "note", {"flex": "1 1 200px"}, continuous_update=False)
         border = "1px solid var(--jp-border-color2, #8884)"
         layout = {"flex": "3 1 500px", "border": border, "padding": "4px 8px", "min_width": "0"}
         head = wrapped_row(self.count, self.filter, self.more)
         foot = wrapped_row(self.previous, self.next, self.note)
-        box = w.VBox([head, self.table.root, foot], layout=layout)
+        box = column(head, self.table.root, foot, **layout)
         box.add_class("nbtoolkit-trials")
         return box
 
-    def _sections(self) -> list[w.VBox]:
+    def _sections(self) -> list[list[w.Widget]]:
         self.load_run = button("Settings of the run", "Copy the settings of the run that is shown")
-        self.notify = w.Checkbox(description="mark the browser tab at the end", indent=False)
-        self.log = w.Dropdown(options=[("newest running", "")], **label("log of"))
-        self.name = w.Text(**label("run name", width="420px"))
+        mark = "mark the browser tab at the end"
+        self.notify = make(w.Checkbox, description=mark, indent=False)
+        self.log = labelled(w.Dropdown, "log of", options=[("newest running", "")])
+        self.name = labelled(w.Text, "run name", {"width": "420px"})
         self.rename = button("Rename", "Give the run that is shown another name")
         self.delete = button("Delete", "Move the run that is shown to the folder .trash")
         self.csv = button("Write trials.csv", "Into the folder of the sweep that is shown")
-        self.best_code = w.Textarea(**label("best settings", width="99%", height="180px"))
-        self.code = w.Textarea(**label("Set up as code", width="99%", height="180px"))
+        large = {"width": "99%", "height": "180px"}
+        self.best_code = labelled(w.Textarea, "best settings", large)
+        self.code = labelled(w.Textarea, "Set up as code", large)
         named = wrapped_row(self.name, self.rename, self.delete, self.csv)
-        contents: list[list[w.Widget]] = [
+        return [
             [self.setup.root, self.load_run, self.notify],
             [self.log, self.cards["log"]],
             [self.cards["compare"]],
             [self.cards["files"], named],
             [self.best_code, self.code],
         ]
-        return [w.VBox(widgets) for widgets in contents]

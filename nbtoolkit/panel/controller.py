@@ -23,7 +23,7 @@ from nbtoolkit.panel.board import Board, TrialTable
 from nbtoolkit.panel.drawing import Drawing, SavedPage, place_text
 from nbtoolkit.panel.form import FormState, Validation, drop_edits, kept_edits
 from nbtoolkit.panel.setup import Setup
-from nbtoolkit.panel.widgets import close_widget, set_text, set_trait, show
+from nbtoolkit.panel.widgets import set_text, set_trait, show
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.search.sweep import SWEEP_CONFIG_FILE
 from nbtoolkit.text_table import ago, duration
@@ -201,8 +201,7 @@ class Controller(Drawing):
     def close(self) -> None:
         """End the thread and the widgets."""
         self.worker.close()
-        for widget in (*self.board.setup.rows, *self.board.table.heads, self.board.root):
-            close_widget(widget)
+        self.board.close()
 
     # --- callbacks of widgets, in any thread ---
 
@@ -220,6 +219,7 @@ class Controller(Drawing):
             (board.csv, self._write_trials),
             (board.yes, partial(self._answer, True)),
             (board.no, partial(self._answer, False)),
+            *((heading, _nothing) for heading in board.sections.headings.values()),
         ):
             widget.on_click(lambda _, task=task: self._submit(task))
         for field, take in (

@@ -15,11 +15,16 @@ from nbtoolkit.panel import form
 from nbtoolkit.panel.form import Field, FormState, Validation, default_texts
 from nbtoolkit.panel.space_table import SpaceTable
 from nbtoolkit.panel.widgets import (
+    INVISIBLE,
     Sections,
+    close_widget,
+    column,
     html,
-    label,
+    labelled,
+    make,
     set_text,
     set_trait,
+    show,
     sign_button,
     wrapped_row,
 )
@@ -98,8 +103,9 @@ def _rounded(seconds: float) -> str:
 class Setup:
     """The widgets of the settings; what is typed is in :attr:`state` at once, right or wrong.
 
-    The widgets of a setting are made when it is first shown. Callbacks of widgets arrive in the
-    kernel's threads, while the panel's thread loads and shows errors.
+    :meth:`build` makes the widgets; most panels show a run, and need none. Those of a setting are
+    made when it is first shown. Callbacks of widgets arrive in the kernel's threads, while the
+    panel's thread loads and shows errors.
 
     Args:
         state: what is edited.
@@ -108,10 +114,20 @@ class Setup:
         task: whether ``task`` is a common setting, as in a panel without a function.
 
     Attributes:
-        root: the widget.
+        root: the widget; empty until :meth:`build`.
+        built: whether the widgets are made.
         errors: the HTML widgets beside the settings, by dotted name, as far as they are made.
         edited: whether something was typed that :meth:`keep` has not written.
     """
+
+    search: w.Text
+    section: w.Dropdown
+    trials: w.Text
+    space: w.Textarea
+    table: SpaceTable
+    together: w.HTML
+    cost: w.HTML
+    space_error: w.HTML
 
     def __init__(
         self, state: FormState, on_edit: Callable[[], None], *, task: bool = False
@@ -123,34 +139,48 @@ class Setup:
         self._resets: dict[str, w.Button] = {}
         self._rows: dict[str, w.HBox] = {}
         self.errors: dict[str, w.HTML] = {}
-        self._lock, self._loading = threading.RLock(), False
-        self.search = w.Text(placeholder="name or word", **label("search"))
+        self._lock, self._loading, self.built = threading.RLock(), False, False
+        self.root = wrapped_row(align="flex-start")
+
+    def build(self) -> None:
+        """Make the widgets, unless they are made."""
+        with self._lock:
+            if not self.built:
+                self._build()
+                self.built = True
+                self.load(self.state)
+
+    def _build(self) -> None:
+        self.search = labelled(w.Text, "search", placeholder="name or word")
         sections = dict.fromkeys(field.section for field in self._fields.values())
-        self.section = w.Dropdown(options=[_CHANGED, *sections, _ALL], **label("show"))
-        self.trials = w.Text(placeholder="as the space says", **label("trials"))
+        self.section = labelled(w.Dropdown, "show", options=[_CHANGED, *sections, _ALL])
+        self.trials = labelled(w.Text, "trials", placeholder="as the space says")
         example = "optim.lr: {type: float, low: 1.0e-4, high: 1.0e-1, log: true}"
-        self.space = w.Textarea(placeholder=example, rows=12, **label("space", width="99%"))
+        wide = {"width": "99%"}
+        self.space = labelled(w.Textarea, "space", wide, placeholder=example, rows=12)
         self.table = SpaceTable(lambda text: set_trait(self.space, "value", text))
         self.together, self._matches = html(), html()
-        self.cost, self.space_error, self._shown = html(), html(), w.VBox()
-        yaml = Sections({"YAML": self.space}).root
+        self.cost, self.space_error, self._shown = html(), html(), column()
+        self._yaml = Sections({"YAML": [self.space]})
         choice = wrapped_row(self.search, self.section)
-        left = w.VBox([choice, self.together, self._matches, self._shown])
-        right = w.VBox([self.table.root, self.space_error, self.trials, self.cost, yaml])
-        left.layout.flex, right.layout.flex = "0 1 462px", "1 1 575px"
-        left.layout.min_width = right.layout.min_width = "0"
-        self.root = wrapped_row(left, right)
-        self.root.layout.align_items = "flex-start"
+        left = [choice, self.together, self._matches, self._shown]
+        right = [self.table.root, self.space_error, self.trials, self.cost, self._yaml.root]
+        self.root.children = (
+            column(*left, flex="0 1 462px", min_width="0"),
+            column(*right, flex="1 1 575px", min_width="0"),
+        )
         self.search.observe(lambda _: self._show_rows(), "value")
         self.section.observe(lambda _: self._show_section(), "value")
         self.space.observe(lambda change: self._store("space", change["new"]), "value")
         self.trials.observe(lambda change: self._store("trials", change["new"]), "value")
-        self.load(state)
 
     def load(self, state: FormState) -> None:
         """Replace the contents."""
         with self._lock:
-            self.state, self._loading = state, True
+            self.state = state
+            if not self.built:
+                return
+            self._loading = True
             try:
                 for name in self._inputs:
                     self._refresh(name)
@@ -167,6 +197,8 @@ class Setup:
             validation: of the form.
             cost: as from :func:`cost_text`.
         """
+        if not self.built:
+            return
         with self._lock:
             errors = dict(self.errors)
             hidden = [name for name in validation.errors if not self._is_shown(name)]
@@ -183,6 +215,7 @@ class Setup:
 
     def input(self, name: str) -> Any:
         """Make a setting visible and return its widget; also ``"space"`` and ``"trials"``."""
+        self.build()
         if name not in self._fields:
             return {"space": self.space, "trials": self.trials}[name]
         if not self._is_shown(name):
@@ -197,8 +230,16 @@ class Setup:
 
     @property
     def rows(self) -> list[w.Widget]:
-        """Every row made so far, also those that are not shown."""
-        return [*self._rows.values(), *(row.box for row in self.table.made)]
+        """The row of every setting made so far, also those that are not shown."""
+        return [*self._rows.values()]
+
+    def close(self) -> None:
+        """Close all widgets."""
+        if self.built:
+            self._yaml.close()
+            for widget in (*self.rows, *(row.box for row in self.table.made)):
+                close_widget(widget)
+        close_widget(self.root)
 
     def keep(self, output_dir: str | os.PathLike[str]) -> None:
         """Write what was typed to a file, which a later kernel offers."""
@@ -249,12 +290,12 @@ class Setup:
             "layout": {"width": "420px", "max_width": "90%"},
         }
         if field.free:
-            widget = w.Textarea(rows=4, placeholder="name: value", **common)
+            widget = make(w.Textarea, rows=4, placeholder="name: value", **common)
         elif field.choices:
-            widget = w.Dropdown(options=field.choices, **common)
+            widget = make(w.Dropdown, options=field.choices, **common)
         else:
             hint = "default" if field.nullable else field.allowed
-            widget = w.Text(placeholder=hint, **common)
+            widget = make(w.Text, placeholder=hint, **common)
         reset = sign_button("reset", f"Reset {name} to {default or 'empty'}")
         error = html(min_width="200px", flex="1 1 0")
         self._inputs[name], self._resets[name], self.errors[name] = widget, reset, error
@@ -277,7 +318,7 @@ class Setup:
     def _mark(self, name: str) -> None:
         changed = self.state.texts[name] != default_texts()[name]
         set_trait(self._inputs[name], "description", f"<b>{name}</b>" if changed else name)
-        set_trait(self._resets[name].layout, "visibility", "visible" if changed else "hidden")
+        show(self._resets[name], changed, INVISIBLE)
 
     def _on_input(self, field: Field, text: str) -> None:
         self._store(field.name, text if text.strip() or not field.nullable else "null")

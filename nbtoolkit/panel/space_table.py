@@ -12,7 +12,17 @@ from yaml import YAMLError
 from nbtoolkit.config.yaml_source import dump, parse_settings, parse_value
 from nbtoolkit.errors import ConfigError
 from nbtoolkit.panel.form import text_of
-from nbtoolkit.panel.widgets import html, label, set_text, set_trait, show, sign_button, wrapped_row
+from nbtoolkit.panel.widgets import (
+    button,
+    column,
+    html,
+    labelled,
+    set_text,
+    set_trait,
+    show,
+    sign_button,
+    wrapped_row,
+)
 from nbtoolkit.study.parameter import expand
 from nbtoolkit.study.sweep_config import SweepConfig
 from nbtoolkit.text_table import shortened
@@ -148,13 +158,14 @@ class _RowWidgets:
         self, on_edit: Callable[[], None], on_remove: Callable[[_RowWidgets], None]
     ) -> None:
         kinds = [("choices" if kind == "categorical" else kind, kind) for kind in _KEYS]
+        wide = {"width": "160px", "flex": "auto"}
         self.inputs: dict[str, w.Widget] = {
-            "name": w.Combobox(placeholder="optim.lr", **label("name", width="160px", flex="auto")),
-            "kind": w.Dropdown(options=kinds, **label("kind", width="116px")),
-            "low": w.Text(placeholder="1e-4", **label("low", width="100px")),
-            "high": w.Text(placeholder="0.1", **label("high", width="94px")),
-            "log": w.Checkbox(indent=False, **label("log", width="48px")),
-            "values": w.Text(placeholder="adamw, sgd", **label("values", width="246px")),
+            "name": labelled(w.Combobox, "name", wide, placeholder="optim.lr"),
+            "kind": labelled(w.Dropdown, "kind", {"width": "116px"}, options=kinds),
+            "low": labelled(w.Text, "low", {"width": "100px"}, placeholder="1e-4"),
+            "high": labelled(w.Text, "high", {"width": "94px"}, placeholder="0.1"),
+            "log": labelled(w.Checkbox, "log", {"width": "48px"}, indent=False),
+            "values": labelled(w.Text, "values", {"width": "246px"}, placeholder="adamw, sgd"),
         }
         self.more: Mapping[str, object] = {}
         remove = sign_button("remove", "Remove this parameter")
@@ -201,10 +212,10 @@ class SpaceTable:
         self._names: tuple[str, ...] = ()
         self.made: list[_RowWidgets] = []
         self.rows: list[_RowWidgets] = []
-        self.add = w.Button(description="Add parameter", layout={"align_self": "flex-start"})
+        self.add = button("Add parameter", "A row for another parameter")
         self.add.on_click(lambda _: self._show([*(row.row for row in self.rows), Row("")]))
-        self._body, self._note = w.VBox(), html()
-        self.root = w.VBox([self._body, self.add, self._note])
+        self._body, self._note = column(), html()
+        self.root = column(self._body, self.add, self._note)
 
     def load(self, text: str) -> None:
         """Show another YAML text."""

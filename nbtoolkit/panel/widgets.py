@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ipywidgets as w
@@ -13,6 +12,11 @@ from nbtoolkit.views.markup import paragraph, view
 SIGNS = {"stop": "■", "reset": "↺", "remove": "✕", "previous": "◀", "next": "▶"}
 """What a button shows instead of its name, by kind; the panel's style draws it."""
 
+HIDDEN, INVISIBLE = "nbtoolkit-hidden", "nbtoolkit-invisible"
+"""CSS classes of widgets that take no room, and of those that only are not seen."""
+
+# --- updates ---
+
 
 def set_trait(widget: w.Widget, name: str, value: object) -> None:
     """Set a widget's trait if it differs, since each change is a message to the browser."""
@@ -20,9 +24,9 @@ def set_trait(widget: w.Widget, name: str, value: object) -> None:
         setattr(widget, name, value)
 
 
-def show(widget: w.Widget, visible: bool) -> None:
-    """Show a widget, or take it out of the layout."""
-    set_trait(widget.layout, "display", None if visible else "none")
+def show(widget: w.Widget, visible: bool, css_class: str = HIDDEN) -> None:
+    """Show a widget, or hide it: by a class, since it shares its layout with others."""
+    (widget.remove_class if visible else widget.add_class)(css_class)
 
 
 def set_html(widget: w.HTML, html: str) -> None:
@@ -36,50 +40,86 @@ def set_text(widget: w.HTML, text: str, render: Callable[[str], str] = paragraph
     set_html(widget, view(render(text)) if text else "")
 
 
-def label(text: str, **layout: str) -> dict[str, Any]:
-    """Return the traits of a field with a label as wide as its text."""
-    style = {"description_width": "initial"}
-    return {"description": text, "style": style, "layout": {"max_width": "99%", **layout}}
+# --- widgets ---
+
+SHARED: dict[tuple[type[w.Widget], tuple[tuple[str, str], ...]], w.Widget] = {}
+"""The layouts and styles made so far, which outlive every panel, by class and traits."""
 
 
-@functools.lru_cache(maxsize=1)
-def _shared_styles() -> dict[str, w.Widget]:
-    """Styles that all texts and buttons share.
+def shared(kind: type[w.Widget], **traits: str) -> w.Widget:
+    """Return the layout or style with these traits, which no widget changes.
 
-    Each widget would send one of its own to the browser: a quarter of the panel's messages.
+    The browser makes one model after another. A layout and a style for each widget would be two
+    thirds of all models.
+
+    Args:
+        kind: its class.
+        traits: its traits.
     """
-    return {
-        "html": w.HTML().style,
-        "normal": w.ButtonStyle(font_weight="normal"),
-        "bold": w.ButtonStyle(font_weight="bold"),
-    }
+    key = kind, (*sorted(traits.items()),)
+    made = SHARED.get(key)
+    if made is None or made.comm is None:  # ipywidgets.Widget.close_all() has closed it
+        made = SHARED[key] = kind(**traits)
+    return made
+
+
+def make(
+    kind: type[w.Widget],
+    layout: Mapping[str, str] | None = None,
+    style: Mapping[str, str] | None = None,
+    **traits: Any,
+) -> Any:
+    """Make a widget with a shared layout and style.
+
+    Args:
+        kind: its class.
+        layout: traits of its layout.
+        style: traits of its style, if it has one.
+        traits: its other traits.
+    """
+    if "style" in kind.class_trait_names():
+        traits["style"] = shared(kind.style.klass, **style or {})
+    return kind(layout=shared(w.Layout, **layout or {}), **traits)
+
+
+def labelled(
+    kind: type[w.Widget], name: str, layout: Mapping[str, str] | None = None, **traits: Any
+) -> Any:
+    """Make a field with a label as wide as its text; the arguments are those of :func:`make`."""
+    style = {"description_width": "initial"}
+    return make(kind, {"max_width": "99%", **(layout or {})}, style, description=name, **traits)
 
 
 def html(value: str = "", **layout: str) -> w.HTML:
     """Make a text."""
-    return w.HTML(value, style=_shared_styles()["html"], layout=layout)
+    return make(w.HTML, layout, value=value)
 
 
 def button(name: str, tooltip: str, *, bold: bool = False) -> w.Button:
     """Make a button as wide as its name."""
-    style = _shared_styles()["bold" if bold else "normal"]
     layout = {"width": "auto", "flex": "0 0 auto", "align_self": "flex-start"}
-    return w.Button(description=name, tooltip=tooltip, style=style, layout=layout)
+    style = {"font_weight": "bold" if bold else "normal"}
+    return make(w.Button, layout, style, description=name, tooltip=tooltip)
 
 
 def sign_button(sign: str, name: str, **layout: str) -> w.Button:
     """Make a button that shows one of :data:`SIGNS`; screen readers read its name."""
-    style = _shared_styles()["normal"]
-    made = w.Button(description=name, tooltip=name, style=style, layout={"width": "34px", **layout})
+    style = {"font_weight": "normal"}
+    made = make(w.Button, {"width": "34px", **layout}, style, description=name, tooltip=name)
     made.add_class("nbtoolkit-sign")
     made.add_class(f"nbtoolkit-{sign}")
     return made
 
 
-def wrapped_row(*widgets: w.Widget, gap: str = "0 10px") -> w.HBox:
+def column(*widgets: w.Widget, **layout: str) -> w.VBox:
+    """Place widgets below each other."""
+    return make(w.VBox, layout, children=widgets)
+
+
+def wrapped_row(*widgets: w.Widget, gap: str = "0 10px", align: str = "center") -> w.HBox:
     """Place widgets beside each other, or below each other in a narrow window."""
-    layout = {"flex_flow": "row wrap", "grid_gap": gap, "align_items": "center"}
-    return w.HBox(widgets, layout=layout)
+    layout = {"flex_flow": "row wrap", "grid_gap": gap, "align_items": align}
+    return make(w.HBox, layout, children=widgets)
 
 
 def close_widget(widget: w.Widget) -> None:
@@ -87,7 +127,7 @@ def close_widget(widget: w.Widget) -> None:
     parts = [*getattr(widget, "children", ())]
     parts += [getattr(widget, name) for name in ("layout", "style") if widget.has_trait(name)]
     for part in parts:
-        if part is not None and part not in _shared_styles().values():
+        if part is not None and part not in SHARED.values():
             close_widget(part)
     widget.close()
 
@@ -96,9 +136,11 @@ class Sections:
     """Sections below each other, of which at most one is open.
 
     The headings are buttons, which the keyboard reaches. Those of ipywidgets' Accordion are not.
+    The browser draws the open section only.
 
     Args:
-        contents: the sections by title.
+        contents: the widgets of each section, by title.
+        on_open: called with the title of a section before it opens.
 
     Attributes:
         root: the widget.
@@ -106,21 +148,34 @@ class Sections:
         opened: the title of the open section; empty: none is open.
     """
 
-    def __init__(self, contents: Mapping[str, w.Widget]) -> None:
-        self.opened, self._contents = "", contents
+    def __init__(
+        self,
+        contents: Mapping[str, Sequence[w.Widget]],
+        on_open: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.opened, self._contents, self._on_open = "", contents, on_open
         self.headings = {title: button(title, "") for title in contents}
         for title, heading in self.headings.items():
             heading.on_click(
                 lambda _, title=title: self.open("" if title == self.opened else title)
             )
-        self.root = w.VBox([wrapped_row(*self.headings.values(), gap="0"), *contents.values()])
+        self._row = wrapped_row(*self.headings.values(), gap="0")
+        self.root = column()
         self.open("")
 
     def open(self, title: str) -> None:
         """Open a section and close the others; empty: close all."""
+        if title:
+            self._on_open(title)
         self.opened = title
-        for name, content in self._contents.items():
+        set_trait(self.root, "children", (self._row, *self._contents.get(title, ())))
+        for name, heading in self.headings.items():
             is_open = name == title
-            show(content, is_open)
-            set_trait(self.headings[name], "description", f"{'▾' if is_open else '▸'} {name}")
-            set_trait(self.headings[name], "tooltip", f"{'Close' if is_open else 'Open'} {name}")
+            set_trait(heading, "description", f"{'▾' if is_open else '▸'} {name}")
+            set_trait(heading, "tooltip", f"{'Close' if is_open else 'Open'} {name}")
+
+    def close(self) -> None:
+        """Close the widgets of all sections."""
+        for widgets in (*self._contents.values(), [self.root]):
+            for widget in widgets:
+                close_widget(widget)

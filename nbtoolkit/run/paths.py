@@ -19,7 +19,7 @@ previous/                                 the decisions and the end of the attem
 annotations.json                          the user's title and notes (views/runs.py)
 
 The folder of a search also has sweep.yaml, study.jsonl and trials/<number>/, or folds/<number>/
-and folds.json (docs/search.md); each trial and fold is the folder of a run.
+and folds.json (docs/sweep.md); each trial and fold is the folder of a run.
 """
 
 from __future__ import annotations

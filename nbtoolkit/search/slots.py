@@ -90,8 +90,15 @@ def make_slots(
         speed: how fast each strategy was when it was measured on these devices.
 
     Raises:
-        PlanError: ``per_device`` is below 1.
+        PlanError: ``per_device`` is below 1, or jobs on one device each are to be sharded.
     """
+    sharded = config.distributed.strategy == "fsdp"
+    if sharded and placement == "device_per_trial":
+        raise PlanError(
+            "distributed.strategy is fsdp, and placement gives each trial one device",
+            allowed="fsdp with placement: all_devices_per_trial, or trials that fit on one device",
+            do="set placement: all_devices_per_trial, or distributed.strategy: auto",
+        )
     if per_device < 1:
         raise PlanError(
             f"trials_per_device is {per_device}",
@@ -105,6 +112,8 @@ def make_slots(
     )
     if placement == "all_devices_per_trial":
         return together
+    if sharded:
+        return replace(together, why="distributed.strategy is fsdp")
     single = _on_gpus(hardware, per_device) if hardware.usable else _on_cpus(hardware, per_device)
     if placement == "device_per_trial":
         return replace(single, why=f"placement says so; {single.why}")

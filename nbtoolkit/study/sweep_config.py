@@ -78,7 +78,7 @@ class StudyConfig(Section):
     metric: Text | Names | None = None
     """The reported metric (or several) to improve; null: `checkpoint.monitor`, else val_loss."""
     direction: Direction | Auto | Directions = "auto"
-    """Which values are best; `auto`: as `checkpoint.mode` or the name says (see docs/search.md)."""
+    """Which values are best; `auto`: as `checkpoint.mode` or the name says (see docs/sweep.md)."""
     trial_value: Literal["last", "best"] = "last"
     """Which report of a trial is its value."""
     sampler: SamplerName = "tpe"

@@ -332,7 +332,9 @@ def estimate_bytes(train_step: TrainStep) -> tuple[int, int]:
     copies = _COPIES.get(type(train_step.optimizer).__name__, _MOST_COPIES)
     # Two files have the averages: one to resume from, one to predict with.
     averaged = 2 * weights if train_step.averages is not None else 0
-    return weights, weights + copies * trained + averaged
+    own = weights + copies * trained
+    several = train_step.strategy.state_copies
+    return weights, own + averaged + (several * own if several > 1 else 0)
 
 
 def _larger_disk(needed: int) -> str:

@@ -37,7 +37,7 @@ def make_evaluation_loader(
     workers: int = 0,
     collate: Collate | None = None,
     name: Literal["validation", "prediction"] = "validation",
-) -> Iterable[tuple[Batch, int]]:
+) -> _MapLoader | _StreamLoader:
     """Make the loader of this rank's part of ``data``; it can be iterated any number of times.
 
     Random augmentation draws the same for a sample in every iteration. The ranks take their batches
@@ -91,14 +91,18 @@ def make_evaluation_loader(
 
 
 class _MapLoader:
-    """Loads a data set, or the samples ``chosen``, by index; rank 0 has a batch if any has."""
+    """Loads a data set, or the samples ``chosen``, by index; rank 0 has a batch if any has.
+
+    Attributes:
+        samples: of all ranks.
+    """
 
     def __init__(
         self, source: Source, batch_size: int, rank: int, ranks: int, chosen: Tensor | None
     ) -> None:
         self._source, self._chosen = source, chosen
-        length = len(source) if chosen is None else len(chosen)
-        self._slices = list(_rank_slices(length, batch_size, rank, ranks))
+        self.samples = len(source) if chosen is None else len(chosen)
+        self._slices = list(_rank_slices(self.samples, batch_size, rank, ranks))
 
     def __iter__(self) -> Iterator[tuple[Batch, int]]:
         import torch
@@ -121,6 +125,8 @@ def _rank_slices(size: int, batch_size: int, rank: int, ranks: int) -> Iterator[
 
 class _StreamLoader:
     """Loads an iterable."""
+
+    samples = None  # known at its end
 
     def __init__(self, loader: StreamTrainLoader) -> None:
         self._loader = loader
@@ -171,9 +177,10 @@ class Validator:
         train_step.broadcast_buffers()
         train_step.module.eval()
         train_step.evaluated_module.eval()
-        for batch, samples in self._loader:
-            outputs, targets, loss = train_step.evaluate(batch, samples)
-            meter.add(loss, outputs, targets, samples)
+        with train_step.strategy.evaluating():
+            for batch, samples in self._loader:
+                outputs, targets, loss = train_step.evaluate(batch, samples)
+                meter.add(loss, outputs, targets, samples)
         return {f"val_{name}": value for name, value in meter.result().items()}
 
 
@@ -211,8 +218,6 @@ def predict(
         FitError: the data cannot be used or are empty, or the outputs are not tensors with one row
             per sample.
     """
-    from torch.nn.parallel import DistributedDataParallel
-
     loader = make_evaluation_loader(
         ctx,
         data,
@@ -221,19 +226,15 @@ def predict(
         collate=collate,
         name="prediction",
     )
-    if isinstance(model, DistributedDataParallel):  # its forward has collectives
-        model = cast("torch.nn.Module", model.module)
-    module, forward = model.to(ctx.device), step or _forward_inputs
-    broadcast_buffers(module, ctx.world_size)
-    rows = Rows()
-    with _evaluation_mode(ctx, module):
+    rows, forward = Rows(), step or forward_inputs
+    with evaluation_mode(ctx, model) as module:
         for batch, samples in loader:
             rows.add(forward(module, batch)[0], samples)
     return in_order(gather_on_all(rows.part(), ctx.world_size))
 
 
-def _forward_inputs(model: torch.nn.Module, batch: Batch) -> tuple[Batch, None]:
-    """The default step of :func:`predict`."""
+def forward_inputs(model: torch.nn.Module, batch: Batch) -> tuple[Batch, None]:
+    """The default step of :func:`predict`: a batch is inputs, or a pair (inputs, targets)."""
     import torch
 
     if isinstance(batch, torch.Tensor):
@@ -248,16 +249,31 @@ def _forward_inputs(model: torch.nn.Module, batch: Batch) -> tuple[Batch, None]:
 
 
 @contextmanager
-def _evaluation_mode(ctx: RunContext, module: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients in the plan's precision; restores each layer's mode."""
-    import torch
+def evaluation_mode(ctx: RunContext, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Evaluation mode without gradients in the plan's precision; restores each layer's mode.
 
+    Called by all ranks.
+
+    Args:
+        ctx: the run's context.
+        model: may be wrapped in ``DistributedDataParallel``.
+
+    Yields:
+        The model, unwrapped, on ``ctx.device``, with rank 0's buffers.
+    """
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    if isinstance(model, DistributedDataParallel):  # its forward has collectives
+        model = cast("torch.nn.Module", model.module)
+    module = model.to(ctx.device)
+    broadcast_buffers(module, ctx.world_size)
     modes = [(layer, layer.training) for layer in module.modules()]
     dtype = half_precision(ctx)
     module.eval()
     try:
         with torch.no_grad(), torch.autocast(ctx.device.type, dtype, enabled=dtype is not None):
-            yield
+            yield module
     finally:
         for layer, training in modes:
             layer.training = training

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
@@ -106,8 +107,9 @@ def fit(
             mean of torch's ``cross_entropy`` or ``nll_loss`` (``weight``, ``ignore_index``), a
             tensor of shape (n, ...) with one loss per sample, or a pair of sums (total, weight).
             The first batch shows which one it is; gradients and reported losses are those of the
-            whole batch on one device. ``train.loss_reduction: batch`` allows others. Several
-            optimizers need it for the validation only.
+            whole batch on one device. A loss between samples (contrastive) can have those of all
+            ranks: :func:`nbtoolkit.tasks.contrastive.metric_loss`. ``train.loss_reduction: batch``
+            allows others. Several optimizers need a loss for the validation only.
         metrics: ``"accuracy"``, functions ``(outputs, targets)`` -> mean over the batch,
             :func:`nbtoolkit.epoch_metric` of functions that need all samples at once, torchmetrics
             objects; in a list, or in a dict by name.
@@ -316,6 +318,8 @@ class _Training:
     def end_epoch(self, validator: Validator) -> None:
         """Validate, keep the best weights, save a due checkpoint, report; may raise RunStopped."""
         train_step, state, checkpoints = self._train_step, self._state, self._checkpoints
+        strategy = train_step.strategy
+        strategy.end_epoch()
         self._update_averages()
         state.values = state.train_losses
         self._moment("on_train_epoch_end")
@@ -330,8 +334,12 @@ class _Training:
         if better and state.has_best:
             about = {"epoch": state.epoch, "values": values}
             weights = train_step.evaluated_module.state_dict
+            if strategy.gathers:
+                best = strategy.gathered({"model": weights()})
+                weights = partial(best.__getitem__, "model")
             checkpoints.keep_best(weights, train_step.steps_done, about)
-        if self.done or checkpoints.due_by_epochs(state.epoch) or checkpoints.due_by_time():
+        due = self.done or checkpoints.due_by_epochs(state.epoch)
+        if due or strategy.agreed(checkpoints.due_by_time()):
             self._save(None)
         try:
             self._ctx.report(values, step=state.epoch)
@@ -345,6 +353,7 @@ class _Training:
             train_step.module.load_state_dict(train_step.evaluated_module.state_dict())
         if state.ends_with_best:
             train_step.load_on_all_ranks(self._checkpoints.best_weights())
+        train_step.strategy.close()
         self._moment("on_fit_end")
         return state.summary()
 
@@ -414,7 +423,7 @@ class _Training:
             self._save(gather_random_states(ctx.device, ctx.world_size))
 
     def _stop(self, stop: RunStopped, random_states: list[RandomState] | None) -> NoReturn:
-        """Save, unless the run cannot be resumed, and stop; from here on without collectives."""
+        """Save, unless the run cannot be resumed, and stop; all ranks do."""
         if stop.status != "pruned":
             self._save(random_states)
         raise stop
@@ -444,10 +453,12 @@ class _Training:
             random_states: of all ranks, within an epoch; None at its end.
         """
         train_step, state = self._train_step, self._state
+        gathers = train_step.strategy.gathers and self._config.checkpoint.enabled
+        gathered = train_step.strategy.gathered(train_step.state()) if gathers else None
 
         def make_parts() -> dict[str, State]:
             self._moment("on_save_checkpoint")
-            training = train_step.state()
+            training = train_step.state() if gathered is None else gathered
             model = training.pop("model")
             training |= {
                 "progress": state.state(),

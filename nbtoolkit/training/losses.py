@@ -54,13 +54,30 @@ class Reduction(IntEnum):
     MEAN = 1
     """The mean over the samples."""
     BATCH = 2
-    """Not made of samples, as ``train.loss_reduction: batch`` says: treated as a mean."""
+    """Not made of samples, as ``train.loss_reduction: batch`` or the loss says: as a mean."""
     SUM = 3
     """The sum over the samples."""
     WEIGHTED = 4
     """The mean over weights."""
     OTHER = 5
     """Something else: it cannot be computed in parts."""
+
+
+class TrainingPass:
+    """What ``fit`` and a loss tell each other during a training pass; each rank has one.
+
+    Attributes:
+        samples: of this rank in the micro-batch; 0: the rank passes a stand-in, whose row must not
+            count. None outside a training pass of ``fit``: in an own loop, and in the validation.
+        whole_batch: set by a loss that was computed from the micro-batches of all ranks: it need
+            not follow from its parts, and does not depend on the number of ranks.
+    """
+
+    samples: int | None = None
+    whole_batch: bool = False
+
+
+training_pass = TrainingPass()
 
 
 class BatchLoss(NamedTuple):
@@ -174,7 +191,7 @@ class ReducedLoss:
     def _compare(self, outputs: Batch, targets: Batch, samples: int, whole: BatchLoss) -> Finding:
         import torch
 
-        if self.reduction is Reduction.BATCH:
+        if self.reduction is Reduction.BATCH or training_pass.whole_batch:
             return Finding(Reduction.BATCH)
         weighted = not isinstance(whole.weight, float)
         likely = Reduction.WEIGHTED if weighted else Reduction.MEAN

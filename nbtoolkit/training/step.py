@@ -6,27 +6,33 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbtoolkit.errors import CheckpointError, FitError
 from nbtoolkit.run.weights import load_weights
 from nbtoolkit.training.loading.sampler import MicroBatch
-from nbtoolkit.training.losses import BatchLoss, ReducedLoss, Reduction, all_count, check_labels
+from nbtoolkit.training.losses import (
+    BatchLoss,
+    ReducedLoss,
+    Reduction,
+    all_count,
+    check_labels,
+    training_pass,
+)
 from nbtoolkit.training.model import (
     broadcast_buffers,
     half_precision,
     prepare_model,
     to_channels_last,
-    wrap_model,
 )
 from nbtoolkit.training.optim.averaging import make_averages
 from nbtoolkit.training.optim.optimizer import Schedule, set_rate
 from nbtoolkit.training.optim.user_optimizer import GivenOptimizer, make_user_optimizer
+from nbtoolkit.training.strategy import make_strategy
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-    from torch.nn.parallel import DistributedDataParallel
 
     from nbtoolkit.config.schema import Config
     from nbtoolkit.training.loading.data import Batch
@@ -57,6 +63,7 @@ class TrainStep:
         optimizer: over its trainable parameters.
         optimizers: the same by name, for callbacks.
         averages: of its weights; None without averaging.
+        strategy: how the ranks share the training.
         steps_done: optimizer steps done.
         rate: the learning rate of the last step.
         grad_norm: the gradient's norm before clipping when it was last measured, a scalar; None: it
@@ -82,10 +89,13 @@ class TrainStep:
         self.schedule = schedule
         self.module = prepare_model(ctx, config, model)
         self.module.zero_grad()  # of steps before fit
+        self.strategy = make_strategy(ctx, config)
         self._no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._model = self._wrap(ctx, config)
+        self._model = self._wrap()
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.optimizer = self._make_optimizer(config, optimizer)
+        self.strategy.bind(self.optimizer)
+        self._after_step = self.strategy.after_step
         named = self.module.named_parameters()
         self._named = {name: weight for name, weight in named if weight.requires_grad}
         self._parameters = list(self._named.values())
@@ -108,11 +118,10 @@ class TrainStep:
             config, self.module, steps=schedule.total, factor=ctx.plan.lr_factor
         )
 
-    def _wrap(self, ctx: RunContext, config: Config) -> nn.Module:
+    def _wrap(self) -> nn.Module:
         """The model as the step calls it."""
-        model = wrap_model(ctx, config, self.module, steps=self.schedule.total)
-        if ctx.world_size > 1:
-            self._no_sync = cast("DistributedDataParallel", model).no_sync
+        model = self.strategy.wrap(self.module, steps=self.schedule.total)
+        self._no_sync = self.strategy.no_sync(model)
         return model
 
     def _make_optimizer(
@@ -142,6 +151,7 @@ class TrainStep:
                 used in a step of several ranks, or the model cannot be compiled. The user's own
                 errors pass, with a note of the step.
         """
+        training_pass.samples, training_pass.whole_batch = micro_batch.samples, False
         try:
             if micro_batch.last:
                 loss = self._pass(batch, micro_batch)
@@ -152,12 +162,14 @@ class TrainStep:
                 with self._no_sync():  # gradients accumulate on this rank only
                     loss = self._pass(batch, micro_batch)
         except Exception as error:
-            fault = translate_error(
+            fault = self.strategy.translated(error) or translate_error(
                 error, self._named, steps_done=self.steps_done, compiled=self._compiled
             )
             if fault is None:
                 raise
             raise fault from error
+        finally:
+            training_pass.samples = None
         return loss
 
     def evaluate(self, batch: Batch, samples: int) -> tuple[Batch, Batch, BatchLoss]:
@@ -202,7 +214,7 @@ class TrainStep:
             broadcast_buffers(self.averages.module, self._ranks)
 
     def state(self) -> State:
-        """What a resumed run needs, the same on all ranks."""
+        """What a resumed run needs, as :meth:`Strategy.gathered` takes it."""
         state = {
             "model": self.module.state_dict(),
             "step": self.steps_done,
@@ -231,6 +243,7 @@ class TrainStep:
             self.averages.restore(state["averages"], source=source)
         self.steps_done = state["step"]
         self._reduced.reduction = Reduction(state["reduction"])
+        self.strategy.restore(state)
 
     def _optimizer_state(self) -> State:
         return {
@@ -254,15 +267,7 @@ class TrainStep:
 
     def load_on_all_ranks(self, weights: Mapping[str, Tensor] | None) -> None:
         """Load rank 0's ``weights`` into the model on every rank; None there: its present ones."""
-        import torch
-        import torch.distributed as dist
-
-        if weights is not None:
-            self.module.load_state_dict(weights)
-        if self._ranks > 1:
-            for value in self.module.state_dict().values():
-                if isinstance(value, torch.Tensor):
-                    dist.broadcast(value, src=0)
+        self.strategy.load_on_all_ranks(self.module, weights)
 
     def _pass(self, batch: Batch, micro_batch: MicroBatch) -> BatchLoss:
         """Forward and backward; under DDP the gradients are then the mean over the ranks."""
@@ -346,9 +351,9 @@ class TrainStep:
             self._divide_by_weights()
         self._scaler.unscale_(self.optimizer)
         if self._max_norm is not None:
-            self.grad_norm = clip(self._parameters, self._max_norm)
+            self.grad_norm = self.strategy.clip(self._parameters, self._max_norm)
         elif measure_norm:
-            self.grad_norm = grad_norm(self._parameters)
+            self.grad_norm = self.strategy.grad_norm(self._parameters)
         rate = None if self.averages is None else self.averages.rate(self.steps_done)
         if rate is None:
             self.rate = self.schedule.apply(self.optimizer, self.steps_done)
@@ -361,6 +366,8 @@ class TrainStep:
         for parameter in self._parameters:  # what zero_grad does, in 0.3 instead of 6 us
             parameter.grad = None
         self.steps_done += 1
+        if self._after_step is not None:
+            self._after_step(self.steps_done)
         if self.averages is not None:
             self.averages.update()
 
@@ -386,23 +393,6 @@ def grad_scaler(ctx: RunContext, config: Config) -> torch.amp.GradScaler:
         growth_interval=train.scaler_growth_interval,
         enabled=ctx.plan.precision == "fp16",
     )
-
-
-def clip(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale the gradients down to ``max_norm``; returns their norm before."""
-    import torch
-
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-
-
-def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """The norm of the gradients."""
-    import torch  # torch.nn.utils.get_total_norm is public from torch 2.7 on only
-
-    norm = torch.linalg.vector_norm
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    total: Tensor = norm(torch.stack([norm(grad, dtype=torch.float32) for grad in gradients]))
-    return total
 
 
 # --- errors inside a step ---

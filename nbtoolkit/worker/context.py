@@ -280,6 +280,10 @@ class RunContext:
         path, where = self._checkpoint(kind), _caller()
         # First wait for all ranks: a late one must not load what is saved now.
         self._together(messages.SaveRequest(where=where))
+        if self.plan.strategy == "fsdp":
+            from nbtoolkit.worker.prepare import saved_state
+
+            state = saved_state(self, state)
         if self.is_main:
             write_state(path, state)
         self._together(

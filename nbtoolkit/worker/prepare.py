@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import PlanError
@@ -30,7 +31,20 @@ def prepared_inputs(ctx: RunContext, objects: Iterable[object]) -> list[object]:
             item = slice_loader(ctx, item, loaders)
             loaders += 1
         inputs.append(item)
+    if ctx.plan.strategy == "fsdp":
+        _fsdp().shard_inputs(ctx, inputs)
     return inputs
+
+
+def saved_state(ctx: RunContext, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What ``ctx.save`` writes on rank 0; with ``strategy: fsdp`` a collective."""
+    whole: Mapping[str, Any] = _fsdp().gather_state(ctx, state)
+    return whole
+
+
+def _fsdp() -> Any:
+    """The module of the strategy, which may import what this one must not."""
+    return importlib.import_module("nbtoolkit.training.strategies.fsdp")
 
 
 def with_sync_batchnorm(ctx: RunContext, config: Config, model: nn.Module) -> nn.Module:
@@ -83,6 +97,13 @@ def make_accelerator(ctx: RunContext) -> Accelerator:
         def prepare(self, *args: Any, **options: Any) -> Any:
             return super().prepare(*prepared_inputs(ctx, args), **options)
 
+        def prepare_model(
+            self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
+        ) -> Any:
+            # Not wrapped: it is sharded already.
+            unwrapped = evaluation_mode or plan.strategy == "fsdp"
+            return super().prepare_model(model, device_placement, unwrapped)
+
         def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
             if self.num_processes == 1:
                 return super().gather_for_metrics(input_data, use_gather_object)
@@ -127,6 +148,12 @@ def _checked_model(ctx: RunContext, model: nn.Module) -> nn.Module:
             f"the model is already wrapped: it is a {type(model).__name__}",
             allowed="the plain model: ctx.prepare wraps it for several ranks",
             do=f"delete the line with {type(model).__name__}(model)",
+        )
+    if ctx.plan.strategy == "local_sgd":
+        raise PlanError(
+            "distributed.local_sgd_steps is set, and ctx.prepare cannot train so",
+            allowed="nb.fit with distributed.local_sgd_steps, or ctx.prepare without it",
+            do="set distributed.local_sgd_steps: null, or train with nb.fit",
         )
     if ctx.world_size > 1 and ctx.config.train.loss_reduction == "auto":
         ctx.refuse_weighted_losses()

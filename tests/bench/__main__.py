@@ -12,6 +12,7 @@ MODULES = (
     "launches",
     "memory",
     "training",
+    "strategies",
     "finders",
     "boosting",
     "search",
@@ -21,6 +22,7 @@ MODULES = (
     "archive",
     "panel",
     "integrations",
+    "metric_learning",
     "browser",
 )
 

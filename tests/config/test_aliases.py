@@ -45,6 +45,7 @@ def _load(**sections: Any) -> Config:
         ({"multi_gpu_mode": "DataParallel"}, {"distributed.strategy": "dp"}),
         ({"distributed": {"strategy": "Data_Parallel"}}, {"distributed.strategy": "dp"}),
         ({"distributed": {"strategy": "none"}}, {"distributed.strategy": "single"}),
+        ({"distributed": {"strategy": "FSDP2"}}, {"distributed.strategy": "fsdp"}),
         ({"distributed": {"strategy": "Auto"}}, {}),
         ({"distributed": {"backend": "pytorch-ddp"}}, {"distributed.strategy": "ddp"}),
         ({"distributed": {"communication_backend": "gloo"}}, {"distributed.backend": "gloo"}),
@@ -92,8 +93,8 @@ def test_other_launchers_names_are_understood(
         ),
         ({"distributed": {"enable_hybrid": True}}, r"pipeline strategies .* are not there yet"),
         (
-            {"distributed": {"strategy": "fsdp"}},
-            r"'fsdp' is refused: not built in(.|\n)*auto, single, ddp, dp or",
+            {"distributed": {"strategy": "deepspeed"}},
+            r"'deepspeed' is refused: DeepSpeed is not(.|\n)*auto, single, ddp, fsdp, dp or",
         ),
         ({"distributed": {"backend": "mpi"}}, r"backend: 'mpi' is refused: torch has it only when"),
         ({"distributed": {"backend": "horovod"}}, r"Horovod's last release"),

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import numpy as np
 import pandas as pd
 import papermill
 import pytest
 from demo import IPC
 from kernels import SECONDS
+from PIL import Image
 from run_folders import trained, write_run
 from sklearn.datasets import load_digits
 
@@ -20,9 +22,16 @@ import nbtoolkit as nb
 pytestmark = pytest.mark.timeout(900)  # whole notebooks
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
-TRAIN, SWEEP, FOLDS, REPORT, COMPETITION = (
+TRAIN, SWEEP, FOLDS, REPORT, METRIC, COMPETITION = (
     next(path for path in NOTEBOOKS if path.name == f"{name}.ipynb")
-    for name in ("01_train", "02_sweep", "03_cross_validate", "05_report", "08_competition")
+    for name in (
+        "01_train",
+        "02_sweep",
+        "03_cross_validate",
+        "05_report",
+        "07_metric_learning",
+        "08_competition",
+    )
 )
 
 
@@ -67,7 +76,7 @@ def test_training_under_papermill_with_parameters(tmp_path: Path) -> None:
     assert not [out for cell in outputs.values() for out in cell if out.get("name") == "stderr"]
 
 
-def executed(path: Path, folder: Path, **parameters: Any) -> dict[str, list[Any]]:
+def executed(path: Path, folder: Path, /, **parameters: Any) -> dict[str, list[Any]]:
     """The outputs of a notebook's cells, by the cells' ids."""
     notebook = papermill.execute_notebook(
         path,
@@ -169,3 +178,24 @@ def test_the_report_is_on_the_runs_in_a_folder_and_a_page_is_beside_them(tmp_pat
     assert html_of(cells["pages"].outputs).count("two-0002") >= 1
     assert "<polyline" in html_of(cells["comparison"].outputs)
     assert "samples a second" in html_of(cells["devices"].outputs)
+
+
+@pytest.mark.long
+def test_metric_learning_takes_a_folder_of_images(tmp_path: Path) -> None:
+    pixels, labels = load_digits(return_X_y=True)
+    for number in range(300):
+        file = tmp_path / f"photos/class {labels[number]}/{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((pixels[number].reshape(8, 8) * 15).astype(np.uint8)).save(file)
+    epochs = {f"model.stage{stage}.train.epochs": 4 for stage in (1, 2)}
+    settings = {"data.size": 16, "model.samples_per_class": 4, **epochs}
+    outputs = executed(METRIC, tmp_path, folder=str(tmp_path / "photos"), overrides=settings)
+    shown = [one for cell in outputs.values() for one in cell if "image/png" in one.get("data", {})]
+    assert len(shown) == 3  # confusion, embeddings, neighbours
+    [run] = (tmp_path / "out").glob("*-metric_learning-*")
+    result = json.loads((run / "result.json").read_text())
+    assert (result["status"], result["processes"]) == ("completed", 2)
+    with np.load(run / "index.npz") as index:
+        assert index["vectors"].shape == (300, 128)
+        assert set(index["classes"]) == {f"class {number}" for number in range(10)}
+        assert index["paths"][0] == str(tmp_path / "photos/class 0/0.png")

@@ -32,6 +32,7 @@ from panels import (
     status,
     told,
     trials_begun,
+    visible,
     walk,
 )
 
@@ -66,7 +67,7 @@ def test_a_wrong_value_in_any_field_is_told_beside_it_and_nothing_can_be_launche
         widget.value = right
         assert pressable(panel) == {"launch", "sweep"}, name
         assert board.setup.errors[name].value == ""
-        assert board.errors.layout.display == "none"
+        assert not visible(board.errors)
 
 
 def test_settings_that_are_wrong_together_are_told_above_them(opened: Open) -> None:

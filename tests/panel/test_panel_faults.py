@@ -21,10 +21,12 @@ from panels import (
     click,
     controller,
     ends,
+    models,
     numbers,
     pressable,
     region,
     regions,
+    shown_rows,
     status,
     told,
     trials_begun,
@@ -34,6 +36,7 @@ from run_folders import sweep, trained, trial, write_run
 
 import nbtoolkit as nb
 from nbtoolkit.errors import ConfigError, LaunchError
+from nbtoolkit.panel import widgets
 from nbtoolkit.panel.form import config_fields
 from nbtoolkit.run.events import EventReader
 
@@ -278,13 +281,33 @@ def rank_of(panel: nb.Panel, job: str = ".") -> int:
 
 
 def test_close_takes_every_widget_with_it(opened: Open) -> None:
-    """ipywidgets keeps all that were made, each with a layout and a style."""
-    from ipywidgets.widgets.widget import _instances
-
-    before = set(_instances)
+    """ipywidgets keeps all that were made."""
+    before = models()
     panel = opened()
     for name in FIELDS:
         controller(panel).board.setup.input(name)
-    assert len(_instances) > len(before) + len(FIELDS)
+    assert len(models()) > len(before) + len(FIELDS)
     panel.close()
-    assert set(_instances) <= before
+    assert models() <= before
+
+
+def test_a_new_panel_needs_few_models(
+    opened: Open, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The browser makes one after another before it shows the first value."""
+    from ipywidgets.widgets.widget import _instances
+
+    monkeypatch.setattr(widgets, "SHARED", {})  # as in a new kernel
+    before = set(_instances)
+    opened()  # with four models for each changed setting
+    assert 50 < len(set(_instances) - before) < 160
+    sweep(home / "out", [trial(n, value=n / 10, best=n == 0) for n in range(12)])
+    monkeypatch.setattr(widgets, "SHARED", {})
+    before = set(_instances)
+    panel = opened(space=SPACE)
+    assert len(shown_rows(panel)) == 10
+    assert 50 < len(set(_instances) - before) < 150
+    board = controller(panel).board
+    assert not board.setup.built
+    board.sections.headings["Set up"].click()
+    assert board.setup.built

@@ -80,7 +80,7 @@ def test_settings_of_the_run_are_loaded_unless_the_cell_names_some(
     bare = nb.panel(panel_functions.reports)
     try:
         assert bare.config == config
-        assert "low: 0.001" in controller(bare).board.setup.space.value
+        assert "low: 0.001" in controller(bare).board.setup.state.space
     finally:
         bare.close()
     given = opened(**{"runtime.output_dir": str(home / "outputs")})
@@ -301,7 +301,7 @@ def test_a_click_on_a_row_that_has_just_moved_does_nothing(opened: Open, out: Pa
     with hold_lock(paths):
         panel = opened()
         settle(panel)
-        [running] = [row for row in shown_rows(panel) if row.stop.layout.visibility == "visible"]
+        [running] = [row for row in shown_rows(panel) if visible(row.stop)]
         assert running.number == 0
         assert running.stop.description == "Stop trial 0"  # its name; the style draws the sign
         running.since = time.monotonic()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from harmless import EVIL, assert_harmless
+from panels import models, visible
 from traitlets import TraitError
 
 import nbtoolkit as nb
@@ -27,7 +28,6 @@ from nbtoolkit.panel.form import (
     texts_of,
 )
 from nbtoolkit.panel.setup import Setup, cost_text
-from nbtoolkit.panel.widgets import close_widget
 
 FIELDS = config_fields()
 SPACE = "optim.lr: {type: float, low: 0.01, high: 0.1}"
@@ -55,7 +55,12 @@ SPACES = [
 
 
 def setup_of(space: str = "", **overrides: Any) -> Setup:
-    return Setup(FormState(Config().with_overrides(overrides), space), lambda: None)
+    return built(Setup(FormState(Config().with_overrides(overrides), space), lambda: None))
+
+
+def built(setup: Setup) -> Setup:
+    setup.build()
+    return setup
 
 
 def shown(setup: Setup) -> list[str]:
@@ -192,7 +197,7 @@ def test_common_and_changed_settings_come_first_and_others_are_found() -> None:
     common = {"train.epochs", "train.batch_size", "optim.lr", "model", "seed"}
     assert set(shown(setup)) == common | {"distributed.world_size", "tracking.mlflow"}
     assert len(setup.rows) == 7  # others are made when they are first shown
-    assert "task" in shown(Setup(FormState(Config()), lambda: None, task=True))
+    assert "task" in shown(built(Setup(FormState(Config()), lambda: None, task=True)))
     setup.search.value = "decay"
     assert "optim.weight_decay" in shown(setup)
     assert "train.ema_decay" in shown(setup)
@@ -280,11 +285,11 @@ def test_a_changed_value_is_bold_and_can_be_reset() -> None:
         widget = setup.input(name)
         reset = setup._resets[name]
         assert widget.description == f"<b>{name}</b>"
-        assert reset.layout.visibility == "visible"
+        assert visible(reset)
         reset.click()
         assert widget.value == default
         assert widget.description == name
-        assert reset.layout.visibility == "hidden"
+        assert not visible(reset)
         assert name in shown(setup)  # a row does not leave under the mouse
     assert setup.state.changed() == []
     assert setup.edited
@@ -311,7 +316,7 @@ def test_booleans_are_lists_and_null_is_an_empty_field() -> None:
 
 def test_load_replaces_the_contents_and_is_no_edit() -> None:
     edits: list[None] = []
-    setup = Setup(FormState(Config()), lambda: edits.append(None))
+    setup = built(Setup(FormState(Config()), lambda: edits.append(None)))
     setup.input("optim.lr").value = "0.25"
     assert setup.edited
     setup.edited = False
@@ -350,18 +355,20 @@ def test_rows_may_be_made_while_another_thread_shows_errors() -> None:
     assert setup.errors["optim.momentum"].value == ""
 
 
-def test_closing_the_rows_and_the_root_closes_every_widget(tmp_path: Path) -> None:
-    """ipywidgets keeps all that were made, each with a layout and a style."""
-    from ipywidgets.widgets.widget import _instances
-
-    before = set(_instances)
-    setup = setup_of("a: [1, 2]\nb: [1, 2]")
+def test_widgets_are_made_when_they_are_needed_and_all_are_closed() -> None:
+    """ipywidgets keeps all that were made."""
+    before = models()
+    setup = Setup(FormState(Config(), "a: [1, 2]\nb: [1, 2]"), lambda: None)
+    checked(setup)
+    other = FormState(Config(), SPACE)
+    setup.load(other)
+    assert len(models() - before) == 1
+    setup.build()
+    assert (setup.state, setup.space.value) == (other, SPACE)
     setup.section.value = "all"
-    setup.space.value = SPACE
-    assert len(_instances) > len(before) + len(FIELDS)
-    for widget in (*setup.rows, setup.root):
-        close_widget(widget)
-    assert set(_instances) <= before
+    assert len(models() - before) > 3 * len(FIELDS)
+    setup.close()
+    assert models() <= before
 
 
 # --- what it costs ---

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from harmless import EVIL, assert_harmless
+from panels import visible
 
 from nbtoolkit.config.schema import Config
 from nbtoolkit.config.yaml_source import dump, parse_value
@@ -130,8 +131,7 @@ def test_the_table_shows_the_rows_and_says_what_only_the_yaml_has() -> None:
     assert "train.batch_size (step), optim.momentum (when)" in table._note.value
     assert written == []
     shown = [
-        [key for key, widget in widgets.inputs.items() if widget.layout.display != "none"]
-        for widgets in table.rows
+        [key for key, widget in widgets.inputs.items() if visible(widget)] for widgets in table.rows
     ]
     assert shown[0] == ["name", "kind", "low", "high", "log"]
     assert shown[2] == shown[4] == ["name", "kind", "values"]
@@ -147,7 +147,7 @@ def test_an_edit_in_the_table_writes_yaml_and_changes_nothing_that_is_typed() ->
     assert parse_value(written[-1]) == {"optim.lr": {"type": "float", "low": 1e-3, "high": 0.2}}
     table.rows[0].inputs["kind"].value = "categorical"
     table.rows[0].inputs["values"].value = "1e-3, 1e-2"
-    assert table.rows[0].inputs["low"].layout.display == "none"
+    assert not visible(table.rows[0].inputs["low"])
     assert parse_value(written[-1]) == {
         "optim.lr": {"type": "categorical", "choices": [1e-3, 1e-2]}
     }
@@ -192,6 +192,7 @@ def test_names_of_any_kind_are_text() -> None:
 def test_settings_and_the_own_sections_are_suggested() -> None:
     state = FormState(Config().with_overrides({"model": {"hidden": 64}}), "optim.lr: [1, 2]")
     setup = Setup(state, lambda: None)
+    setup.build()
     setup.show(state.validate())
     setup.table.add.click()
     for row in setup.table.rows:
@@ -207,6 +208,7 @@ def test_settings_and_the_own_sections_are_suggested() -> None:
 def test_table_and_yaml_follow_each_other() -> None:
     edits: list[None] = []
     setup = Setup(FormState(Config(), SPACE), lambda: edits.append(None))
+    setup.build()
     count = len(edits)
     setup.table.rows[0].inputs["high"].value = "0.5"
     assert len(edits) == count + 1

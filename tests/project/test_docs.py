@@ -1,29 +1,49 @@
 """The pages of the docs: snippets compile, those not marked `no-run` run, links are valid.
 
-The snippets of a page run in one namespace, in a fresh process, from top to bottom.
+The snippets of a page run in one namespace, in a fresh process, from top to bottom. On pages that
+show what their code prints, the ```text blocks below it are compared with what it prints. Shell
+lines are parsed by the command line, YAML is read by its loader.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
+import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import typer.main
 import yaml
 
 import nbtoolkit
+from nbtoolkit import cli_hosts, cli_panel  # noqa: F401  (they add their commands)
+from nbtoolkit.cli import app
+from nbtoolkit.config.schema import Config
+from nbtoolkit.config.validation import fields
 from nbtoolkit.pipeline.load import load_pipeline
 from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+START = ROOT / "docs/index.rst"  # the site's first page
 
 # Pages whose snippets another test runs.
-RUN_ELSEWHERE = {"tensorflow.md": "integrations/test_tensorflow.py"}
+RUN_ELSEWHERE = {"docs/tensorflow.md": "integrations/test_tensorflow.py"}
+
+# Folders of pages that show what their code prints.
+SHOW_OUTPUT = ("docs/explanation/", "docs/how-to/", "docs/moving/")
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 @dataclass(frozen=True)
@@ -44,12 +64,21 @@ def snippets(page: Path) -> list[Snippet]:
     text = page.read_text()
     found = re.finditer(r"(?ms)^```python( no-run)?\n(.*?)^```$", text)
     return [
-        Snippet(page.name, text[: block.start(2)].count("\n") + 1, block[2], not block[1])
+        Snippet(name_of(page), text[: block.start(2)].count("\n") + 1, block[2], not block[1])
         for block in found
     ]
 
 
-SNIPPETS = [snippet for page in PAGES for snippet in snippets(page)]
+def first_page() -> Snippet:
+    """The code of the site's first page, which is reStructuredText."""
+    text = START.read_text()
+    block = re.search(r"(?m)^\.\. code-block:: python\n\n((?:   .*\n|\n)+)", text)
+    assert block is not None
+    line = text[: block.start(1)].count("\n") + 1
+    return Snippet(name_of(START), line, re.sub(r"(?m)^   ", "", block[1]), runs=True)
+
+
+SNIPPETS = [first_page(), *(snippet for page in PAGES for snippet in snippets(page))]
 TO_RUN = sorted({snippet.page for snippet in SNIPPETS if snippet.runs} - RUN_ELSEWHERE.keys())
 
 
@@ -68,11 +97,26 @@ def test_snippet_compiles(snippet: Snippet) -> None:
     ast.parse("\n" * (snippet.line - 1) + snippet.code, filename=snippet.page)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=str)
+def test_snippet_passes_arguments_that_exist(snippet: Snippet) -> None:
+    """Most of all for the snippets that do not run."""
+    for call in ast.walk(ast.parse(snippet.code)):
+        if not isinstance(call, ast.Call) or not ast.unparse(call.func).startswith("nb."):
+            continue
+        called = getattr(nbtoolkit, ast.unparse(call.func).removeprefix("nb."), None)
+        if called is None:
+            continue  # a method of what a call returned, or a name of nb.errors
+        parameters = inspect.signature(called).parameters.values()
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            given = {keyword.arg for keyword in call.keywords if keyword.arg}
+            assert given <= {parameter.name for parameter in parameters}, ast.unparse(call)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_fence_says_what_it_holds(page: Path) -> None:
     """A slip in a fence would hide its snippet from these tests."""
     opening = names(page, r"(?m)^```(.*)$")[::2]
-    known = {"python", "python no-run", "bash", "text", "yaml", "json", ""}
+    known = {"python", "python no-run", "bash", "diff", "text", "yaml", "json", ""}
     assert [fence for fence in opening if fence not in known] == []
     assert sum(fence.startswith("python") for fence in opening) == len(snippets(page))
 
@@ -91,14 +135,36 @@ def test_page_runs(name: str, tmp_path: Path) -> None:
         if snippet.page == name and snippet.runs:
             lines += [""] * (snippet.line - 1 - len(lines))  # errors name the page's own lines
             lines += snippet.code.splitlines()
-    script = tmp_path / name.replace(".md", ".py")
+    script = tmp_path / "page.py"
     script.write_text("\n".join(lines))
     program = [sys.executable, "-W", "error", str(script)]
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
+    if name.startswith(SHOW_OUTPUT):
+        printed = [comparable(line) for line in done.stdout.splitlines()]
+        shown = list(shown_output(ROOT / name))
+        assert [line for line in shown if comparable(line) not in printed] == [], done.stdout
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def shown_output(page: Path) -> Iterator[str]:
+    """The lines of the text blocks that stand directly below code."""
+    for block in names(page, r"(?ms)^```\n\n```text\n(.*?)^```$"):
+        yield from block.splitlines()
+
+
+def comparable(line: str) -> str:
+    """A line without what differs from run to run: numbers, identifiers, folders, widths."""
+    line = re.sub(r"\d{8}T\d{6}-(\w+)-[0-9a-f]{4}", r"ID-\1", line)
+    line = re.sub(r"\S*/([\w.-]+)", r"\1", line).replace("notebook.py", "page.py")
+    return " ".join(re.sub(r"-?\d[\d.]*(e-?\d+)?", "#", line).split())
+
+
+def test_only_what_differs_from_run_to_run_is_left_out_of_the_comparison() -> None:
+    assert comparable("trial 3  0.25 s ./notebook.py:7") == comparable("trial 12  1 s /t/page.py:9")
+    assert comparable("2 complete") != comparable("2 pruned")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_yaml_snippet_is_a_configuration_a_sweep_or_a_pipeline(
     page: Path, tmp_path: Path
 ) -> None:
@@ -113,12 +179,78 @@ def test_every_yaml_snippet_is_a_configuration_a_sweep_or_a_pipeline(
             nbtoolkit.load_config(file, env=None)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_shell_line_is_a_command_with_options_that_exist(page: Path) -> None:
+    """Nothing runs: the command line and the Makefile are asked."""
+    group = typer.main.get_command(app)
+    root = group.make_context("nbtoolkit", [], resilient_parsing=True)
+    targets = set(re.findall(r"(?m)^([\w-]+):", (ROOT / "Makefile").read_text()))
+    for block in names(page, r"(?ms)^```bash\n(.*?)^```$"):
+        for line in block.splitlines():
+            program, *words = shlex.split(line, comments=True) or [""]
+            if program == "nbtoolkit":
+                command = group.get_command(root, words[0])
+                assert command is not None, line
+                command.make_context(words[0], words[1:], parent=root)
+            elif program == "make":
+                assert set(words) <= targets, line
+            else:
+                known = {"", "(python", "git", "kaggle", "pip", "python", "torchrun", "cd"}
+                assert program in known, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_diff_applies_to_this_version(page: Path, tmp_path: Path) -> None:
+    for text in names(page, r"(?ms)^```diff\n(.*?)^```$"):
+        (tmp_path / "a.diff").write_text(text)
+        done = subprocess.run(
+            ["git", "apply", "--check", "--verbose", tmp_path / "a.diff"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "Skipped" not in done.stderr  # what git says outside of its folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("heading", "tests"),
+    [
+        ("Add a setting", "tests/config/test_every_field_fit.py"),
+        ("Add a sampler", "tests/study/test_study.py"),
+        ("Add a task", "tests/tasks/test_wine.py"),
+        ("Add an integration", "tests/integrations/test_ignite.py"),
+    ],
+)
+def test_the_examples_for_contributors_pass_their_tests(
+    heading: str, tests: str, tmp_path: Path
+) -> None:
+    page = (ROOT / "docs/CONTRIBUTING.md").read_text()
+    (tmp_path / "a.diff").write_text(page.split(f"## {heading}\n")[1].split("```")[1][5:])
+    for name in ("config", "nbtoolkit", "tests", "pyproject.toml"):
+        copy = shutil.copy2 if (ROOT / name).is_file() else shutil.copytree
+        copy(ROOT / name, tmp_path / name)
+    subprocess.run(["git", "apply", "a.diff"], cwd=tmp_path, check=True)
+    program = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    chosen = ["-k", "train.target or nsga2 or wine or ignite", *tests.split()]
+    done = subprocess.run(
+        program + chosen,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"\b1 (passed|skipped)", done.stdout)
+
+
 def test_readme_is_among_the_pages_that_run() -> None:
     assert "README.md" in TO_RUN
     assert all((ROOT / "tests" / test).exists() for test in RUN_ELSEWHERE.values())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in names(page, r"\]\(([^)\s]+)\)"):
         if re.match(r"[a-z]+:", target):
@@ -130,7 +262,21 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(linked), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_public_names_are_there(page: Path) -> None:
     used = set(names(page, r"\bnb\.([a-zA-Z_]+)"))
     assert used - set(nbtoolkit.__all__) - {"errors"} == set()
+
+
+SETTINGS = fields(Config).keys() | fields(SweepConfig).keys()
+SECTIONS = {name.partition(".")[0] for name in SETTINGS if "." in name}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_settings_are_there(page: Path) -> None:
+    """`train.epochs` in code, with or without a value behind it."""
+    if page.name in ("CHANGELOG.md", "log.md"):
+        return  # these name settings of older versions
+    used = names(page, rf"(?<!`)`((?:{'|'.join(SECTIONS)})\.[a-z_]+)(?=[`:= ])")
+    files = (".py", ".yaml", ".json", ".jsonl")
+    assert {name for name in used if not name.endswith(files)} - SETTINGS == set()

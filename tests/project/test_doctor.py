@@ -174,7 +174,7 @@ def test_a_strangers_package_of_the_same_name_is_noticed() -> None:
 
 def test_no_install_line_brings_a_strangers_package() -> None:
     root = Path(nb.__file__).parent.parent
-    files = [root / "README.md", root / "pyproject.toml", *(root / "docs").glob("*.md")]
+    files = [root / "README.md", root / "pyproject.toml", *(root / "docs").rglob("*.md")]
     files += [*(root / "notebooks").glob("*.ipynb"), *(root / "nbtoolkit").rglob("*.py")]
     strangers = re.compile(r"nbtoolkit\[|pip install (-U )?['\"]?nbtoolkit\b(?!-torch)")
     assert [file.name for file in files if strangers.search(file.read_text())] == []

@@ -8,6 +8,7 @@ from typing import Any
 from kernels import until
 
 import nbtoolkit as nb
+from nbtoolkit.panel.widgets import HIDDEN, INVISIBLE, SHARED
 
 SPACE = {
     "study": {"metric": "score", "sampler": "random", "pruner": "none"},
@@ -34,7 +35,14 @@ def ends(panel: nb.Panel) -> str:
 
 
 def visible(widget: Any) -> bool:
-    return widget.layout.display != "none"
+    return not {HIDDEN, INVISIBLE} & {*widget._dom_classes}
+
+
+def models() -> set[str]:
+    """The ids of all widgets of this process, but for the layouts and styles that are shared."""
+    from ipywidgets.widgets.widget import _instances
+
+    return set(_instances) - {widget.model_id for widget in SHARED.values()}
 
 
 def pressable(panel: nb.Panel) -> set[str]:

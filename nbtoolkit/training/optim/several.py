@@ -20,7 +20,8 @@ from nbtoolkit.training.optim.user_optimizer import (
     required_arguments,
     resolve_optimizer,
 )
-from nbtoolkit.training.step import Forward, TrainStep, clip, grad_norm, grad_scaler
+from nbtoolkit.training.step import Forward, TrainStep, grad_scaler
+from nbtoolkit.training.strategy import clip, grad_norm
 
 if TYPE_CHECKING:
     import torch
@@ -187,7 +188,7 @@ class SeveralTrainStep(TrainStep):
         self._shares_buffers = ctx.world_size > 1 and config.distributed.broadcast_buffers
         self.load_on_all_ranks(None)  # as DDP does: all start with rank 0's weights
 
-    def _wrap(self, ctx: RunContext, config: Config) -> nn.Module:
+    def _wrap(self) -> nn.Module:
         return self.module
 
     def _make_optimizer(self, config: Config, given: object) -> torch.optim.Optimizer:
@@ -297,8 +298,8 @@ def _check(
     elif passes > 1:
         fault = f"several optimizers cannot accumulate gradients, and a step takes {passes} passes"
         do = "set train.gradient_accumulation_steps: 1, or a smaller train.batch_size"
-    elif plan.strategy == "dp":
-        fault = "several optimizers do not go with distributed.strategy: dp"
+    elif plan.strategy not in ("single", "ddp", "tensorflow"):
+        fault = f"several optimizers do not go with distributed.strategy: {plan.strategy}"
         do = "set distributed.strategy: ddp or single"
     elif config.train.compile:
         fault = "several optimizers do not go with train.compile"

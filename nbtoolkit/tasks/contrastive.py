@@ -1,0 +1,296 @@
+"""Losses between the samples of a batch, of all ranks, and a sampler of batches for them.
+
+With the micro-batches of all ranks such a loss is that of the whole batch on one device, and so are
+its gradients. :func:`nbtoolkit.fit` needs no setting for it::
+
+    nb.fit(
+        ctx,
+        config,
+        encoder,
+        train_data,
+        None,
+        loss=supervised_contrastive_loss,
+        sampler=ClassBalanced(labels, samples_per_class=4),
+    )
+
+With gradient accumulation (``train.gradient_accumulation_steps``, also as set by a launch after
+memory ran out), positives and negatives come from the micro-batches of one pass only.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+from nbtoolkit.errors import FitError
+from nbtoolkit.training.losses import Labels, training_pass
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PairLoss: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
+"""``loss(embeddings, labels)`` -> a scalar, of rows of one device."""
+
+NO_POSITIVES = (
+    "a batch has no two samples of one class, so the contrastive loss is zero and the model learns "
+    "nothing from it; draw samples_per_class samples of each class with ClassBalanced, or a larger "
+    "train.batch_size (this is reported once)"
+)
+
+
+def supervised_contrastive_loss(
+    embeddings: Tensor, labels: Tensor, *, temperature: float = 0.1, gather: bool = True
+) -> Tensor:
+    """The supervised contrastive loss of Khosla et al. 2020 (arXiv:2004.11362), L_out (eq. 2).
+
+    The mean over the anchors that have a positive, another sample of their class in the batch. Zero
+    with zero gradients, and one warning, if no anchor has one.
+
+    Args:
+        embeddings: of any scale, float of any precision: (n, d), or (n, views, d) for several
+            augmentations of each sample. They are normalised to length 1 and compared in float32,
+            also under autocast; a row of zeros stays zero.
+        labels: int, of shape (n,); any values.
+        temperature: above 0; as low as 0.01 does not overflow.
+        gather: see :func:`across_ranks`.
+
+    Returns:
+        A float32 scalar, equal on all ranks.
+
+    Raises:
+        FitError: embeddings are not finite (names the ranks), or shapes or temperature are wrong.
+    """
+    if not temperature > 0:
+        raise FitError(
+            f"the temperature of the contrastive loss is {temperature}",
+            allowed="a number above 0, such as 0.1",
+            do="pass temperature=0.1",
+        )
+
+    def loss(rows: Tensor, classes: Tensor) -> Tensor:
+        return _l_out(rows, classes, temperature)
+
+    return across_ranks(loss, embeddings, labels, gather=gather)
+
+
+def _l_out(rows: Tensor, classes: Tensor, temperature: float) -> Tensor:
+    import torch
+
+    norms = rows.norm(dim=1, keepdim=True)
+    # Rows of zeros (a dead layer) stay as they are: 1 / 0 has no gradient.
+    unit = rows / torch.where(norms > 1e-12, norms, 1.0)
+    itself = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
+    positive = (classes[:, None] == classes).masked_fill(itself, False)
+    counts = positive.sum(1)
+    anchors = counts > 0
+    if torch.is_grad_enabled() and not bool(anchors.any()):
+        warnings.warn(NO_POSITIVES, stacklevel=2)
+    # The lowest finite number instead of -inf: the row of a single sample has a finite sum.
+    scores = (unit @ unit.T / temperature).masked_fill(itself, torch.finfo(torch.float32).min)
+    to_positives = (scores * positive).sum(1) / counts.clamp(min=1)
+    losses = torch.where(anchors, scores.logsumexp(1) - to_positives, 0.0)
+    return losses.sum() / anchors.sum().clamp(min=1)
+
+
+def metric_loss(loss: PairLoss) -> PairLoss:
+    """A loss of another package or your own, with positives and negatives from all ranks.
+
+    Args:
+        loss: an object ``loss(embeddings, labels)`` without state, such as
+            ``pytorch_metric_learning.losses.MultiSimilarityLoss()``.
+
+    Returns:
+        ``loss(embeddings, labels)`` for ``fit``, float32 also under autocast; embeddings and labels
+        as for :func:`supervised_contrastive_loss`.
+
+    Raises:
+        FitError: the loss has weights of its own.
+    """
+    from torch import nn
+
+    weights = [name for name, _ in loss.named_parameters()] if isinstance(loss, nn.Module) else []
+    if weights:
+        raise FitError(
+            f"the loss {type(loss).__name__} has weights of its own ({', '.join(weights)}), which "
+            "fit would not train",
+            allowed="losses without weights, such as MultiSimilarityLoss or TripletMarginLoss",
+            do="set another model.loss; or make the loss a layer of the model",
+        )
+    return partial(across_ranks, loss)
+
+
+# --- the rows of all ranks ---
+
+
+def across_ranks(
+    loss: PairLoss, embeddings: Tensor, labels: Tensor, *, gather: bool = True
+) -> Tensor:
+    """Compute a loss of the rows of all ranks; a collective of those that train.
+
+    Each rank computes the whole loss, and gets the gradient of its own rows, times the factor that
+    makes the mean over the ranks, which DDP takes, that of the whole batch. So the backward pass
+    has no collective. Ranks may have different numbers of rows. On a GPU it waits for the device.
+
+    Args:
+        loss: of all rows: float32 (n, d), int64 (n,) -> a scalar. It draws no random numbers.
+        embeddings: of this rank; (n, d) or (n, views, d).
+        labels: of shape (n,).
+        gather: False: only this rank's rows, and then ``fit`` asks for ``train.loss_reduction:
+            batch``. Also under ``torch.no_grad``, as in the validation: there the ranks may have
+            different numbers of batches. Scores of a whole validation set are in
+            :mod:`nbtoolkit.tasks.retrieval`.
+
+    Raises:
+        FitError: embeddings are not finite, or the shapes do not fit.
+    """
+    import torch
+    import torch.distributed as dist
+
+    fits = embeddings.ndim in (2, 3) and labels.shape == embeddings.shape[:1]
+    if not fits or labels.is_floating_point():
+        raise FitError(
+            f"a contrastive loss got embeddings of shape {tuple(embeddings.shape)} and labels of "
+            f"shape {tuple(labels.shape)}, {labels.dtype}",
+            allowed="embeddings of shape (n, d) or (n, views, d), labels (n,) in whole numbers",
+            do="return both from the step: step=lambda model, batch: (model(batch[0]), batch[1])",
+        )
+    views = embeddings.shape[1] if embeddings.ndim == 3 else 1
+    rows, classes = embeddings.reshape(-1, embeddings.shape[-1]), labels.long()
+    classes = classes.to(rows.device).repeat_interleave(views)
+    samples, gather = training_pass.samples, gather and torch.is_grad_enabled()
+    training_pass.whole_batch = gather
+    with torch.autocast(rows.device.type, enabled=False):
+        rows = rows.float()
+        stand_in = rows[:0] if gather and samples == 0 else rows
+        ranks = dist.get_world_size() if gather and dist.is_initialized() else 1
+        together = _gather(stand_in, classes[: len(stand_in)], ranks)
+        value = loss(*together)
+        if ranks == 1:
+            return value
+        # fit weights a pass by its share of the rows; DDP alone takes the mean over the ranks.
+        own = len(stand_in)
+        factor = ranks if samples is None else len(together[0]) / max(own, 1)
+        excess = value * (factor - 1)
+        # Without rows the loss has no gradient here, but the other ranks wait for DDP's.
+        return value + (excess - excess.detach()) + (0 if own else rows.sum() * 0)
+
+
+def _gather(rows: Tensor, classes: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """The rows and classes of all ranks, by rank; this rank's rows keep their graph."""
+    import torch
+    import torch.distributed as dist
+
+    header = torch.stack([(~rows.detach().isfinite().all(1)).sum(), classes.new_tensor(len(rows))])
+    headers = [header]
+    if ranks > 1:
+        headers = [torch.empty_like(header) for _ in range(ranks)]
+        dist.all_gather(headers, header)
+    not_finite, sizes = torch.stack(headers).T.tolist()
+    if any(not_finite):
+        counts = zip(not_finite, sizes, strict=True)
+        parts = [f"{bad} of {n} rows on rank {rank}" for rank, (bad, n) in enumerate(counts) if bad]
+        raise FitError(
+            f"embeddings are NaN or infinite: {', '.join(parts)}",
+            allowed="embeddings that are finite numbers",
+            do="look for NaN in the inputs; lower optim.lr; set train.max_grad_norm: 1.0; under "
+            "fp16 let the last layer compute in float32",
+        )
+    if ranks == 1:
+        return rows, classes
+    # One collective of bytes: the label in two columns of int32 beside its row.
+    packed = torch.cat(
+        [rows.detach().contiguous().view(torch.int32), classes[:, None].view(torch.int32)], 1
+    )
+    padded = packed.new_zeros(max(sizes), packed.shape[1])
+    padded[: len(packed)] = packed
+    received = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(received, padded)
+    received = [part[:size] for part, size in zip(received, sizes, strict=True)]
+    vectors = [part[:, :-2].view(torch.float32) for part in received]
+    vectors[dist.get_rank()] = rows
+    labels = torch.cat(
+        [part[:, -2:] for part in received]
+    )  # a copy: a view of int64 must be aligned
+    return torch.cat(vectors), labels.view(torch.int64)[:, 0]
+
+
+# --- batches ---
+
+
+class ClassBalanced:
+    """A sampler for ``fit``: ``samples_per_class`` samples of one class after another.
+
+    An epoch has rounds. Each visits all classes once, in a new order, and takes samples that the
+    class has not given before in the epoch, until fewer than ``samples_per_class`` of them are
+    left; then the class starts again in a new order. An epoch has about as many samples as the
+    data set. With a ``train.batch_size`` that is a multiple of ``samples_per_class``, each batch
+    has whole groups; ``fit`` gives the same batches on any number of ranks, and after a resume.
+
+    A class with fewer samples, but two or more, repeats them within its groups. ``fit`` draws the
+    same augmentation for a sample that is repeated in an epoch.
+
+    Args:
+        labels: of the training set, int of shape (n,); any values.
+        samples_per_class: 2 or more.
+        skip_single: leave out classes of one sample, which are refused otherwise.
+
+    The order comes from torch's global generator, which ``fit`` seeds by the run's seed and the
+    epoch.
+
+    Raises:
+        FitError: ``samples_per_class`` is below 2, a class has one sample, or all of them have.
+    """
+
+    def __init__(
+        self, labels: Labels, samples_per_class: int, *, skip_single: bool = False
+    ) -> None:
+        import torch
+
+        if samples_per_class < 2:
+            raise FitError(
+                f"samples_per_class is {samples_per_class}",
+                allowed="2 or more: a sample needs another one of its class",
+                do="set samples_per_class to 4, or train without ClassBalanced",
+            )
+        given = torch.as_tensor(labels).cpu()
+        classes, places, counts = given.unique(return_inverse=True, return_counts=True)
+        alone = classes[counts == 1].tolist()
+        if alone and (not skip_single or len(alone) == len(classes)):
+            more = f" and {len(alone) - 5} more" if len(alone) > 5 else ""
+            raise FitError(
+                f"{len(alone)} of {len(classes)} classes have one training sample: "
+                f"{', '.join(map(str, alone[:5]))}{more}",
+                allowed="classes with two samples or more; with skip_single, at least one of them",
+                do="add samples, or leave these classes out: skip_single=True (model.skip_single)",
+            )
+        members = places.argsort(stable=True).split(counts.tolist())
+        self._members = [one for one in members if len(one) > 1]
+        self._per_class = samples_per_class
+        kept = sum(map(len, self._members))
+        self._rounds = max(1, round(kept / (len(self._members) * samples_per_class)))
+
+    def __len__(self) -> int:
+        return self._rounds * len(self._members) * self._per_class
+
+    def __iter__(self) -> Iterator[int]:
+        import torch
+
+        groups = torch.stack([self._groups(members) for members in self._members])
+        for number in range(self._rounds):
+            yield from groups[torch.randperm(len(groups)), number].flatten().tolist()
+
+    def _groups(self, members: Tensor) -> Tensor:
+        """A class's samples for each round, of shape (rounds, samples_per_class)."""
+        import torch
+
+        size = self._per_class
+        number = max(1, len(members) // size)  # groups in one pass over the class
+        passes = [
+            members[torch.randperm(len(members))]
+            .repeat(-(-size // len(members)))
+            .narrow(0, 0, number * size)
+            for _ in range(-(-self._rounds // number))
+        ]
+        return torch.cat(passes).view(-1, size)[: self._rounds]

@@ -1,0 +1,283 @@
+"""Read labelled images from a folder per class or a table of paths, and split them by groups."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from nbtoolkit.errors import FitError, FoldError, FoldWarning, MissingExtra
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nbtoolkit.folds.folds import FoldKind
+
+Transform: TypeAlias = "Callable[[Tensor], Tensor]"
+"""An image, float32 of shape (channels, height, width) in 0..1 -> the model's input."""
+
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Labelled images, a data set for ``nb.fit``: files are decoded where a sample is loaded.
+
+    Random numbers that ``transform`` draws from the global generators depend on (seed, epoch,
+    sample), because ``nb.fit`` seeds each sample.
+
+    Attributes:
+        items: paths; or the images themselves, float32 of shape (n, channels, height, width).
+        labels: int64 of shape (n,), indices into ``classes``.
+        classes: the classes' names.
+        groups: a group for each image, which a split keeps on one side; None: no groups.
+        size: height and width to which files are resized; None: they keep their own.
+        channels: 1 (grey) or 3 (RGB), of files.
+        transform: applied to each image; None: nothing.
+    """
+
+    items: Sequence[str] | Tensor
+    labels: Tensor
+    classes: tuple[str, ...]
+    groups: tuple[str, ...] | None = None
+    size: tuple[int, int] | None = (64, 64)
+    channels: int = 3
+    transform: Transform | None = None
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = self.image(index)
+        return image if self.transform is None else self.transform(image), int(self.labels[index])
+
+    def image(self, index: int) -> Tensor:
+        """One image without the transform.
+
+        Raises:
+            FitError: it cannot be decoded (names the file).
+        """
+        item = self.items[index]
+        return decode(item, self.size, self.channels) if isinstance(item, str) else item
+
+    def subset(self, indices: Iterable[int]) -> Images:
+        """The images at ``indices``, in this order, with the same classes."""
+        import torch
+
+        rows = [int(index) for index in indices]
+        items = self.items
+        chosen = items[rows] if isinstance(items, torch.Tensor) else [items[row] for row in rows]
+        groups = self.groups and tuple(self.groups[row] for row in rows)
+        return replace(self, items=chosen, labels=self.labels[rows], groups=groups)
+
+    def damaged(self) -> dict[int, str]:
+        """Decode every file; returns the index of each one that fails, with the reason."""
+
+        def fault(index: int) -> str:
+            try:
+                self.image(index)
+            except FitError as error:
+                return error.what
+            return ""
+
+        with ThreadPoolExecutor(8) as pool:
+            faults = pool.map(fault, range(len(self)))
+            return {index: text for index, text in enumerate(faults) if text}
+
+
+def decode(path: str, size: tuple[int, int] | None, channels: int) -> Tensor:
+    """Read an image file as float32 of shape (channels, height, width) in 0..1, upright (EXIF).
+
+    Args:
+        path: of a file that Pillow can read.
+        size: height and width to resize to; None: as in the file.
+        channels: 1 or 3.
+
+    Raises:
+        FitError: the file is missing, damaged or no image.
+        MissingExtra: Pillow is not installed.
+    """
+    import numpy as np
+    import torch
+
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise MissingExtra(
+            "image files are decoded by Pillow, which is not installed",
+            do="pip install 'nbtoolkit-torch[images]'",
+        ) from error
+    try:
+        with Image.open(path) as file:
+            image = ImageOps.exif_transpose(file).convert("L" if channels == 1 else "RGB")
+        if size is not None and image.size != size[::-1]:
+            image = image.resize(size[::-1], Image.Resampling.BILINEAR)
+    # Pillow's decoders raise all of these for damaged files.
+    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
+        raise FitError(
+            f"the image {path} cannot be decoded: {type(error).__name__}: {error}",
+            allowed="undamaged files that Pillow can read",
+            do="replace the file, or leave it out: data.skip_damaged: true",
+        ) from error
+    pixels = torch.from_numpy(np.asarray(image, dtype=np.float32) / 255)
+    return pixels[None] if channels == 1 else pixels.permute(2, 0, 1).contiguous()
+
+
+# --- sources ---
+
+
+def from_folder(
+    root: str | os.PathLike[str], *, group_pattern: str | None = None, **options: Any
+) -> Images:
+    """The images below ``root``, which has one folder per class, with their paths in sorted order.
+
+    Args:
+        root: the folder; each folder in it is a class, searched with all of its subfolders.
+        group_pattern: a regular expression with one group ``(...)``, searched for in each path
+            below ``root``: its text is the image's group (``patient_([0-9]+)``).
+        options: ``size``, ``channels`` and ``transform`` of :class:`Images`.
+
+    Raises:
+        FitError: there is no such folder, a class is empty, or a path has no group.
+    """
+    top = Path(root).expanduser().absolute()
+    folders = [one for one in sorted(top.glob("*")) if one.is_dir() and one.name[0] != "."]
+    rows, empty = [], [] if folders else ["has no class"]
+    for folder in folders:
+        files = sorted(one for one in folder.rglob("*") if one.suffix.lower() in SUFFIXES)
+        rows += [{"path": str(file), "label": folder.name} for file in files]
+        empty += [] if files else [f"has no image of the class {folder.name!r}"]
+    if empty:
+        raise FitError(
+            f"{top} {empty[0]}",
+            allowed=f"a folder with one folder per class, with files {', '.join(SUFFIXES)}",
+            do="check data.folder, or remove the empty folder",
+        )
+    if group_pattern is None:
+        return from_table(rows, **options)
+    for row in rows:
+        match = re.search(group_pattern, os.path.relpath(row["path"], top))
+        if match is None:
+            raise FitError(
+                f"{row['path']} does not match data.group_pattern {group_pattern!r}",
+                allowed="a regular expression that every path below the folder contains",
+                do="correct data.group_pattern",
+            )
+        row["group"] = match[1]
+    return from_table(rows, group="group", **options)
+
+
+def from_table(
+    table: str | os.PathLike[str] | Sequence[Mapping[str, object]],
+    *,
+    root: str | os.PathLike[str] | None = None,
+    path: str = "path",
+    label: str = "label",
+    group: str | None = None,
+    **options: Any,
+) -> Images:
+    """The images that the rows of a table name. Labels become text; classes are sorted.
+
+    Args:
+        table: a CSV file with a header, or rows (of a DataFrame: ``frame.to_dict("records")``).
+        root: the folder of relative paths; default: the CSV file's, or the working directory.
+        path: the column with the paths.
+        label: the column with the labels.
+        group: the column with the groups; None: no groups.
+        options: ``size``, ``channels`` and ``transform`` of :class:`Images`.
+
+    Raises:
+        FitError: the table is empty, or a column, a value or a file is missing (names the row).
+    """
+    import torch
+
+    base, rows = Path(root or ".").expanduser(), table
+    if isinstance(rows, (str, os.PathLike)):
+        file = Path(rows).expanduser()
+        base = file.parent if root is None else base
+        with file.open(newline="", encoding="utf-8-sig") as opened:
+            rows = list(csv.DictReader(opened))
+    columns = [path, label, *([group] if group else [])]
+    # NaN, of a DataFrame, differs from itself.
+    gaps = [
+        f"row {number} of the table of images has no {column!r}"
+        for number, row in enumerate(rows)
+        for column in columns
+        if row.get(column) in (None, "") or row[column] != row[column]
+    ]
+    if gaps or not rows:
+        raise FitError(
+            gaps[0] if gaps else "the table of images is empty",
+            allowed=f"a value in each row; the columns are {', '.join(rows[0]) if rows else '-'}",
+            do="fill it, or name the column: data.columns: {path: ..., label: ...}",
+        )
+    paths = [str((base / str(row[path])).absolute()) for row in rows]
+    missing = [one for one in paths if not os.path.exists(one)]
+    if missing:
+        raise FitError(
+            f"{len(missing)} of {len(paths)} images are missing, such as {missing[0]}",
+            allowed=f"paths of files in the column {path!r}, relative to the table's folder",
+            do="set data.root to the folder that the paths start in",
+        )
+    names = [str(row[label]) for row in rows]
+    classes = tuple(sorted(set(names)))
+    numbers = {name: number for number, name in enumerate(classes)}
+    # int64: uint8 would wrap beyond 255 classes
+    labels = torch.tensor([numbers[name] for name in names], dtype=torch.long)
+    groups = tuple(str(row[group]) for row in rows) if group else None
+    return Images(paths, labels, classes, groups, **options)
+
+
+# --- split ---
+
+
+def split(
+    labels: Tensor,
+    groups: Sequence[str] | None = None,
+    *,
+    valid_share: float = 0.2,
+    seed: int = 0,
+) -> tuple[list[int], list[int]]:
+    """Split images into indices to train and to validate on, stratified by class.
+
+    Args:
+        labels: int64 of shape (n,).
+        groups: a group for each image; all of a group go to one side.
+        valid_share: of the validation part, about: the images are cut into ``1 / valid_share``
+            folds by :func:`nbtoolkit.make_folds`, one of which validates.
+        seed: of the shuffle.
+
+    Returns:
+        Both lists, ascending. Without groups, every class has an image to train on.
+
+    Raises:
+        FoldError: there are too few images or groups.
+        MissingExtra: scikit-learn is not installed.
+    """
+    from nbtoolkit.folds.make_folds import make_folds
+
+    if not 0 < valid_share <= 0.5:
+        raise FoldError(
+            f"data.valid_share is {valid_share}",
+            allowed="a number above 0, at most 0.5",
+            do="set data.valid_share: 0.2",
+        )
+    # A class with fewer images than folds is not in all of them; at least one class has to be.
+    most = len(set(groups)) if groups else int(labels.bincount().max())
+    k = max(2, min(round(1 / valid_share), most))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FoldWarning)
+        kind: FoldKind = "stratified_group" if groups else "stratified"
+        fold = make_folds(labels.numpy(), k=k, kind=kind, groups=groups, seed=seed)[0]
+    train, valid = fold.train_indices.tolist(), fold.valid_indices.tolist()
+    if not groups:
+        trained = set(labels[train].tolist())
+        train = sorted([*train, *(i for i in valid if int(labels[i]) not in trained)])
+        valid = [i for i in valid if int(labels[i]) in trained]
+    return train, valid

@@ -1,0 +1,1 @@
+"""Strategies of ``nb.fit`` besides one process, DDP and DataParallel; found by their names."""

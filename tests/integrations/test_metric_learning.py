@@ -1,0 +1,155 @@
+"""Losses of pytorch-metric-learning, encoders of timm, transforms of torchvision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from feeds import contexts
+from frameworks import needs
+from PIL import Image
+from torch import Tensor, nn
+
+import nbtoolkit as nb
+from nbtoolkit.config.schema import Config
+from nbtoolkit.errors import ConfigError, FitError
+from nbtoolkit.tasks import metric_learning
+from nbtoolkit.tasks.contrastive import metric_loss, supervised_contrastive_loss
+from nbtoolkit.tasks.embeddings import embed
+from nbtoolkit.tasks.encoders import EncoderSpec, make_encoder, make_named, make_transform
+from nbtoolkit.tasks.images import Images
+from nbtoolkit.training.loading.loader import make_train_loader
+from nbtoolkit.worker.context import RunContext
+
+losses = needs("pytorch_metric_learning")
+
+NAMES = ("TripletMarginLoss", "MultiSimilarityLoss", "CircleLoss", "NTXentLoss")
+
+
+def points(size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(size, 6, generator=generator)
+    return inputs, torch.randint(4, (size,), generator=generator)
+
+
+def named(name: str, **options: Any) -> Any:
+    path = f"pytorch_metric_learning.losses.{name}"
+    return make_named("model.loss", {"name": path, **options})
+
+
+def fitted(config: Config, ctx: RunContext) -> dict[str, Tensor]:
+    found = {}
+    for name in NAMES:
+        loss = metric_loss(named(name))
+        torch.manual_seed(0)
+        model = nn.Linear(6, 5)
+        nb.fit(ctx, config, model, points(37), None, loss=loss)
+        found[name] = nn.utils.parameters_to_vector(model.parameters()).detach()
+    return found
+
+
+@losses
+def test_fit_trains_the_same_on_two_ranks(tmp_path: Path) -> None:
+    settings = {
+        "optim.name": "sgd",
+        "optim.lr": 0.1,
+        "train.epochs": 2,
+        "train.batch_size": 12,
+        "checkpoint.enabled": False,
+        "checkpoint.weights": "last",
+        "tracking.mlflow": False,
+        "runtime.output_dir": str(tmp_path),
+    }
+    config = nb.load_config(env=None, overrides=settings)
+    one, two = (nb.launch(fitted, config, processes=n, display="off").value for n in (1, 2))
+    torch.manual_seed(0)
+    start = nn.utils.parameters_to_vector(nn.Linear(6, 5).parameters()).detach()
+    for name, weights in one.items():
+        assert (weights - start).abs().max() > 1e-3, name
+        torch.testing.assert_close(two[name], weights, atol=1e-5, rtol=0)
+
+
+@losses
+def test_the_supervised_contrastive_loss_is_theirs() -> None:
+    """Theirs is the mean over all anchors where each has a positive."""
+    inputs, labels = points(24)
+    theirs = metric_loss(named("SupConLoss", temperature=0.05))(inputs, labels)
+    ours = supervised_contrastive_loss(inputs, labels, temperature=0.05)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@losses
+def test_an_unknown_name_and_a_loss_with_weights_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.loss: .*TripletMargin .*no attribute"):
+        named("TripletMargin")
+    with pytest.raises(FitError, match=r"ArcFaceLoss has weights of its own \(W\)"):
+        metric_loss(named("ArcFaceLoss", num_classes=3, embedding_size=5))
+
+
+# --- in the two-stage task ---
+
+FLIPPED = [
+    {"name": "torchvision.transforms.v2.RandomResizedCrop", "size": 16, "antialias": True},
+    {"name": "torchvision.transforms.v2.RandomHorizontalFlip"},
+    {"name": "torchvision.transforms.v2.GaussianBlur", "kernel_size": 3},
+]
+
+
+@needs("torchvision")
+def test_transforms_of_torchvision_do_not_depend_on_the_workers(tmp_path: Path) -> None:
+    pixels = torch.rand(12, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    images = Images(pixels, torch.arange(12) % 3, ("a", "b", "c"), size=(16, 16))
+    seen = []
+    for workers in (0, 2):
+        (ctx,) = contexts(tmp_path / f"run{workers}", train__batch_size=4)
+        config = ctx.config.with_overrides({"train.num_workers": workers})
+        loader = make_train_loader(ctx, config, replace(images, transform=make_transform(FLIPPED)))
+        seen.append(torch.cat([batch[0] for batch, _ in loader.batches(1)]))
+    assert seen[0].shape == pixels.shape
+    assert torch.equal(*seen)
+    assert not any(torch.equal(one, other) for one in seen[0] for other in pixels)
+    with pytest.raises(ConfigError, match=r"data\.augment: torchvision\..*'sizes'"):
+        make_transform([{"name": "torchvision.transforms.v2.RandomCrop", "sizes": 16}])
+
+
+@needs("timm")
+def test_timm_encoders_embed_and_an_unknown_one_is_named() -> None:
+    for channels in (1, 3):
+        encoder = make_encoder(EncoderSpec("timm/test_resnet", 16, channels, (32, 32)))
+        assert encoder(torch.rand(2, channels, 32, 32)).shape == (2, 16)
+    with pytest.raises(ConfigError, match=r"model\.encoder: timm\.create_model .*resnet19"):
+        make_encoder(EncoderSpec("timm/resnet19"))
+
+
+@needs("timm", "torchvision", "pytorch_metric_learning")
+def test_both_stages_with_all_three(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 80, (3, 12, 20, 24, 3), dtype=np.uint8)
+    for number in range(36):
+        path = tmp_path / f"set/{'abc'[number % 3]}/{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels[number % 3, number // 3] + 70 * (number % 3)).save(path)
+    loss = {"name": "pytorch_metric_learning.losses.MultiSimilarityLoss", "alpha": 2.0}
+    stages = {f"model.stage{n}.train.epochs": 2 for n in (1, 2)}
+    given = {
+        "model.encoder": "timm/test_resnet",
+        "model.loss": loss,
+        "model.finetune": True,
+        "data": {"folder": str(tmp_path / "set"), "size": 16, "augment": FLIPPED},
+        "train": {"batch_size": 12, "num_workers": 1},
+        "runtime.output_dir": str(tmp_path / "runs"),
+        "tracking.mlflow": False,
+        **stages,
+    }
+    file = Path(__file__).resolve().parents[2] / "config/metric_learning.yaml"
+    config = nb.load_config(file, env="local", overrides=given)
+    result = nb.launch(metric_learning.train, config, processes=2, display="off")
+    assert {"val_map", "val_projected_map", "val_accuracy"} <= set(result.value)
+    model = metric_learning.load_encoder(result.paths.folder)
+    assert model.spec == EncoderSpec("timm/test_resnet", 128, 3, (16, 16))
+    vectors = embed(model, metric_learning.load_images(config))
+    assert vectors.shape == (36, 128)
+    assert np.isfinite(vectors).all()

@@ -1,0 +1,138 @@
+"""The class-balanced sampler: whole groups, the same batches on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nbtoolkit as nb
+from nbtoolkit.config.schema import Config
+from nbtoolkit.errors import FitError, WorkerDied
+from nbtoolkit.tasks.contrastive import ClassBalanced, supervised_contrastive_loss
+from nbtoolkit.training.loading.sampler import read_samples
+from nbtoolkit.worker.context import RunContext
+
+# Classes of 40, 9, 3 and 2 samples, in no order.
+SIZES = {7: 40, 300: 9, -1: 3, 2**40: 2}
+LABELS = torch.tensor([label for label, size in SIZES.items() for _ in range(size)])[
+    torch.randperm(54, generator=torch.Generator().manual_seed(0))
+]
+
+
+def test_each_round_has_a_whole_group_of_every_class() -> None:
+    sampler = ClassBalanced(LABELS, 4)
+    given = list(sampler)
+    assert len(given) == len(sampler) == 3 * 16  # 54 samples, rounded to rounds of 16
+    groups = LABELS[torch.tensor(given)].view(-1, 4)
+    assert bool((groups == groups[:, :1]).all())
+    for part in groups[:, 0].view(-1, 4):
+        assert sorted(part.tolist()) == sorted(SIZES)
+
+
+def test_samples_repeat_only_in_classes_that_are_too_small() -> None:
+    given = torch.tensor(list(ClassBalanced(LABELS, 4)))
+    times = Counter(given.tolist())
+    for label, size in SIZES.items():
+        of_class = [times[i] for i in torch.nonzero(label == LABELS)[:, 0].tolist()]
+        if size == 40:
+            assert sorted(of_class) == [0] * 28 + [1] * 12  # 3 groups of other samples
+        if size == 2:
+            assert of_class == [6, 6]
+    for group in given.view(-1, 4):
+        distinct = min(4, SIZES[int(LABELS[group[0]])])
+        assert len(set(group.tolist())) == distinct
+
+
+def test_the_order_comes_from_the_global_generator() -> None:
+    orders = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        orders.append(list(ClassBalanced(LABELS, 4)))
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_classes_of_one_sample_are_refused_or_left_out() -> None:
+    labels = torch.tensor([3, 3, 3, 8, 5, 5])
+    message = r"1 of 3 classes have one training sample: 8\n[\s\S]*\(model\.skip_single\)"
+    with pytest.raises(FitError, match=message):
+        ClassBalanced(labels, 2)
+    skipped = labels[list(ClassBalanced(labels, 2, skip_single=True))]
+    assert sorted(set(skipped.tolist())) == [3, 5]
+    with pytest.raises(FitError, match="4 of 4 classes have one training sample: 0, 1, 2, 3"):
+        ClassBalanced(torch.arange(4), 2, skip_single=True)
+    with pytest.raises(FitError, match=r"7 of 7 classes .*: 0, 1, 2, 3, 4 and 2 more"):
+        ClassBalanced(torch.arange(7), 2)
+
+
+def test_a_group_of_one_is_refused() -> None:
+    with pytest.raises(FitError, match="samples_per_class is 1"):
+        ClassBalanced(LABELS, 1)
+
+
+# --- in fit ---
+
+
+SETTINGS = {
+    "optim.lr": 0.1,
+    "train.epochs": 3,
+    "train.batch_size": 16,
+    "tracking.mlflow": False,
+    "tracking.record_samples": True,
+    "checkpoint.every_steps": 1,
+    "checkpoint.weights": "last",
+}
+
+
+def encoded(config: Config, ctx: RunContext) -> Tensor:
+    inputs = torch.randn(54, 6, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = nn.Linear(6, 5)
+    first_attempt = not ctx.paths.checkpoints.exists()
+
+    class Killed(nb.Callback):
+        def on_train_batch_end(self, state: Any) -> None:
+            if config.model.get("killed") and first_attempt and state.step == 5:
+                ctx.accelerator.wait_for_everyone()
+                if ctx.is_main:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+    nb.fit(
+        ctx,
+        config,
+        model,
+        (inputs, LABELS),
+        None,
+        loss=supervised_contrastive_loss,
+        sampler=ClassBalanced(LABELS, 4),
+        callbacks=[Killed()],
+    )
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def test_batches_and_weights_are_equal_on_two_ranks_and_after_a_kill(tmp_path: Path) -> None:
+    def config_of(folder: str, **more: Any) -> Config:
+        settings = {**SETTINGS, "runtime.output_dir": str(tmp_path / folder), **more}
+        return nb.load_config(env=None, overrides=settings)
+
+    one = nb.launch(encoded, config_of("one"), processes=1, display="off")
+    two = nb.launch(encoded, config_of("two"), processes=2, display="off")
+    config = config_of("killed", **{"model.killed": True})
+    with pytest.raises(WorkerDied):
+        nb.launch(encoded, config, processes=2, display="off")
+    resumed = nb.launch(encoded, config, processes=2, display="off")
+    expected = read_samples(one.paths)
+    assert list(expected) == [(epoch, step) for epoch in (1, 2, 3) for step in (0, 1, 2)]
+    for batch in expected.values():
+        assert Counter(LABELS[batch].tolist()) == dict.fromkeys(SIZES, 4)
+    assert expected[1, 0] != expected[2, 0]
+    for other in (two, resumed):
+        assert read_samples(other.paths) == expected
+        torch.testing.assert_close(other.value, one.value, atol=1e-5, rtol=0)
+    assert "resumes after epoch" in resumed.paths.log(0).read_text()

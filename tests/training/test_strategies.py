@@ -1,0 +1,514 @@
+"""distributed.strategy: fsdp and distributed.local_sgd_steps, on two real ranks over gloo."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fits import Run, configured, samples
+from machines import CPU_BUILD, T4, machine
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import nbtoolkit as nb
+from nbtoolkit.config.schema import Config
+from nbtoolkit.environment.plan import LaunchPlan, make_plan
+from nbtoolkit.errors import ConfigError, FitError, PlanError
+from nbtoolkit.host import detect_host
+from nbtoolkit.integrations.support import check_strategy
+from nbtoolkit.run.checkpoint_store import CheckpointStore
+from nbtoolkit.search.slots import make_slots
+from nbtoolkit.training.strategy import make_strategy
+from nbtoolkit.worker.context import RunContext
+
+FSDP = {"distributed.strategy": "fsdp"}
+ADAM = {"optim.name": "adamw", "optim.lr": 0.01, "optim.momentum": 0.0}
+
+
+class Block(nn.Module):
+    """A residual layer; FSDP gathers each by itself."""
+
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.norm, self.linear = norm(16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Net(nn.Module):
+    """Blocks between two layers; its first weight has an odd number of rows per rank."""
+
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(6, 16)
+        self.blocks = nn.ModuleList([Block(norm), Block(norm)])
+        self.last = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def settings(folder: Path, **more: Any) -> Config:
+    base = {"runtime.output_dir": str(folder), "distributed.fallback": False}
+    return configured(overrides={**base, **more})
+
+
+def launch(train: Any, config: Config, ranks: int = 2, **options: Any) -> nb.RunResult:
+    return nb.launch(train, config, processes=ranks, display="off", **options)
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def close(one: dict[str, Any], other: dict[str, Any], atol: float = 1e-5) -> None:
+    assert list(one) == list(other)
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], atol=atol, rtol=0, msg=name)
+
+
+# --- fsdp ---
+
+
+def fitted(config: Config, ctx: RunContext) -> Any:
+    """Fit, and look at the model during the steps and afterwards."""
+    from torch.distributed.tensor import DTensor
+
+    seen: dict[str, Any] = {}
+    norm = nn.BatchNorm1d if config.train.precision == "bf16" else nn.LayerNorm
+    model = Net(norm, seed=ctx.rank)  # rank 0's weights count
+
+    def step(wrapped: nn.Module, batch: Any) -> Any:
+        if wrapped.training and ctx.plan.strategy == "fsdp":
+            own = sum(one.to_local().numel() for one in model.parameters())
+            seen["share"] = own / sum(one.numel() for one in model.parameters())
+        return wrapped(batch[0]), batch[1]
+
+    weights = torch.tensor([1.0, 2.0, 0.5])  # a mean over weights: another path of the gradients
+    loss = nn.CrossEntropyLoss(weight=weights)
+    # A batch norm needs two samples in each part of the last batch; rank 1 validates none.
+    size = 36 if config.train.precision == "bf16" else 37
+    data = samples(size), samples(1, seed=1)
+    values = nb.fit(ctx, config, model, *data, loss=loss, metrics=["accuracy"], step=step)
+    assert not any(isinstance(one, DTensor) for one in model.parameters())
+    assert type(model) is Net
+    outputs = nb.predict(ctx, model, samples(5)[0])
+    return values, state_of(model), outputs, seen.get("share")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({}, id="sgd"),
+        pytest.param(
+            {**ADAM, "train.gradient_accumulation_steps": 3, "train.max_grad_norm": 0.5},
+            id="adamw-accumulated-clipped",
+        ),
+        pytest.param(
+            {**ADAM, "train.activation_checkpointing": True},
+            id="checkpointed",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_fsdp_trains_as_one_process_does(tmp_path: Path, more: dict[str, Any]) -> None:
+    config = settings(tmp_path, **more)
+    one = launch(fitted, config, ranks=1)
+    two = launch(fitted, config.with_overrides(FSDP))
+    assert (one.plan.strategy, two.plan.strategy) == ("single", "fsdp")
+    (values, weights, outputs, _), (sharded, *_, share) = one.value, two.value
+    assert sharded == pytest.approx(values, abs=1e-4)
+    assert share == pytest.approx(0.5, abs=0.06)
+    for _, same, predicted, _ in two.values:
+        close(same, weights)
+        torch.testing.assert_close(predicted, outputs, atol=1e-5, rtol=0)
+    logged = [
+        [event["values"].get("grad_norm") for event in events(result)] for result in (one, two)
+    ]
+    assert logged[0]
+    assert logged[1] == pytest.approx(logged[0], rel=1e-3)
+
+
+def events(result: nb.RunResult) -> list[dict[str, Any]]:
+    lines = map(json.loads, result.paths.events.read_text().splitlines())
+    return [event for event in lines if event["type"] == "metrics"]
+
+
+@pytest.mark.long
+def test_fsdp_in_bf16_with_batch_norms(tmp_path: Path) -> None:
+    """Units with batch norms keep fp32 weights; the others compute in bf16."""
+    result = launch(fitted, settings(tmp_path, **FSDP, **{"train.precision": "bf16"}))
+    (values, weights, *_), (_, others, *_) = result.values
+    assert values["val_loss"] < 1.5
+    close(weights, others, atol=0)
+    assert {value.dtype for value in weights.values()} == {torch.float32, torch.int64}
+
+
+def stops_once(config: Config, ctx: RunContext) -> Any:
+    """Fit, but stop after step 7 of 12 in the first launch: in the middle of an epoch."""
+    first = not (ctx.paths.folder / "stopped").exists()
+    model = Net(seed=ctx.rank)
+
+    class Stop(nb.Callback):
+        def on_train_batch_end(self, state: Any) -> None:
+            if first and state.step == 7:
+                raise KeyboardInterrupt
+
+    try:
+        values = nb.fit(
+            ctx,
+            config,
+            model,
+            samples(37),
+            samples(11, seed=1),
+            loss=cross_entropy,
+            callbacks=[Stop()] if first else [],
+        )
+    except KeyboardInterrupt:
+        if ctx.is_main:
+            (ctx.paths.folder / "stopped").touch()
+        raise RuntimeError("stopped here") from None
+    return values, state_of(model)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(("fsdp", 2), ("fsdp", 2)),
+        pytest.param(("fsdp", 2), ("auto", 1)),
+        pytest.param(("auto", 1), ("fsdp", 2), marks=pytest.mark.long),
+        pytest.param(("fsdp", 2), ("ddp", 2), marks=pytest.mark.long),
+        pytest.param(("fsdp", 3), ("fsdp", 2), marks=pytest.mark.long),
+    ],
+)
+def test_a_checkpoint_resumes_under_another_strategy(
+    tmp_path: Path, before: tuple[str, int], after: tuple[str, int]
+) -> None:
+    config = settings(tmp_path, **ADAM, **{"checkpoint.every_steps": 2})
+    whole = launch(uninterrupted, config, ranks=1)
+    first = config.with_overrides({"distributed.strategy": before[0]})
+    with pytest.raises(RuntimeError, match="stopped here"):
+        launch(stops_once, first, ranks=before[1], name="resumed")
+    (folder,) = tmp_path.glob("*resumed*")
+    newest, _ = CheckpointStore(folder / "checkpoints").good("step")
+    assert newest is not None
+    saved = torch.load(newest.folder / "training.pt", weights_only=True)
+    assert saved["step"] == 6
+    assert {type(one) for one in saved["optimizer"]["state"][0].values()} == {torch.Tensor}
+    nb.load_model(newest.folder, Net(seed=5))  # plain inference
+    second = config.with_overrides({"distributed.strategy": after[0]})
+    resumed = launch(stops_once, second, ranks=after[1], resume=folder)
+    assert "fit: resumes after epoch 1, 2 steps into" in (folder / "ranks/0/log.txt").read_text()
+    (values, weights), (expected, wanted) = resumed.value, whole.value
+    assert values == pytest.approx(expected, abs=1e-4)
+    close(weights, wanted)
+
+
+def uninterrupted(config: Config, ctx: RunContext) -> Any:
+    model = Net()
+    data = samples(37), samples(11, seed=1)
+    return nb.fit(ctx, config, model, *data, loss=cross_entropy), state_of(model)
+
+
+def goes_on(config: Config, ctx: RunContext) -> Any:
+    model = Net()
+    return nb.fit(ctx, config, model, samples(37), samples(11, seed=1), loss=cross_entropy)
+
+
+def reported(events: Path) -> bool:
+    return events.exists() and '"report"' in events.read_text()
+
+
+@pytest.mark.parametrize(
+    "more", [FSDP, pytest.param({"distributed.local_sgd_steps": 3}, marks=pytest.mark.long)]
+)
+def test_a_stop_request_saves_on_all_ranks(tmp_path: Path, more: dict[str, Any]) -> None:
+    config = settings(tmp_path, **more, **{"train.epochs": 100_000})
+    handle = launch(goes_on, config, wait=False)
+    deadline = time.monotonic() + 60
+    while not reported(handle.paths.events) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    handle.stop()
+    result = handle.result()
+    assert result.status == "stopped"
+    store = CheckpointStore(result.paths.checkpoints)
+    newest, damages = store.good("step")
+    assert newest is not None
+    assert not damages
+    assert nb.load_model(result.paths.folder, Net(seed=5)) is not None
+
+
+def twice(config: Config, ctx: RunContext) -> Any:
+    """The same model in two fits, the second one with the weights of its best epoch."""
+    model = Net()
+    data = samples(37), samples(11, seed=1)
+    nb.fit(ctx, config, model, *data, loss=cross_entropy)
+    hot = config.with_overrides({"optim.lr": 1.0})  # the last epoch is worse than the best
+    values = nb.fit(ctx, hot, model, *data, loss=cross_entropy)
+    again = nb.predict(ctx, model, samples(11, seed=1)[0])
+    loss = cross_entropy(again, samples(11, seed=1)[1]).item()
+    return values, loss, state_of(model)
+
+
+def test_the_model_ends_whole_with_the_best_weights_and_can_be_fitted_again(tmp_path: Path) -> None:
+    result = launch(twice, settings(tmp_path, **FSDP))
+    for values, loss, weights in result.values:
+        assert values["best_epoch"] < values["epoch"]
+        assert loss == pytest.approx(values["best_val_loss"], rel=1e-5)
+        close(weights, result.value[2], atol=0)
+
+
+def own_loop(config: Config, ctx: RunContext) -> Any:
+    """A loop with ctx.prepare, ctx.save and ctx.load; returns the losses and the weights."""
+    from torch.utils.data import DataLoader, TensorDataset
+
+    model = Net(seed=ctx.rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = DataLoader(TensorDataset(*samples(36)), batch_size=12)
+    model, optimizer, loader = ctx.prepare(model, optimizer, loader)
+    sharded = any(hasattr(one, "placements") for one in model.parameters())
+    for epoch in range(2):
+        for inputs, targets in loader:
+            loss = cross_entropy(model(inputs), targets)
+            ctx.accelerator.backward(loss)
+            norm = ctx.accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if epoch == 0:
+            path = ctx.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+            halfway = torch.load(path, weights_only=True)
+    ctx.save({"model": model.state_dict()}, kind="end")
+    state = ctx.load("last")
+    assert state is not None
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    back = ctx.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, kind="back")
+    again = torch.load(back, weights_only=True)
+    close(again["model"], halfway["model"], atol=0)
+    moment, before = (one["optimizer"]["state"][0]["exp_avg"] for one in (again, halfway))
+    assert torch.equal(moment, before)
+    end = ctx.load("end")
+    assert end is not None
+    return sharded, end["model"], float(norm)
+
+
+def test_an_own_loop_is_sharded_and_saves_whole_states(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    two, one = launch(own_loop, config.with_overrides(FSDP)), launch(own_loop, config, ranks=1)
+    assert [sharded for sharded, *_ in two.values] == [True, True]
+    assert not one.value[0]
+    close(two.value[1], one.value[1])
+
+
+def refusals(config: Config, ctx: RunContext) -> list[str]:
+    """The errors of several mistakes; the ranks meet each of them together."""
+    found = []
+
+    def caught(model: nn.Module, **more: Any) -> None:
+        try:
+            nb.fit(ctx, config, model, samples(12), None, loss=cross_entropy, **more)
+        except FitError as error:
+            found.append(str(error))
+
+    def by_parts(model: Any, batch: Any) -> Any:
+        return model.last(batch[0]), batch[1]
+
+    def past_the_guard(model: Any, batch: Any) -> Any:
+        return model.module.last(batch[0]), batch[1]
+
+    class Scalar(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.0))
+
+    model = Net()
+    before = torch.optim.SGD(model.parameters(), lr=0.1)
+    caught(Net(), step=by_parts)
+    caught(Net(), step=past_the_guard)
+    caught(Scalar())
+    caught(model, optimizer=before)
+    caught(Net(), optimizer=torch.optim.Adafactor)
+
+    def of_several(model: Any, batch: Any, optimizers: Any) -> Any:
+        raise AssertionError("no step is made")
+
+    caught(Net(), optimizer={"a": torch.optim.SGD}, step=of_several)
+    return found
+
+
+def test_mistakes_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    expected = [
+        "uses model.last outside of the model's forward",
+        "uses a part of the model outside of the model's forward",
+        "FSDP cannot shard this Scalar",
+        "was made before the model was moved or replaced",
+        "the optimizer is Adafactor, whose state",
+        "several optimizers do not go with distributed.strategy: fsdp",
+    ]
+    result = launch(refusals, settings(tmp_path, **FSDP))
+    for found in result.values:
+        assert len(found) == len(expected), found
+        for text, error in zip(expected, found, strict=True):
+            assert text in error
+            assert "Do now:" in error
+
+
+# --- local SGD ---
+
+
+def plainly(config: Config, ctx: RunContext) -> Any:
+    """Fit; returns the values, the weights, and how often the ranks' weights were equal."""
+    import torch.distributed as dist
+
+    model, equal = Net(seed=ctx.rank), []
+
+    class Look(nb.Callback):
+        def on_train_batch_end(self, state: Any) -> None:
+            if ctx.world_size > 1:
+                both = [torch.empty(3, 16) for _ in range(2)]
+                dist.all_gather(both, model.last.weight.detach())
+                equal.append(bool(torch.equal(*both)))
+
+    data = samples(37), samples(11, seed=1)
+    values = nb.fit(ctx, config, model, *data, loss=cross_entropy, callbacks=[Look()])
+    return values, state_of(model), equal
+
+
+def test_local_sgd_of_one_step_is_ddp_and_of_more_is_near_it(tmp_path: Path) -> None:
+    config = settings(tmp_path)  # SGD with momentum: the mean of the steps is the step of the mean
+    one = launch(plainly, config, ranks=1)
+    exact = launch(plainly, config.with_overrides({"distributed.local_sgd_steps": 1}))
+    rare = launch(plainly, config.with_overrides({"distributed.local_sgd_steps": 3}))
+    assert rare.plan.strategy == "local_sgd"
+    assert exact.value[0] == pytest.approx(one.value[0], abs=1e-4)
+    close(exact.value[1], one.value[1])
+    # Four steps an epoch: averaged after steps 3, 6, 9, 12, and after each epoch.
+    assert rare.value[2] == [step % 3 == 0 for step in range(1, 13)]
+    assert rare.value[0]["val_loss"] == pytest.approx(one.value[0]["val_loss"], abs=0.2)
+    for _, weights, _ in rare.values:
+        close(weights, rare.value[1], atol=0)
+
+
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
+)
+def test_local_sgd_resumes_exactly_on_as_many_ranks(tmp_path: Path, ranks: int) -> None:
+    more = {"checkpoint.every_steps": 2, "distributed.local_sgd_steps": 4, "train.batch_size": 6}
+    config = settings(tmp_path, **ADAM, **more)  # seven steps an epoch; saved between two averages
+    whole = launch(uninterrupted, config)
+    with pytest.raises(RuntimeError, match="stopped here"):
+        launch(stops_once, config, name="resumed")
+    (folder,) = tmp_path.glob("*resumed*")
+    newest, _ = CheckpointStore(folder / "checkpoints").good("step")
+    assert newest is not None
+    saved = torch.load(newest.folder / "training.pt", weights_only=True)
+    assert (saved["step"], saved["local"]["apart"]) == (6, True)
+    models = [one["model"]["first.weight"] for one in saved["local"]["ranks"]]
+    assert not torch.equal(*models)
+    inference = nb.load_model(newest.folder, Net(seed=5))
+    torch.testing.assert_close(inference.first.weight.detach(), (models[0] + models[1]) / 2)
+    resumed = launch(stops_once, config, ranks=ranks, resume=folder)
+    (values, weights), (expected, wanted) = resumed.value, whole.value
+    if ranks == 2:
+        assert values == expected
+        close(weights, wanted, atol=0)
+    else:
+        assert values["val_loss"] == pytest.approx(expected["val_loss"], abs=0.2)
+
+
+def test_own_loops_refuse_local_sgd(tmp_path: Path) -> None:
+    config = settings(tmp_path, **{"distributed.local_sgd_steps": 2})
+    with pytest.raises(PlanError, match=r"ctx.prepare cannot train so[\s\S]*train with nb.fit"):
+        launch(own_loop, config)
+
+
+# --- the configuration and the plan ---
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({**FSDP, "train.compile": True}, r"fsdp conflicts with train.compile: true"),
+        ({**FSDP, "train.weight_averaging": "ema"}, r"fsdp conflicts with .*averaging: ema"),
+        ({**FSDP, "distributed.compression": "fp16"}, r"conflicts with .*compression: fp16"),
+        ({**FSDP, "distributed.static_graph": True}, r"conflicts with .*static_graph"),
+        ({**FSDP, "distributed.enabled": False}, r"strategy: fsdp conflicts with enabled: false"),
+        (
+            {**FSDP, "distributed.backend": "tensorflow"},
+            r"strategy conflicts with backend: tensorflow",
+        ),
+        ({**FSDP, "distributed.local_sgd_steps": 2}, r"fsdp conflicts with .*local_sgd_steps: 2"),
+        (
+            {"train.weight_averaging": "swa", "distributed.local_sgd_steps": 2},
+            r"local_sgd_steps conflicts with train.weight_averaging: swa",
+        ),
+        (
+            {"distributed.strategy": "deepspeed"},
+            r"not built in; fsdp shards(.|\n)*single, ddp, fsdp",
+        ),
+        ({"distributed.strategy": "pipeline"}, r"pipeline strategies .*not there(.|\n)*ddp, fsdp"),
+    ],
+)
+def test_conflicts_are_refused_when_the_configuration_is_read(
+    more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        nb.load_config(env=None, overrides=more)
+
+
+def test_the_plan_says_what_one_process_and_several_do() -> None:
+    def plan(ranks: Any, gpus: int, **more: Any) -> LaunchPlan:
+        config = configured(overrides={"distributed.world_size": ranks, **more})
+        return make_plan(config, detect_host({}), machine(*[T4] * gpus, build=CPU_BUILD))
+
+    alone = plan(1, 0, **FSDP)
+    assert (alone.strategy, alone.processes) == ("single", 1)
+    assert any("fsdp, and there is one process: it trains as single" in r for r in alone.reasons)
+    both = plan("auto", 0, **FSDP)
+    assert (both.strategy, both.processes) == ("fsdp", 2)
+    local = plan(1, 0, **{"distributed.local_sgd_steps": 2})
+    assert any("local_sgd_steps has nothing to do" in reason for reason in local.reasons)
+    assert "local_sgd over gloo" in plan(2, 0, **{"distributed.local_sgd_steps": 2}).explain()
+
+
+def test_trials_of_a_sweep_are_sharded_over_all_devices_or_refused() -> None:
+    config, two = configured(overrides=FSDP), machine(T4, T4, build=CPU_BUILD)
+    slots = make_slots(config, two)
+    assert (len(slots.slots), slots.why) == (1, "distributed.strategy is fsdp")
+    with pytest.raises(PlanError, match=r"fsdp, and placement gives each trial one device"):
+        make_slots(config, two, "device_per_trial")
+    local = configured(overrides={"distributed.local_sgd_steps": 2})
+    single = make_slots(local, two, "device_per_trial").slots[0]
+    assert (
+        make_plan(local.with_overrides(single.overrides), detect_host({}), single.hardware).strategy
+        == "single"
+    )
+
+
+def test_other_trainers_refuse_what_they_would_not_do(tmp_path: Path) -> None:
+    ctx = Run(tmp_path / "run").context(configured())
+    check_strategy(ctx, "Lightning's Trainer")
+    ctx.plan = replace(ctx.plan, strategy="fsdp")
+    with pytest.raises(PlanError, match="is fsdp, and Lightning's Trainer would train with DDP"):
+        check_strategy(ctx, "Lightning's Trainer")
+
+
+def test_an_installation_without_the_folder_names_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "nbtoolkit.training.strategies.fsdp", None)
+    ctx = Run(tmp_path / "run").context(configured())
+    ctx.plan = replace(ctx.plan, strategy="fsdp")
+    with pytest.raises(FitError, match=r"strategy is fsdp, and this installation is without"):
+        make_strategy(ctx, ctx.config)
