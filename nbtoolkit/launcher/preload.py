@@ -241,12 +241,27 @@ class PreloadBranch(Forker):
         self._forkserver = forkserver
         self._agents: set[int] = set()
         self._retired = False
+        self._growth: messages.GrowBranch | None = None
         self.selector.register(forkserver, selectors.EVENT_READ, self._request)
 
-    def serve(self) -> None:
-        """Fork on request until retired and the last agent has ended, or the fork server has."""
+    def serve(self) -> tuple[socket.socket, list[str]] | None:
+        """Fork on request until retired and the last agent has ended, or the fork server has.
+
+        Returns:
+            In the process of a new branch its connection to the fork server and the modules that
+            it imports; at the end None.
+        """
         while not self._retired or self._agents:
             self.turn()
+            if (growth := self._growth) is not None:
+                self._growth = None
+                sock = socket.socket(fileno=growth.descriptors.file)
+                if not self.divide(keep=[sock.fileno()], parent_death=signal.SIGKILL):
+                    # Its number is closed already, and may belong to another file.
+                    self._forkserver.detach()
+                    return sock, growth.names
+                sock.close()
+        return None
 
     def _request(self) -> None:
         packet = receive_packet(self._forkserver)
@@ -257,14 +272,8 @@ class PreloadBranch(Forker):
         match packet:
             case messages.ForkAgent():
                 self._fork_agent(packet)
-            case messages.GrowBranch(names=names):
-                sock = socket.socket(fileno=packet.descriptors.file)
-                self.fork(
-                    lambda: run_branch(sock, names, None),
-                    keep=[sock.fileno()],
-                    parent_death=signal.SIGKILL,
-                )
-                sock.close()
+            case messages.GrowBranch():
+                self._growth = packet  # see serve()
             case messages.RetireBranch():
                 self._retired = True
 
@@ -290,17 +299,28 @@ class PreloadBranch(Forker):
             send_packet(self._forkserver, messages.AgentExited(pid=pid, code=code))
 
 
-def run_branch(forkserver: socket.socket, names: list[str], environ: dict[str, str] | None) -> None:
-    """Import modules, then serve; exit with code 3 if the process is not fork-safe afterwards.
+def run_branch(forkserver: socket.socket, names: list[str], environ: dict[str, str]) -> None:
+    """Be a branch: import modules and serve; then, in the process of the next branch, be that one.
+
+    This is a loop, because a branch within the call of the previous branch, and so each rank, would
+    have seven more frames on its stack: after 140 branches Python's limit is reached.
 
     Args:
         forkserver: the connection to the fork server.
         names: the modules.
-        environ: replaces the environment variables; None keeps those of the previous branch.
+        environ: replaces the environment variables.
     """
-    if environ is not None:
-        os.environ.clear()
-        os.environ.update(environ)
+    os.environ.clear()
+    os.environ.update(environ)
+    branch: tuple[socket.socket, list[str]] | None = forkserver, names
+    while branch is not None:
+        forkserver, names = branch
+        _become_branch(forkserver, names)
+        branch = PreloadBranch(forkserver).serve()
+
+
+def _become_branch(forkserver: socket.socket, names: list[str]) -> None:
+    """Import modules; exit with code 3 if the process is not fork-safe afterwards."""
     send_packet(forkserver, messages.BranchStarted(pid=os.getpid()))
     # Imports create many objects that stay: torch._dynamo takes 1.0 s with the collector, 0.6 s
     # without.
@@ -318,7 +338,6 @@ def run_branch(forkserver: socket.socket, names: list[str], environ: dict[str, s
     # on the end of the socket shows the end of the fork server, and the previous branch may exit.
     die_with_parent(0)
     send_packet(forkserver, messages.ServerReady())
-    PreloadBranch(forkserver).serve()
 
 
 def _import_installed(name: str, roots: tuple[str, ...]) -> None:

@@ -50,17 +50,11 @@ class Forker:
         Returns:
             The child's pid.
         """
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
+        pid = self.divide(keep=keep, parent_death=parent_death, leader=leader)
         if pid:
-            if leader:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.setpgid(pid, pid)  # the child does so, too: either may be first
             return pid
         code = 1
         try:
-            self._become_child(keep, parent_death, leader)
             run()
             code = 0
         except SystemExit as error:
@@ -72,6 +66,27 @@ class Forker:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
+
+    def divide(self, *, keep: list[int], parent_death: int = 0, leader: bool = False) -> int:
+        """Fork; the child returns too, with 0, and must not use this loop any more.
+
+        The arguments are those of :meth:`fork`.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid:
+            if leader:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.setpgid(pid, pid)  # the child does so, too: either may be first
+            return pid
+        try:
+            self._become_child(keep, parent_death, leader)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        return 0
 
     def descriptors(self) -> list[int]:
         """Further descriptors that children close, besides those in the selector."""

@@ -30,6 +30,22 @@ def test_what_a_rank_imports_is_there_in_a_later_launch(config: nb.Config) -> No
     assert launch_until(SMALL, config)
 
 
+def test_ranks_have_no_frames_of_the_branches_before_theirs(config: nb.Config) -> None:
+    """Seven for each: after 140 branches every launch of a kernel failed with RecursionError."""
+
+    def depth(config: nb.Config, ctx: nb.RunContext) -> int:
+        import traceback
+
+        return sum(1 for _ in traceback.walk_stack(None))
+
+    depths = []
+    for name in (SMALL, ALONE, "cycler"):
+        assert launch_until(name, config)
+        result = nb.launch(depth, config, processes=1, resume="never", display="off")
+        depths.append(result.value)
+    assert len(set(depths)) == 1, depths
+
+
 def test_a_changed_environment_is_not_served_from_old_imports(
     config: nb.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
