@@ -256,7 +256,7 @@ class PreloadBranch(Forker):
             if (growth := self._growth) is not None:
                 self._growth = None
                 sock = socket.socket(fileno=growth.descriptors.file)
-                if not self.divide(keep=[sock.fileno()], parent_death=signal.SIGKILL):
+                if not self.fork_in_place(keep=[sock.fileno()], parent_death=signal.SIGKILL):
                     # Its number is closed already, and may belong to another file.
                     self._forkserver.detach()
                     return sock, growth.names

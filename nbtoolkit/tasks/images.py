@@ -163,13 +163,15 @@ def from_folder(
         return from_table(rows, **options)
     for row in rows:
         match = re.search(group_pattern, os.path.relpath(row["path"], top))
-        if match is None:
+        text = match[1] if match and match.re.groups else None
+        if text is None:
             raise FitError(
-                f"{row['path']} does not match data.group_pattern {group_pattern!r}",
-                allowed="a regular expression that every path below the folder contains",
+                f"{row['path']} has no group by data.group_pattern {group_pattern!r}",
+                allowed="a regular expression with a group, such as (patient_[0-9]+), that every "
+                "path below the folder contains",
                 do="correct data.group_pattern",
             )
-        row["group"] = match[1]
+        row["group"] = text
     return from_table(rows, group="group", **options)
 
 
@@ -193,7 +195,7 @@ def from_table(
         options: ``size``, ``channels`` and ``transform`` of :class:`Images`.
 
     Raises:
-        FitError: the table is empty, or a column, a value or a file is missing (names the row).
+        FitError: the table is empty, or it, a column, a value or a file is missing (names the row).
     """
     import torch
 
@@ -201,6 +203,12 @@ def from_table(
     if isinstance(rows, (str, os.PathLike)):
         file = Path(rows).expanduser()
         base = file.parent if root is None else base
+        if not file.is_file():
+            raise FitError(
+                f"there is no table of images {file.absolute()}",
+                allowed="a CSV file with a header and a row for each image",
+                do="correct data.table",
+            )
         with file.open(newline="", encoding="utf-8-sig") as opened:
             rows = list(csv.DictReader(opened))
     columns = [path, label, *([group] if group else [])]

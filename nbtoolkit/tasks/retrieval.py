@@ -109,8 +109,8 @@ def retrieval_scores(embeddings: Tensor, labels: Tensor, *, k: int = 5) -> dict[
     """
     import torch
 
-    bad = int((~embeddings.isfinite().reshape(len(embeddings), -1).all(1)).sum())
-    repeated = labels.unique(return_counts=True)[1].max() > 1
+    bad = int((~embeddings[:, None].isfinite().flatten(1).all(1)).sum())
+    repeated = len(labels.unique()) < len(labels)
     faults = {
         f"{bad} of {len(embeddings)} embeddings are NaN or infinite": bad,
         f"the embeddings have the shape {tuple(embeddings.shape)}": embeddings.ndim != 2,

@@ -50,7 +50,7 @@ class Forker:
         Returns:
             The child's pid.
         """
-        pid = self.divide(keep=keep, parent_death=parent_death, leader=leader)
+        pid = self.fork_in_place(keep=keep, parent_death=parent_death, leader=leader)
         if pid:
             return pid
         code = 1
@@ -67,10 +67,10 @@ class Forker:
                 sys.stderr.flush()
             os._exit(code)
 
-    def divide(self, *, keep: list[int], parent_death: int = 0, leader: bool = False) -> int:
-        """Fork; the child returns too, with 0, and must not use this loop any more.
+    def fork_in_place(self, *, keep: list[int], parent_death: int = 0, leader: bool = False) -> int:
+        """Fork a child that returns from this call with 0, as from ``os.fork``.
 
-        The arguments are those of :meth:`fork`.
+        The arguments are those of :meth:`fork`. The child must not use this loop, which is closed.
         """
         sys.stdout.flush()
         sys.stderr.flush()

@@ -88,13 +88,20 @@ def test_a_wrong_row_is_named(folder: Path, change: dict[str, object], message: 
 
 
 def test_an_empty_class_and_a_path_without_a_group_are_named(folder: Path) -> None:
-    with pytest.raises(FitError, match=r"ant/patient_0\.png does not match data\.group_pattern"):
+    with pytest.raises(FitError, match=r"ant/patient_0\.png has no group by data\.group_pattern"):
         from_folder(folder, group_pattern="scene_(.)")
+    with pytest.raises(FitError, match="a regular expression with a group"):
+        from_folder(folder, group_pattern=r"patient_\d")
     (folder / "wasp").mkdir()
     with pytest.raises(FitError, match=r"set has no image of the class 'wasp'"):
         from_folder(folder)
     with pytest.raises(FitError, match="has no class"):
         from_folder(folder / "wasp")
+
+
+def test_a_table_that_is_not_there_is_named(folder: Path) -> None:
+    with pytest.raises(FitError, match=r"no table of images .*rows\.csv[\s\S]*correct data\.table"):
+        from_table(folder / "rows.csv")
 
 
 def test_damaged_images_are_found_before_training(folder: Path) -> None:

@@ -105,6 +105,7 @@ def test_ties_count_as_in_scikit_learn() -> None:
     [
         (torch.tensor([[1.0], [torch.nan]]), [0, 0], 1, "1 of 2 embeddings are NaN"),
         (torch.ones(3, 2, 2), [0, 0, 0], 1, r"shape \(3, 2, 2\)[\s\S]*flatten"),
+        (torch.ones(0, 2), [], 1, "k is 1, and there are 0 embeddings"),
         (torch.ones(3, 2), [0, 0, 0], 3, "k is 3, and there are 3 embeddings"),
         (torch.ones(3, 2), [0, 1, 2], 1, "each of 3 embeddings is the only one of its class"),
     ],
