@@ -1,12 +1,14 @@
 # Every target makes .venv first when it is missing or older than what it was made from.
 #   make demo     train on two worker processes from a notebook, and say where the results lie
 #   make test     all units, and a test with real processes of each capability and kind of fault
-#   make test-all  every test but those of other hosts and of GPUs (half an hour on two cores)
+#   make test-all  every test but those that the targets below have for themselves (half an hour on two cores)
 #   make test-gpu  the tests that need an NVIDIA GPU, one after the other
 #   make test-hosts  every notebook in environments like Kaggle's and Colab's, without internet (minutes)
 #   make test-pythons  every notebook and the quick suite on Python 3.10 to 3.13, with old, new and the
 #                 hosts' versions of all libraries (an hour and 25 GB)
 #   make test-integrations  the tests of other frameworks, where all of them are installed (minutes, 2 GB)
+#   make test-cluster  scripts and jobs for several machines, on a Slurm (root) and a Ray of two nodes,
+#                 that it starts here, and DeepSpeed (half an hour, 1 GB)
 #   make test-browser  a person's sessions with the panel, in JupyterLab and Notebook 7 (minutes)
 #   make screenshots   the pictures of docs/panel.md
 #   make docs     build the documentation site into build/docs, and check its links and entries
@@ -14,6 +16,9 @@
 #   make notebooks  run every notebook in full, store the outputs that are kept (minutes)
 #   make bench    the figures of docs/log.md
 #   make clean    remove what the above made (not outputs/)
+
+# Processes of the tests import the same modules hundreds of times; some images have this variable set.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
 VENV   := .venv
@@ -23,16 +28,16 @@ STAMP  := $(VENV)/.installed
 WORKERS ?= $(shell echo $$(( $$(nproc) + 1 )))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope
 
-.PHONY: demo test test-all test-rest test-gpu test-hosts test-pythons test-integrations test-browser screenshots check docs notebooks bench clean install
+.PHONY: demo test test-all test-rest test-gpu test-hosts test-pythons test-integrations test-cluster test-browser screenshots check docs notebooks bench clean install
 
 demo: $(STAMP)
 	@$(BIN)/python tests/demo.py
 
 test: $(STAMP)
-	@$(PYTEST) -m "not long and not hosts and not gpu"
+	@$(PYTEST) -m "not long and not apart and not hosts and not gpu and not cluster"
 
 test-rest: $(STAMP)
-	@$(PYTEST) -m "long and not hosts and not gpu"
+	@$(PYTEST) -m "long and not apart and not hosts and not gpu and not cluster"
 
 test-all: test test-rest
 
@@ -47,6 +52,10 @@ test-pythons: $(STAMP)
 
 test-integrations: $(STAMP)
 	@$(BIN)/python -m tests.pythons.integrations
+
+test-cluster: $(STAMP)
+	@tests/cluster/install.sh
+	@$(BIN)/python -m tests.pythons.cluster
 
 test-browser: $(STAMP)
 	@tests/browser/install.sh

@@ -33,6 +33,10 @@ extensions = [
 ]
 exclude_patterns = ["extensions"]
 
+# "owner/name" on GitHub, for the links that open a notebook in Colab and Kaggle; "" without one.
+# GitHub Actions sets the variable.
+repository = os.environ.get("GITHUB_REPOSITORY", "")
+
 # --- other projects' names ---
 
 # Their inventories need internet; a build at home or in CI has none.
@@ -78,6 +82,7 @@ def setup(app: Sphinx) -> None:
 # --- look ---
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # furo's own choice, "native", underlines names
 html_title = f"nbtoolkit {release}"
 html_theme_options = {"navigation_with_keys": True}
 html_show_sphinx = False

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from nbtoolkit.errors import MissingExtra
+
+if TYPE_CHECKING:
+    import typer
+
+
+def command_line() -> typer.Typer:
+    """The application with all commands.
+
+    Raises:
+        MissingExtra: typer is not installed.
+    """
+    # The other modules add their commands to the application of the first.
+    from nbtoolkit import cli, cli_notebooks  # noqa: F401
+    from nbtoolkit.cluster import command  # noqa: F401
+
+    return cli.app
 
 
 def main() -> None:
     """Run the command line and exit with its exit code (see cli.py)."""
     try:
-        # Importing the last two adds their commands to the app.
-        from nbtoolkit import cli, cli_hosts, cli_panel  # noqa: F401
+        app = command_line()
     except MissingExtra as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
-    cli.app(prog_name="nbtoolkit")
+    app(prog_name="nbtoolkit")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from nbtoolkit.launcher.arguments import check_choice
-from nbtoolkit.launcher.handle import RunHandle
+from nbtoolkit.launcher.launch import check_choice
+from nbtoolkit.launcher.run_handle import RunHandle
 from nbtoolkit.run.events import Event
 from nbtoolkit.run.output import CellOutput, Display, choose_screen, displays, find_display
 from nbtoolkit.run.paths import find_run, read_record

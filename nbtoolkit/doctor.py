@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +13,13 @@ from nbtoolkit.config.schema import load_config
 from nbtoolkit.environment.deadline import session_age, span, time_limit
 from nbtoolkit.environment.fork_diagnosis import ProbeResult, find_cause, probe_fork
 from nbtoolkit.environment.hardware import Hardware, detect_hardware
-from nbtoolkit.environment.installed import known_bad
+from nbtoolkit.environment.installed import installed_version, package_folder
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.environment.resources import free_space, size_text
 from nbtoolkit.errors import NbtoolkitError
 from nbtoolkit.host import Host, detect_host
-from nbtoolkit.run.resume import versions
+from nbtoolkit.run.versions_record import versions
 from nbtoolkit.text_table import html_table
 
 
@@ -121,6 +121,79 @@ def doctor() -> DoctorReport:
         fork=fork,
         cause="" if fork.ok else find_cause(device=device),
     )
+
+
+# --- known-bad installations ---
+
+
+Versions = Callable[[str], str | None]
+
+
+def known_bad(
+    version: Versions = installed_version, folders: Mapping[str, Path] | None = None
+) -> list[str]:
+    """Return a sentence for each known-bad installation: what it breaks and what to do.
+
+    Args:
+        version: returns the installed version of a distribution, or None.
+        folders: folders of packages by name; default: looked up.
+    """
+    folder = package_folder if folders is None else folders.get
+    numa = _numa(folder("accelerate"), folder("torch"))
+    problems = [numa, _torchao(version), _torch_floor(version), _name_collision(version)]
+    return [problem for problem in problems if problem]
+
+
+def _numa(accelerate: Path | None, torch: Path | None) -> str:
+    # huggingface/accelerate#3833, #3925; fixed by PR #4059 (2026-05-29), which removes the NUMA
+    # options.
+    if accelerate is None or torch is None or not (torch / "numa" / "binding.py").exists():
+        return ""
+    source = (accelerate / "launchers.py").read_text(errors="replace")
+    if "numa_options" in source and "numa_options = None" not in source:
+        return (
+            "this accelerate asks torch for NUMA binding, which initialises CUDA before the fork "
+            "(accelerate#3925): plain notebook_launcher fails on GPUs; nb.launch is not affected; "
+            "pip install -U accelerate"
+        )
+    return ""
+
+
+def _torchao(version: Versions) -> str:
+    # huggingface/accelerate#3524: importing torchao touched CUDA; PR #3530 is in 1.7.
+    accelerate, torchao = version("accelerate"), version("torchao")
+    if torchao is not None and accelerate is not None and _release(accelerate) < (1, 7):
+        return (
+            f"accelerate {accelerate} imports torchao {torchao}, which initialises CUDA "
+            "(accelerate#3524): plain notebook_launcher fails on GPUs; pip install -U accelerate"
+        )
+    return ""
+
+
+def _torch_floor(version: Versions) -> str:
+    torch = version("torch")
+    if torch is not None and _release(torch) < (2, 6):
+        return (
+            f"torch {torch} is older than 2.6, the oldest supported version; pip install -U torch"
+        )
+    return ""
+
+
+def _name_collision(version: Versions) -> str:
+    # https://pypi.org/project/nbtoolkit writes to the same folder of site-packages.
+    other = version("nbtoolkit")
+    if other is not None:
+        return (
+            f"the distribution nbtoolkit {other} is installed, which is another project; this one "
+            "is nbtoolkit-torch: pip uninstall nbtoolkit, and install this one again"
+        )
+    return ""
+
+
+def _release(version: str) -> tuple[int, ...]:
+    from packaging.version import Version
+
+    return Version(version).release
 
 
 def held_gpus(modules: Iterable[str], files: Iterable[str]) -> list[str]:

@@ -17,7 +17,7 @@ NbtoolkitError
 │       └── RunFileError   a run's file cannot be read (corrupt, or another user's)
 ├── WorkerError            a rank raised an exception that cannot be rebuilt here
 │   ├── WorkerDied         a rank ended without an exception (signal, os._exit)
-│   └── WorkerHung         a rank is silent and idle while another rank waits for it
+│   └── WorkerHung         a rank is silent and idle while another waits for it or has returned
 ├── ReportError            not every rank called ctx.report, ctx.raise_if_stopped or ctx.save
 ├── ResumeError            resume= names a run that does not match
 ├── SweepError             a sweep cannot start, or cannot resume its study
@@ -49,6 +49,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -81,6 +82,12 @@ def _rebuild(
     NbtoolkitError.__init__(error, what, allowed=allowed, do=do)
     error.__dict__.update(state)
     return error
+
+
+def some_names(names: Sequence[str], shown: int = 5) -> str:
+    """The first names for a message, and how many more there are."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
 
 
 class ConfigError(NbtoolkitError):
@@ -148,7 +155,7 @@ class WorkerDied(WorkerError):
 
 
 class WorkerHung(WorkerError):
-    """A rank is silent and idle while another rank waits for it."""
+    """A rank is silent and idle while another rank waits for it or has returned."""
 
 
 class ReportError(NbtoolkitError):

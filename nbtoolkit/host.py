@@ -18,31 +18,22 @@ from nbtoolkit.text_table import gib, html_table
 ROOT = Path("/")
 
 
-def cpu_count(root: Path = ROOT, affinity: int | None = None) -> int:
+def cpu_count(root: Path = ROOT) -> int:
     """Return the number of CPUs of this process: its affinity mask, limited by a container's quota.
 
     Args:
         root: parent of ``/proc`` and ``/sys``.
-        affinity: number of CPUs in the affinity mask; default: this process's.
 
     Returns:
         At least 1. A quota of 1.5 CPUs counts as 1, since threads above the quota are throttled.
     """
-    cpus = affinity or _affinity()
-    return max(1, int(min([cpus, *_cpu_quotas(root)])))
+    return max(1, int(min([len(os.sched_getaffinity(0)), *_cpu_quotas(root)])))
 
 
 def memory_limit(root: Path = ROOT) -> int:
     """Return the memory of this process in bytes: the machine's or a container's; 0 if unknown."""
     known = [*_machine_memory(root), *_memory_limits(root)]
     return min(known, default=0)
-
-
-def _affinity() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        return os.cpu_count() or 1
 
 
 def _machine_memory(root: Path) -> Iterator[int]:
@@ -160,7 +151,6 @@ def detect_host(
     root: Path = ROOT,
     modules: Mapping[str, object] | None = None,
     cwd: Path | None = None,
-    affinity: int | None = None,
 ) -> Host:
     """Detect the host of this process from variables and files, without importing anything.
 
@@ -171,7 +161,6 @@ def detect_host(
         root: parent of ``/kaggle``, ``/content``, ``/proc``, ``/sys`` and ``/dev``.
         modules: the imported modules; default: this process's.
         cwd: the working directory; default: this process's.
-        affinity: number of CPUs in the affinity mask; default: this process's.
 
     Raises:
         ConfigError: ``NBTOOLKIT_HOST`` is not a known kind of host.
@@ -189,7 +178,7 @@ def detect_host(
         scratch=scratch,
         kept=_kept(kind, root, working),
         input=data,
-        cpu_count=cpu_count(root, affinity),
+        cpu_count=cpu_count(root),
         memory=memory_limit(root),
         tpu=bool(tpu_reason),
         tpu_reason=tpu_reason,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
+from difflib import get_close_matches
 from html import escape
 
 _LEFT = ' style="text-align: left; padding-right: 10px"'
@@ -167,3 +168,15 @@ def shortened(text: str, length: int) -> str:
         return line
     end = (length - 1) // 2
     return f"{line[: length - 1 - end]}…{line[-end:]}"
+
+
+def did_you_mean(name: str, names: Iterable[str], form: str = "{!r}") -> str:
+    """Return ``did you mean 'epochs'?`` for the known name nearest to a wrong one; else empty.
+
+    Args:
+        name: the wrong name.
+        names: the known names.
+        form: how the known name is written.
+    """
+    near = get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f"did you mean {form.format(near[0])}?" if near else ""

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.errors import NbtoolkitError, WorkerDied
-from nbtoolkit.run.checkpoint_store import has_checkpoint, read_state
+from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint
+from nbtoolkit.run.checkpoints.weights import find_weights, read_weights
 from nbtoolkit.run.events import EventReader, MetricsLogged, MetricsReported
 from nbtoolkit.run.paths import read_json
-from nbtoolkit.run.weights import find_weights
 from nbtoolkit.training.loading.sampler import read_samples
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nbtoolkit.launcher.handle import RunResult
+    from nbtoolkit.launcher.run_result import RunResult
     from nbtoolkit.worker.context import RunContext
 
 Train = Callable[..., object]
@@ -315,7 +315,7 @@ def _weight_difference(run: RunResult, other: RunResult) -> float | None:
     path, other_path = (find_weights(each.paths.folder, "last") for each in (run, other))
     if path is None or other_path is None:
         return None
-    tensors, others = (dict(_tensors(read_state(each))) for each in (path, other_path))
+    tensors, others = (dict(_tensors(read_weights(each))) for each in (path, other_path))
     if tensors.keys() != others.keys():
         return math.inf
     return max((_distance(tensors[name], others[name]) for name in tensors), default=0.0)

@@ -2,8 +2,9 @@
 
     python tests/check_site.py build/docs
 
-Fails if a link leads nowhere, a page has no title, a page cannot be reached from the first one, or
-a public name, a setting or a command has no entry.
+Fails if a link leads nowhere, a page has no title, a page cannot be reached from the first one, a
+notebook's page does not open it in Colab and Kaggle, or a public name, a setting or a command has
+no entry.
 """
 
 from __future__ import annotations
@@ -14,13 +15,19 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import typer.main
+
 import nbtoolkit
+from nbtoolkit.__main__ import command_line
 from nbtoolkit.config.schema import Config
 from nbtoolkit.config.validation import fields
 from nbtoolkit.study.sweep_config import SweepConfig
 
 # Sphinx writes these for its own use.
 NOT_PAGES = {"search.html", "genindex.html", "py-modindex.html"}
+
+# Every notebook's page has a link that opens it there.
+HOSTS = ("colab.research.google.com", "kaggle.com")
 
 
 class Page(HTMLParser):
@@ -50,6 +57,10 @@ class Page(HTMLParser):
         if self._in_title:
             self.title += data.strip()
 
+    def leads_to(self, host: str) -> bool:
+        """Whether a link leads to this host."""
+        return any(urlsplit(link).netloc.removeprefix("www.") == host for link in self.links)
+
     def has(self, fragment: str) -> bool:
         """Whether a link may end in ``#fragment``."""
         return unquote(fragment) in self.anchors
@@ -63,6 +74,8 @@ def main(folder: Path) -> int:
         name = path.relative_to(folder)
         if not page.title:
             faults.append(f"{name} has no title")
+        if name.parent.name == "notebooks":
+            faults += [f"{name}: no link to {host}" for host in HOSTS if not page.leads_to(host)]
         for link in page.links:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
@@ -88,7 +101,8 @@ def missing_entries(pages: Iterable[Page]) -> list[str]:
     names = {f"nbtoolkit.{name}" for name in nbtoolkit.__all__ if not name.startswith("__")}
     names -= {"nbtoolkit.errors", "nbtoolkit.verify"}  # modules: their names are entries
     settings = {f"confval-{name}" for model in (Config, SweepConfig) for name in fields(model)}
-    return [f"no entry for {name}" for name in sorted((names | settings) - anchors)]
+    commands = {f"nbtoolkit-{name}" for name in typer.main.get_command(command_line()).commands}
+    return [f"no entry for {name}" for name in sorted((names | settings | commands) - anchors)]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import typer
 
 import nbtoolkit as nb
-from nbtoolkit.cli import app
+from nbtoolkit.__main__ import command_line
 from nbtoolkit.run import events
 from nbtoolkit.study.sweep_config import SweepConfig
 
@@ -60,7 +60,7 @@ def surface() -> Iterator[str]:
             yield from (f"member nb.{name}.{one}" for one in dir(public) if not one.startswith("_"))
     yield from (f"setting {name}" for name in flat(nb.load_config(env=None).to_dict()))
     yield from (f"sweep setting {name}" for name in sweep_settings(SweepConfig))
-    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+    for name, command in typer.main.get_command(command_line()).commands.items():  # type: ignore[attr-defined]
         yield f"command {name}"
         yield from (f"option {name} {option}" for one in command.params for option in one.opts)
     for kind in vars(events).values():

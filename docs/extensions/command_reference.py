@@ -12,7 +12,7 @@ from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.util.nodes import nested_parse_with_titles
 
-from nbtoolkit.cli import app as command_line
+from nbtoolkit.__main__ import command_line
 
 
 class Commands(Directive):
@@ -20,7 +20,7 @@ class Commands(Directive):
 
     def run(self) -> list[nodes.Node]:
         """Parse the commands as reStructuredText."""
-        group = typer.main.get_command(command_line)
+        group = typer.main.get_command(command_line())
         context = group.context_class(group, info_name="nbtoolkit")
         text = StringList()
         for name in group.list_commands(context):

@@ -19,10 +19,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
-from nbtoolkit.archive.mlflow_databases import MLFLOW
 from nbtoolkit.run.device_ledger import LEDGER
 
-ARTIFACTS, LOCK = "mlartifacts", "pipeline.lock"
+ARTIFACTS, LOCK, MLFLOW = "mlartifacts", "pipeline.lock", "mlflow.db"
+
+BESIDE = ("-wal", "-shm", "-journal")
+"""Suffixes of the files beside an open SQLite database."""
 
 # Reasons to leave a file out, shown to the user.
 ELSEWHERE = "not in a run folder"
@@ -115,6 +117,20 @@ def may_write(target: Path, run_folder: Path, staged: Path, into: Path) -> bool:
     # The lock shows that a pipeline ran here or was unpacked here before: no bundle holds a lock.
     same_kind = (existing / LOCK).is_file() or existing.name == ARTIFACTS
     return same_kind or not any(existing.glob("[!.]*"))
+
+
+def is_database(path: Path) -> bool:
+    """Whether a file is an SQLite database."""
+    if path.suffix != ".db":
+        return False
+    with path.open("rb") as file:
+        return file.read(16) == b"SQLite format 3\0"
+
+
+def size_of(database: Path) -> int:
+    """Bytes that a copy may have: those of the file and of its write-ahead log."""
+    log = Path(f"{database}-wal")
+    return database.stat().st_size + (log.stat().st_size if log.exists() else 0)
 
 
 def describe(left_out: Mapping[str, Sequence[str]]) -> list[str]:

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Literal
+from urllib.request import url2pathname
 
 from nbtoolkit.archive.bundle_format import BLOCK
 from nbtoolkit.archive.file_rules import (
     ARTIFACTS,
     ELSEWHERE,
     LOCK,
+    MLFLOW,
     OCCUPIED,
     describe,
     is_pipeline,
@@ -26,7 +30,6 @@ from nbtoolkit.archive.file_rules import (
     run_folder_of,
     runs_below,
 )
-from nbtoolkit.archive.mlflow_databases import MLFLOW, move_paths, recorded_runs
 from nbtoolkit.errors import RunFileError
 from nbtoolkit.run.device_ledger import LEDGER, merge_ledger
 from nbtoolkit.run.paths import RunPaths
@@ -34,6 +37,10 @@ from nbtoolkit.run.resume import lock_run
 from nbtoolkit.tracking.service import replay_all
 
 _WITH_PATHS = (".json", ".yaml", ".yml")  # of files of no run: those of pipelines hold paths
+
+# Where MLflow stores absolute paths. Those in tags are ours (see tracking/mlflow_tracker.py).
+_LOCATIONS = (("experiments", "artifact_location"), ("runs", "artifact_uri"))
+_PATHS = (*_LOCATIONS, ("tags", "value"))
 
 
 class Merger:
@@ -154,7 +161,7 @@ class Merger:
         folder = database.parent.relative_to(self._staged)
         target = self._into / folder / MLFLOW
         exists = target.exists()
-        if exists or not move_paths(database, target.parent):
+        if exists or not _move_database(database, target.parent):
             if not exists:
                 self.notes.append(
                     f"not unpacked: {folder / MLFLOW} (damaged, or with paths that lead elsewhere; "
@@ -165,7 +172,7 @@ class Merger:
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         os.rename(database, target)
-        recorded = recorded_runs(target)
+        recorded = _recorded_runs(target)
         for run in map(Path, [*self.new, *self.advanced]):
             if run.parent == folder and run.name in recorded:
                 self.tracked.append(str(run))
@@ -179,7 +186,7 @@ class Merger:
             outdated = run in self.advanced and run not in self.tracked
             if not database.is_file() or not paths.events.is_file() or paths.owned():
                 continue
-            if outdated or paths.run_id not in recorded_runs(database):
+            if outdated or paths.run_id not in _recorded_runs(database):
                 if outdated:  # the file says how much another database has
                     paths.tracking.unlink(missing_ok=True)
                 missing.append(run)
@@ -264,3 +271,61 @@ def _files(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith(".before-"))
         yield from (Path(parent, name) for name in sorted(names))
+
+
+# --- MLflow's database ---
+
+
+def _move_database(database: Path, new: Path) -> bool:
+    """Change the paths in an MLflow database to its new folder.
+
+    The old folder is read from the experiments: their files lie in ``mlartifacts`` beside it.
+
+    Args:
+        database: the file; changed in place.
+        new: the folder it will be in.
+
+    Returns:
+        Whether the database is safe to use there: it is undamaged, and no local path in it leads
+        elsewhere (MLflow shows and deletes the files that its database names).
+    """
+    try:
+        with closing(sqlite3.connect(database)) as connection, connection:
+            query = "select distinct artifact_location from experiments"
+            for (location,) in connection.execute(query).fetchall():
+                folder, separator, _ = str(location).rpartition("/mlartifacts")
+                if not separator or not folder.startswith("file://"):
+                    continue  # on a server, or in a folder of the user's choice
+                old = url2pathname(folder.removeprefix("file://"))
+                for before, after in ((folder, new.as_uri()), (old, str(new))):
+                    _replace_prefix(connection, before, after)
+            locations = [
+                str(location)
+                for table, column in _LOCATIONS
+                for (location,) in connection.execute(f"select {column} from {table}")
+            ]
+    except sqlite3.Error:
+        return False
+    prefix = f"{new.as_uri()}/"
+    local = [path for path in locations if path.startswith("file:") or "://" not in path]
+    return all(path.startswith(prefix) and ".." not in path for path in local)
+
+
+def _replace_prefix(database: sqlite3.Connection, before: str, after: str) -> None:
+    for table, column in _PATHS:
+        database.execute(
+            f"update {table} set {column} = ? || substr({column}, ?) "
+            f"where substr({column}, 1, ?) = ?",
+            (after, len(before) + 1, len(before) + 1, f"{before}/"),
+        )
+
+
+def _recorded_runs(database: Path) -> set[str]:
+    """Ids of our runs in an MLflow database; empty if it cannot be read."""
+    query = "select value from tags where key = 'nbtoolkit.run_id'"
+    uri = f"{database.absolute().as_uri()}?mode=ro"
+    try:
+        with closing(sqlite3.connect(uri, uri=True)) as connection:
+            return {value for (value,) in connection.execute(query)}
+    except sqlite3.Error:
+        return set()

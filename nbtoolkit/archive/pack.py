@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import sqlite3
 import stat
 import tempfile
@@ -12,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -25,8 +27,7 @@ from nbtoolkit.archive.bundle_format import (
     Header,
     size_without_files,
 )
-from nbtoolkit.archive.file_rules import UNREADABLE, describe, printable
-from nbtoolkit.archive.mlflow_databases import copy_database, is_database
+from nbtoolkit.archive.file_rules import UNREADABLE, describe, is_database, printable
 from nbtoolkit.archive.selection import (
     DESCRIPTIONS,
     PRIORITIES,
@@ -47,6 +48,8 @@ SEEN_FILE = ".nbtoolkit-bundles.json"
 
 _MAX_SEEN = 100
 _MARGIN = 16 * 2**20  # bytes to leave free on a disk: a bundle must not fill it
+_LOCK_TIMEOUT = 20.0  # seconds to wait for a database; writers hold a lock for milliseconds
+_BUSY = (5, 6)  # SQLITE_BUSY, SQLITE_LOCKED (the module has these names from Python 3.11 on)
 _ENDING_HOSTS = ("kaggle", "colab")  # their sessions end and take their disk with them
 
 
@@ -313,11 +316,49 @@ def _add_database(writer: BundleWriter, path: Path, name: str) -> bool:
     with tempfile.TemporaryDirectory(prefix="nbtoolkit-archive-") as folder:
         copy = Path(folder) / path.name
         try:
-            copy_database(path, copy)
+            _copy_database(path, copy)
         except sqlite3.Error:
             return False
         with copy.open("rb") as file:
             return writer.add(name, file, copy.stat().st_size, path.stat().st_mtime_ns)
+
+
+def _copy_database(source: Path, target: Path) -> None:
+    """Copy a database as it is at one moment, while others may write to it.
+
+    SQLite's own backup includes the write-ahead log and waits for writers
+    (https://www.sqlite.org/backup.html). The copy has no log beside it.
+
+    Raises:
+        sqlite3.Error: the source is damaged, or was locked for 20 s.
+        OSError: the copy cannot be written.
+    """
+    writable = os.access(source.parent, os.W_OK)
+    if not writable and Path(f"{source}-wal").exists():
+        _copy_read_only(source, target)  # reading a log needs a file beside the database
+        return
+    uri = f"{source.absolute().as_uri()}?{'mode=rw' if writable else 'immutable=1'}"
+    end = time.monotonic() + _LOCK_TIMEOUT
+
+    def progress(status: int, remaining: int, total: int) -> None:
+        if status in _BUSY and time.monotonic() > end:  # backup() alone retries without limit
+            raise sqlite3.OperationalError(f"{source} is locked")
+
+    with (
+        closing(sqlite3.connect(uri, uri=True, timeout=1)) as reading,
+        closing(sqlite3.connect(target)) as writing,
+    ):
+        reading.backup(writing, progress=progress)
+        writing.execute("pragma journal_mode = delete")
+
+
+def _copy_read_only(source: Path, target: Path) -> None:
+    """Copy a dead session's database, with its log, from a folder that is read-only."""
+    with tempfile.TemporaryDirectory(prefix="nbtoolkit-archive-") as folder:
+        copy = Path(folder) / source.name
+        for suffix in ("", "-wal"):
+            shutil.copyfile(f"{source}{suffix}", f"{copy}{suffix}")
+        _copy_database(copy, target)
 
 
 def _whole_lines(file: IO[bytes], size: int) -> int:

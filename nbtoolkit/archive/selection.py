@@ -25,17 +25,21 @@ from typing import Literal, get_args
 from nbtoolkit.archive.bundle_format import SUFFIX, PackedRun, size_in_bundle
 from nbtoolkit.archive.file_rules import (
     ARTIFACTS,
+    BESIDE,
     ELSEWHERE,
+    MLFLOW,
     NOT_REGULAR,
     UNREADABLE,
+    is_database,
     is_run,
     may_hold_credentials,
     printable,
     refusal,
     run_folder_of,
+    size_of,
 )
-from nbtoolkit.archive.mlflow_databases import BESIDE, MLFLOW, is_database, size_of
-from nbtoolkit.run.checkpoint_store import CheckpointStore, StoredCheckpoint
+from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore, StoredCheckpoint
+from nbtoolkit.run.checkpoints.shards import FOLDER
 from nbtoolkit.run.events import EventReader, TrialChanged
 from nbtoolkit.run.paths import RunPaths, read_or_empty
 
@@ -355,7 +359,7 @@ def _checkpoints(folder: Path, *, finished: bool) -> Iterator[list[Path]]:
         newest = next(filter(_is_whole, store.entries("step")), None)
         for checkpoint in [best or newest] if finished else [newest, best]:
             if checkpoint is not None:
-                names = ["manifest.json", *checkpoint.manifest["files"]]
+                names = ["manifest.json", *checkpoint.files]
                 yield [checkpoint.folder / name for name in names]
 
 
@@ -363,8 +367,9 @@ def _is_whole(checkpoint: StoredCheckpoint) -> bool:
     """Whether its files have the sizes in its manifest; it does not compute their digests."""
     try:
         return all(
-            "/" not in name and (checkpoint.folder / name).stat().st_size == file["bytes"]
-            for name, file in checkpoint.manifest["files"].items()
+            "/" not in name.removeprefix(f"{FOLDER}/")
+            and (checkpoint.folder / name).stat().st_size == file["bytes"]
+            for name, file in checkpoint.files.items()
         )
     except (OSError, LookupError, TypeError, AttributeError):  # gone, or damaged
         return False

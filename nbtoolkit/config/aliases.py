@@ -97,55 +97,40 @@ def _without_prefix(name: str) -> str:
 FREE = ("model", "data")
 """Sections for the user's own settings: they are neither renamed nor checked."""
 
-# Alias -> our name; valid in every checked section and at the top level.
-_ALIASES = {
-    "grad_accumulation": "train.gradient_accumulation_steps",
-    "grad_accum_steps": "train.gradient_accumulation_steps",
-    "accumulate_grad_batches": "train.gradient_accumulation_steps",
-    "fp16": "train.precision",
-    "bf16": "train.precision",
-    "mixed_precision": "train.precision",
-    "gradient_clipping": "train.max_grad_norm",
-    "per_device_batch_size": "train.batch_size_per_device",
-    "per_device_train_batch_size": "train.batch_size_per_device",
-    "batch_size_per_gpu": "train.batch_size_per_device",
-    "global_batch_size": "train.batch_size",
-    "num_epochs": "train.epochs",
-    "learning_rate": "optim.lr",
-    "sync_bn": "distributed.sync_batchnorm",
-    "mode": "distributed.strategy",
-    "communication_backend": "distributed.backend",
-    "master_port": "distributed.port",
-    "timeout_seconds": "distributed.timeout",
-    "num_gpus": "distributed.world_size",
-    "num_processes": "distributed.world_size",
-    "gpus_per_node": "distributed.world_size",
-    "num_gpus_per_node": "distributed.world_size",
-    "enable_multi_gpu": "distributed.enabled",
-    "multi_gpu_mode": "distributed.strategy",
-    "multi_gpu_device_ids": "distributed.device_ids",
-    "multi_gpu_backend": "distributed.backend",
-    "multi_gpu_find_unused_parameters": "distributed.find_unused_parameters",
-    "multi_gpu_bucket_cap_mb": "distributed.bucket_cap_mb",
-    "multi_gpu_static_graph": "distributed.static_graph",
-    "checkpoint_frequency": "checkpoint.every_epochs",
-    "mlflow_tracking": "tracking.mlflow",
-    "mlflow_experiment": "tracking.experiment",
-    "enable_multi_gpu_monitoring": "tracking.device_metrics",
+# Our name -> other tools' names for it; valid in every checked section and at the top level.
+_OTHER_NAMES = {
+    "checkpoint.every_epochs": "checkpoint_frequency",
+    "distributed.backend": "communication_backend multi_gpu_backend",
+    "distributed.bucket_cap_mb": "multi_gpu_bucket_cap_mb",
+    "distributed.device_ids": "multi_gpu_device_ids",
+    "distributed.enabled": "enable_multi_gpu",
+    "distributed.find_unused_parameters": "multi_gpu_find_unused_parameters",
+    "distributed.port": "master_port",
+    "distributed.static_graph": "multi_gpu_static_graph",
+    "distributed.strategy": "mode multi_gpu_mode",
+    "distributed.sync_batchnorm": "sync_bn",
+    "distributed.timeout": "timeout_seconds",
+    "distributed.world_size": "num_gpus num_processes gpus_per_node num_gpus_per_node",
+    "optim.lr": "learning_rate",
+    "tracking.device_metrics": "enable_multi_gpu_monitoring",
+    "tracking.experiment": "mlflow_experiment",
+    "tracking.mlflow": "mlflow_tracking",
+    "train.batch_size": "global_batch_size",
+    "train.batch_size_per_device": "per_device_batch_size per_device_train_batch_size "
+    "batch_size_per_gpu",
+    "train.epochs": "num_epochs",
+    "train.gradient_accumulation_steps": "grad_accumulation grad_accum_steps "
+    "accumulate_grad_batches",
+    "train.max_grad_norm": "gradient_clipping",
+    "train.precision": "fp16 bf16 mixed_precision",
 }
+_ALIASES = {other: name for name, others in _OTHER_NAMES.items() for other in others.split()}
 
 # Arguments of torch's optimizers; they belong under optim.options, with their own names.
-_OPTIMIZER_ARGUMENTS = {
-    "alpha",
-    "amsgrad",
-    "betas",
-    "centered",
-    "dampening",
-    "eps",
-    "fused",
-    "lr_decay",
-    "maximize",
-} | {"initial_accumulator_value", "momentum_decay", "nesterov", "rho"}
+_OPTIMIZER_ARGUMENTS = """
+alpha amsgrad betas centered dampening eps fused initial_accumulator_value lr_decay maximize
+momentum_decay nesterov rho
+"""
 
 # Names that are accepted with these values, which describe what nbtoolkit does anyway.
 _NO_EFFECT: dict[str, tuple[object, ...]] = {
@@ -158,73 +143,67 @@ _NO_EFFECT: dict[str, tuple[object, ...]] = {
 }
 
 _REMOVE = "remove it"
-_POSITION = "is set by the launcher for each process", _REMOVE
 _SEVERAL_NODES = (
     "start the program on every machine with torchrun or srun; nb.launch then runs in place"
 )
-_RUN_FOLDER = (
-    "cannot be set by itself",
-    "set runtime.output_dir: each run has its own folder there, with all its files",
-)
-_SWEEP = (
-    "belongs to a sweep",
-    "put it into the sweep's own file (config/hpo/...), or pass it to nb.sweep",
-)
-_DEEPSPEED = (
-    "belongs to DeepSpeed, which nbtoolkit does not use",
-    "use strategy: fsdp, which shards weights and optimizer state as ZeRO-3 does",
-)
-_DATA_PARALLEL_OPTION = (
-    "belongs to DataParallel: nbtoolkit divides along dimension 0 and gathers on the first device",
-    _REMOVE,
-)
-_NO_PIPELINES = "pipeline strategies (a model divided over devices) are not there yet"
-_HYBRID = f"cannot be set: {_NO_PIPELINES}", "use strategy: ddp"
 _RELAUNCH = "call nb.launch again: it resumes the unfinished run"
-_RESUME = "is an argument of the call", 'nb.launch(..., resume="never")'
 
-# Rejected name -> why, and what to do instead.
-_REFUSED = {
-    "rank": _POSITION,
-    "local_rank": _POSITION,
-    "node_rank": _POSITION,
-    "init_method": ("can only be env://: the launcher sets the rendezvous address", _REMOVE),
-    "num_nodes": ("can only be 1: nb.launch starts processes on this machine", _SEVERAL_NODES),
-    "master_addr": ("can only be localhost: the ranks run on this machine", _SEVERAL_NODES),
-    "launch_method": (
+# Names that are rejected, why, and what to do instead.
+_REFUSALS = (
+    ("rank local_rank node_rank", "is set by the launcher for each process", _REMOVE),
+    ("init_method", "can only be env://: the launcher sets the rendezvous address", _REMOVE),
+    ("num_nodes", "can only be 1: nb.launch starts processes on this machine", _SEVERAL_NODES),
+    ("master_addr", "can only be localhost: the ranks run on this machine", _SEVERAL_NODES),
+    (
+        "launch_method",
         "is an argument of the call",
         'nb.launch(..., start="forkserver" | "fork" | "inline"); under torchrun it runs in place',
     ),
-    "output_device": _DATA_PARALLEL_OPTION,
-    "dim": _DATA_PARALLEL_OPTION,
-    "zero_stage": _DEEPSPEED,
-    "deepspeed_config": _DEEPSPEED,
-    "enable_hybrid": _HYBRID,
-    "hybrid_strategy": _HYBRID,
-    "enable_gradient_synchronization": ("cannot be off: DDP always does it", _REMOVE),
-    "enable_fault_tolerance": (
+    (
+        "output_device dim",
+        "belongs to DataParallel: nbtoolkit divides along dimension 0 and gathers on the first "
+        "device",
+        _REMOVE,
+    ),
+    (
+        "deepspeed_config",
+        "is DeepSpeed's own file, which nbtoolkit writes itself",
+        "set distributed.strategy: deepspeed, distributed.zero_stage and distributed.offload",
+    ),
+    (
+        "enable_hybrid hybrid_strategy",
+        "belongs to a hybrid mode, a model divided over devices",
+        "set distributed.strategy: pipeline",
+    ),
+    ("enable_gradient_synchronization", "cannot be off: DDP always does it", _REMOVE),
+    (
+        "enable_fault_tolerance",
         "does not exist: a rank's failure always ends the run and raises",
         _RELAUNCH,
     ),
-    "max_retries": ("does not exist: nbtoolkit does not repeat a failed run", _RELAUNCH),
-    "checkpoint_dir": _RUN_FOLDER,
-    "storage_path": _RUN_FOLDER,
-    "tensorboard_dir": _RUN_FOLDER,
-    "resume_from_checkpoint": _RESUME,
-    "auto_resume": _RESUME,
-    "trials_per_gpu": _SWEEP,
-    "k_fold": _SWEEP,
-    "early_termination": _SWEEP,
-    "sampling": _SWEEP,
-    "study": _SWEEP,
-    "space": _SWEEP,
-    "budget": _SWEEP,
-    # `batch_size` alone is a setting of nbtoolkit.
-    "distributed.batch_size": (
+    ("max_retries", "does not exist: nbtoolkit does not repeat a failed run", _RELAUNCH),
+    (
+        "checkpoint_dir storage_path tensorboard_dir",
+        "cannot be set by itself",
+        "set runtime.output_dir: each run has its own folder there, with all its files",
+    ),
+    (
+        "resume_from_checkpoint auto_resume",
+        "is an argument of the call",
+        'nb.launch(..., resume="never")',
+    ),
+    (
+        "trials_per_gpu k_fold early_termination sampling study space budget",
+        "belongs to a sweep",
+        "put it into the sweep's own file (config/hpo/...), or pass it to nb.sweep",
+    ),
+    (
+        "distributed.batch_size",  # `batch_size` alone is a setting of nbtoolkit
         "is ambiguous",
         "set train.batch_size (over all ranks) or train.batch_size_per_device (of one rank)",
     ),
-}
+)
+_REFUSED = {name: (why, do) for names, why, do in _REFUSALS for name in names.split()}
 
 _CHOICES = ("train.precision", "distributed.strategy", "distributed.backend")
 
@@ -234,6 +213,7 @@ _VALUES: dict[str, dict[object, str]] = {
     "distributed.strategy": {
         "none": "single",
         "distributed": "ddp",
+        "hybrid": "pipeline",
         "pytorch-ddp": "ddp",
         "fsdp2": "fsdp",
         "fully_shard": "fsdp",
@@ -242,21 +222,16 @@ _VALUES: dict[str, dict[object, str]] = {
     },
 }
 
-_NO_DEEPSPEED = "DeepSpeed is not built in; fsdp shards weights and optimizer state as ZeRO-3 does"
 _HOROVOD = "Horovod's last release is of 2023; DDP does the same"
 _RAY = "nbtoolkit starts the ranks itself; Ray is untested"
-_TENSORFLOW = "set distributed.backend: tensorflow instead"
 
 # Rejected values and the reason.
 _REFUSED_VALUES = {
     "distributed.strategy": {
-        "hybrid": _NO_PIPELINES,
-        "deepspeed": _NO_DEEPSPEED,
         "local_sgd": "it is a number: set distributed.local_sgd_steps: 8",
-        "pipeline": _NO_PIPELINES,
         "ray": _RAY,
         "horovod": _HOROVOD,
-        "tensorflow": _TENSORFLOW,
+        "tensorflow": "set distributed.backend: tensorflow instead",
     },
     "distributed.backend": {
         "mpi": "torch has it only when built from source with MPI",
@@ -286,7 +261,7 @@ def nearest(dotted: str, known: Iterable[str]) -> str:
         The name; an empty string if none is similar.
     """
     section, last = dotted.rpartition(".")[0], dotted.rpartition(".")[2].lower()
-    if section in ("", "optim") and last in _OPTIMIZER_ARGUMENTS:
+    if section in ("", "optim") and last in _OPTIMIZER_ARGUMENTS.split():
         return f"optim.options.{last}"
     names = {f"{section}.{alias}".lstrip("."): name for alias, name in _ALIASES.items()}
     names.update({name: name for name in known})

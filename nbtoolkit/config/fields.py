@@ -111,8 +111,9 @@ def describe(hint: object) -> str:
 def _choices(hint: object) -> Iterator[str]:
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
+        # Python flattens nested annotations: the last text describes the narrowest type.
         texts = [mark.text for mark in args[1:] if isinstance(mark, Allowed)]
-        yield from texts or _choices(args[0])
+        yield from texts[-1:] or _choices(args[0])
     elif origin in (Union, types.UnionType):
         for arg in args:
             yield from _choices(arg)
@@ -169,35 +170,16 @@ def _distinct_numbers(value: object) -> tuple[object, ...]:
 
 Number = Annotated[float, BeforeValidator(_number), Allowed("a number")]
 Whole = Annotated[int, BeforeValidator(_number), Allowed("a whole number")]
-Count = Annotated[
-    int, BeforeValidator(_number), Field(ge=1), Allowed("a whole number of at least 1")
-]
-CountFrom0 = Annotated[
-    int, BeforeValidator(_number), Field(ge=0), Allowed("a whole number of at least 0")
-]
-Seed = Annotated[
-    int,
-    BeforeValidator(_number),
-    Field(ge=0, lt=2**32),  # what numpy.random.seed takes
-    Allowed("a whole number from 0 to 4294967295"),
-]
-Port = Annotated[
-    int,
-    BeforeValidator(_number),
-    Field(ge=1024, le=65535),
-    Allowed("a whole number from 1024 to 65535"),
-]
-Positive = Annotated[float, BeforeValidator(_number), Field(gt=0), Allowed("a number above 0")]
-NotNegative = Annotated[
-    float, BeforeValidator(_number), Field(ge=0), Allowed("a number of at least 0")
-]
-Above1 = Annotated[float, BeforeValidator(_number), Field(gt=1), Allowed("a number above 1")]
-Below1 = Annotated[
-    float, BeforeValidator(_number), Field(gt=0, lt=1), Allowed("a number above 0 and below 1")
-]
-Share = Annotated[
-    float, BeforeValidator(_number), Field(ge=0, le=1), Allowed("a number from 0 to 1")
-]
+Count = Annotated[Whole, Field(ge=1), Allowed("a whole number of at least 1")]
+CountFrom0 = Annotated[Whole, Field(ge=0), Allowed("a whole number of at least 0")]
+# What numpy.random.seed takes.
+Seed = Annotated[Whole, Field(ge=0, lt=2**32), Allowed("a whole number from 0 to 4294967295")]
+Port = Annotated[Whole, Field(ge=1024, le=65535), Allowed("a whole number from 1024 to 65535")]
+Positive = Annotated[Number, Field(gt=0), Allowed("a number above 0")]
+NotNegative = Annotated[Number, Field(ge=0), Allowed("a number of at least 0")]
+Above1 = Annotated[Number, Field(gt=1), Allowed("a number above 1")]
+Below1 = Annotated[Number, Field(gt=0, lt=1), Allowed("a number above 0 and below 1")]
+Share = Annotated[Number, Field(ge=0, le=1), Allowed("a number from 0 to 1")]
 Seconds = Annotated[
     float,
     BeforeValidator(_seconds),
@@ -222,6 +204,11 @@ Devices = Annotated[
     BeforeValidator(_distinct_numbers),
     PlainSerializer(list),
     Allowed("a list of distinct device numbers, such as [0, 2]"),
+]
+Texts = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    PlainSerializer(list),
+    Allowed("a list of strings"),
 ]
 Free = Annotated[
     FreeSection,

@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
+from pydantic import PrivateAttr, ValidationError, model_validator
 
 from nbtoolkit.config.aliases import canonical
 from nbtoolkit.config.fields import (
@@ -37,7 +37,8 @@ from nbtoolkit.config.fields import (
     Text,
 )
 from nbtoolkit.config.layers import Overrides, file_layer, merge, override_layer, shipped_folder
-from nbtoolkit.config.validation import check_conflicts, fields, mark_read, mistakes
+from nbtoolkit.config.section import Cluster, Section
+from nbtoolkit.config.validation import check_conflicts, fields, mistakes
 from nbtoolkit.config.yaml_source import Keys, Layer, dump, refuse
 from nbtoolkit.errors import ConfigError
 
@@ -59,25 +60,6 @@ def measured(value: Auto | _Number, name: str) -> _Number:
             do=f"set {name} to a number",
         )
     return value
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, without unknown names; a field's docstring is its help."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-        arbitrary_types_allowed=True,
-    )
-
-    # Type checkers would accept any attribute of a class with this method.
-    if not TYPE_CHECKING:
-
-        def __getattribute__(self, name):
-            mark_read(type(self).__name__, name)
-            return super().__getattribute__(name)
 
 
 class Optim(Section):
@@ -182,10 +164,19 @@ class Distributed(Section):
 
     enabled: Auto | bool = "auto"
     """Use several ranks. `auto`: on two or more usable, equal GPUs; true: on the CPU too."""
-    strategy: Literal["auto", "single", "ddp", "fsdp", "dp", "measured"] = "auto"
-    """One process, DistributedDataParallel, `fsdp`: sharded weights and optimizer state, or `dp`:
-    DataParallel, one process on several GPUs. `auto`: by `nb.calibrate`, kept or made after a long
-    run, else ddp; `measured`: measure it."""
+    strategy: Literal[
+        "auto", "single", "ddp", "fsdp", "deepspeed", "pipeline", "dp", "measured"
+    ] = "auto"
+    """One process, DistributedDataParallel, `fsdp`: sharded weights and optimizer state,
+    `deepspeed`: the same by DeepSpeed's ZeRO, `pipeline`: the layers of an nn.Sequential divided
+    over the ranks, or `dp`: DataParallel, one process on several GPUs. `auto`: by `nb.calibrate`,
+    kept or made after a long run, else ddp; `measured`: measure it."""
+    zero_stage: Literal[1, 2, 3] = 2
+    """`deepspeed`: what each rank keeps a part of. 1: optimizer state; 2: gradients, too; 3:
+    weights, too."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """`deepspeed`: keep parts in CPU memory. `optimizer`: optimizer state and gradients, whose step
+    then runs on the CPU; `all`: weights, too (stage 3)."""
     world_size: Auto | Count = "auto"
     """Ranks; `auto`: one per usable device. `nb.launch(processes=...)` overrides it."""
     backend: Literal["auto", "nccl", "gloo", "tensorflow"] = "auto"
@@ -232,6 +223,9 @@ class Checkpoint(Section):
     """Also write one every this many optimizer steps."""
     keep_last: Count = 2
     """Number of newest checkpoints to keep (the best one is kept too)."""
+    format: Literal["auto", "whole", "sharded"] = "auto"
+    """`sharded`, with fsdp: each rank writes its part (torch 2.8 or newer); `whole`: rank 0 gathers
+    and writes all; `auto`: sharded with fsdp from 1 GB on. Each loads under every strategy."""
     monitor: Text | None = None
     """Reported metric that decides which is best; null: val_loss, or train_loss without one."""
     mode: Literal["auto", "min", "max"] = "auto"
@@ -283,10 +277,11 @@ class Runtime(Section):
     """GPU hours of your host's weekly quota, for `nb.quota` and the cost of a search; null: none.
     """
     hang_timeout: Seconds = 300.0
-    """A rank that is silent and idle for this long while another waits for it is hung."""
-    standby_seconds: NotNegative = 0.0
+    """A rank is hung if it is silent and idle for so long while another waits or has returned."""
+    standby_seconds: Auto | NotNegative = "auto"
     """After a run on the CPU, new ranks start in advance and wait this many seconds for the next
-    launch of the same shape, which is then faster; 0: none do."""
+    launch of the same shape, which is then faster; 0: none do. `auto`: 600 in a notebook's kernel,
+    else 0."""
     compare_ranks: bool = True
     """Warn when ranks train different models: at reports and at the end (torchrun: at reports)."""
 
@@ -324,6 +319,8 @@ class Config(Section):
     """Tracking services and what is logged."""
     runtime: Runtime = Runtime()
     """Output folder, time limits and health checks."""
+    cluster: Cluster = Cluster()
+    """The job of `where="slurm"` and `where="ray"`."""
     _places: _Places = PrivateAttr(default_factory=_Places)
 
     @model_validator(mode="after")

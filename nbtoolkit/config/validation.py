@@ -12,6 +12,7 @@ import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_type_hints
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
@@ -42,6 +43,8 @@ class Conflict(NamedTuple):
     what: str
     do: str
     names: tuple[str, ...]
+    secret: str = ""
+    """A text that the error must not quote from the configuration."""
 
 
 class ConflictError(ValueError):
@@ -58,7 +61,8 @@ def check_conflicts(config: Config) -> None:
     Raises:
         ConflictError: settings conflict.
     """
-    if conflicts := [*_batch_conflicts(config), *_rank_conflicts(config), *_time_conflicts(config)]:
+    conflicts = [*_batch_conflicts(config), *_rank_conflicts(config), *_time_conflicts(config)]
+    if conflicts := [*conflicts, *_password_conflicts(config)]:
         raise ConflictError(conflicts)
 
 
@@ -78,31 +82,10 @@ def _batch_conflicts(config: Config) -> Iterator[Conflict]:
         )
 
 
-def _rank_conflicts(config: Config) -> Iterator[Conflict]:
-    ranks, size_name = config.distributed, "distributed.world_size"
-    enabled, strategy = "distributed.enabled", "distributed.strategy"
-    size = 0 if ranks.world_size == "auto" else ranks.world_size
-    if ranks.enabled is False and size > 1:
-        what = f"{size_name}: {size} conflicts with enabled: false"
-        yield Conflict(what, "remove one of them", (size_name, enabled))
-    if ranks.strategy in ("single", "dp") and size > 1:
-        what = f"{size_name}: {size} conflicts with strategy: {ranks.strategy}"
-        yield Conflict(what, "remove one of them", (size_name, strategy))
-    if ranks.enabled is False and ranks.strategy in ("ddp", "fsdp", "dp"):
-        what = f"{strategy}: {ranks.strategy} conflicts with enabled: false"
-        yield Conflict(what, "remove one of them", (strategy, enabled))
-    for name in ("compile", "activation_checkpointing"):
-        if ranks.strategy == "dp" and getattr(config.train, name):
-            what = f"{strategy}: dp conflicts with train.{name}: it cannot copy such a model"
-            yield Conflict(what, "set strategy: ddp", (strategy, f"train.{name}"))
-    yield from _strategy_conflicts(config)
-    if ranks.device_ids and size > len(ranks.device_ids):
-        what = f"{size_name}: {size} ranks on {len(ranks.device_ids)} device_ids"
-        yield Conflict(what, "name one device per rank", (size_name, "distributed.device_ids"))
+SHARDED = ("fsdp", "deepspeed", "pipeline")
+"""Strategies under which a rank does not have all of a model's weights and optimizer state."""
 
-
-# Settings that belong to DDP, or that were not made for sharded weights or several models.
-_NOT_WITH_FSDP = (
+_NOT_WITH_SHARDS = (
     "distributed.compression",
     "distributed.find_unused_parameters",
     "distributed.static_graph",
@@ -110,26 +93,65 @@ _NOT_WITH_FSDP = (
     "train.compile",
     "train.weight_averaging",
 )
+# Settings that belong to DDP, or that were not made for copied or sharded models.
+_NOT_WITH_STRATEGY = {
+    "dp": ("train.compile", "train.activation_checkpointing"),
+    "fsdp": _NOT_WITH_SHARDS,
+    "deepspeed": _NOT_WITH_SHARDS,
+    "pipeline": (
+        "distributed.compression",
+        "distributed.find_unused_parameters",
+        "distributed.static_graph",
+        "distributed.local_sgd_steps",
+        "distributed.sync_batchnorm",
+        "train.channels_last",
+        "train.compile",
+        "train.weight_averaging",
+    ),
+}
 _NOT_WITH_LOCAL_SGD = ("distributed.compression", "train.weight_averaging")
 
 
-def _strategy_conflicts(config: Config) -> Iterator[Conflict]:
-    ranks, strategy = config.distributed, "distributed.strategy"
-    every = "distributed.local_sgd_steps"
-    if ranks.strategy == "fsdp":
-        for name in _NOT_WITH_FSDP:
-            if (value := _value(config, name)) not in (None, False, "none"):
-                what = f"{strategy}: fsdp conflicts with {name}: {_shown(value)}"
-                yield Conflict(what, "remove one of them, or set strategy: ddp", (strategy, name))
-    elif ranks.local_sgd_steps is not None:
+def _rank_conflicts(config: Config) -> Iterator[Conflict]:
+    ranks, size_name = config.distributed, "distributed.world_size"
+    enabled, strategy = "distributed.enabled", "distributed.strategy"
+    local_sgd = "distributed.local_sgd_steps"
+    size = 0 if ranks.world_size == "auto" else ranks.world_size
+    if ranks.enabled is False and size > 1:
+        yield _clash(config, size_name, enabled)
+    if ranks.strategy in ("single", "dp") and size > 1:
+        yield _clash(config, size_name, strategy)
+    if ranks.enabled is False and ranks.strategy in ("ddp", *SHARDED, "dp"):
+        yield _clash(config, strategy, enabled)
+    for name in _NOT_WITH_STRATEGY.get(ranks.strategy, ()):
+        if _value(config, name) not in (None, False, "none"):
+            yield _clash(config, strategy, name, "remove one of them, or set strategy: ddp")
+    if ranks.local_sgd_steps is not None and ranks.strategy not in SHARDED:
         for name in _NOT_WITH_LOCAL_SGD:
-            if (value := _value(config, name)) != "none":
-                what = f"{every} conflicts with {name}: {_shown(value)}"
-                yield Conflict(what, "remove one of them", (every, name))
-    if ranks.backend == "tensorflow" and (ranks.strategy == "fsdp" or ranks.local_sgd_steps):
-        name = strategy if ranks.strategy == "fsdp" else every
-        what = f"{name} conflicts with backend: tensorflow, which trains in its own way"
-        yield Conflict(what, "remove one of them", (name, "distributed.backend"))
+            if _value(config, name) != "none":
+                yield _clash(config, local_sgd, name)
+    if ranks.backend == "tensorflow":  # it trains in its own way
+        if ranks.strategy in SHARDED:
+            yield _clash(config, strategy, "distributed.backend")
+        elif ranks.local_sgd_steps:
+            yield _clash(config, local_sgd, "distributed.backend")
+    if ranks.strategy != "deepspeed":
+        for name in ("zero_stage", "offload"):
+            if getattr(ranks, name) != type(ranks).model_fields[name].default:
+                yield _clash(config, f"distributed.{name}", strategy, "set strategy: deepspeed")
+    elif config.checkpoint.format == "sharded":
+        yield _clash(config, strategy, "checkpoint.format", "set checkpoint.format: whole")
+    elif ranks.offload == "all" and ranks.zero_stage != 3:
+        yield _clash(config, "distributed.offload", "distributed.zero_stage", "set zero_stage: 3")
+    if ranks.device_ids and size > len(ranks.device_ids):
+        what = f"{size_name}: {size} ranks on {len(ranks.device_ids)} device_ids"
+        yield Conflict(what, "name one device per rank", (size_name, "distributed.device_ids"))
+
+
+def _clash(config: Config, first: str, second: str, do: str = "remove one of them") -> Conflict:
+    """The conflict of the values that two settings have."""
+    one, other = (f"{name}: {_shown(_value(config, name))}" for name in (first, second))
+    return Conflict(f"{one} conflicts with {other}", do, (first, second))
 
 
 def _value(config: Config, name: str) -> object:
@@ -138,7 +160,8 @@ def _value(config: Config, name: str) -> object:
 
 
 def _shown(value: object) -> str:
-    return "true" if value is True else str(value)
+    """A value as YAML writes it."""
+    return value if isinstance(value, str) else json.dumps(value, default=dict)
 
 
 def _time_conflicts(config: Config) -> Iterator[Conflict]:
@@ -155,6 +178,21 @@ def _time_conflicts(config: Config) -> Iterator[Conflict]:
             f"runtime.shutdown_margin ({margin:g} s) leaves no time of session_limit ({limit:g} s)",
             "lower runtime.shutdown_margin: runs would end as they start",
             ("runtime.shutdown_margin", "runtime.session_limit"),
+        )
+
+
+def _password_conflicts(config: Config) -> Iterator[Conflict]:
+    try:
+        password = urlsplit(config.tracking.uri or "").password
+    except ValueError:  # no URL: MLflow says what is wrong
+        password = None
+    if password:
+        yield Conflict(
+            "tracking.uri has a password, and every run's config.yaml would have it, too",
+            "take it out, and set the variables MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD (or MLFLOW_TRACKING_TOKEN; of a database: PGPASSWORD)",
+            ("tracking.uri",),
+            password,
         )
 
 
@@ -189,6 +227,8 @@ def _setting(loc: tuple[int | str, ...], model: type[BaseModel]) -> Keys:
 def _conflicting(layer: Layer, conflict: Conflict) -> Mistake:
     places = [layer.places.get(tuple(name.split("."))) for name in conflict.names]
     place = " and ".join(dict.fromkeys(filter(None, places))) or "configuration"
+    if conflict.secret:
+        place = place.replace(conflict.secret, "***")
     return Mistake(place=place, what=conflict.what, do=conflict.do)
 
 
@@ -223,8 +263,7 @@ def _invalid(layer: Layer, keys: Keys, model: type[BaseModel], message: str) -> 
 def _default(model: type[BaseModel], keys: Keys) -> str:
     """Return a setting's default as YAML writes it."""
     section = model if len(keys) == 1 else _hints(model)[keys[0]]
-    default = section.model_fields[keys[-1]].get_default(call_default_factory=True)
-    return default if isinstance(default, str) else json.dumps(default, default=dict)
+    return _shown(section.model_fields[keys[-1]].get_default(call_default_factory=True))
 
 
 def _place(layer: Layer, keys: Keys) -> str:
@@ -394,6 +433,30 @@ def unused_settings(config: Config, reads: set[str], searched: Iterable[str] = (
         f"without calling it and without reading them:{listed}\n"
         "  Allowed: settings that nb.fit or the training function uses\n"
         f"  Do now:  read them in the function (config.{unused[0]}), call nb.fit, or delete them"
+    )
+
+
+def searched_in_vain(config: Config, reads: set[str], searched: Iterable[str]) -> str | None:
+    """Return a warning about a search of ``model`` settings that the function never read, or None.
+
+    ``data`` settings do not count: the processes of a loader may read them.
+
+    Args:
+        config: the trial's configuration.
+        reads: the settings that the function read; ``config.model`` stands for the whole section.
+        searched: settings that the search sets.
+    """
+    if reads & {"config.model", "config.__dict__"}:
+        return None
+    unread = [name for name in searched if name.startswith("model.") and name not in reads]
+    if not unread:
+        return None
+    listed = "".join(f"\n    {name} ({config.place(name)})" for name in unread)
+    return (
+        "settings without effect: the search sets them, and the training function has ended "
+        f"without reading config.model or ctx.params:{listed}\n"
+        "  Allowed: a space of settings that the training function reads\n"
+        f"  Do now:  build the model from config.{unread[0]}, or take it out of the space"
     )
 
 

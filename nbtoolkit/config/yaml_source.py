@@ -61,10 +61,11 @@ def refuse(mistakes: list[Mistake], kind: type[ConfigError] = ConfigError) -> No
     if len(mistakes) == 1:
         [mistake] = mistakes
         what = f"{mistake.place}: {mistake.what}"
-        raise kind(what, allowed=mistake.allowed, do=mistake.do)
+        # "from None": pydantic's own error would be shown above this one.
+        raise kind(what, allowed=mistake.allowed, do=mistake.do) from None
     if mistakes:
         lines = "".join(f"\n  {mistake}" for mistake in sorted(mistakes, key=_by_line))
-        raise kind(f"{len(mistakes)} mistakes in the configuration:{lines}")
+        raise kind(f"{len(mistakes)} mistakes in the configuration:{lines}") from None
 
 
 def _by_line(mistake: Mistake) -> tuple[str, int]:

@@ -6,52 +6,38 @@ import os
 import reprlib
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, overload
 
-from nbtoolkit.config.schema import Config, ConfigLike, as_config, load_config
+from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.crossval.cv_result import CVResult, FoldTable
 from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, check_same, fold_key
-from nbtoolkit.errors import FoldError, LaunchError, ResumeError
+from nbtoolkit.errors import FoldError, LaunchError
 from nbtoolkit.folds.folds import Folds
-from nbtoolkit.launcher.arguments import check_call, task_name
 from nbtoolkit.launcher.failures import raise_failure
-from nbtoolkit.launcher.launch import Train
+from nbtoolkit.launcher.launch import Train, Where, check_call, task_name
 from nbtoolkit.launcher.measured import measure_auto
 from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunStarted
 from nbtoolkit.run.output import Display, RunDisplay, Screen, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths, find_run
-from nbtoolkit.run.resume import changed_settings, refuse_old_run
 from nbtoolkit.run.serialization import add_note
+from nbtoolkit.run.versions_record import refuse_old_run
+from nbtoolkit.search.algorithm import Search
 from nbtoolkit.search.slots import Placement
-from nbtoolkit.search.submit import Search, start_search
+from nbtoolkit.search.submit import start_search, submit_search
 from nbtoolkit.search.sweep_result import SearchHandle, TableLines
 
 
-class CVHandle(SearchHandle):
+class CVHandle(SearchHandle[CVResult]):
     """A running cross-validation, from ``wait=False`` or ``nb.attach(folder)``.
 
     Args:
         paths: its folder.
-        options: as for :class:`~nbtoolkit.launcher.handle.RunHandle`.
+        options: as for :class:`~nbtoolkit.launcher.run_handle.RunHandle`.
     """
 
     def __init__(self, paths: RunPaths, **options: Any) -> None:
         super().__init__(paths, CVResult, **options)
-
-    def result(self, timeout: float | None = None) -> CVResult:  # type: ignore[override] # one of many runs
-        """Wait for the end and return the result; see :meth:`RunHandle.result`.
-
-        Args:
-            timeout: seconds to wait; None: as long as it takes.
-
-        Raises:
-            TimeoutError: it has not ended yet; it continues.
-            KeyboardInterrupt: the wait was interrupted, and the cross-validation ended.
-            Exception: what the training function raised in a fold, with its own type.
-        """
-        __tracebackhide__ = True
-        result: CVResult = super().result(timeout)
-        return result
 
     def _outcome(self) -> Any:
         __tracebackhide__ = True
@@ -63,28 +49,20 @@ class CVHandle(SearchHandle):
 def _raise_failed_fold(paths: RunPaths) -> None:
     """Raise what the failed fold raised; does nothing if no fold left an exception."""
     __tracebackhide__ = True
-    index = _first_failed(paths)
-    if index is None:
-        return
-    fold = RunPaths(paths.folder / fold_key(index))
-    if not fold.error_pickle.exists():
-        return
-    try:
-        raise_failure(fold)
-    except BaseException as error:
-        add_note(error, f"[nbtoolkit] fold {index}; the folds that are done are kept")
-        raise
-
-
-def _first_failed(paths: RunPaths) -> int | None:
-    """The first fold that failed in this session."""
-    failed: list[int] = []
+    failed: list[int] = []  # in this session
     for event in EventReader(paths.events).read():
         if isinstance(event, RunStarted):
             failed.clear()
         elif isinstance(event, FoldChanged) and event.state == "failed":
             failed.append(event.fold)
-    return failed[0] if failed else None
+    for index in failed[:1]:
+        fold = RunPaths(paths.folder / fold_key(index))
+        if fold.error_pickle.exists():
+            try:
+                raise_failure(fold)
+            except BaseException as error:
+                add_note(error, f"[nbtoolkit] fold {index}; the folds that are done are kept")
+                raise
 
 
 @overload
@@ -96,6 +74,7 @@ def cross_validate(
     processes: int | None = None,
     name: str | None = None,
     resume: str | os.PathLike[str] = "auto",
+    where: Where = "local",
     wait: Literal[True] = True,
     detach: bool = False,
     display: Display = "auto",
@@ -111,6 +90,7 @@ def cross_validate(
     processes: int | None = None,
     name: str | None = None,
     resume: str | os.PathLike[str] = "auto",
+    where: Where = "local",
     wait: Literal[False],
     detach: bool = False,
     display: Display = "auto",
@@ -125,6 +105,7 @@ def cross_validate(
     processes: int | None = None,
     name: str | None = None,
     resume: str | os.PathLike[str] = "auto",
+    where: Where = "local",
     wait: bool = True,
     detach: bool = False,
     display: Display = "auto",
@@ -145,6 +126,8 @@ def cross_validate(
         resume: ``"auto"`` resumes the newest unfinished cross-validation with equal configuration,
             function and folds that no process owns: finished folds do not run again, others resume
             from their checkpoint; ``"never"``; or a folder or its name.
+        where: ``"local"``; ``"slurm"``: one job on one machine, whose devices the folds share;
+            ``"ray"``: folds on all machines of Ray (see docs/cluster.md).
         wait: False returns a :class:`CVHandle` at once.
         detach: it outlives this process; see :func:`nbtoolkit.attach`.
         display: ``"auto"`` shows a live table in a notebook, one line per minute under papermill, a
@@ -164,7 +147,7 @@ def cross_validate(
     __tracebackhide__ = True
     arguments = {
         "start": "forkserver",
-        "where": "local",
+        "where": where,
         "on_event": None,
         "processes": processes,
         "name": name,
@@ -177,24 +160,24 @@ def cross_validate(
     _check_folds(folds)
     screen = choose_screen(display, find_display())
     config = as_config(config, processes).with_overrides({"task": task_name(train)})
-    config = measure_auto(train, config, resume, display, fold=folds[0])
+    if where == "local":
+        config = measure_auto(train, config, resume, display, fold=folds[0])
     _check_resumed(resume, config, folds)
     now = time.time()
-    started = start_search(
-        train,
-        config,
-        _search(folds, processes),
-        name=name or f"{getattr(train, '__name__', 'run')}_cv",
-        resume=resume,
-        detach=detach,
-    )
+    search, label = _search(folds, processes), name or f"{getattr(train, '__name__', 'run')}_cv"
+    if where == "local":
+        started = start_search(train, config, search, name=label, resume=resume, detach=detach)
+    else:
+        call = partial(cross_validate, train, config, folds, processes=processes)
+        started = submit_search(where, train, config, search, name=label, resume=resume, call=call)
     run = started.run
     cell = _output(run.paths, len(folds), screen, since=now)
     cell.say(f"cross-validation, {len(folds)} folds -> {run.paths.folder}")
     if run.resumed:
         cell.say(f"resuming it (attempt {run.attempt}; resume='never' starts a new one)")
     handle = CVHandle(run.paths, started=started.process, cell=cell)
-    cell.open(waits=wait)
+    if not wait:
+        cell.open(waits=False)
     return handle.result() if wait else handle
 
 
@@ -226,15 +209,13 @@ def _search(folds: Folds, processes: int | None) -> Search:
         placement: Placement = "auto"
     else:
         placement = "device_per_trial" if processes == 1 else "all_devices_per_trial"
-    module = "nbtoolkit.crossval.fold_algorithm"
     return Search(
         kind="cv",
-        algorithm=f"{module}:make_algorithm",
+        algorithm="nbtoolkit.crossval.fold_algorithm:make_algorithm",
         identity={"folds": folds.hash, "target": folds.target},
         placement=placement,
         jobs=len(folds),
         folds=folds,
-        preload=(module,),
     )
 
 
@@ -251,21 +232,14 @@ def _check_folds(folds: object) -> None:
 
 
 def _check_resumed(resume: str | os.PathLike[str], config: Config, folds: Folds) -> None:
-    """Refuse to resume a named cross-validation with other folds or another configuration."""
+    """Refuse to resume a named cross-validation with other folds."""
     if resume in ("auto", "never"):
         return
     try:
         paths = find_run(resume, config.runtime.output_dir)
     except LaunchError:  # there is none: start_search raises
         return
-    folder = paths.folder
-    if not (folder / FOLDS_FILE).exists():  # something else, or cut off before it began
-        return
-    refuse_old_run(paths)
-    check_same(Folds.load(folder / FOLDS_FILE), folds)
-    if changes := changed_settings(load_config(paths.config, env=None), config):
-        raise ResumeError(
-            f"{folder.name} was made with another configuration: {changes}",
-            allowed="other output, tracking and checkpoint settings",
-            do="load its own config.yaml, or begin anew with resume='never'",
-        )
+    file = paths.folder / FOLDS_FILE
+    if file.exists():  # else it is something else, or was cut off before it began
+        refuse_old_run(paths)
+        check_same(Folds.load(file), folds)

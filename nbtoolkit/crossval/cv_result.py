@@ -345,7 +345,7 @@ class CVResult:
         )
 
     def _model(self, index: int, model: torch.nn.Module) -> torch.nn.Module:
-        from nbtoolkit.run.weights import load_model
+        from nbtoolkit.run.checkpoints.weights import load_model
 
         try:
             return load_model(self.run(index).folder, model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,34 +23,25 @@ class CrossValidationAlgorithm:
     """Runs each fold once, in order; finished folds do not run again.
 
     A fold that raises ends the cross-validation: without it there is no mean, and the others would
-    mostly raise too. The folds that run then may finish, and do not run again after a resume.
+    mostly raise too. The folds that run then may finish, and do not run again after a resume. A
+    fold whose process died or hung is retried once, from its checkpoint.
 
     Args:
         count: number of folds.
         record: the writer of their events.
         finished: folds that earlier sessions finished.
-        timeout: seconds a fold may take; None: no limit.
-        retries: how often a fold whose process died or hung is retried, from its checkpoint.
     """
 
     def __init__(
-        self,
-        count: int,
-        record: EventWriter,
-        *,
-        finished: Mapping[int, JobResult],
-        timeout: float | None = None,
-        retries: int = 1,
+        self, count: int, record: EventWriter, *, finished: Mapping[int, JobResult]
     ) -> None:
         self._count = count
         self._record = record
-        self._timeout = timeout
-        self._retries = retries
         self._complete = dict(finished)
         self._waiting = [index for index in range(count) if index not in finished]
         self._running: set[int] = set()
         self._failed: dict[int, JobResult] = {}
-        self._tries: Counter[int] = Counter()
+        self._retried: set[int] = set()
         self._paused = False
         self._stopped = False
         if finished:
@@ -86,9 +76,8 @@ class CrossValidationAlgorithm:
             return None
         index = self._waiting.pop(0)
         self._running.add(index)
-        self._tries[index] += 1
         self._write(index, "running")
-        return SearchJob(key=fold_key(index), fold=index, timeout=self._timeout)
+        return SearchJob(key=fold_key(index), fold=index)
 
     def on_report(self, job: SearchJob, metrics: Mapping[str, float], step: int | None) -> None:
         """Do nothing: a fold always runs to its end."""
@@ -106,7 +95,8 @@ class CrossValidationAlgorithm:
         if ending.status == "completed":
             self._complete[index] = ending
             self._write(index, "complete", ending)
-        elif ending.fault in _RETRIED and self._tries[index] <= self._retries:
+        elif ending.fault in _RETRIED and index not in self._retried:
+            self._retried.add(index)
             self._waiting.insert(0, index)
             self._write(index, "waiting", ending)
         else:
@@ -162,7 +152,7 @@ def make_algorithm(request: SearchRequest, record: EventWriter) -> CrossValidati
     Raises:
         FoldError: the folder was made with other folds.
     """
-    folds, folder = request.folds, request.paths.folder
+    folds, folder = request.search.folds, request.paths.folder
     assert folds is not None
     if (folder / FOLDS_FILE).exists():
         check_same(Folds.load(folder / FOLDS_FILE), folds)

@@ -17,14 +17,16 @@ from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.errors import DeadlinePassed, FoldError
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.failures import raise_failure
+from nbtoolkit.run.checkpoints.weights import load_model
 from nbtoolkit.run.events import Event, FoldChanged
 from nbtoolkit.run.output import Display, choose_screen, find_display
 from nbtoolkit.run.paths import RunPaths, Status, read_json, reading
 from nbtoolkit.run.serialization import add_note, unpack_value
-from nbtoolkit.run.weights import load_model
+from nbtoolkit.search.algorithm import Search
 from nbtoolkit.search.slots import make_slots
-from nbtoolkit.search.submit import Search, start_search
+from nbtoolkit.search.submit import start_search
 from nbtoolkit.search.sweep_result import SearchHandle, TableLines
+from nbtoolkit.study.table import EventTable
 from nbtoolkit.text_table import counted
 
 if TYPE_CHECKING:
@@ -160,7 +162,6 @@ def predict_mean(
         algorithm="nbtoolkit.crossval.fold_algorithm:make_algorithm",
         folds=Folds("predefined", results[0].folds.n_samples, pairs),  # a fold for each job
         slots=slots,
-        preload=("nbtoolkit.crossval.fold_algorithm",),
         uses_reserve=True,
     )
     function = _prediction(jobs, test, count, predict, transform)
@@ -218,7 +219,7 @@ class _Predicted:
     parts: dict[int, Array]
 
 
-class _PredictionHandle(SearchHandle):
+class _PredictionHandle(SearchHandle[_Predicted]):
     """Waits for predictions."""
 
     def __init__(self, paths: RunPaths, jobs: int, **options: Any) -> None:
@@ -239,8 +240,8 @@ class _PredictionHandle(SearchHandle):
         return super()._outcome()
 
 
-class _Progress:
-    """The lines of a prediction."""
+class _Progress(EventTable):
+    """The progress of a prediction in one line."""
 
     def __init__(self, jobs: Sequence[_Job]) -> None:
         self._jobs, self._done = jobs, 0
@@ -248,11 +249,8 @@ class _Progress:
     def update(self, event: Event) -> None:
         self._done += isinstance(event, FoldChanged) and event.state == "complete"
 
-    def summary(self) -> str:
+    def summary(self, now: float | None = None) -> str:
         return f"{self._done} of {len(self._jobs)} predictions"
-
-    def line(self, event: Event) -> str | None:
-        return None
 
 
 def _chosen(cv: CVResult, folds: Sequence[int] | None, predict: Predict | None) -> list[int]:

@@ -1,4 +1,9 @@
-"""Start a dashboard's server on loopback, which ends with the kernel, and find its address."""
+"""Open optuna-dashboard or the MLflow UI on loopback; each ends with the kernel.
+
+``nb.open_dashboard`` and ``nb.open_mlflow``. optuna-dashboard's server runs :func:`serve` in a
+process of its own, and only reads the study: a study has one writer, its scheduler, and the
+dashboard's buttons delete studies and change trials.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +15,27 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from html import escape
 from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 from socket import gethostname
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any
 from urllib.request import ProxyHandler, build_opener
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from nbtoolkit.dashboards import guard
 from nbtoolkit.errors import DashboardError, MissingExtra
-from nbtoolkit.host import Host
+from nbtoolkit.host import Host, detect_host
+from nbtoolkit.run.paths import find_run
 from nbtoolkit.run.transport import free_port
 from nbtoolkit.views.markup import paragraph, view
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 COLAB_HOSTS = "*.googleusercontent.com"
 """Host names of Colab's proxy, which a dashboard that checks host names must allow."""
@@ -34,6 +46,97 @@ START_SECONDS = 600.0
 _POLL_SECONDS = 0.1  # between two requests
 _ANSWER_SECONDS = 1.0  # for one of them
 _LOG_TAIL = 2000  # characters of its log that an error shows
+
+# mlflow-skinny lacks the last three, and then fails with a message that names none of them.
+_MLFLOW = ("mlflow", "sqlalchemy", "alembic", "flask")
+
+
+def open_dashboard(
+    sweep: str | os.PathLike[str], *, wait: bool = True, host: Host | None = None
+) -> Dashboard:
+    """Open optuna-dashboard on a sweep, on a port of 127.0.0.1.
+
+    It follows the sweep, and refuses what would change the study. It ends with ``close()`` and with
+    the kernel. A second call returns the same dashboard.
+
+    Args:
+        sweep: its folder, or its id under ``outputs``.
+        wait: whether to wait until it answers (about 1 s).
+        host: where this process runs; default: detected.
+
+    Raises:
+        MissingExtra: optuna-dashboard is not installed.
+        DashboardError: it is no sweep, no browser can reach the port, or it does not start.
+        LaunchError: there is no such run.
+    """
+    from nbtoolkit.search.sweep_result import STUDY_FILE
+
+    host, folder = host or detect_host(), find_run(sweep).folder
+    study = folder / STUDY_FILE
+    reason = "" if study.is_file() else _without_study(folder)
+    check_available("optuna-dashboard", ("optuna_dashboard", "optuna"), host, reason)
+    home = str(Path(__file__).resolve().parents[2])
+    code = f"import sys; sys.path.append({home!r}); import {__name__} as m; m.serve(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, str(study)]
+    return _get_or_open(study, f"optuna-dashboard of {folder.name}", host, command, wait=wait)
+
+
+def _without_study(folder: Path) -> str:
+    if (folder / "sweep.yaml").is_file():
+        return (
+            f"the study of {folder.name} is on the server of study.storage until the sweep ends: "
+            "start optuna-dashboard with that URL"
+        )
+    return f"{folder.name} has no study: it is no sweep"
+
+
+def open_mlflow(
+    output_dir: str | os.PathLike[str] = "outputs",
+    *,
+    uri: str | None = None,
+    wait: bool = True,
+    host: Host | None = None,
+) -> Dashboard:
+    """Open the MLflow UI on the tracked runs of an output folder, on a port of 127.0.0.1.
+
+    It ends with ``close()`` and with the kernel. A second call returns the same dashboard.
+
+    Args:
+        output_dir: ``runtime.output_dir`` of the runs.
+        uri: ``tracking.uri`` of the runs, where it was set.
+        wait: whether to wait until it answers (about 12 s on two cores).
+        host: where this process runs; default: detected.
+
+    Raises:
+        MissingExtra: MLflow is not installed.
+        DashboardError: nothing was tracked there, the store is a server with a UI of its own, no
+            browser can reach the port, or the UI does not start.
+    """
+    from nbtoolkit.tracking.database import database_file, database_uri
+
+    host, file = host or detect_host(), database_file(Path(output_dir).expanduser().absolute(), uri)
+    if file is None:
+        reason = f"runs are tracked at {uri}, which has a page of its own"
+    else:
+        reason = "" if file.is_file() else f"no run was tracked in {file} yet"
+    check_available("mlflow", _MLFLOW, host, reason)
+    assert file is not None  # else it was refused
+    names = "localhost:*,127.0.0.1:*"
+    # No telemetry over the internet, and no job execution: three more processes, for GenAI.
+    environ = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    if host.kind == "colab":
+        names += f",{COLAB_HOSTS}"
+        environ["MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"] = f"https://{COLAB_HOSTS}"
+    # MLflow 3.5 and newer refuse unknown host names; older versions do not check them.
+    environ["MLFLOW_SERVER_ALLOWED_HOSTS"] = names
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", database_uri(file)]
+    command += ["--host", "127.0.0.1", "--workers", "1", "--port"]
+    name = f"MLflow of {file.parent.name}"
+    # MLflow 3 opens on a page for GenAI.
+    return _get_or_open(file, name, host, command, "#/experiments", environ, wait=wait)
+
+
+# --- any dashboard ---
 
 
 def browser_address(port: int, host: Host) -> tuple[str, str]:
@@ -56,12 +159,12 @@ def browser_address(port: int, host: Host) -> tuple[str, str]:
 
 
 class Dashboard(AbstractContextManager["Dashboard"]):
-    """A running dashboard; made by ``nb.open_dashboard`` and ``nb.open_mlflow``.
+    """A running dashboard; made by :func:`open_dashboard` and :func:`open_mlflow`.
 
     Args:
         name: the program, and what it shows.
         host: where this process runs.
-        command: returns what to run, by port.
+        command: what to run; the port follows as its last argument.
         start_page: what follows the address of the page that is opened first.
         environ: variables added to its environment.
 
@@ -77,7 +180,7 @@ class Dashboard(AbstractContextManager["Dashboard"]):
         self,
         name: str,
         host: Host,
-        command: Callable[[int], Sequence[str]],
+        command: Sequence[str],
         start_page: str = "",
         environ: Mapping[str, str] | None = None,
     ) -> None:
@@ -88,7 +191,7 @@ class Dashboard(AbstractContextManager["Dashboard"]):
         program = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(self._folder)]
         with self.log.open("wb") as log:
             self._guard = subprocess.Popen(
-                [*program, *command(self.port)],
+                [*program, *command, str(self.port)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -155,26 +258,19 @@ class Dashboard(AbstractContextManager["Dashboard"]):
         return view(paragraph(repr(self)), link)
 
 
-_OPEN: dict[tuple[str, Path], Dashboard] = {}
+_OPEN: dict[Path, Dashboard] = {}
 _LOCK = threading.Lock()
 
 
-def get_or_open(
-    key: tuple[str, Path], open_new: Callable[[], Dashboard], *, wait: bool
-) -> Dashboard:
-    """Return the running dashboard on something, or open one.
+def _get_or_open(shown: Path, *arguments: Any, wait: bool) -> Dashboard:
+    """Return the running dashboard on a file, or open one with a Dashboard's arguments.
 
     The reference kept here lets a dashboard run that no variable holds.
-
-    Args:
-        key: the program, and what it shows.
-        open_new: makes a new one.
-        wait: whether to wait until it answers.
     """
     with _LOCK:
-        if key not in _OPEN or _OPEN[key].closed:
-            _OPEN[key] = open_new()
-        dashboard = _OPEN[key]
+        if shown not in _OPEN or _OPEN[shown].closed:
+            _OPEN[shown] = Dashboard(*arguments)
+        dashboard = _OPEN[shown]
     return dashboard.wait() if wait else dashboard
 
 
@@ -204,3 +300,49 @@ def check_available(package: str, modules: Sequence[str], host: Host, reason: st
         reason = "Kaggle lets no browser reach a port of its machine: use nb.report, or nb.pack"
     if reason:
         raise DashboardError(reason, allowed="tracked runs, or a sweep, where a browser reaches it")
+
+
+# --- optuna-dashboard's process ---
+
+
+def serve(study: str, port: str) -> None:
+    """Serve a study until killed, and refuse requests that would change it.
+
+    Requests to a foreign name are refused, too: a foreign page could point its own name to
+    127.0.0.1 and read what is shown here (DNS rebinding); its requests carry that name.
+
+    Args:
+        study: a sweep's journal.
+        port: where to listen, on loopback.
+    """
+    from optuna.storages import JournalStorage
+    from optuna_dashboard import wsgi
+
+    from nbtoolkit.study.study import ReadOnlyBackend
+
+    app: WSGIApplication = wsgi(JournalStorage(ReadOnlyBackend(study)))
+
+    def read_only(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        host = environ.get("HTTP_HOST", "")
+        name = host.rpartition(":")[0] or host
+        json = [("Content-Type", "application/json")]
+        if name not in ("127.0.0.1", "localhost") and not name.endswith(COLAB_HOSTS[1:]):
+            start("403 Forbidden", json)
+            return [b'{"reason": "Open it as 127.0.0.1 or localhost: this name is not ours."}']
+        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            start("405 Method Not Allowed", [*json, ("Allow", "GET")])
+            return [b'{"reason": "Only the sweep changes its study: nothing is changed here."}']
+        return app(environ, start)
+
+    make_server("127.0.0.1", int(port), read_only, _Server, _QuietHandler).serve_forever()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _QuietHandler(WSGIRequestHandler):
+    """Logs no requests: an open page sends one every few seconds."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Do nothing."""

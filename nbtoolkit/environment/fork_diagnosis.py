@@ -50,9 +50,9 @@ def probe_fork(*, device: bool, seconds: float = PROBE_SECONDS) -> ProbeResult:
     with warnings.catch_warnings():
         # Python 3.12 warns about a fork in a process with threads, which is what this tests.
         warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
+        parent, pid = os.getpid(), os.fork()
     if pid == 0:
-        _child(write_end, device)
+        _child(write_end, device, parent)
     os.close(write_end)
     try:
         status, output = _wait(pid, read_end, seconds)
@@ -68,13 +68,18 @@ def probe_fork(*, device: bool, seconds: float = PROBE_SECONDS) -> ProbeResult:
     return ProbeResult(True, f"a forked child computed in parallel{where}")
 
 
-def _child(write_end: int, device: bool) -> None:
+def _child(write_end: int, device: bool, parent: int) -> None:
     code = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         import torch
+        from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
+        # A child that hangs would outlive a parent that is killed.
+        _prctl_pr_set_pdeathsig(signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(code)
         os.write(write_end, _READY)
         # Large enough that torch splits it over its OpenMP threads (grain size 32768).
         matrix = torch.ones(512, 512)

@@ -1,4 +1,4 @@
-"""Record what a rank imports, compare import environments, and detect broken installations."""
+"""Find what is installed, record what a rank imports, and compare import environments."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shlex
 import site
 import sys
 import sysconfig
@@ -132,12 +133,6 @@ def _is_outermost() -> bool:
     return running == 1
 
 
-# --- known-bad versions ---
-
-
-Versions = Callable[[str], str | None]
-
-
 def installed_version(name: str) -> str | None:
     """Return the version of a distribution, or None if it is not installed."""
     try:
@@ -146,71 +141,20 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def known_bad(
-    version: Versions = installed_version, folders: Mapping[str, Path] | None = None
-) -> list[str]:
-    """Return a sentence for each known-bad installation: what it breaks and what to do.
+def install_line(extra: str) -> str:
+    """Return the command that installs the packages of an extra of nbtoolkit.
 
-    Args:
-        version: returns the installed version of a distribution, or None.
-        folders: folders of packages by name; default: looked up.
+    It names the packages, since nbtoolkit itself may come from a wheel or a clone, not from an
+    index. A clone that is not installed has no list of them: the command then names the clone.
     """
-    folder = package_folder if folders is None else folders.get
-    numa = _numa(folder("accelerate"), folder("torch"))
-    problems = [numa, _torchao(version), _torch_floor(version), _name_collision(version)]
-    return [problem for problem in problems if problem]
-
-
-def _numa(accelerate: Path | None, torch: Path | None) -> str:
-    # huggingface/accelerate#3833, #3925; fixed by PR #4059 (2026-05-29), which removes the NUMA
-    # options.
-    if accelerate is None or torch is None or not (torch / "numa" / "binding.py").exists():
-        return ""
-    source = (accelerate / "launchers.py").read_text(errors="replace")
-    if "numa_options" in source and "numa_options = None" not in source:
-        return (
-            "this accelerate asks torch for NUMA binding, which initialises CUDA before the fork "
-            "(accelerate#3925): plain notebook_launcher fails on GPUs; nb.launch is not affected; "
-            "pip install -U accelerate"
-        )
-    return ""
-
-
-def _torchao(version: Versions) -> str:
-    # huggingface/accelerate#3524: importing torchao touched CUDA; PR #3530 is in 1.7.
-    accelerate, torchao = version("accelerate"), version("torchao")
-    if torchao is not None and accelerate is not None and _release(accelerate) < (1, 7):
-        return (
-            f"accelerate {accelerate} imports torchao {torchao}, which initialises CUDA "
-            "(accelerate#3524): plain notebook_launcher fails on GPUs; pip install -U accelerate"
-        )
-    return ""
-
-
-def _torch_floor(version: Versions) -> str:
-    torch = version("torch")
-    if torch is not None and _release(torch) < (2, 6):
-        return (
-            f"torch {torch} is older than 2.6, the oldest supported version; pip install -U torch"
-        )
-    return ""
-
-
-def _name_collision(version: Versions) -> str:
-    # https://pypi.org/project/nbtoolkit writes to the same folder of site-packages.
-    other = version("nbtoolkit")
-    if other is not None:
-        return (
-            f"the distribution nbtoolkit {other} is installed, which is another project; this one "
-            "is nbtoolkit-torch: pip uninstall nbtoolkit, and install this one again"
-        )
-    return ""
-
-
-def _release(version: str) -> tuple[int, ...]:
-    from packaging.version import Version
-
-    return Version(version).release
+    try:
+        lines = importlib.metadata.requires("nbtoolkit-torch") or []
+    except importlib.metadata.PackageNotFoundError:
+        lines = []
+    parts = [line.replace('"', "'").partition(";") for line in lines]
+    needed = [name.strip() for name, _, marker in parts if marker.strip() == f"extra == '{extra}'"]
+    words = needed or [f"{Path(__file__).resolve().parents[2]}[{extra}]"]
+    return f"pip install {shlex.join(words)}"
 
 
 def package_folder(name: str) -> Path | None:

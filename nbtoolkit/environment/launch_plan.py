@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
@@ -63,9 +65,14 @@ def split_batch(batch_size: int, *, processes: int, accumulate: int) -> BatchSpl
     return BatchSplit(per_device=batch_size // step, processes=processes, accumulate=accumulate)
 
 
+PLAN_VARIABLE = "NBTOOLKIT_PLAN"
+"""See :meth:`LaunchPlan.to_env_dict`."""
+
 Start = Literal["forkserver", "fork", "inline"]
 Precision = Literal["fp32", "fp16", "bf16"]
-Strategy = Literal["single", "ddp", "fsdp", "local_sgd", "dp", "tensorflow"]
+Strategy = Literal[
+    "single", "ddp", "fsdp", "deepspeed", "local_sgd", "pipeline", "dp", "tensorflow"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +89,14 @@ class LaunchPlan:
     device_names: tuple[str, ...] = ()
     """Names of the devices."""
     strategy: Strategy = "single"
-    """With more than one process ``ddp``, ``fsdp`` or ``local_sgd``; ``dp``: DataParallel, one
-    process on several devices; ``tensorflow``: its own, of one process or several."""
+    """With more than one process ``ddp``, ``fsdp``, ``deepspeed``, ``local_sgd`` or ``pipeline``;
+    ``dp``: DataParallel, one process on several devices; ``tensorflow``: its own, of one process or
+    several."""
     backend: Literal["nccl", "gloo"] | None = None
     """Communication backend of the ranks; None for one process."""
     precision: Precision = "fp32"
     global_batch_size: int
-    """Samples per optimizer step: ``batch_size_per_device * processes * accumulate``."""
+    """Samples per optimizer step: ``batch_size_per_device * data_ranks * accumulate``."""
     batch_size_per_device: int
     """Samples in one rank's forward pass."""
     accumulate: int = 1
@@ -114,6 +122,11 @@ class LaunchPlan:
     reasons: tuple[str, ...] = ()
     """The reason for each decision."""
 
+    @property
+    def data_ranks(self) -> int:
+        """The number of ranks that have samples of their own; in a pipeline all have the same."""
+        return 1 if self.strategy == "pipeline" else self.processes
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "ddp", MappingProxyType(dict(self.ddp)))
 
@@ -136,6 +149,32 @@ class LaunchPlan:
         lists = ("devices", "device_names", "reasons")
         read: dict[str, Any] = {k: tuple(v) if k in lists else v for k, v in values.items()}
         return cls(**read)
+
+    def to_env_dict(self) -> dict[str, str]:
+        """Return the plan as an environment variable, for :meth:`from_env` in another process."""
+        return {PLAN_VARIABLE: json.dumps(self.to_dict())}
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> LaunchPlan | None:
+        """Rebuild the plan of :meth:`to_env_dict`; None: there is none.
+
+        Args:
+            environ: the variables; None for those of this process.
+
+        Raises:
+            PlanError: the variable holds something else, or the plan of another version.
+        """
+        text = (os.environ if environ is None else environ).get(PLAN_VARIABLE)
+        if text is None:
+            return None
+        try:
+            return cls.from_dict(json.loads(text))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise PlanError(
+                f"{PLAN_VARIABLE} holds no plan of this version: {error}",
+                allowed="what plan.to_env_dict() returns, with the same version of nbtoolkit",
+                do=f"unset {PLAN_VARIABLE}, or write it again",
+            ) from error
 
     def explain(self) -> str:
         """Describe the plan in one line, followed by one line per reason."""
@@ -160,7 +199,7 @@ class LaunchPlan:
         return ", ".join(counted) or "the CPU"
 
     def _repr_html_(self) -> str:
-        batch = f"{self.global_batch_size} = {self.batch_size_per_device} x {self.processes}"
+        batch = f"{self.global_batch_size} = {self.batch_size_per_device} x {self.data_ranks}"
         rows: list[tuple[str, object]] = [
             ("processes", f"{self.processes}, started by: {self.start}"),
             ("devices", self._where()),

@@ -2,23 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from nbtoolkit.environment.hardware import Hardware
+from nbtoolkit.config.validation import SHARDED
+from nbtoolkit.environment.hardware import Device, Hardware
 from nbtoolkit.environment.launch_plan import Start, Strategy
-from nbtoolkit.environment.measured_speed import MeasuredSpeed
-from nbtoolkit.environment.nvml import Device
 from nbtoolkit.errors import PlanError
 from nbtoolkit.host import Host
-from nbtoolkit.text_table import gib
+from nbtoolkit.text_table import gib, moment
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config, Distributed
 
 
 _DATA_PARALLEL = "distributed.strategy is dp"
+
+# A strategy replaces the usual one only if it is faster by more than this: two measurements of
+# one second differ by a few percent.
+_FASTER = 1.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSpeed:
+    """Evidence of how fast each strategy trains this model on these devices.
+
+    Attributes:
+        speeds: strategy (``single``, ``ddp``, ``dp``) -> samples per second over all processes, at
+            the same global batch size. A strategy that failed is missing.
+        ranks: processes of ``ddp``.
+        date: unix time of the measurement.
+    """
+
+    speeds: Mapping[str, float]
+    ranks: int
+    date: float
+
+    def choose(self, usual: str) -> tuple[str, str]:
+        """Return the strategy to use instead of the usual one, and the reason with the numbers."""
+        best = max(self.speeds, key=lambda name: self.speeds[name], default=usual)
+        own = self.speeds.get(usual, 0.0)
+        chosen = best if self.speeds.get(best, 0.0) > own * _FASTER else usual
+        others = sorted(set(self.speeds) - {chosen})
+        numbers = ", ".join(
+            self._describe(name) for name in (chosen, *others) if name in self.speeds
+        )
+        return chosen, f"measured {moment(self.date)}: {numbers} (nb.calibrate)"
+
+    def ddp_share(self, devices: int) -> float | None:
+        """Return DDP's speed on all devices over that of as many single ones; None: not known."""
+        one, together = self.speeds.get("single"), self.speeds.get("ddp")
+        if not one or together is None or self.ranks != devices:
+            return None
+        return together / (devices * one)
+
+    def _describe(self, name: str) -> str:
+        return f"{name} does {self.speeds[name]:,.0f} samples/s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +289,7 @@ def _on_cpu(settings: Distributed, hardware: Hardware, alone: str) -> DevicePlac
         count, why = 1, alone
     elif settings.world_size != "auto":
         count, why = settings.world_size, f"distributed.world_size is {settings.world_size}"
-    elif settings.enabled is True or settings.strategy in ("ddp", "fsdp"):
+    elif settings.enabled is True or settings.strategy in ("ddp", *SHARDED):
         count = min(2, hardware.cpu_count)
         why = f"a group is requested; on {hardware.cpu_count} CPUs, auto means {count}"
     else:

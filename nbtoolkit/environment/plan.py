@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from nbtoolkit.config.schema import ConfigLike, as_config
-from nbtoolkit.environment.hardware import Hardware
+from nbtoolkit.config.validation import SHARDED
+from nbtoolkit.environment.hardware import Device, Hardware
 from nbtoolkit.environment.launch_plan import (
     BatchSplit,
     Precision,
@@ -16,15 +17,15 @@ from nbtoolkit.environment.launch_plan import (
     split_batch,
 )
 from nbtoolkit.environment.launch_plan import LaunchPlan as LaunchPlan
-from nbtoolkit.environment.measured_speed import MeasuredSpeed
-from nbtoolkit.environment.nvml import Device
-from nbtoolkit.environment.placement import DevicePlacement, place_processes
+from nbtoolkit.environment.placement import DevicePlacement, MeasuredSpeed, place_processes
 from nbtoolkit.errors import GroupStartFailed, PlanError
 from nbtoolkit.host import Host
 
 if TYPE_CHECKING:
-    from nbtoolkit.config.schema import Config
+    from nbtoolkit.config.schema import Config, Distributed
 
+# Their ranks have no common loss scale, which fp16 needs.
+_NO_LOSS_SCALE = ("deepspeed", "pipeline")
 _DDP = (
     "find_unused_parameters",
     "broadcast_buffers",
@@ -85,10 +86,14 @@ def make_plan(
     config = as_config(config)
     speed = next((item for item in evidence if isinstance(item, MeasuredSpeed)), None)
     placement = place_processes(config, host, hardware, start, speed)
-    batch, lr_factor, batch_notes = _batch(config, placement.processes, placement.replicas)
+    in_pipeline = config.distributed.strategy == "pipeline"
+    data_ranks = 1 if in_pipeline else placement.processes
+    batch, lr_factor, batch_notes = _batch(config, data_ranks, placement.replicas)
     placement, batch, fallback_notes = _apply_evidence(config, host, evidence, placement, batch)
     batch, too_large, memory_notes = _fit_memory(config, evidence, batch)
     precision, precision_note = _precision(config.train.precision, placement.devices)
+    if config.distributed.strategy in _NO_LOSS_SCALE and placement.processes > 1:
+        precision, precision_note = _without_loss_scale(config, precision, precision_note)
     backend, backend_notes = _backend(config.distributed.backend, placement)
     strategy, strategy_notes = _strategy(config, placement)
     threads, threads_note = _threads(host, hardware, placement.processes)
@@ -159,13 +164,22 @@ def _strategy(config: Config, placement: DevicePlacement) -> tuple[Strategy, tup
     settings, processes = config.distributed, placement.processes
     if settings.backend == "tensorflow":
         return "tensorflow", ()
+    if settings.strategy in SHARDED and processes == 1:
+        own = settings.strategy
+        note = f"distributed.strategy is {own}, and there is one process: it trains as single"
+        return placement.strategy, (note,)
     if settings.strategy == "fsdp":
-        if processes == 1:
-            note = "distributed.strategy is fsdp, and there is one process: it trains as single"
-            return placement.strategy, (note,)
         return "fsdp", (
             f"fsdp: each of {processes} ranks keeps 1/{processes} of weights, gradients and "
             "optimizer state, and gathers the weights for validation",
+        )
+    if settings.strategy == "deepspeed":
+        return "deepspeed", (_zero(settings, processes),)
+    if settings.strategy == "pipeline":
+        return "pipeline", (
+            f"pipeline: each of {processes} ranks has a part of the layers, and passes its "
+            "activations on",
+            *_notes_on_micro_batches(config, processes),
         )
     every = settings.local_sgd_steps
     if every is not None and placement.strategy == "ddp":
@@ -177,6 +191,45 @@ def _strategy(config: Config, placement: DevicePlacement) -> tuple[Strategy, tup
         note = "distributed.local_sgd_steps has nothing to do: one process trains"
         return placement.strategy, (note,)
     return placement.strategy, ()
+
+
+def _zero(settings: Distributed, processes: int) -> str:
+    parts = ("optimizer state", "gradients", "weights")[: settings.zero_stage]
+    kept = {
+        "none": "",
+        "optimizer": "; optimizer state in CPU memory",
+        "all": "; all in CPU memory",
+    }
+    return (
+        f"deepspeed, ZeRO stage {settings.zero_stage}: each of {processes} ranks keeps "
+        f"1/{processes} of {' and '.join(parts)}{kept[settings.offload]}"
+    )
+
+
+def _notes_on_micro_batches(config: Config, processes: int) -> tuple[str, ...]:
+    steps = config.train.gradient_accumulation_steps
+    number = 1 if steps == "auto" else steps
+    if number >= processes:
+        return ()
+    return (
+        f"A BATCH HAS {number} MICRO-BATCHES for {processes} ranks, which wait for each other most "
+        f"of the time: set train.gradient_accumulation_steps: {4 * processes}",
+    )
+
+
+def _without_loss_scale(config: Config, precision: Precision, note: str) -> tuple[Precision, str]:
+    """Return fp32 in place of fp16 for strategies whose ranks do not share a loss scale."""
+    strategy = config.distributed.strategy
+    if precision != "fp16":
+        return precision, note
+    if config.train.precision == "fp16":
+        raise PlanError(
+            f"train.precision is fp16, and distributed.strategy: {strategy} has no loss scale that "
+            "all ranks share",
+            allowed="fp32, bf16 or auto",
+            do="set train.precision: fp32, or distributed.strategy: fsdp",
+        )
+    return "fp32", f"fp32: distributed.strategy is {strategy}, which has no loss scale for fp16"
 
 
 def _apply_evidence(

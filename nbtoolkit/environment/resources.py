@@ -1,8 +1,9 @@
-"""Measure disk space, and watch the state and progress of other processes."""
+"""Measure disk space, lock files, and watch the state and progress of other processes."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from nbtoolkit.errors import ConfigError
 
-# --- disk ---
+# --- files ---
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -54,6 +55,20 @@ def read_size(size: int | str) -> int:
         allowed="bytes, or a string with a unit: B, kB, MB, GB, TB, KiB, MiB, GiB, TiB",
         do='write "15GB", for example',
     )
+
+
+def try_lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Lock an open file (flock) until it is closed; return False if another process prevents it.
+
+    Args:
+        descriptor: the open file, or an open folder.
+        shared: others may have a shared lock at the same time.
+    """
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 # --- processes ---

@@ -10,7 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.launch_plan import LaunchPlan, fixed_by_ranks
+
+_STANDBY_SECONDS = 600.0  # in a kernel
 
 RANK_MARK = "NBTOOLKIT_RANK"
 """Set to the run's folder in every rank and its child processes."""
@@ -79,6 +82,20 @@ def standby_shape(kernel: KernelEnvironment, plan: LaunchPlan) -> str:
     environ = sorted(without_stale(kernel.environ).items())
     parts = repr((fixed, environ, kernel.cwd, kernel.sys_path, kernel.argv))
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
+
+
+def standby_seconds(config: Config, *, in_kernel: bool = True) -> float:
+    """Return how long ranks wait for the next launch; 0: none do.
+
+    Args:
+        config: ``runtime.standby_seconds`` is used.
+        in_kernel: whether the launching process is a notebook's kernel, which is likely to launch
+            again; a script is not.
+    """
+    value = config.runtime.standby_seconds
+    if value == "auto":
+        return _STANDBY_SECONDS if in_kernel else 0.0
+    return value
 
 
 def plan_variables(plan: LaunchPlan, folder: Path) -> dict[str, str]:

@@ -1,12 +1,11 @@
-"""Define the folds of a data set, compare them by hash, and save them to files."""
+"""Define the folds of a data set, compare them by hash, save them to files and look for leaks."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,14 +19,14 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
 
-    from nbtoolkit.folds.leakage import Leak
-
+    Column: TypeAlias = NDArray[Any]
     Indices: TypeAlias = NDArray[np.int64]
+    Mask: TypeAlias = NDArray[np.bool_]
 
 FoldKind = Literal["stratified", "kfold", "group", "stratified_group", "time", "predefined"]
+LeakKind = Literal["rows", "groups", "time"]
 
 _PROPERTIES = ("kind", "n_samples", "k", "repeats", "seed", "target", "hash")
-_INLINE = 20_000  # numbers in folds.json (about 100 kB); more go into folds.npz beside it
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,15 +95,21 @@ class Folds:
                 training samples that are later than the fold's first validation sample.
 
         Returns:
-            One :class:`~nbtoolkit.folds.leakage.Leak` per kind found, each warned of once as a
+            One :class:`~nbtoolkit.folds.folds.Leak` per kind found, each warned of once as a
             :class:`~nbtoolkit.errors.FoldWarning`; empty: there are none.
 
         Raises:
             FoldError: ``X``, ``groups`` or ``time`` has another number of samples.
         """
-        from nbtoolkit.folds.leakage import find_leaks
-
-        leaks = find_leaks(self, X, groups=groups, time=time)
+        leaks = []
+        if X is not None:
+            leaks.append(_equal_rows(self, row_numbers(X, self.n_samples)))
+        if groups is not None:
+            groups = as_column(groups, "groups", n_samples=self.n_samples)
+            leaks.append(_shared_groups(self, groups))
+        if time is not None:
+            leaks.append(_later_samples(self, as_column(time, "time", n_samples=self.n_samples)))
+        leaks = [leak for leak in leaks if leak.samples]
         for leak in leaks:
             warnings.warn(FoldWarning(leak.text), stacklevel=2)
         return leaks
@@ -127,25 +132,20 @@ class Folds:
         """Write the folds as JSON, atomically.
 
         Args:
-            path: the file. More than 20,000 indices go into a file beside it, of the same name
-                with the suffix ``.npz``.
+            path: the file.
 
         Returns:
-            The JSON file.
+            The same path.
 
         Raises:
             OSError: it cannot be written.
         """
         path = Path(path)
         saved = {name: getattr(self, name) for name in _PROPERTIES}
-        indices = {"valid": [valid for _, valid in self.pairs]}
+        saved["valid"] = [valid.tolist() for _, valid in self.pairs]
         # Train indices are left out if every fold trains on all that it does not validate on.
         if any(len(train) + len(valid) != self.n_samples for train, valid in self.pairs):
-            indices["train"] = [train for train, _ in self.pairs]
-        if sum(len(part) for parts in indices.values() for part in parts) > _INLINE:
-            write_whole(path.with_suffix(".npz"), _as_npz(indices))  # first: the JSON refers to it
-        else:
-            saved |= {name: [part.tolist() for part in parts] for name, parts in indices.items()}
+            saved["train"] = [train.tolist() for train, _ in self.pairs]
         write_whole(path, json.dumps(saved) + "\n")
         return path
 
@@ -158,10 +158,10 @@ class Folds:
         """
         try:
             return _read(Path(path))
-        except Exception as error:  # a damaged .npz raises BadZipFile, zlib.error and others
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise FoldError(
                 f"the folds cannot be read from {path}: {error}",
-                allowed="a file that folds.save(path) wrote, with its .npz beside it if it has one",
+                allowed="a file that folds.save(path) wrote",
                 do="restore it from a copy, or make the folds again with nb.make_folds",
             ) from error
 
@@ -195,41 +195,17 @@ class Folds:
         return html_table(repr(self), sizes, ["samples to train on + to validate on"])
 
 
-def _as_npz(indices: dict[str, list[Indices]]) -> bytes:
-    import numpy as np
-
-    arrays: dict[str, Any] = {
-        f"{name}_{number}": part
-        for name, parts in indices.items()
-        for number, part in enumerate(parts)
-    }
-    file = io.BytesIO()
-    np.savez_compressed(file, **arrays)
-    return file.getvalue()
-
-
 def _read(path: Path) -> Folds:
     saved = json.loads(path.read_text())
-    count = saved["k"] * saved["repeats"]
-    indices = saved if "valid" in saved else _read_npz(path.with_suffix(".npz"), count)
-    valid, train = indices["valid"], indices.get("train")
-    pairs = [
-        (train[number] if train else others(valid[number], saved["n_samples"]), valid[number])
-        for number in range(count)
-    ]
+    valid, train = saved["valid"], saved.get("train")
+    if train is None:
+        train = [others(part, saved["n_samples"]) for part in valid]
+    pairs = list(zip(train, valid, strict=True))
     names = ("kind", "n_samples", "repeats", "seed", "target")
     folds = Folds(pairs=frozen(pairs), **{name: saved[name] for name in names})
     if folds.hash != saved["hash"]:
         raise ValueError(f"its samples have the hash {folds.hash}, not {saved['hash']}")
     return folds
-
-
-def _read_npz(path: Path, count: int) -> dict[str, list[Indices]]:
-    import numpy as np
-
-    with np.load(path) as arrays:
-        names = [name for name in ("valid", "train") if f"{name}_0" in arrays]
-        return {name: [arrays[f"{name}_{number}"] for number in range(count)] for name in names}
 
 
 def others(indices: Sequence[int] | Indices, n_samples: int) -> Indices:
@@ -252,3 +228,184 @@ def _frozen(indices: ArrayLike) -> Indices:
     array = np.array(indices, dtype=np.int64)
     array.setflags(write=False)
     return array
+
+
+# --- leaks between training and validation samples ---
+
+
+@dataclass(frozen=True)
+class Leak:
+    """One kind of leak, counted over all folds.
+
+    Attributes:
+        kind: ``"rows"`` (equal inputs on both sides), ``"groups"`` (a group on both sides),
+            ``"time"`` (training samples later than validation samples).
+        samples: the samples concerned, each counted once: validation samples (``"rows"``,
+            ``"groups"``) or training samples (``"time"``).
+        folds: the folds in which there are any.
+        text: the same as a sentence.
+    """
+
+    kind: LeakKind
+    samples: int
+    folds: tuple[int, ...]
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _equal_rows(folds: Folds, numbers: Indices) -> Leak:
+    shared, where = _collect(folds, lambda fold: _shared(numbers, fold))
+    count = int(shared.sum())
+    text = (
+        f"{count} of {folds.n_samples} samples are validated on although an equal row is trained "
+        f"on in the same fold ({_listed(where)}): remove duplicates, or keep them together with "
+        "kind='group'"
+    )
+    return Leak("rows", count, where, text)
+
+
+def _shared_groups(folds: Folds, groups: Column) -> Leak:
+    import numpy as np
+
+    names, numbers = np.unique(groups, return_inverse=True)
+    shared, where = _collect(folds, lambda fold: _shared(numbers, fold))
+    count, torn = int(shared.sum()), np.unique(numbers[shared])
+    text = (
+        f"{len(torn)} of {len(names)} groups are on both sides of a fold ({_listed(where)}; such "
+        f"as {names[torn[0]] if len(torn) else None}), {count} samples: make the folds with "
+        "kind='group' or 'stratified_group'"
+    )
+    return Leak("groups", count, where, text)
+
+
+def _later_samples(folds: Folds, time: Column) -> Leak:
+    moments = _codes(time)  # numbers, in order: texts have no minimum
+
+    def later(fold: Fold) -> Indices:
+        late: Mask = moments[fold.train_indices] > moments[fold.valid_indices].min()
+        return fold.train_indices[late]
+
+    trained, where = _collect(folds, later)
+    count = int(trained.sum())
+    text = (
+        f"{count} of {folds.n_samples} samples are trained on although they are later than the "
+        f"first sample that their fold validates on ({_listed(where)}): sort the data by time and "
+        "make the folds with kind='time'"
+    )
+    return Leak("time", count, where, text)
+
+
+def _collect(folds: Folds, leaked: Callable[[Fold], Indices]) -> tuple[Mask, tuple[int, ...]]:
+    """The samples leaked in any fold, as a mask over the data set, and the folds with some."""
+    import numpy as np
+
+    mask, where = np.zeros(folds.n_samples, dtype=bool), []
+    for fold in folds:
+        samples = leaked(fold)
+        mask[samples] = True
+        if len(samples):
+            where.append(fold.index)
+    return mask, tuple(where)
+
+
+def _shared(numbers: Indices, fold: Fold) -> Indices:
+    """Validation samples whose number a training sample has, too."""
+    import numpy as np
+
+    valid = fold.valid_indices
+    return valid[np.isin(numbers[valid], numbers[fold.train_indices])]
+
+
+def _listed(folds: Sequence[int]) -> str:
+    listed = ", ".join(map(str, folds[:8])) + (", ..." if len(folds) > 8 else "")
+    return f"fold {listed}" if len(folds) == 1 else f"folds {listed}"
+
+
+# --- arrays of whatever the user passes ---
+
+
+def as_column(values: Any, name: str, *, n_samples: int | None = None) -> Column:
+    """One value per sample, as an array of shape (n,).
+
+    Args:
+        values: a list, array, tensor or Series.
+        name: of the argument, for messages.
+        n_samples: the required length; None: any.
+
+    Raises:
+        FoldError: ``values`` has another shape or length.
+    """
+    import numpy as np
+
+    if hasattr(values, "detach"):  # a tensor, on any device
+        values = values.detach().cpu()
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise FoldError(
+            f"{name} has the shape {array.shape}, not one value for each sample",
+            allowed="a list, array, tensor or Series of shape (n,)",
+            do=f"pass a column: {name}[:, 0], or for one-hot labels {name}.argmax(axis=1)",
+        )
+    if n_samples is not None and len(array) != n_samples:
+        raise FoldError(
+            f"{name} has {len(array)} values for {n_samples} samples",
+            allowed="one for each sample, in the data set's order",
+            do=f"pass the {name} of the same samples",
+        )
+    return array
+
+
+def digest_of(targets: Column) -> str:
+    """A hash of the targets, 16 hex digits, equal for a list, an array and a tensor of them."""
+    kind = {"b": "<i8", "i": "<i8", "u": "<i8", "f": "<f8"}.get(targets.dtype.kind)
+    data = targets.astype(kind).tobytes() if kind else "\n".join(map(str, targets)).encode()
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def row_numbers(X: Any, n_samples: int) -> Indices:
+    """A number for each row, the same for equal rows: int64 of shape (n,).
+
+    Args:
+        X: one row per sample: an array or tensor of shape (n, ...), a DataFrame, or a list.
+        n_samples: the required number of rows.
+
+    Raises:
+        FoldError: ``X`` has another number of rows.
+    """
+    import numpy as np
+
+    rows = _as_rows(X)
+    if len(rows) != n_samples:
+        raise FoldError(
+            f"X has {len(rows)} rows for {n_samples} samples",
+            allowed="one row for each sample, in the data set's order",
+            do="pass the inputs of the same samples that the folds were made for",
+        )
+    keys = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.itemsize * rows.shape[1])))
+    return np.unique(keys.ravel(), return_inverse=True)[1].ravel()
+
+
+def _as_rows(X: Any) -> NDArray[Any]:
+    """Rows of plain numbers, shape (n, columns): texts and other objects become numbers."""
+    import numpy as np
+
+    if hasattr(X, "detach"):
+        X = X.detach().cpu()
+    if hasattr(X, "columns"):  # a DataFrame: each column has its own type
+        return np.stack([_codes(X[name].to_numpy()) for name in X.columns], axis=1)
+    array = np.asarray(X)
+    array = array.reshape(len(array), -1)
+    if array.dtype.kind in "biuf":
+        return array + 0 if array.dtype.kind != "b" else array  # -0.0 becomes 0.0
+    return np.stack([_codes(column) for column in array.T], axis=1)
+
+
+def _codes(column: Column) -> Indices:
+    """A number for each value, the same for equal values, in their order."""
+    import numpy as np
+
+    values = column if column.dtype.kind in "biufMmU" else column.astype(str)
+    numbers: Indices = np.unique(values, return_inverse=True)[1].ravel()
+    return numbers

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import numbers
 import warnings
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
-from nbtoolkit.errors import FoldError, FoldWarning, MissingExtra
-from nbtoolkit.folds.folds import FoldKind, Folds, frozen, others
-from nbtoolkit.folds.leakage import as_column, digest_of
+from nbtoolkit.environment.installed import install_line
+from nbtoolkit.errors import FoldError, FoldWarning, MissingExtra, some_names
+from nbtoolkit.folds.folds import FoldKind, Folds, as_column, digest_of, frozen, others
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from sklearn.model_selection import BaseCrossValidator
 
-    from nbtoolkit.folds.folds import Indices
-    from nbtoolkit.folds.leakage import Column
+    from nbtoolkit.folds.folds import Column, Indices
 
     Pair: TypeAlias = tuple[Indices, Indices]
 
 _GROUPED = ("group", "stratified_group")
 _STRATIFIED = ("stratified", "stratified_group")
 _REPEATABLE = ("stratified", "kfold")
+# GroupKFold balances the folds' sizes; shuffled it does not, and before scikit-learn 1.6 cannot be.
 _UNSHUFFLED = ("group", "time", "predefined")
+# scikit-learn's classes; the repeatable ones have a second class, Repeated...
+_SPLITTERS = {
+    "stratified": "StratifiedKFold",
+    "kfold": "KFold",
+    "group": "GroupKFold",
+    "stratified_group": "StratifiedGroupKFold",
+    "time": "TimeSeriesSplit",
+}
 
 
 def make_folds(
@@ -96,13 +104,7 @@ def make_folds(
     )
 
 
-class _Splitter(Protocol):
-    """scikit-learn's interface of splitters."""
-
-    def split(self, X: NDArray[Any], y: Column, groups: Column | None = None) -> Iterable[Pair]: ...
-
-
-def _splitter(kind: FoldKind, k: int, seed: int, repeats: int) -> _Splitter:
+def _splitter(kind: FoldKind, k: int, seed: int, repeats: int) -> BaseCrossValidator:
     """Make scikit-learn's splitter; its results are the folds, unchanged.
 
     Raises:
@@ -113,30 +115,18 @@ def _splitter(kind: FoldKind, k: int, seed: int, repeats: int) -> _Splitter:
     except ImportError as error:
         raise MissingExtra(
             "folds are made by scikit-learn, which is not installed",
-            do="pip install 'nbtoolkit-torch[training]'",
+            do=install_line("training"),
         ) from error
-    repeated = {"n_splits": k, "n_repeats": repeats, "random_state": seed}
-    shuffled = {"n_splits": k, "shuffle": True, "random_state": seed}
-    splitter: _Splitter
-    if kind == "stratified" and repeats > 1:
-        splitter = model_selection.RepeatedStratifiedKFold(**repeated)
-    elif kind == "stratified":
-        splitter = model_selection.StratifiedKFold(**shuffled)
-    elif kind == "kfold" and repeats > 1:
-        splitter = model_selection.RepeatedKFold(**repeated)
-    elif kind == "kfold":
-        splitter = model_selection.KFold(**shuffled)
-    elif kind == "group":
-        # not shuffled: it balances the folds' sizes, and scikit-learn before 1.6 cannot
-        splitter = model_selection.GroupKFold(k)
-    elif kind == "stratified_group":
-        splitter = model_selection.StratifiedGroupKFold(**shuffled)
-    else:
-        splitter = model_selection.TimeSeriesSplit(k)
-    return splitter
+    name = ("Repeated" if repeats > 1 else "") + _SPLITTERS[kind]
+    options: dict[str, object] = {"n_splits": k}
+    if repeats > 1:
+        options |= {"n_repeats": repeats, "random_state": seed}
+    elif kind not in _UNSHUFFLED:
+        options |= {"shuffle": True, "random_state": seed}
+    return getattr(model_selection, name)(**options)
 
 
-def _split(splitter: _Splitter, targets: Column, groups: Column | None) -> list[Pair]:
+def _split(splitter: BaseCrossValidator, targets: Column, groups: Column | None) -> list[Pair]:
     import numpy as np
 
     with warnings.catch_warnings():  # _check_classes has warned of small classes, with their names
@@ -219,7 +209,7 @@ def _check_classes(targets: Column, k: int) -> None:
         )
     classes, counts = np.unique(targets, return_counts=True)
     small = [f"{name} ({count})" for name, count in zip(classes, counts, strict=True) if count < k]
-    listed = ", ".join(small[:5]) + (f" and {len(small) - 5} more" if len(small) > 5 else "")
+    listed = some_names(small)
     if len(small) == len(classes):
         raise FoldError(
             f"every class has fewer samples than k={k} folds: {listed}",

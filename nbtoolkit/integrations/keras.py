@@ -16,14 +16,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nbtoolkit.errors import FitError, MissingExtra, PlanError
+from nbtoolkit.errors import FitError, MissingExtra
 from nbtoolkit.integrations.support import (
     StepWatch,
     as_numbers,
     check_inside_train,
     record_checkpoint,
     recorded_state,
-    remove_older,
+    refuse_ranks,
     requires,
     resume_from,
 )
@@ -78,13 +78,7 @@ def callback(ctx: RunContext) -> KerasCallback:
         PlanError: there are several ranks, which Keras 3 cannot train together.
     """
     check_inside_train(ctx, "callback")
-    if ctx.world_size > 1:
-        raise PlanError(
-            f"Keras' model.fit cannot train on {ctx.world_size} ranks: each would train a model "
-            f"of its own (back end {keras.config.backend()!r})",
-            allowed="one rank; in nb.sweep and nb.cross_validate, one trial or fold per device",
-            do="set distributed.world_size: 1, or write a loop for several ranks with ctx.prepare",
-        )
+    refuse_ranks(ctx, "Keras 3")
     return KerasCallback(ctx)
 
 
@@ -167,7 +161,6 @@ class KerasCallback(keras.callbacks.Callback):
         path.parent.mkdir(parents=True, exist_ok=True)
         self.model.save_weights(partial, overwrite=True)
         partial.replace(path)
-        states = gather_random_states(self._ctx.device, 1)
-        record_checkpoint(self._ctx, path, self._step, epoch=epoch, random=states)
-        remove_older(self._ctx, "keras-*.weights.h5")
+        more = {"epoch": epoch, "random": gather_random_states(self._ctx.device, 1)}
+        record_checkpoint(self._ctx, path, self._step, older="keras-*.weights.h5", **more)
         self._watch.saved()

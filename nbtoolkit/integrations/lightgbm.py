@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.integrations.rounds import Rounds, rounds_of
-from nbtoolkit.training.predictor import keep_predictor as keep_predictor
+from nbtoolkit.training.evaluation import keep_predictor as keep_predictor
 
 if TYPE_CHECKING:
     import lightgbm
@@ -118,21 +118,14 @@ class LightGBMCallback:
             self._begin(env)
         results = env.evaluation_result_list
         due = results and (done % self._every == 0 or done == env.end_iteration)
-        self._rounds.end_round(
-            done,
-            (lambda: {f"{self._prefix}{one[0]}_{one[1]}": one[2] for one in results})
-            if due
-            else None,
-            lambda: env.model.model_to_string(num_iteration=-1),
-        )
+        metrics = {f"{self._prefix}{one[0]}_{one[1]}": one[2] for one in results} if due else None
+        self._rounds.end_round(done, metrics, lambda: env.model.model_to_string(num_iteration=-1))
 
     def _begin(self, env: CallbackEnv) -> None:
         rounds = self._rounds
         rounds.begin(env.end_iteration, self._every)
         if not (rounds.prepared and rounds.continued):
-            rounds.do_not_save(
-                "pass nblg.parameters(ctx, params) and init_model=nblg.resume_from(ctx)"
-            )
+            rounds.do_not_save("pass nblg.parameters(ctx) and init_model=nblg.resume_from(ctx)")
 
 
 def _rounds(ctx: RunContext, name: str) -> Rounds:

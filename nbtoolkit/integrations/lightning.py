@@ -18,7 +18,6 @@ from nbtoolkit.integrations.support import (
     check_inside_train,
     check_strategy,
     record_checkpoint,
-    remove_older,
     requires,
 )
 from nbtoolkit.integrations.support import last_checkpoint as last_checkpoint
@@ -179,6 +178,5 @@ class LightningCallback(Checkpoint):
         step = trainer.global_step
         path = self._ctx.paths.checkpoints / f"lightning-{step:09d}.ckpt"
         trainer.save_checkpoint(path)
-        record_checkpoint(self._ctx, path, step)
-        remove_older(self._ctx, "lightning-*.ckpt")
+        record_checkpoint(self._ctx, path, step, older="lightning-*.ckpt")
         self._watch.saved()

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from nbtoolkit.environment.installed import installed_version
 from nbtoolkit.errors import CheckpointError, ConfigError, FitError, FoldError
-from nbtoolkit.integrations.rounds import refuse_ranks, rounds_of
-from nbtoolkit.integrations.support import check_version
+from nbtoolkit.integrations.rounds import rounds_of
+from nbtoolkit.integrations.support import check_version, refuse_ranks
+from nbtoolkit.run.fingerprint import function_source
 from nbtoolkit.run.paths import write_whole
-from nbtoolkit.run.resume import function_source
-from nbtoolkit.training.predictor import keep_predictor
+from nbtoolkit.training.evaluation import keep_predictor
 
 if TYPE_CHECKING:
     import os
@@ -118,7 +118,7 @@ def fit(
         FitError: a metric is unknown, or ``epochs`` is given and there is no ``partial_fit``.
         FoldError: the folds are of another number of samples.
     """
-    check_version("scikit-learn", "1.4", "sklearn")
+    check_version("scikit-learn", "1.4")
     refuse_ranks(ctx, "scikit-learn")
     from joblib import parallel_config
     from sklearn.base import clone
@@ -166,7 +166,7 @@ def load(folder: str | os.PathLike[str], *, trusted: Sequence[str] = ()) -> Any:
         MissingExtra: skops is not installed.
         CheckpointError: the run has saved no estimator, or it has other types than these.
     """
-    check_version("skops", "0.11", "sklearn")
+    check_version("skops", "0.11")
     path = Path(folder) / "checkpoints" / FILE
     if not path.is_file():
         raise CheckpointError(
@@ -197,12 +197,11 @@ def _save(ctx: RunContext, model: Any) -> None:
     if installed_version("skops") is None:
         ctx.message("the fitted estimator is not saved: pip install skops")
         return
-    from skops import io
     from skops.io.exceptions import UnsupportedTypeException
 
     path = ctx.paths.checkpoints / FILE
     try:
-        write_whole(path, io.dumps(model))
+        write_whole(path, _dump(model), durable=False)
     except (UnsupportedTypeException, OSError) as error:
         ctx.message(f"the fitted estimator is not saved: {error}", "warning")
     else:
@@ -239,15 +238,14 @@ def _fit_epochs(
     for epoch in range(done + 1, epochs + 1):
         model.partial_fit(X, y, **more)
         state = {"model": model, "epoch": epoch}
-        rounds.end_round(epoch, partial(scores, model), partial(_dump, state))
+        rounds.end_round(epoch, scores(model), partial(_dump, state))
     return model
 
 
-def _dump(state: Mapping[str, Any]) -> bytes:
+def _dump(state: Any) -> bytes:
     from skops import io
 
-    data: bytes = io.dumps(state)
-    return data
+    return bytes(io.dumps(state))
 
 
 def _set_params(ctx: RunContext, model: Any, params: Mapping[str, Any]) -> None:

@@ -11,15 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbtoolkit.config.validation import SHARDED
 from nbtoolkit.environment.installed import installed_version
 from nbtoolkit.environment.variables import RANK_MARK
 from nbtoolkit.errors import CheckpointError, LaunchError, MissingExtra, PlanError, RunStopped
-from nbtoolkit.run.checkpoint_store import State, read_state
+from nbtoolkit.run.checkpoints.checkpoint_store import State, read_state
 from nbtoolkit.training.sync import ControlSignal, RankSync
 from nbtoolkit.worker.context import RunContext
 
 if TYPE_CHECKING:
-    from nbtoolkit.launcher.handle import RunResult
+    from nbtoolkit.launcher.run_result import RunResult
 
 
 def check_strategy(ctx: RunContext, framework: str) -> None:
@@ -28,7 +29,7 @@ def check_strategy(ctx: RunContext, framework: str) -> None:
     Raises:
         PlanError: the plan has a strategy of ``nb.fit``.
     """
-    if ctx.plan.strategy in ("fsdp", "local_sgd"):
+    if ctx.plan.strategy in (*SHARDED, "local_sgd"):
         raise PlanError(
             f"the plan's strategy is {ctx.plan.strategy}, and {framework} would train with DDP",
             allowed="distributed.strategy: auto, single or ddp, without local_sgd_steps",
@@ -36,13 +37,27 @@ def check_strategy(ctx: RunContext, framework: str) -> None:
         )
 
 
-def check_version(package: str, minimum: str, extra: str = "") -> None:
+def refuse_ranks(ctx: RunContext, framework: str) -> None:
+    """Refuse a run of several ranks: each would train the same model.
+
+    Raises:
+        PlanError: the run has several ranks.
+    """
+    if ctx.world_size > 1:
+        raise PlanError(
+            f"{framework} trains in one process here, and this run has {ctx.world_size} ranks, "
+            "which would all train the same model",
+            allowed="one process; it uses the CPU cores of the plan, or one GPU",
+            do="nb.launch(train, config, processes=1), or set distributed.world_size: 1",
+        )
+
+
+def check_version(package: str, minimum: str) -> None:
     """Check that a framework is installed and new enough.
 
     Args:
         package: its distribution.
         minimum: the oldest version that works, as ``"2.5"``.
-        extra: the extra of this package that installs it; empty: of the same name.
 
     Raises:
         MissingExtra: it is not installed, or too old.
@@ -50,7 +65,7 @@ def check_version(package: str, minimum: str, extra: str = "") -> None:
     found = installed_version(package)
     if found is None or _numbers(found) < _numbers(minimum):
         state = "is not installed" if found is None else f"{found} is installed"
-        raise _missing(package, minimum, extra, f"{package} {state}")
+        raise _missing(package, minimum, f"{package} {state}")
 
 
 @contextmanager
@@ -58,7 +73,7 @@ def requires(package: str, minimum: str) -> Iterator[None]:
     """Import a framework inside the block, after a check of its version.
 
     Args:
-        package: its distribution, which is also the name of the extra.
+        package: its distribution.
         minimum: the oldest version that works.
 
     Raises:
@@ -68,14 +83,14 @@ def requires(package: str, minimum: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise _missing(package, minimum, "", f"it cannot be imported: {error}") from error
+        raise _missing(package, minimum, f"it cannot be imported: {error}") from error
 
 
-def _missing(package: str, minimum: str, extra: str, reason: str) -> MissingExtra:
+def _missing(package: str, minimum: str, reason: str) -> MissingExtra:
     return MissingExtra(
         f"nbtoolkit.integrations needs {package}: {reason}",
         allowed=f"{package} {minimum} or newer",
-        do=f"pip install -U 'nbtoolkit-torch[{extra or package}]'",
+        do=f"pip install -U '{package}>={minimum}'",
     )
 
 
@@ -101,24 +116,29 @@ def check_inside_train(ctx: object, call: str) -> None:
 
 def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Those of a framework's metrics that are numbers or tensors of one element."""
-    single = {
-        name: value
+    return {
+        str(name): float(value)
         for name, value in metrics.items()
-        if isinstance(value, (int, float)) or getattr(value, "size", None) == 1 or _one(value)
+        if isinstance(value, (int, float)) or _elements(value) == 1
     }
-    return {str(name): float(value) for name, value in single.items()}
 
 
-def _one(value: object) -> bool:
-    numel = getattr(value, "numel", None)
-    return callable(numel) and numel() == 1
+def _elements(value: object) -> object:
+    """The number of elements of a tensor or an array; None of anything else."""
+    count = getattr(value, "numel", getattr(value, "size", None))
+    return count() if callable(count) else count
+
+
+_CONTINUE = ControlSignal.CONTINUE
+_LOOK_SECONDS = 0.2  # between two looks for a stop, which take 60 us after a round of trees
 
 
 class StepWatch:
     """Decides after each optimizer step whether all ranks save or stop there.
 
-    Several ranks agree about once a second, with a small collective; one rank asks in every step,
-    which takes 3 us.
+    They stop twice as long before the deadline as the last save took.
+
+    Several ranks agree about once a second, with a small collective; one rank looks every 0.2 s.
 
     Args:
         ctx: the run's context.
@@ -131,6 +151,7 @@ class StepWatch:
         settings = ctx.config.checkpoint
         self.saves = settings.enabled
         self._ctx, self._saved_at = ctx, time.monotonic()
+        self._look_at = self._reserve = 0.0
         self._minutes = settings.every_minutes if self.saves else None
         self._steps = settings.every_steps if self.saves else None
         self._sync = RankSync(ctx, self._steps)
@@ -146,12 +167,14 @@ class StepWatch:
 
     def signal(self, step: int) -> ControlSignal:
         """What all ranks do after ``step`` optimizer steps; each calls it once for a step."""
-        signal = self._own_signal() if self._ctx.is_main else ControlSignal.CONTINUE
-        if self._ctx.world_size > 1:
-            if step < self._sync.next:
-                return ControlSignal.CONTINUE
+        if self._ctx.world_size == 1:
+            signal = self._own_signal() if time.monotonic() >= self._look_at else _CONTINUE
+        elif step < self._sync.next:
+            return _CONTINUE
+        else:
+            signal = self._own_signal() if self._ctx.is_main else _CONTINUE
             signal = self._sync.sync(step, [], signal=signal).signal
-        if signal is ControlSignal.CONTINUE and self._steps and step % self._steps == 0:
+        if signal is _CONTINUE and self._steps and step % self._steps == 0:
             return ControlSignal.SAVE
         return signal
 
@@ -166,42 +189,62 @@ class StepWatch:
             RunStopped: the run must stop here; a run that may be resumed is saved.
         """
         signal = self.signal(step)
-        if signal is ControlSignal.SAVE:
+        checks = signal is ControlSignal.CHECK_STOP
+        status = self._ctx.should_stop(self._reserve) if checks else None
+        if signal is ControlSignal.SAVE or status not in (None, "pruned"):
+            began = time.monotonic()
             save()
-        elif signal is ControlSignal.CHECK_STOP and (status := self._ctx.should_stop()):
-            if status != "pruned":
-                save()
+            # What is saved may grow.
+            self._reserve = 2 * (time.monotonic() - began)
+        if status:
             raise RunStopped(status)
 
     def _own_signal(self) -> ControlSignal:
         """This rank's view; rank 0's counts."""
-        if self._ctx.stop_requested():
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        deadline = self._ctx.deadline
+        late = deadline is not None and time.time() + self._reserve >= deadline
+        if late or self._ctx.stop_requested():
             return ControlSignal.CHECK_STOP
-        late = self._minutes and time.monotonic() - self._saved_at >= self._minutes * 60
-        return ControlSignal.SAVE if late else ControlSignal.CONTINUE
+        due = self._minutes and time.monotonic() - self._saved_at >= self._minutes * 60
+        return ControlSignal.SAVE if due else _CONTINUE
 
 
 # --- the framework's own checkpoint ---
 
 
-def record_checkpoint(ctx: RunContext, path: Path, step: int, **more: object) -> None:
+def record_checkpoint(
+    ctx: RunContext, path: Path, step: int, *, older: str = "", **more: object
+) -> None:
     """Make a framework's checkpoint the one to resume from; **all** ranks call it.
 
     Args:
         ctx: the run's context.
         path: a file or folder that is complete, below ``ctx.paths.checkpoints`` or elsewhere.
         step: optimizer steps done.
+        older: a pattern of files or folders below ``ctx.paths.checkpoints``, in the order of their
+            names: all but the newest ``checkpoint.keep_last`` are removed. Empty: none.
         more: plain values and tensors to keep beside it.
     """
     name = os.path.relpath(path, ctx.paths.checkpoints)
     ctx.save({"trainer": name, "step": step, **more}, step=step)
+    found = sorted(ctx.paths.checkpoints.glob(older)) if older and ctx.is_main else []
+    for old in found[: -ctx.config.checkpoint.keep_last]:
+        if old.is_dir():
+            shutil.rmtree(old)
+        else:
+            old.unlink()
 
 
 def recorded_state(ctx: RunContext) -> State | None:
-    """The last :func:`record_checkpoint` of this run; None: it has none, or it was not made so."""
+    """The last :func:`record_checkpoint` of this run; None: it has none.
+
+    Raises:
+        CheckpointError: the run's last checkpoint is not a trainer's.
+    """
     state = ctx.load()
     if state is not None and "trainer" not in state:
-        raise _not_recorded(ctx.paths.checkpoints / "last.pt", state)
+        raise _unusable(f"the run's last checkpoint has only {', '.join(map(str, state))}")
     return state
 
 
@@ -213,11 +256,10 @@ def resume_from(ctx: RunContext) -> Path | None:
         LaunchError: called outside of ``train``.
     """
     check_inside_train(ctx, "resume_from")
-    state = recorded_state(ctx)
-    return None if state is None else _located(ctx.paths.checkpoints, state)
+    return None if ctx.load() is None else last_checkpoint(ctx)
 
 
-def last_checkpoint(run: str | os.PathLike[str] | RunResult) -> Path:
+def last_checkpoint(run: str | os.PathLike[str] | RunResult | RunContext) -> Path:
     """The last checkpoint of the framework in a run, to load its model in the notebook.
 
     Args:
@@ -229,47 +271,21 @@ def last_checkpoint(run: str | os.PathLike[str] | RunResult) -> Path:
     paths = getattr(run, "paths", None)
     folder = (Path(run) if paths is None else paths.folder) / "checkpoints"  # type: ignore[arg-type]
     file = folder / "last.pt"
-    if not file.exists():
-        raise CheckpointError(
-            f"there is no checkpoint in {folder}",
-            allowed="a run whose trainer had a callback of nbtoolkit.integrations",
-            do="launch it with checkpoint.enabled: true",
-        )
-    state = read_state(file)
+    state = read_state(file) if file.exists() else {}
+    path = Path(os.path.normpath(folder / str(state.get("trainer"))))
     if "trainer" not in state:
-        raise _not_recorded(file, state)
-    return _located(folder, state)
+        only = f"no checkpoint of a trainer, only {', '.join(map(str, state))}"
+        raise _unusable(f"there is {only if state else 'no checkpoint'} in {folder}")
+    if not path.exists():
+        raise _unusable(f"the trainer's checkpoint {path} is missing")
+    return path
 
 
-def remove_older(ctx: RunContext, pattern: str) -> None:
-    """Remove all but the newest ``checkpoint.keep_last`` checkpoints that match, on the main rank.
-
-    Args:
-        ctx: the run's context.
-        pattern: of files or folders below ``ctx.paths.checkpoints``, in the order of their names.
-    """
-    found = sorted(ctx.paths.checkpoints.glob(pattern)) if ctx.is_main else []
-    for old in found[: -ctx.config.checkpoint.keep_last]:
-        if old.is_dir():
-            shutil.rmtree(old)
-        else:
-            old.unlink()
-
-
-def _located(folder: Path, state: State) -> Path:
-    path = Path(os.path.normpath(folder / str(state["trainer"])))
-    if path.exists():
-        return path
-    raise CheckpointError(
-        f"the trainer's checkpoint {path} is missing",
-        allowed="the checkpoint that the run saved last",
-        do='copy it back, or start a new run with resume="never"',
-    )
-
-
-def _not_recorded(file: Path, state: State) -> CheckpointError:
+def _unusable(fault: str) -> CheckpointError:
     return CheckpointError(
-        f"{file} has no checkpoint of a trainer, only {', '.join(map(str, state)) or 'nothing'}",
-        allowed="the file that the callback of nbtoolkit.integrations writes",
-        do='save your own state under another name: ctx.save(state, kind="mine")',
+        fault,
+        allowed="a run whose trainer had a callback of nbtoolkit.integrations, with "
+        "checkpoint.enabled: true, and all of its checkpoints",
+        do='copy them back, or start a new run with resume="never"; save your own state under '
+        'another name: ctx.save(state, kind="mine")',
     )

@@ -20,7 +20,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import FitError, MissingExtra
-from nbtoolkit.integrations.support import StepWatch
+from nbtoolkit.integrations.support import StepWatch, as_numbers
 from nbtoolkit.worker.collectives import gather_on_all
 from nbtoolkit.worker.context import RunContext
 
@@ -82,11 +82,10 @@ def callback(ctx: RunContext) -> Any:
         FitError: Keras 3 on several workers, whose ``fit`` fails there. Raised by this call, or at
             the begin of ``fit`` for a model of another Keras.
     """
-    tensorflow = _tensorflow()
-    model_class, base = tensorflow.keras.Model, tensorflow.keras.callbacks.BackupAndRestore
-    if keras := sys.modules.get("tf_keras"):  # also imported without TF_USE_LEGACY_KERAS
-        model_class, base = keras.Model, keras.callbacks.BackupAndRestore
-    if ctx.world_size > 1 and not _is_legacy(base):
+    # tf_keras is also imported without TF_USE_LEGACY_KERAS.
+    keras = sys.modules.get("tf_keras") or _tensorflow().keras
+    saves, base = ctx.config.checkpoint.enabled, keras.callbacks.Callback
+    if ctx.world_size > 1 and base.__module__.split(".")[0] != "tf_keras":
         raise FitError(
             f"the fit of Keras 3 does not work on {ctx.world_size} workers "
             "(MultiWorkerMirroredStrategy): it fails on the first batch",
@@ -96,16 +95,20 @@ def callback(ctx: RunContext) -> Any:
             "strategy.run",
         )
 
+    options: dict[str, Any] = {}
+    if saves:
+        base = keras.callbacks.BackupAndRestore
+        options = {"backup_dir": str(ctx.paths.checkpoints / "keras"), "delete_checkpoint": False}
+
     class TensorFlowCallback(base):  # type: ignore[misc, valid-type] # of the Keras that is in use
         """Saves, then reports, after each epoch."""
 
         def __init__(self) -> None:
-            super().__init__(str(ctx.paths.checkpoints / "keras"), delete_checkpoint=False)
+            super().__init__(**options)
             self._watch, self._batches = StepWatch(ctx), 0
-            self._saves = self._watch.saves
 
         def set_model(self, model: Any) -> None:
-            if not isinstance(model, model_class):
+            if not isinstance(model, keras.Model):
                 raise FitError(
                     f"the model is of {type(model).__mro__[-2].__module__.split('.')[0]}, and the "
                     f"callback of {base.__module__.split('.')[0]}",
@@ -119,34 +122,19 @@ def callback(ctx: RunContext) -> Any:
 
         def on_train_begin(self, logs: Any = None) -> None:
             self._watch.begin(0)
-            if self._saves:
-                super().on_train_begin(logs)
-
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            if self._saves:
-                super().on_train_batch_begin(batch, logs)
+            super().on_train_begin(logs)
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if self._saves:
-                super().on_train_batch_end(batch, logs)
+            super().on_train_batch_end(batch, logs)
             self._batches += 1
             self._watch.follow(self._batches, lambda: None)  # Keras saves only whole epochs
 
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            if self._saves:
-                super().on_epoch_begin(epoch, logs)
-
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            if self._saves:
-                super().on_epoch_end(epoch, logs)
+            super().on_epoch_end(epoch, logs)
+            if saves:
                 # What a run is resumed by: it names Keras' files.
                 ctx.save({"trainer": "keras", "step": epoch + 1}, step=epoch + 1)
-            numbers = {name: float(value) for name, value in (logs or {}).items()}
-            ctx.report(numbers, step=epoch + 1)
-
-        def on_train_end(self, logs: Any = None) -> None:
-            if self._saves:
-                super().on_train_end(logs)
+            ctx.report(as_numbers(logs or {}), step=epoch + 1)
 
     return TensorFlowCallback()
 
@@ -159,10 +147,6 @@ def _tensorflow() -> Any:
             f"TensorFlow cannot be imported: {error}",
             do="pip install tensorflow tf-keras (tensorflow-cpu where there is no GPU)",
         ) from error
-
-
-def _is_legacy(base: type) -> bool:
-    return base.__module__.split(".")[0] == "tf_keras"
 
 
 def _set_devices(tensorflow: Any, ctx: RunContext) -> None:

@@ -59,6 +59,8 @@ def training_arguments(ctx: RunContext, **own: Any) -> TrainingArguments:
     # A name for the Trainer, as "wandb" is one: it makes its callbacks from this table.
     tools.INTEGRATION_TO_CALLBACK[_REPORTER] = callback(ctx)
     evaluates = str(getattr(own.get("eval_strategy"), "value", own.get("eval_strategy", "no")))
+    # As the evaluations, which load_best_model_at_end requires; else after each epoch.
+    saves = evaluates if evaluates in ("steps", "epoch") else "epoch"
     arguments: dict[str, Any] = {
         "use_cpu": ctx.device.type == "cpu",
         "fp16": plan.precision == "fp16",
@@ -68,7 +70,7 @@ def training_arguments(ctx: RunContext, **own: Any) -> TrainingArguments:
         "ddp_find_unused_parameters": plan.ddp.get("find_unused_parameters", False),
         "ddp_timeout": int(plan.group_timeout),
         "seed": ctx.seed,
-        "save_strategy": _save_strategy(evaluates) if keeps.enabled else "no",
+        "save_strategy": saves if keeps.enabled else "no",
         "save_steps": own.get("eval_steps") or 500,
         "save_total_limit": max(2, keeps.keep_last),
         "disable_tqdm": True,
@@ -187,8 +189,3 @@ class TransformersCallback(TrainerCallback):
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             raise leaving
-
-
-def _save_strategy(evaluates: str) -> str:
-    """As the evaluations, which ``load_best_model_at_end`` requires; else after each epoch."""
-    return evaluates if evaluates in ("steps", "epoch") else "epoch"

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.integrations.rounds import Rounds, rounds_of
-from nbtoolkit.training.predictor import keep_predictor as keep_predictor
+from nbtoolkit.training.evaluation import keep_predictor as keep_predictor
 
 if TYPE_CHECKING:
     import xgboost
@@ -109,11 +109,8 @@ def callback(
         def after_iteration(self, model: xgboost.Booster, epoch: int, evals_log: Any) -> bool:
             self.done += 1
             due = evals_log and (self.done % every == 0 or self.done == rounds.target)
-            rounds.end_round(
-                self.done,
-                (lambda: _last(evals_log, prefix)) if due else None,
-                lambda: bytes(model.save_raw("ubj")),
-            )
+            metrics = _last(evals_log, prefix) if due else None
+            rounds.end_round(self.done, metrics, lambda: bytes(model.save_raw("ubj")))
             return False
 
     return XGBoostCallback()

@@ -15,12 +15,13 @@ import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nbtoolkit.environment.installed import install_line
 from nbtoolkit.errors import MissingExtra, WheelsError
-from nbtoolkit.kaggle.image import Image, host_image, read_image
 from nbtoolkit.run.paths import write_json
 
 if TYPE_CHECKING:
@@ -41,6 +42,27 @@ _UV_PLATFORM = "x86_64-manylinux_2_35"
 _PIP_PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(35, 16, -1)]
 _PIP_PLATFORMS += ["manylinux2014_x86_64", "manylinux_2_12_x86_64", "manylinux2010_x86_64"]
 _PIP_PLATFORMS += ["manylinux_2_5_x86_64", "manylinux1_x86_64", "linux_x86_64"]
+
+
+_PYTHON = re.compile(r"#\s*python\s+(3\.\d+)", re.IGNORECASE)
+_PACKAGE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:==(\S+)|\s*@.*)?$")
+
+_COMMAND = (
+    "(python -c \"import sys; print('# python %d.%d' % sys.version_info[:2])\"; "
+    "pip freeze) > image.txt"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image:
+    """A host's environment: CPython on Linux x86-64."""
+
+    name: str
+    """``kaggle``, ``colab``, or the path of the file."""
+    python: str
+    """``3.12``."""
+    packages: Mapping[str, str]
+    """Normalised name -> version; empty: installed in an unknown version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,9 +242,7 @@ def _uv_dry_run(*words: str) -> str:
     try:
         from uv import find_uv_bin
     except ImportError as error:
-        raise MissingExtra(
-            "making a bundle needs uv", do="pip install 'nbtoolkit-torch[bundle]'"
-        ) from error
+        raise MissingExtra("making a bundle needs uv", do=install_line("bundle")) from error
     environ = dict(os.environ)
     # pip separates several values with spaces, uv with these.
     for name, separator in {"INDEX_URL": " ", "EXTRA_INDEX_URL": " ", "FIND_LINKS": ","}.items():
@@ -295,3 +315,56 @@ def _fill(folder: Path, wheels: Sequence[Wheel]) -> None:
             f"{folder} cannot be written: {error.strerror or error}",
             allowed="a folder on a disk with free space that you may write to",
         ) from error
+
+
+# --- the hosts' packages ---
+
+
+def host_image(host: str) -> Image:
+    """Return the image of a host, as of this release.
+
+    Args:
+        host: ``"kaggle"`` or ``"colab"``.
+
+    Raises:
+        WheelsError: the host is unknown.
+    """
+    folder = files("nbtoolkit.kaggle") / "images"
+    known = sorted(entry.name.removesuffix(".txt") for entry in folder.iterdir())
+    if host not in known:
+        raise WheelsError(
+            f"the packages of the host {host!r} are not known",
+            allowed=", ".join(known),
+            do="or describe the host with --image FILE, written there by " + _COMMAND,
+        )
+    return _parse_image((folder / f"{host}.txt").read_text(encoding="utf-8"), host)
+
+
+def read_image(path: str | os.PathLike[str]) -> Image:
+    """Read an image from a file with a line ``# python 3.12`` and the output of ``pip freeze``.
+
+    Raises:
+        WheelsError: the file cannot be read, or does not name its Python.
+    """
+    file = Path(path).expanduser()
+    try:
+        return _parse_image(file.read_text(encoding="utf-8"), str(file))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise WheelsError(f"the image {file} cannot be read: {reason}", do=_COMMAND) from error
+
+
+def _parse_image(text: str, name: str) -> Image:
+    from packaging.utils import canonicalize_name
+
+    python = _PYTHON.search(text)
+    matches = [match for line in text.splitlines() if (match := _PACKAGE.match(line.strip()))]
+    if python is None or not matches:
+        missing = "which Python it has" if matches else "which packages it has"
+        raise WheelsError(
+            f"the image {name} does not say {missing}",
+            allowed="a line `# python 3.12`, and lines as pip freeze prints them",
+            do=f"write it on the host: {_COMMAND}",
+        )
+    packages: dict[str, str] = {canonicalize_name(m[1]): m[2] or "" for m in matches}
+    return Image(name=name, python=python[1], packages=packages)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from nbtoolkit.notebooks.document import (
 )
 from nbtoolkit.notebooks.parameters import check_parameters, given_layer
 from nbtoolkit.run.paths import write_json, write_whole
+from nbtoolkit.text_table import did_you_mean
 
 FILE = "kernel-metadata.json"
 
@@ -165,8 +165,7 @@ def _mistakes(layer: Layer, shown: str) -> Iterator[Mistake]:
     for key, value in layer.values.items():
         place = layer.places.get((key,), shown)
         if key not in _KEYS:
-            near = difflib.get_close_matches(key, _KEYS, n=1)
-            do = f"did you mean {near[0]!r}?" if near else ""
+            do = did_you_mean(key, _KEYS)
             yield Mistake(place=place, what=f"unknown key {key!r}", allowed=", ".join(_KEYS), do=do)
         elif not _KEYS[key][0](value):
             yield Mistake(place=place, what=f"{key!r} is {value!r}", allowed=_KEYS[key][1])

@@ -27,6 +27,7 @@ from nbtoolkit.run.serialization import (
     pack_error,
     unpack_error,
     user_line,
+    without_our_frames,
 )
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _show_notes(error: BaseException) -> None:
 def _failure(paths: RunPaths) -> BaseException:
     with reading(paths.error_pickle):
         packed = PackedError.decode(paths.error_pickle.read_bytes())
-        error = unpack_error(packed)
+        error = unpack_error(without_our_frames(packed))
         if packed.rank is not None:
             location = user_line(packed)
             where = f"rank {packed.rank}" + (f", {cell_name(*location)}" if location else "")
@@ -288,7 +289,7 @@ def hang_failure(ranks: list[RankView], stacks: str, timeout: float, paths: RunP
     names = " and ".join(str(rank.rank) for rank in ranks)
     error = WorkerHung(
         f"rank {names} sent nothing and used under 1% CPU for {timeout:g} s while another rank "
-        f"waits for it\n{stacks}",
+        f"waits for it or has returned\n{stacks}",
         allowed="silence while computing, or inside `with ctx.pause_hang_detection(...)`; "
         "a larger hang_timeout",
         do=f"compare the ranks' stacks, and read {paths.log(ranks[0].rank)}",

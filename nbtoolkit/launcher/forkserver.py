@@ -8,25 +8,23 @@ more runs, and it exits after its last child.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
-import selectors
-import signal
 import socket
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from pkgutil import resolve_name
 
 from nbtoolkit.environment.resources import children
-from nbtoolkit.launcher.preload import FIRST, Preloader, preload
+from nbtoolkit.launcher.preload import FIRST, Preloader, fork_agent, preload
 from nbtoolkit.run import messages
 from nbtoolkit.run.signals import ignore_warning_signals
 from nbtoolkit.run.transport import packet_pair, receive_packet, send_packet
 from nbtoolkit.worker.forking import Forker, close_all, kill_group
 
+# By name, which imports nothing of the packages above this one.
 TRACKING = "nbtoolkit.tracking.service:run_service"
 """The main function of the tracking service."""
 
@@ -41,7 +39,7 @@ class Supervisor:
     """Its ranks waited for a run, and are being ended."""
 
 
-STANDBY = "nbtoolkit.launcher.standby:stand_by"
+STANDBY = "nbtoolkit.launcher.supervisor_process:stand_by"
 """The main function of a supervisor whose ranks wait for a run."""
 
 STANDBY_DELAY = 1.0
@@ -72,21 +70,13 @@ class ForkServer(Forker):
         self._agents: dict[int, int] = {}  # pid of an agent -> pid of its supervisor
         # Token of a request to a branch -> pid of the supervisor, and the supervisor's ticket.
         self._tokens: dict[int, tuple[int, int]] = {}
-        self._own_agents: set[int] = set()  # agents that this process forked, not a branch
         # Requests that wait for the first branch: pid of the supervisor, and its message.
         self._waiting: list[tuple[int, messages.ForkAgent]] = []
         self._standby: Standby | None = None
         self._tracking: socket.socket | None = None
         self._tracking_pid: int | None = None
-        self._preloader = Preloader(
-            self.fork,
-            self._listen,
-            self._forget,
-            self._agent_ended,
-            self._branch_forked,
-            self._fork_waiting,
-        )
-        self._listen(kernel, self._from_kernel)
+        self._preloader = Preloader(self)
+        self.listen(kernel, self._from_kernel)
 
     def serve(self) -> None:
         """Accept, fork and reap until kernel, supervisors and tracking service are gone."""
@@ -102,7 +92,7 @@ class ForkServer(Forker):
         assert self._kernel is not None
         packet = receive_packet(self._kernel)
         if packet is None:
-            self._forget(self._kernel)
+            self.forget(self._kernel)
             self._kernel.close()
             self._kernel = None
             self._end_standby()
@@ -129,7 +119,7 @@ class ForkServer(Forker):
         gc.disable()
         for name in names:
             if ":" in name:
-                entry_point(name)()
+                resolve_name(name)()
             else:
                 import_module(name)
         gc.freeze()
@@ -152,19 +142,19 @@ class ForkServer(Forker):
         def child() -> None:
             # An open copy in the supervisor would hide the end of the fork server from it.
             ours.close()
-            entry_point(main)(theirs, message)
+            resolve_name(main)(theirs, message)
 
         pid = self.fork(child, keep=[theirs.fileno(), *message.descriptors.numbers()])
         theirs.close()
         self._supervisors[pid] = Supervisor(ours)
-        self._listen(ours, lambda: self._from_supervisor(pid))
+        self.listen(ours, lambda: self._from_supervisor(pid))
         return pid
 
     def _from_supervisor(self, supervisor: int) -> None:
         sock = self._supervisors[supervisor].socket
         packet = receive_packet(sock)
         if packet is None:
-            self._forget(sock)
+            self.forget(sock)
             return
         match packet:
             case messages.ForkAgent():
@@ -179,25 +169,19 @@ class ForkServer(Forker):
         if message.patient and self._preloader.first_branch_is_starting(message.environment):
             self._waiting.append((supervisor, message))
             return
-        branch, fds = self._preloader.branch_for(message.environment), message.descriptors.numbers()
+        branch = self._preloader.branch_for(message.environment)
         token = max(self._tokens, default=0) + 1
         if branch is not None and send_packet(branch, replace(message, ticket=token)):
             self._tokens[token] = supervisor, message.ticket
+            close_all(message.descriptors.numbers())
         else:
-            from nbtoolkit.launcher.agent import run_agent
-
-            pid = self.fork(
-                lambda: run_agent(message), keep=fds, parent_death=signal.SIGKILL, leader=True
-            )
-            self._own_agents.add(pid)
-            self._agent_forked(supervisor, message.ticket, pid)
-        close_all(fds)
+            self._agent_forked(supervisor, message.ticket, fork_agent(self, message))
 
     def start_tracking(self) -> None:
         """Fork the tracking service."""
         self._tracking, theirs = packet_pair()
         self._tracking_pid = self.fork(
-            lambda: entry_point(TRACKING)(theirs), keep=[theirs.fileno()]
+            lambda: resolve_name(TRACKING)(theirs), keep=[theirs.fileno()]
         )
         theirs.close()
 
@@ -263,13 +247,14 @@ class ForkServer(Forker):
 
     # --- agents, of this process and of branches ---
 
-    def _fork_waiting(self) -> None:
+    def fork_waiting(self) -> None:
         """Fork the agents that waited for the first branch, which is ready or has ended."""
         while self._waiting:
             supervisor, message = self._waiting.pop(0)
             self._fork_agent(supervisor, replace(message, patient=False))
 
-    def _branch_forked(self, token: int, pid: int) -> None:
+    def branch_forked(self, token: int, pid: int) -> None:
+        """Note the agent that a branch has forked."""
         self._agent_forked(*self._tokens.pop(token), pid)
 
     def _agent_forked(self, supervisor: int, ticket: int, pid: int) -> None:
@@ -282,7 +267,8 @@ class ForkServer(Forker):
             self._supervisors[supervisor].socket, messages.AgentForked(ticket=ticket, pid=pid)
         )
 
-    def _agent_ended(self, pid: int, code: int) -> None:
+    def agent_ended(self, pid: int, code: int) -> None:
+        """Report the exit of an agent to its supervisor."""
         supervisor = self._supervisors.get(self._agents.pop(pid, -1))
         if supervisor is not None:
             supervisor.agents.discard(pid)
@@ -290,22 +276,17 @@ class ForkServer(Forker):
 
     # --- callbacks of the base class ---
 
-    def is_group(self, pid: int) -> bool:
-        """Return True for agents forked here, which lead process groups."""
-        return pid in self._own_agents
-
     def ended(self, pid: int, code: int) -> None:
         """Clean up after an agent, a supervisor or the tracking service."""
-        if pid in self._own_agents:
-            self._own_agents.discard(pid)
-            self._agent_ended(pid, code)
+        if pid in self.leaders:
+            self.agent_ended(pid, code)
         elif pid in self._supervisors:
             supervisor = self._supervisors.pop(pid)
             if self._standby is not None and self._standby.supervisor == pid:
                 self._standby = None
             for agent in supervisor.agents:
                 kill_group(agent)
-            self._forget(supervisor.socket)
+            self.forget(supervisor.socket)
             supervisor.socket.close()
         elif pid == self._tracking_pid:
             self._tracking_pid = None
@@ -319,23 +300,6 @@ class ForkServer(Forker):
             waiting += self._standby.request.descriptors.numbers()
         supervisors = [supervisor.socket.fileno() for supervisor in self._supervisors.values()]
         return [*supervisors, *tracking, *waiting, *self._preloader.descriptors]
-
-    def _listen(self, sock: socket.socket, on_readable: Callable[[], None]) -> None:
-        self.selector.register(sock, selectors.EVENT_READ, on_readable)
-
-    def _forget(self, sock: socket.socket) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self.selector.unregister(sock)
-
-
-def entry_point(name: str) -> Callable[..., None]:
-    """Import the function that ``"module:function"`` names.
-
-    Names avoid imports of the packages above this one (search, tracking).
-    """
-    module, _, function = name.partition(":")
-    entry: Callable[..., None] = getattr(import_module(module), function)
-    return entry
 
 
 def main(kernel_fd: int, tracking: bool) -> None:

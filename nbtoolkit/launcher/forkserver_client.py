@@ -261,10 +261,13 @@ _starting = threading.Lock()
 _exiting = False
 
 
+def _own() -> ForkServerClient | None:
+    """Return the fork server that this process has started; a forked child of it has none yet."""
+    return _current if _current is not None and _current.kernel_pid == os.getpid() else None
+
+
 def fork_server(*, tracking: bool = False) -> ForkServerClient:
     """Return this kernel's fork server; start one if there is none.
-
-    A forked child of the kernel gets its own.
 
     Args:
         tracking: a new fork server starts the tracking service first.
@@ -273,13 +276,14 @@ def fork_server(*, tracking: bool = False) -> ForkServerClient:
     with _starting:
         if _exiting:
             raise _exiting_error()
-        if _current is None or not _current.alive() or _current.kernel_pid != os.getpid():
-            if _current is not None and _current.kernel_pid == os.getpid():
-                _current.kill()
+        server = _own()
+        if server is None or not server.alive():
+            if server is not None:
+                server.kill()
             if _current is None:
                 atexit.register(_shut_down_at_exit)
-            _current = ForkServerClient(tracking=tracking)
-        return _current
+            server = _current = ForkServerClient(tracking=tracking)
+        return server
 
 
 def _shut_down_at_exit() -> None:
@@ -300,13 +304,12 @@ def _exiting_error() -> LaunchError:
 def shutdown() -> None:
     """Shut down this kernel's fork server, if there is one; the next launch starts a new one."""
     global _current
-    if _current is not None and _current.kernel_pid == os.getpid():
-        _current.close()
+    if (server := _own()) is not None:
+        server.close()
         _current = None
 
 
 def pids() -> set[int]:
     """Return the pids of the fork server, its branches and the tracking service."""
-    if _current is None or _current.kernel_pid != os.getpid() or not _current.alive():
-        return set()
-    return _current.warm_pids()
+    server = _own()
+    return server.warm_pids() if server is not None and server.alive() else set()

@@ -53,7 +53,7 @@ class HangDetector:
     rank waits for it. A rank waits if it has started more collectives than another one; this also
     holds on a GPU, where a waiting rank spins in ``.item()`` and uses a whole core. A rank also
     waits if its stack ends in a collective; faulthandler writes the stack even while the rank is
-    blocked in C++.
+    blocked in C++. A rank that has returned also waits: its run ends when all ranks have returned.
     """
 
     def __init__(self, worker_group: WorkerGroup, paths: RunPaths, hang_timeout: float) -> None:
@@ -103,8 +103,8 @@ class HangDetector:
         ranks, stacks = stuck
         names = " and ".join(str(rank.rank) for rank in ranks)
         return (
-            f"rank {names} silent and idle for {self._timeout / 2:g} s while another rank waits; "
-            f"after {self._timeout:g} s it counts as hung (runtime.hang_timeout; "
+            f"rank {names} silent and idle for {self._timeout / 2:g} s while another rank waits "
+            f"or has returned; after {self._timeout:g} s it counts as hung (runtime.hang_timeout; "
             f"`with ctx.pause_hang_detection(...)` suspends this)\n{stacks}"
         )
 
@@ -129,9 +129,10 @@ class HangDetector:
         stacks, elsewhere = self.stacks(), self.waiting(alive)
         waiting = [rank for rank in alive if rank.asking or rank.rank in elsewhere]
         blocked = [rank for rank in quiet if rank not in waiting]
+        returned = len(alive) < len(self._worker_group.ranks)
         # Ranks that only wait are healthy while another rank works. If all of them wait, in
         # different collectives, none can continue.
-        if not waiting or (not blocked and len(quiet) < len(alive)):
+        if not (waiting or returned) or (not blocked and len(quiet) < len(alive)):
             return None
         return (blocked or quiet), format_stacks(stacks)
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import atexit
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.config.validation import record_reads
 from nbtoolkit.environment.deadline import time_limit
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.plan import make_plan
@@ -25,21 +22,24 @@ from nbtoolkit.environment.variables import (
     without_stale,
 )
 from nbtoolkit.errors import GroupStartFailed, RunStopped, TrackingError
+from nbtoolkit.launcher.agent import accelerate_states
 from nbtoolkit.launcher.failures import raise_failure
-from nbtoolkit.launcher.handle import RunResult, refuse_deleted
+from nbtoolkit.launcher.run_result import RunResult, refuse_deleted
+from nbtoolkit.launcher.same_code import check_same_code
 from nbtoolkit.run.events import Event, EventReader, returned_numbers
 from nbtoolkit.run.messages import Question, Reply, Statement
 from nbtoolkit.run.output import CellOutput, Display
-from nbtoolkit.run.paths import RunPaths, boot_id, folder_error, write_json, write_whole
-from nbtoolkit.run.rank_check import track_optimizers
+from nbtoolkit.run.paths import RunPaths, folder_error
+from nbtoolkit.run.payload import JobSpec, RunRequest
 from nbtoolkit.run.record import RunRecord
-from nbtoolkit.run.request import JobSpec, RunRequest
 from nbtoolkit.run.resume import ChosenRun, write_header
-from nbtoolkit.run.serialization import add_note, pack_error, pack_value
-from nbtoolkit.run.signals import catch_termination_signals
+from nbtoolkit.run.serialization import add_note, pack_error
+from nbtoolkit.run.signals import SignalFlag, catch_termination_signals
+from nbtoolkit.worker.attempt_store import attempt_store
 from nbtoolkit.worker.channel import GroupChannel, RecordChannel
+from nbtoolkit.worker.collectives import broadcast
 from nbtoolkit.worker.context import RunContext
-from nbtoolkit.worker.main import advice
+from nbtoolkit.worker.main import advice, call_function, join_group, seed_everything
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
@@ -71,8 +71,7 @@ class InProcessRecorder(RecordChannel):
         self._run, self._cell, self._on_event = run, cell, on_event
         self._thread = threading.get_ident()
         self._reader = EventReader(run.paths.events, offset)
-        owner = {"pid": os.getpid(), "boot_id": boot_id(), "since": time.time()}
-        write_json(run.paths.owner, owner, durable=False)
+        run.paths.own()
         job = request.job
         super().__init__(RunRecord(run.paths, deadline=job.deadline))
         self.record.write(request.header)
@@ -95,12 +94,7 @@ class InProcessRecorder(RecordChannel):
         self._forward_events()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._run.lock.release()
         try:
             self._forward_events()
@@ -166,51 +160,55 @@ def run_inline(
         BaseException: the exception of ``train``, unchanged. An interrupt ends the run as
             ``stopped``.
     """
-    plan = request.job.plan
-    variables = {**without_stale(os.environ), **plan_variables(plan, run.paths.folder)}
-    with InProcessRecorder(run, request, cell, on_event) as recorder:
-        ctx = RunContext(request.job, recorder, local_rank=_device_index(plan, request.hardware))
-        with (
-            catch_termination_signals(recorder.signal_flag),
-            temporary_variables(variables),
-            own_accelerate_state(),
-        ):
-            settle(ctx)
-            call(train, ctx, recorder.record)
+    record_inline(train, request, InProcessRecorder(run, request, cell, on_event))
     refuse_deleted(run.paths)
     return RunResult(run.paths)
 
 
-def settle(ctx: RunContext) -> None:
-    """Seed everything and set the current device, as in a rank's own process."""
-    from nbtoolkit.worker.main import seed_everything
-
-    seed_everything(ctx.seed)
-    if ctx.device.type == "cuda":
-        import torch
-
-        torch.cuda.set_device(ctx.device)
+def record_inline(train: Train, request: RunRequest, recorder: InProcessRecorder) -> None:
+    """Run one rank in this process with a recorder; see :func:`run_inline`."""
+    local_rank = _device_index(request.job.plan, request.hardware)
+    with recorder:
+        ctx = RunContext(request.job, recorder, local_rank=local_rank)
+        with temporary_variables(without_stale(os.environ)), own_accelerate_state():
+            _train(train, ctx, recorder.signal_flag, recorder.record)
 
 
-def call(
+def _train(
     train: Train,
     ctx: RunContext,
+    flag: SignalFlag,
     record: RunRecord | None,
     wait_for_ranks: Callable[[], object] = lambda: None,
 ) -> None:
-    """Call the training function, write its value, and record how the run ended.
+    """Set this process up as a rank's own, call the training function, and record the end.
 
     Args:
         train: the training function.
         ctx: its context.
+        flag: set by a signal that announces the end.
         record: the run's record; None if another rank writes it.
         wait_for_ranks: waits for the other ranks, and raises if one failed.
     """
+    variables = {**os.environ, **plan_variables(ctx.plan, ctx.paths.folder)}
+    with catch_termination_signals(flag), temporary_variables(variables):
+        seed_everything(ctx.seed)
+        if ctx.device.type == "cuda":
+            import torch
+
+            torch.cuda.set_device(ctx.device)
+        _call(train, ctx, record, wait_for_ranks)
+
+
+def _call(
+    train: Train,
+    ctx: RunContext,
+    record: RunRecord | None,
+    wait_for_ranks: Callable[[], object],
+) -> None:
     status = "completed"
     try:
-        with record_reads() as reads:
-            value = train(ctx.config, ctx)
-        _write_value(ctx, value)
+        value, reads = call_function(train, ctx)
         wait_for_ranks()
         if record is not None:
             ctx.warn_unused_settings(reads)
@@ -228,22 +226,10 @@ def call(
         _fail(ctx, record, error)
         raise
     if record is not None:
-        _complete(record, status, ctx.world_size)
-
-
-def _write_value(ctx: RunContext, value: Any) -> None:
-    path, packed = ctx.paths.value(ctx.rank), pack_value(value)
-    try:
-        write_whole(path, packed, durable=False)
-    except OSError as error:
-        raise folder_error(path, error) from error
-
-
-def _complete(record: RunRecord, status: str, processes: int) -> None:
-    try:
-        record.complete(status, processes)
-    except OSError as error:
-        raise folder_error(record.paths.folder, error) from error
+        try:
+            record.complete(status, ctx.world_size)
+        except OSError as error:
+            raise folder_error(ctx.paths.folder, error) from error
 
 
 def _fail(ctx: RunContext, record: RunRecord | None, error: BaseException) -> None:
@@ -268,28 +254,20 @@ def own_accelerate_state() -> Iterator[None]:
     accelerate keeps one state per process and refuses a second ``Accelerator`` with other settings:
     a run with another precision, or after an ``Accelerator`` of a cell, would fail.
     """
-    before = [(state, dict(state)) for state in _accelerate_states()]
+    before = [(state, dict(state)) for state in accelerate_states()]
     for state, _ in before:
         state.clear()
     try:
         yield
     finally:
-        for state in _accelerate_states():
+        for state in accelerate_states():
             state.clear()
         for state, content in before:
             state.update(content)
 
 
-def _accelerate_states() -> list[dict[str, Any]]:
-    module = sys.modules.get("accelerate.state")
-    names = ("PartialState", "AcceleratorState", "GradientState")
-    return [getattr(module, name)._shared_state for name in names] if module is not None else []
-
-
 # --- a rank of torchrun or Slurm ---
 
-
-T = TypeVar("T")
 
 _GLOO_RELEASE_SECONDS = 0.1
 
@@ -323,6 +301,7 @@ def run_in_place(
 
     Raises:
         GroupStartFailed: the ranks could not form a process group.
+        LaunchError: they do not run the same code.
         BaseException: the exception of ``train`` on this rank, unchanged; torchrun or Slurm ends
             the other ranks.
     """
@@ -331,10 +310,11 @@ def run_in_place(
     variables = {**os.environ, **threads, **rendezvous(host, hardware, os.environ)}
     with temporary_variables(variables), own_accelerate_state(), ExitStack() as stack:
         _join(plan, host)
+        check_same_code(train, host.world_size)
         run = _choose(choose, host)
         limit = time_limit(config)
         local = ("", None) if run is None else (str(run.paths.folder), limit.deadline)
-        folder, deadline = _broadcast(local, host)
+        folder, deadline = broadcast(local, host.world_size)
         paths, recorder = RunPaths(Path(folder)), None
         job = JobSpec(paths=paths, plan=plan, config=config, deadline=deadline)
         if run is not None:
@@ -342,7 +322,11 @@ def run_in_place(
             cell.begin(plan, run)
             header = write_header(run, config, plan, host, train)
             request = RunRequest(
-                job=job, host=host, hardware=hardware, header=header, notes=limit.notes
+                job=job,
+                host=host,
+                hardware=hardware,
+                header=header,
+                notes=(*run.notes, *limit.notes),
             )
             recorder = stack.enter_context(InProcessRecorder(run, request, cell, on_event))
         _run_rank(train, job, host, recorder)
@@ -364,28 +348,20 @@ def _run_rank(
     train: Callable[..., Any], job: JobSpec, host: Host, recorder: InProcessRecorder | None
 ) -> None:
     alone = host.world_size == 1
-    channel = recorder if recorder is not None and alone else GroupChannel(recorder)
-    optimizers = track_optimizers(job.config, host.world_size)
+    channel: RecordChannel | GroupChannel
+    if recorder is not None and alone:
+        channel = recorder
+    else:
+        channel = GroupChannel(recorder, job.plan.group_timeout)
     ctx = RunContext(
         job,
         channel,
         rank=host.rank,
         local_rank=int(os.environ.get("LOCAL_RANK", host.local_rank)),
         world_size=host.world_size,
-        optimizers=optimizers,
     )
     record = recorder.record if recorder is not None else None
-    variables = {**os.environ, **plan_variables(job.plan, job.paths.folder)}
-    with (
-        catch_termination_signals(channel.signal_flag),
-        temporary_variables(variables),
-        ExitStack() as stack,
-    ):
-        stack.callback(ctx.close)
-        if optimizers is not None:
-            stack.callback(optimizers.close)
-        settle(ctx)
-        call(train, ctx, record, wait_for_ranks=lambda: _wait_for_all(host, job.paths))
+    _train(train, ctx, channel.signal_flag, record, lambda: _wait_for_all(host, job.paths))
 
 
 def _join(plan: LaunchPlan, host: Host) -> None:
@@ -393,12 +369,13 @@ def _join(plan: LaunchPlan, host: Host) -> None:
     import torch
     import torch.distributed as dist
 
-    from nbtoolkit.worker.main import join_group
-
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
     formed_here = not dist.is_initialized()
     try:
-        join_group(plan, host.rank)
+        store = None
+        if formed_here:
+            store = attempt_store(host.rank, host.world_size, plan.group_timeout)
+        join_group(plan, host.rank, store)
     except Exception as error:
         raise GroupStartFailed(
             f"rank {host.rank} of {host.world_size} ({host.rank_reason}) could not join the others "
@@ -470,18 +447,7 @@ def _barrier(host: Host, reached: Callable[[], bool]) -> None:
     import torch.distributed as dist
 
     if host.world_size == 1 or dist.is_initialized():
-        _broadcast(None, host)
+        broadcast(None, host.world_size)
         return
     while not reached():
         time.sleep(0.05)
-
-
-def _broadcast(value: T, host: Host) -> T:
-    """Return rank 0's value on every rank; also a barrier."""
-    if host.world_size == 1:
-        return value
-    import torch.distributed as dist
-
-    objects = [value]
-    dist.broadcast_object_list(objects, src=0)
-    return objects[0]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
-from collections.abc import Callable
+import re
+import reprlib
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -14,28 +19,32 @@ from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.environment.deadline import check_deadline, time_limit
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.plan import Evidence, make_plan
-from nbtoolkit.environment.variables import kernel_environment, standby_shape
-from nbtoolkit.errors import LaunchError
-from nbtoolkit.host import detect_host
-from nbtoolkit.launcher.arguments import check_call, task_name
-from nbtoolkit.launcher.fork_launch import ForkedAgent
-from nbtoolkit.launcher.forkserver_client import fork_server
-from nbtoolkit.launcher.handle import (
-    RunHandle,
-    RunResult,
-    StartedRun,
-    pack_at_deadline,
-    say_speed,
+from nbtoolkit.environment.variables import (
+    RANK_MARK,
+    kernel_environment,
+    standby_seconds,
+    standby_shape,
 )
+from nbtoolkit.errors import LaunchError, NestedLaunch
+from nbtoolkit.host import detect_host, in_kernel
+from nbtoolkit.launcher.forkserver_client import fork_server
 from nbtoolkit.launcher.measured import calibrate_long, measure_auto
+from nbtoolkit.launcher.preload import preload
+from nbtoolkit.launcher.remote import submit_to_cluster
+from nbtoolkit.launcher.run_handle import RunHandle, StartedRun
+from nbtoolkit.launcher.run_result import RunResult, pack_at_deadline, say_speed
 from nbtoolkit.run.events import Event
 from nbtoolkit.run.kept_answers import measured_speed
 from nbtoolkit.run.output import CellOutput, Display, choose_screen, displays, find_display
-from nbtoolkit.run.payload import pack_content, pack_function
-from nbtoolkit.run.request import JobSpec, RunRequest
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.payload import JobSpec, RunRequest, pack_content, pack_function
+from nbtoolkit.run.remote_job import CLUSTERS
 from nbtoolkit.run.resume import ChosenRun, choose_run, roll_back, write_header
+from nbtoolkit.run.signals import without_interrupts
+from nbtoolkit.run.transport import Connection
 
 if TYPE_CHECKING:
+    from nbtoolkit.launcher.agent import ForkedAgent
     from nbtoolkit.worker.context import RunContext
 
 
@@ -43,7 +52,7 @@ if TYPE_CHECKING:
 # From the kernel to a supervisor: pack function and environment, hand them to the fork server.
 
 
-_OWNER = "nbtoolkit.launcher.supervisor:supervise"
+_OWNER = "nbtoolkit.launcher.supervisor_process:supervise"
 """The main function of a run's supervisor."""
 
 
@@ -60,6 +69,7 @@ def submit(
     from nbtoolkit.tracking.tracker import choose_tracking
 
     forked: ForkedAgent | None = None
+    line: Connection | None = None
     try:
         tracking = choose_tracking(request.job.config.to_dict()["tracking"])
         server = fork_server(
@@ -68,11 +78,18 @@ def submit(
         notes = (*request.notes, *(("warning", note) for note in tracking.notes))
         request, environment = replace(request, notes=notes), kernel_environment()
         if request.job.plan.start == "fork":
+            # Else the probe, the agent and each later launch would import for 2 s. A torch that was
+            # interrupted during its import cannot be imported again.
+            with without_interrupts():
+                preload()
+            from nbtoolkit.launcher.agent import ForkedAgent
+
             forked = ForkedAgent(train, request.job, environment)
             request = replace(request, agent_pid=forked.pid)
         function, group = (None, forked.descriptors) if forked else (train, None)
         packed = pickle.dumps(request)
-        waits = request.job.config.runtime.standby_seconds > 0 and not detach
+        kernel = in_kernel(sys.modules)
+        waits = not detach and standby_seconds(request.job.config, in_kernel=kernel) > 0
         shape = standby_shape(environment, request.job.plan) if waits else ""
         with pack_function(function, environment) as payload, pack_content(packed) as content:
             line = server.run(
@@ -86,6 +103,8 @@ def submit(
     except BaseException as error:
         if forked is not None:
             forked.kill()
+        if line is not None:
+            line.close()  # the run ends: a traceback that the notebook keeps would hold it open
         if isinstance(
             error, LaunchError
         ):  # it did not start; an interrupt may have come when it had
@@ -97,10 +116,151 @@ def submit(
     return StartedRun(line=line, tracked=tracked, forked=forked, detached=detach)
 
 
+# --- arguments ---
+
+
+CHOICES = {
+    "start": ("forkserver", "fork", "inline"),
+    "where": ("local", *CLUSTERS),
+    "display": ("auto", "widgets", "text", "off"),
+}
+
+
+def check_call(train: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Validate the arguments of :func:`nbtoolkit.launch`.
+
+    Args:
+        train: the training function.
+        arguments: the other arguments, by name.
+
+    Raises:
+        NestedLaunch: this process is a rank itself.
+        LaunchError: an argument has an invalid value.
+    """
+    if RANK_MARK in os.environ:
+        raise NestedLaunch(
+            f"nb.launch was called inside a rank of the run {os.environ[RANK_MARK]}",
+            allowed="launches from a notebook, a script or the command line",
+            do="move the launch out of the training function, or behind `if __name__ == ...`",
+        )
+    check_function(train)
+    _check_arguments(arguments)
+    if arguments["start"] != "forkserver" and arguments["where"] != "local":
+        raise LaunchError(
+            f'start="{arguments["start"]}" ties the run to this process, and '
+            f'where="{arguments["where"]}" runs it on other machines',
+            allowed='where="local", or start="forkserver"',
+            do="leave start out",
+        )
+    if arguments["start"] != "forkserver" and (arguments["detach"] or not arguments["wait"]):
+        raise LaunchError(
+            f'start="{arguments["start"]}" ties the run to this process: '
+            "it cannot be detached or run in the background",
+            allowed='wait=False and detach=True with start="forkserver"',
+            do='use start="forkserver"',
+        )
+
+
+def task_name(train: Callable[..., Any]) -> str:
+    """Return the name of a training function for the setting ``task``.
+
+    Returns:
+        ``"package.module:function"``, or ``"__main__:function"`` if no other process can import it:
+        a function of a cell, a script, or inside another function.
+    """
+    module, name = getattr(train, "__module__", None), getattr(train, "__qualname__", None)
+    found: Any = sys.modules.get(module or "")
+    for part in (name or "").split("."):
+        found = getattr(found, part, None)
+    if found is train and module not in ("__main__", "__mp_main__"):
+        return f"{module}:{name}"
+    plain = getattr(train, "__name__", type(train).__name__)
+    return f"__main__:{re.sub(r'[^a-zA-Z0-9_]', '', plain) or 'function'}"
+
+
+def check_function(train: Callable[..., Any]) -> None:
+    """Raise a LaunchError for what cannot be called as ``train(config, ctx)``."""
+    if not callable(train):
+        raise LaunchError(
+            f"launch got {reprlib.repr(train)}, which is not a function",
+            allowed="a function train(config, ctx)",
+            do="pass the function itself: nb.launch(train, config), not nb.launch(train(...))",
+        )
+    called = train
+    while isinstance(called, partial):
+        called = called.func
+    name = str(getattr(called, "__name__", type(called).__name__))
+    plain = inspect.isroutine(called) or inspect.isclass(called)
+    code = called if plain else type(called).__call__  # whose body a call runs
+    if inspect.iscoroutinefunction(code) or inspect.isasyncgenfunction(code):
+        raise LaunchError(
+            f"{name} is an async function: a rank calls it, and nothing would await it",
+            allowed="a plain function train(config, ctx)",
+            do=f"launch a plain function: def train(config, ctx): return asyncio.run({name}(...))",
+        )
+    if inspect.isgeneratorfunction(code):
+        raise LaunchError(
+            f"{name} is a generator function (there is a `yield` in it): calling it runs nothing",
+            allowed="a plain function train(config, ctx) that returns its result",
+            do="return a list, and use ctx.log or ctx.report for values of each step",
+        )
+    try:
+        signature = inspect.signature(train)
+    except (TypeError, ValueError):  # built-in functions may have none
+        return
+    try:
+        signature.bind("config", "ctx")
+    except TypeError as error:
+        raise LaunchError(
+            f"{name}{signature} cannot be called as {name}(config, ctx): {error}",
+            allowed="a function train(config, ctx)",
+            do="accept both arguments; pass further ones with functools.partial(train, lr=0.1)",
+        ) from None
+
+
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    for argument in CHOICES:
+        check_choice(argument, arguments[argument])
+    processes, name = arguments["processes"], arguments["name"]
+    resume, on_event = arguments["resume"], arguments["on_event"]
+    whole = isinstance(processes, Integral) and not isinstance(processes, bool)
+    counts = processes is None or (whole and processes >= 1)
+    _check("processes", processes, counts, "a whole number of at least 1, or None")
+    _check("name", name, name is None or isinstance(name, str), "a string, or None")
+    named = isinstance(resume, (str, os.PathLike)) and resume != ""
+    _check("resume", resume, named, '"auto" | "never" | a run\'s id or folder')
+    listens = on_event is None or callable(on_event)
+    _check("on_event", on_event, listens, "a function of one event, or None")
+
+
+def check_choice(argument: str, value: object) -> None:
+    """Validate an argument that has a fixed set of values.
+
+    Args:
+        argument: one of ``CHOICES``.
+        value: its value.
+
+    Raises:
+        LaunchError: the value is none of the allowed ones.
+    """
+    known = CHOICES[argument]
+    _check(argument, value, value in known, " | ".join(map(repr, known)))
+
+
+def _check(argument: str, value: object, good: bool, allowed: str) -> None:
+    if not good:
+        raise LaunchError(
+            f"{argument}={reprlib.repr(value)} is not valid",
+            allowed=allowed,
+            do=f"choose one of these, or leave {argument} out",
+        )
+
+
 # --- launch ---
 
 
 Start = Literal["forkserver", "fork", "inline"]
+Where = Literal["local", "slurm", "ray"]
 Train = Callable[[Config, "RunContext"], Any]
 
 
@@ -111,7 +271,7 @@ def launch(
     *,
     processes: int | None = None,
     start: Start = "forkserver",
-    where: Literal["local"] = "local",
+    where: Where = "local",
     name: str | None = None,
     resume: str | os.PathLike[str] = "auto",
     wait: Literal[True] = True,
@@ -128,7 +288,7 @@ def launch(
     *,
     processes: int | None = None,
     start: Start = "forkserver",
-    where: Literal["local"] = "local",
+    where: Where = "local",
     name: str | None = None,
     resume: str | os.PathLike[str] = "auto",
     wait: Literal[False],
@@ -144,7 +304,7 @@ def launch(
     *,
     processes: int | None = None,
     start: Start = "forkserver",
-    where: Literal["local"] = "local",
+    where: Where = "local",
     name: str | None = None,
     resume: str | os.PathLike[str] = "auto",
     wait: bool = True,
@@ -162,7 +322,8 @@ def launch(
         start: ``"forkserver"`` (a clean process forks the ranks), ``"fork"`` (ranks forked from
             this process, for functions that cannot be pickled; refused where that is not safe),
             ``"inline"`` (this process, one rank: breakpoints work).
-        where: ``"local"``.
+        where: ``"local"``; ``"slurm"`` or ``"ray"``: as a job of a cluster, by the settings of
+            ``cluster`` (see docs/cluster.md). The job outlives this process.
         name: part of the run's id; default: the function's name.
         resume: ``"auto"`` resumes the newest run of equal configuration and function that is
             unfinished, not running, and has a checkpoint; ``"never"`` starts a new run; a run's id
@@ -202,6 +363,9 @@ def launch(
     screen = choose_screen(display, find_display())
     config = as_config(config, processes).with_overrides({"task": task_name(train)})
     check_deadline(config)
+    if where != "local":
+        handle = _launch_remote(train, config, where, name, resume, display, on_event)
+        return handle.result() if wait else handle
     config = measure_auto(train, config, resume, display)
     host, hardware = detect_host(), detect_hardware()
     choose = partial(choose_run, config, train, name, resume)
@@ -233,7 +397,12 @@ def launch(
         limit = time_limit(config)
         job = JobSpec(paths=run.paths, plan=plan, config=config, deadline=limit.deadline)
         request = RunRequest(
-            job=job, host=host, hardware=hardware, header=header, notes=limit.notes, speed=speed
+            job=job,
+            host=host,
+            hardware=hardware,
+            header=header,
+            notes=(*run.notes, *limit.notes),
+            speed=speed,
         )
         offset = _size(run.paths.events) if run.resumed else 0  # none: it was cut off at once
         cell = CellOutput(run.paths, display, offset=_size(run.paths.log(0)))
@@ -249,9 +418,37 @@ def launch(
         shown = displays().show(cell, run.paths, screen)
         started = submit(train, request, run, detach=detach)
         handle = RunHandle(run.paths, started, cell=shown, on_event=on_event, offset=offset)
-    shown.open(waits=wait)
     # From here on the supervisor alone holds the run's lock.
-    return handle.result() if wait else handle
+    if wait:
+        return handle.result()
+    shown.open(waits=False)
+    return handle
+
+
+def _launch_remote(
+    train: Train,
+    config: Config,
+    where: str,
+    name: str | None,
+    resume: str | os.PathLike[str],
+    display: Display,
+    on_event: Callable[[Event], None] | None,
+) -> RunHandle:
+    """Submit the job that launches on the machines of a cluster; return the handle on its run."""
+
+    def call(paths: RunPaths, ranks: int | None) -> Callable[[], RunResult]:
+        folder = paths.folder
+        return partial(launch, train, config, processes=ranks, resume=folder, display="off")
+
+    choose = partial(choose_run, config, train, name, resume)
+    run = submit_to_cluster(where, train, config, choose=choose, call=call)
+    cell = CellOutput(run.paths, display, offset=_size(run.paths.log(0)))
+    cell.say(f"{where} -> {run.paths.folder}")
+    if run.warning is not None:
+        cell.say(f"warning: {run.warning}")
+    shown = displays().show(cell, run.paths, choose_screen(display, find_display()))
+    offset = _size(run.paths.events) if run.resumed else 0
+    return RunHandle(run.paths, cell=shown, on_event=on_event, offset=offset)
 
 
 def _size(path: Path) -> int:

@@ -11,26 +11,25 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Container
-from functools import partial
-from importlib import import_module
 from operator import attrgetter
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.config.schema import Config, load_config, measured
 from nbtoolkit.environment.deadline import span, time_limit
 from nbtoolkit.environment.hardware import Hardware
 from nbtoolkit.environment.launch_plan import Start
-from nbtoolkit.environment.measured_speed import MeasuredSpeed
-from nbtoolkit.environment.placement import strategy_is_open
+from nbtoolkit.environment.placement import MeasuredSpeed, strategy_is_open
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import ConfigError, TuningError
 from nbtoolkit.host import Host, detect_host
 from nbtoolkit.run.events import EventReader, MetricsLogged, RunStarted
+from nbtoolkit.run.fingerprint import source_hash
 from nbtoolkit.run.kept_answers import calibration_key, keep_answer, kept_answer, measured_speed
 from nbtoolkit.run.output import Display
 from nbtoolkit.run.paths import RunPaths, runs_in
-from nbtoolkit.run.resume import read_versions, source_hash
 from nbtoolkit.run.serialization import one_line
+from nbtoolkit.run.versions_record import read_versions
 
 if TYPE_CHECKING:
     from nbtoolkit.folds.folds import Fold
@@ -38,15 +37,15 @@ if TYPE_CHECKING:
 # Setting -> the value that asks for a measurement, and the function that measures. It is imported
 # by this name, and only if asked for: the tuning folder imports the launcher, and may be deleted.
 MEASURED = {
-    "distributed.strategy": ("measured", "nbtoolkit.tuning.auto:strategy"),
-    "train.num_workers": ("auto", "nbtoolkit.tuning.auto:num_workers"),
-    "optim.lr": ("auto", "nbtoolkit.tuning.auto:learning_rate"),
+    "distributed.strategy": ("measured", "nbtoolkit.tuning.speed:auto_strategy"),
+    "train.num_workers": ("auto", "nbtoolkit.tuning.speed:auto_num_workers"),
+    "optim.lr": ("auto", "nbtoolkit.tuning.learning_rate:auto_learning_rate"),
 }
 
 LONG_RUN = 600.0
 """Seconds of training from which a measurement of at most a minute is worth its time."""
 
-_CALIBRATE = "nbtoolkit.tuning.calibration:calibrate_within"
+_CALIBRATE = "nbtoolkit.tuning.speed:calibrate_within"
 _CALIBRATE_SECONDS = 60.0
 _REFUSED = "not_calibrated"  # the name of kept answers
 _TIME_LEFT = 1800.0  # seconds that a run must have before its deadline
@@ -90,20 +89,19 @@ def measure_auto(
             if asks == "auto":
                 measured("auto", name)
             continue  # the strategy of ranks that run is decided
-        module, _, function = place.partition(":")
         try:
-            measure = getattr(import_module(module), function)
+            measure = resolve_name(place)
         except ModuleNotFoundError as error:
+            module = place.partition(":")[0]
             raise TuningError(
                 f"{name} is {asks}, and what measures it is missing: {error}",
                 allowed=f"another value; {asks} where there is the module {module}",
                 do=f"set {name} to another value",
             ) from error
         settings, why = measure(train, config, resume, fold)
-        if display != "off":
-            value = settings[name]
-            shown = value if isinstance(value, str) else f"{value:g}"
-            print(f"{name}: {asks} -> {shown} ({why})", flush=True)
+        value = settings[name]
+        shown = value if isinstance(value, str) else f"{value:g}"
+        _say(f"{name}: {asks} -> {shown} ({why})", display)
         config = config.with_overrides(settings)
     return config
 
@@ -145,25 +143,25 @@ def calibrate_long(
     if earlier is None:
         return None
     paths, seconds = earlier
-    say = partial(print, flush=True) if display != "off" else _silent
-    say(
+    _say(
         f"distributed.strategy: auto: measuring one GPU, DDP and DataParallel, for about "
         f"{span(_CALIBRATE_SECONDS)} at most, because {paths.run_id} trained for "
-        f"{span(seconds)} (strategy: ddp measures nothing)"
+        f"{span(seconds)} (strategy: ddp measures nothing)",
+        display,
     )
-    module, _, function = _CALIBRATE.partition(":")
     try:
-        say(getattr(import_module(module), function)(train, config, _CALIBRATE_SECONDS))
+        _say(resolve_name(_CALIBRATE)(train, config, _CALIBRATE_SECONDS), display)
     except Exception as error:  # the launch goes on as without it; the function's own comes again
         reason = one_line(type(error).__name__, str(error))
         keep_answer(config, _REFUSED, key, {"reason": reason})
-        say(f"distributed.strategy: auto: not measured: {reason}")
+        _say(f"distributed.strategy: auto: not measured: {reason}", display)
         return None
     return measured_speed(train, config)
 
 
-def _silent(_: str) -> None:
-    """Print nothing."""
+def _say(text: str, display: Display) -> None:
+    if display != "off":
+        print(text, flush=True)
 
 
 def _long_run(train: Callable[..., Any], config: Config, key: str) -> tuple[RunPaths, float] | None:

@@ -17,18 +17,21 @@ import contextlib
 import gc
 import importlib
 import os
-import selectors
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from nbtoolkit.environment.fork_diagnosis import probe_fork
 from nbtoolkit.environment.installed import environment_key, installed_roots
 from nbtoolkit.run import messages
 from nbtoolkit.run.transport import packet_pair, receive_packet, send_packet
 from nbtoolkit.worker.forking import Forker, close_all, die_with_parent, kill_group
+
+if TYPE_CHECKING:
+    from nbtoolkit.launcher.forkserver import ForkServer
 
 # Packages that do not survive a fork although a probe of torch passes: they keep native threads and
 # connections of their own.
@@ -51,7 +54,7 @@ PRELOADED = (
     "torch.nn.parallel",
     "torch.utils.data",
     "nbtoolkit.config.schema",
-    "nbtoolkit.launcher.standby",
+    "nbtoolkit.launcher.supervisor_process",
     "nbtoolkit.launcher.agent",
     "nbtoolkit.worker.main",
     "torch.distributed.elastic.rendezvous.static_tcp_rendezvous",
@@ -83,26 +86,11 @@ class Preloader:
     """Manages the branches: the one in use, the one that imports, and the pending requests.
 
     Args:
-        fork: forks a child of the fork server.
-        listen: calls a function when a socket is readable.
-        forget: undoes ``listen``.
-        agent_exited: receives the pid and exit code of an agent that a branch forked.
-        agent_forked: receives the ticket and pid of an agent that a branch forked.
-        branch_settled: called when the importing branch is ready or has ended.
+        server: forks the first branch, and learns about the agents that branches fork.
     """
 
-    def __init__(
-        self,
-        fork: Callable[..., int],
-        listen: Callable[[socket.socket, Callable[[], None]], None],
-        forget: Callable[[socket.socket], None],
-        agent_exited: Callable[[int, int], None],
-        agent_forked: Callable[[int, int], None],
-        branch_settled: Callable[[], None],
-    ) -> None:
-        self._fork, self._listen, self._forget = fork, listen, forget
-        self._agent_exited, self._agent_forked = agent_exited, agent_forked
-        self._branch_settled = branch_settled
+    def __init__(self, server: ForkServer) -> None:
+        self._server = server
         self._key: str | None = None
         self._branch: socket.socket | None = None
         self._next_branch: socket.socket | None = None
@@ -153,7 +141,7 @@ class Preloader:
             if sock is not None:
                 send_packet(sock, messages.RetireBranch())
         if self._next_branch is not None:
-            self._branch_settled()
+            self._server.fork_waiting()
         self._branch = self._next_branch = None
         self._pending.clear()
         self._requested.clear()
@@ -176,13 +164,13 @@ class Preloader:
         ours, theirs = packet_pair()
         self._branches[ours] = None
         self._next_branch = ours
-        self._listen(ours, lambda: self._from_branch(ours))
+        self._server.listen(ours, lambda: self._from_branch(ours))
         if self._branch is not None:
             end = messages.FileDescriptor(file=theirs.fileno())
             send_packet(self._branch, messages.GrowBranch(names=names, descriptors=end))
         else:
             environ = self._environ
-            self._fork(
+            self._server.fork(
                 lambda: run_branch(theirs, names, environ),
                 keep=[theirs.fileno()],
                 parent_death=signal.SIGKILL,
@@ -198,19 +186,19 @@ class Preloader:
             case messages.BranchStarted():
                 self._branches[sock] = packet.pid
             case messages.AgentForked():
-                self._agent_forked(packet.ticket, packet.pid)
+                self._server.branch_forked(packet.ticket, packet.pid)
             case messages.AgentExited():
-                self._agent_exited(packet.pid, packet.code)
+                self._server.agent_ended(packet.pid, packet.code)
             case messages.ServerReady() if sock is self._next_branch:
                 if self._branch is not None:
                     send_packet(self._branch, messages.RetireBranch())
                 self._branch, self._next_branch = sock, None
-                self._branch_settled()
+                self._server.fork_waiting()
                 self._fork_branch()
 
     def _on_branch_end(self, sock: socket.socket) -> None:
         """Handle the end of a branch: it was retired, or its imports were not fork-safe."""
-        self._forget(sock)
+        self._server.forget(sock)
         self._branches.pop(sock, None)
         sock.close()
         if sock is self._branch:
@@ -218,7 +206,7 @@ class Preloader:
         if sock is self._next_branch:
             self._next_branch = None
             self._fork_branch()
-            self._branch_settled()
+            self._server.fork_waiting()
 
 
 def _installed_state() -> tuple[float, ...]:
@@ -239,10 +227,9 @@ class PreloadBranch(Forker):
     def __init__(self, forkserver: socket.socket) -> None:
         super().__init__()
         self._forkserver = forkserver
-        self._agents: set[int] = set()
         self._retired = False
         self._growth: messages.GrowBranch | None = None
-        self.selector.register(forkserver, selectors.EVENT_READ, self._request)
+        self.listen(forkserver, self._request)
 
     def serve(self) -> tuple[socket.socket, list[str]] | None:
         """Fork on request until retired and the last agent has ended, or the fork server has.
@@ -251,7 +238,7 @@ class PreloadBranch(Forker):
             In the process of a new branch its connection to the fork server and the modules that
             it imports; at the end None.
         """
-        while not self._retired or self._agents:
+        while not self._retired or self.leaders:
             self.turn()
             if (growth := self._growth) is not None:
                 self._growth = None
@@ -266,37 +253,34 @@ class PreloadBranch(Forker):
     def _request(self) -> None:
         packet = receive_packet(self._forkserver)
         if packet is None:  # the fork server died, and with it the connection to the supervisors
-            for pid in self._agents:
+            for pid in self.leaders:
                 kill_group(pid)
             os._exit(1)
         match packet:
             case messages.ForkAgent():
-                self._fork_agent(packet)
+                pid = fork_agent(self, packet)
+                send_packet(self._forkserver, messages.AgentForked(ticket=packet.ticket, pid=pid))
             case messages.GrowBranch():
                 self._growth = packet  # see serve()
             case messages.RetireBranch():
                 self._retired = True
 
-    def _fork_agent(self, message: messages.ForkAgent) -> None:
-        from nbtoolkit.launcher.agent import run_agent
-
-        fds = message.descriptors.numbers()
-        pid = self.fork(
-            lambda: run_agent(message), keep=fds, parent_death=signal.SIGKILL, leader=True
-        )
-        self._agents.add(pid)
-        close_all(fds)
-        send_packet(self._forkserver, messages.AgentForked(ticket=message.ticket, pid=pid))
-
-    def is_group(self, pid: int) -> bool:
-        """Return True for agents, which lead process groups."""
-        return pid in self._agents
-
     def ended(self, pid: int, code: int) -> None:
         """Report the exit of an agent."""
-        if pid in self._agents:
-            self._agents.discard(pid)
+        if pid in self.leaders:
             send_packet(self._forkserver, messages.AgentExited(pid=pid, code=code))
+
+
+def fork_agent(forker: Forker, message: messages.ForkAgent) -> int:
+    """Fork an agent from the fork server or a branch; return its pid."""
+    from nbtoolkit.launcher.agent import run_agent
+
+    fds = message.descriptors.numbers()
+    pid = forker.fork(
+        lambda: run_agent(message), keep=fds, parent_death=signal.SIGKILL, leader=True
+    )
+    close_all(fds)
+    return pid
 
 
 def run_branch(forkserver: socket.socket, names: list[str], environ: dict[str, str]) -> None:
@@ -329,7 +313,9 @@ def _become_branch(forkserver: socket.socket, names: list[str]) -> None:
     for name in names:
         _import_installed(name, roots)
     preload()  # in case the fork server was still importing when this branch was forked
-    device = _has_gpu()
+    from nbtoolkit.environment.hardware import detect_hardware
+
+    device = bool(detect_hardware().usable)
     if threading.active_count() > 1 or not probe_fork(device=device).ok:
         os._exit(3)
     gc.freeze()
@@ -349,9 +335,3 @@ def _import_installed(name: str, roots: tuple[str, ...]) -> None:
     except BaseException as error:
         if isinstance(error, (KeyboardInterrupt, MemoryError)):
             raise
-
-
-def _has_gpu() -> bool:
-    from nbtoolkit.environment.hardware import detect_hardware
-
-    return bool(detect_hardware().usable)

@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
-import socket
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.plan import Evidence, GroupFailure, OutOfMemory, PortBusy, make_plan
 from nbtoolkit.environment.resources import memory_kills
-from nbtoolkit.errors import GroupStartFailed, LaunchError, NbtoolkitError
+from nbtoolkit.errors import GroupStartFailed
 from nbtoolkit.launcher import failures
-from nbtoolkit.launcher.event_loop import EventLoop, ForkServerGone, KernelGone, Spawner
 from nbtoolkit.launcher.health import HealthMonitor, LateGroup
-from nbtoolkit.launcher.worker_group import RankView, WorkerGroup
+from nbtoolkit.launcher.worker_group import RankView, Spawner, WorkerGroup
 from nbtoolkit.run import messages
-from nbtoolkit.run.events import RankPhaseChanged
-from nbtoolkit.run.paths import RunPaths, boot_id, folder_error, write_json
-from nbtoolkit.run.payload import unpack
+from nbtoolkit.run.events import Event, MetricsReported, RankPhaseChanged
+from nbtoolkit.run.paths import write_json
+from nbtoolkit.run.payload import RunRequest
 from nbtoolkit.run.record import RunRecord
-from nbtoolkit.run.request import RunRequest
 from nbtoolkit.run.serialization import pack_error
-from nbtoolkit.run.transport import Connection, free_port
+from nbtoolkit.run.transport import Connection
 from nbtoolkit.worker.channel import answer_question, record_statement
-
-TICK = 0.05
-"""Seconds between two polls without a message."""
-
-EXIT_TICK = 0.005
-"""Seconds between two polls while the processes exit."""
 
 FAILURE_GRACE = 1.0
 """Seconds that the other ranks get after the first failure, before SIGKILL."""
@@ -99,12 +85,11 @@ class RunSupervisor:
         self._worker_group: WorkerGroup | None = None
         self._kill_at: float | None = None
         self.killed_on_request = False
-        self._ports_tried, self._was_late = 0, False
+        self._was_late = False
         limit = self.plan.too_large
         self._evidence: list[Evidence] = [] if limit is None else [OutOfMemory(limit)]
         if request.speed is not None:
             self._evidence.append(request.speed)
-        self._returned: dict[int, messages.FunctionReturned] = {}  # by rank
         # How the worker group ended, and until when its processes may exit.
         self._exiting: tuple[Any, float] | None = None
 
@@ -117,13 +102,10 @@ class RunSupervisor:
         self.record.write(self._request.header)
         for level, text in self._request.notes:
             self.record.note(text, level)
-        if kept is None:
-            self._follow(self._start())
-        else:
-            self._follow(kept)
-            if len(kept.ranks) == 1:  # it waits for no other rank
-                kept.released = True
-                kept.go()
+        self._follow(kept or self._start())
+        if kept is not None and len(kept.ranks) == 1:  # it waits for no other rank
+            kept.released = True
+            kept.go()
 
     def poll(self) -> bool:
         """Check everything once; return True when the run is over and its end is written."""
@@ -193,13 +175,12 @@ class RunSupervisor:
         self._health = HealthMonitor(worker_group, self.record, self._request.job.config)
 
     def _start(self) -> WorkerGroup:
-        port = self.plan.port or free_port()
-        if self._forked is not None:
-            spec = replace(self._request.job, plan=self.plan)
-            worker_group = WorkerGroup.adopt(spec, port, self._forked, self._request.agent_pid)
-            self._spawner.connection.adopt(worker_group)
-            return worker_group
-        return self._spawner.start(replace(self._request.job, plan=self.plan), port)
+        spec = replace(self._request.job, plan=self.plan)
+        if self._forked is None:
+            return self._spawner.start(spec)
+        worker_group = WorkerGroup.adopt(spec, self._forked, self._request.agent_pid)
+        self._spawner.adopt(worker_group)
+        return worker_group
 
     def _exit(self, worker_group: WorkerGroup, ended: Any, limit: float) -> bool:
         """Wait for the processes to exit; then start another group, or record the end."""
@@ -225,7 +206,7 @@ class RunSupervisor:
         return True
 
     def _close(self, worker_group: WorkerGroup) -> None:
-        self._spawner.connection.dismiss(worker_group)
+        self._spawner.dismiss(worker_group)
         self._worker_group = None
 
     def _after_failure(
@@ -249,20 +230,16 @@ class RunSupervisor:
         if isinstance(ended, LateGroup) and not self._was_late:
             self._was_late = True
             self.record.note(f"{ended.reason}: trying again", level="warning")
-        elif isinstance(ended, PortBusy) and self._ports_tried < PORT_TRIES:
-            self._ports_tried += 1
-            self._replan(ended)
-        elif isinstance(ended, GroupFailure) and self._may_fall_back():
-            self._replan(ended)
-        elif isinstance(ended, OutOfMemory):
-            self._returned.clear()
-            self._replan(ended)
+            return True
+        if isinstance(ended, PortBusy):
+            helps = [type(one) for one in self._evidence].count(PortBusy) < PORT_TRIES
+        elif isinstance(ended, GroupFailure):
+            helps = self.plan.processes > 1 and self.plan.fallback
         else:
-            return False
-        return True
-
-    def _may_fall_back(self) -> bool:
-        return self.plan.processes > 1 and self.plan.fallback
+            helps = isinstance(ended, OutOfMemory)
+        if helps:
+            self._replan(ended)
+        return helps
 
     def _replan(self, evidence: Evidence) -> None:
         request, start = self._request, self.plan.start
@@ -290,59 +267,43 @@ class RunSupervisor:
     def _on_message(
         self, worker_group: WorkerGroup, rank: RankView, message: messages.Message
     ) -> None:
+        worker_group.note(rank, message)
         listener = self._listener
         if isinstance(message, messages.SettingsUnread) and listener is not None:
             listener.unread(message.text)
-        elif isinstance(message, messages.Recorded):
+        elif isinstance(message, (Event, messages.SettingsUnread)):
             record_statement(self.record, message)
-            if isinstance(message, messages.Reported):
+            if isinstance(message, MetricsReported):
                 self._judge(message)
         elif isinstance(message, messages.PhaseReached):
-            self._on_phase(worker_group, rank, message)
+            self._on_phase(worker_group, rank)
         elif isinstance(message, messages.FunctionReturned):
-            self._on_returned(rank, message)
+            self._on_returned(worker_group, rank, message)
         elif isinstance(message, messages.Question):
-            rank.asking = message
             self._answer_if_all_ask(worker_group)
         elif isinstance(message, messages.MetricsAnnounced) and listener is not None:
             listener.announced(message.names, message.stems, message.first_step)
         elif isinstance(message, messages.ModulesImported):
             self._spawner.import_ahead(message.names)
-        elif isinstance(message, messages.CollectivesStarted):
-            rank.collectives = message.count
-        elif isinstance(message, messages.Accumulates):
-            rank.accumulates = message.entered
-        elif isinstance(message, messages.LongOperation):
-            rank.long += 1 if message.entered else -1
-        rank.hear(message)
 
-    def _on_returned(self, rank: RankView, message: messages.FunctionReturned) -> None:
-        rank.phase = "done"
+    def _on_returned(
+        self, worker_group: WorkerGroup, rank: RankView, message: messages.FunctionReturned
+    ) -> None:
         self.record.write(RankPhaseChanged(rank=rank.rank, phase=rank.phase, pid=rank.pid))
-        self._returned[rank.rank] = message
-        if len(self._returned) == self.plan.processes:
-            self.record.compare([word.weights for _, word in sorted(self._returned.items())])
+        last_words = [other.last_word for other in worker_group.ranks]
+        returned = [word for word in last_words if isinstance(word, messages.FunctionReturned)]
+        if len(returned) == len(last_words):
+            self.record.compare([word.weights for word in returned])
         if rank.rank == 0:
             self.record.returned(message.numbers)
 
-    def _on_phase(
-        self, worker_group: WorkerGroup, rank: RankView, message: messages.PhaseReached
-    ) -> None:
-        rank.phase, rank.pid = message.phase, message.pid or rank.pid
+    def _on_phase(self, worker_group: WorkerGroup, rank: RankView) -> None:
         self.record.write(RankPhaseChanged(rank=rank.rank, phase=rank.phase, pid=rank.pid))
         if rank.phase == "ready" and worker_group.all_are("ready"):
             if not worker_group.released:
                 worker_group.go()
             for other in worker_group.ranks:
                 other.phase = "user"
-        elif (
-            rank.phase == "started"
-            and len(worker_group.ranks) > 1
-            and worker_group.all_are("started")
-        ):
-            # Not before: a rank that joins talks to a thread of the agent, and a rank that is
-            # forked at that moment would inherit a lock that the thread holds.
-            worker_group.go()
 
     def _answer_if_all_ask(self, worker_group: WorkerGroup) -> None:
         questions = [rank.asking for rank in worker_group.ranks if rank.asking is not None]
@@ -358,7 +319,7 @@ class RunSupervisor:
             self._judge(reports[0])
         return answer_question(self.record, questions[0])
 
-    def _judge(self, report: messages.Reported | messages.ReportRequest) -> None:
+    def _judge(self, report: MetricsReported | messages.ReportRequest) -> None:
         """Pass a report to the search, and stop the run if the search says so."""
         if self._listener is None:
             return
@@ -377,10 +338,11 @@ class RunSupervisor:
             worker_group.kill()
 
     def _announce_stop(self, worker_group: WorkerGroup) -> None:
-        """Notify rank 0 of a pending stop: its next report may be an hour away."""
-        if self.record.leaving is not None and not worker_group.stop_sent:
+        """Notify rank 0, in the function, of a pending stop: its next report may be hours away."""
+        first = worker_group.ranks[0]
+        if self.record.leaving is not None and first.phase == "user" and not worker_group.stop_sent:
             worker_group.stop_sent = True
-            worker_group.ranks[0].line.send(messages.StopPending())
+            first.line.send(messages.StopPending())
 
     # --- the end ---
 
@@ -391,7 +353,7 @@ class RunSupervisor:
         elif isinstance(ended, failures.Failure):
             self.record.fail(ended.error, rank=ended.rank, notes=ended.notes)
         else:
-            self._fail_with(self._not_started(ended))
+            self.record.fail(pack_error(self._not_started(ended)), rank=None)
 
     def _not_started(self, ended: Any) -> GroupStartFailed:
         count = self.plan.processes
@@ -402,129 +364,3 @@ class RunSupervisor:
             allowed="distributed.fallback: true continues with one process" if count > 1 else "",
             do=f"read {self.paths.agent_log} and {self.paths.log(0)}",
         )
-
-    def _fail_with(self, error: NbtoolkitError) -> None:
-        """End the run with an error of our own."""
-        self.record.fail(pack_error(error), rank=None, notes=[])
-
-
-# --- the supervisor's process ---
-
-
-# Errors that a folder cannot cause: processes, sockets, memory, too many open files.
-_OF_THE_MACHINE = (
-    *(errno.ESRCH, errno.ECHILD, errno.EPIPE, errno.ECONNRESET),
-    *(errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
-)
-
-
-def supervise(
-    forkserver: socket.socket, message: messages.ForkSupervisor, standby: WorkerGroup | None = None
-) -> None:
-    """Supervise one run to its end; the main function of a supervisor process.
-
-    Args:
-        forkserver: connection to the fork server.
-        message: the request that this process was forked with.
-        standby: ranks that wait for the run; None starts new ones.
-    """
-    given = message.descriptors
-    request = unpack(given.request, RunRequest)
-    job, shape = request.job, message.shape
-    with supervising(job.paths, forkserver, message) as (loop, spawner):
-        supervisor = RunSupervisor(request, spawner, forked=given.group)
-        if standby is not None:
-            loop.connection.adopt(standby)
-            standby.assign_run(given.payload, job)
-        _run(supervisor, loop, standby)
-    if shape and supervisor.status == "completed" and supervisor.plan == job.plan:
-        spawner.prepare_standby(job, shape)
-
-
-@contextlib.contextmanager
-def supervising(
-    paths: RunPaths, forkserver: socket.socket, message: messages.ForkSupervisor
-) -> Iterator[tuple[EventLoop, Spawner]]:
-    """Own a run or a search, and report to the kernel if that fails.
-
-    The lock is released before the connection is closed, so that the kernel can resume the run as
-    soon as it sees the end.
-    """
-    given = message.descriptors
-    line = Connection(socket.socket(fileno=given.connection))
-    try:
-        _write_owner(paths, detached=message.detached)
-        loop = EventLoop(line, forkserver, detached=message.detached)
-        yield loop, Spawner(loop.connection, given.payload)
-    except ForkServerGone:
-        lost = LaunchError(
-            "the fork server process died, and the ranks with it (usual cause: out of memory)",
-            do="launch again: a new fork server starts, and a run with a checkpoint resumes",
-        )
-        _report_lost(line, lost)
-    except OSError as error:
-        _report_lost(line, _lost_to(error, paths.folder))
-    finally:
-        os.close(given.lock)
-        line.close()
-
-
-def _run(supervisor: RunSupervisor, loop: EventLoop, kept: WorkerGroup | None) -> None:
-    """Run to the end, and record an end that the run itself cannot record."""
-    try:
-        supervisor.begin(kept)
-        while not supervisor.poll():
-            for request in _requests(supervisor, loop):
-                _follow_request(supervisor, request)
-    except KernelGone:
-        supervisor.abandon()
-        supervisor.record.note("the kernel is gone: the run was ended, unfinished", level="warning")
-    except ForkServerGone:
-        supervisor.abandon()
-        supervisor.record.note(
-            "the fork server is gone: the run was ended, unfinished", level="warning"
-        )
-        raise
-    finally:
-        supervisor.abandon()
-
-
-def _requests(supervisor: RunSupervisor, loop: EventLoop) -> list[messages.KernelRequest]:
-    try:
-        return loop.wait(supervisor.lines(), EXIT_TICK if supervisor.exiting else TICK)
-    except ForkServerGone:
-        if not supervisor.exiting:  # else the ranks are gone, and their outcome is known
-            raise
-        return []
-
-
-def _follow_request(supervisor: RunSupervisor, request: messages.KernelRequest) -> None:
-    if isinstance(request, messages.StopRequest):
-        supervisor.stop(request.reason, request.grace, request.status)
-    elif isinstance(request, messages.KillRequest):
-        supervisor.stop("killed on request", 0.0)
-
-
-def _write_owner(paths: RunPaths, *, detached: bool) -> None:
-    """Record which process owns a run, and whether it outlives the kernel."""
-    about = {"pid": os.getpid(), "boot_id": boot_id(), "since": time.time(), "detached": detached}
-    write_json(paths.owner, about, durable=False)
-
-
-def _lost_to(error: OSError, folder: Path) -> LaunchError:
-    """Return the error of a run whose supervisor got an OSError."""
-    if error.errno not in _OF_THE_MACHINE:
-        return folder_error(folder, error)
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return LaunchError(
-        f"the process that owned the run {folder} failed in {place.name}(): {error}",
-        do="launch again: a run with a checkpoint resumes; report the error if it occurs again",
-    )
-
-
-def _report_lost(line: Connection, error: LaunchError) -> None:
-    """Tell the kernel that the run cannot continue, when the run's folder cannot say so."""
-    kind = type(error).__name__
-    line.send(
-        messages.SupervisorLost(error=kind, what=error.what, allowed=error.allowed, do=error.do)
-    )

@@ -1,4 +1,4 @@
-"""Keep track of the messages, phases and exit codes of one agent and its ranks."""
+"""Start an agent and its ranks, and keep track of their messages, phases and exit codes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
+from nbtoolkit.environment.installed import environment_key
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.resources import exit_code, is_running
+from nbtoolkit.environment.variables import standby_seconds
 from nbtoolkit.run import messages
-from nbtoolkit.run.payload import pack_content
-from nbtoolkit.run.request import JobSpec
-from nbtoolkit.run.transport import Connection, GroupConnections, send_packet
+from nbtoolkit.run.payload import JobSpec, PackedFunction, pack_content, unpack
+from nbtoolkit.run.transport import (
+    Connection,
+    GroupConnections,
+    free_port,
+    receive_packet,
+    send_enclosed,
+    send_packet,
+)
 
 
 @dataclass
@@ -64,6 +73,22 @@ class RankView:
         loud = self.line.drain()
         return [*self.quiet.drain(), *loud]
 
+    def note(self, message: messages.Message) -> None:
+        """Keep what a message says about the rank's state."""
+        match message:
+            case messages.PhaseReached():
+                self.phase, self.pid = message.phase, message.pid or self.pid
+            case messages.Question():
+                self.asking = message
+            case messages.CollectivesStarted():
+                self.collectives = message.count
+            case messages.Accumulates():
+                self.accumulates = message.entered
+            case messages.LongOperation():
+                self.long += 1 if message.entered else -1
+            case messages.LastWord():
+                self.end(message.phase, message)
+
     def end(self, phase: str, word: messages.LastWord | None = None) -> None:
         """Note its end: done, left, failed, or dead without a message."""
         self.reached = self.phase
@@ -76,20 +101,14 @@ class RankView:
         self.heard_at, self.long, self.accumulates = time.monotonic(), 0, False
         self.asking = self.last_word = None
 
-    def hear(self, message: messages.Message) -> bool:
-        """Note the end of the rank if the message is its last; return True if the rank is over."""
-        if isinstance(message, messages.LastWord):
-            self.end(message.phase, message)
-        return self.over
-
 
 class WorkerGroup:
     """One agent and its ranks, as their supervisor sees them."""
 
-    def __init__(
-        self, plan: LaunchPlan, port: int, lines: GroupConnections, temporary: Path
-    ) -> None:
-        self.plan, self.port = plan, port
+    def __init__(self, plan: LaunchPlan, lines: GroupConnections, temporary: Path) -> None:
+        self.plan = plan
+        self.port = plan.port or free_port()
+        """Where the ranks meet."""
         self.temporary = temporary
         """The agent's temporary folder, removed with the group."""
         self.agent_result: messages.AgentResult | None = None
@@ -111,40 +130,35 @@ class WorkerGroup:
 
     @classmethod
     def adopt(
-        cls,
-        spec: JobSpec,
-        port: int,
-        group: messages.GroupDescriptors,
-        agent_pid: int | None,
+        cls, spec: JobSpec, group: messages.GroupDescriptors, agent_pid: int | None
     ) -> WorkerGroup:
         """Take over an agent that the kernel forked (``start="fork"``), and start it."""
         lines = GroupConnections.from_descriptors(group)
-        worker_group = cls(spec.plan, port, lines, spec.paths.elastic)
+        worker_group = cls(spec.plan, lines, spec.paths.elastic)
         worker_group.agent_pid, worker_group._foreign = agent_pid, True
-        lines.agent.send(messages.StartRanks(port=port))
+        lines.agent.send(messages.StartRanks(port=worker_group.port))
         return worker_group
 
-    def assign(self, file: Path) -> None:
-        """Give idle ranks another job; ``file`` holds its pickled specification."""
+    def assign(self, spec: JobSpec, payload: int | None = None) -> None:
+        """Give ranks that wait their next job.
+
+        Args:
+            spec: the job.
+            payload: descriptor of its packed function, for ranks in standby; None if they have it.
+        """
         self.started_at, self.stop_sent, self.released = time.monotonic(), False, False
-        for rank in self.ranks:
-            rank.renew()
-            rank.line.send(messages.JobAssigned(file=str(file)))
+        if payload is not None:
+            self._waited, self._log_copy = True, spec.paths.agent_log
+            self._copy_log()
+        with pack_content(pickle.dumps(spec)) as packed:
+            given = messages.JobDescriptors(spec=packed, payload=payload)
+            for rank in self.ranks:
+                rank.renew()
+                send_packet(rank.quiet.socket, messages.JobAssigned(descriptors=given))
 
     def keep_log(self, log: Path) -> None:
         """Keep the agent's output, whose file is about to be removed, for a run in standby."""
         self._log = log.open("rb")
-
-    def assign_run(self, payload: int, spec: JobSpec) -> None:
-        """Give ranks in standby their run; ``payload`` holds its packed function."""
-        self.started_at, self._waited = time.monotonic(), True
-        self._log_copy = spec.paths.agent_log
-        self._copy_log()
-        with pack_content(pickle.dumps(spec)) as packed:
-            given = messages.StandbyDescriptors(payload=payload, spec=packed)
-            for rank in self.ranks:
-                rank.renew()
-                send_packet(rank.quiet.socket, messages.RunAssigned(descriptors=given))
 
     def died_waiting(self) -> bool:
         """True if ranks in standby have died before the function was called."""
@@ -180,6 +194,17 @@ class WorkerGroup:
                 rank.heard_at = time.monotonic()
                 received.append((rank, message))
         return received
+
+    def note(self, rank: RankView, message: messages.Message) -> None:
+        """Keep what a message says about its rank; let the ranks join once all have started.
+
+        Not before: a rank that joins talks to a thread of the agent, and a rank that is forked at
+        that moment would inherit a lock that the thread holds.
+        """
+        rank.note(message)
+        starts = isinstance(message, messages.PhaseReached) and message.phase == "started"
+        if starts and len(self.ranks) > 1 and self.all_are("started"):
+            self.go()
 
     def all_are(self, phase: str) -> bool:
         """True if every rank is in this phase."""
@@ -256,3 +281,109 @@ class WorkerGroup:
             with contextlib.suppress(OSError):  # a full disk: the run's own files report it
                 self._log_copy.parent.mkdir(parents=True, exist_ok=True)
                 self._log_copy.write_bytes(self._log.read())
+
+
+# --- starting it ---
+
+
+class ForkServerGone(Exception):
+    """The fork server's process died, and the ranks with it."""
+
+
+class Spawner:
+    """A supervisor's connection to the fork server: starts worker groups, and follows their agents.
+
+    Args:
+        forkserver: connected to the fork server.
+        payload: descriptor of the packed function that the groups run, and of the kernel's
+            environment in which they run it.
+    """
+
+    def __init__(self, forkserver: socket.socket, payload: int) -> None:
+        self.socket, self._payload = forkserver, payload
+        self.patient = False
+        """Let agents wait for the first preload branch while it is being made."""
+        self._environment = unpack(payload, PackedFunction).environment
+        self._environ = dict(self._environment.environ)
+        self._key = environment_key(self._environ)
+        self._worker_groups: dict[int, WorkerGroup] = {}
+        self._ticket = 0
+
+    def start(self, spec: JobSpec) -> WorkerGroup:
+        """Start a worker group for a job."""
+        mine, theirs = GroupConnections.pair(spec.plan.processes)
+        worker_group = WorkerGroup(spec.plan, mine, spec.paths.elastic)
+        group = theirs.descriptors
+        # Plain values; in a fresh process cloudpickle takes 5 ms longer.
+        with pack_content(pickle.dumps(spec)) as packed:
+            request = messages.ForkAgent(
+                ticket=self.adopt(worker_group),
+                port=worker_group.port,
+                environment=self._key,
+                patient=self.patient,
+                descriptors=messages.AgentDescriptors(
+                    payload=self._payload, spec=packed, group=group
+                ),
+            )
+            send_packet(self.socket, request)
+        theirs.close()
+        return worker_group
+
+    def prepare_standby(self, job: JobSpec, shape: str) -> None:
+        """Let the fork server start ranks that wait for a run like ``job``, with its environment.
+
+        The function of ``job``, and the arrays in it, are not kept.
+        """
+        packed = PackedFunction(function=b"", sources={}, environment=self._environment)
+        spec = pickle.dumps(replace(job, standby=True))
+        with pack_content(pickle.dumps(packed)) as payload, pack_content(spec) as content:
+            request = messages.StartStandby(
+                shape=shape,
+                environment=self._key,
+                seconds=standby_seconds(job.config),
+                descriptors=messages.StandbyDescriptors(payload=payload, spec=content),
+            )
+            send_packet(self.socket, request)
+
+    def import_ahead(self, names: list[str]) -> None:
+        """Let the fork server import modules for the next launch."""
+        request = messages.ImportModules(names=names, environ=self._environ)
+        send_enclosed(self.socket, request)
+
+    def adopt(self, worker_group: WorkerGroup) -> int:
+        """Follow a worker group's agent; return the ticket for requests about it."""
+        self._ticket += 1
+        self._worker_groups[self._ticket] = worker_group
+        return self._ticket
+
+    def receive(self) -> messages.Message | None:
+        """Handle one message about an agent; return any other.
+
+        Raises:
+            ForkServerGone: the fork server died; the worker groups are killed.
+        """
+        packet = receive_packet(self.socket)
+        if packet is None:
+            for worker_group in self._worker_groups.values():
+                worker_group.kill()
+                worker_group.exited = -signal.SIGKILL
+            raise ForkServerGone
+        match packet:
+            case messages.AgentForked():
+                if (group := self._worker_groups.get(packet.ticket)) is not None:
+                    group.agent_pid = packet.pid
+            case messages.AgentExited():
+                for group in self._worker_groups.values():
+                    if group.agent_pid == packet.pid:
+                        group.exited = packet.code
+            case _:
+                return packet
+        return None
+
+    def dismiss(self, worker_group: WorkerGroup) -> None:
+        """Kill a worker group's processes and forget it."""
+        worker_group.kill()
+        worker_group.close()
+        self._worker_groups = {
+            at: one for at, one in self._worker_groups.items() if one is not worker_group
+        }

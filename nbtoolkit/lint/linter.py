@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from difflib import get_close_matches
 from pathlib import Path
 
 from nbtoolkit.lint.rules import (
@@ -22,6 +21,7 @@ from nbtoolkit.lint.rules import (
 )
 from nbtoolkit.lint.source import ADVICE, Cell, Hazard, NotebookProgram, hazard, read_cells
 from nbtoolkit.notebooks.document import read_as_saved
+from nbtoolkit.text_table import counted, did_you_mean
 
 # Commands that IPython takes for magics if a line begins with them ("automagic").
 _MAGICS = ("pip", "conda", "cd", "ls", "cp", "mv", "rm", "mkdir", "cat")
@@ -89,20 +89,9 @@ def _unknown_ignores(cells: list[Cell]) -> Iterator[Hazard]:
     for cell in cells:
         for line, codes in cell.ignored.items():
             for code in (code for code in codes if code not in ADVICE):
-                near = get_close_matches(code, ADVICE, n=1)
                 what = f"no hazard is called {code!r}" if code else "the comment names no hazard"
-                do = f"did you mean # nb: ignore[{near[0]}]?" if near else ""
+                do = did_you_mean(code, ADVICE, "# nb: ignore[{}]")
                 yield hazard("unknown-ignore", what, cell=cell.number, line=line, do=do)
-
-
-def find_all(notebooks: Iterable[Path]) -> dict[Path, list[Hazard]]:
-    """Find the hazards of each notebook.
-
-    Raises:
-        NotebookError: a notebook cannot be read.
-        MissingExtra: pyflakes is not installed.
-    """
-    return {path: find_hazards(path) for path in notebooks}
 
 
 def report(hazards: Mapping[Path, list[Hazard]], *, as_json: bool = False) -> str:
@@ -117,6 +106,5 @@ def report(hazards: Mapping[Path, list[Hazard]], *, as_json: bool = False) -> st
         rows = [{"notebook": path, **asdict(hazard)} for path, hazard in pairs]
         return json.dumps(rows, indent=2)
     lines = [hazard.sentence(path) for path, hazard in pairs]
-    count = "1 hazard" if len(lines) == 1 else f"{len(lines) or 'no'} hazards"
-    notebooks = "1 notebook" if len(hazards) == 1 else f"{len(hazards)} notebooks"
-    return "\n".join([*lines, f"{count} in {notebooks}"])
+    count = counted(len(lines), "hazard") if lines else "no hazards"
+    return "\n".join([*lines, f"{count} in {counted(len(hazards), 'notebook')}"])

@@ -111,8 +111,12 @@ def _declared_in(tagged: Sequence[tuple[int, str]], name: str) -> dict[str, Para
 
 def numbered(notebook: NotebookNode) -> Iterator[tuple[int, NotebookNode]]:
     """Yield the user's own code cells with their numbers, from 1."""
-    own = (cell for cell in _code_cells(notebook) if not tags(cell) & {INJECTED, SENTINEL})
-    yield from enumerate(own, start=1)
+    yield from enumerate(filter(is_own_code, notebook.cells), start=1)
+
+
+def is_own_code(cell: NotebookNode) -> bool:
+    """Whether this is one of the user's own code cells, not one that a run adds."""
+    return cell.cell_type == "code" and not tags(cell) & {INJECTED, SENTINEL}
 
 
 def refuse_syntax_errors(notebook: NotebookNode, name: str) -> None:
@@ -210,16 +214,6 @@ def executed_copy(notebook: NotebookNode, failure: str = "") -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nbformat warns of papermill's metadata
         return str(nbformat.writes(shown, version=4)) + "\n"
-
-
-def is_sentinel(cell: NotebookNode) -> bool:
-    """Whether this is the cell that detects the end of a run."""
-    return SENTINEL in tags(cell)
-
-
-def is_injected(cell: NotebookNode) -> bool:
-    """Whether this is the cell with the values of the parameters."""
-    return INJECTED in tags(cell)
 
 
 def _code_cells(notebook: NotebookNode) -> list[NotebookNode]:

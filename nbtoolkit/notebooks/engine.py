@@ -18,7 +18,8 @@ from papermill.engines import NBClientEngine, papermill_engines
 from traitlets.config import Config
 
 from nbtoolkit.launcher.failures import describe
-from nbtoolkit.notebooks.execution import Execution, FailureKind
+from nbtoolkit.notebooks.execution import Execution
+from nbtoolkit.notebooks.handle import FailureKind
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode

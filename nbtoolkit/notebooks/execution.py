@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Literal, TextIO, get_args
 from nbtoolkit.environment.resources import children
 from nbtoolkit.errors import NotebookError
 from nbtoolkit.host import in_kernel, memory_limit
-from nbtoolkit.notebooks.document import executed_copy, is_injected, is_sentinel
+from nbtoolkit.notebooks.document import executed_copy, is_own_code
+from nbtoolkit.notebooks.handle import CellFailure, FailureKind
 from nbtoolkit.run.paths import write_whole
 from nbtoolkit.text_table import gib
 
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 
 Display = Literal["auto", "text", "off"]
 """How a run shows its cells: live on a terminal, one line per finished cell, or not at all."""
-
-FailureKind = Literal["error", "exit", "death", "timeout", "kernel", "interrupt"]
-"""``kernel``: the kernel did not start."""
 
 MAX_OUTPUT = 1_000_000
 """Default limit on the output of one cell, in characters; a browser still opens ten such cells."""
@@ -39,19 +37,6 @@ _SAVE_SECONDS = 10.0
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PAGE_SIZE = sysconf("SC_PAGE_SIZE")
-
-
-@dataclass(frozen=True)
-class CellFailure:
-    """The failure that ended a run."""
-
-    cell: int
-    """Number of the code cell, from 1; 0: the run failed before the first cell."""
-    kind: FailureKind
-    what: str
-    """A sentence without a subject: ``raised ValueError: no luck``."""
-    traceback: str = ""
-    """Without colour codes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +209,7 @@ class Execution:
         """Record that a cell starts."""
         self.started = True
         self._output_size = self._omitted = 0
-        if _is_own_code(cell):
+        if is_own_code(cell):
             self.number += 1
             self.progress.start(self.number, cell.source)
 
@@ -235,14 +220,15 @@ class Execution:
 
             text = f"\n... {self._omitted:,} characters more: {self.log.name}\n"
             cell.outputs.append(new_output("stream", name="stderr", text=text))
-        if _is_own_code(cell):
-            self.progress.finish(self.failure.kind if self.failure else "")
+        if is_own_code(cell):
+            self.progress.finish(self.failure["kind"] if self.failure else "")
         self.save(notebook)
 
     def fail(self, kind: FailureKind, what: str, traceback: str = "") -> None:
         """Record a failure of the running cell; only the first one counts."""
-        plain = _COLOURS.sub("", traceback)
-        self.failure = self.failure or CellFailure(self.number, kind, what, plain)
+        if self.failure is None:
+            plain = _COLOURS.sub("", traceback)
+            self.failure = {"cell": self.number, "kind": kind, "what": what, "traceback": plain}
 
     def write_output(self, text: str) -> str:
         """Log text that the running cell writes; return the part that the notebook keeps."""
@@ -271,8 +257,3 @@ class Execution:
         """Write the executed copy with the outputs so far."""
         self.notebook, self._saved_at = notebook, time.monotonic()
         write_whole(self.copy, executed_copy(notebook), durable=False)
-
-
-def _is_own_code(cell: NotebookNode) -> bool:
-    """Whether a cell is one of the user's code cells."""
-    return cell.cell_type == "code" and not is_injected(cell) and not is_sentinel(cell)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import secrets
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Literal, TextIO, TypedDict
 
 from nbtoolkit.config.yaml_source import dump
 from nbtoolkit.environment.deadline import span
+from nbtoolkit.environment.resources import try_lock
 from nbtoolkit.errors import (
     NbtoolkitError,
     NotebookDied,
@@ -68,12 +68,9 @@ class NotebookFiles:
         """Whether a notebook run holds the lock on the log."""
         try:
             with open(self.log, "rb") as log:
-                fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return False
+                return not try_lock(log.fileno(), shared=True)
         except FileNotFoundError:
             return False
-        except BlockingIOError:
-            return True
 
     def open(self) -> TextIO:
         """Lock and empty the log, and remove the files of an earlier run.
@@ -116,8 +113,7 @@ def _lock(log: TextIO) -> bool:
     Several tries: :meth:`NotebookFiles.running` of another process takes the lock for a moment.
     """
     for _ in range(_LOCK_TRIES):
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if try_lock(log.fileno()):
             return True
         time.sleep(0.01)
     return False
@@ -174,13 +170,20 @@ class RunningRecord(TypedDict):
     """The process that :meth:`NotebookHandle.stop` interrupts."""
 
 
-class FailureRecord(TypedDict):
-    """A :class:`~nbtoolkit.notebooks.execution.CellFailure` in a record."""
+FailureKind = Literal["error", "exit", "death", "timeout", "kernel", "interrupt"]
+"""``kernel``: the kernel did not start."""
+
+
+class CellFailure(TypedDict):
+    """The failure that ended a run."""
 
     cell: int
-    kind: str
+    """Number of the code cell, from 1; 0: the run failed before the first cell."""
+    kind: FailureKind
     what: str
+    """A sentence without a subject: ``raised ValueError: no luck``."""
     traceback: str
+    """Without colour codes; empty unless a cell raised."""
 
 
 class NotebookRecord(TypedDict):
@@ -193,7 +196,7 @@ class NotebookRecord(TypedDict):
     values: dict[str, Any]
     html: bool
     seconds: float
-    failure: FailureRecord | None
+    failure: CellFailure | None
     error: dict[str, str] | None
     """The parts of the error to raise: what, allowed, do."""
 
@@ -225,10 +228,8 @@ class NotebookResult:
         return dump(self.values) if self.values else ""
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{name}={_short(value)}" for name, value in self.values.items())
-        return (
-            f"NotebookResult({values or 'nothing published'}, {span(self.seconds)}, {self.output})"
-        )
+        values = published_text(self.values) or "nothing published"
+        return f"NotebookResult({values}, {span(self.seconds)}, {self.output})"
 
     def _repr_html_(self) -> str:
         rows: list[tuple[str, object]] = [*self.values.items()]
@@ -237,7 +238,12 @@ class NotebookResult:
         return html_table("notebook: completed", rows)
 
 
-def _short(value: Any) -> str:
+def published_text(values: Mapping[str, object]) -> str:
+    """Return published values as ``name=value, ...``, each in at most 60 characters."""
+    return ", ".join(f"{name}={_short(value)}" for name, value in values.items())
+
+
+def _short(value: object) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from nbtoolkit.config.yaml_source import Layer
+from nbtoolkit.environment.installed import install_line
 from nbtoolkit.errors import MissingExtra, NotebookError, NotebookFailed
 from nbtoolkit.notebooks.document import (
     declared_parameters,
@@ -29,10 +30,10 @@ from nbtoolkit.notebooks.document import (
     refuse_syntax_errors,
     with_parameters,
 )
-from nbtoolkit.notebooks.execution import CellFailure, CellProgress, Display, Execution, Limits
+from nbtoolkit.notebooks.execution import CellProgress, Display, Execution, Limits
 from nbtoolkit.notebooks.handle import (
     LAST_LINES,
-    FailureRecord,
+    CellFailure,
     NotebookFiles,
     NotebookRecord,
     NotebookResult,
@@ -127,9 +128,8 @@ class NotebookJob:
 
         from nbtoolkit.notebooks.engine import ENGINE
 
-        page_imports = threading.Thread(target=_import_for_page)
         if self.html:
-            page_imports.start()
+            threading.Thread(target=_import_for_page).start()
         try:
             execute_notebook(
                 prepared,
@@ -151,9 +151,6 @@ class NotebookJob:
                 raise
             # The kernel died before it answered, or its program does not exist.
             execution.fail("kernel", f"could not start its kernel {self.kernel!r}: {error}")
-        finally:
-            if self.html:
-                page_imports.join()
 
     def _record(
         self, notebook: NotebookNode, prepared: NotebookNode, execution: Execution, seconds: float
@@ -172,10 +169,10 @@ class NotebookJob:
             "values": read_json(_published_file(execution.folder)) or {},
             "html": self.html,
             "seconds": round(seconds, 3),
-            "failure": cast("FailureRecord", asdict(failure)) if failure else None,
+            "failure": failure,
             "error": self._error(notebook, failure) if failure else None,
         }
-        note = f"{self._sentence(failure)}\n{failure.traceback}" if failure else ""
+        note = "\n".join([self._sentence(failure), failure["traceback"]]) if failure else ""
         copy = executed_copy(execution.notebook or prepared, note)
         try:
             write_whole(self.files.copy, copy)
@@ -199,22 +196,22 @@ class NotebookJob:
         return ""
 
     def _sentence(self, failure: CellFailure) -> str:
-        cell = f"code cell {failure.cell} of " if failure.cell else ""
-        return f"{cell}{self.source.name} {failure.what}"
+        number, what = failure["cell"], failure["what"]
+        return f"{f'code cell {number} of ' if number else ''}{self.source.name} {what}"
 
     def _error(self, notebook: NotebookNode, failure: CellFailure) -> dict[str, str]:
         """Return the parts of the error that describes a failure."""
         lines = [self._sentence(failure)]
-        cell = dict(numbered(notebook)).get(failure.cell)
-        if cell is not None and failure.kind != "error":  # a traceback shows the line itself
+        cell = dict(numbered(notebook)).get(failure["cell"])
+        if cell is not None and failure["kind"] != "error":  # a traceback shows the line itself
             lines += ["  The cell:", *indented(cell.source, LAST_LINES)]
-        if failure.traceback:
-            lines += indented(failure.traceback, 4 * LAST_LINES)
-        elif failure.kind != "interrupt":
+        if failure["traceback"]:
+            lines += indented(failure["traceback"], 4 * LAST_LINES)
+        elif failure["kind"] != "interrupt":
             lines += last_lines(self.files.log)
         return {
             "what": "\n".join(lines),
-            "allowed": _ADVICE.get(failure.kind, ""),
+            "allowed": _ADVICE.get(failure["kind"], ""),
             "do": f"look at {self.files.copy}, correct the cause, and run: {self._command()} "
             "(an unfinished launch or sweep in it resumes from its checkpoint)",
         }
@@ -269,7 +266,7 @@ def require_extras(html: bool) -> None:
         raise MissingExtra(
             f"running a notebook needs {', '.join(missing)}",
             allowed="html=False does not need nbconvert" if missing == ["nbconvert"] else "",
-            do="pip install 'nbtoolkit-torch[notebooks]'",
+            do=install_line("notebooks"),
         )
 
 

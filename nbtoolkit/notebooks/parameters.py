@@ -12,7 +12,6 @@ The cell tagged ``parameters`` is the notebook's signature. It is parsed, never 
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import json
 import operator
@@ -27,6 +26,7 @@ import yaml
 
 from nbtoolkit.config.yaml_source import Layer, Mistake, parse_value, read_layer, refuse
 from nbtoolkit.errors import ParameterError
+from nbtoolkit.text_table import did_you_mean
 
 # The names that an annotation may contain. They are looked up here; nothing is evaluated.
 _TYPES: dict[str, Any] = {
@@ -280,12 +280,11 @@ def _plain(value: Any) -> object:
 
 
 def _unknown(name: str, place: str, declared: Mapping[str, Parameter], notebook: str) -> Mistake:
-    close = difflib.get_close_matches(name, declared, n=1, cutoff=0.5)
     return Mistake(
         place=place,
         what=f"{notebook} has no parameter {name!r}",
         allowed=", ".join(declared) or "none: none of its cells has the tag 'parameters'",
-        do=f"did you mean {close[0]!r}?" if close else "",
+        do=did_you_mean(name, declared),
     )
 
 

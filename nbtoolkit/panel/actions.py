@@ -14,14 +14,16 @@ from nbtoolkit.config.schema import Config, load_config
 from nbtoolkit.crossval.cross_validation import cross_validate
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.folds.folds import Folds
-from nbtoolkit.launcher.handle import RunHandle
 from nbtoolkit.launcher.launch import Train, launch
+from nbtoolkit.launcher.run_handle import RunHandle
 from nbtoolkit.panel.form import FormState, Validation
 from nbtoolkit.run.paths import RunPaths, write_whole
 from nbtoolkit.search.sweep import FOLDS_FILE, sweep, sweep_to_resume
 from nbtoolkit.search.sweep_result import SweepHandle, SweepResult, read_sweep_config
 from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.tasks.find import find_task
+from nbtoolkit.text_table import duration
+from nbtoolkit.views.runs import plain_name
 from nbtoolkit.views.state import State
 
 _NO_FORM = Validation()
@@ -42,6 +44,8 @@ BUTTONS = {
 
 STARTS = ("launch", "sweep", "cross_validate")
 """Those that start something new."""
+
+_ASKS_AFTER = 300.0  # seconds of a run after which Stop asks
 
 
 def offered_buttons(
@@ -98,6 +102,12 @@ def refusal(
         allowed=", ".join(sorted(enabled)) or "nothing",
         do=do,
     )
+
+
+def question_before(button: str, state: State | None) -> str:
+    """Return what is asked before a clicked button acts; empty: it acts at once."""
+    seconds = 0.0 if button != "stop" or state is None else state.elapsed()
+    return f"Stop after {duration(seconds)}?" if seconds > _ASKS_AFTER else ""
 
 
 def parsed_button(button: str, default: int | None = None) -> tuple[str, int]:
@@ -180,6 +190,19 @@ def continued_sweep(
     function = train if train is not None else find_task(config.task)
     used = folds if asks.k else None
     return sweep_to_resume(function, config, sweep_config.to_dict(), used)
+
+
+def sweep_button(state: State | None, unfinished: RunPaths | None) -> tuple[str, str]:
+    """Return label and tooltip of the button *Sweep*, which say what a press does.
+
+    Args:
+        state: of the watched run; None: none is watched.
+        unfinished: from :func:`continued_sweep`.
+    """
+    label, tooltip = BUTTONS["sweep"]
+    if unfinished is not None:
+        return "Continue sweep", f"Continue {plain_name(unfinished)}, which has these settings"
+    return "New sweep" if state is not None and state.kind == "sweep" else label, tooltip
 
 
 def control(name: str, state: State, train: Train | None, number: int = 0) -> RunHandle | None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from html import escape
 from itertools import zip_longest
+from pathlib import Path
+from typing import Any
 
 import ipywidgets as w
 
@@ -16,18 +21,38 @@ from nbtoolkit.panel.widgets import (
     INVISIBLE,
     SIGNS,
     Sections,
+    batched,
     button,
     close_widget,
-    column,
     html,
     labelled,
     make,
+    set_html,
     set_trait,
     show,
     sign_button,
     wrapped_row,
 )
-from nbtoolkit.views.trial_rows import ROWS, SHOWS, Column, TrialRow, View, row_html, template
+from nbtoolkit.study.table import SweepTable
+from nbtoolkit.text_table import counted
+from nbtoolkit.views.live import DisplayPlace
+from nbtoolkit.views.markup import WIDGET_TEXT, card, paragraph
+from nbtoolkit.views.page import regions
+from nbtoolkit.views.run_cards import log_names
+from nbtoolkit.views.runs import RunEntry
+from nbtoolkit.views.state import State
+from nbtoolkit.views.trial_rows import (
+    ROWS,
+    SHOWS,
+    Column,
+    TrialRow,
+    View,
+    row_html,
+    template,
+    trial_page,
+)
+
+_SAVED_SECONDS = 10.0  # between two updates of the page for saved notebooks
 
 # --- style ---
 
@@ -54,6 +79,7 @@ _SIGN_RULES = "".join(
 # for saved notebooks while the widgets are alive.
 _STYLE = f"""<style>
 .jupyter-widgets.{CLASS} {{
+  color: {WIDGET_TEXT};
   --jp-widgets-input-border-color: {_GREY};
   --jp-widgets-input-focus-border-color: var(--jp-brand-color1, {_GREY});
 }}
@@ -79,6 +105,7 @@ _STYLE = f"""<style>
 _CARDS = {
     "best": "1 1 200px",
     "metrics": "1 1 200px",
+    "front": "2 1 280px",
     "history": "2 1 280px",
     "curves": "2 1 280px",
     "folds": "1 1 100%",
@@ -127,18 +154,23 @@ class TrialTable:
         self._on_sort, self._on_tick, self._on_stop = on_sort, on_tick, on_stop
         self._columns: Sequence[Column] = ()
         self.heads: list[w.Button] = []
-        self._header = w.GridBox()
-        self._header.add_class("nbtoolkit-header")
+        # A layout of its own, which changes with the columns.
+        self._header = w.GridBox(_dom_classes=("nbtoolkit-header",))
         self.rows: list[_Row] = []
-        columns = "24px minmax(min-content, 1fr) 30px"
-        layout = {"grid_template_columns": columns, "overflow": "auto", "width": "auto"}
-        self.root = make(w.GridBox, layout, children=(html(), self._header, html()))
+        columns = "24px minmax(min-content, 1fr) 62px"
+        layout = {
+            "grid_template_columns": columns,
+            "grid_gap": "0 6px",
+            "overflow": "auto",
+            "width": "auto",
+        }
+        corners = make(w.HTML), make(w.HTML)  # above the ticks and above the stop buttons
+        self.root = make(w.GridBox, layout, children=(corners[0], self._header, corners[1]))
 
     def fill(self, columns: Sequence[Column], rows: Sequence[TrialRow], chosen: View) -> None:
         """Show these rows."""
         self._fill_header(columns, chosen)
-        added = [self._make_row() for _ in range(len(self.rows), min(len(rows), ROWS))]
-        if added:
+        if added := [self._make_row(trial, columns) for trial in rows[len(self.rows) : ROWS]]:
             self.rows += added
             parts = [part for row in added for part in (row.tick, row.cells, row.stop)]
             self.root.children = (*self.root.children, *parts)
@@ -152,30 +184,36 @@ class TrialTable:
                 set_trait(shown.cells, "value", row_html(trial, columns))
                 set_trait(shown.tick, "description", f"compare trial {number}")
                 set_trait(shown.stop, "description", f"Stop trial {number}")
-                set_trait(shown.stop, "tooltip", f"Stop trial {number} at its next report")
+                set_trait(shown.stop, "tooltip", f"Stop trial {number}")
                 show(shown.stop, trial.running, INVISIBLE)
             set_trait(shown.tick, "value", number in chosen.ticked)
 
     def _fill_header(self, columns: Sequence[Column], chosen: View) -> None:
         self._columns = columns
-        for index in range(len(self.heads), len(columns)):
-            head = make(w.Button, {"width": "auto", "height": "24px", "margin": "0"})
-            head.on_click(lambda _, index=index: self._on_sort(self._columns[index].name))
-            self.heads.append(head)
-        for head, shown in zip(self.heads, columns, strict=False):
+        layout = {"width": "auto", "height": "24px", "margin": "0"}
+        for index, shown in enumerate(columns):
             arrow = ("", " ▴" if chosen.reverse else " ▾")[shown.name == chosen.sort]
-            set_trait(head, "description", f"{shown.label}{arrow}")
-            set_trait(head, "tooltip", f"Sort by {shown.label}")
-            (head.add_class if shown.right else head.remove_class)("nbtoolkit-right")
+            traits: dict[str, Any] = {
+                "description": f"{shown.label}{arrow}",
+                "tooltip": f"Sort by {shown.label}",
+                "_dom_classes": ("nbtoolkit-right",) if shown.right else (),
+            }
+            if index == len(self.heads):
+                head = make(w.Button, layout, **traits)
+                head.on_click(lambda _, index=index: self._on_sort(self._columns[index].name))
+                self.heads.append(head)
+            for name, value in traits.items():
+                set_trait(self.heads[index], name, value)
         set_trait(self._header, "children", tuple(self.heads[: len(columns)]))
         set_trait(self._header.layout, "grid_template_columns", template(columns))
 
-    def _make_row(self) -> _Row:
+    def _make_row(self, trial: TrialRow, columns: Sequence[Column]) -> _Row:
         flat, clipped = {"height": "24px", "margin": "0"}, {"width": "22px", "overflow": "hidden"}
+        ticks, stops = f"compare trial {trial.number}", f"Stop trial {trial.number}"
         made = _Row(
-            make(w.Checkbox, {**flat, **clipped}, description="compare", indent=False),
-            html(margin="0", width="auto"),
-            sign_button("stop", "Stop", **flat, width="28px", padding="0"),
+            make(w.Checkbox, {**flat, **clipped}, description=ticks, indent=False),
+            html(row_html(trial, columns), margin="0", width="auto"),
+            sign_button("stop", stops, visible=trial.running, **flat, width="62px", padding="0"),
         )
         made.tick.observe(lambda change: self._act(made, self._on_tick, change["new"]), "value")
         made.stop.on_click(lambda _: self._act(made, self._on_stop))
@@ -201,18 +239,21 @@ class Board:
     Attributes:
         buttons: by the names of :data:`~nbtoolkit.panel.actions.BUTTONS`.
         cards: the HTML widget of each region, by name.
+        listed: folder, status and name of each run in the list.
         root: the widget that is displayed.
     """
 
     def __init__(self, setup: Setup, table: TrialTable, hidden: str) -> None:
         self.setup, self.table = setup, table
+        self.listed: tuple[tuple[str, str, str], ...] = ()
         self.message = html()
         self.place = html(flex="1 1 0", min_width="0", overflow="hidden")
         self.buttons = {
-            name: button(text, tooltip, bold=name in _BOLD)
+            name: button(text, tooltip, bold=name in _BOLD, disabled=True, _dom_classes=(HIDDEN,))
             for name, (text, tooltip) in BUTTONS.items()
         }
-        self.errors = button("errors", "Open the setting that is wrong")
+        wrong = "Open the setting that is wrong"
+        self.errors = button("errors", wrong, _dom_classes=(HIDDEN,))
         narrow = {"flex": "1 1 220px", "min_width": "120px", "max_width": "420px"}
         self.run = labelled(w.Dropdown, "run", narrow, options=[("(none)", "")])
         actions = wrapped_row(
@@ -220,7 +261,7 @@ class Board:
         )
         self.question = html()
         self.yes, self.no = button("Yes", "Do it"), button("No", "Do nothing")
-        self.asking = wrapped_row(self.question, self.yes, self.no)
+        self.asking = wrapped_row(self.question, self.yes, self.no, _dom_classes=(HIDDEN,))
         places = {**dict.fromkeys(("strip", "log", "compare", "files"), "auto"), **_CARDS}
         self.cards = {
             name: html(width="auto", margin="0", flex=flex) for name, flex in places.items()
@@ -234,10 +275,89 @@ class Board:
         self.notice = make(w.Output)
         style = html(_STYLE.replace("SAVED", hidden), display="none")
         top = [style, self.strip, actions, self.asking, self.message]
-        self.root = w.VBox([*top, grid, self.sections.root, self.notice])
-        self.root.add_class(CLASS)
-        for widget in (self.asking, self.errors, self.note, self.message):
-            show(widget, False)
+        parts = [*top, grid, self.sections.root, self.notice]
+        self.root = make(w.VBox, children=parts, _dom_classes=(CLASS,))
+
+    # --- drawing ---
+
+    def batched(self) -> AbstractContextManager[None]:
+        """Send what is drawn in this context as one message for each widget."""
+        return batched(self.root)
+
+    def draw(self, state: State | None, chosen: View) -> None:
+        """Draw the page of a run, with what the person chose to see; changed parts only."""
+        parts = regions(state, chosen, only=self.cards)
+        for name, widget in self.cards.items():
+            set_html(widget, parts.get(name, ""))
+        self._draw_trials(state, chosen)
+        logs = ["", *log_names(state)]
+        set_trait(self.log, "options", tuple((name or "newest running", name) for name in logs))
+        set_trait(self.log, "value", chosen.log if chosen.log in logs else "")
+
+    def _draw_trials(self, state: State | None, chosen: View) -> None:
+        is_sweep = state is not None and isinstance(state.table, SweepTable)
+        show(self.trials, is_sweep)
+        show(self.sections.headings["Compare"], is_sweep)
+        if state is None or not is_sweep:
+            return
+        page = trial_page(state, chosen)
+        self.table.fill(page.columns, page.rows, chosen)
+        set_html(self.count, f"<b>Trials</b> {escape(page.text)}")
+        set_trait(self.previous, "disabled", chosen.page <= 0)
+        set_trait(self.next, "disabled", chosen.page >= page.pages - 1)
+
+    def draw_buttons(self, offered: set[str], enabled: set[str], mistakes: Sequence[str]) -> None:
+        """Show the offered buttons, and the number of mistakes in the form with the first one."""
+        for name, widget in self.buttons.items():
+            show(widget, name in offered)
+            set_trait(widget, "disabled", name not in enabled)
+        set_trait(self.buttons["add_trials"], "description", f"+{self.more.value} trials")
+        show(self.errors, bool(mistakes))
+        text = f"{counted(len(mistakes), 'error')}: {''.join(mistakes[:1])}"
+        set_trait(self.errors, "description", text)
+
+    def draw_runs(self, runs: Sequence[RunEntry], watched: str) -> None:
+        """List the runs of the output folder, with the watched one selected.
+
+        The list is rewritten only when a run appears, ends or is renamed: a rewrite closes it while
+        a person chooses.
+        """
+        listed = tuple((str(entry.folder), entry.status, entry.name) for entry in runs)
+        options = [("(none)", ""), *((entry.text, str(entry.folder)) for entry in runs)]
+        if watched not in [folder for _, folder in options]:
+            options.append((Path(watched).name, watched))
+            listed += ((watched, "", ""),)
+        if listed != self.listed:
+            self.run.options, self.listed = options, listed
+        set_trait(self.run, "value", watched)
+
+    def draw_plan(self, place: str, code: str) -> None:
+        """Show on what the form's settings will run, and the same settings as code."""
+        text = escape(place)
+        style = "white-space:nowrap;overflow:hidden;text-overflow:ellipsis;line-height:28px"
+        set_html(self.place, f'<div title="{text}" style="{style};font-size:12px">{text}</div>')
+        set_trait(self.code, "value", code)
+
+    def draw_best_code(self, code: str) -> None:
+        """Show the best settings as code; empty: there are none."""
+        set_trait(self.best_code, "value", code)
+        show(self.best_code, bool(code))
+
+    def clear(self, text: str) -> None:
+        """Show a sentence instead of a run."""
+        for name, widget in self.cards.items():
+            set_html(widget, card("", paragraph(text)) if name == "strip" else "")
+        show(self.trials, False)
+
+    def mark_tab(self, status: str) -> None:
+        """Mark the browser's tab; nothing but a script can do that."""
+        sign = json.dumps("✓ " if status == "completed" else "✕ ")
+        script = f"document.title = {sign} + document.title.replace(/^[✓✕] /, '')"
+        data = {"application/javascript": script}
+        output = {"output_type": "display_data", "data": data, "metadata": {}}
+        self.notice.outputs = (output,)
+
+    # --- parts ---
 
     def close(self) -> None:
         """Close all widgets."""
@@ -256,14 +376,14 @@ class Board:
         self.more = labelled(w.IntText, "add", {"width": "100px"}, value=10)
         self.previous = sign_button("previous", "The page before")
         self.next = sign_button("next", "The next page")
-        self.note = labelled(w.Text, "note", {"flex": "1 1 200px"}, continuous_update=False)
+        wide, hidden = {"flex": "1 1 200px"}, (HIDDEN,)
+        self.note = labelled(w.Text, "note", wide, continuous_update=False, _dom_classes=hidden)
         border = "1px solid var(--jp-border-color2, #8884)"
         layout = {"flex": "3 1 500px", "border": border, "padding": "4px 8px", "min_width": "0"}
         head = wrapped_row(self.count, self.filter, self.more)
         foot = wrapped_row(self.previous, self.next, self.note)
-        box = column(head, self.table.root, foot, **layout)
-        box.add_class("nbtoolkit-trials")
-        return box
+        classes = ("nbtoolkit-trials", HIDDEN)
+        return make(w.VBox, layout, children=(head, self.table.root, foot), _dom_classes=classes)
 
     def _sections(self) -> list[list[w.Widget]]:
         self.load_run = button("Settings of the run", "Copy the settings of the run that is shown")
@@ -285,3 +405,39 @@ class Board:
             [self.cards["files"], named],
             [self.best_code, self.code],
         ]
+
+
+# --- saved notebooks ---
+
+
+class SavedPage:
+    """The page in an output of its own, for saved notebooks; see :meth:`Panel._ipython_display_`.
+
+    Args:
+        css_class: by which the widgets hide it while they are alive.
+        render: returns the page.
+    """
+
+    def __init__(self, css_class: str, render: Callable[[], str]) -> None:
+        self._class, self._render = css_class, render
+        self._place: DisplayPlace | None = None
+        self._next, self._changed = 0.0, False
+
+    def show(self, html: str) -> None:
+        """Show it in the running cell; called by the cell's own thread."""
+        self._place = self._place or DisplayPlace()
+        self._next = time.monotonic() + _SAVED_SECONDS
+        html = f'<div class="{self._class}">{html}</div>'
+        self._place.put({"text/html": html, "text/plain": ""})
+
+    def update(self, *, changed: bool, now: bool) -> None:
+        """Replace it if something has changed, at most every ten seconds.
+
+        Args:
+            changed: whether something has changed since the last call.
+            now: whether it is replaced at once, since the run has ended.
+        """
+        self._changed = self._changed or changed
+        if self._place is not None and self._changed and (now or time.monotonic() > self._next):
+            self._changed = False
+            self.show(self._render())

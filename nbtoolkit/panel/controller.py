@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import queue
 import threading
 import time
@@ -19,24 +18,24 @@ from nbtoolkit.config.schema import load_config
 from nbtoolkit.errors import LaunchError, NbtoolkitError
 from nbtoolkit.launcher.launch import Train
 from nbtoolkit.panel import actions
-from nbtoolkit.panel.board import Board, TrialTable
-from nbtoolkit.panel.drawing import Drawing, SavedPage, place_text
+from nbtoolkit.panel.board import Board, SavedPage, TrialTable
 from nbtoolkit.panel.form import FormState, Validation, drop_edits, kept_edits
-from nbtoolkit.panel.setup import Setup
+from nbtoolkit.panel.setup import Setup, cost_text, count_slots, place_text, training_seconds
 from nbtoolkit.panel.widgets import set_text, set_trait, show
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.search.sweep import SWEEP_CONFIG_FILE
-from nbtoolkit.text_table import ago, duration
+from nbtoolkit.text_table import ago
 from nbtoolkit.views import runs
 from nbtoolkit.views.markup import alert
 from nbtoolkit.views.page import page_html
-from nbtoolkit.views.state import read_state
+from nbtoolkit.views.state import State, read_state
+from nbtoolkit.views.sweep_cards import IMPORTANCES
 from nbtoolkit.views.text import page_text
 from nbtoolkit.views.trial_rows import View
 
 if TYPE_CHECKING:
     from nbtoolkit.folds.folds import Folds
-    from nbtoolkit.launcher.handle import RunHandle
+    from nbtoolkit.launcher.run_handle import RunHandle
 
 T = TypeVar("T")
 
@@ -44,7 +43,6 @@ POLL_SECONDS = 1.0
 """Between two polls; more if a poll takes long."""
 
 _POLL_SHARE = 0.2  # of a core, for the polls of a large sweep
-_ASKS_AFTER = 300.0  # seconds of a run after which Stop asks
 _MESSAGE_SECONDS = 20.0  # that a message stands; errors stand until the next press
 
 _HEARD = {
@@ -140,7 +138,7 @@ class WorkerThread:
             future.set_result(value)
 
 
-class Controller(Drawing):
+class Controller:
     """Everything behind a panel.
 
     Args:
@@ -152,6 +150,11 @@ class Controller(Drawing):
         notify: whether the browser's tab is marked at the end of a run.
 
     Attributes:
+        board: the widgets.
+        state: of the watched run; None: none is watched.
+        chosen: what the person chose to see.
+        output_dir: the folder of the runs: the form's when the panel was opened, later that of what
+            was started.
         worker: the thread in which all tasks run, and in which alone the state changes.
         saved: the page for saved notebooks.
     """
@@ -165,8 +168,15 @@ class Controller(Drawing):
         given: bool = True,
         notify: bool = False,
     ) -> None:
+        self._train, self._folds = train, folds
+        self.state: State | None = None
+        self.chosen, self.output_dir = View(), "outputs"
         self._handle: RunHandle | None = None
         self._was_live, self._message_ends = False, 0.0
+        self._stale = True  # whether the next poll draws
+        self._planned: object = None
+        self._cost = ""
+        self._pressed: dict[str, Future[None]] = {}  # the buttons whose task is not done yet
         self._pressing = threading.Lock()
         self._answers: dict[bool, Callable[[], object]] = {}
         setup = Setup(form, self._on_edit, task=train is None)
@@ -176,7 +186,7 @@ class Controller(Drawing):
             on_stop=lambda number: self.press(f"stop_trial={number}"),
         )
         css_class = f"nbtoolkit-saved-{uuid.uuid4().hex[:8]}"
-        super().__init__(Board(setup, table, css_class), train, folds)
+        self.board = Board(setup, table, css_class)
         if (config := self.validate().config) is not None:
             self.output_dir = config.runtime.output_dir
         self.board.notify.value = notify
@@ -186,6 +196,10 @@ class Controller(Drawing):
         # So that the panel is shown complete; errors are shown like later ones.
         self.worker.submit(partial(self._attach, given)).exception()
         self.worker.submit(self.poll).exception()
+
+    def validate(self) -> Validation:
+        """Validate what stands in the form now."""
+        return self.board.setup.state.validate()
 
     def press(self, button: str) -> Future[None]:
         """Submit a button's task; pressing it again before the task is done submits no other."""
@@ -249,12 +263,12 @@ class Controller(Drawing):
             self._submit(_nothing)
 
     def _on_click(self, name: str) -> None:
-        seconds = 0.0 if name != "stop" or self.state is None else self.state.elapsed()
-        if seconds <= _ASKS_AFTER:
+        question = actions.question_before(name, self.state)
+        if not question:
             self.press(name)
             return
         stop, keep = ("Stop", partial(self.press, name)), ("Keep running", _nothing)
-        self._submit(partial(self._ask, f"Stop after {duration(seconds)}?", stop, keep))
+        self._submit(partial(self._ask, question, stop, keep))
 
     # --- tasks, in the panel's thread ---
 
@@ -311,7 +325,7 @@ class Controller(Drawing):
             handle: RunHandle | None
             if name in actions.STARTS:
                 # The fork server may need seconds: the run before must not look like this one.
-                self.clear("Starting: waiting for the first process")
+                self.board.clear("Starting: waiting for the first process")
                 handle = actions.start(name, self._train, validation, self._folds)
                 drop_edits(self.output_dir)
                 self.board.setup.edited, self.output_dir = False, str(handle.paths.folder.parent)
@@ -429,21 +443,54 @@ class Controller(Drawing):
             ended = self._was_live and self.state.over
             self._was_live = self.state.live
             if ended and self.board.notify.value:
-                self._mark_tab(self.state.status)
+                self.board.mark_tab(self.state.status)
         if time.monotonic() > self._message_ends:
             set_text(self.board.message, "")
         # Another user's folder: a launch reports that.
         with contextlib.suppress(OSError, NbtoolkitError):
-            self.list_runs()
+            watched = "" if self.state is None else str(self.state.paths.folder)
+            self.board.draw_runs(runs.list_runs(self.output_dir), watched)
         self.board.setup.keep(self.output_dir)
         if draws:
-            self.draw()
+            self._draw()
         self.saved.update(changed=draws, now=self.state is not None and self.state.over)
 
-    def _mark_tab(self, status: str) -> None:
-        """Mark the browser's tab; nothing but a script can do that."""
-        sign = json.dumps("✓ " if status == "completed" else "✕ ")
-        script = f"document.title = {sign} + document.title.replace(/^[✓✕] /, '')"
-        data = {"application/javascript": script}
-        output = {"output_type": "display_data", "data": data, "metadata": {}}
-        self.board.notice.outputs = (output,)
+    def _draw(self) -> None:
+        """Draw everything but the list of runs."""
+        state, validation = self.state, self.validate()
+        offered = actions.offered_buttons(state, validation, self._folds)
+        enabled = actions.enabled_buttons(offered, validation) - set(self._pressed)
+        with self.board.batched():
+            self.board.draw_buttons(offered, enabled, [*validation.mistakes])
+            self.board.draw(state, self.chosen)
+            self._draw_setup(validation)
+        if state is not None:
+            IMPORTANCES.compute_later(state, self._redraw)
+
+    def _draw_setup(self, validation: Validation) -> None:
+        """Draw what depends on the form; the plan reads the hardware, which takes time."""
+        board, state = self.board, self.state
+        seconds = training_seconds(state)
+        status = None if state is None else (state.paths.folder, state.status, state.resumable)
+        planned = (validation.form, status, actions.best_trial(state), seconds, board.listed)
+        if planned != self._planned:
+            self._planned = planned
+            folds = None if self._folds is None else len(self._folds)
+            slots, gpus = count_slots(validation)
+            cost, unfinished = cost_text(validation, seconds, slots, folds, gpus), None
+            with contextlib.suppress(NbtoolkitError):  # there is no such task: a press says so
+                unfinished = actions.continued_sweep(self._train, validation, self._folds)
+            best = ""
+            with contextlib.suppress(NbtoolkitError):  # deleted, or of another version
+                best = actions.code_of_best(state, self._train)
+            label, tooltip = actions.sweep_button(state, unfinished)
+            self._cost = cost if unfinished is None else f"{cost}\nSweep: {tooltip}".lstrip()
+            set_trait(board.buttons["sweep"], "description", label)
+            set_trait(board.buttons["sweep"], "tooltip", tooltip)
+            board.draw_plan(place_text(validation), actions.code_of_form(validation, self._train))
+            board.draw_best_code(best)
+        board.setup.show(validation, self._cost)
+
+    def _redraw(self) -> None:
+        """Let the next poll draw."""
+        self._stale = True

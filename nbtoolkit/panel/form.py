@@ -20,7 +20,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from yaml import YAMLError
 
 from nbtoolkit.config.fields import Free, FreeSection
-from nbtoolkit.config.schema import Config, Section
+from nbtoolkit.config.schema import Config
+from nbtoolkit.config.section import Section
 from nbtoolkit.config.validation import fields as allowed_values
 from nbtoolkit.config.yaml_source import dump, parse_settings, parse_value
 from nbtoolkit.errors import ConfigError, NbtoolkitError

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nbtoolkit.config.layers import file_layer
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.config.yaml_source import dump
+from nbtoolkit.environment.installed import install_line
 from nbtoolkit.errors import MissingExtra
 from nbtoolkit.panel.form import FormState
 from nbtoolkit.run.paths import find_run
@@ -59,7 +60,7 @@ def panel(
         ConfigError: the configuration, or the file of the space, is wrong.
     """
     if find_spec("ipywidgets") is None:
-        raise MissingExtra("the panel needs ipywidgets", do="pip install 'nbtoolkit-torch[panel]'")
+        raise MissingExtra("the panel needs ipywidgets", do=install_line("panel"))
     from nbtoolkit.panel.controller import Controller
 
     if space is not None and not isinstance(space, Mapping):

@@ -1,4 +1,4 @@
-"""Build the widgets in which the settings and the space of a sweep are edited."""
+"""Build the widgets in which settings and a space are edited; say where and how long it runs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import math
 import os
 import threading
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 import ipywidgets as w
 
+from nbtoolkit.environment.hardware import detect_hardware
+from nbtoolkit.environment.plan import make_plan
+from nbtoolkit.errors import NbtoolkitError
 from nbtoolkit.host import detect_host
 from nbtoolkit.panel import form
 from nbtoolkit.panel.form import Field, FormState, Validation, default_texts
@@ -29,15 +33,54 @@ from nbtoolkit.panel.widgets import (
     wrapped_row,
 )
 from nbtoolkit.run.device_ledger import cost_text as quota_text
-from nbtoolkit.text_table import counted
+from nbtoolkit.search.slots import Placement, make_slots
+from nbtoolkit.text_table import counted, gib
 from nbtoolkit.views.markup import alert
+from nbtoolkit.views.state import WORKED, State
 
 _COMMON = ("train.epochs", "train.batch_size", "optim.lr", "model", "seed")
 _CHANGED, _ALL = "common and changed", "all"
 _MOST = 15  # rows of a search; to make all 75 would take the browser a second
 _SEARCHED = ("optim", "train")  # sections whose settings a space names
 
-# --- what it costs ---
+# --- where it runs, and what it costs ---
+
+
+def place_text(validation: Validation) -> str:
+    """Say on what a launch and a sweep will run; for a refused plan, the reason."""
+    if validation.config is None:
+        return "plan: something in Set up is wrong"
+    hardware, slots = detect_hardware(), ""
+    if validation.sweep_config is not None:
+        slots = f" · sweep: {counted(count_slots(validation)[0], 'slot')}"
+    try:
+        plan = make_plan(validation.config, detect_host(), hardware).explain().splitlines()[0]
+    except NbtoolkitError as error:
+        return f"plan: refused: {error}"
+    machine = f"{counted(hardware.cpu_count, 'CPU')}, {gib(hardware.memory)}"
+    return f"{plan.partition(', batch')[0]}{slots} · {machine}"
+
+
+def count_slots(validation: Validation) -> tuple[int, int]:
+    """Count the trainings of a search that run at a time, and the GPUs of each of them."""
+    config, sweep = validation.config, validation.sweep_config
+    if config is None:
+        return 1, 0
+    placement: Placement = "auto" if sweep is None else sweep.placement
+    per_device = 1 if sweep is None else sweep.trials_per_device
+    slots = make_slots(config, detect_hardware(), placement, per_device=per_device).slots
+    return len(slots), len(slots[0].hardware.usable)
+
+
+def training_seconds(state: State | None) -> float | None:
+    """Return how long a training of the watched run takes, on average; None: unknown."""
+    if state is None:
+        return None
+    if state.kind == "run":
+        return state.elapsed() if state.status == "completed" else None
+    spans = [span for span in state.spans(WORKED) if span.state == "complete"]
+    seconds = [span.end - span.begin for span in spans if span.end is not None]
+    return fmean(seconds) if seconds else None
 
 
 def cost_text(

@@ -33,7 +33,7 @@ _KEYS = {"float": _RANGE, "int": _RANGE, "categorical": ("choices",), "constant"
 
 
 @dataclass(frozen=True)
-class Row:
+class ParameterRow:
     """A parameter as texts.
 
     Attributes:
@@ -67,7 +67,7 @@ class Row:
         return {"type": self.kind, **shown, **self.more}
 
 
-def read_rows(text: str) -> tuple[list[Row], list[str]]:
+def read_rows(text: str) -> tuple[list[ParameterRow], list[str]]:
     """Read the parameters of a space.
 
     Args:
@@ -87,7 +87,7 @@ def read_rows(text: str) -> tuple[list[Row], list[str]]:
     return [row for row in rows.values() if row is not None], without
 
 
-def write_rows(text: str, rows: Sequence[Row]) -> str:
+def write_rows(text: str, rows: Sequence[ParameterRow]) -> str:
     """Replace the parameters of a space that have a row; the others stay, comments are lost.
 
     Args:
@@ -119,7 +119,7 @@ def _parameters(document: Mapping[str, object]) -> Mapping[str, object]:
     return parameters if isinstance(parameters, Mapping) else {}
 
 
-def _row(name: object, value: object) -> Row | None:
+def _row(name: object, value: object) -> ParameterRow | None:
     """Convert a parameter to a row; None: the table cannot show it."""
     spec = dict(expand(value))
     kind, log = str(spec.pop("type", "")), spec.get("log", False)
@@ -130,7 +130,7 @@ def _row(name: object, value: object) -> Row | None:
     except (TypeError, ValueError, RecursionError):  # bytes; 5,000 digits; `&a [*a]`
         return None
     values = texts.get("choices", "").removeprefix("[").removesuffix("]") or texts.get("value", "")
-    return Row(name, kind, texts.get("low", ""), texts.get("high", ""), log, values, spec)
+    return ParameterRow(name, kind, texts.get("low", ""), texts.get("high", ""), log, values, spec)
 
 
 def _flow(value: object) -> str:
@@ -176,12 +176,12 @@ class _RowWidgets:
         remove.on_click(lambda _: on_remove(self))
 
     @property
-    def row(self) -> Row:
+    def row(self) -> ParameterRow:
         """What stands in the widgets."""
         values = {key: widget.value for key, widget in self.inputs.items()}
-        return Row(**{**values, "name": values["name"].strip()}, more=self.more)
+        return ParameterRow(**{**values, "name": values["name"].strip()}, more=self.more)
 
-    def show(self, row: Row) -> None:
+    def show(self, row: ParameterRow) -> None:
         """Put a parameter into the widgets."""
         self.more = row.more
         for key, widget in self.inputs.items():
@@ -213,7 +213,7 @@ class SpaceTable:
         self.made: list[_RowWidgets] = []
         self.rows: list[_RowWidgets] = []
         self.add = button("Add parameter", "A row for another parameter")
-        self.add.on_click(lambda _: self._show([*(row.row for row in self.rows), Row("")]))
+        self.add.on_click(lambda _: self._show([*(row.row for row in self.rows), ParameterRow("")]))
         self._body, self._note = column(), html()
         self.root = column(self._body, self.add, self._note)
 
@@ -240,7 +240,7 @@ class SpaceTable:
         for row in self.made:
             set_trait(row.inputs["name"], "options", self._names)
 
-    def _show(self, rows: Sequence[Row]) -> None:
+    def _show(self, rows: Sequence[ParameterRow]) -> None:
         self._loading = True
         while len(self.made) < len(rows):
             self.made.append(_RowWidgets(self._write, self._remove))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import ipywidgets as w
 
 from nbtoolkit.views.markup import paragraph, view
 
-SIGNS = {"stop": "■", "reset": "↺", "remove": "✕", "previous": "◀", "next": "▶"}
+SIGNS = {"stop": "■ Stop", "reset": "↺", "remove": "✕", "previous": "◀", "next": "▶"}
 """What a button shows instead of its name, by kind; the panel's style draws it."""
 
 HIDDEN, INVISIBLE = "nbtoolkit-hidden", "nbtoolkit-invisible"
@@ -38,6 +39,25 @@ def set_html(widget: w.HTML, html: str) -> None:
 def set_text(widget: w.HTML, text: str, render: Callable[[str], str] = paragraph) -> None:
     """Show a text, as a paragraph or as ``render`` says; an empty one takes no room."""
     set_html(widget, view(render(text)) if text else "")
+
+
+def walk(widget: w.Widget) -> Iterator[w.Widget]:
+    """Yield a widget and all in it."""
+    yield widget
+    for child in getattr(widget, "children", ()):
+        yield from walk(child)
+
+
+@contextmanager
+def batched(root: w.Widget) -> Iterator[None]:
+    """Send the changes of each widget in ``root`` as one message, at the end of the block.
+
+    The browser handles one message after another, and lays the page out anew after many of them.
+    """
+    with ExitStack() as stack:
+        for widget in walk(root):
+            stack.enter_context(widget.hold_sync())
+        yield
 
 
 # --- widgets ---
@@ -75,7 +95,8 @@ def make(
         kind: its class.
         layout: traits of its layout.
         style: traits of its style, if it has one.
-        traits: its other traits.
+        traits: its other traits; ``_dom_classes`` are its CSS classes, since a class that is added
+            later costs a message.
     """
     if "style" in kind.class_trait_names():
         traits["style"] = shared(kind.style.klass, **style or {})
@@ -91,24 +112,22 @@ def labelled(
 
 
 def html(value: str = "", **layout: str) -> w.HTML:
-    """Make a text."""
-    return make(w.HTML, layout, value=value)
+    """Make a text; an empty one is hidden, as :func:`set_html` does."""
+    return make(w.HTML, layout, value=value, _dom_classes=() if value else (HIDDEN,))
 
 
-def button(name: str, tooltip: str, *, bold: bool = False) -> w.Button:
+def button(name: str, tooltip: str, *, bold: bool = False, **traits: Any) -> w.Button:
     """Make a button as wide as its name."""
     layout = {"width": "auto", "flex": "0 0 auto", "align_self": "flex-start"}
     style = {"font_weight": "bold" if bold else "normal"}
-    return make(w.Button, layout, style, description=name, tooltip=tooltip)
+    return make(w.Button, layout, style, description=name, tooltip=tooltip, **traits)
 
 
-def sign_button(sign: str, name: str, **layout: str) -> w.Button:
+def sign_button(sign: str, name: str, *, visible: bool = True, **layout: str) -> w.Button:
     """Make a button that shows one of :data:`SIGNS`; screen readers read its name."""
-    style = {"font_weight": "normal"}
-    made = make(w.Button, {"width": "34px", **layout}, style, description=name, tooltip=name)
-    made.add_class("nbtoolkit-sign")
-    made.add_class(f"nbtoolkit-{sign}")
-    return made
+    layout, style = {"width": "34px", **layout}, {"font_weight": "normal"}
+    classes = ("nbtoolkit-sign", f"nbtoolkit-{sign}", *(() if visible else (INVISIBLE,)))
+    return make(w.Button, layout, style, description=name, tooltip=name, _dom_classes=classes)
 
 
 def column(*widgets: w.Widget, **layout: str) -> w.VBox:
@@ -116,10 +135,12 @@ def column(*widgets: w.Widget, **layout: str) -> w.VBox:
     return make(w.VBox, layout, children=widgets)
 
 
-def wrapped_row(*widgets: w.Widget, gap: str = "0 10px", align: str = "center") -> w.HBox:
+def wrapped_row(
+    *widgets: w.Widget, gap: str = "0 10px", align: str = "center", **traits: Any
+) -> w.HBox:
     """Place widgets beside each other, or below each other in a narrow window."""
     layout = {"flex_flow": "row wrap", "grid_gap": gap, "align_items": align}
-    return make(w.HBox, layout, children=widgets)
+    return make(w.HBox, layout, children=widgets, **traits)
 
 
 def close_widget(widget: w.Widget) -> None:
@@ -154,14 +175,13 @@ class Sections:
         on_open: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.opened, self._contents, self._on_open = "", contents, on_open
-        self.headings = {title: button(title, "") for title in contents}
+        self.headings = {title: button(f"▸ {title}", f"Open {title}") for title in contents}
         for title, heading in self.headings.items():
             heading.on_click(
                 lambda _, title=title: self.open("" if title == self.opened else title)
             )
         self._row = wrapped_row(*self.headings.values(), gap="0")
-        self.root = column()
-        self.open("")
+        self.root = column(self._row)
 
     def open(self, title: str) -> None:
         """Open a section and close the others; empty: close all."""

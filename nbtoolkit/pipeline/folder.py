@@ -13,7 +13,6 @@ one machine and unpacked on another, and its steps are still done.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import hashlib
 import json
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from nbtoolkit.config.layers import places_to_look
+from nbtoolkit.environment.resources import try_lock
 from nbtoolkit.errors import NotebookError, PipelineError
 from nbtoolkit.notebooks.handle import NotebookFiles
 from nbtoolkit.pipeline.definition import Published, Step
@@ -192,7 +192,7 @@ class PipelineFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             file = open(self.path / "pipeline.lock", "w")  # noqa: SIM115 - closed below
         with file:
-            if not _lock(file.fileno()):
+            if not try_lock(file.fileno()):
                 raise NotebookError(
                     f"another run of a pipeline writes to {self.path}",
                     allowed="one run per folder at a time",
@@ -207,7 +207,7 @@ class PipelineFolder:
         A launch resumes an unfinished run only if no supervisor owns that run.
         """
         with contextlib.suppress(OSError), open(self.files(step).log, "rb") as log:
-            _wait_until(lambda: _lock(log.fileno()), _KERNEL_SECONDS)
+            _wait_until(lambda: try_lock(log.fileno()), _KERNEL_SECONDS)
             _wait_until(lambda: not any(map(_ends_soon, runs_in(self.path))), _SUPERVISOR_SECONDS)
 
     def record(self, step: str) -> StepRecord | None:
@@ -274,12 +274,3 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.1)
-
-
-def _lock(descriptor: int) -> bool:
-    """Lock an open file until it is closed; return False if another process holds the lock."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -18,9 +18,17 @@ from nbtoolkit.environment.deadline import span
 from nbtoolkit.errors import NbtoolkitError, NotebookFailed, PipelineError, PipelineFailed
 from nbtoolkit.host import in_kernel
 from nbtoolkit.notebooks.execution import Display
+from nbtoolkit.notebooks.handle import published_text
 from nbtoolkit.notebooks.job import require_extras
 from nbtoolkit.notebooks.run import run_notebook
-from nbtoolkit.pipeline.definition import PIPELINE, Pipeline, Published, Step
+from nbtoolkit.pipeline.definition import (
+    PIPELINE,
+    Pipeline,
+    Published,
+    Step,
+    load_pipeline,
+    values_of,
+)
 from nbtoolkit.pipeline.folder import (
     PipelineFolder,
     RunOutcome,
@@ -28,7 +36,6 @@ from nbtoolkit.pipeline.folder import (
     inputs_of,
     without_own_files,
 )
-from nbtoolkit.pipeline.load import load_pipeline, values_of
 from nbtoolkit.run.paths import read_json
 from nbtoolkit.text_table import html_columns
 
@@ -89,19 +96,16 @@ class PipelineResult:
     def _repr_html_(self) -> str:
         header = ("step", "", "time", "published", "executed copy")
         rows = [
-            (step.name, step.status, span(step.seconds), _short(step.values), str(step.output))
+            (
+                step.name,
+                step.status,
+                span(step.seconds),
+                published_text(step.values),
+                str(step.output),
+            )
             for step in self.steps.values()
         ]
         return html_columns(header, rows)
-
-
-def _short(values: dict[str, Any]) -> str:
-    plain = {name: value for name, value in values.items() if not isinstance(value, (dict, list))}
-    text = ", ".join(
-        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
-        for name, value in plain.items()
-    )
-    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def run_pipeline(

@@ -7,8 +7,6 @@ that two sessions that resumed the same run both count, and two copies of one at
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import statistics
 import sys
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.run.events import EventReader, RunEnded, RunStarted
-from nbtoolkit.run.paths import TRASH, read_record, reading, write_json
+from nbtoolkit.run.paths import TRASH, exclusive, read_record, reading, write_json
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
@@ -91,7 +89,7 @@ def update_ledger(folder: Path, below: Path | None = None) -> list[Usage]:
         RunFileError: the ledger, or the events of a run, cannot be read.
         OSError: the ledger cannot be written.
     """
-    with _locked(folder):
+    with exclusive(folder / LEDGER):
         known = read_ledger(folder)
         found = {usage.key: usage for usage in _scan(folder, below or folder)}
         return _write(folder, known, found)
@@ -100,15 +98,8 @@ def update_ledger(folder: Path, below: Path | None = None) -> list[Usage]:
 def merge_ledger(folder: Path, other: Path) -> None:
     """Add the entries of another folder's ledger; of two copies of an attempt the longer counts."""
     if (other / LEDGER).is_file():
-        with _locked(folder):
+        with exclusive(folder / LEDGER):
             _write(folder, read_ledger(folder), read_ledger(other))
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with (folder / f".{LEDGER}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _write(folder: Path, known: dict[str, Usage], more: Mapping[str, Usage]) -> list[Usage]:

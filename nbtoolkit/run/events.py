@@ -25,12 +25,11 @@ import numbers
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import field, replace
 from pathlib import Path
 from types import UnionType
 from typing import (
-    TYPE_CHECKING,
     Any,
     Literal,
     TypeAlias,
@@ -40,24 +39,21 @@ from typing import (
     get_type_hints,
 )
 
+from nbtoolkit.run import messages
+from nbtoolkit.run.messages import Statement
 from nbtoolkit.run.paths import reading
-
-if TYPE_CHECKING:
-    pass
 
 Reading: TypeAlias = dict[str, float | str]
 """``rank`` or ``index`` (of a GPU), and the values read there, by name."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Event:
-    """The common field: ``t``, unix seconds; 0 until the event is written."""
+class Event(Statement):
+    """Base class; ``t``: unix seconds, 0 until the event is written. Ranks also send some."""
 
     t: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunStarted(_Event):
+class RunStarted(Event, type="run"):
     """An attempt begins.
 
     Attributes:
@@ -73,7 +69,6 @@ class RunStarted(_Event):
         plan: the launch plan.
     """
 
-    type: Literal["run"] = "run"
     run_id: str = ""
     attempt: int = 1
     fingerprint: str = ""
@@ -86,73 +81,58 @@ class RunStarted(_Event):
     plan: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankPhaseChanged(_Event):
+class RankPhaseChanged(Event, type="rank"):
     """A rank has ``"started"``, joined its process ``"group"``, is ``"ready"`` or ``"done"``."""
 
-    type: Literal["rank"] = "rank"
     rank: int
     phase: str
     pid: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class NoteAdded(_Event):
+class NoteAdded(Event, type="note"):
     """A sentence for the user; ``level``: ``"info"`` or ``"warning"``."""
 
-    type: Literal["note"] = "note"
     level: str = "info"
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class MetricsLogged(_Event):
+class MetricsLogged(Event, type="metrics"):
     """Numbers by name; ``step``: the optimizer step, where the function gave one."""
 
-    type: Literal["metrics"] = "metrics"
     values: dict[str, float]
     step: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class MetricsReported(_Event):
+class MetricsReported(Event, type="report"):
     """Metrics of a validation; ``decision``: ``"go"``, or the status that the ranks stop with."""
 
-    type: Literal["report"] = "report"
     values: dict[str, float]
     step: int | None = None
     decision: str = "go"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointSaved(_Event):
+class CheckpointSaved(Event, type="checkpoint"):
     """A checkpoint was written; ``kind``: ``"last"``, ``"best"``, ``"step"`` or the user's own."""
 
-    type: Literal["checkpoint"] = "checkpoint"
     path: str
     step: int | None = None
     kind: str = "last"
 
 
-@dataclass(frozen=True, kw_only=True)
-class DevicesSampled(_Event):
+class DevicesSampled(Event, type="device"):
     """The load of each rank and each GPU."""
 
-    type: Literal["device"] = "device"
     readings: list[Reading]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StopRequested(_Event):
+class StopRequested(Event, type="stop"):
     """The run must end; ``grace``: seconds until its ranks are killed, None: never."""
 
-    type: Literal["stop"] = "stop"
     reason: str
     grace: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrialChanged(_Event):
+class TrialChanged(Event, type="trial"):
     """A trial has a new state, or has become the best one.
 
     Attributes:
@@ -168,7 +148,6 @@ class TrialChanged(_Event):
         best: whether it is the best trial so far.
     """
 
-    type: Literal["trial"] = "trial"
     number: int
     state: str
     params: dict[str, object] = field(default_factory=dict)
@@ -180,24 +159,20 @@ class TrialChanged(_Event):
     best: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class IntermediateReported(_Event):
+class IntermediateReported(Event, type="intermediate"):
     """A value for the pruner; ``step`` counts from 0, or from 1 where ``fit`` reports."""
 
-    type: Literal["intermediate"] = "intermediate"
     number: int
     step: int
     value: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoldChanged(_Event):
+class FoldChanged(Event, type="fold"):
     """A fold has a new state; ``number``: its trial's, None in a cross-validation.
 
     The other attributes are those of a trial; ``metrics`` are the scores of a complete fold.
     """
 
-    type: Literal["fold"] = "fold"
     number: int | None = None
     fold: int
     state: str
@@ -207,17 +182,14 @@ class FoldChanged(_Event):
     folder: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommandReceived(_Event):
+class CommandReceived(Event, type="command"):
     """A search has a command from a handle; ``n``: trials to add, or the trial to stop."""
 
-    type: Literal["command"] = "command"
     op: Literal["pause", "resume", "stop", "add_trials", "stop_trial"]
     n: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunEnded(_Event):
+class RunEnded(Event, type="ended"):
     """An attempt has ended.
 
     Attributes:
@@ -227,24 +199,20 @@ class RunEnded(_Event):
         metrics: the last reported ones.
     """
 
-    type: Literal["ended"] = "ended"
     status: str
     seconds: float | None = None
     error: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-_RankEvent: TypeAlias = RankPhaseChanged | MetricsLogged | MetricsReported | CheckpointSaved
-_RunEvent: TypeAlias = RunStarted | NoteAdded | DevicesSampled | StopRequested | RunEnded
 JobEvent: TypeAlias = TrialChanged | FoldChanged
-Event: TypeAlias = _RunEvent | _RankEvent | JobEvent | IntermediateReported | CommandReceived
 
-_CLASSES: dict[str, type[Event]] = {kind.type: kind for kind in get_args(Event)}
+_CLASSES: dict[str, type[Event]] = {kind.type: kind for kind in Event.__subclasses__()}
 
 
 def encode(event: Event) -> bytes:
     """The line of ``events.jsonl`` that holds an event."""
-    return (json.dumps(vars(event), default=str) + "\n").encode()
+    return messages.encode(event) + b"\n"
 
 
 def decode(line: str | bytes) -> Event | None:
@@ -253,32 +221,14 @@ def decode(line: str | bytes) -> Event | None:
     A null counts as missing; unknown names are ignored.
     """
     try:
-        return _event(json.loads(line))
-    except (ValueError, RecursionError):
-        return None
-
-
-_CHUNK = 1 << 16  # bytes of lines that are decoded in one call
-
-
-def _decode_all(lines: Sequence[bytes]) -> Iterable[Event | None]:
-    """Decode lines in one call, which takes half the time of a call for each."""
-    try:
-        contents = json.loads(b"[" + b",".join(lines) + b"]")
-        if len(contents) == len(lines):
-            return map(_event, contents)
-    except (ValueError, RecursionError):  # one of them is damaged
-        pass
-    return map(decode, lines)
-
-
-def _event(content: Any) -> Event | None:
-    try:
-        classes = _field_classes(content["type"])
-        fields = {k: value for k, value in content.items() if k in classes and value is not None}
-        if all(isinstance(value, classes[k]) for k, value in fields.items()) and "t" in fields:
-            return _CLASSES[content["type"]](**fields)
-    except (LookupError, TypeError, AttributeError):  # damaged, or fields are missing
+        fields = json.loads(line)
+        event_type = fields.pop("type")
+        classes = _field_classes(event_type)
+        known = {k: value for k, value in fields.items() if k in classes and value is not None}
+        if all(isinstance(value, classes[k]) for k, value in known.items()) and "t" in known:
+            return _CLASSES[event_type](**known)
+    # Not JSON, not an object, an unknown type, or fields are missing.
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         pass
     return None
 
@@ -286,7 +236,8 @@ def _event(content: Any) -> Event | None:
 @functools.cache
 def _field_classes(event_type: str) -> dict[str, tuple[type, ...]]:
     """Field -> the classes of its values in JSON; of dicts and lists only the outermost."""
-    return {name: _classes(hint) for name, hint in get_type_hints(_CLASSES[event_type]).items()}
+    hints = get_type_hints(_CLASSES[event_type])
+    return {name: _classes(hints[name]) for name in _CLASSES[event_type].__dataclass_fields__}
 
 
 def _classes(hint: Any) -> tuple[type, ...]:
@@ -356,14 +307,12 @@ class EventReader:
                 return
             with file:
                 file.seek(self.offset)
-                while lines := file.readlines(_CHUNK):
-                    whole = lines if lines[-1].endswith(b"\n") else lines[:-1]
-                    for line, event in zip(whole, _decode_all(whole), strict=True):
-                        self.offset += len(line)
-                        if event is not None:
-                            yield event
-                    if len(whole) < len(lines):
+                for line in file:
+                    if not line.endswith(b"\n"):
                         return
+                    self.offset += len(line)
+                    if (event := decode(line)) is not None:
+                        yield event
 
 
 RETURNED = "value"

@@ -7,7 +7,6 @@ is measured again. ``nbtoolkit/tuning`` measures; a launch only reads.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import time
@@ -15,10 +14,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from nbtoolkit.config.schema import flat_settings
 from nbtoolkit.environment.hardware import detect_hardware
-from nbtoolkit.environment.measured_speed import MeasuredSpeed
-from nbtoolkit.run.paths import read_or_empty, write_json
-from nbtoolkit.run.resume import function_source, versions
+from nbtoolkit.environment.placement import MeasuredSpeed
+from nbtoolkit.run.fingerprint import function_source
+from nbtoolkit.run.paths import exclusive, read_or_empty, write_json
+from nbtoolkit.run.versions_record import versions
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
@@ -52,13 +53,13 @@ def answer_key(train: Callable[..., Any], config: Config, *more: object) -> str:
         config: ``model``, ``data`` and the settings that change a step's speed or memory count.
         more: anything else that counts.
     """
-    settings = config.to_dict()
+    settings = flat_settings(config.to_dict())
     hardware = detect_hardware()
     about = {
         "function": function_source(train),
-        "model": settings["model"],
-        "data": settings["data"],
-        "settings": [_at(settings, name) for name in _SETTINGS],
+        "model": config.model.to_dict(),
+        "data": config.data.to_dict(),
+        "settings": [settings.get(name) for name in _SETTINGS],
         "devices": [device.name for device in hardware.devices] or f"{hardware.cpu_count} CPUs",
         "versions": [versions().get(name) for name in _LIBRARIES],
         "more": more,
@@ -76,9 +77,7 @@ def kept_answer(config: Config, name: str, key: str) -> Answer | None:
 def keep_answer(config: Config, name: str, key: str, answer: Mapping[str, object]) -> None:
     """Keep an answer, in place of an earlier one; other processes may do so at the same time."""
     file = answers_file(config)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with exclusive(file):
         kept = read_answers(config)
         kept.setdefault(name, {})[key] = {**answer, "measured": time.time()}
         write_json(file, kept)
@@ -94,15 +93,10 @@ def answers_file(config: Config) -> Path:
     return Path(config.runtime.output_dir) / FILE
 
 
-def _at(settings: Mapping[str, Any], name: str) -> object:
-    section, _, key = name.partition(".")
-    return settings[section].get(key)
-
-
 # --- calibration ---
 
 
-CALIBRATION = "calibration"
+CALIBRATION = "strategies"
 
 
 def calibration_key(train: Callable[..., Any], config: Config) -> str:
@@ -124,7 +118,8 @@ def measured_speed(train: Callable[..., Any], config: Config) -> MeasuredSpeed |
     kept = kept_answer(config, CALIBRATION, calibration_key(train, config))
     if kept is None:
         return None
-    rows = {row["strategy"]: row for row in kept["candidates"] if row["samples_per_second"]}
+    measured = [row for row in kept["rows"] if row["samples_per_second"]]
+    rows = {row["settings"]["distributed.strategy"]: row for row in measured}
     return MeasuredSpeed(
         speeds={name: row["samples_per_second"] for name, row in rows.items()},
         ranks=rows["ddp"]["processes"] if "ddp" in rows else 1,

@@ -23,19 +23,22 @@ _TYPES: dict[str, type[Message]] = {}
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Message:
-    """Base class: each subclass is a frozen keyword-only dataclass, tagged in JSON by its name."""
+    """Base class: each subclass is a frozen keyword-only dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
+    type: ClassVar[str]
+    """The tag in JSON: the class's name, of an event a name of its own."""
 
-    def __init_subclass__(cls) -> None:
-        _TYPES[cls.__name__] = dataclass(frozen=True, kw_only=True)(cls)
+    def __init_subclass__(cls, *, type: str = "") -> None:
+        cls.type = type or cls.__name__
+        _TYPES[cls.type] = dataclass(frozen=True, kw_only=True)(cls)
 
 
 # --- from a rank to its supervisor, without an answer ---
 
 
 class Statement(Message):
-    """A message that one rank sends by itself."""
+    """A message that one rank sends by itself; the events of events.py are others."""
 
 
 class PhaseReached(Statement):
@@ -78,40 +81,7 @@ class LongOperation(Statement):
     entered: bool
 
 
-class Recorded(Statement):
-    """A message that is written to the run's events."""
-
-
-class MetricsSent(Recorded):
-    """Metrics from ``ctx.log``."""
-
-    values: dict[str, float]
-    step: int | None
-
-
-class Reported(Recorded):
-    """Metrics from a ``ctx.report`` that does not wait for an answer."""
-
-    values: dict[str, float]
-    step: int | None
-
-
-class CheckpointWritten(Recorded):
-    """A checkpoint that one rank has written without the others."""
-
-    path: str
-    step: int | None
-    kind: str
-
-
-class NoteSent(Recorded):
-    """A note for the user."""
-
-    text: str
-    level: str
-
-
-class SettingsUnread(Recorded):
+class SettingsUnread(Statement):
     """A warning of settings that had no effect on the function."""
 
     text: str
@@ -205,15 +175,9 @@ class StopPending(Message):
 
 
 class JobAssigned(Message):
-    """The next job of reused ranks: the file of a pickled JobSpec."""
+    """To ranks that wait, as a packet on their telemetry connection: their next job."""
 
-    file: str
-
-
-class RunAssigned(Message):
-    """To ranks in standby, as a packet on their telemetry connection: their function and job."""
-
-    descriptors: StandbyDescriptors
+    descriptors: JobDescriptors
 
 
 class Answer(Message):
@@ -321,10 +285,17 @@ class AgentDescriptors(Descriptors):
 
 
 class StandbyDescriptors(Descriptors):
-    """The packed function, or only its environment, and the packed JobSpec."""
+    """The packed environment of ranks that start in advance, and the packed JobSpec."""
 
     payload: int
     spec: int
+
+
+class JobDescriptors(Descriptors):
+    """The packed JobSpec; the packed function, unless the ranks have it."""
+
+    spec: int
+    payload: int | None = None
 
 
 class SupervisorDescriptors(Descriptors):
@@ -485,7 +456,7 @@ _Indices: TypeAlias = "dict[str, Any] | list[int] | int | None"
 
 def encode(message: Message, fds: list[int] | None = None) -> bytes:
     """Encode a message as JSON; appends its descriptors to ``fds``."""
-    fields = {"type": type(message).__name__, **vars(message)}
+    fields = {"type": message.type, **vars(message)}
     if fds is not None and "descriptors" in fields:
         fields["descriptors"] = _to_indices(fields["descriptors"], fds)
     return _to_json(fields).encode()
@@ -509,7 +480,7 @@ def decode(data: bytes, fds: Sequence[int] = ()) -> Message:
 def _to_indices(named: _Named, fds: list[int]) -> _Indices:
     if isinstance(named, Message):
         fields = {name: _to_indices(value, fds) for name, value in vars(named).items()}
-        return {"type": type(named).__name__, **fields}
+        return {"type": named.type, **fields}
     if named is None:
         return None
     first = len(fds)

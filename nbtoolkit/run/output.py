@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
+from nbtoolkit.environment.installed import install_line
 from nbtoolkit.errors import LaunchError, MissingExtra
 from nbtoolkit.host import in_kernel
 from nbtoolkit.run.events import Event, NoteAdded, RunStarted, StopRequested
@@ -245,7 +246,7 @@ def choose_screen(display: Display, facts: DisplayFacts) -> Screen:
         return Screen("minutes", "a notebook run in the background (papermill, nbclient, nbval)")
     if facts.widgets:
         return Screen("widgets", "a notebook, and ipywidgets is installed")
-    return Screen("html", "a notebook without ipywidgets (pip install 'nbtoolkit-torch[panel]')")
+    return Screen("html", f"a notebook without ipywidgets ({install_line('panel')})")
 
 
 def _check_widgets(facts: DisplayFacts) -> None:
@@ -256,9 +257,7 @@ def _check_widgets(facts: DisplayFacts) -> None:
             do='omit display: "auto" shows a bar in a terminal, and lines elsewhere',
         )
     if not facts.widgets:
-        raise MissingExtra(
-            'display="widgets" needs ipywidgets', do="pip install 'nbtoolkit-torch[panel]'"
-        )
+        raise MissingExtra('display="widgets" needs ipywidgets', do=install_line("panel"))
 
 
 def find_display() -> DisplayFacts:

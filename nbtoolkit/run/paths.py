@@ -2,7 +2,7 @@
 
 <output_dir>/<run id>/                    mode 0700: private; the files inside follow the umask
 config.yaml  plan.json  versions.json     the decisions, written before anything starts
-owner.lock  owner.json                    the process in charge (flock, mode 0600; pid, boot id)
+owner.lock  owner.json                    the process in charge (flock, mode 0600; pid)
 events.jsonl                              the run's events, append-only: what every reader reads
 stop                                      a handle's request to stop
 tracking.json                             how much of it MLflow has (with tracking on)
@@ -31,6 +31,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -67,7 +68,7 @@ class RunPaths:
     lock = _File("owner.lock")
     """Locked (flock) by the supervisor while it lives."""
     owner = _File("owner.json")
-    """Who owns or owned the run (JSON: pid, boot_id)."""
+    """Who owns or owned the run (JSON: pid, since, detached)."""
     stop = _File("stop")
     """A handle's request to stop (JSON: grace, reason)."""
     checkpoints = _File("checkpoints")
@@ -86,6 +87,8 @@ class RunPaths:
     """Layers whose results depend on the ranks, with the reason (tracking.record_samples)."""
     predictor = _File("predictor.pkl")
     """What predicts a test set with the model of a fold (pickled; ``cv.predict`` reads it)."""
+    remote = _File("remote/job.json")
+    """The job of a cluster that trains the run (JSON: where, job)."""
     previous = _File("previous")
     """The decisions and the end of the attempt before this one."""
     elastic = _File("ranks/elastic")
@@ -143,6 +146,11 @@ class RunPaths:
                     continue
         except OSError as error:
             raise folder_error(parent, error) from error
+
+    def own(self, *, detached: bool = False) -> None:
+        """Record this process, which holds the lock, as the owner."""
+        owner = {"pid": os.getpid(), "since": time.time(), "detached": detached}
+        write_json(self.owner, owner, durable=False)
 
     def owned(self) -> bool:
         """Whether a live supervisor owns this run: some process holds its lock."""
@@ -249,6 +257,19 @@ def temporary_beside(path: Path) -> Path:
 def write_json(path: Path, value: object, *, durable: bool = True) -> None:
     """Write ``value`` as JSON with :func:`write_whole`."""
     write_whole(path, json.dumps(value, indent=1, default=str), durable=durable)
+
+
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Keep other processes that call this out, while the ``with`` block reads and writes ``path``.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager
@@ -359,14 +380,6 @@ def age_key(folder: Path) -> tuple[str, int, str]:
 
 
 _SECOND = re.compile(r"\d{8}T\d{6}")  # the beginning of a run id
-
-
-def boot_id() -> str:
-    """The id of this boot of the machine; a pid is meaningful only together with it."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return "unknown"
 
 
 # --- runs of a notebook ---

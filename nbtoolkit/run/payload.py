@@ -1,8 +1,7 @@
-"""Pickle the function once, with its arrays, into one memfd that all ranks map.
+"""Pickle what supervisor, agent and ranks receive, once, each into a memfd that all ranks map.
 
-The memfd holds the captured NumPy arrays and CPU tensors as raw bytes. A rank maps the file
-privately, so a write stays in that rank, and only then costs memory. The buffers of pickle protocol
-5 are not enough: torch tensors, non-contiguous arrays and arrays of dates stay in the pickle.
+The memfd of the function also holds the buffers of pickle protocol 5: captured NumPy arrays and CPU
+tensors. A rank maps the file privately, so a write stays in that rank, and only then costs memory.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import pickle
 import struct
 import sys
 import types
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import cloudpickle
@@ -31,7 +30,16 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from nbtoolkit.config.schema import Config
+    from nbtoolkit.environment.deadline import Note
+    from nbtoolkit.environment.hardware import Hardware
+    from nbtoolkit.environment.launch_plan import LaunchPlan
+    from nbtoolkit.environment.placement import MeasuredSpeed
     from nbtoolkit.environment.variables import KernelEnvironment
+    from nbtoolkit.folds.folds import Fold
+    from nbtoolkit.host import Host
+    from nbtoolkit.run.events import RunStarted
+    from nbtoolkit.run.paths import RunPaths
 
 T = TypeVar("T")
 
@@ -46,13 +54,65 @@ class PackedFunction:
 
     Attributes:
         function: its pickle, with the functions and classes of cells that it needs.
+        buffers: offset and size in the memfd of each buffer of the pickle, in its order.
         sources: the source lines of cells, by file name.
         environment: the kernel's environment.
     """
 
     function: bytes
+    buffers: Sequence[tuple[int, int]] = ()
     sources: dict[str, list[str]]
     environment: KernelEnvironment
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """One run of the training function, for its ranks.
+
+    Attributes:
+        paths: its folder.
+        plan: how many ranks, on which devices.
+        config: the resolved configuration.
+        deadline: unix time at which the run is asked to stop; None: no limit.
+        params: a trial's parameters.
+        fold: the value of ``ctx.fold``.
+        synchronous_reports: whether every report waits for an answer.
+        reuse_workers: whether the ranks run another job afterwards.
+        standby: whether the ranks wait for the actual job, which comes with its function.
+    """
+
+    paths: RunPaths
+    plan: LaunchPlan
+    config: Config
+    deadline: float | None = None
+    params: Mapping[str, object] = field(default_factory=dict)
+    fold: Fold | None = None
+    synchronous_reports: bool = False
+    reuse_workers: bool = False
+    standby: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """A planned run, for its supervisor.
+
+    Attributes:
+        job: for its ranks.
+        host: where it runs, to make another plan.
+        hardware: what it may use, to make another plan.
+        header: its first event.
+        notes: for the user, at the start.
+        speed: how fast each strategy was when it was measured, to make another plan.
+        agent_pid: the agent, if the kernel has forked it.
+    """
+
+    job: JobSpec
+    host: Host
+    hardware: Hardware
+    header: RunStarted
+    notes: tuple[Note, ...] = ()
+    speed: MeasuredSpeed | None = None
+    agent_pid: int | None = None
 
 
 class PayloadWriter:
@@ -91,11 +151,13 @@ class _Pickler(cloudpickle.Pickler):
     """cloudpickle that writes arrays to the memfd and collects the source files of functions."""
 
     def __init__(self, file: io.BytesIO, writer: PayloadWriter) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=self._store)
         self._writer = writer
         self._stored: dict[tuple[int, int], int] = {}
         # Stored arrays must not be freed (and their addresses reused) while pickling.
-        self._kept: list[NDArray[Any]] = []
+        self._kept: list[pickle.PickleBuffer] = []
+        self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self.buffers: list[tuple[int, int]] = []
         self.files: set[str] = set()
         self.of_main: dict[str, type | types.FunctionType] = {}
         """Functions and classes of cells, by the name under which plain pickle looks for them."""
@@ -126,15 +188,18 @@ class _Pickler(cloudpickle.Pickler):
             )
         if type(obj) is not np.ndarray or obj.dtype.hasobject or obj.nbytes < _SMALL:
             return None
-        order = _memory_order(obj)
-        contiguous = np.asarray(obj, order=order)
-        address = contiguous.__array_interface__["data"][0]
-        offset = self._store(address, contiguous.nbytes, contiguous, order)
-        return _map_array, (offset, obj.dtype, obj.shape, order)
+        # NumPy itself has no buffer for these two, and would copy them into the pickle.
+        if not (obj.flags.c_contiguous or obj.flags.f_contiguous):
+            return np.asarray, (np.ascontiguousarray(obj),)
+        if obj.dtype.kind in "mM":
+            return np.ndarray.view, (obj.view(np.int64), obj.dtype)
+        return None
 
     def _tensor(self, obj: object) -> tuple[object, ...] | None:
         import torch
 
+        if type(obj) is torch.UntypedStorage and obj.device.type == "cpu":
+            return _make_storage, (torch.empty(0, dtype=torch.uint8).set_(obj).numpy(),)
         if type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_quantized:
             return None
         if obj.device.type not in ("cpu", "meta"):
@@ -148,18 +213,24 @@ class _Pickler(cloudpickle.Pickler):
         storage = obj.untyped_storage()
         if storage.nbytes() < _SMALL or vars(obj):
             return None
-        raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-        offset = self._store(storage.data_ptr(), storage.nbytes(), raw, "C")
-        source = (offset, storage.nbytes(), obj.dtype, obj.storage_offset())
-        return _map_tensor, (*source, tuple(obj.shape), obj.stride(), obj.requires_grad)
+        # One object for all tensors that share memory, so that they also share it in the rank.
+        storage = self._storages.setdefault((storage.data_ptr(), storage.nbytes()), storage)
+        place = obj.storage_offset(), tuple(obj.shape), obj.stride()
+        return _make_tensor, (storage, obj.dtype, *place, obj.requires_grad)
 
-    def _store(self, address: int, size: int, array: NDArray[Any], order: Literal["C", "F"]) -> int:
-        """The offset of an array that is contiguous in ``order``; writes it the first time."""
-        if (address, size) not in self._stored:
-            self._kept.append(array)
-            data = array.reshape(-1, order=order).view("u1")  # a view: nothing is copied
-            self._stored[address, size] = self._writer.put(data.data)
-        return self._stored[address, size]
+    def _store(self, buffer: pickle.PickleBuffer) -> bool:
+        """Write a buffer to the memfd the first time; True: a small one stays in the pickle."""
+        import numpy as np
+
+        data = buffer.raw()
+        if data.nbytes < _SMALL:
+            return True
+        memory = np.frombuffer(data, np.uint8).ctypes.data, data.nbytes
+        if memory not in self._stored:
+            self._kept.append(buffer)
+            self._stored[memory] = self._writer.put(data)
+        self.buffers.append((self._stored[memory], data.nbytes))
+        return False
 
 
 def _memory_order(array: NDArray[Any]) -> Literal["C", "F"]:
@@ -194,7 +265,10 @@ def pack_function(
             assert function is not None
             raise _cannot_pickle(function, error) from error
         packed = PackedFunction(
-            function=file.getvalue(), sources=_sources(pickler.files), environment=environment
+            function=file.getvalue(),
+            buffers=pickler.buffers,
+            sources=_sources(pickler.files),
+            environment=environment,
         )
         yield writer.finish(cloudpickle.dumps(packed))
 
@@ -219,10 +293,13 @@ def load_function(fd: int, packed: PackedFunction) -> Callable[..., Any]:
     """Unpickle the function in a rank; its arrays are private maps, tracebacks show its cells."""
     for filename, lines in packed.sources.items():
         linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
-    global _mapping
-    _mapping = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    global _came_from_payload
+    _came_from_payload = True
+    private = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    view = memoryview(private)
+    buffers = [view[offset : offset + size] for offset, size in packed.buffers]
     function: Callable[..., Any]
-    function, of_main = pickle.loads(packed.function)
+    function, of_main = pickle.loads(packed.function, buffers=buffers)
     # Plain pickle finds the functions and classes of cells by name. Pools and torch.save use it,
     # and DataLoader workers, which otherwise lose the batch that the rank waits for.
     vars(sys.modules["__main__"]).update(of_main)
@@ -237,7 +314,6 @@ def unload_function() -> None:
         if names.get(name) is value:
             del names[name]
     _of_main.clear()
-    _storages.clear()
 
 
 _MAIN = ("__main__", "__mp_main__")
@@ -252,20 +328,12 @@ def in_main(obj: type | types.FunctionType) -> bool:
 
 def came_from_payload() -> bool:
     """Whether this process has unpickled the user's function."""
-    return _mapping is not None
+    return _came_from_payload
 
 
-# The memfd of this rank, from the unpickling of the function on.
-_mapping: mmap.mmap | None = None
-
-
-def _map_array(
-    offset: int, dtype: np.dtype[Any], shape: tuple[int, ...], order: Literal["C", "F"]
-) -> NDArray[Any]:
-    import numpy as np
-
-    assert _mapping is not None
-    return np.ndarray(shape, dtype, buffer=_mapping, offset=offset, order=order)
+_came_from_payload = False
+_of_main: dict[str, type | types.FunctionType] = {}
+"""What ``__main__`` got for the function that is loaded."""
 
 
 def _open_memmap(
@@ -280,9 +348,14 @@ def _open_memmap(
     return np.memmap(filename, dtype, mode="c", offset=offset, shape=shape, order=order)
 
 
-def _map_tensor(
-    offset: int,
-    size: int,
+def _make_storage(memory: NDArray[np.uint8]) -> torch.UntypedStorage:
+    import torch
+
+    return torch.from_numpy(memory).untyped_storage()
+
+
+def _make_tensor(
+    storage: torch.UntypedStorage,
     dtype: torch.dtype,
     start: int,
     shape: tuple[int, ...],
@@ -291,18 +364,8 @@ def _map_tensor(
 ) -> torch.Tensor:
     import torch
 
-    assert _mapping is not None
-    key = (offset, size)
-    if key not in _storages:  # tensors that share memory in the kernel also share it in the rank
-        raw = torch.frombuffer(_mapping, dtype=torch.uint8, count=size, offset=offset)
-        _storages[key] = raw.untyped_storage()
-    tensor = torch.empty(0, dtype=dtype).set_(_storages[key], start, shape, stride)
+    tensor = torch.empty(0, dtype=dtype).set_(storage, start, shape, stride)
     return tensor.requires_grad_(requires_grad)
-
-
-# Of the function that is loaded: shared memory of its tensors, and what __main__ got.
-_storages: dict[tuple[int, int], torch.UntypedStorage] = {}
-_of_main: dict[str, type | types.FunctionType] = {}
 
 
 def _sources(files: set[str]) -> dict[str, list[str]]:
@@ -343,25 +406,29 @@ def _captured(function: Callable[..., Any]) -> list[tuple[str, object]]:
     code = getattr(function, "__code__", None)
     if code is None:
         return []
-    captured: list[tuple[str, object]] = []
-    for name, cell in zip(
-        code.co_freevars, getattr(function, "__closure__", None) or (), strict=False
-    ):
-        with contextlib.suppress(ValueError):  # an empty cell: not assigned yet
-            captured.append((f"closure variable `{name}`", cell.cell_contents))
+    captured = [(f"closure variable `{name}`", value) for name, value in closure_values(function)]
     globals_ = getattr(function, "__globals__", {})
-    for name in sorted(_global_names(code) & globals_.keys()):
+    for name in sorted(global_names(code) & globals_.keys()):
         captured.append((f"global `{name}`", globals_[name]))
     for index, value in enumerate(getattr(function, "__defaults__", None) or ()):
         captured.append((f"default value `argument {index}`", value))
     return captured
 
 
-def _global_names(code: types.CodeType) -> set[str]:
+def closure_values(function: object) -> Iterator[tuple[str, object]]:
+    """The names and values of a function's closure variables, but of those not assigned yet."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
+        with contextlib.suppress(ValueError):  # an empty cell
+            yield name, cell.cell_contents
+
+
+def global_names(code: types.CodeType) -> set[str]:
+    """The names that a function's code, and the functions in it, look up outside of it."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _global_names(constant)
+            names |= global_names(constant)
     return names
 
 

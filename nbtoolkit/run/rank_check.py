@@ -99,6 +99,11 @@ def track_optimizers(config: Config, ranks: int) -> SteppedOptimizers | None:
     return SteppedOptimizers() if ranks > 1 and config.runtime.compare_ranks else None
 
 
+def leave_out(optimizer: Optimizer) -> None:
+    """Do not compare the parameters of ``optimizer``: each rank has a part of its own."""
+    setattr(optimizer, _MARK, None)
+
+
 def divergence_warning(ranks: Sequence[Weights | None]) -> str | None:
     """A warning if the ranks' weights are not those of one model; None: they may be.
 

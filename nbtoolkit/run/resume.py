@@ -1,50 +1,60 @@
-"""Decide whether a launch starts a new run or resumes one, and lock the run's folder.
-
-The fingerprint of a run is a hash of the settings and the function that decide its result.
-"""
+"""Decide whether a launch starts a new run or resumes one, and lock the run's folder."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
-import hashlib
-import importlib.metadata
-import inspect
-import json
 import os
-import platform
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any
 
+from nbtoolkit.config.schema import load_config
 from nbtoolkit.environment.plan import OutOfMemory
 from nbtoolkit.errors import LaunchError, ResumeError
-from nbtoolkit.run.checkpoint_store import has_checkpoint
+from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint
 from nbtoolkit.run.events import RunStarted
+from nbtoolkit.run.fingerprint import (
+    decides_result,
+    fingerprint,
+    function_name,
+    settings_hash,
+    source_hash,
+)
 from nbtoolkit.run.paths import (
+    KIND_NAMES,
     RunPaths,
     announce_run,
     find_run,
     folder_error,
+    kind_of,
     read_or_empty,
     runs_in,
     write_json,
     write_whole,
 )
-from nbtoolkit.version import __version__
+from nbtoolkit.run.remote_job import JOB_MARK, awaits_job
+from nbtoolkit.run.versions_record import (
+    changed_code,
+    left_for_its_code,
+    read_versions,
+    refuse_old_run,
+    refuse_other_function,
+    versions,
+)
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
+    from nbtoolkit.environment.deadline import Note
     from nbtoolkit.environment.launch_plan import LaunchPlan
     from nbtoolkit.host import Host
 
-_LIBRARIES = ("torch", "accelerate", "numpy", "pydantic", "mlflow", "transformers")
-
 _LOCK_TRIES = 3  # RunPaths.owned() holds the lock for a moment
+# A job that starts again after a rank was lost: the others of its first start may still be ending.
+_LOCK_TRIES_OF_JOB = 3000
 
 
 class RunLock:
@@ -75,26 +85,6 @@ _DECISIONS = ("config.yaml", "plan.json", "versions.json")
 _RESULTS = ("result.json", "error.json", "error.pkl")
 
 
-class VersionsRecord(TypedDict, total=False):
-    """The content of ``versions.json``; ``kind`` and ``total`` are a search's."""
-
-    run_id: str
-    attempt: int
-    created: float
-    fingerprint: str
-    function: str
-    source: str
-    host: str
-    versions: dict[str, str]
-    kind: str
-    total: int | None
-
-
-def read_versions(paths: RunPaths) -> VersionsRecord:
-    """The content of ``versions.json``; empty if it is missing or cannot be read."""
-    return cast("VersionsRecord", read_or_empty(paths.versions))
-
-
 # Of a plan: what decides how much memory a rank has and needs.
 _MEMORY = ("processes", "device_type", "device_names", "precision", "global_batch_size")
 
@@ -107,6 +97,13 @@ class ChosenRun:
     lock: RunLock
     attempt: int
     """1 for a new run, more for one that is resumed."""
+    warning: str | None = None
+    """What the user has to know about the choice: the code has changed since the last attempt."""
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        """The warning as a note of a run."""
+        return () if self.warning is None else (("warning", self.warning),)
 
     def __enter__(self) -> ChosenRun:
         return self
@@ -152,16 +149,19 @@ def choose_run(
         RunFolderError: the output folder cannot be written.
     """
     output_dir = Path(config.runtime.output_dir)
+    left = None
     if resume == "auto":
         chosen = _newest_unfinished(output_dir, fingerprint(config.to_dict(), train))
+        settings = settings_hash(config.to_dict())
+        left = None if chosen else left_for_its_code(output_dir, "run", settings, train)
     elif resume == "never":
         chosen = None
     else:
         chosen = _named(resume, output_dir, config, train)
     if chosen is None:
-        return new_run(output_dir, name or str(getattr(train, "__name__", "run")))
-    archive_attempt(chosen.paths)
-    return chosen
+        new = new_run(output_dir, name or str(getattr(train, "__name__", "run")))
+        return replace(new, warning=left)
+    return begin_attempt(chosen.paths, chosen.lock, train)
 
 
 def new_run(output_dir: str | Path, name: str) -> ChosenRun:
@@ -174,6 +174,16 @@ def new_run(output_dir: str | Path, name: str) -> ChosenRun:
     lock = lock_run(paths)
     assert lock is not None
     return ChosenRun(paths, lock, 1)
+
+
+def begin_attempt(paths: RunPaths, lock: RunLock, train: Callable[..., Any]) -> ChosenRun:
+    """Begin the next attempt of a locked run, or the one that was submitted to a cluster."""
+    # Read before this attempt's record replaces it.
+    record, warning = read_versions(paths), changed_code(paths, train)
+    if record.get("submitted"):
+        return ChosenRun(paths, lock, record["attempt"], warning)
+    archive_attempt(paths)
+    return ChosenRun(paths, lock, record["attempt"] + 1, warning)
 
 
 def archive_attempt(paths: RunPaths) -> None:
@@ -223,27 +233,9 @@ def find_named_run(run: str | os.PathLike[str], output_dir: Path) -> RunPaths:
         raise ResumeError(error.what, allowed=allowed, do=error.do) from None
 
 
-def refuse_old_run(paths: RunPaths) -> None:
-    """Refuse to resume a run or search of version 0.1, whose settings have other names.
-
-    Raises:
-        ResumeError: version 0.1 made it.
-    """
-    version = str(read_versions(paths).get("versions", {}).get("nbtoolkit", ""))
-    if version.startswith("0.1."):
-        raise ResumeError(
-            f"{paths.run_id} was made by nbtoolkit {version}; version {__version__} cannot resume "
-            "it",
-            allowed="nb.attach and nb.report show it, nb.load_model reads its weights",
-            do="start a new one with resume='never'",
-        )
-
-
 def _named(
     run: str | os.PathLike[str], output_dir: Path, config: Config, train: Callable[..., Any]
 ) -> ChosenRun:
-    from nbtoolkit.config.schema import load_config
-
     paths = find_named_run(run, output_dir)
     versions_record = read_versions(paths)
     if not versions_record:
@@ -251,6 +243,12 @@ def _named(
             f"cannot resume the run {paths.run_id}: {paths.versions} is damaged",
             allowed="a run with an undamaged folder",
             do="launch with resume='never'; nb.load_model reads its checkpoints",
+        )
+    if (kind := kind_of(versions_record)) != "run":
+        raise ResumeError(
+            f"{paths.folder} is a {KIND_NAMES[kind]}, not a run",
+            allowed="a run of nb.launch",
+            do="resume it with nb.sweep or nb.cross_validate, which made it",
         )
     refuse_old_run(paths)
     before = load_config(paths.config, env=None)
@@ -261,13 +259,7 @@ def _named(
             "other output, tracking and checkpoint settings",
             do="load the run's own config.yaml, or launch with resume='never'",
         )
-    if versions_record["source"] != source_hash(train):
-        raise ResumeError(
-            f"the run {paths.run_id} was made by another function: the source of "
-            f"{versions_record['function']} differs",
-            allowed="the same training function",
-            do="launch with resume='never'",
-        )
+    refuse_other_function(paths, train)
     if paths.completed() and config.train.epochs <= before.train.epochs:
         raise ResumeError(
             f"the run {paths.run_id} is complete",
@@ -304,7 +296,7 @@ def changed_settings(before: Config, config: Config, *, may_train_longer: bool =
 
 
 def lock_run(paths: RunPaths) -> RunLock | None:
-    """Lock a run; None: another process holds its lock.
+    """Lock a run; None: another process holds its lock, or a job of a cluster will.
 
     Raises:
         RunFolderError: the folder cannot be written.
@@ -314,7 +306,11 @@ def lock_run(paths: RunPaths) -> RunLock | None:
         lock = RunLock(os.open(paths.lock, os.O_RDWR | os.O_CREAT, 0o600))
     except OSError as error:
         raise folder_error(paths.folder, error) from error
-    for _ in range(_LOCK_TRIES):
+    if awaits_job(paths):
+        lock.release()
+        return None
+    own = os.environ.get(JOB_MARK) == str(paths.folder)
+    for _ in range(_LOCK_TRIES_OF_JOB if own else _LOCK_TRIES):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return lock
@@ -353,148 +349,70 @@ def write_header(
     Raises:
         RunFolderError: the folder cannot be written.
     """
-    function = getattr(train, "__qualname__", repr(train))
+    record = _versions_record(run, config, host, train, more)
     header = RunStarted(
         run_id=run.paths.run_id,
         attempt=run.attempt,
-        fingerprint=str(more.get("fingerprint") or fingerprint(config.to_dict(), train)),
-        function=f"{getattr(train, '__module__', '')}.{function}",
+        fingerprint=str(record["fingerprint"]),
+        function=function_name(train),
         host=host.kind,
         versions=versions(),
         config=config.to_dict(),
         plan=plan.to_dict(),
     )
-    record: dict[str, object] = {
-        "run_id": header.run_id,
-        "attempt": header.attempt,
+    _write_decisions(run, config, record, header.plan)
+    return header
+
+
+def write_submitted(
+    run: ChosenRun, config: Config, host: Host, train: Callable[..., Any], **more: object
+) -> None:
+    """Write what is known of an attempt that a job of a cluster will begin.
+
+    Args:
+        run: the chosen run.
+        config: the resolved configuration.
+        host: where it is submitted.
+        train: the training function.
+        more: further or replaced fields of ``versions.json``.
+
+    Raises:
+        RunFolderError: the folder cannot be written.
+    """
+    record = _versions_record(run, config, host, train, {**more, "submitted": True})
+    _write_decisions(run, config, record, None)
+
+
+def _versions_record(
+    run: ChosenRun,
+    config: Config,
+    host: Host,
+    train: Callable[..., Any],
+    more: Mapping[str, object],
+) -> dict[str, object]:
+    return {
+        "run_id": run.paths.run_id,
+        "attempt": run.attempt,
         "created": time.time(),
-        "fingerprint": header.fingerprint,
-        "function": header.function,
+        "fingerprint": more.get("fingerprint") or fingerprint(config.to_dict(), train),
+        "function": function_name(train),
         "source": source_hash(train),
-        "host": header.host,
-        "versions": header.versions,
+        "settings": settings_hash(config.to_dict()),
+        "host": host.kind,
+        "versions": versions(),
         **more,
     }
+
+
+def _write_decisions(
+    run: ChosenRun, config: Config, record: Mapping[str, object], plan: Mapping[str, Any] | None
+) -> None:
     try:
         write_whole(run.paths.config, config.to_yaml(), durable=False)
-        write_json(run.paths.plan, header.plan, durable=False)
+        if plan is not None:
+            write_json(run.paths.plan, plan, durable=False)
         write_json(run.paths.versions, record, durable=False)
     except OSError as error:
         roll_back(run)
         raise folder_error(run.paths.folder, error) from error
     announce_run(run.paths.folder)
-    return header
-
-
-@functools.lru_cache(maxsize=1)
-def versions() -> dict[str, str]:
-    """Versions of Python, the platform and the libraries that matter to a result."""
-    known = {"python": platform.python_version(), "platform": platform.platform()}
-    known["nbtoolkit"] = __version__  # the distribution of that name on PyPI is another project's
-    for name in _LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            known[name] = importlib.metadata.version(name)
-    return known
-
-
-# --- identity of a run ---
-
-
-# Settings that do not change what a run computes (up to the order of sums), and so are not part of
-# its fingerprint. The number of ranks is among them, since the batch of a step is global.
-_NOT_IDENTITY = (
-    "task",
-    "tracking.",
-    "runtime.",
-    "checkpoint.",
-    "distributed.",
-    "train.num_workers",
-    "train.profile",
-)
-_IDENTITY = (
-    "distributed.sync_batchnorm",
-    "distributed.compression",
-    "distributed.powersgd_rank",
-    "distributed.local_sgd_steps",
-    "checkpoint.monitor",  # early stopping and the plateau schedule depend on the best value
-    "checkpoint.mode",
-    "checkpoint.weights",  # which weights predict at the end
-)
-_STEP_SIZE = ("distributed.world_size", "train.gradient_accumulation_steps")
-
-
-def function_source(function: Callable[..., Any]) -> str:
-    """A function as text: its source (or byte code) and the plain values bound to it.
-
-    Bound values are the arguments of a partial, defaults, closure variables and the attributes of
-    an object.
-    """
-    if isinstance(function, functools.partial):
-        bound = function.args, sorted(function.keywords.items())
-        return f"{function_source(function.func)} {bound!r}"
-    routine = inspect.isroutine(function) or inspect.isclass(function)
-    text = _code_text(function if routine else type(function))
-    return " ".join([text, *map(repr, _bound_values(function))])
-
-
-def _code_text(function: Callable[..., Any]) -> str:
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        code = getattr(function, "__code__", None)
-        if code is None:
-            return repr(getattr(function, "__qualname__", type(function)))
-        constants = [value for value in code.co_consts if isinstance(value, (int, float, str))]
-        return f"{code.co_code.hex()} {code.co_names} {constants}"
-
-
-def _bound_values(function: Callable[..., Any]) -> list[tuple[str, int | float | str]]:
-    """The numbers and texts in which two functions with the same source may differ, by name."""
-    owner = getattr(function, "__self__", function)
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    bound = list(getattr(owner, "__dict__", {}).items())
-    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
-        with contextlib.suppress(ValueError):  # an empty cell: not assigned yet
-            bound.append((name, cell.cell_contents))
-    bound += [("default", value) for value in getattr(function, "__defaults__", None) or ()]
-    return [(name, value) for name, value in bound if isinstance(value, (int, float, str))]
-
-
-def fingerprint(config: Mapping[str, object], function: Callable[..., Any]) -> str:
-    """Hash what decides the result of a run, to 16 hex digits.
-
-    Args:
-        config: the resolved configuration as plain Python; output and tracking keys do not count.
-        function: the training function; its source counts, the name of its module does not.
-    """
-    flat = _flat(config)
-    kept = {key: value for key, value in flat.items() if decides_result(key, config)}
-    text = json.dumps(kept, sort_keys=True, default=str) + "\n" + function_source(function)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def decides_result(key: str, config: Mapping[str, Any]) -> bool:
-    """Whether a setting changes what a run computes.
-
-    Args:
-        key: its dotted name.
-        config: the resolved configuration as plain Python: with ``train.batch_size_per_device`` the
-            number of ranks and accumulation steps decides the batch size of a step.
-    """
-    if key in _STEP_SIZE:
-        return (config.get("train") or {}).get("batch_size_per_device") is not None
-    return key in _IDENTITY or not key.startswith(_NOT_IDENTITY)
-
-
-def source_hash(train: Callable[..., Any]) -> str:
-    """Hash the function's source, to 16 hex digits."""
-    return fingerprint({}, train)
-
-
-def _flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Nested settings by dotted name."""
-    flat: dict[str, object] = {}
-    for key, value in config.items():
-        inner = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
-        flat.update(inner or {f"{prefix}{key}": value})
-    return flat

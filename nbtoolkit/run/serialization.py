@@ -10,7 +10,7 @@ import sysconfig
 import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -43,7 +43,14 @@ class _ValuePickler(cloudpickle.Pickler):
                 return moved.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             if isinstance(obj, torch.Tensor) and not obj.is_leaf:
                 return obj.detach().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            # A wrapped model cannot be loaded where there is no process group.
+            if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
+                return _itself, (obj.module,)
         return super().reducer_override(obj)
+
+
+def _itself(value: object) -> object:
+    return value
 
 
 def _dumps(value: object) -> bytes:
@@ -282,6 +289,33 @@ def unpack_error(packed: PackedError) -> BaseException:
     error.__context__ = unpack_error(packed.context) if packed.context else None
     error.__suppress_context__ = packed.suppress
     return error
+
+
+def without_our_frames(packed: PackedError) -> PackedError:
+    """The error without the frames of nbtoolkit above the user's code.
+
+    An error of nbtoolkit's own loses those below it too: it explains itself, and ends at the user's
+    call. The rank's log keeps the whole traceback.
+    """
+    entries = []
+    entry = packed.frames
+    while entry is not None:
+        entries.append(entry)
+        entry = entry["tb_next"]
+    users = [i for i, each in enumerate(entries) if not _is_ours(each)]
+    if not users:
+        return packed
+    explains_itself = packed.type.startswith("nbtoolkit.errors.")
+    frames = None
+    for kept in reversed(entries[users[0] : users[-1] + 1 if explains_itself else None]):
+        frames = TracebackFrames(
+            tb_frame=kept["tb_frame"], tb_lineno=kept["tb_lineno"], tb_next=frames
+        )
+    return replace(packed, frames=frames)
+
+
+def _is_ours(entry: TracebackFrames) -> bool:
+    return entry["tb_frame"]["f_code"]["co_filename"].startswith(_OUR_FOLDER)
 
 
 def _restore(data: bytes | None) -> BaseException | None:

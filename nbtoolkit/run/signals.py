@@ -45,7 +45,8 @@ def catch_termination_signals(flag: SignalFlag) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    caught = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    caught = [n for n in ENDING if signal.getsignal(n) in (signal.SIG_DFL, not_yet)]
+    before = {number: signal.getsignal(number) for number in caught}
     for number in caught:
         signal.signal(number, handle)
     try:
@@ -53,13 +54,27 @@ def catch_termination_signals(flag: SignalFlag) -> Iterator[None]:
     finally:
         for number in caught:
             if signal.getsignal(number) is handle:  # else the block has set another handler
-                signal.signal(number, signal.SIG_DFL)
+                signal.signal(number, before[number])
+
+
+def not_yet(number: int, _: FrameType | None) -> None:
+    """Ignore a signal outside of :func:`catch_termination_signals`; a handler, set by a job.
+
+    Slurm may repeat its warning, and the default action would end a process that is about to end.
+    """
 
 
 def describe_signal(number: int) -> str:
     """What a signal means for the run, as the reason of its stop."""
-    name = signal.Signals(number).name
-    return f"{name} announces an end from outside: a pre-emption, a time limit or a shutdown"
+    return f"{signal.Signals(number).name} {_ANNOUNCES}"
+
+
+_ANNOUNCES = "announces an end from outside: a pre-emption, a time limit or a shutdown"
+
+
+def is_signal_reason(reason: str) -> bool:
+    """Whether the reason of a stop was a signal."""
+    return reason.endswith(_ANNOUNCES)
 
 
 def ignore_warning_signals() -> None:

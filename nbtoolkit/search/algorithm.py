@@ -11,17 +11,58 @@ from nbtoolkit.run.events import Event, RunStarted
 from nbtoolkit.run.messages import SearchCommand
 
 if TYPE_CHECKING:
+    from sqlalchemy.engine import URL
+
     from nbtoolkit.config.schema import Config
     from nbtoolkit.environment.deadline import Note
     from nbtoolkit.folds.folds import Folds
     from nbtoolkit.host import Host
     from nbtoolkit.run.paths import RunPaths
-    from nbtoolkit.search.slots import Slots
+    from nbtoolkit.search.slots import Placement, Slots
     from nbtoolkit.study.sweep_config import SweepConfig
 
 
 JobStatus = Literal["completed", "pruned", "stopped", "deadline", "failed"]
 Fault = Literal["raised", "oom", "nan", "died", "hung", "timeout"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What to search, and how to run its jobs.
+
+    Attributes:
+        kind: ``"sweep"`` or ``"cv"``.
+        algorithm: ``"module:function"``; called as ``function(request, event_writer)`` in the
+            scheduler's process.
+        sweep_config: the sweep's settings; None for a cross-validation.
+        identity: values that must be equal, besides configuration and function, for
+            ``resume="auto"`` to resume a search.
+        placement: see :func:`~nbtoolkit.search.slots.make_slots`.
+        per_device: jobs per device.
+        jobs: number of jobs; None if it is large or unknown.
+        total: number of trials over all sessions. A completed search with a smaller total resumes,
+            too. None for no number.
+        slots: where jobs run; None to derive them from placement and hardware.
+        folds: ``folds[job.fold]`` becomes ``ctx.fold``; None without folds.
+        timeout: limit in seconds; None for the host's limit only.
+        uses_reserve: whether it may use the reserve of the notebook's deadline.
+        storage: where the study is that several machines share, with its password; None: in the
+            search's folder.
+    """
+
+    kind: str
+    algorithm: str
+    sweep_config: SweepConfig | None = None
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    placement: Placement = "auto"
+    per_device: int = 1
+    jobs: int | None = None
+    total: int | None = None
+    slots: Slots | None = None
+    folds: Folds | None = None
+    timeout: float | None = None
+    uses_reserve: bool = False
+    storage: URL | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +78,7 @@ class SearchRequest:
         notes: messages to show at the start.
         deadline: unix time at which the search ends; None for no limit.
         imposed: True if the deadline is the end of the host's session, not the user's own limit.
-        algorithm: ``"module:function"``; called as ``function(request, event_writer)``.
-        folds: ``folds[job.fold]`` becomes ``ctx.fold``; None without folds.
-        sweep_config: the sweep's settings; None for a cross-validation.
+        search: what is searched.
         grace: seconds that jobs get to leave at the deadline; ``fit`` has saved before it.
     """
 
@@ -51,9 +90,7 @@ class SearchRequest:
     notes: tuple[Note, ...]
     deadline: float | None
     imposed: bool
-    algorithm: str
-    folds: Folds | None
-    sweep_config: SweepConfig | None
+    search: Search
     grace: float = 10.0
 
 

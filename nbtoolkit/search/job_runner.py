@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from dataclasses import replace
 from typing import Any, cast
@@ -11,15 +10,14 @@ import psutil
 
 from nbtoolkit.environment.launch_plan import LaunchPlan, same_ranks
 from nbtoolkit.environment.plan import make_plan
-from nbtoolkit.launcher.event_loop import ForkServerConnection, Spawner
 from nbtoolkit.launcher.failures import Failure, memory_ran_out
 from nbtoolkit.launcher.supervisor import JobListener, RunSupervisor
-from nbtoolkit.launcher.worker_group import WorkerGroup
+from nbtoolkit.launcher.worker_group import Spawner, WorkerGroup
 from nbtoolkit.run.paths import RunPaths, read_or_empty, write_json, write_whole
-from nbtoolkit.run.request import JobSpec, RunRequest
-from nbtoolkit.run.resume import archive_attempt, read_versions
+from nbtoolkit.run.payload import JobSpec, RunRequest
+from nbtoolkit.run.resume import archive_attempt
 from nbtoolkit.run.serialization import one_line
-from nbtoolkit.run.transport import Connection
+from nbtoolkit.run.versions_record import read_versions
 from nbtoolkit.search.algorithm import Fault, JobResult, JobStatus, SearchJob, SearchRequest
 from nbtoolkit.search.slots import Slot
 
@@ -33,11 +31,11 @@ class IdleWorkers:
     Ray Tune reuses the processes of function trainables for the same reason (``reuse_actors``).
 
     Args:
-        connection: ends the processes of those that fit no job.
+        spawner: ends the processes of those that fit no job.
     """
 
-    def __init__(self, connection: ForkServerConnection) -> None:
-        self._connection = connection
+    def __init__(self, spawner: Spawner) -> None:
+        self._spawner = spawner
         self._groups: list[WorkerGroup] = []
         self._sizes: dict[int, int] = {}  # of each rank after its first job, in bytes
 
@@ -81,7 +79,7 @@ class IdleWorkers:
     def _end(self, group: WorkerGroup) -> None:
         for rank in group.ranks:
             self._sizes.pop(rank.pid or 0, None)
-        self._connection.dismiss(group)
+        self._spawner.dismiss(group)
 
 
 # --- one job ---
@@ -104,8 +102,8 @@ _FAULTS: dict[str, Fault] = {
 }
 
 
-class JobRunner:
-    """Runs a job on a slot.
+class JobRunner(RunSupervisor):
+    """Runs a job on a slot: a supervised run with limits of its own.
 
     Args:
         job: the job.
@@ -129,65 +127,35 @@ class JobRunner:
         idle: IdleWorkers,
     ) -> None:
         self.job, self.slot = job, slot
-        self._started = time.monotonic()
+        self._job_started = time.monotonic()
         self._fault: tuple[Fault, str] | None = None
-        self.paths = RunPaths(search.paths.folder / job.key)
-        request = self._request(search)
+        request = job_request(job, slot, search)
         config = request.job.config
         self._hang_timeout = config.runtime.hang_timeout
-        idle_ranks = self._assign(request.job, idle)
-        self._write_header(request)
         # durable=False: the study holds what matters of the job
-        self._supervisor = RunSupervisor(request, spawner, listener=listener, durable=False)
-        self._supervisor.begin(idle_ranks)
+        super().__init__(request, spawner, listener=listener, durable=False)
+        idle_ranks = idle.take(request.job.plan)
+        if idle_ranks is not None:
+            idle_ranks.assign(request.job)  # they load it while its record begins
+        self._write_header(request)
+        self.begin(idle_ranks)
         write_whole(self.paths.config, config.to_yaml(), durable=False)
-
-    def lines(self) -> list[Connection]:
-        """Connections to wait for."""
-        return self._supervisor.lines()
-
-    @property
-    def exiting(self) -> bool:
-        """True once the job's outcome is known."""
-        return self._supervisor.exiting
 
     def poll(self) -> bool:
         """Check the job once; return True when it is over."""
         self._check_limits()
-        return self._supervisor.poll()
-
-    def stop(self, reason: str, grace: float | None, status: str) -> None:
-        """Stop the job at its next report (:meth:`RunSupervisor.stop`)."""
-        self._supervisor.stop(reason, grace, status)
-
-    def abandon(self) -> None:
-        """End its processes without a record."""
-        self._supervisor.abandon()
-
-    def hand_over(self) -> WorkerGroup | None:
-        """Return the worker group of a job that is over; None if it cannot take another job."""
-        return self._supervisor.hand_over()
+        return super().poll()
 
     def result(self) -> JobResult:
         """Return the result of a job that is over."""
-        seconds, status = time.monotonic() - self._started, self._supervisor.status
-        metrics = self._supervisor.record.metrics
+        seconds, metrics = time.monotonic() - self._job_started, self.record.metrics
         if self._fault is not None:
             fault, text = self._fault
-        elif status is not None:
-            return JobResult(status=cast(JobStatus, status), metrics=metrics, seconds=seconds)
+        elif self.status is not None:
+            return JobResult(status=cast(JobStatus, self.status), metrics=metrics, seconds=seconds)
         else:
-            fault, text = _fault(self._supervisor.outcome, self.paths)
+            fault, text = classify_fault(self.outcome, self.paths)
         return JobResult(status="failed", metrics=metrics, seconds=seconds, fault=fault, error=text)
-
-    def _assign(self, spec: JobSpec, idle: IdleWorkers) -> WorkerGroup | None:
-        """Give the job to idle ranks, which load it while its record begins; None: new ones."""
-        group = idle.take(spec.plan)
-        if group is not None:
-            file = self.paths.folder / "ranks" / "job.pkl"
-            write_whole(file, pickle.dumps(spec), durable=False)
-            group.assign(file)
-        return group
 
     def _write_header(self, request: RunRequest) -> None:
         """Write ``versions.json`` and ``plan.json``, which the function finds when it begins."""
@@ -195,37 +163,6 @@ class JobRunner:
         about["created"] = time.time()
         write_json(self.paths.versions, about, durable=False)
         write_json(self.paths.plan, request.job.plan.to_dict(), durable=False)
-
-    def _request(self, search: SearchRequest) -> RunRequest:
-        """Decide configuration and plan of the job, and make its folder."""
-        job, paths, slot = self.job, self.paths, self.slot
-        config = search.config.with_overrides({**slot.overrides, **job.overrides})
-        plan = make_plan(config, search.host, slot.hardware)
-        paths.folder.mkdir(parents=True, exist_ok=True)
-        if paths.versions.exists():
-            archive_attempt(paths)
-        attempt = 1 + read_versions(paths).get("attempt", 0)
-        header = replace(
-            search.header,
-            run_id=paths.run_id,
-            attempt=attempt,
-            config=config.to_dict(),
-            fingerprint="",
-            search=None,
-            params=dict(job.params),
-            plan=plan.to_dict(),
-        )
-        spec = JobSpec(
-            paths=paths,
-            plan=plan,
-            config=config,
-            deadline=search.deadline,
-            params=dict(job.params),
-            fold=None if job.fold is None or search.folds is None else search.folds[job.fold],
-            synchronous_reports=job.judged,
-            reuse_workers=True,
-        )
-        return RunRequest(job=spec, host=search.host, hardware=slot.hardware, header=header)
 
     def _check_limits(self) -> None:
         """Stop the job at its time limit, or if it has a single rank and that one does nothing.
@@ -235,19 +172,50 @@ class JobRunner:
         if self._fault is not None or self.exiting:
             return
         limit = self.job.timeout
-        if limit is not None and time.monotonic() - self._started > limit:
+        if limit is not None and time.monotonic() - self._job_started > limit:
             text = f"its time of {limit:g} s is used up"
             self._fault = "timeout", text
-            self._supervisor.stop(text, TIMEOUT_GRACE)
-        elif (
-            self._supervisor.plan.processes == 1 and self._supervisor.silence() > self._hang_timeout
-        ):
+            self.stop(text, TIMEOUT_GRACE)
+        elif self.plan.processes == 1 and self.silence() > self._hang_timeout:
             text = f"it sent nothing and used under 1% CPU for {self._hang_timeout:g} s"
             self._fault = "hung", text
-            self._supervisor.stop(text, 0.0)
+            self.stop(text, 0.0)
 
 
-def _fault(outcome: Any, paths: RunPaths) -> tuple[Fault, str]:
+def job_request(job: SearchJob, slot: Slot, request: SearchRequest) -> RunRequest:
+    """Decide configuration and plan of a job, and make its folder."""
+    paths = RunPaths(request.paths.folder / job.key)
+    folds = request.search.folds
+    config = request.config.with_overrides({**slot.overrides, **job.overrides})
+    plan = make_plan(config, request.host, slot.hardware)
+    paths.folder.mkdir(parents=True, exist_ok=True)
+    if paths.versions.exists():
+        archive_attempt(paths)
+    attempt = 1 + read_versions(paths).get("attempt", 0)
+    header = replace(
+        request.header,
+        run_id=paths.run_id,
+        attempt=attempt,
+        config=config.to_dict(),
+        fingerprint="",
+        search=None,
+        params=dict(job.params),
+        plan=plan.to_dict(),
+    )
+    spec = JobSpec(
+        paths=paths,
+        plan=plan,
+        config=config,
+        deadline=request.deadline,
+        params=dict(job.params),
+        fold=None if job.fold is None or folds is None else folds[job.fold],
+        synchronous_reports=job.judged,
+        reuse_workers=True,
+    )
+    return RunRequest(job=spec, host=request.host, hardware=slot.hardware, header=header)
+
+
+def classify_fault(outcome: Any, paths: RunPaths) -> tuple[Fault, str]:
     """Classify a failure; return its kind and one line."""
     if isinstance(outcome, Failure):
         kind, text = outcome.error.type, outcome.error.text

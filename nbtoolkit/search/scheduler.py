@@ -13,15 +13,22 @@ import time
 from functools import partial
 
 from nbtoolkit.errors import NbtoolkitError
-from nbtoolkit.launcher.event_loop import EventLoop, ForkServerGone, KernelGone, Spawner
-from nbtoolkit.launcher.supervisor import TICK, JobListener, supervising
+from nbtoolkit.launcher.supervisor import JobListener
+from nbtoolkit.launcher.supervisor_process import TICK, EventLoop, KernelGone, supervising
+from nbtoolkit.launcher.worker_group import ForkServerGone, Spawner
 from nbtoolkit.run import messages
 from nbtoolkit.run.events import CommandReceived
 from nbtoolkit.run.payload import unpack
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.serialization import pack_error
 from nbtoolkit.run.transport import notify_files_changed
-from nbtoolkit.search.algorithm import JobResult, SearchAlgorithm, SearchJob, SearchRequest
+from nbtoolkit.search.algorithm import (
+    JobResult,
+    SearchAlgorithm,
+    SearchJob,
+    SearchRequest,
+    folder_of,
+)
 from nbtoolkit.search.job_runner import IdleWorkers, JobRunner
 from nbtoolkit.search.slots import Slot, SlotAllocator
 
@@ -39,7 +46,7 @@ def schedule_search(forkserver: socket.socket, message: messages.ForkSupervisor)
     request = unpack(message.descriptors.request, SearchRequest)
     with supervising(request.paths, forkserver, message) as (loop, spawner):
         # Without it each of the first trials would import what the preload branch imports for all.
-        loop.connection.patient = True
+        spawner.patient = True
         SearchScheduler(request, spawner, loop).run()
 
 
@@ -51,7 +58,7 @@ class SearchScheduler:
         self._record = RunRecord(request.paths, deadline=request.deadline)
         self._slots = SlotAllocator(request.slots, self._record)
         self._running: list[JobRunner] = []
-        self._idle = IdleWorkers(spawner.connection)
+        self._idle = IdleWorkers(spawner)
         self._unread: set[str] = set()  # warnings that were given
         self._started_at = 0.0  # start of the last job (monotonic)
 
@@ -80,7 +87,9 @@ class SearchScheduler:
         for level, text in request.notes:
             self._record.note(text, level)
         self._record.note(request.slots.explain())
-        self._algorithm = make_algorithm(request, self._record)
+        module, _, function = request.search.algorithm.partition(":")
+        make = getattr(importlib.import_module(module), function)
+        self._algorithm: SearchAlgorithm = make(request, self._record)
 
     def _run_jobs(self) -> str:
         """Run jobs until none is left; return the final status."""
@@ -208,9 +217,8 @@ class SearchScheduler:
             runner.stop(reason, grace, self._record.leaving or status)
 
     def _stop_trial(self, number: int) -> None:
-        key = f"trials/{number:04d}"
         for runner in self._running:
-            if f"{runner.job.key}/".startswith(f"{key}/"):
+            if f"{runner.job.key}/".startswith(f"{folder_of(number)}/"):
                 runner.stop("a handle asked for this trial's end", None, "stopped")
 
     def _check_deadline(self) -> None:
@@ -239,11 +247,3 @@ class SearchScheduler:
             runner.abandon()
         self._running = []
         self._idle.close()
-
-
-def make_algorithm(request: SearchRequest, record: RunRecord) -> SearchAlgorithm:
-    """Make the search algorithm that a request names as ``"module:function"``."""
-    module, _, function = request.algorithm.partition(":")
-    make = getattr(importlib.import_module(module), function)
-    algorithm: SearchAlgorithm = make(request, record)
-    return algorithm

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
+from nbtoolkit.config.validation import SHARDED
 from nbtoolkit.environment.hardware import Hardware
-from nbtoolkit.environment.measured_speed import MeasuredSpeed
+from nbtoolkit.environment.placement import MeasuredSpeed
 from nbtoolkit.errors import PlanError
 from nbtoolkit.search.algorithm import EventWriter, JobResult, SearchJob
 from nbtoolkit.text_table import gib
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 Placement = Literal["auto", "device_per_trial", "all_devices_per_trial"]
 
-_ALONE = {
+ALONE = {
     "distributed.enabled": False,
     "distributed.world_size": 1,
     "distributed.strategy": "single",
@@ -92,11 +93,13 @@ def make_slots(
     Raises:
         PlanError: ``per_device`` is below 1, or jobs on one device each are to be sharded.
     """
-    sharded = config.distributed.strategy == "fsdp"
+    strategy = config.distributed.strategy
+    sharded = strategy in SHARDED
     if sharded and placement == "device_per_trial":
         raise PlanError(
-            "distributed.strategy is fsdp, and placement gives each trial one device",
-            allowed="fsdp with placement: all_devices_per_trial, or trials that fit on one device",
+            f"distributed.strategy is {strategy}, and placement gives each trial one device",
+            allowed=f"{strategy} with placement: all_devices_per_trial, or trials that fit on one "
+            "device",
             do="set placement: all_devices_per_trial, or distributed.strategy: auto",
         )
     if per_device < 1:
@@ -113,7 +116,7 @@ def make_slots(
     if placement == "all_devices_per_trial":
         return together
     if sharded:
-        return replace(together, why="distributed.strategy is fsdp")
+        return replace(together, why=f"distributed.strategy is {strategy}")
     single = _on_gpus(hardware, per_device) if hardware.usable else _on_cpus(hardware, per_device)
     if placement == "device_per_trial":
         return replace(single, why=f"placement says so; {single.why}")
@@ -144,7 +147,7 @@ def _on_gpus(hardware: Hardware, per_device: int) -> Slots:
         Slot(
             name=f"cuda:{device.index}" + (f" ({turn + 1})" if per_device > 1 else ""),
             hardware=replace(hardware, devices=(device,), cpu_count=threads),
-            overrides=_ALONE | {"distributed.device_ids": None},
+            overrides=ALONE | {"distributed.device_ids": None},
         )
         for turn in range(per_device)
         for device in devices
@@ -159,7 +162,7 @@ def _on_cpus(hardware: Hardware, per_device: int) -> Slots:
     count = max(1, min(hardware.cpu_count, room))
     threads = max(1, hardware.cpu_count // count)
     one = replace(hardware, devices=(), cpu_count=threads)
-    slots = [Slot(name=f"cpu {at}", hardware=one, overrides=_ALONE) for at in range(count)]
+    slots = [Slot(name=f"cpu {at}", hardware=one, overrides=ALONE) for at in range(count)]
     why = f"{hardware.cpu_count} CPUs and {gib(hardware.memory)} of memory"
     if per_device > 1:
         why += f" (trials_per_device: {per_device} is for GPUs)"

@@ -5,11 +5,12 @@ Imports Optuna; import this module inside functions only.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -17,11 +18,16 @@ from optuna.trial import FrozenTrial, TrialState
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.run.events import FoldChanged, IntermediateReported, TrialChanged
 from nbtoolkit.search.algorithm import EventWriter, RunningTrial, folder_of
-from nbtoolkit.search.leaderboard import Leaderboard
 from nbtoolkit.study.samplers import OUT_OF_MEMORY, broken, learns_from, limits_of
-from nbtoolkit.study.storage import FILE
-from nbtoolkit.study.study import IMPORTED, open_study
+from nbtoolkit.study.shared_study import OWNER, REASON, REPEATS, history, open_shared, repeated
+from nbtoolkit.study.study import FILE, IMPORTED, SearchStudy, open_study
+from nbtoolkit.study.study_server import StudyServer
 from nbtoolkit.study.sweep_config import SweepConfig
+
+if TYPE_CHECKING:
+    from sqlalchemy.engine import URL
+
+_REFRESH_SECONDS = 1.0
 
 
 class DurationEstimator:
@@ -59,6 +65,60 @@ def _length(params: Mapping[str, Any]) -> float:
     return 1.0
 
 
+class Leaderboard:
+    """Ranks complete trials that satisfy the constraints.
+
+    Args:
+        directions: ``"maximize"`` or ``"minimize"`` for each metric.
+    """
+
+    def __init__(self, directions: Sequence[str]) -> None:
+        self._signs = [-1.0 if one == "maximize" else 1.0 for one in directions]
+        self.values: dict[int, tuple[float, ...]] = {}
+        self.repeats: dict[tuple[int, int], float] = {}
+        """Values of re-evaluations: (trial, seed) -> value."""
+
+    def add(self, number: int, values: Sequence[float]) -> bool:
+        """Add a trial; return True if it is better than all earlier ones."""
+        new = self._ranked(values)
+        beaten = any(self._beats(self._ranked(other), new) for other in self.values.values())
+        self.values[number] = tuple(values)
+        return not beaten
+
+    def value(self, number: int) -> float:
+        """Return a trial's first value, averaged with its re-evaluations."""
+        repeats = [value for (trial, _), value in self.repeats.items() if trial == number]
+        return fmean([self.values[number][0], *repeats])
+
+    def leaders(self, k: int) -> list[int]:
+        """Return the numbers of the ``k`` best trials, best first; ties go to the older trial."""
+        return sorted(self.values, key=lambda n: (self._ranked(self.values[n]), n))[:k]
+
+    def best(self) -> int | None:
+        """Return the best trial, of the re-evaluated ones if there are any; None for no trial."""
+        repeated = {number for number, _ in self.repeats}
+        among = [n for n in self.values if n in repeated] or list(self.values)
+        rank = {n: (self._signs[0] * self.value(n), n) for n in among}
+        return min(among, key=rank.__getitem__, default=None)
+
+    def front(self) -> list[int]:
+        """Return the numbers of the Pareto-optimal trials, in ascending order."""
+        ranked = {n: self._ranked(values) for n, values in self.values.items()}
+        return sorted(
+            n
+            for n, values in ranked.items()
+            if not any(other != values and self._beats(other, values) for other in ranked.values())
+        )
+
+    def _ranked(self, values: Sequence[float]) -> tuple[float, ...]:
+        """Return the values with signs such that lower is better."""
+        return tuple(sign * v for sign, v in zip(self._signs, values, strict=True))
+
+    def _beats(self, one: Sequence[float], other: Sequence[float]) -> bool:
+        """Return True if ``one`` is at least as good in every metric."""
+        return all(a <= b for a, b in zip(one, other, strict=True))
+
+
 _STATES = {
     "complete": TrialState.COMPLETE,
     "pruned": TrialState.PRUNED,
@@ -75,40 +135,66 @@ class StudyRecorder:
         folds: the folds of each trial; None for none.
         folder: the sweep's folder.
         events: receives an event for each change.
+        storage: where the study is that several machines share; None: in the folder.
 
     Raises:
-        SweepError: the study in the folder belongs to another search.
+        SweepError: the study belongs to another search, or its server does not answer.
     """
 
     def __init__(
-        self, sweep_config: SweepConfig, folds: Folds | None, folder: Path, events: EventWriter
+        self,
+        sweep_config: SweepConfig,
+        folds: Folds | None,
+        folder: Path,
+        events: EventWriter,
+        storage: URL | None = None,
     ) -> None:
         self.sweep_config, self._events = sweep_config, events
         self.folds = None if folds is None else len(folds)
+        self._file, self._owner, identity = (
+            folder / FILE,
+            folder.name,
+            _identity(sweep_config, folds),
+        )
         space = sweep_config.make_space()
-        self.study = open_study(folder / FILE, sweep_config, space, _identity(sweep_config, folds))
+        self.study: SearchStudy
+        if storage is None:
+            self.study = open_study(self._file, sweep_config, space, identity)
+        else:
+            name, heartbeat = sweep_config.study.name, sweep_config.study.heartbeat
+            server = StudyServer(storage, name, heartbeat, events.note)
+            self.study = open_shared(server, sweep_config, space, identity, self._owner)
         self._learns_from = learns_from(sweep_config)
         self.limits = limits_of(sweep_config)
         self.leaderboard = Leaderboard(sweep_config.directions)
         self.costs = DurationEstimator()
         self.counts: Counter[str] = Counter()
-        self._params: dict[int, dict[str, Any]] = {}
+        self.params: dict[int, dict[str, Any]] = {}
+        """Parameters of each trial, constants included."""
         self.interrupted: list[int] = []
         """Numbers of the trials that an earlier session left running."""
         self.last_failure = ""
         self.begun = 0
-        """Number of trials started, in all sessions."""
+        """Number of trials started, in all sessions and on all machines."""
+        self.added = self.study.added
+        """Number of trials that handles have added."""
+        self.elsewhere = self.to_repeat = 0
+        """Number of trials that run on other machines; of those that wait to repeat a dead one."""
         self._asked: list[tuple[int, dict[str, Any]]] = []
+        self._ended: set[int] = set()
+        self._foreign: set[int] = set()  # trials of other machines that have ended
+        self._read_at = float("-inf")
         for trial in self.study.trials():
-            self._replay(trial)
+            if self.study.owns(trial):
+                self._replay(trial)
         self._replay_repeats()
+        self.refresh()
 
     @property
     def needed(self) -> list[str]:
         """The metrics that a job must report: objectives and constraints."""
-        return list(
-            dict.fromkeys([*self.sweep_config.metrics, *(one.metric for one in self.limits)])
-        )
+        limited = [limit.metric for limit in self.limits]
+        return list(dict.fromkeys([*self.sweep_config.metrics, *limited]))
 
     @property
     def asked(self) -> int:
@@ -118,28 +204,59 @@ class StudyRecorder:
     @property
     def learns(self) -> bool:
         """True if the next trial's parameters depend on the results of others."""
-        return self.begun + self.asked + self.study.imported >= self._learns_from
+        begun = self.begun + self.asked + self.study.imported
+        return self.study.shared or begun >= self._learns_from
+
+    def refresh(self) -> None:
+        """Read what other machines have done, at most once a second, and record it."""
+        if not self.study.shared or time.monotonic() - self._read_at < _REFRESH_SECONDS:
+            return
+        self._read_at = time.monotonic()
+        self.study.take_over()
+        trials = self.study.trials()
+        others = [trial for trial in trials if not self.study.owns(trial)]
+        self.to_repeat = sum(t.state == TrialState.WAITING and bool(history(t)) for t in others)
+        self.elsewhere = sum(trial.state == TrialState.RUNNING for trial in others)
+        known = self._ended | repeated(trials)
+        for trial in others:
+            if trial.state.is_finished() and trial.number not in known:
+                self._foreign.add(trial.number)
+                best = self._replay(trial)
+                self._events.write(_ended(trial, self.sweep_config, self._owner, best=best))
+        self.begun, self.added = self.study.started(trials), self.study.added
 
     def ask_ahead(self) -> None:
         """Ask for the next trial; if this session dies, the next one runs it."""
-        self._asked.append(self.study.ask())
+        if (asked := self.study.ask()) is not None:
+            self._asked.append(asked)
 
-    def begin(self) -> RunningTrial:
-        """Start a new trial."""
+    def begin(self, total: int | None = None) -> RunningTrial | None:
+        """Start a new trial; None if other machines have started the last ones of ``total``."""
+        asked = self._asked.pop(0) if self._asked else self.study.ask(total)
+        if asked is None:
+            self._read_at = float("-inf")
+            return None
         self.begun += 1
-        number, params = self._asked.pop(0) if self._asked else self.study.ask()
-        return self._running(RunningTrial(number, params, self.folds))
+        number, params = asked
+        notes = self.study.user_attrs(number) if self.study.shared else {}
+        if REPEATS in notes:
+            dead = f"trial {notes[REPEATS]}, whose machine gave no more signs"
+            self._events.note(f"trial {number} repeats {dead}")
+        return self._running(RunningTrial(number, params, self.folds, self._scores(notes)))
 
     def resume(self) -> RunningTrial:
         """Resume the oldest interrupted trial."""
         number, params = self.study.resume(self.interrupted.pop(0))
         notes = self.study.user_attrs(number)
-        scores = {i: notes[f"fold-{i}"] for i in range(self.folds or 0) if f"fold-{i}" in notes}
-        trial = RunningTrial(number, params, self.folds, scores)
+        trial = RunningTrial(number, params, self.folds, self._scores(notes))
         trial.seconds = float(notes.get("seconds_before", 0.0))
         self.study.set_user_attr(number, "sessions", int(notes.get("sessions", 1)) + 1)
         self._events.note(f"trial {number} was interrupted and resumes")
         return self._running(trial)
+
+    def _scores(self, notes: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+        """Return the metrics of the folds that were finished before."""
+        return {i: notes[f"fold-{i}"] for i in range(self.folds or 0) if f"fold-{i}" in notes}
 
     def intermediate(
         self, trial: RunningTrial, value: float, step: int | None, *, first: int = 0
@@ -159,23 +276,10 @@ class StudyRecorder:
         trial: RunningTrial,
         fold: int,
         state: str,
-        metrics: Mapping[str, float],
-        seconds: float,
-    ) -> None:
-        """Record the result of a fold."""
-        if state == "complete":
-            self.study.set_user_attr(trial.number, f"fold-{fold}", dict(metrics))
-        self.fold_event(trial, fold, state, metrics, seconds)
-
-    def fold_event(
-        self,
-        trial: RunningTrial,
-        fold: int,
-        state: str,
         metrics: Mapping[str, float] | None = None,
         seconds: float | None = None,
     ) -> None:
-        """Write an event on a fold."""
+        """Record the state of a fold; the study keeps the metrics of a complete one."""
         event = FoldChanged(
             number=trial.number,
             fold=fold,
@@ -184,6 +288,8 @@ class StudyRecorder:
             seconds=seconds,
             folder=f"{trial.key}/fold-{fold}",
         )
+        if state == "complete":
+            self.study.set_user_attr(trial.number, f"fold-{fold}", event.metrics)
         self._events.write(event)
 
     def complete(self, trial: RunningTrial, metrics: Mapping[str, float]) -> None:
@@ -195,8 +301,11 @@ class StudyRecorder:
         reason = broken(self.limits, metrics)
         notes = {"seconds": trial.seconds, **({"reason": reason} if reason else {})}
         self.study.tell(trial.number, TrialState.COMPLETE, values, notes)
+        if trial.number in self.study.lost:
+            self._lost(trial)
+            return
         best = reason is None and self.leaderboard.add(trial.number, values)
-        self._end(trial, "infeasible" if reason else "complete", values, reason, best)
+        self._end(trial, "infeasible" if reason else "complete", reason, values, best=best)
 
     def end(self, trial: RunningTrial, state: str, reason: str) -> None:
         """End a trial without a value: pruned, failed or infeasible (out of memory)."""
@@ -204,19 +313,22 @@ class StudyRecorder:
             self.study.constrain(trial.number, {OUT_OF_MEMORY: 1.0})
         notes = {"seconds": trial.seconds, "reason": reason}
         self.study.tell(trial.number, _STATES[state], (), notes)
+        if trial.number in self.study.lost:
+            self._lost(trial)
+            return
         if state == "failed":
             self.last_failure = f"trial {trial.number}, {reason}"
-        self._end(trial, state, None, reason, best=False)
+        self._end(trial, state, reason)
 
     def wait(self, trial: RunningTrial, reason: str) -> None:
         """Leave a trial to the next session: it stays open in the study."""
         self.study.set_user_attr(trial.number, "seconds_before", trial.seconds)
-        self._event(trial.number, "waiting", trial.params, reason=reason, seconds=trial.seconds)
+        self._event(trial.number, "waiting", reason=reason, seconds=trial.seconds)
 
     def repeated(self, number: int, seed: int, value: float) -> None:
         """Record the value of a re-evaluation."""
         self.study.optuna.set_user_attr(f"repeat:{number}:{seed}", value)
-        self.leaderboard.repeats.setdefault(number, {})[seed] = value
+        self.leaderboard.repeats[number, seed] = value
         self._events.note(f"trial {number} re-evaluated with seed {seed}: {value:.6g}")
 
     def not_repeated(self, number: int, seed: int, reason: str) -> None:
@@ -229,104 +341,104 @@ class StudyRecorder:
         """Write the best trial's event again, with the mean of its re-evaluations."""
         best = self.leaderboard.best()
         if best is not None:
-            values, params = [self.leaderboard.value(best)], self._params[best]
-            self._event(best, "complete", params, values=values, best=True)
-
-    def params(self, number: int) -> dict[str, Any]:
-        """Return a trial's parameters, constants included."""
-        return self._params[number]
+            self._event(best, "complete", values=[self.leaderboard.value(best)], best=True)
 
     def summary(self) -> dict[str, Any]:
         """Return the state of the sweep, for ``result.json``."""
-        best = self.leaderboard.best()
         several = len(self.sweep_config.metrics) > 1
+        best = None if several else self.leaderboard.best()
+        repeats: dict[str, dict[str, float]] = {}
+        for (number, seed), value in sorted(self.leaderboard.repeats.items()):
+            repeats.setdefault(str(number), {})[str(seed)] = value
         return {
             "metrics": list(self.sweep_config.metrics),
             "directions": list(self.sweep_config.directions),
             "counts": dict(self.counts),
-            "best": None if several else best,
-            "best_value": None if several or best is None else self.leaderboard.value(best),
-            "best_params": None if several or best is None else self._params[best],
-            "best_folder": None if several or best is None else folder_of(best),
+            "best": best,
+            "best_value": None if best is None else self.leaderboard.value(best),
+            "best_params": None if best is None else self.params[best],
+            "best_folder": None if best is None or best in self._foreign else folder_of(best),
             "front": self.leaderboard.front() if several else None,
-            "repeats": {str(n): {str(s): v for s, v in by.items()} for n, by in self._repeats()},
+            "repeats": repeats,
         }
 
-    def _repeats(self) -> list[tuple[int, dict[int, float]]]:
-        return sorted(self.leaderboard.repeats.items())
+    def add(self, count: int) -> None:
+        """Add trials to the total."""
+        self.study.add(count)
+        self.added = self.study.added
+
+    def close(self) -> None:
+        """Leave the study; the folder of a shared one gets a copy."""
+        self.study.close(self._file)
+
+    def _lost(self, trial: RunningTrial) -> None:
+        """Record that another machine has taken over a trial: it is no failure of this sweep."""
+        reason = "this machine gave no sign of life, and another one repeats the trial"
+        self._events.note(f"trial {trial.number}: {reason}; its result here is dropped", "warning")
+        self._event(trial.number, "failed", reason=reason, seconds=trial.seconds)
 
     def _running(self, trial: RunningTrial) -> RunningTrial:
-        self._params[trial.number] = trial.params
-        self._event(trial.number, "running", trial.params)
+        self.params[trial.number] = trial.params
+        self._event(trial.number, "running")
         return trial
 
     def _end(
         self,
         trial: RunningTrial,
         state: str,
-        values: list[float] | None,
         reason: str | None,
-        best: bool,
+        values: Sequence[float] = (),
+        *,
+        best: bool = False,
     ) -> None:
+        self._ended.add(trial.number)
         self.counts[state] += 1
-        self._event(
-            trial.number,
-            state,
-            trial.params,
-            values=values,
-            reason=reason,
-            seconds=trial.seconds,
-            best=best,
-        )
+        about = {"reason": reason, "seconds": trial.seconds, "best": best}
+        self._event(trial.number, state, values=values, **about)
 
     def _event(
-        self,
-        number: int,
-        state: str,
-        params: Mapping[str, Any],
-        *,
-        values: list[float] | None = None,
-        reason: str | None = None,
-        seconds: float | None = None,
-        best: bool = False,
+        self, number: int, state: str, *, values: Sequence[float] = (), **about: Any
     ) -> None:
         event = TrialChanged(
             number=number,
             state=state,
-            params=dict(params),
-            value=values[0] if values and len(values) == 1 else None,
-            values=values or [],
-            seconds=seconds,
-            reason=reason,
+            params=dict(self.params[number]),
+            value=values[0] if len(values) == 1 else None,
+            values=list(values),
             folder=folder_of(number),
-            best=best,
+            **about,
         )
         self._events.write(event)
 
     # --- earlier sessions ---
 
-    def _replay(self, trial: FrozenTrial) -> None:
+    def _replay(self, trial: FrozenTrial) -> bool:
+        """Note a trial that was started before; return whether it is the best one so far."""
         if trial.state == TrialState.WAITING:
-            return  # one of first_trials, not started
+            return False  # one of first_trials, not started
         self.begun += 1
         if trial.state == TrialState.RUNNING:
             self.interrupted.append(trial.number)
-            return
+            self.study.keep(trial.number)
+            return False
+        self._ended.add(trial.number)
         params = self.sweep_config.make_space().decode(trial.params)
-        self._params[trial.number] = params
+        self.params[trial.number] = params
         reason = trial.user_attrs.get("reason")
         self.counts[_state(trial)] += 1
         if trial.state == TrialState.COMPLETE:
             seconds = float(trial.user_attrs.get("seconds", 0.0))
-            self.costs.note(params, seconds / (self.folds or 1))
+            if self.study.owns(trial):  # another machine may be faster
+                self.costs.note(params, seconds / (self.folds or 1))
             if reason is None:
-                self.leaderboard.add(trial.number, trial.values)
+                return self.leaderboard.add(trial.number, trial.values)
+        return False
 
     def _replay_repeats(self) -> None:
         for key, value in self.study.optuna.user_attrs.items():
             if key.startswith("repeat:"):
                 _, number, seed = key.split(":")
-                self.leaderboard.repeats.setdefault(int(number), {})[int(seed)] = value
+                self.leaderboard.repeats[int(number), int(seed)] = value
 
 
 def _state(trial: FrozenTrial) -> str:
@@ -337,31 +449,41 @@ def _state(trial: FrozenTrial) -> str:
     return states.get(trial.state, "failed")
 
 
-def trials_in(study: optuna.Study, sweep_config: SweepConfig) -> list[TrialChanged]:
+def trials_in(study: optuna.Study, sweep_config: SweepConfig, owner: str) -> list[TrialChanged]:
     """Return the events of the trials that have ended, from the study.
 
     Args:
         study: the sweep's study.
         sweep_config: the sweep's settings.
+        owner: the sweep's run id.
     """
-    space, imported = sweep_config.make_space(), int(study.user_attrs.get(IMPORTED, 0))
-    found: list[TrialChanged] = []
-    for trial in study.get_trials(deepcopy=False)[imported:]:
-        if trial.state.is_finished():
-            complete = trial.state == TrialState.COMPLETE
-            event = TrialChanged(
-                t=trial.datetime_complete.timestamp() if trial.datetime_complete else 0.0,
-                number=trial.number,
-                state=_state(trial),
-                params=space.decode(trial.params),
-                value=trial.value if complete and len(sweep_config.metrics) == 1 else None,
-                values=trial.values if complete else [],
-                seconds=trial.user_attrs.get("seconds"),
-                reason=trial.user_attrs.get("reason"),
-                folder=folder_of(trial.number),
-            )
-            found.append(event)
-    return found
+    imported = int(study.user_attrs.get(IMPORTED, 0))
+    trials = study.get_trials(deepcopy=False)[imported:]
+    replaced = repeated(trials)
+    return [
+        _ended(trial, sweep_config, owner)
+        for trial in trials
+        if trial.state.is_finished() and trial.number not in replaced
+    ]
+
+
+def _ended(
+    trial: FrozenTrial, sweep_config: SweepConfig, owner: str, *, best: bool = False
+) -> TrialChanged:
+    """Return the event of a trial that has ended; another machine's has no folder here."""
+    complete, attrs = trial.state == TrialState.COMPLETE, trial.user_attrs
+    return TrialChanged(
+        t=trial.datetime_complete.timestamp() if trial.datetime_complete else 0.0,
+        number=trial.number,
+        state=_state(trial),
+        params=sweep_config.make_space().decode(trial.params),
+        value=trial.value if complete and len(sweep_config.metrics) == 1 else None,
+        values=trial.values if complete else [],
+        seconds=attrs.get("seconds"),
+        reason=attrs.get(REASON),
+        folder=folder_of(trial.number) if attrs.get(OWNER, owner) == owner else None,
+        best=best,
+    )
 
 
 def _identity(sweep_config: SweepConfig, folds: Folds | None) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,42 +21,49 @@ from nbtoolkit.environment.variables import kernel_environment
 from nbtoolkit.errors import LaunchError, PlanError, ResumeError, RunFileError
 from nbtoolkit.host import Host, detect_host
 from nbtoolkit.launcher.forkserver_client import fork_server
-from nbtoolkit.launcher.handle import StartedRun
+from nbtoolkit.launcher.remote import submit_to_cluster
+from nbtoolkit.launcher.run_handle import StartedRun
 from nbtoolkit.run.device_ledger import cost_text, usual_seconds
+from nbtoolkit.run.fingerprint import fingerprint, settings_hash, source_hash
 from nbtoolkit.run.kept_answers import measured_speed
 from nbtoolkit.run.paths import RunPaths, read_record, runs_in
 from nbtoolkit.run.payload import pack_content, pack_function
 from nbtoolkit.run.resume import (
     ChosenRun,
-    archive_attempt,
+    begin_attempt,
     changed_settings,
     find_named_run,
-    fingerprint,
     lock_run,
     new_run,
-    read_versions,
-    refuse_old_run,
     roll_back,
-    source_hash,
     write_header,
 )
-from nbtoolkit.search.algorithm import SearchRequest
-from nbtoolkit.search.slots import Placement, Slots, make_slots
+from nbtoolkit.run.versions_record import (
+    left_for_its_code,
+    read_versions,
+    refuse_old_run,
+    refuse_other_function,
+)
+from nbtoolkit.search.algorithm import Search, SearchRequest
+from nbtoolkit.search.slots import Slots, make_slots
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
     from nbtoolkit.environment.launch_plan import LaunchPlan
-    from nbtoolkit.folds.folds import Folds
     from nbtoolkit.run.events import RunStarted
-    from nbtoolkit.study.sweep_config import SweepConfig
 
 
 def choose_search(
-    config: Config, identity: Mapping[str, Any], name: str, resume: str | os.PathLike[str]
+    train: Callable[..., Any],
+    config: Config,
+    identity: Mapping[str, Any],
+    name: str,
+    resume: str | os.PathLike[str],
 ) -> ChosenRun:
     """Find or make the folder of a search, and lock it.
 
     Args:
+        train: the training function.
         config: the base configuration.
         identity: the result of :func:`identity_of`.
         name: suffix of a new folder's name.
@@ -65,16 +73,24 @@ def choose_search(
         ResumeError: the named search differs, or is running.
         RunFolderError: the output folder cannot be written.
     """
+    named = None if resume in ("auto", "never") else _named(resume, train, config, identity)
+    resumable: Iterable[RunPaths] = () if named is None else (named,)
     if resume == "auto":
-        chosen = _resumable(Path(config.runtime.output_dir), identity)
-    elif resume == "never":
-        chosen = None
-    else:
-        chosen = _named(resume, config, identity)
-    if chosen is not None:
-        archive_attempt(chosen.paths)
-        return chosen
-    return new_run(config.runtime.output_dir, name)
+        resumable = unfinished(config.runtime.output_dir, identity)
+    for paths in resumable:
+        if (lock := lock_run(paths)) is not None:
+            return begin_attempt(paths, lock, train)
+    if named is not None:
+        raise ResumeError(
+            f"the {identity['kind']} {named.run_id} is running",
+            allowed="one supervisor at a time",
+            do="attach to it with nb.attach(folder)",
+        )
+    new = new_run(config.runtime.output_dir, name)
+    if resume == "never":
+        return new
+    kind, settings = identity["kind"], identity["settings"]
+    return replace(new, warning=left_for_its_code(config.runtime.output_dir, kind, settings, train))
 
 
 def identity_of(
@@ -89,9 +105,11 @@ def identity_of(
         own: further values that must be equal.
         total: number of trials over all sessions; None for no number.
     """
+    settings = {**config.to_dict(), kind: dict(own)}
     return {
         "kind": kind,
-        "fingerprint": fingerprint({**config.to_dict(), kind: dict(own)}, train),
+        "fingerprint": fingerprint(settings, train),
+        "settings": settings_hash(settings),
         "source": source_hash(train),
         "total": total,
     }
@@ -112,14 +130,13 @@ def unfinished(output_dir: str | Path, identity: Mapping[str, Any]) -> Iterator[
             yield paths
 
 
-def _resumable(output_dir: Path, identity: Mapping[str, Any]) -> ChosenRun | None:
-    for paths in unfinished(output_dir, identity):
-        if (lock := lock_run(paths)) is not None:
-            return ChosenRun(paths, lock, read_versions(paths)["attempt"] + 1)
-    return None
-
-
-def _named(run: str | os.PathLike[str], config: Config, identity: Mapping[str, Any]) -> ChosenRun:
+def _named(
+    run: str | os.PathLike[str],
+    train: Callable[..., Any],
+    config: Config,
+    identity: Mapping[str, Any],
+) -> RunPaths:
+    """Return the named search, if it is of this kind, function and configuration."""
     kind, output_dir = identity["kind"], Path(config.runtime.output_dir)
     paths = find_named_run(run, output_dir)
     about: dict[str, Any] = read_record(paths.versions) or {}
@@ -130,72 +147,28 @@ def _named(run: str | os.PathLike[str], config: Config, identity: Mapping[str, A
             do="look into the folders' versions.json for their kind",
         )
     refuse_old_run(paths)
-    if about.get("source") != identity["source"]:
-        raise ResumeError(
-            f"the {kind} {paths.run_id} was made by another function: the source of "
-            f"{about.get('function')} differs",
-            allowed="the same training function",
-            do="start a new one with resume='never'",
-        )
+    refuse_other_function(paths, train)
     if changes := changed_settings(load_config(paths.config, env=None), config):
         raise ResumeError(
             f"the {kind} {paths.run_id} was made with another configuration: {changes}",
             allowed="other output, tracking, checkpoint and distributed settings",
             do="load its own config.yaml, or start a new one with resume='never'",
         )
-    lock = lock_run(paths)
-    if lock is None:
-        raise ResumeError(
-            f"the {kind} {paths.run_id} is running",
-            allowed="one supervisor at a time",
-            do="attach to it with nb.attach(folder)",
-        )
-    return ChosenRun(paths, lock, int(about["attempt"]) + 1)
+    return paths
 
 
 _SCHEDULER = "nbtoolkit.search.scheduler:schedule_search"
 
+schedule_here: ContextVar[Callable[[Callable[..., Any], SearchRequest, ChosenRun], None] | None] = (
+    ContextVar("schedule_here", default=None)
+)
+"""Runs a search to its end in this process, in place of a scheduler below the fork server.
+
+It gets the training function, the search and its locked folder: the job of a cluster sets it.
+"""
+
 # torch imports it with the first optimizer, which takes 1 s: the fork server does it ahead.
 _LATE = ["torch._dynamo"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """What to search, and how to run its jobs.
-
-    Attributes:
-        kind: ``"sweep"`` or ``"cv"``.
-        algorithm: ``"module:function"``; called as ``function(request, event_writer)`` in the
-            scheduler's process.
-        sweep_config: the sweep's settings; None for a cross-validation.
-        identity: values that must be equal, besides configuration and function, for
-            ``resume="auto"`` to resume a search.
-        placement: see :func:`~nbtoolkit.search.slots.make_slots`.
-        per_device: jobs per device.
-        jobs: number of jobs; None if it is large or unknown.
-        total: number of trials over all sessions. A completed search with a smaller total resumes,
-            too. None for no number.
-        slots: where jobs run; None to derive them from placement and hardware.
-        folds: ``folds[job.fold]`` becomes ``ctx.fold``; None without folds.
-        timeout: limit in seconds; None for the host's limit only.
-        preload: modules to import in the fork server, or functions (``"module:function"``) to call
-            there.
-        uses_reserve: whether it may use the reserve of the notebook's deadline.
-    """
-
-    kind: str
-    algorithm: str
-    sweep_config: SweepConfig | None = None
-    identity: Mapping[str, Any] = field(default_factory=dict)
-    placement: Placement = "auto"
-    per_device: int = 1
-    jobs: int | None = None
-    total: int | None = None
-    slots: Slots | None = None
-    folds: Folds | None = None
-    timeout: float | None = None
-    preload: tuple[str, ...] = ()
-    uses_reserve: bool = False
 
 
 @dataclass(frozen=True)
@@ -204,12 +177,12 @@ class Started:
 
     Attributes:
         run: its folder, new or resumed.
-        process: its scheduler.
+        process: its scheduler; None: it runs in a job of a cluster.
         deadline: unix time at which it ends; None for no limit.
     """
 
     run: ChosenRun
-    process: StartedRun
+    process: StartedRun | None
     deadline: float | None
 
 
@@ -244,9 +217,11 @@ def start_search(
 
     check_deadline(config, uses_reserve=search.uses_reserve)
     host, tracking = _not_a_rank(search), choose_tracking(config.to_dict()["tracking"])
-    environment = kernel_environment()
-    server = fork_server(tracking=tracking.on)  # it starts while everything here is prepared
-    server.import_ahead(_LATE, environment.environ)
+    environment, schedule = kernel_environment(), schedule_here.get()
+    server = None
+    if schedule is None:
+        server = fork_server(tracking=tracking.on)  # it starts while everything here is prepared
+        server.import_ahead(_LATE, environment.environ)
     hardware = detect_hardware()
     slots = search.slots or make_slots(
         config,
@@ -259,9 +234,10 @@ def start_search(
     first = slots.slots[0]
     plan = make_plan(config.with_overrides(dict(first.overrides)), host, first.hardware)
     identity = identity_of(train, config, search.kind, search.identity, search.total)
-    with choose_search(config, identity, name, resume) as run:
+    with choose_search(train, config, identity, name, resume) as run:
         header = write_header(run, config, plan, host, train, **identity)
-        limit = time_limit(_limited(config, search.timeout), uses_reserve=search.uses_reserve)
+        budget = {} if search.timeout is None else {"runtime.time_budget": search.timeout}
+        limit = time_limit(config.with_overrides(budget), uses_reserve=search.uses_reserve)
         request = SearchRequest(
             paths=run.paths,
             config=config,
@@ -269,19 +245,22 @@ def start_search(
             host=host,
             header=replace(header, search=search.kind),
             notes=(
+                *run.notes,
                 *limit.notes,
                 *(("warning", note) for note in tracking.notes),
                 *(("info", note) for note in _cost(config, search, slots, plan, header)),
             ),
             deadline=limit.deadline,
             imposed=limit.imposed,
-            algorithm=search.algorithm,
-            folds=search.folds,
-            sweep_config=search.sweep_config,
+            search=search,
             grace=limit.grace,
         )
+        if server is None:
+            assert schedule is not None
+            schedule(train, request, run)
+            return Started(run, None, limit.deadline)
         try:
-            server.preload(["nbtoolkit.search.scheduler", *search.preload])
+            server.preload([_SCHEDULER.partition(":")[0], *_imports_of(search)])
             packed = cloudpickle.dumps(request)
             with pack_function(train, environment) as payload, pack_content(packed) as content:
                 line = server.run(_SCHEDULER, payload, content, run.lock, detached=detach)
@@ -295,6 +274,54 @@ def start_search(
         tracked()
     process = StartedRun(line=line, tracked=tracked, detached=detach)
     return Started(run, process, limit.deadline)
+
+
+def submit_search(
+    where: str,
+    train: Callable[..., Any],
+    config: Config,
+    search: Search,
+    *,
+    name: str,
+    resume: str | os.PathLike[str],
+    call: Callable[..., object],
+) -> Started:
+    """Submit a search to a cluster.
+
+    Args:
+        where: the cluster.
+        train: the training function.
+        config: the base configuration.
+        search: the search.
+        name: as for :func:`start_search`.
+        resume: as for :func:`start_search`.
+        call: starts the search in the job; gets its folder as ``resume``.
+
+    Raises:
+        NbtoolkitError: see :func:`~nbtoolkit.launcher.remote.submit_to_cluster`.
+    """
+    identity = identity_of(train, config, search.kind, search.identity, search.total)
+    searched = () if search.sweep_config is None else search.sweep_config.space
+    run = submit_to_cluster(
+        where,
+        train,
+        config,
+        choose=partial(choose_search, train, config, identity, name, resume),
+        call=lambda paths, _: partial(call, resume=paths.folder, display="off"),
+        searched=searched,
+        **identity,
+    )
+    return Started(run, None, None)
+
+
+def _imports_of(search: Search) -> list[str]:
+    """What the scheduler of a search imports: pydantic's models and Optuna take 50 ms each."""
+    names = [search.algorithm.partition(":")[0]]
+    if search.folds is not None:
+        names.append("nbtoolkit.folds.folds")
+    if search.sweep_config is not None:
+        names += ["nbtoolkit.study.sweep_config", "nbtoolkit.search.sweep_algorithm:import_optuna"]
+    return names
 
 
 def _cost(
@@ -325,8 +352,3 @@ def _not_a_rank(search: Search) -> Host:
             do="start it without torchrun: it starts the ranks of its trials itself",
         )
     return host
-
-
-def _limited(config: Config, timeout: float | None) -> Config:
-    """Return the configuration with the search's timeout as its time budget."""
-    return config if timeout is None else config.with_overrides({"runtime.time_budget": timeout})

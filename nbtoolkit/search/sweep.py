@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
-from nbtoolkit.errors import MissingExtra
+from nbtoolkit.environment.installed import install_line
+from nbtoolkit.errors import ConfigError, FoldError, MissingExtra, SpaceError
 from nbtoolkit.folds.folds import Folds
-from nbtoolkit.launcher.arguments import check_call, task_name
-from nbtoolkit.launcher.launch import Train
+from nbtoolkit.folds.make_folds import make_folds
+from nbtoolkit.launcher.launch import Train, Where, check_call, task_name
 from nbtoolkit.launcher.measured import measure_auto
 from nbtoolkit.run.events import Event
 from nbtoolkit.run.output import Display, RunDisplay, Screen, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
-from nbtoolkit.search.fold_config import configured_folds
-from nbtoolkit.search.submit import Search, Started, identity_of, start_search, unfinished
+from nbtoolkit.search.algorithm import Search
+from nbtoolkit.search.submit import identity_of, start_search, submit_search, unfinished
 from nbtoolkit.search.sweep_result import SweepHandle, SweepResult, TableLines, read_sweep_config
+from nbtoolkit.study.study_server import check_server, split_storage
 from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
 from nbtoolkit.study.table import SweepTable
+from nbtoolkit.tasks.find import find_data
 
 if TYPE_CHECKING:
+    from nbtoolkit.study.sweep_config import FoldConfig
+
     Source = str | os.PathLike[str] | Mapping[str, Any]
 
 # Settings that may change when a sweep resumes: how many trials, and where they run.
 _NOT_IDENTITY = ("budget", "placement", "trials_per_device", "warm_start")
-_PRELOAD = ("nbtoolkit.search.sweep_algorithm",)
+
+_BY_NUMBER = ("kfold", "time")
+"""Kinds of folds that need only the number of samples."""
 
 SWEEP_CONFIG_FILE, FOLDS_FILE = "sweep.yaml", "folds.json"
 
@@ -45,7 +54,7 @@ def sweep(
     groups: Any = None,
     name: str | None = None,
     resume: str | os.PathLike[str] = "auto",
-    where: Literal["local"] = "local",
+    where: Where = "local",
     wait: Literal[True] = True,
     detach: bool = False,
     display: Display = "auto",
@@ -66,7 +75,7 @@ def sweep(
     groups: Any = None,
     name: str | None = None,
     resume: str | os.PathLike[str] = "auto",
-    where: Literal["local"] = "local",
+    where: Where = "local",
     wait: Literal[False],
     detach: bool = False,
     display: Display = "auto",
@@ -86,7 +95,7 @@ def sweep(
     groups: Any = None,
     name: str | None = None,
     resume: str | os.PathLike[str] = "auto",
-    where: Literal["local"] = "local",
+    where: Where = "local",
     wait: bool = True,
     detach: bool = False,
     display: Display = "auto",
@@ -120,7 +129,9 @@ def sweep(
         resume: ``"auto"`` resumes the newest sweep of equal configuration, function, space and
             folds that is unfinished, or complete with fewer trials than ``n_trials``; ``"never"``
             starts a new one; a sweep's id or folder resumes that one.
-        where: ``"local"``.
+        where: ``"local"``; ``"slurm"``: one job on one machine, whose devices the trials share;
+            ``"ray"``: trials on all machines of Ray (see docs/cluster.md). The job outlives this
+            process.
         wait: False returns a :class:`~nbtoolkit.search.sweep_result.SweepHandle` at once.
         detach: the sweep outlives this process; see :func:`nbtoolkit.attach`.
         display: ``"auto"`` shows a live table in a notebook, one line per minute under papermill, a
@@ -139,33 +150,53 @@ def sweep(
         KeyboardInterrupt: the wait was interrupted; the trials have stopped and can be resumed.
     """
     __tracebackhide__ = True
-    _check(
-        train,
-        wait=wait,
-        detach=detach,
-        display=display,
-        resume=resume,
-        name=name,
-        where=where,
-        on_event=on_event,
-    )
-    _need_optuna()
+    arguments = {
+        "processes": None,
+        "start": "forkserver",
+        "wait": wait,
+        "detach": detach,
+        "display": display,
+        "resume": resume,
+        "name": name,
+        "where": where,
+        "on_event": on_event,
+    }
+    check_call(train, arguments)
+    if find_spec("optuna") is None:
+        raise MissingExtra("a sweep needs Optuna", do=install_line("search"))
     screen = choose_screen(display, find_display())
     config = as_config(config).with_overrides({"task": task_name(train)})
     count = None if folds is None else len(folds)
+    again = partial(sweep, train, config, space, n_trials=n_trials, timeout=timeout)
+    again = partial(again, folds=folds, targets=targets, groups=groups)
     sweep_config = load_sweep_config(space, config, n_trials=n_trials, timeout=timeout, folds=count)
     if folds is None:
         folds = configured_folds(sweep_config.folds, config.task, targets, groups)
     first, searched = None if folds is None else folds[0], sweep_config.space
-    config = measure_auto(train, config, resume, display, searched=searched, fold=first)
+    if where == "local":
+        config = measure_auto(train, config, resume, display, searched=searched, fold=first)
     search = _search(sweep_config, folds)
+    if search.storage is not None:
+        _check_shared(search, sweep_config, where)
+    sweep_config = search.sweep_config or sweep_config
     label = name or sweep_config.study.name
     now = time.time()
-    started = start_search(train, config, search, name=label, resume=resume, detach=detach)
-    _keep(started.run.paths, sweep_config, folds)
-    cell = _shown(started.run.paths, sweep_config, screen, started.deadline, since=now)
-    handle = _handle(started, cell, on_event=on_event)
-    cell.open(waits=wait)
+    if where == "local":
+        started = start_search(train, config, search, name=label, resume=resume, detach=detach)
+    else:
+        started = submit_search(where, train, config, search, name=label, resume=resume, call=again)
+    run, paths = started.run, started.run.paths
+    _keep(paths, sweep_config, folds)
+    cell = _shown(paths, sweep_config, screen, started.deadline, since=now)
+    cell.say(f"sweep -> {paths.folder}")
+    if run.resumed:
+        session = f"session {run.attempt}; resume='never' starts a new one"
+        cell.say(f"resuming the sweep {paths.run_id} ({session})")
+    # on_event: from the first event on, since the table covers all sessions
+    process = started.process
+    handle = SweepHandle(paths, SweepResult, started=process, cell=cell, on_event=on_event)
+    if not wait:
+        cell.open(waits=False)
     return handle.result() if wait else handle
 
 
@@ -193,12 +224,12 @@ def sweep_to_resume(
 
 def _search(sweep_config: SweepConfig, folds: Folds | None) -> Search:
     split = None if folds is None else {"count": len(folds), "hash": folds.hash}
+    sweep_config, storage = split_storage(sweep_config)
     whole = sweep_config.to_dict()
-    jobs = (
-        None
-        if sweep_config.budget.n_trials is None
-        else sweep_config.budget.n_trials * len(folds or [0])
-    )
+    del whole["study"]["heartbeat"]
+    if storage is None:  # the identity of a study in a folder is that of earlier versions
+        del whole["study"]["storage"]
+    n_trials = sweep_config.budget.n_trials
     return Search(
         kind="sweep",
         algorithm="nbtoolkit.search.sweep_algorithm:make_algorithm",
@@ -206,12 +237,33 @@ def _search(sweep_config: SweepConfig, folds: Folds | None) -> Search:
         identity={**{k: v for k, v in whole.items() if k not in _NOT_IDENTITY}, "split": split},
         placement=sweep_config.placement,
         per_device=sweep_config.trials_per_device,
-        jobs=jobs,
-        total=sweep_config.budget.n_trials,
+        jobs=None if n_trials is None else n_trials * len(folds or [0]),
+        total=n_trials,
         folds=folds,
         timeout=sweep_config.budget.timeout,
-        preload=_PRELOAD,
+        storage=storage,
     )
+
+
+def _check_shared(search: Search, given: SweepConfig, where: Where) -> None:
+    """Check that the server of a shared study can be used, before anything starts.
+
+    Raises:
+        SpaceError: the call would be written into the run's folder, with a password.
+        MissingExtra: PostgreSQL's driver is not installed.
+        SweepError: the server does not answer.
+    """
+    assert search.storage is not None
+    named = str(given.study.storage).startswith("$")
+    if where == "local":
+        check_server(search.storage)
+    elif search.storage.password is not None and not named:
+        raise SpaceError(
+            f'study.storage has a password, and where="{where}" writes the call into the run\'s '
+            "folder",
+            allowed="a URL without one, or $NAME: the URL is in this variable of the job",
+            do="set study.storage: $NAME, or keep the password in ~/.pgpass",
+        )
 
 
 def _keep(paths: RunPaths, sweep_config: SweepConfig, folds: Folds | None) -> None:
@@ -222,27 +274,6 @@ def _keep(paths: RunPaths, sweep_config: SweepConfig, folds: Folds | None) -> No
         raise folder_error(paths.folder, error) from error
     if folds is not None and not (paths.folder / FOLDS_FILE).exists():  # else they are checked
         folds.save(paths.folder / FOLDS_FILE)
-
-
-def _handle(
-    started: Started,
-    cell: RunDisplay,
-    *,
-    on_event: Callable[[Event], None] | None,
-) -> SweepHandle:
-    paths = started.run.paths
-    cell.say(f"sweep -> {paths.folder}")
-    if started.run.resumed:
-        attempt = started.run.attempt
-        again = f"session {attempt}; resume='never' starts a new one"
-        cell.say(f"resuming the sweep {paths.run_id} ({again})")
-    return SweepHandle(
-        paths,
-        SweepResult,
-        started=started.process,
-        cell=cell,
-        on_event=on_event,  # from the first event on: the table covers all sessions
-    )
 
 
 def handle_on_sweep(
@@ -267,12 +298,60 @@ def _shown(
     return displays().show(lines, paths, screen, deadline=deadline)
 
 
-def _check(train: Train, **options: Any) -> None:
-    check_call(train, {"processes": None, "start": "forkserver", **options})
+# --- folds of the sweep's file ---
 
 
-def _need_optuna() -> None:
-    from importlib.util import find_spec
+def configured_folds(settings: FoldConfig, task: str, targets: Any, groups: Any) -> Folds | None:
+    """Make or load the folds of a sweep; None if its file asks for none.
 
-    if find_spec("optuna") is None:
-        raise MissingExtra("a sweep needs Optuna", do="pip install 'nbtoolkit-torch[search]'")
+    Args:
+        settings: section ``folds`` of the sweep's file.
+        task: name of the training function, whose module may provide the targets.
+        targets: the call's ``targets``: shape (samples,), or the number of samples.
+        groups: the call's ``groups``: shape (samples,).
+
+    Raises:
+        FoldError: there are no targets, or the folds cannot be made from them.
+    """
+    if settings.file is not None:
+        return Folds.load(settings.file)
+    if settings.k is None:
+        if targets is not None or groups is not None:
+            raise FoldError(
+                "targets or groups were passed to a sweep without folds",
+                allowed="targets= and groups= together with folds of the sweep's file",
+                do="set folds: {k: 5} beside the space, or take targets= out",
+            )
+        return None
+    if targets is None:
+        targets, groups = _of_task(task, settings, groups)
+    if isinstance(targets, int):
+        if settings.kind not in _BY_NUMBER:
+            raise FoldError(
+                f"folds.kind is {settings.kind!r}, which needs each sample's target, not a number",
+                allowed=f"a number for {' and '.join(_BY_NUMBER)}",
+                do="pass targets=y, or set folds.kind: kfold",
+            )
+        targets = range(targets)
+    grouped = "group" in settings.kind
+    return make_folds(
+        targets,
+        k=settings.k,
+        kind=settings.kind,
+        groups=groups if grouped else None,
+        seed=settings.seed,
+        repeats=settings.repeats,
+    )
+
+
+def _of_task(task: str, settings: FoldConfig, groups: Any) -> tuple[Any, Any]:
+    try:
+        data: Sequence[Any] = find_data(task)
+    except ConfigError as error:
+        raise FoldError(
+            f"folds.k is {settings.k}, and there are no targets for the folds: {error.what}",
+            allowed="targets= of the call, folds=nb.make_folds(...), folds.file, or a module whose "
+            "load() returns (inputs, targets)",
+            do="pass them: nb.sweep(..., targets=y), with groups=g where folds.kind has groups",
+        ) from None
+    return data[1], data[2] if groups is None and len(data) > 2 else groups

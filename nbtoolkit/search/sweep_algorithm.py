@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nbtoolkit.config.aliases import similar_name
+from nbtoolkit.environment.installed import install_line
 from nbtoolkit.errors import MissingExtra, SweepError
 from nbtoolkit.run.events import RETURNED
 from nbtoolkit.run.messages import SearchCommand
-from nbtoolkit.search.algorithm import (
-    EventWriter,
-    JobResult,
-    RunningTrial,
-    SearchJob,
-    SearchRequest,
-)
-from nbtoolkit.search.leaderboard import better, missing
-from nbtoolkit.search.memory_limits import MemoryLimits
-from nbtoolkit.search.time_budget import TimeBudget, TopKReevaluation
+from nbtoolkit.search.algorithm import JobResult, RunningTrial, SearchJob
+from nbtoolkit.search.trial_limits import MemoryLimits, TimeBudget, TopKReevaluation
 from nbtoolkit.study.table import STOPPED_BY_HAND
 
 if TYPE_CHECKING:
+    from nbtoolkit.search.algorithm import EventWriter, SearchRequest
     from nbtoolkit.search.study_recorder import StudyRecorder
 
 _RETRIED = ("raised", "died", "hung")
@@ -29,6 +26,12 @@ _RETRIED = ("raised", "died", "hung")
 
 _MOST_SKIPPED = 50
 """Trials that one call of :meth:`SweepAlgorithm.next` leaves out; the scheduler calls again."""
+
+
+def import_optuna() -> None:
+    """Import what :func:`make_algorithm` imports, if it is installed; the fork server calls it."""
+    with suppress(ImportError):
+        importlib.import_module("nbtoolkit.search.study_recorder")
 
 
 def make_algorithm(request: SearchRequest, record: EventWriter) -> SweepAlgorithm:
@@ -46,52 +49,54 @@ def make_algorithm(request: SearchRequest, record: EventWriter) -> SweepAlgorith
         from nbtoolkit.search.study_recorder import StudyRecorder
     except ImportError as error:
         what = f"a sweep needs Optuna: {error}"
-        raise MissingExtra(what, do="pip install 'nbtoolkit-torch[search]'") from error
-    assert request.sweep_config is not None
-    study_recorder = StudyRecorder(
-        request.sweep_config, request.folds, request.paths.folder, record
-    )
-    return SweepAlgorithm(study_recorder, record, seed=request.config.seed, imposed=request.imposed)
+        raise MissingExtra(what, do=install_line("search")) from error
+    search = request.search
+    assert search.sweep_config is not None
+    folder = request.paths.folder
+    recorder = StudyRecorder(search.sweep_config, search.folds, folder, record, search.storage)
+    memory, seed = MemoryLimits(folder), request.config.seed
+    return SweepAlgorithm(recorder, record, seed=seed, memory=memory, imposed=request.imposed)
 
 
 class SweepAlgorithm:
     """The search algorithm of one session of a sweep (:class:`SearchAlgorithm`).
 
     Args:
-        study_recorder: the open study.
+        recorder: the open study.
         events: receives notes.
         seed: the configuration's seed; re-evaluations use the following ones.
+        memory: learns which trials would run out of memory.
         imposed: the deadline is the end of the host's session, not the user's own limit.
     """
 
     def __init__(
         self,
-        study_recorder: StudyRecorder,
+        recorder: StudyRecorder,
         events: EventWriter,
         seed: int,
         *,
+        memory: MemoryLimits,
         imposed: bool = False,
     ) -> None:
-        self._study_recorder = study_recorder
+        self._recorder = recorder
         self._events = events
-        self._sweep_config = study_recorder.sweep_config
+        self._sweep_config = recorder.sweep_config
         self._imposed = imposed
         self._jobs: dict[str, RunningTrial] = {}
         """The trial of each running job."""
         self._live: dict[str, RunningTrial] = {}
         """Trials with jobs that run or wait, by folder."""
-        self._reevaluation = TopKReevaluation(study_recorder, seed)
-        self._added = int(study_recorder.study.optuna.user_attrs.get("added", 0))
+        self._reevaluation = TopKReevaluation(recorder, seed)
         grid = self._sweep_config.study.sampler == "grid"
         self._points = len(self._sweep_config.make_space().grid()) if grid else None
         # With a fixed number of trials, the next session runs the missing ones first.
         self._time = TimeBudget(
-            study_recorder, events, lambda: 0 if self._owed else self._reevaluation.to_come
+            recorder, events, lambda: 0 if self._owed else self._reevaluation.to_come
         )
-        self._memory = MemoryLimits()
+        self._memory = memory
         self._paused = self._stopped = False
-        if study_recorder.begun:
-            self._events.note(f"the study already has {study_recorder.begun} trials")
+        if recorder.begun:
+            self._events.note(f"the study already has {recorder.begun} trials")
 
     # --- the next job ---
 
@@ -100,6 +105,7 @@ class SweepAlgorithm:
         """True if no job runs and none will start."""
         if self._jobs:
             return False
+        self._recorder.refresh()
         if self._stopped or self._time.over:
             return True
         if self._time.up:
@@ -113,8 +119,10 @@ class SweepAlgorithm:
 
     @property
     def _trials_left(self) -> bool:
-        recorder = self._study_recorder
-        return bool(self._live or recorder.interrupted or recorder.asked or self._more_to_start)
+        recorder = self._recorder
+        own = self._live or recorder.interrupted or recorder.asked
+        # A trial elsewhere is repeated here if its machine dies.
+        return bool(own or recorder.elsewhere or self._more_to_start)
 
     @property
     def _owed(self) -> bool:
@@ -125,14 +133,14 @@ class SweepAlgorithm:
     @property
     def ready(self) -> bool:
         """True if a trial was asked for; with folds, the next job depends on the one before."""
-        return self._study_recorder.folds is None and self._study_recorder.asked > 0
+        return self._recorder.folds is None and self._recorder.asked > 0
 
     def prepare(self, jobs: int) -> None:
         """Ask for the next trial if its parameters do not depend on running ones."""
-        if self._paused or self._stopped or self._time.up or self._study_recorder.learns:
+        if self._paused or self._stopped or self._time.up or self._recorder.learns:
             return
-        if self._study_recorder.asked < jobs and self._more_to_start:
-            self._study_recorder.ask_ahead()
+        if self._recorder.asked < jobs and self._more_to_start:
+            self._recorder.ask_ahead()
 
     def next(self, left: float | None) -> SearchJob | None:
         """Return the next job: of a started trial, an interrupted one, or a new one.
@@ -147,6 +155,7 @@ class SweepAlgorithm:
             return None
         if self._paused or self._stopped or self._time.over:
             return None
+        self._recorder.refresh()
         trial = self._trial_in_time(left) or self._reevaluation_in_time(left)
         if trial is None:
             return None
@@ -157,7 +166,7 @@ class SweepAlgorithm:
         self._jobs[job.key] = trial
         self._time.note_running(len(self._jobs))
         if job.fold is not None and trial.seed is None:
-            self._study_recorder.fold_event(trial, job.fold, "running")
+            self._recorder.fold(trial, job.fold, "running")
         return job
 
     def _trial_in_time(self, left: float | None) -> RunningTrial | None:
@@ -174,21 +183,26 @@ class SweepAlgorithm:
         waiting = (one for one in self._live.values() if one.waiting and one.seed is None)
         if started := next(waiting, None):
             return started
-        while self._study_recorder.interrupted:
-            trial = self._enter(self._study_recorder.resume())
+        while self._recorder.interrupted:
+            trial = self._enter(self._recorder.resume())
             if not trial.over:
                 return trial
             self._settle(trial)  # all its folds were done when its session died
         for _ in range(_MOST_SKIPPED):
-            more = self._more_to_start or self._study_recorder.asked
+            more = self._more_to_start or self._recorder.asked
             if not more or not self._time.suffices_for_new(left):
                 return None
-            trial = self._study_recorder.begin()
-            reason = self._memory.why_not(trial.params)
+            new = self._recorder.begin(self._total)
+            if new is None:
+                return None
+            if new.over:
+                self._settle(self._enter(new))  # all its folds were done when its machine died
+                continue
+            reason = self._memory.why_not(new.params)
             if reason is None:
-                return self._enter(trial)
-            self._events.note(f"trial {trial.number} is {reason}", "warning")
-            self._study_recorder.end(trial, "infeasible", reason)
+                return self._enter(new)
+            self._events.note(f"trial {new.number} is {reason}", "warning")
+            self._recorder.end(new, "infeasible", reason)
         return None
 
     def _next_reevaluation(self) -> RunningTrial | None:
@@ -207,21 +221,31 @@ class SweepAlgorithm:
         return trial
 
     @property
-    def _more_to_start(self) -> bool:
+    def _total(self) -> int | None:
+        """The number of trials over all sessions and machines; None: as many as time allows."""
         n_trials = self._sweep_config.budget.n_trials
-        total = None if n_trials is None else n_trials + self._added
+        total = None if n_trials is None else n_trials + self._recorder.added
         if self._points is not None:
             total = min(total or self._points, self._points)
-        return total is None or self._study_recorder.begun + self._study_recorder.asked < total
+        return total
+
+    @property
+    def _more_to_start(self) -> bool:
+        total = self._total
+        return (
+            total is None
+            or self._recorder.to_repeat > 0
+            or self._recorder.begun + self._recorder.asked < total
+        )
 
     def _too_many_failed(self) -> bool:
         """Return True if no more trials may start; raise the error once no job runs."""
         allowed = self._sweep_config.budget.max_failures
-        failed = self._study_recorder.counts["failed"]
+        failed = self._recorder.counts["failed"]
         if allowed is None or failed <= allowed:
             return False
         if not self._jobs:
-            last = self._study_recorder.last_failure
+            last = self._recorder.last_failure
             self.close("failed")
             raise SweepError(
                 f"{failed} trials have failed; the last: {last}",
@@ -240,7 +264,7 @@ class SweepAlgorithm:
         if trial is None:
             return None  # the job ended while its report was on the way
         if trial.leaving is None and trial.seed is None:
-            if not self._study_recorder.counts:
+            if not self._recorder.counts:
                 self._refuse_misspelt(trial, list(metrics))
             given = [name for name in self._sweep_config.metrics if name in metrics]
             if wrong := missing(metrics, given):
@@ -272,7 +296,7 @@ class SweepAlgorithm:
         available = ", ".join(names) or "none"
         self._live.pop(trial.key, None)
         if trial.seed is None:
-            self._study_recorder.end(
+            self._recorder.end(
                 trial, "failed", f"no {metric} among the reported metrics: {available}"
             )
         self.close("failed")
@@ -289,7 +313,7 @@ class SweepAlgorithm:
         trial.best[job.fold] = better(direction, value, trial.best.get(job.fold))
         if job.fold is None:
             first = trial.first_step
-            at, pruned = self._study_recorder.intermediate(trial, value, step, first=first)
+            at, pruned = self._recorder.intermediate(trial, value, step, first=first)
             if pruned:
                 trial.leave(
                     "pruned", f"at step {at}, with {self._sweep_config.metrics[0]} {value:.6g}"
@@ -305,6 +329,8 @@ class SweepAlgorithm:
         if result.status in ("stopped", "deadline") and trial.leaving is None:
             self._put_back(trial, job, result)
         elif result.status == "completed":
+            if trial.seed is None:
+                self._memory.completed(trial.key, trial.params)
             self._completed(trial, job, result)
         elif result.status == "failed" and not self._retried(trial, job, result):
             state = "infeasible" if result.fault == "oom" else "failed"
@@ -314,7 +340,7 @@ class SweepAlgorithm:
         elif result.status == "pruned":
             trial.leave("pruned", "the function ended itself as pruned")
         if job.fold is not None and trial.seed is None and result.status != "completed":
-            self._study_recorder.fold_event(trial, job.fold, result.status, None, result.seconds)
+            self._recorder.fold(trial, job.fold, result.status, None, result.seconds)
         if trial.over:
             self._settle(trial)
 
@@ -326,28 +352,26 @@ class SweepAlgorithm:
             metrics.setdefault(self._sweep_config.metrics[0], metrics[RETURNED])
         if self._sweep_config.study.trial_value == "best":
             self._put_best(trial, job, metrics)
-        needed = self._study_recorder.needed
+        needed = self._recorder.needed
         if wrong := missing(metrics, needed):
             absent = [name for name in self._sweep_config.metrics if name not in metrics]
-            if absent and not self._study_recorder.counts["complete"]:
+            if absent and not self._recorder.counts["complete"]:
                 self._give_up(trial, absent[0], metrics, similar_name(absent[0], metrics))
             trial.leave("failed", wrong)
             return
         if trial.leaving is None and trial.seed is None:
-            self._study_recorder.costs.note(trial.params, result.seconds)
+            self._recorder.costs.note(trial.params, result.seconds)
         trial.scores[job.fold or 0] = {name: float(metrics[name]) for name in needed}
         if job.fold is not None and trial.seed is None:
             scores = trial.scores[job.fold]
-            self._study_recorder.fold(trial, job.fold, "complete", scores, result.seconds)
+            self._recorder.fold(trial, job.fold, "complete", scores, result.seconds)
             self._compare_folds(trial, job.fold)
 
     def _put_best(self, trial: RunningTrial, job: SearchJob, metrics: dict[str, float]) -> None:
         """Use the best report as the value; the study has those of earlier sessions."""
         name, direction = self._sweep_config.metrics[0], self._sweep_config.directions[0]
         seen = (
-            []
-            if job.fold is not None
-            else [*self._study_recorder.study.reports(trial.number).values()]
+            [] if job.fold is not None else [*self._recorder.study.reports(trial.number).values()]
         )
         for value in [*seen, trial.best.get(job.fold)]:
             if value is not None and not missing(metrics, [name]):
@@ -368,7 +392,7 @@ class SweepAlgorithm:
             new = [(step, trial.mean(metric, step + 1)) for step in steps]
             trial.folds_reported = trial.complete_folds()
         for step, value in new:
-            _, pruned = self._study_recorder.intermediate(trial, value, step)
+            _, pruned = self._recorder.intermediate(trial, value, step)
             if pruned and not trial.over:
                 trial.leave("pruned", f"after {len(trial.scores)} folds, with {metric} {value:.6g}")
 
@@ -392,12 +416,10 @@ class SweepAlgorithm:
         if trial.seed is not None:
             self._reevaluation.on_end(trial)
         elif trial.leaving is not None:
-            self._study_recorder.end(trial, trial.leaving, trial.reason or "")
+            self._recorder.end(trial, trial.leaving, trial.reason or "")
         else:
             count = trial.folds or 1
-            self._study_recorder.complete(
-                trial, {m: trial.mean(m, count) for m in self._study_recorder.needed}
-            )
+            self._recorder.complete(trial, {m: trial.mean(m, count) for m in self._recorder.needed})
 
     # --- commands ---
 
@@ -409,8 +431,7 @@ class SweepAlgorithm:
             case SearchCommand(op="stop"):
                 self._stopped = True
             case SearchCommand(op="add_trials", n=int(count)):
-                self._added += count
-                self._study_recorder.study.optuna.set_user_attr("added", self._added)
+                self._recorder.add(count)
             case SearchCommand(op="stop_trial", n=int(number)):
                 self._stop_trial(number)
 
@@ -430,23 +451,18 @@ class SweepAlgorithm:
         """
         for trial in self._live.values():
             if trial.seed is None:
-                self._study_recorder.wait(trial, f"the sweep ended as {status}")
-        summary = self._study_recorder.summary()
-        if (
-            status == "completed"
-            and self._study_recorder.begun
-            and not self._study_recorder.leaderboard.values
-        ):
+                self._recorder.wait(trial, f"the sweep ended as {status}")
+        self._recorder.close()
+        summary = self._recorder.summary()
+        if status == "completed" and self._recorder.begun and not self._recorder.leaderboard.values:
             raise self._without_a_value()
         return summary
 
     def _without_a_value(self) -> SweepError:
-        counts = ", ".join(
-            f"{count} {state}" for state, count in self._study_recorder.counts.items()
-        )
+        counts = ", ".join(f"{count} {state}" for state, count in self._recorder.counts.items())
         last = (
-            f"; the last failure: {self._study_recorder.last_failure}"
-            if self._study_recorder.last_failure
+            f"; the last failure: {self._recorder.last_failure}"
+            if self._recorder.last_failure
             else ""
         )
         return SweepError(
@@ -455,3 +471,29 @@ class SweepAlgorithm:
             do="look into the trials' folders, fix the cause, and sweep again, or sweep with more "
             "time: the study resumes",
         )
+
+
+# --- metrics ---
+
+
+def missing(metrics: Mapping[str, object], names: Iterable[str]) -> str | None:
+    """Return why the named metrics cannot be compared; None if they can.
+
+    A metric that is missing, NaN, infinite or not a number is never taken for a value.
+    """
+    for name in names:
+        value = metrics.get(name)
+        if name not in metrics:
+            return f"no {name} among the reported metrics: {', '.join(metrics) or 'none'}"
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return f"{name} is {value!r}, not a number"
+        if not math.isfinite(value):
+            return f"{name} is {value}"
+    return None
+
+
+def better(direction: str, one: float, other: float | None) -> float:
+    """Return the better of two values."""
+    if other is None:
+        return one
+    return max(one, other) if direction == "maximize" else min(one, other)

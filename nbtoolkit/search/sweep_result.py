@@ -9,20 +9,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from nbtoolkit.config.schema import Config, load_config
 from nbtoolkit.config.yaml_source import read_layer
 from nbtoolkit.errors import LaunchError, RunFileError, SweepError
 from nbtoolkit.launcher.failures import raise_failure
-from nbtoolkit.launcher.handle import RunHandle
+from nbtoolkit.launcher.run_handle import RunHandle
 from nbtoolkit.run.events import Event, EventReader, NoteAdded, StopRequested, TrialChanged
 from nbtoolkit.run.messages import SearchCommand
 from nbtoolkit.run.output import MAX_BYTES, Shape, charts, to_stdout
 from nbtoolkit.run.paths import RunPaths, Status, read_result, reading, write_json, write_whole
 from nbtoolkit.study.importance import importance
 from nbtoolkit.study.sweep_config import SweepConfig
-from nbtoolkit.study.table import ENDED, SweepTable
+from nbtoolkit.study.table import ENDED, EventTable, SweepTable
 
 if TYPE_CHECKING:
     import optuna
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 
 STUDY_FILE = "study.jsonl"
+
+Result = TypeVar("Result")
 
 
 class SweepResult:
@@ -70,7 +72,12 @@ class SweepResult:
         Raises:
             SweepError: no trial is complete.
         """
-        self._need_best()
+        if self.best_trial is None:
+            raise SweepError(
+                f"no trial of the sweep {self.paths.run_id} is complete",
+                allowed="a best configuration, once a trial is complete",
+                do="look at .trials for the reasons",
+            )
         return self.config.with_overrides(self.best_params)
 
     @cached_property
@@ -86,7 +93,7 @@ class SweepResult:
     @cached_property
     def study(self) -> optuna.Study:
         """The Optuna study, read-only; optuna-dashboard opens its file ``study.jsonl``."""
-        from nbtoolkit.study.storage import read_study
+        from nbtoolkit.study.study import read_study
 
         file = self.paths.folder / STUDY_FILE
         with reading(file):
@@ -123,7 +130,7 @@ class SweepResult:
             return events
         from nbtoolkit.search.study_recorder import trials_in
 
-        ended = trials_in(self.study, self.sweep_config)
+        ended = trials_in(self.study, self.sweep_config, self.paths.run_id)
         lost = [trial for trial in ended if trial.number not in recorded]
         return [*events, *(replace(one, best=one.number == self.best_trial) for one in lost)]
 
@@ -163,26 +170,14 @@ class SweepResult:
         """Draw the value against each parameter."""
         return charts().result_chart(self.paths, "slices")
 
-    def _need_best(self) -> None:
-        if self.best_trial is None:
-            raise SweepError(
-                f"no trial of the sweep {self.paths.run_id} is complete",
-                allowed="a best configuration, once a trial is complete",
-                do="look at .trials for the reasons",
-            )
-
-    def _table(self) -> SweepTable:
-        table = SweepTable.of(self.sweep_config)
-        table.read(self._events())
-        return table
-
     def __repr__(self) -> str:
         best = "none" if self.best_value is None else f"{self.best_value:.6g}"
         return f"SweepResult({self.status}, best={best}, {self.paths.folder})"
 
     def _repr_html_(self) -> str:
-        folder = html.escape(str(self.paths.folder))
-        return f"{self._table().html()}<p>{folder}</p>"
+        table = SweepTable.of(self.sweep_config)
+        table.read(self._events())
+        return f"{table.html()}<p>{html.escape(str(self.paths.folder))}</p>"
 
 
 def read_sweep_config(folder: Path) -> SweepConfig:
@@ -199,19 +194,6 @@ def read_sweep_config(folder: Path) -> SweepConfig:
 # --- progress as lines ---
 
 
-class Table(Protocol):
-    """A SweepTable or FoldTable."""
-
-    def update(self, event: Event) -> None:
-        """Receive one event."""
-
-    def summary(self) -> str:
-        """Return the progress in one line."""
-
-    def line(self, event: Event) -> str | None:
-        """Return a line about an event; None for no line."""
-
-
 class TableLines:
     """Prints lines while a thread waits for a search.
 
@@ -222,7 +204,7 @@ class TableLines:
         since: unix seconds; earlier events belong to earlier sessions and are not printed again.
     """
 
-    def __init__(self, table: Table, shape: Shape, *, since: float = 0.0) -> None:
+    def __init__(self, table: EventTable, shape: Shape, *, since: float = 0.0) -> None:
         self.table, self._on, self._since = table, shape != "off", since
         self._each, self._sums_up = shape in ("lines", "bar"), shape == "lines"
         self._written = 0
@@ -271,17 +253,17 @@ class TableLines:
 # --- handle ---
 
 
-class SearchHandle(RunHandle):
+class SearchHandle(RunHandle, Generic[Result]):
     """A running search.
 
     Args:
         paths: its folder.
         make_result: reads the result from the folder.
-        options: the options of :class:`~nbtoolkit.launcher.handle.RunHandle`.
+        options: the options of :class:`~nbtoolkit.launcher.run_handle.RunHandle`.
     """
 
     def __init__(
-        self, paths: RunPaths, make_result: Callable[[RunPaths], Any], **options: Any
+        self, paths: RunPaths, make_result: Callable[[RunPaths], Result], **options: Any
     ) -> None:
         super().__init__(paths, **options)
         self._make_result = make_result
@@ -294,7 +276,7 @@ class SearchHandle(RunHandle):
         """Continue after :meth:`pause`."""
         self._command(SearchCommand(op="resume"))
 
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None) -> Result:  # type: ignore[override] # of many runs
         """Wait for the end of the search and return its result.
 
         Args:
@@ -307,23 +289,21 @@ class SearchHandle(RunHandle):
             TimeoutError: the search has not ended yet (it continues).
             KeyboardInterrupt: the wait was interrupted; the running jobs have stopped.
             NbtoolkitError: the search failed.
+            Exception: what the training function raised in a fold, with its own type.
         """
         __tracebackhide__ = True
-        return super().result(timeout)
+        return cast(Result, super().result(timeout))
 
     def _command(self, command: SearchCommand) -> None:
         if self._line is None or not self._line.send(command):
-            self._refuse_if_over(command.op)
+            if self.done():
+                raise LaunchError(
+                    f"cannot {command.op} {self.paths.run_id}: it has ended",
+                    allowed="a running search",
+                    do="start it again with resume=<its folder>",
+                )
             file = self.paths.commands / f"{time.time_ns()}.json"
             write_json(file, vars(command), durable=False)
-
-    def _refuse_if_over(self, op: str) -> None:
-        if self.done():
-            raise LaunchError(
-                f"cannot {op} {self.paths.run_id}: it has ended",
-                allowed="a running search",
-                do="start it again with resume=<its folder>",
-            )
 
     def _outcome(self) -> Any:
         __tracebackhide__ = True
@@ -334,7 +314,7 @@ class SearchHandle(RunHandle):
         return super()._outcome()
 
 
-class SweepHandle(SearchHandle):
+class SweepHandle(SearchHandle[SweepResult]):
     """A running sweep, from ``nb.sweep(wait=False)`` or ``nb.attach(folder)``."""
 
     def stop_trial(self, number: int) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, PlainSerializer
 
 from nbtoolkit.config.fields import Allowed, Count, Free, FreeSection, Number, Positive, Whole
-from nbtoolkit.config.schema import Section
+from nbtoolkit.config.section import Section
 
 if TYPE_CHECKING:
     from optuna import Trial

@@ -166,12 +166,6 @@ class Space:
                 )
         return chosen
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Space) and self.parameters == other.parameters
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.parameters))
-
     def __repr__(self) -> str:
         return f"Space({', '.join(self.parameters)})"
 

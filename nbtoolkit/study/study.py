@@ -1,59 +1,96 @@
-"""Open the Optuna study of a sweep for its one writer, the scheduler.
+"""Open the Optuna study of a sweep, for its one writer (the scheduler) or for reading.
 
 Trials that were running when a session died resume with the same number, parameters and folder,
-hence from the same checkpoint. This module imports Optuna: import it late.
+hence from the same checkpoint. The study is stored in Optuna's journal, a file with one line of
+JSON per change. Others may read it meanwhile, also in a folder that is read-only. This module
+imports Optuna: import it late.
 """
 
 from __future__ import annotations
 
-import functools
+import fcntl
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import optuna
-from optuna.storages import JournalStorage
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from nbtoolkit.errors import SweepError
 from nbtoolkit.run.paths import reading
 from nbtoolkit.study.samplers import make_pruner, make_sampler
-from nbtoolkit.study.storage import FILE, open_journal, read_study
 
 if TYPE_CHECKING:
     from nbtoolkit.study.parameter import Params
     from nbtoolkit.study.space import Space
     from nbtoolkit.study.sweep_config import SweepConfig
 
-_IDENTITY, _PREPARED, IMPORTED = "identity", "prepared", "imported"
+FILE = "study.jsonl"
+_SQLITE = b"SQLite format 3\0"
+_IDENTITY, _PREPARED, IMPORTED, _ADDED = "identity", "prepared", "imported", "added"
 
 
 class SearchStudy:
     """An open study. Made by :func:`open_study`."""
 
+    shared = False
+    """True if other machines use it, too."""
+
     def __init__(
-        self, study: optuna.Study, storage: JournalStorage, sweep_config: SweepConfig, space: Space
+        self, study: optuna.Study, storage: BaseStorage, sweep_config: SweepConfig, space: Space
     ) -> None:
+        self.lost: set[int] = set()
+        """Trials of this machine that another one has taken over."""
         self.optuna = study
         self._storage = storage
         self._sweep_config = sweep_config
         self._space = space
+        self.imported = int(study.user_attrs.get(IMPORTED, 0))
+        """The number of trials from a warm start. They are the first ones, and do not count."""
         # first trials and a warm start's, which no sampler draws
         self._not_drawn = self.imported + len(sweep_config.first_trials)
         self._trials: dict[int, Trial] = {}
         self._steps: dict[int, set[int]] = {}
 
     @property
-    def imported(self) -> int:
-        """The number of trials from a warm start. They are the first ones, and do not count."""
-        return int(self.optuna.user_attrs.get(IMPORTED, 0))
+    def added(self) -> int:
+        """The number of trials that handles have added."""
+        return int(self.optuna.user_attrs.get(_ADDED, 0))
+
+    def add(self, count: int) -> None:
+        """Add trials."""
+        self.optuna.set_user_attr(_ADDED, self.added + count)
+
+    def owns(self, trial: FrozenTrial) -> bool:
+        """Whether a trial's folder is in this sweep."""
+        return True
+
+    def started(self, trials: Sequence[FrozenTrial]) -> int:
+        """Return the number of trials that have started."""
+        return sum(trial.state != TrialState.WAITING for trial in trials)
+
+    def take_over(self) -> None:
+        """Have the trials of dead machines repeated; only a shared study has any."""
+
+    def keep(self, number: int) -> None:
+        """Keep other machines from taking over a trial that was interrupted, and resumes later."""
+
+    def close(self, file: Path) -> None:
+        """Leave the study, at the end of a session; ``file`` is its journal in the folder."""
 
     def trials(self) -> list[FrozenTrial]:
         """This sweep's own trials by number, with those that wait. They must not be changed."""
         return self.optuna.get_trials(deepcopy=False)[self.imported :]
 
-    def ask(self) -> tuple[int, Params]:
-        """Begin a trial; returns its number, and its parameters as the study holds them."""
+    def ask(self, total: int | None = None) -> tuple[int, Params] | None:
+        """Begin a trial; returns its number, and its parameters as the study holds them.
+
+        Args:
+            total: the number of trials of a shared study; None is returned if all have begun.
+        """
         trials = self.optuna.get_trials(deepcopy=False)
         waiting = (trial.number for trial in trials if trial.state == TrialState.WAITING)
         self._set_sampler(next(waiting, len(trials)))
@@ -61,15 +98,14 @@ class SearchStudy:
 
     def resume(self, number: int) -> tuple[int, Params]:
         """Continue a trial that was running when its session died."""
-        trial_id = self._id_of(number)
         self._set_sampler(number)
-        number, params = self._suggest(Trial(self.optuna, trial_id))
-        self._steps[number] = set(self._storage.get_trial(trial_id).intermediate_values)
+        number, params = self._suggest(Trial(self.optuna, self._id_of(number)))
+        self._steps[number] = set(self.reports(number))
         return number, params
 
     def reports(self, number: int) -> dict[int, float]:
         """What a running trial has reported, by step."""
-        return dict(self._storage.get_trial(self._id_of(number)).intermediate_values)
+        return dict(self._stored(number).intermediate_values)
 
     def report(self, number: int, value: float, step: int | None) -> tuple[int, bool]:
         """Store a report of a running trial; a repeated step is ignored.
@@ -80,8 +116,8 @@ class SearchStudy:
         trial, steps = self._trials[number], self._steps[number]
         at = max(steps, default=-1) + 1 if step is None else step
         if at not in steps:
-            steps.add(at)
             trial.report(value, at)
+            steps.add(at)
         return at, trial.should_prune()
 
     def tell(
@@ -95,12 +131,12 @@ class SearchStudy:
             values: one for each metric, of a complete trial.
             attrs: user attributes to store with it.
         """
-        trial = self._trials.pop(number)
-        self._steps.pop(number)
+        trial = self._trials[number]
         for key, value in attrs.items():
             trial.set_user_attr(key, value)
         complete = state == TrialState.COMPLETE
         self.optuna.tell(trial, list(values) if complete else None, state=state)
+        del self._trials[number], self._steps[number]
 
     def constrain(self, number: int, excess: Mapping[str, float]) -> None:
         """Store by how much a trial exceeds each limit (0 or less if it does not)."""
@@ -116,26 +152,30 @@ class SearchStudy:
 
     def user_attrs(self, number: int) -> Params:
         """The user attributes of a trial."""
-        return dict(self._storage.get_trial(self._id_of(number)).user_attrs)
+        return dict(self._stored(number).user_attrs)
 
     def _set_sampler(self, number: int) -> None:
         """Give the trial that begins next a sampler of its own."""
-        self.optuna.sampler = make_sampler(self._sweep_config, self._space, number, self._not_drawn)
+        offset = self._offset(number)
+        self.optuna.sampler = make_sampler(self._sweep_config, self._space, number, offset)
+
+    def _offset(self, number: int) -> int:
+        """Return how many trials before this one were not drawn."""
+        return self._not_drawn
+
+    def _id_of(self, number: int) -> int:
+        study_id = self._storage.get_study_id_from_name(self.optuna.study_name)
+        return self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
 
     def _suggest(self, trial: Trial) -> tuple[int, Params]:
         self._space.suggest(trial)
         number = trial.number
         self._trials[number], self._steps[number] = trial, set()
         # Read back, so that the trial trains with exactly what is stored.
-        frozen = self._storage.get_trial(self._id_of(number))
-        return number, self._space.decode(frozen.params)
+        return number, self._space.decode(self._stored(number).params)
 
-    @functools.cached_property
-    def _id(self) -> int:
-        return self._storage.get_study_id_from_name(self.optuna.study_name)
-
-    def _id_of(self, number: int) -> int:
-        return self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
+    def _stored(self, number: int) -> FrozenTrial:
+        return self.optuna.get_trials(deepcopy=False)[number]
 
 
 def open_study(
@@ -157,21 +197,36 @@ def open_study(
     name = sweep_config.study.name
     with reading(file):
         storage = open_journal(file)
-        summaries = optuna.get_all_study_summaries(storage=storage)
-    existing = next((summary for summary in summaries if summary.study_name == name), None)
-    if existing is not None and not existing.user_attrs.get(_PREPARED):
-        optuna.delete_study(study_name=name, storage=storage)  # cut off before its first trial
-        existing = None
-    if existing is not None:
-        _refuse_another(existing.user_attrs.get(_IDENTITY, {}), identity, file)
-    else:
-        _create(storage, sweep_config, space, identity)
+        optuna.get_all_study_names(storage)
+    prepare_study(storage, sweep_config, space, identity, f"in {file}")
     study = optuna.load_study(study_name=name, storage=storage, pruner=make_pruner(sweep_config))
     return SearchStudy(study, storage, sweep_config, space)
 
 
+def prepare_study(
+    storage: BaseStorage,
+    sweep_config: SweepConfig,
+    space: Space,
+    identity: Mapping[str, object],
+    place: str,
+) -> None:
+    """Create a study in a storage, or check that the one there is of the same search.
+
+    Raises:
+        SweepError: the study has another space, objective or folds.
+    """
+    name = sweep_config.study.name
+    if name in optuna.get_all_study_names(storage):
+        attrs = storage.get_study_user_attrs(storage.get_study_id_from_name(name))
+        if attrs.get(_PREPARED):
+            _refuse_another(attrs.get(_IDENTITY, {}), identity, place)
+            return
+        optuna.delete_study(study_name=name, storage=storage)  # cut off before its first trial
+    _create(storage, sweep_config, space, identity)
+
+
 def _create(
-    storage: JournalStorage,
+    storage: BaseStorage,
     sweep_config: SweepConfig,
     space: Space,
     identity: Mapping[str, object],
@@ -191,7 +246,7 @@ def _create(
 
 
 def _refuse_another(
-    stored: Mapping[str, object], identity: Mapping[str, object], file: Path
+    stored: Mapping[str, object], identity: Mapping[str, object], place: str
 ) -> None:
     lines = [
         f"\n    {name}: was {stored.get(name)!r}, is {identity.get(name)!r}"
@@ -200,7 +255,7 @@ def _refuse_another(
     ]
     if lines:
         raise SweepError(
-            f"the study in {file} was made for another search:{''.join(lines)}",
+            f"the study {place} was made for another search:{''.join(lines)}",
             allowed="the same space, objective and folds (budget and placement may change)",
             do='restore them, or start again with resume="never"',
         )
@@ -229,23 +284,29 @@ def import_trials(study: optuna.Study, sweep_config: SweepConfig, space: Space) 
             allowed=f"a study with these: {', '.join(sweep_config.directions)}",
         )
     complete = other.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    fitting = [trial for trial in complete if _fits(trial, space)]
+    distributions = space.distributions()
+    fitting = 0
+    for trial in complete:
+        try:
+            if set(trial.params) - set(space.decode(trial.params)):
+                continue  # a condition of the space hides a parameter
+            imported = create_trial(
+                params=trial.params,
+                distributions={name: distributions[name] for name in trial.params},
+                values=trial.values,
+                user_attrs={"warm_start": source, "number": trial.number},
+            )
+        except (KeyError, ValueError, TypeError):
+            continue  # a parameter is unknown or missing, or the space never has its value
+        study.add_trial(imported)
+        fitting += 1
     if not fitting:
         raise SweepError(
             f"warm_start: none of the {len(complete)} complete trials in {source} fits the space",
             allowed=f"trials with values of {', '.join(space.searched)}",
             do="remove warm_start, or widen the space",
         )
-    distributions = space.distributions()
-    for trial in fitting:
-        imported = create_trial(
-            params=trial.params,
-            distributions={name: distributions[name] for name in trial.params},
-            values=trial.values,
-            user_attrs={"warm_start": source, "number": trial.number},
-        )
-        study.add_trial(imported)
-    return len(fitting)
+    return fitting
 
 
 def _load(source: str) -> optuna.Study:
@@ -261,15 +322,85 @@ def _load(source: str) -> optuna.Study:
     return read_study(file)
 
 
-def _fits(trial: FrozenTrial, space: Space) -> bool:
-    """Whether the space could have drawn exactly these parameters."""
-    distributions = space.distributions()
-    try:
-        if set(trial.params) - set(space.decode(trial.params)):
-            return False
-        return all(
-            distributions[name]._contains(distributions[name].to_internal_repr(value))
-            for name, value in trial.params.items()
+# --- the file ---
+
+
+class FileLock(JournalFileOpenLock):
+    """Locks a journal with ``flock`` on the file itself.
+
+    Optuna's own locks are files: a killed process leaves its lock, and the next one waits for 30 s.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._fd = -1
+
+    def acquire(self) -> bool:
+        """Wait for the lock."""
+        self._fd = os.open(self._file, os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        return True
+
+    def release(self) -> None:
+        """Release the lock."""
+        os.close(self._fd)
+
+
+class ReadOnlyBackend(JournalFileBackend):
+    """Reads a journal, and refuses to write."""
+
+    def append_logs(self, logs: list[dict[str, object]]) -> None:
+        """Refuse to write.
+
+        Raises:
+            SweepError: always.
+        """
+        raise SweepError(
+            "the study of a sweep cannot be changed: it was opened for reading",
+            allowed="reading its trials, parameters and values",
+            do="copy it with optuna.copy_study, and change the copy",
         )
-    except (KeyError, ValueError, TypeError):
-        return False  # a parameter is unknown or missing, or its value of another kind
+
+
+def open_journal(file: Path) -> JournalStorage:
+    """Open a journal for writing, or create it; the caller holds the sweep's lock.
+
+    It removes a last line that a killed session left unfinished: Optuna skips such a line only as
+    long as nothing follows it.
+    """
+    if file.exists():
+        with file.open("rb+") as opened:
+            opened.truncate(opened.read().rfind(b"\n") + 1)
+    return JournalStorage(JournalFileBackend(str(file), FileLock(file)))
+
+
+def read_study(file: Path) -> optuna.Study:
+    """Open the only study in a file for reading: a journal, or an SQLite file of version 0.1.
+
+    Raises:
+        SweepError: there is no study or more than one, or the file cannot be read.
+    """
+    try:
+        storage = _storage(file)
+        names = optuna.get_all_study_names(storage)
+    except Exception as error:  # a damaged journal may raise anything
+        raise SweepError(
+            f"the study {file.name} cannot be read: {type(error).__name__}: {error}",
+            allowed="the file that a sweep writes",
+        ) from error
+    if len(names) != 1:
+        raise SweepError(
+            f"the study {file.name} holds {len(names)} studies",
+            allowed="a file with one study",
+        )
+    return optuna.load_study(study_name=names[0], storage=storage)
+
+
+def _storage(file: Path) -> BaseStorage:
+    with file.open("rb") as opened:  # both storages would create a missing file
+        if opened.read(len(_SQLITE)) != _SQLITE:
+            return JournalStorage(ReadOnlyBackend(str(file)))
+    from sqlalchemy.pool import NullPool
+
+    url = f"sqlite:///file:{file.absolute()}?mode=ro&uri=true"
+    return RDBStorage(url, engine_kwargs={"poolclass": NullPool})

@@ -27,7 +27,8 @@ from nbtoolkit.config.fields import (
     Text,
 )
 from nbtoolkit.config.layers import file_layer, merge
-from nbtoolkit.config.schema import Auto, Config, Section
+from nbtoolkit.config.schema import Auto, Config
+from nbtoolkit.config.section import Section
 from nbtoolkit.config.validation import Direction, direction_of, fields, mistakes, resolve
 from nbtoolkit.config.yaml_source import Keys, Layer, Mistake, dump, refuse
 from nbtoolkit.errors import SpaceError
@@ -91,6 +92,12 @@ class StudyConfig(Section):
     """More arguments of Optuna's pruner, by their own names."""
     seed: Seed = 0
     """Decides, with a trial's number, what the sampler draws for the trial."""
+    storage: Text | None = None
+    """URL of a PostgreSQL server, or `$NAME` for one in an environment variable: sweeps of the same
+    `study.name` on several machines share the trials; null: the study is in the sweep's folder."""
+    heartbeat: Seconds = 60.0
+    """`storage`: seconds between two signs of life of a machine. The trials of a machine without
+    one for twice this time are repeated elsewhere."""
 
 
 class Budget(Section):
@@ -204,7 +211,7 @@ def load_sweep_config(
     *,
     n_trials: int | None = None,
     timeout: float | str | None = None,
-    folds: int | Mapping[str, object] | None = None,
+    folds: int | None = None,
 ) -> SweepConfig:
     """Load and check the configuration of a sweep.
 
@@ -214,7 +221,7 @@ def load_sweep_config(
         config: the configuration that trials override; it must accept all parameters.
         n_trials: replaces ``budget.n_trials``.
         timeout: seconds, or a text such as ``"2h"``; replaces ``budget.timeout``.
-        folds: a number, or the content of ``folds``; replaces it.
+        folds: replaces ``folds.k``.
 
     Returns:
         The configuration, with metric, direction, pruner and space resolved.
@@ -265,20 +272,16 @@ def _with_sections(layer: Layer) -> Layer:
     return Layer(values=values, places=places, mistakes=tuple(found))
 
 
-def _call_layer(
-    n_trials: int | None, timeout: float | str | None, folds: int | Mapping[str, object] | None
-) -> Layer:
+def _call_layer(n_trials: int | None, timeout: float | str | None, folds: int | None) -> Layer:
     """The layer of the call's own arguments."""
+    arguments = {("budget", "n_trials"): n_trials, ("budget", "timeout"): timeout}
+    arguments["folds", "k"] = folds
     values: dict[str, dict[str, object]] = {}
-    if n_trials is not None:
-        values["budget"] = {"n_trials": n_trials}
-    if timeout is not None:
-        values.setdefault("budget", {})["timeout"] = timeout
-    if folds is not None:
-        values["folds"] = dict(folds) if isinstance(folds, Mapping) else {"k": folds}
-    places: dict[Keys, str] = {
-        (name, key): f"{key}=" for name, section in values.items() for key in section
-    }
+    places: dict[Keys, str] = {}
+    for (section, key), value in arguments.items():
+        if value is not None:
+            values.setdefault(section, {})[key] = value
+            places[section, key] = f"{key}="
     return Layer(values=values, places=places)
 
 
@@ -365,6 +368,9 @@ def _metric_conflicts(sweep_config: SweepConfig) -> Iterator[_Conflict]:
     if count > 1 and sweep_config.reevaluate_top.k:
         what = "there is no order of leaders with several metrics"
         yield _Conflict("reevaluate_top.k", what, "0", "remove reevaluate_top")
+    if sweep_config.study.storage and sweep_config.reevaluate_top.k:
+        what = "no machine knows alone which trials of a shared study are its leaders"
+        yield _Conflict("reevaluate_top.k", what, "0 with study.storage", "remove reevaluate_top")
 
 
 def _pruner_conflicts(sweep_config: SweepConfig) -> Iterator[_Conflict]:

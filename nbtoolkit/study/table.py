@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -36,24 +35,23 @@ _MAX_TEXT = 40  # characters of one value
 _WAITING_PRUNERS = ("median", "percentile", "patient")
 
 
-class EventTable(ABC):
+class EventTable:
     """A table made from events, for a cell (HTML) or as text."""
 
-    @abstractmethod
     def update(self, event: Event) -> None:
         """Process one event; those of other types change nothing."""
 
-    @abstractmethod
     def summary(self, now: float | None = None) -> str:
         """The progress in one line; ``now``: unix seconds."""
+        return ""
 
-    @abstractmethod
     def line(self, event: Event) -> str | None:
         """A line of text on a trial or fold that ended; None for every other event."""
+        return None
 
-    @abstractmethod
     def _columns(self, now: float | None) -> tuple[list[str], list[list[str]]]:
         """The header and the rows."""
+        return [], []
 
     def read(self, events: Iterable[Event]) -> None:
         """Process new events, in their order."""

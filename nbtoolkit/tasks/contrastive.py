@@ -13,6 +13,8 @@ its gradients. :func:`nbtoolkit.fit` needs no setting for it::
         sampler=ClassBalanced(labels, samples_per_class=4),
     )
 
+Unlike other modules of this folder it imports torch: import it inside functions.
+
 With gradient accumulation (``train.gradient_accumulation_steps``, also as set by a launch after
 memory ran out), positives and negatives come from the micro-batches of one pass only.
 """
@@ -22,26 +24,26 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-from nbtoolkit.errors import FitError
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nbtoolkit.errors import FitError, some_names
 from nbtoolkit.training.losses import Labels, training_pass
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-PairLoss: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
+PairLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """``loss(embeddings, labels)`` -> a scalar, of rows of one device."""
 
 NO_POSITIVES = (
-    "a batch has no two samples of one class, so the contrastive loss is zero and the model learns "
-    "nothing from it; draw samples_per_class samples of each class with ClassBalanced, or a larger "
-    "train.batch_size (this is reported once)"
+    "a batch has no two samples of one class, so its contrastive loss is zero (reported once); "
+    "draw several samples of each class with ClassBalanced, or set a larger train.batch_size"
 )
 
 
 def supervised_contrastive_loss(
-    embeddings: Tensor, labels: Tensor, *, temperature: float = 0.1, gather: bool = True
+    embeddings: Tensor, labels: Tensor, *, temperature: float = 0.1
 ) -> Tensor:
     """The supervised contrastive loss of Khosla et al. 2020 (arXiv:2004.11362), L_out (eq. 2).
 
@@ -54,7 +56,6 @@ def supervised_contrastive_loss(
             also under autocast; a row of zeros stays zero.
         labels: int, of shape (n,); any values.
         temperature: above 0; as low as 0.01 does not overflow.
-        gather: see :func:`across_ranks`.
 
     Returns:
         A float32 scalar, equal on all ranks.
@@ -68,16 +69,10 @@ def supervised_contrastive_loss(
             allowed="a number above 0, such as 0.1",
             do="pass temperature=0.1",
         )
-
-    def loss(rows: Tensor, classes: Tensor) -> Tensor:
-        return _l_out(rows, classes, temperature)
-
-    return across_ranks(loss, embeddings, labels, gather=gather)
+    return across_ranks(partial(_l_out, temperature=temperature), embeddings, labels)
 
 
 def _l_out(rows: Tensor, classes: Tensor, temperature: float) -> Tensor:
-    import torch
-
     norms = rows.norm(dim=1, keepdim=True)
     # Rows of zeros (a dead layer) stay as they are: 1 / 0 has no gradient.
     unit = rows / torch.where(norms > 1e-12, norms, 1.0)
@@ -108,13 +103,10 @@ def metric_loss(loss: PairLoss) -> PairLoss:
     Raises:
         FitError: the loss has weights of its own.
     """
-    from torch import nn
-
     weights = [name for name, _ in loss.named_parameters()] if isinstance(loss, nn.Module) else []
     if weights:
         raise FitError(
-            f"the loss {type(loss).__name__} has weights of its own ({', '.join(weights)}), which "
-            "fit would not train",
+            f"fit would not train the weights of {type(loss).__name__}: {some_names(weights)}",
             allowed="losses without weights, such as MultiSimilarityLoss or TripletMarginLoss",
             do="set another model.loss; or make the loss a layer of the model",
         )
@@ -124,30 +116,25 @@ def metric_loss(loss: PairLoss) -> PairLoss:
 # --- the rows of all ranks ---
 
 
-def across_ranks(
-    loss: PairLoss, embeddings: Tensor, labels: Tensor, *, gather: bool = True
-) -> Tensor:
+def across_ranks(loss: PairLoss, embeddings: Tensor, labels: Tensor) -> Tensor:
     """Compute a loss of the rows of all ranks; a collective of those that train.
 
     Each rank computes the whole loss, and gets the gradient of its own rows, times the factor that
     makes the mean over the ranks, which DDP takes, that of the whole batch. So the backward pass
     has no collective. Ranks may have different numbers of rows. On a GPU it waits for the device.
 
+    Under ``torch.no_grad``, as in the validation, it takes this rank's rows only: there the ranks
+    may have different numbers of batches. Scores of a whole validation set are in
+    :mod:`nbtoolkit.tasks.retrieval`.
+
     Args:
         loss: of all rows: float32 (n, d), int64 (n,) -> a scalar. It draws no random numbers.
         embeddings: of this rank; (n, d) or (n, views, d).
         labels: of shape (n,).
-        gather: False: only this rank's rows, and then ``fit`` asks for ``train.loss_reduction:
-            batch``. Also under ``torch.no_grad``, as in the validation: there the ranks may have
-            different numbers of batches. Scores of a whole validation set are in
-            :mod:`nbtoolkit.tasks.retrieval`.
 
     Raises:
         FitError: embeddings are not finite, or the shapes do not fit.
     """
-    import torch
-    import torch.distributed as dist
-
     fits = embeddings.ndim in (2, 3) and labels.shape == embeddings.shape[:1]
     if not fits or labels.is_floating_point():
         raise FitError(
@@ -159,7 +146,7 @@ def across_ranks(
     views = embeddings.shape[1] if embeddings.ndim == 3 else 1
     rows, classes = embeddings.reshape(-1, embeddings.shape[-1]), labels.long()
     classes = classes.to(rows.device).repeat_interleave(views)
-    samples, gather = training_pass.samples, gather and torch.is_grad_enabled()
+    samples, gather = training_pass.samples, torch.is_grad_enabled()
     training_pass.whole_batch = gather
     with torch.autocast(rows.device.type, enabled=False):
         rows = rows.float()
@@ -179,41 +166,33 @@ def across_ranks(
 
 def _gather(rows: Tensor, classes: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
     """The rows and classes of all ranks, by rank; this rank's rows keep their graph."""
-    import torch
-    import torch.distributed as dist
-
-    header = torch.stack([(~rows.detach().isfinite().all(1)).sum(), classes.new_tensor(len(rows))])
-    headers = [header]
+    vectors, labels = [rows], [classes]
     if ranks > 1:
-        headers = [torch.empty_like(header) for _ in range(ranks)]
-        dist.all_gather(headers, header)
-    not_finite, sizes = torch.stack(headers).T.tolist()
-    if any(not_finite):
-        counts = zip(not_finite, sizes, strict=True)
-        parts = [f"{bad} of {n} rows on rank {rank}" for rank, (bad, n) in enumerate(counts) if bad]
+        counts = [classes.new_empty(1) for _ in range(ranks)]
+        dist.all_gather(counts, classes.new_tensor([len(rows)]))
+        sizes = torch.cat(counts).tolist()
+        vectors = _all_gather(rows.detach(), sizes)
+        labels = _all_gather(classes, sizes)
+        vectors[dist.get_rank()] = rows
+    bad = torch.stack([(~part.isfinite().all(1)).sum() for part in vectors]).tolist()
+    named = [f"{bad[n]} of {len(vectors[n])} rows on rank {n}" for n in range(ranks) if bad[n]]
+    if named:
         raise FitError(
-            f"embeddings are NaN or infinite: {', '.join(parts)}",
+            f"embeddings are NaN or infinite: {', '.join(named)}",
             allowed="embeddings that are finite numbers",
             do="look for NaN in the inputs; lower optim.lr; set train.max_grad_norm: 1.0; under "
             "fp16 let the last layer compute in float32",
         )
-    if ranks == 1:
-        return rows, classes
-    # One collective of bytes: the label in two columns of int32 beside its row.
-    packed = torch.cat(
-        [rows.detach().contiguous().view(torch.int32), classes[:, None].view(torch.int32)], 1
-    )
-    padded = packed.new_zeros(max(sizes), packed.shape[1])
-    padded[: len(packed)] = packed
-    received = [torch.empty_like(padded) for _ in range(ranks)]
+    return torch.cat(vectors), torch.cat(labels)
+
+
+def _all_gather(part: Tensor, sizes: list[int]) -> list[Tensor]:
+    """The parts of all ranks, which have ``sizes`` rows."""
+    padded = part.new_zeros(max(sizes), *part.shape[1:])
+    padded[: len(part)] = part
+    received = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(received, padded)
-    received = [part[:size] for part, size in zip(received, sizes, strict=True)]
-    vectors = [part[:, :-2].view(torch.float32) for part in received]
-    vectors[dist.get_rank()] = rows
-    labels = torch.cat(
-        [part[:, -2:] for part in received]
-    )  # a copy: a view of int64 must be aligned
-    return torch.cat(vectors), labels.view(torch.int64)[:, 0]
+    return [one[:size] for one, size in zip(received, sizes, strict=True)]
 
 
 # --- batches ---
@@ -246,8 +225,6 @@ class ClassBalanced:
     def __init__(
         self, labels: Labels, samples_per_class: int, *, skip_single: bool = False
     ) -> None:
-        import torch
-
         if samples_per_class < 2:
             raise FitError(
                 f"samples_per_class is {samples_per_class}",
@@ -258,10 +235,9 @@ class ClassBalanced:
         classes, places, counts = given.unique(return_inverse=True, return_counts=True)
         alone = classes[counts == 1].tolist()
         if alone and (not skip_single or len(alone) == len(classes)):
-            more = f" and {len(alone) - 5} more" if len(alone) > 5 else ""
+            named = some_names([*map(str, alone)])
             raise FitError(
-                f"{len(alone)} of {len(classes)} classes have one training sample: "
-                f"{', '.join(map(str, alone[:5]))}{more}",
+                f"{len(alone)} of {len(classes)} classes have one training sample: {named}",
                 allowed="classes with two samples or more; with skip_single, at least one of them",
                 do="add samples, or leave these classes out: skip_single=True (model.skip_single)",
             )
@@ -275,16 +251,12 @@ class ClassBalanced:
         return self._rounds * len(self._members) * self._per_class
 
     def __iter__(self) -> Iterator[int]:
-        import torch
-
         groups = torch.stack([self._groups(members) for members in self._members])
         for number in range(self._rounds):
             yield from groups[torch.randperm(len(groups)), number].flatten().tolist()
 
     def _groups(self, members: Tensor) -> Tensor:
         """A class's samples for each round, of shape (rounds, samples_per_class)."""
-        import torch
-
         size = self._per_class
         number = max(1, len(members) // size)  # groups in one pass over the class
         passes = [

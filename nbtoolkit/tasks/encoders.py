@@ -8,19 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from nbtoolkit.errors import ConfigError, MissingExtra
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from nbtoolkit.tasks.images import Transform
 
 
@@ -58,7 +55,11 @@ def make_encoder(spec: EncoderSpec, *, pretrained: bool = False) -> nn.Module:
         sizes = {"in_chans": spec.channels, "num_classes": spec.embedding_size}
         options = {"model_name": name, "pretrained": pretrained, **sizes}
         model = make_named("model.encoder", {"name": "timm.create_model", **options})
-        return nn.Sequential(_Scale(model.pretrained_cfg, spec.channels), model)
+        about = model.pretrained_cfg if spec.channels == 3 else {"mean": [0.5], "std": [0.5]}
+        # timm needs torchvision itself.
+        name = "torchvision.transforms.v2.Normalize"
+        scale = {"name": name, "mean": list(about["mean"]), "std": list(about["std"])}
+        return nn.Sequential(make_named("model.encoder", scale), model)
     if spec.encoder != "cnn":
         raise ConfigError(
             f"model.encoder is {spec.encoder!r}",
@@ -66,48 +67,21 @@ def make_encoder(spec: EncoderSpec, *, pretrained: bool = False) -> nn.Module:
             do="set model.encoder: cnn",
         )
     halvings = max(1, round(math.log2(min(spec.size or (64, 64)) / 4)))
-    layers: list[nn.Module] = []
-    before = spec.channels
-    for number in range(halvings + 1):
-        width = min(32 * 2**number, 256)
-        convolution = nn.Conv2d(before, width, 3, 1 if number == 0 else 2, padding=1, bias=False)
+    widths = [min(32 * 2**number, 256) for number in range(halvings + 1)]
+    layers, before = list[nn.Module](), spec.channels
+    for width, stride in zip([*widths, widths[-1]], [1, *[2] * halvings, 1], strict=True):
+        convolution = nn.Conv2d(before, width, 3, stride, padding=1, bias=False)
         layers += [convolution, nn.GroupNorm(8, width), nn.ReLU()]
         before = width
-    last = nn.Conv2d(before, before, 3, padding=1, bias=False)
-    layers += [last, nn.GroupNorm(8, before), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
+    layers += [nn.AdaptiveAvgPool2d(2), nn.Flatten()]
     return nn.Sequential(*layers, nn.Linear(4 * before, spec.embedding_size))
 
 
-class _Scale(nn.Module):
-    """Subtract a timm model's mean and divide by its deviation, per channel; grey: 0.5 each."""
-
-    def __init__(self, about: Mapping[str, Any], channels: int) -> None:
-        super().__init__()
-        for name in ("mean", "std"):
-            values = torch.tensor(about[name] if channels == 3 else 0.5).reshape(-1, 1, 1)
-            self.register_buffer(name, values, persistent=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return (images - self.get_buffer("mean")) / self.get_buffer("std")
-
-
-class Projector(nn.Module):
-    """An encoder with a projection head, as stage 1 trains it: -> (n, projection_size)."""
-
-    def __init__(self, encoder: nn.Module, embedding_size: int, projection_size: int) -> None:
-        super().__init__()
-        self.encoder = encoder
-        layers = (nn.Linear(embedding_size, embedding_size), nn.ReLU())
-        self.head = nn.Sequential(*layers, nn.Linear(embedding_size, projection_size))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Embed and project."""
-        return self.project(self.encoder(images))
-
-    def project(self, embeddings: Tensor) -> Tensor:
-        """Project the encoder's embeddings."""
-        projected: Tensor = self.head(functional.relu(embeddings))
-        return projected
+def make_projector(encoder: nn.Module, embedding_size: int, projection_size: int) -> nn.Sequential:
+    """An encoder and a projection head, as stage 1 trains them: -> (n, projection_size)."""
+    hidden = nn.Linear(embedding_size, embedding_size)
+    last = nn.Linear(embedding_size, projection_size)
+    return nn.Sequential(encoder, nn.Sequential(nn.ReLU(), hidden, nn.ReLU(), last))
 
 
 def make_classifier(embedding_size: int, classes: int) -> nn.Module:
@@ -116,32 +90,15 @@ def make_classifier(embedding_size: int, classes: int) -> nn.Module:
     return nn.Sequential(nn.ReLU(), scaled, nn.Linear(embedding_size, classes))
 
 
-class Classifier(nn.Module):
-    """A linear classifier on an encoder: -> (n, classes) scores.
+class Frozen(nn.Sequential):
+    """A model without gradients, always in evaluation mode: batch norms keep their statistics."""
 
-    Args:
-        encoder: frozen, it gets no gradients and stays in evaluation mode.
-        embedding_size: of the encoder.
-        classes: their number.
-        frozen: train the classifier alone.
-    """
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.requires_grad_(False))
 
-    def __init__(self, encoder: nn.Module, embedding_size: int, classes: int, *, frozen: bool):
-        super().__init__()
-        self.encoder = encoder.requires_grad_(not frozen)
-        self.classifier = make_classifier(embedding_size, classes)
-        self._frozen = frozen
-
-    def train(self, mode: bool = True) -> Classifier:
-        """Set the mode; a frozen encoder's batch norms keep their statistics."""
-        super().train(mode)
-        self.encoder.train(mode and not self._frozen)
-        return self
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Embed and classify."""
-        scores: Tensor = self.classifier(self.encoder(images))
-        return scores
+    def train(self, mode: bool = True) -> Frozen:
+        """Stay in evaluation mode."""
+        return super().train(False)
 
 
 # --- augmentation ---
@@ -178,28 +135,22 @@ class Augment:
         return moved[0]
 
 
-def make_transform(settings: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> Transform:
+def make_transforms(
+    settings: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+) -> list[Transform]:
     """What ``data.augment`` says.
 
     Args:
-        settings: of :class:`Augment`; or a list of ``{name: package.Class, <its arguments>}``, such
-            as torchvision's transforms, applied in turn.
+        settings: None: nothing; a dict: of :class:`Augment`; or a list of ``{name: package.Class,
+            <its arguments>}``, such as torchvision's transforms.
 
     Raises:
         ConfigError: a name or an argument is unknown.
         MissingExtra: a package is not installed.
     """
-    if settings is None or isinstance(settings, Mapping):
-        own = {**(settings or {}), "name": f"{__name__}.Augment"}
-        transform: Transform = make_named("data.augment", own)
-        return transform
-    return partial(_in_turn, [make_named("data.augment", step) for step in settings])
-
-
-def _in_turn(steps: Sequence[Transform], image: Tensor) -> Tensor:
-    for step in steps:
-        image = step(image)
-    return image
+    if isinstance(settings, Mapping):
+        settings = [{**settings, "name": f"{__name__}.Augment"}]
+    return [make_named("data.augment", step) for step in settings or ()]
 
 
 def make_named(setting: str, settings: str | Mapping[str, Any]) -> Any:
@@ -218,16 +169,11 @@ def make_named(setting: str, settings: str | Mapping[str, Any]) -> Any:
     module, _, attribute = path.rpartition(".")
     try:
         return getattr(import_module(module), attribute)(**options)
-    except ImportError as error:
-        raise MissingExtra(
-            f"{setting}: {path} cannot be imported: {error}",
-            do="correct the name, or pip install 'nbtoolkit-torch[torchvision]', [timm] or "
-            "[metric-learning]",
-        ) from error
     # What constructors raise for a wrong argument; timm raises RuntimeError.
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        kind = MissingExtra if isinstance(error, ImportError) else ConfigError
+        raise kind(
             f"{setting}: {path} with {options} cannot be made: {error}",
-            allowed="{name: package.Class, <its arguments>}",
-            do=f"correct {setting}",
+            allowed="{name: package.Class, <its arguments>}, of a package that is installed",
+            do=f"correct {setting}, or pip install torchvision, timm or pytorch-metric-learning",
         ) from error

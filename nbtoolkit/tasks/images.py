@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import os
 import re
 import warnings
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from nbtoolkit.environment.installed import install_line
 from nbtoolkit.errors import FitError, FoldError, FoldWarning, MissingExtra
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 class Images:
     """Labelled images, a data set for ``nb.fit``: files are decoded where a sample is loaded.
 
-    Random numbers that ``transform`` draws from the global generators depend on (seed, epoch,
+    Random numbers that ``transforms`` draw from the global generators depend on (seed, epoch,
     sample), because ``nb.fit`` seeds each sample.
 
     Attributes:
@@ -39,7 +41,7 @@ class Images:
         groups: a group for each image, which a split keeps on one side; None: no groups.
         size: height and width to which files are resized; None: they keep their own.
         channels: 1 (grey) or 3 (RGB), of files.
-        transform: applied to each image; None: nothing.
+        transforms: applied to each image, in turn.
     """
 
     items: Sequence[str] | Tensor
@@ -48,17 +50,19 @@ class Images:
     groups: tuple[str, ...] | None = None
     size: tuple[int, int] | None = (64, 64)
     channels: int = 3
-    transform: Transform | None = None
+    transforms: Sequence[Transform] = ()
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         image = self.image(index)
-        return image if self.transform is None else self.transform(image), int(self.labels[index])
+        for change in self.transforms:
+            image = change(image)
+        return image, int(self.labels[index])
 
     def image(self, index: int) -> Tensor:
-        """One image without the transform.
+        """One image without the transforms.
 
         Raises:
             FitError: it cannot be decoded (names the file).
@@ -75,6 +79,12 @@ class Images:
         chosen = items[rows] if isinstance(items, torch.Tensor) else [items[row] for row in rows]
         groups = self.groups and tuple(self.groups[row] for row in rows)
         return replace(self, items=chosen, labels=self.labels[rows], groups=groups)
+
+    def files_key(self) -> str:
+        """Identify the files, if ``items`` are paths, by path, size and time of the last change."""
+        found = [(path, os.stat(path)) for path in self.items if isinstance(path, str)]
+        lines = [f"{path} {one.st_size} {one.st_mtime_ns}\n" for path, one in found]
+        return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
     def damaged(self) -> dict[int, str]:
         """Decode every file; returns the index of each one that fails, with the reason."""
@@ -111,7 +121,7 @@ def decode(path: str, size: tuple[int, int] | None, channels: int) -> Tensor:
     except ImportError as error:
         raise MissingExtra(
             "image files are decoded by Pillow, which is not installed",
-            do="pip install 'nbtoolkit-torch[images]'",
+            do=install_line("images"),
         ) from error
     try:
         with Image.open(path) as file:
@@ -141,38 +151,31 @@ def from_folder(
         root: the folder; each folder in it is a class, searched with all of its subfolders.
         group_pattern: a regular expression with one group ``(...)``, searched for in each path
             below ``root``: its text is the image's group (``patient_([0-9]+)``).
-        options: ``size``, ``channels`` and ``transform`` of :class:`Images`.
+        options: ``size``, ``channels`` and ``transforms`` of :class:`Images`.
 
     Raises:
         FitError: there is no such folder, a class is empty, or a path has no group.
     """
     top = Path(root).expanduser().absolute()
     folders = [one for one in sorted(top.glob("*")) if one.is_dir() and one.name[0] != "."]
-    rows, empty = [], [] if folders else ["has no class"]
+    rows, faults = [], [] if folders else [f"{top} has no class"]
     for folder in folders:
         files = sorted(one for one in folder.rglob("*") if one.suffix.lower() in SUFFIXES)
-        rows += [{"path": str(file), "label": folder.name} for file in files]
-        empty += [] if files else [f"has no image of the class {folder.name!r}"]
-    if empty:
+        faults += [] if files else [f"{top} has no image of the class {folder.name!r}"]
+        for file in files:
+            match = re.search(group_pattern or "()", os.path.relpath(file, top))
+            group = match[1] if match and match.re.groups else None
+            if group is None:
+                faults.append(f"{file} has no group by data.group_pattern {group_pattern!r}")
+            rows.append({"path": str(file), "label": folder.name, "group": group})
+    if faults:
         raise FitError(
-            f"{top} {empty[0]}",
-            allowed=f"a folder with one folder per class, with files {', '.join(SUFFIXES)}",
-            do="check data.folder, or remove the empty folder",
+            faults[0],
+            allowed=f"one folder per class with files {', '.join(SUFFIXES)}; as group_pattern a "
+            "regular expression with a group, such as (patient_[0-9]+), found in every path",
+            do="check data.folder and data.group_pattern, or remove the empty folder",
         )
-    if group_pattern is None:
-        return from_table(rows, **options)
-    for row in rows:
-        match = re.search(group_pattern, os.path.relpath(row["path"], top))
-        text = match[1] if match and match.re.groups else None
-        if text is None:
-            raise FitError(
-                f"{row['path']} has no group by data.group_pattern {group_pattern!r}",
-                allowed="a regular expression with a group, such as (patient_[0-9]+), that every "
-                "path below the folder contains",
-                do="correct data.group_pattern",
-            )
-        row["group"] = text
-    return from_table(rows, group="group", **options)
+    return from_table(rows, group=None if group_pattern is None else "group", **options)
 
 
 def from_table(
@@ -192,54 +195,45 @@ def from_table(
         path: the column with the paths.
         label: the column with the labels.
         group: the column with the groups; None: no groups.
-        options: ``size``, ``channels`` and ``transform`` of :class:`Images`.
+        options: ``size``, ``channels`` and ``transforms`` of :class:`Images`.
 
     Raises:
         FitError: the table is empty, or it, a column, a value or a file is missing (names the row).
     """
+    import numpy as np
     import torch
 
-    base, rows = Path(root or ".").expanduser(), table
+    base, rows, faults = Path(root or ".").expanduser(), table, list[str]()
     if isinstance(rows, (str, os.PathLike)):
-        file = Path(rows).expanduser()
+        file, rows = Path(rows).expanduser(), []
         base = file.parent if root is None else base
-        if not file.is_file():
-            raise FitError(
-                f"there is no table of images {file.absolute()}",
-                allowed="a CSV file with a header and a row for each image",
-                do="correct data.table",
-            )
-        with file.open(newline="", encoding="utf-8-sig") as opened:
-            rows = list(csv.DictReader(opened))
+        if file.is_file():
+            with file.open(newline="", encoding="utf-8-sig") as opened:
+                rows = list(csv.DictReader(opened))
+        else:
+            faults.append(f"there is no table of images {file.absolute()}")
     columns = [path, label, *([group] if group else [])]
+    faults += [] if rows else ["the table of images is empty"]
     # NaN, of a DataFrame, differs from itself.
-    gaps = [
+    faults += [
         f"row {number} of the table of images has no {column!r}"
         for number, row in enumerate(rows)
         for column in columns
         if row.get(column) in (None, "") or row[column] != row[column]
     ]
-    if gaps or not rows:
+    paths = [str((base / str(row.get(path))).absolute()) for row in rows]
+    if missing := [one for one in paths if not os.path.exists(one)]:
+        faults.append(f"{len(missing)} of {len(paths)} images are missing, such as {missing[0]}")
+    if faults:
         raise FitError(
-            gaps[0] if gaps else "the table of images is empty",
-            allowed=f"a value in each row; the columns are {', '.join(rows[0]) if rows else '-'}",
-            do="fill it, or name the column: data.columns: {path: ..., label: ...}",
+            faults[0],
+            allowed="a CSV file with a header, and a value in each row; paths of files, relative "
+            f"to the table's folder; the columns are {', '.join(rows[0]) if rows else '-'}",
+            do="correct data.table, data.columns ({path: ..., label: ...}) or data.root",
         )
-    paths = [str((base / str(row[path])).absolute()) for row in rows]
-    missing = [one for one in paths if not os.path.exists(one)]
-    if missing:
-        raise FitError(
-            f"{len(missing)} of {len(paths)} images are missing, such as {missing[0]}",
-            allowed=f"paths of files in the column {path!r}, relative to the table's folder",
-            do="set data.root to the folder that the paths start in",
-        )
-    names = [str(row[label]) for row in rows]
-    classes = tuple(sorted(set(names)))
-    numbers = {name: number for number, name in enumerate(classes)}
-    # int64: uint8 would wrap beyond 255 classes
-    labels = torch.tensor([numbers[name] for name in names], dtype=torch.long)
+    classes, labels = np.unique([str(row[label]) for row in rows], return_inverse=True)
     groups = tuple(str(row[group]) for row in rows) if group else None
-    return Images(paths, labels, classes, groups, **options)
+    return Images(paths, torch.from_numpy(labels), tuple(classes.tolist()), groups, **options)
 
 
 # --- split ---

@@ -5,35 +5,40 @@ The free sections of the config, with their defaults, are in ``config/metric_lea
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.errors import CheckpointError, ConfigError, FitError
-from nbtoolkit.run.checkpoint_store import read_state, write_state
-from nbtoolkit.run.weights import load_weights
+from nbtoolkit.errors import CheckpointError, ConfigError, FitError, some_names
+from nbtoolkit.run.checkpoints.checkpoint_store import read_state, write_state
+from nbtoolkit.run.checkpoints.weights import load_weights
+from nbtoolkit.run.paths import atomic_file
 from nbtoolkit.tasks import datasets
 from nbtoolkit.tasks.images import Images, from_folder, from_table, split
 from nbtoolkit.training.callbacks import Callback, FitState
 from nbtoolkit.training.evaluation import predict
 from nbtoolkit.training.loop import fit
-from nbtoolkit.worker.collectives import broadcast
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
-    from torch import Tensor
+    from numpy.typing import NDArray
 
     from nbtoolkit.config.schema import Config
     from nbtoolkit.tasks.contrastive import PairLoss
     from nbtoolkit.tasks.encoders import EncoderSpec
     from nbtoolkit.worker.context import RunContext
 
+    Vectors = NDArray[np.float32]
+
 ENCODER = "encoder.pt"  # in a run's folder
 _FORMAT = "nbtoolkit encoder 1"
 # What a stage may set for itself: the rest decides the plan, before the function runs.
 _STAGE_SETTINGS = ("optim", "checkpoint", "train")
+_BLOCK = 1024  # queries compared at a time
 _PLANNED = ("batch_size", "batch_size_per_device", "precision", "gradient_accumulation_steps")
 
 
@@ -55,7 +60,7 @@ def train(config: Config, ctx: RunContext) -> dict[str, object]:
     """
     import torch
 
-    from nbtoolkit.tasks.encoders import Classifier, EncoderSpec, make_encoder, make_transform
+    from nbtoolkit.tasks import encoders
 
     knobs, stages = config.model, tuple(config.model.get("stages", (1, 2)))
     if stages not in ((1,), (2,), (1, 2)):
@@ -64,41 +69,35 @@ def train(config: Config, ctx: RunContext) -> dict[str, object]:
             allowed="[1, 2], [1], or [2]: with model.checkpoint, or to train without stage 1",
             do="set model.stages: [1, 2]",
         )
+    of_stage_1, of_stage_2 = (stage_config(config, stage) for stage in (1, 2))
     images = load_images(config)
     training, valid = _parts(images, config, ctx)
     _check_classes(training, valid, stages)
-    training = replace(training, transform=make_transform(config.data.get("augment")))
+    training = replace(training, transforms=encoders.make_transforms(config.data.get("augment")))
     name, width = knobs.get("encoder", "cnn"), knobs.get("embedding_size", 128)
-    spec = EncoderSpec(name, width, images.channels, images.size)
+    spec = encoders.EncoderSpec(name, width, images.channels, images.size)
     torch.manual_seed(config.seed)
-    scores: dict[str, object] = {}
-    if given := knobs.get("checkpoint"):
-        encoder = load_encoder(given, spec).encoder.train()
-    else:
-        encoder = make_encoder(spec, pretrained=knobs.get("pretrained", False))
+    scores: dict[str, object] = {"classes": list(images.classes)}
+    given = knobs.get("checkpoint")
+    encoder = encoders.make_encoder(spec, pretrained=not given and knobs.get("pretrained", False))
+    if given:
+        load_weights(load_encoder(given).encoder.state_dict(), encoder, source=given)
     if 1 in stages and not given:
-        scores |= _stage_1(ctx, config, encoder, training, valid)
+        scores |= _stage_1(ctx, of_stage_1, encoder, training, valid)
         _save(ctx, TrainedEncoder(encoder, None, spec, images.classes))
     if 2 not in stages:
-        return {**scores, "classes": list(images.classes)}
+        return scores
     frozen = bool(given or 1 in stages) and not knobs.get("finetune", False)
     torch.manual_seed(config.seed)
-    model = Classifier(encoder, width, len(images.classes), frozen=frozen)
-    scores |= fit(
-        ctx,
-        stage_config(config, 2),
-        model,
-        training,
-        valid,
-        loss=torch.nn.functional.cross_entropy,
-        metrics=["accuracy"],
-    )
-    _save(ctx, TrainedEncoder(encoder, model.classifier, spec, images.classes))
+    classifier = encoders.make_classifier(width, len(images.classes))
+    model = torch.nn.Sequential(encoders.Frozen(encoder) if frozen else encoder, classifier)
+    loss = torch.nn.functional.cross_entropy
+    scores |= fit(ctx, of_stage_2, model, training, valid, loss=loss, metrics=["accuracy"])
+    _save(ctx, TrainedEncoder(encoder, classifier, spec, images.classes))
     return {
         **scores,
         "labels": valid.labels.tolist(),
         "predictions": predict(ctx, model, valid).argmax(dim=1).tolist(),
-        "classes": list(images.classes),
     }
 
 
@@ -151,8 +150,8 @@ def _parts(images: Images, config: Config, ctx: RunContext) -> tuple[Images, Ima
         share, seed = data.get("valid_share", 0.2), data.get("split_seed", 0)
         chosen = [*split(images.labels, images.groups, valid_share=share, seed=seed)]
     if isinstance(images.items, list):
-        with ctx.pause_hang_detection("decoding all images"):
-            damaged = broadcast(images.damaged() if ctx.is_main else {}, ctx.world_size)
+        # Files that were decoded once are not decoded again for this.
+        damaged = ctx.cached(f"damaged images of {images.files_key()}", images.damaged)
         what = f"{len(damaged)} of {len(images)} images are damaged: {'; '.join(damaged.values())}"
         if damaged and not data.get("skip_damaged", False):
             raise FitError(
@@ -169,20 +168,17 @@ def _parts(images: Images, config: Config, ctx: RunContext) -> tuple[Images, Ima
 def _check_classes(training: Images, valid: Images, stages: tuple[int, ...]) -> None:
     unknown = sorted(set(valid.labels.tolist()) - set(training.labels.tolist()))
     if unknown and 2 in stages:
-        names = ", ".join(valid.classes[label] for label in unknown[:5])
-        raise FitError(
-            f"stage 2 would validate on {len(unknown)} classes that it does not train: {names}",
-            allowed="classes with images on both sides (stage 1 alone may validate on others)",
-            do="move a group or some images of these classes, set another data.split_seed, or "
-            "train stage 1 alone: model.stages: [1]",
-        )
-    if 1 in stages and int(valid.labels.bincount(minlength=1).max()) < 2:
-        raise FitError(
-            f"each of the {len(valid)} validation images is the only one of its class: none has "
-            "another one to find",
-            allowed="two validation images or more of a class",
-            do="set a larger data.valid_share, add images, or leave out stage 1",
-        )
+        names = some_names([valid.classes[label] for label in unknown])
+        fault = f"stage 2 would validate on {len(unknown)} classes that it does not train: {names}"
+    elif 1 in stages and int(valid.labels.bincount(minlength=1).max()) < 2:
+        fault = f"each of the {len(valid)} validation images is the only one of its class"
+    else:
+        return
+    raise FitError(
+        fault,
+        allowed="stage 1: a class with two validation images; stage 2: classes that it trains",
+        do="set another data.split_seed or data.valid_share, or train one stage: model.stages: [1]",
+    )
 
 
 # --- stage 1 ---
@@ -192,25 +188,17 @@ def _stage_1(
     ctx: RunContext, config: Config, encoder: torch.nn.Module, training: Images, valid: Images
 ) -> dict[str, float]:
     from nbtoolkit.tasks.contrastive import ClassBalanced, metric_loss, supervised_contrastive_loss
-    from nbtoolkit.tasks.encoders import Projector, make_named
+    from nbtoolkit.tasks.encoders import make_named, make_projector
 
     knobs = config.model
-    model = Projector(encoder, knobs.get("embedding_size", 128), knobs.get("projection_size", 64))
+    width, size = knobs.get("embedding_size", 128), knobs.get("projection_size", 64)
     loss: PairLoss = partial(supervised_contrastive_loss, temperature=knobs.get("temperature", 0.1))
     if knobs.get("loss", "supcon") != "supcon":
         loss = metric_loss(make_named("model.loss", knobs["loss"]))
+    model, callbacks = make_projector(encoder, width, size), [RetrievalScores(valid)]
     per_class, skip = knobs.get("samples_per_class", 4), knobs.get("skip_single", False)
-    found = fit(
-        ctx,
-        stage_config(config, 1),
-        model,
-        training,
-        None,
-        loss=loss,
-        sampler=ClassBalanced(training.labels, per_class, skip_single=skip),
-        callbacks=[RetrievalScores(valid)],
-    )
-    return {name: value for name, value in found.items() if "val_" in name}
+    sampler = ClassBalanced(training.labels, per_class, skip_single=skip)
+    return fit(ctx, config, model, training, None, loss=loss, sampler=sampler, callbacks=callbacks)
 
 
 class RetrievalScores(Callback):
@@ -234,19 +222,21 @@ class RetrievalScores(Callback):
 
         width = int(state.ctx.config.model.get("embedding_size", 128))
 
-        def step(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
-            embeddings = model.encoder(batch[0])
-            return torch.cat([embeddings, model.project(embeddings)], dim=1), batch[1]
+        def step(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            encoder, head = model
+            embeddings = encoder(batch[0])
+            return torch.cat([embeddings, head(embeddings)], dim=1), batch[1]
 
         found = gather_embeddings(state.ctx, state.model, self._valid, step=step)
         if found is None:
             return {}
-        (vectors, labels), k, scores = found, min(5, len(self._valid) - 1), dict[str, float]()
+        (vectors, labels), k = found, min(5, len(self._valid) - 1)
         parts = {"val": vectors[:, :width], "val_projected": vectors[:, width:]}
-        for before, part in parts.items():
-            values = retrieval_scores(part, labels, k=k)
-            scores |= {f"{before}_{name}": value for name, value in values.items()}
-        return scores
+        return {
+            f"{part}_{name}": value
+            for part, columns in parts.items()
+            for name, value in retrieval_scores(columns, labels, k=k).items()
+        }
 
 
 # --- the encoder's file ---
@@ -281,15 +271,14 @@ def _save(ctx: RunContext, trained: TrainedEncoder) -> None:
         write_state(ctx.paths.folder / ENCODER, state)
 
 
-def load_encoder(path: str | Path, spec: EncoderSpec | None = None) -> TrainedEncoder:
+def load_encoder(path: str | Path) -> TrainedEncoder:
     """Load the encoder of a run, with its classifier if stage 2 is done.
 
     Args:
         path: a run's folder, or an ``encoder.pt``.
-        spec: what the encoder has to be; None: any.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or another one than ``spec``.
+        CheckpointError: there is none, or it is damaged.
     """
     from nbtoolkit.tasks.encoders import EncoderSpec, make_classifier, make_encoder
 
@@ -303,16 +292,73 @@ def load_encoder(path: str | Path, spec: EncoderSpec | None = None) -> TrainedEn
             do="correct model.checkpoint, or train stage 1: model.checkpoint: null",
         )
     own = EncoderSpec(**state["spec"])
-    if spec is not None and own != spec:
-        raise CheckpointError(
-            f"the encoder {file} is {own}, and the config's is {spec}",
-            allowed="the model.encoder, model.embedding_size, data.size and data.channels of the "
-            "config",
-            do="set them as in the config.yaml beside it",
-        )
     encoder, classifier = make_encoder(own), None
     load_weights(state["encoder"], encoder, source=str(file))
     if state["classifier"] is not None:
         classifier = make_classifier(own.embedding_size, len(state["classes"])).eval()
         load_weights(state["classifier"], classifier, source=str(file))
     return TrainedEncoder(encoder.eval(), classifier, own, tuple(state["classes"]))
+
+
+# --- the encoder in use ---
+
+
+def embed(model: TrainedEncoder, images: Images, *, batch_size: int = 256) -> Vectors:
+    """Embed images on the CPU.
+
+    Args:
+        model: from :func:`load_encoder`.
+        images: of the encoder's size and channels. Their transform is not applied.
+        batch_size: images in a pass.
+
+    Returns:
+        Float32 of shape (n, embedding_size), each row of length 1.
+    """
+    import torch
+
+    rows = []
+    with torch.inference_mode():
+        for some in torch.arange(len(images)).split(batch_size):
+            batch = torch.stack([images.image(index) for index in some.tolist()])
+            rows.append(torch.nn.functional.normalize(model.encoder(batch), dim=1))
+    vectors: Vectors = torch.cat(rows).numpy()
+    return vectors
+
+
+def nearest(queries: Vectors, vectors: Vectors, *, k: int = 5) -> tuple[NDArray[np.int64], Vectors]:
+    """The rows of ``vectors`` most similar to each query.
+
+    Args:
+        queries: float32 of shape (m, d), rows of length 1. A query that is among ``vectors`` finds
+            itself first.
+        vectors: float32 of shape (n, d), rows of length 1.
+        k: neighbours, at most n.
+
+    Returns:
+        Indices of shape (m, k), the most similar one first, and their cosine similarities.
+    """
+    import torch
+
+    columns = torch.from_numpy(vectors).T
+    blocks = [(rows @ columns).topk(k) for rows in torch.from_numpy(queries).split(_BLOCK)]
+    similarities, indices = (torch.cat(part).numpy() for part in zip(*blocks, strict=True))
+    return indices, similarities
+
+
+def save_index(path: str | os.PathLike[str], vectors: Vectors, images: Images) -> Path:
+    """Write an index that ``numpy.load`` reads without pickles.
+
+    Its arrays are ``vectors``, ``classes`` (the class of each row) and ``paths`` (its file; "" for
+    images in memory).
+
+    Returns:
+        The file's absolute path.
+    """
+    import numpy as np
+
+    file = Path(path).expanduser().absolute()
+    classes = np.array([images.classes[label] for label in images.labels.tolist()])
+    paths = np.array([item if isinstance(item, str) else "" for item in images.items])
+    with atomic_file(file) as place:
+        np.savez(place, vectors=vectors, classes=classes, paths=paths)
+    return file

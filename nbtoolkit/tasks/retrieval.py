@@ -1,43 +1,42 @@
-"""Gather the embeddings of a data set on the main rank, and score them by their neighbours."""
+"""Gather the embeddings of a data set on the main rank, and score them by their neighbours.
+
+Unlike other modules of this folder it imports torch: import it inside functions.
+"""
 
 from __future__ import annotations
 
-from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.config.schema import measured
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.evaluation import evaluation_mode, forward_inputs, make_evaluation_loader
-from nbtoolkit.worker.collectives import Rows, broadcast, gather_on_first, in_order
+from nbtoolkit.training.evaluation import predict
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from nbtoolkit.training.loading.data import Batch
     from nbtoolkit.training.step import Forward
     from nbtoolkit.worker.context import RunContext
 
-# Rows of a rank in one forward pass, and in one block: 256 x 512 floats are 0.5 MB, and receiving
-# them takes some 50 times as much.
-_BATCH, _BLOCK = 256, 256
+# Rows of all ranks that are gathered at a time: of 512 floats 1 MB; ranks need 20 times that.
+_BLOCK = 512
 _PAIRS = 2**22  # similarities that are sorted at a time: some 100 MB with copies
 
 
 def gather_embeddings(
-    ctx: RunContext, model: torch.nn.Module, data: object, *, step: Forward | None = None
+    ctx: RunContext, model: torch.nn.Module, data: Any, *, step: Forward | None = None
 ) -> tuple[Tensor, Tensor] | None:
     """Embed a data set with the work shared by all ranks, which all call it.
 
-    In evaluation mode, without gradients, in the plan's precision, in batches of four times the
-    plan's, at most 256. Rows go to the main rank in blocks of about 256: beside the result, all
-    ranks need memory for some blocks.
+    As :func:`nbtoolkit.predict`, block by block: beside the result, all ranks need memory for some
+    blocks of 512 rows.
 
     Args:
         ctx: the run's context.
         model: equal on all ranks; a ``DistributedDataParallel`` is unwrapped.
-        data: as :func:`nbtoolkit.fit` takes it, with labels, without augmentation; the same on all
-            ranks. A data set or tensors, no stream.
+        data: a data set with a length that is read by index; without augmentation; the same on
+            all ranks.
         step: ``step(model, batch)`` -> (embeddings of shape (n, d), labels of shape (n,)). Default:
             the model's outputs, and the labels of a batch (inputs, labels). Several heads are
             embedded in one pass as columns side by side (``torch.cat``).
@@ -50,40 +49,20 @@ def gather_embeddings(
         FitError: the data cannot be used or are empty, or the outputs are not tensors with one row
             per sample.
     """
-    workers = measured(ctx.config.train.num_workers, "train.num_workers")
-    size = min(4 * ctx.plan.batch_size_per_device, _BATCH)
-    loader = make_evaluation_loader(ctx, data, batch_size=size, workers=workers, name="prediction")
-    if loader.samples is None:
-        raise FitError(
-            "gather_embeddings got a stream, whose length is unknown",
-            allowed="a data set with a length, or tensors",
-            do="pass list(stream), or a data set that is read by index",
-        )
-    batches, done, forward = iter(loader), 0, step or _embed
-    result: list[Tensor] = []
-    with evaluation_mode(ctx, model) as module:
-        while True:
-            rows, some = Rows(), False
-            for batch, samples in islice(batches, max(1, _BLOCK // size)):
-                rows.add(forward(module, batch), samples)
-                some = True
-            if not broadcast(some, ctx.world_size):  # rank 0 has a batch if any rank has
-                return (result[0], result[1]) if ctx.is_main else None
-            parts = gather_on_first(rows.part(), ctx.world_size)
-            if parts is None:
-                continue
-            columns = in_order(parts)
-            if not result:
-                # Pages of the result are allocated as they are written.
-                result = [one.new_empty(loader.samples, *one.shape[1:]) for one in columns]
-            for whole, block in zip(result, columns, strict=True):
-                whole[done : done + len(block)] = block
-            done += len(columns[0])
 
+    def both(model: torch.nn.Module, batch: Any) -> tuple[Any, None]:
+        return (step(model, batch) if step else (model(batch[0]), batch[1])), None
 
-def _embed(model: torch.nn.Module, batch: Batch) -> tuple[Batch, Batch]:
-    """The default step of :func:`gather_embeddings`."""
-    return forward_inputs(model, batch)[0], batch[1]
+    size, result = len(data), list[Tensor]()
+    for start in range(0, max(1, size), _BLOCK):
+        block = Subset(data, range(start, min(start + _BLOCK, size)))
+        columns = predict(ctx, model, block, step=both)
+        if ctx.is_main:
+            # Pages of the result are allocated as they are written.
+            result = result or [one.new_empty(size, *one.shape[1:]) for one in columns]
+            for whole, part in zip(result, columns, strict=True):
+                whole[start : start + len(part)] = part
+    return (result[0], result[1]) if ctx.is_main else None
 
 
 def retrieval_scores(embeddings: Tensor, labels: Tensor, *, k: int = 5) -> dict[str, float]:
@@ -107,8 +86,6 @@ def retrieval_scores(embeddings: Tensor, labels: Tensor, *, k: int = 5) -> dict[
     Raises:
         FitError: embeddings are not finite, ``k`` is too large, or no class has two embeddings.
     """
-    import torch
-
     bad = int((~embeddings[:, None].isfinite().flatten(1).all(1)).sum())
     repeated = len(labels.unique()) < len(labels)
     faults = {
@@ -147,8 +124,6 @@ def retrieval_scores(embeddings: Tensor, labels: Tensor, *, k: int = 5) -> dict[
 
 def _average_precisions(scores: Tensor, same: Tensor) -> list[float]:
     """Of each row with a relevant score; ``same`` marks these. As scikit-learn's, also for ties."""
-    import numpy as np
-
     counts = same.sum(1).tolist()
     relevant = scores[same].cpu().split(counts)
     ordered = np.sort(scores.cpu().numpy(), axis=1)  # 24 times as fast as torch's on a CPU

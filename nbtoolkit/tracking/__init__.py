@@ -11,7 +11,7 @@ Nothing here imports MLflow, W&B or torch before it is used.
 
 from importlib import import_module
 
-_HOME = {"replay": "service", "tracking_table": "mlflow_values"}
+_HOME = {"replay": "service", "tracking_table": "database"}
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""Create and open the MLflow database of an output folder, under a lock.
+"""Create and open the MLflow database of an output folder, under a lock; read it as a table.
 
     <output_dir>/mlflow.db        runs, parameters, metrics
     <output_dir>/mlartifacts/     files of the runs
@@ -20,12 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbtoolkit.errors import MissingExtra, TrackingError
-from nbtoolkit.tracking.tracker import INSTALL
 
 if TYPE_CHECKING:
+    from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
+    from pandas import DataFrame
 
 DEFAULT_EXPERIMENT = "nbtoolkit"
+
+SWEEP_TAG = "nbtoolkit.sweep"
+"""The tag that all runs below a sweep have, at any depth: the sweep's run id."""
 
 _SQLITE_MAGIC = b"SQLite format 3\0"
 
@@ -102,7 +106,7 @@ def import_client() -> type[MlflowClient]:
     except ImportError as error:
         raise MissingExtra(
             f"MLflow cannot be imported: {error}",
-            do=f"{INSTALL['mlflow']}, or set tracking.mlflow: false",
+            do="pip install mlflow, or set tracking.mlflow: false",
         ) from error
     return MlflowClient
 
@@ -198,3 +202,52 @@ def _collector_off() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def tracking_table(
+    output_dir: str | Path = "outputs", *, experiment: str | None = None
+) -> DataFrame:
+    """The tracked runs, newest first.
+
+    Args:
+        output_dir: the folder that holds ``mlflow.db``.
+        experiment: one experiment's name; None: all of them.
+
+    Returns:
+        One row per run: ``run``, ``sweep`` (the run id of the sweep that a trial or fold belongs
+        to), ``status``, ``started``, each last metric under its name, each parameter under
+        ``params.`` and its name.
+
+    Raises:
+        MissingExtra: MLflow is not installed.
+        TrackingError: there is no database, or no such experiment.
+    """
+    import pandas as pd
+
+    path = database_path(Path(output_dir).expanduser())
+    if not path.exists():
+        raise TrackingError(
+            f"there is no {path}", do="give the folder that runtime.output_dir named in the launch"
+        )
+    client = import_client()(tracking_uri=database_uri(path))
+    experiments = {found.name: found.experiment_id for found in client.search_experiments()}
+    if experiment is not None and experiment not in experiments:
+        raise TrackingError(
+            f"there is no experiment {experiment!r} in {path}",
+            allowed=", ".join(map(repr, sorted(experiments))),
+        )
+    ids = list(experiments.values()) if experiment is None else [experiments[experiment]]
+    return pd.DataFrame([_row(run) for run in client.search_runs(ids)])
+
+
+def _row(run: Run) -> dict[str, object]:
+    import pandas as pd
+
+    return {
+        "run": run.info.run_name,
+        "sweep": run.data.tags.get(SWEEP_TAG),
+        "status": run.data.tags.get("nbtoolkit.status", run.info.status.lower()),
+        "started": pd.to_datetime(run.info.start_time, unit="ms", utc=True),
+        **run.data.metrics,
+        **{f"params.{key}": value for key, value in run.data.params.items()},
+    }

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nbtoolkit.environment.resources import try_lock
 from nbtoolkit.errors import TrackingError
 from nbtoolkit.run.events import Event, EventReader, JobEvent, RunEnded, RunStarted
 from nbtoolkit.run.paths import RunPaths, read_or_empty, write_json
 from nbtoolkit.tracking.tracker import (
     Point,
     Tracker,
-    Trackers,
+    TrackerName,
     TrackerState,
     choose_tracking,
     job_folder,
     points,
 )
 
-MakeTracker = Callable[[RunStarted, bool, TrackerState], Tracker]
-"""(the attempt's first event, whether all events follow, the kept state) -> a tracker."""
+MakeTrackers = Callable[[RunStarted, bool, TrackerState], list[Tracker]]
+"""(the attempt's first event, whether all events follow, the kept state) -> the trackers."""
 
 _BATCH = 1000  # events; tracking.json is written after each batch
 
@@ -38,7 +37,7 @@ class Follower:
     Args:
         paths: the run.
         output_dir: the folder of the MLflow database; None: the run folder's parent.
-        make: makes the tracker; None: as the run's own configuration says.
+        make: makes the trackers; None: as the run's own configuration says.
         owner: the run whose supervisor writes this one too; None: itself.
 
     Raises:
@@ -50,7 +49,7 @@ class Follower:
         paths: RunPaths,
         *,
         output_dir: Path | None = None,
-        make: MakeTracker | None = None,
+        make: MakeTrackers | None = None,
         owner: RunPaths | None = None,
     ) -> None:
         self._paths, self._owner = paths, owner or paths
@@ -62,7 +61,7 @@ class Follower:
         self._last_steps: dict[str, int] = saved.get("last_steps", {})
         self._run_at: int = saved.get("run_at", 0)  # offset of the present attempt's first line
         self._reader = EventReader(paths.events, saved.get("offset", 0))
-        self._tracker: Tracker = Trackers()
+        self._trackers: list[Tracker] = []
         self._time: float = saved.get("time", 0.0)  # of the event last read
         self._ended = False
         self._jobs = _Jobs(paths.folder, self._follow_job)
@@ -103,22 +102,26 @@ class Follower:
         self.close()
 
     def _resume(self) -> None:
-        """Open the tracker where the last follower stopped, or start over if its run is gone."""
+        """Open the trackers where the last follower stopped, or start over if their run is gone."""
         run = first_event(self._paths, self._run_at)
-        if run is not None:
-            self._tracker = self._make(run, False, self.state)
-            if self._tracker.open(run):
-                self._jobs.resume()
-                return
-        self._start_over()
+        if run is not None and self._open(run, fresh=False):
+            self._jobs.resume()
+        else:
+            self._start_over()
+
+    def _open(self, run: RunStarted, *, fresh: bool) -> bool:
+        """Open the trackers of an attempt; return whether each of them had written this run."""
+        self._trackers = self._make(run, fresh, self.state)
+        opened = [tracker.open(run) for tracker in self._trackers]
+        return all(opened)
 
     def _start_over(self) -> None:
         self._reader.offset = self._run_at = 0
         self._last_steps.clear()
 
     def _follow_job(self, paths: RunPaths) -> Follower:
-        def make(run: RunStarted, fresh: bool, state: TrackerState) -> Tracker:
-            return self._tracker.for_job(paths, fresh, state)
+        def make(run: RunStarted, fresh: bool, state: TrackerState) -> list[Tracker]:
+            return [tracker.for_job(paths, fresh, state) for tracker in self._trackers]
 
         return Follower(paths, make=make, owner=self._owner)
 
@@ -138,12 +141,11 @@ class Follower:
         for begin, event in batch:
             self._time = event.t
             if isinstance(event, RunStarted | RunEnded):
-                self._tracker.write(numbers, others)
+                self._write_to_trackers(numbers, others)
                 numbers, others = [], []
             if isinstance(event, RunStarted):
                 self._run_at, self._ended = begin, False
-                self._tracker = self._make(event, begin == 0, self.state)
-                if not self._tracker.open(event) and begin:
+                if not self._open(event, fresh=begin == 0) and begin:
                     self._start_over()
                     return
             elif isinstance(event, RunEnded):
@@ -152,18 +154,23 @@ class Follower:
                 numbers += points(event, self._last_steps)
                 others.append(event)
                 self._jobs.add(event)
-        self._tracker.write(numbers, others)
+        self._write_to_trackers(numbers, others)
         if not self._ended:
             self._save(self._reader.offset)
 
+    def _write_to_trackers(self, numbers: list[Point], others: list[Event]) -> None:
+        for tracker in self._trackers:
+            tracker.write(numbers, others)
+
     def _close(self, ended: RunEnded, begin: int | None = None) -> None:
-        """Close the tracker, after those of the jobs.
+        """Close the trackers, after those of the jobs.
 
         The saved offset is before the last event: a replay closes again, in case this close is
         interrupted.
         """
         self._jobs.poll()
-        self._tracker.close(ended)
+        for tracker in self._trackers:
+            tracker.close(ended)
         self._ended = True
         self._save(self._reader.offset if begin is None else begin)
 
@@ -182,58 +189,27 @@ class Follower:
         write_json(self._paths.tracking, saved, durable=False)  # an older one serves as well
 
 
-def follow(
-    paths: RunPaths,
-    *,
-    output_dir: Path | None = None,
-    make: MakeTracker | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    every: float = 0.2,
-) -> str | None:
-    """Follow a run until it is written to its end.
-
-    Args:
-        paths: the run.
-        output_dir: the folder of the MLflow database; None: the run folder's parent.
-        make: makes the tracker; None: as the run's own configuration says.
-        stop: called between two polls; True ends it early.
-        every: seconds between two polls.
-
-    Returns:
-        The id of its MLflow run; None when MLflow is off.
-
-    Raises:
-        TrackingError: the folder or the store cannot be used.
-    """
-    with Follower(paths, output_dir=output_dir, make=make) as follower:
-        while not follower.poll() and not stop():
-            time.sleep(every)
-        return follower.state.get("mlflow_run_id")
-
-
 def first_event(paths: RunPaths, offset: int = 0) -> RunStarted | None:
     """The first event of an attempt, at ``offset`` in the run's events; None: there is none."""
     event = next(EventReader(paths.events, offset).read(), None)
     return event if isinstance(event, RunStarted) else None
 
 
-def _make_by_config(paths: RunPaths, output_dir: Path) -> MakeTracker:
+def _make_by_config(paths: RunPaths, output_dir: Path) -> MakeTrackers:
     """The trackers that a run's configuration asks for, of those that are installed."""
 
-    def make(run: RunStarted, fresh: bool, state: TrackerState) -> Tracker:
+    def make(run: RunStarted, fresh: bool, state: TrackerState) -> list[Tracker]:
         from nbtoolkit.tracking.mlflow_tracker import MLflowTracker
         from nbtoolkit.tracking.tensorboard import TensorBoardTracker
         from nbtoolkit.tracking.wandb_tracker import WandbTracker
 
+        makers: dict[TrackerName, Callable[[], Tracker]] = {
+            "mlflow": lambda: MLflowTracker(paths, output_dir, state),
+            "tensorboard": lambda: TensorBoardTracker(paths, fresh=fresh),
+            "wandb": lambda: WandbTracker(paths, state, fresh),
+        }
         choice = choose_tracking(run.config.get("tracking", {}))
-        trackers: list[Tracker] = []
-        if choice.mlflow:
-            trackers.append(MLflowTracker(paths, output_dir, state))
-        if choice.tensorboard:
-            trackers.append(TensorBoardTracker(paths, fresh=fresh))
-        if choice.wandb:
-            trackers.append(WandbTracker(paths, state, fresh))
-        return Trackers(trackers)
+        return [makers[name]() for name in choice.trackers]
 
     return make
 
@@ -244,14 +220,12 @@ def _lock_folder(folder: Path) -> int:
         fd = os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise TrackingError(f"there is no run folder {folder}: {error.strerror}") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    if not try_lock(fd):
         os.close(fd)
         raise TrackingError(
             f"{folder} is being tracked by another process",
             do="wait until it is done; tracking.json in the folder has its position",
-        ) from error
+        )
     return fd
 
 

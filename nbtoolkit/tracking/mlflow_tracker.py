@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import posixpath
+import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,29 +24,28 @@ from nbtoolkit.run.events import (
     TrialChanged,
 )
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.tracking.database import open_database
-from nbtoolkit.tracking.mlflow_values import (
-    RUN_TAG,
-    SWEEP_TAG,
-    as_metrics,
-    as_ms,
-    as_params,
-    as_tags,
-    flatten,
-    tail,
-)
+from nbtoolkit.tracking.database import SWEEP_TAG, open_database
 from nbtoolkit.tracking.tracker import (
     Point,
     Tracker,
-    Trackers,
     TrackerState,
     job_folder,
     job_values,
 )
 
 if TYPE_CHECKING:
-    from mlflow.entities import Run
+    from mlflow.entities import Metric, Param, Run, RunTag
     from mlflow.tracking import MlflowClient
+
+_RUN_TAG = "nbtoolkit.run_id"
+"""The tag by which the MLflow run of a folder is found again."""
+
+# MLflow's own limits, the smallest of all versions: 500 characters for a parameter (6000 since
+# 2.10, but a server may be older), 5000 for a tag. MlflowClient.log_batch splits long batches.
+_PARAM_LENGTH, _TAG_LENGTH, _NAME_LENGTH = 500, 5000, 250
+
+_LOG_BYTES = 1_000_000
+"""A log's last bytes that become an artifact."""
 
 # The status of a run, trial or fold in MLflow's words; the tag nbtoolkit.status has the exact one.
 _STATUS = {
@@ -88,16 +90,16 @@ class MLflowTracker:
         self._run_id = self._state["mlflow_run_id"] = mlflow_run.info.run_id
         self._jobs = _JobRuns(self._client, experiment, self._paths, self._run_id)
         ended = mlflow_run.info.end_time
-        if ended is not None and as_ms(run.t) > ended:  # a new attempt of a run that had ended
+        if ended is not None and _as_ms(run.t) > ended:  # a new attempt of a run that had ended
             self._client.update_run(self._run_id, status="RUNNING")
         self._log_params(mlflow_run, run)
-        self._client.log_batch(self._run_id, tags=as_tags(_run_tags(run, self._paths)))
+        self._client.log_batch(self._run_id, tags=_as_tags(_run_tags(run, self._paths)))
         return found is not None
 
     def write(self, points: Sequence[Point], events: Sequence[Event]) -> None:
         """Write metrics; checkpoints and stop requests as tags; trials and folds as nested runs."""
-        tags = as_tags(_event_tags(events))
-        self._client.log_batch(self._run_id, metrics=as_metrics(points), tags=tags)
+        tags = _as_tags(_event_tags(events))
+        self._client.log_batch(self._run_id, metrics=_as_metrics(points), tags=tags)
         for event in events:
             if isinstance(event, JobEvent) and (folder := job_folder(event)) is not None:
                 self._jobs.write(folder, event)
@@ -112,10 +114,10 @@ class MLflowTracker:
         """Write the artifacts and the run's status."""
         self._log_artifacts()
         self._jobs.end(ended.t)
-        tags = as_tags({"nbtoolkit.status": ended.status, "nbtoolkit.error": ended.error})
+        tags = _as_tags({"nbtoolkit.status": ended.status, "nbtoolkit.error": ended.error})
         self._client.log_batch(self._run_id, tags=tags)
         status = _STATUS.get(ended.status, _ENDED_EARLY)
-        self._client.set_terminated(self._run_id, status, end_time=as_ms(ended.t))
+        self._client.set_terminated(self._run_id, status, end_time=_as_ms(ended.t))
 
     def _find(self, experiment: str) -> Run | None:
         """The run written before, by its saved id, else (after a crash) by its tag."""
@@ -134,7 +136,7 @@ class MLflowTracker:
     def _create(self, experiment: str, run: RunStarted) -> Run:
         name = self._paths.run_id
         return self._client.create_run(
-            experiment, as_ms(run.t), tags={RUN_TAG: name}, run_name=name
+            experiment, _as_ms(run.t), tags={_RUN_TAG: name}, run_name=name
         )
 
     def _log_params(self, mlflow_run: Run, run: RunStarted) -> None:
@@ -146,12 +148,12 @@ class MLflowTracker:
         known, new = mlflow_run.data.params, {}
         # The plan's reasons are in the description.
         plan = {key: value for key, value in run.plan.items() if key != "reasons"}
-        for param in as_params({**run.config, "plan": plan}):
+        for param in _as_params({**run.config, "plan": plan}):
             changed = known.get(param.key, param.value) != param.value
             key = f"attempt{run.attempt}.{param.key}" if changed else param.key
             if key not in known:
                 new[key] = param.value
-        self._client.log_batch(self._run_id, params=as_params(new))
+        self._client.log_batch(self._run_id, params=_as_params(new))
 
     def _log_artifacts(self) -> None:
         """Copy the readable part of the folder.
@@ -200,9 +202,9 @@ class _JobRuns:
         run_id = self.run_id_of(folder, event.t)
         self._client.log_batch(
             run_id,
-            metrics=as_metrics(_results(event)),
-            params=as_params(event.params) if new and isinstance(event, TrialChanged) else [],
-            tags=as_tags({"nbtoolkit.status": event.state, "nbtoolkit.reason": event.reason}),
+            metrics=_as_metrics(_results(event)),
+            params=_as_params(event.params) if new and isinstance(event, TrialChanged) else [],
+            tags=_as_tags({"nbtoolkit.status": event.state, "nbtoolkit.reason": event.reason}),
         )
         if isinstance(event, TrialChanged) and event.best:
             self._client.set_tag(self._run_id, "nbtoolkit.best", folder)
@@ -233,17 +235,19 @@ class _JobRuns:
 
     def _create(self, folder: str, started: float) -> Run:
         tags = {
-            RUN_TAG: f"{self._paths.run_id}/{folder}",
+            _RUN_TAG: f"{self._paths.run_id}/{folder}",
             SWEEP_TAG: self._paths.run_id,
             "nbtoolkit.folder": str(self._paths.folder / folder),
             "mlflow.parentRunId": self.run_id_of(posixpath.dirname(folder), started),
             "mlflow.source.type": "LOCAL",
         }
-        return self._client.create_run(self._experiment, as_ms(started), tags=tags, run_name=folder)
+        return self._client.create_run(
+            self._experiment, _as_ms(started), tags=tags, run_name=folder
+        )
 
     def _set_status(self, run_id: str, status: str, at: float) -> None:
         if status not in ("RUNNING", "SCHEDULED"):
-            self._client.set_terminated(run_id, status, end_time=as_ms(at))
+            self._client.set_terminated(run_id, status, end_time=_as_ms(at))
         elif status != self._status.get(run_id):
             self._client.update_run(run_id, status=status)
         self._status[run_id] = status
@@ -279,7 +283,7 @@ class _JobTracker:
 
     def write(self, points: Sequence[Point], events: Sequence[Event]) -> None:
         """Write metrics."""
-        self._client.log_batch(self._run_id, metrics=as_metrics(points))
+        self._client.log_batch(self._run_id, metrics=_as_metrics(points))
 
     def close(self, ended: RunEnded) -> None:
         """Write a failed job's logs as artifacts; those of others stay in its folder only."""
@@ -287,20 +291,20 @@ class _JobTracker:
             _log_rank_logs(self._client, self._run_id, self._paths)
 
     def for_job(self, paths: RunPaths, fresh: bool, state: TrackerState) -> Tracker:
-        """A job has no jobs."""
-        return Trackers()
+        """A job has no jobs of its own."""
+        return self
 
 
 def _find_run(client: MlflowClient, experiment: str, run_id: str) -> Run | None:
     """The MLflow run with our run id as its tag."""
-    text = f"tags.`{RUN_TAG}` = '{run_id}'"  # a run id has no quotes in it
+    text = f"tags.`{_RUN_TAG}` = '{run_id}'"  # a run id has no quotes in it
     runs = client.search_runs([experiment], text, max_results=1)
     return runs[0] if runs else None
 
 
 def _log_rank_logs(client: MlflowClient, run_id: str, paths: RunPaths) -> None:
     for file in sorted((paths.folder / "ranks").glob("**/*.txt")):
-        client.log_text(run_id, tail(file), file.relative_to(paths.folder).as_posix())
+        client.log_text(run_id, _tail(file), file.relative_to(paths.folder).as_posix())
     for trace in sorted((paths.folder / "ranks").glob("[!.]*/trace.json.gz")):
         folder = trace.parent.relative_to(paths.folder).as_posix()
         client.log_artifact(run_id, str(trace), folder)
@@ -320,7 +324,7 @@ def _run_tags(run: RunStarted, paths: RunPaths) -> dict[str, object]:
         if reasons
         else None,
     }
-    return {**tags, **{f"nbtoolkit.{key}": value for key, value in flatten(run.versions)}}
+    return {**tags, **{f"nbtoolkit.{key}": value for key, value in _flatten(run.versions)}}
 
 
 def _event_tags(events: Iterable[Event]) -> dict[str, object]:
@@ -331,3 +335,75 @@ def _event_tags(events: Iterable[Event]) -> dict[str, object]:
         elif isinstance(event, StopRequested):
             tags["nbtoolkit.stop"] = event.reason
     return tags
+
+
+# --- values that MLflow accepts ---
+
+
+def _as_metrics(points: Iterable[Point]) -> list[Metric]:
+    """Points as MLflow's metrics."""
+    from mlflow.entities import Metric
+
+    return [Metric(_valid_name(p.name), p.value, _as_ms(p.time), p.step) for p in points]
+
+
+def _as_params(values: Mapping[str, object]) -> list[Param]:
+    """Settings as MLflow's parameters."""
+    from mlflow.entities import Param
+
+    return [Param(_valid_name(key), _cut(value, _PARAM_LENGTH)) for key, value in _flatten(values)]
+
+
+def _as_tags(values: Mapping[str, object]) -> list[RunTag]:
+    """Texts as MLflow's tags; None is left out."""
+    from mlflow.entities import RunTag
+
+    given = ((key, value) for key, value in values.items() if value is not None)
+    return [RunTag(_valid_name(key), _cut(str(value), _TAG_LENGTH)) for key, value in given]
+
+
+def _as_ms(seconds: float) -> int:
+    """Seconds as MLflow's milliseconds."""
+    return round(seconds * 1000)
+
+
+def _tail(file: Path) -> str:
+    """The end of a log, from a whole line on, with a mark if something was left out."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        if size <= _LOG_BYTES:
+            return opened.read().decode(errors="replace")
+        opened.seek(size - _LOG_BYTES)
+        opened.readline()
+        left_out = opened.tell()
+        text = opened.read().decode(errors="replace")
+    return f"[the first {left_out} bytes are left out; all of it: {file}]\n{text}"
+
+
+def _flatten(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted names and texts of a nested dict: ``{"a": {"b": [1]}}`` gives ``("a.b", "[1]")``."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            yield f"{prefix}{key}", text
+
+
+def _valid_name(name: str) -> str:
+    """The nearest name that MLflow accepts: its characters, no empty or dotted parts, 250 long."""
+    clean = re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
+    parts = [part if part.strip(".") else "_" * len(part) for part in clean.split("/")]
+    clean = "/".join(part for part in parts if part) or "_"
+    if len(clean) <= _NAME_LENGTH:
+        return clean
+    mark = hashlib.sha256(name.encode()).hexdigest()[:8]  # two long names stay two
+    return f"{clean[: _NAME_LENGTH - 9]}.{mark}"
+
+
+def _cut(text: str, length: int) -> str:
+    """At most ``length`` characters, with a mark if something was left out."""
+    if len(text) <= length:
+        return text
+    mark = f" ... [{len(text)} characters; all of it in the run's folder]"
+    return text[: length - len(mark)] + mark

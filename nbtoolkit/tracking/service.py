@@ -162,16 +162,11 @@ class TrackingProcess:
         send_packet(self._socket, TrackRun(folder=str(folder), output_dir=path))
 
     def wait(
-        self,
-        timeout: float | None = None,
-        *,
-        stalled: float = STALL_SECONDS,
-        say: Callable[[str], object] | None = None,
+        self, *, stalled: float = STALL_SECONDS, say: Callable[[str], object] | None = None
     ) -> str | None:
         """Wait until the next run is written to its end.
 
         Args:
-            timeout: seconds to wait; None: as long as the service makes progress.
             stalled: seconds without any progress after which to give up.
             say: called with a line when it takes long; None: stderr.
 
@@ -180,7 +175,7 @@ class TrackingProcess:
 
         Raises:
             TrackingError: it could not be written, or the service died.
-            TimeoutError: it took longer than ``timeout`` seconds, or made no progress.
+            TimeoutError: it made no progress.
         """
         poller = select.poll()  # select() refuses descriptors above 1023
         poller.register(self._socket, select.POLLIN)
@@ -189,7 +184,6 @@ class TrackingProcess:
             Activity(self._process.pid),
             "tracking to write the run",
             stalled=stalled,
-            limit=timeout,
             say=say,
         ):
             raise TimeoutError(

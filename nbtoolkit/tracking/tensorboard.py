@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from nbtoolkit.errors import MissingExtra
 from nbtoolkit.run.events import Event, RunEnded, RunStarted
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.tracking.tracker import INSTALL, Point, TrackerState
+from nbtoolkit.tracking.tracker import Point, TrackerState
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -78,6 +78,6 @@ def _summary_writer(folder: Path) -> SummaryWriter:
     except ImportError as error:
         raise MissingExtra(
             f"TensorBoard cannot be imported: {error}",
-            do=f"{INSTALL['tensorboard']}, or set tracking.tensorboard: false",
+            do="pip install tensorboard, or set tracking.tensorboard: false",
         ) from error
     return SummaryWriter(str(folder))

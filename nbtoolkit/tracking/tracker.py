@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
-from typing import Protocol, TypedDict
+from typing import Literal, Protocol, TypedDict, get_args
 
 from nbtoolkit.run import events
 from nbtoolkit.run.events import Event, Reading, RunEnded, RunStarted
@@ -65,32 +65,6 @@ class Tracker(Protocol):
             fresh: its events come from the first.
             state: the caller keeps it between processes.
         """
-
-
-class Trackers:
-    """Several trackers as one; none of them when tracking is off."""
-
-    def __init__(self, trackers: Sequence[Tracker] = ()) -> None:
-        self._trackers = tuple(trackers)
-
-    def open(self, run: RunStarted) -> bool:
-        """Open all; True if each of them had written this run before."""
-        opened = [tracker.open(run) for tracker in self._trackers]
-        return all(opened)
-
-    def write(self, points: Sequence[Point], events: Sequence[Event]) -> None:
-        """Write to all."""
-        for tracker in self._trackers:
-            tracker.write(points, events)
-
-    def close(self, ended: RunEnded) -> None:
-        """Close all."""
-        for tracker in self._trackers:
-            tracker.close(ended)
-
-    def for_job(self, paths: RunPaths, fresh: bool, state: TrackerState) -> Tracker:
-        """The job's trackers of all."""
-        return Trackers([tracker.for_job(paths, fresh, state) for tracker in self._trackers])
 
 
 def points(event: Event, last_steps: dict[str, int]) -> list[Point]:
@@ -163,12 +137,8 @@ def _floats(prefix: str, values: Mapping[str, object]) -> Iterator[tuple[str, fl
 # --- the trackers of a run ---
 
 
-INSTALL = {
-    "mlflow": "pip install mlflow",
-    "tensorboard": "pip install tensorboard",
-    "wandb": "pip install wandb",
-}
-"""The install line of each tracker, by package."""
+TrackerName = Literal["mlflow", "tensorboard", "wandb"]
+"""A tracker, by its package and its setting in ``tracking``."""
 
 # mlflow-skinny comes without these two, and then fails with a message that names neither.
 _FOR_SQLITE = ("sqlalchemy", "alembic")
@@ -178,15 +148,13 @@ _FOR_SQLITE = ("sqlalchemy", "alembic")
 class TrackingChoice:
     """The trackers of a run; the notes warn the user of those that are not installed."""
 
-    mlflow: bool
-    tensorboard: bool
-    wandb: bool = False
+    trackers: tuple[TrackerName, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def on(self) -> bool:
         """Whether anything is written at all."""
-        return self.mlflow or self.tensorboard or self.wandb
+        return bool(self.trackers)
 
 
 def _installed(module: str) -> bool:
@@ -207,22 +175,22 @@ def choose_tracking(
             ``uri``).
         installed: whether a module can be imported.
     """
-    chosen = dict.fromkeys(INSTALL, False)
+    chosen: list[TrackerName] = []
     notes = []
-    for name in INSTALL:
+    for name in get_args(TrackerName):
         if not settings.get(name, name == "mlflow"):
             continue
-        needed = _needed_modules(name, settings)
-        missing = [module for module in needed if not installed(module)]
-        chosen[name] = not missing
-        if missing:
-            notes.append(
-                f"tracking.{name} is on, but {' and '.join(missing)} cannot be imported: this run "
-                f"is not tracked there. To install it: {INSTALL[name]} (or set "
-                f"tracking.{name}: false). The run's folder has all its metrics; "
-                "nbtoolkit.tracking.replay(folder) writes them later."
-            )
-    return TrackingChoice(**chosen, notes=tuple(notes))
+        missing = [module for module in _needed_modules(name, settings) if not installed(module)]
+        if not missing:
+            chosen.append(name)
+            continue
+        notes.append(
+            f"tracking.{name} is on, but {' and '.join(missing)} cannot be imported: this run is "
+            f"not tracked there. To install it: pip install {name} (or set tracking.{name}: "
+            "false). The run's folder has all its metrics; nbtoolkit.tracking.replay(folder) "
+            "writes them later."
+        )
+    return TrackingChoice(trackers=tuple(chosen), notes=tuple(notes))
 
 
 def _needed_modules(name: str, settings: Mapping[str, object]) -> tuple[str, ...]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.run.checkpoint_store import dump_state
-from nbtoolkit.run.serialization import add_note
-from nbtoolkit.training.optim.user_optimizer import required_arguments
+from nbtoolkit.run.checkpoints.checkpoint_store import dump_state
+from nbtoolkit.training.loading.data import noted
+from nbtoolkit.training.optim.schedule import required_arguments
 from nbtoolkit.worker.collectives import gather_on_all
 
 if TYPE_CHECKING:
@@ -187,12 +187,8 @@ class Callbacks:
             self._run("state_dict", name, dump_state, state, io.BytesIO())
 
     def _run(self, moment: str, name: str, method: Callable[..., Any], *args: object) -> Any:
-        try:
+        with noted(f"in {moment} of the callback {name}, on rank {self._rank}"):
             return method(*args)
-        except Exception as error:
-            where = f"in {moment} of the callback {name}, on rank {self._rank}"
-            add_note(error, f"[nbtoolkit] {where}")
-            raise
 
 
 def _implements(callback: object, moment: str) -> bool:

@@ -1,25 +1,34 @@
-"""Evaluate and predict a whole data set, each sample once, on any number of ranks."""
+"""Evaluate and predict a whole data set, each sample once, on any number of ranks.
+
+A fold keeps its model as a predictor, from which ``cv.predict`` predicts a test set.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from nbtoolkit.config.schema import measured
-from nbtoolkit.errors import FitError
-from nbtoolkit.training.loading.data import Batch, Collate, Source, make_source
-from nbtoolkit.training.loading.epoch_order import make_order
-from nbtoolkit.training.loading.loader import StreamTrainLoader, is_stream
+from nbtoolkit.errors import CannotPickle, FitError
+from nbtoolkit.run.paths import RunPaths, write_whole
+from nbtoolkit.run.serialization import pack_value
+from nbtoolkit.training.loading.data import Batch, Collate, make_source
+from nbtoolkit.training.loading.epoch_order import make_order, take_apart
+from nbtoolkit.training.loading.loader import (
+    MapTrainLoader,
+    StreamTrainLoader,
+    TrainLoader,
+    is_stream,
+)
 from nbtoolkit.training.loading.sampler import GlobalBatchSampler
-from nbtoolkit.training.loading.torch_loader import take_apart
 from nbtoolkit.training.metrics import Meter, Metric
-from nbtoolkit.training.model import broadcast_buffers, half_precision
+from nbtoolkit.training.model import broadcast_buffers, half_precision, type_fault
 from nbtoolkit.worker.collectives import Rows, gather_on_all, in_order
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from nbtoolkit.config.schema import Config
     from nbtoolkit.training.step import Forward, TrainStep
@@ -37,7 +46,8 @@ def make_evaluation_loader(
     workers: int = 0,
     collate: Collate | None = None,
     name: Literal["validation", "prediction"] = "validation",
-) -> _MapLoader | _StreamLoader:
+    ranks: int | None = None,
+) -> EvaluationLoader:
     """Make the loader of this rank's part of ``data``; it can be iterated any number of times.
 
     Random augmentation draws the same for a sample in every iteration. The ranks take their batches
@@ -57,6 +67,8 @@ def make_evaluation_loader(
         workers: ``DataLoader`` processes of this rank; one at most for an iterable.
         collate: makes a batch from a list of samples; default: torch's.
         name: the set's name, for messages.
+        ranks: between how many ranks the batches are divided; 1: each rank gets all of them.
+            Default: between all.
 
     Returns:
         Batches on the device, each with its number of samples (at least 1).
@@ -64,19 +76,27 @@ def make_evaluation_loader(
     Raises:
         FitError: the data cannot be used or are empty (of an iterable: at the end of an iteration).
     """
+    import torch
+
     size = batch_size or _LARGER * ctx.plan.batch_size_per_device
     feed = take_apart(data, collate=collate, workers=workers)
     data, collate, workers = feed.data, feed.collate, feed.workers
+    ranks = ranks or ctx.world_size
+    sampler = GlobalBatchSampler(
+        size=size * ranks,
+        batch=size * ranks,
+        micro=size,
+        seed=ctx.seed,
+        rank=ctx.rank % ranks,
+        ranks=ranks,
+    )
     if is_stream(data):
-        step, ranks = size * ctx.world_size, ctx.world_size
-        sampler = GlobalBatchSampler(
-            size=step, batch=step, micro=size, seed=ctx.seed, rank=ctx.rank, ranks=ranks
-        )
         workers = min(workers, 1)
-        return _StreamLoader(
+        return EvaluationLoader(
             StreamTrainLoader(
                 data, sampler, ctx.device, collate=collate, workers=workers, name=name
-            )
+            ),
+            samples=None,
         )
     source = make_source(data, ctx.device, collate=collate, workers=workers, seed=ctx.seed)
     if len(source) == 0:
@@ -86,50 +106,20 @@ def make_evaluation_loader(
             do="check the split or the filter that made it",
         )
     order = make_order(data, len(source), feed.sampler, None, seed=ctx.seed, ranks=ctx.world_size)
-    chosen = None if order is None else order.draw(0)
-    return _MapLoader(source, size, ctx.rank, ctx.world_size, chosen)
+    chosen = torch.arange(len(source)) if order is None else order.draw(0)
+    in_order = replace(sampler, size=len(chosen), order=lambda epoch: chosen)
+    return EvaluationLoader(MapTrainLoader(in_order, source), samples=len(chosen))
 
 
-class _MapLoader:
-    """Loads a data set, or the samples ``chosen``, by index; rank 0 has a batch if any has.
+class EvaluationLoader:
+    """Loads a set in its own order; each rank gets its batches. Rank 0 has one if any rank has.
 
     Attributes:
-        samples: of all ranks.
+        samples: of all ranks; None: of an iterable it is known at its end.
     """
 
-    def __init__(
-        self, source: Source, batch_size: int, rank: int, ranks: int, chosen: Tensor | None
-    ) -> None:
-        self._source, self._chosen = source, chosen
-        self.samples = len(source) if chosen is None else len(chosen)
-        self._slices = list(_rank_slices(self.samples, batch_size, rank, ranks))
-
-    def __iter__(self) -> Iterator[tuple[Batch, int]]:
-        import torch
-
-        indices = [torch.arange(low, high) for low, high in self._slices]
-        sizes = [high - low for low, high in self._slices]
-        mine = torch.cat([torch.arange(0), *indices])
-        batches = self._source.batches(mine if self._chosen is None else self._chosen[mine], sizes)
-        return zip(batches, sizes, strict=True)
-
-
-def _rank_slices(size: int, batch_size: int, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, size, batch_size * ranks):
-        step = min(batch_size * ranks, size - start)
-        # rounded up: the first ranks have the one sample more
-        low, high = (start - (-step * number // ranks) for number in (rank, rank + 1))
-        if low < high:
-            yield low, high
-
-
-class _StreamLoader:
-    """Loads an iterable."""
-
-    samples = None  # known at its end
-
-    def __init__(self, loader: StreamTrainLoader) -> None:
-        self._loader = loader
+    def __init__(self, loader: TrainLoader, *, samples: int | None) -> None:
+        self._loader, self.samples = loader, samples
 
     def __iter__(self) -> Iterator[tuple[Batch, int]]:
         for batch, micro_batch in self._loader.batches(epoch=0):
@@ -163,7 +153,9 @@ class Validator:
         self._loader: Iterable[tuple[Batch, int]] | None = None
         if data is not None:
             workers = measured(config.train.num_workers, "train.num_workers")
-            self._loader = make_evaluation_loader(ctx, data, workers=workers, collate=collate)
+            self._loader = make_evaluation_loader(
+                ctx, data, workers=workers, collate=collate, ranks=ctx.plan.data_ranks
+            )
 
     def values(self, train_step: TrainStep) -> dict[str, float]:
         """``val_loss`` and ``val_<metric>`` of all samples; called by all ranks, equal on all.
@@ -179,8 +171,9 @@ class Validator:
         train_step.evaluated_module.eval()
         with train_step.strategy.evaluating():
             for batch, samples in self._loader:
-                outputs, targets, loss = train_step.evaluate(batch, samples)
-                meter.add(loss, outputs, targets, samples)
+                if (evaluated := train_step.evaluate(batch, samples)) is not None:
+                    outputs, targets, loss = evaluated
+                    meter.add(loss, outputs, targets, samples)
         return {f"val_{name}": value for name, value in meter.result().items()}
 
 
@@ -215,9 +208,10 @@ def predict(
         rank gets all of them, gathered once, at the end.
 
     Raises:
-        FitError: the data cannot be used or are empty, or the outputs are not tensors with one row
-            per sample.
+        FitError: ``ctx`` is no run's context; the data cannot be used or are empty; or the outputs
+            are not tensors with one row per sample.
     """
+    check_context(ctx, "predict")
     loader = make_evaluation_loader(
         ctx,
         data,
@@ -229,8 +223,47 @@ def predict(
     rows, forward = Rows(), step or forward_inputs
     with evaluation_mode(ctx, model) as module:
         for batch, samples in loader:
-            rows.add(forward(module, batch)[0], samples)
+            try:
+                outputs, _ = forward(module, batch)
+            except Exception as error:
+                if fault := type_fault(error, module, batch):
+                    raise fault from error
+                raise
+            rows.add(outputs, samples)
     return in_order(gather_on_all(rows.part(), ctx.world_size))
+
+
+def check_context(ctx: object, function: str) -> None:
+    """Refuse what is no run's context; ``function`` of nbtoolkit got it.
+
+    Raises:
+        FitError: says where to get one.
+    """
+    if hasattr(ctx, "world_size"):
+        return
+    kind = type(ctx).__name__
+    if hasattr(ctx, "load_into"):
+        do = "call model = nb.load_model(result, Model()) and model(inputs) under torch.no_grad()"
+        do = f"predict in the training function, and return it; or here, with a {kind}: {do}"
+    else:
+        do = f"call nb.{function}(ctx, ...) in def train(config, ctx), and nb.launch(train, config)"
+    raise FitError(
+        f"nb.{function} got a {kind} in place of ctx",
+        allowed="the ctx that a training function gets: it has the device and the other ranks",
+        do=do,
+    )
+
+
+def forward_pair(model: torch.nn.Module, batch: Batch) -> tuple[Batch, Batch]:
+    """The default step: a batch is a pair (inputs, targets)."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:  # two rows, or keys, would unpack
+        raise FitError(
+            f"a batch is not a pair (inputs, targets) but a {type(batch).__name__}",
+            allowed="data sets of pairs, or your own step",
+            do="pass step=lambda model, batch: (model(batch['x']), batch['y']) to fit",
+        )
+    inputs, targets = batch
+    return model(inputs), targets
 
 
 def forward_inputs(model: torch.nn.Module, batch: Batch) -> tuple[Batch, None]:
@@ -277,3 +310,109 @@ def evaluation_mode(ctx: RunContext, model: torch.nn.Module) -> Iterator[torch.n
     finally:
         for layer, training in modes:
             layer.training = training
+
+
+# --- predictors of folds ---
+
+
+def save_predictor(paths: RunPaths, predictor: object) -> None:
+    """Write what predicts the test set with the model of a fold.
+
+    Args:
+        paths: the fold's run.
+        predictor: ``predictor(fold_run, test)`` -> one row per row of ``test``. It must predict
+            each row by itself: it may be called with blocks of the test set. It is pickled by
+            cloudpickle; one that cannot be pickled is replaced by the error, raised when it is
+            used.
+    """
+    try:
+        packed = pack_value(predictor)
+    except CannotPickle as error:
+        packed = pack_value(_NoPredictor(error.what))
+    write_whole(paths.predictor, packed, durable=False)
+
+
+def keep_predictor(ctx: RunContext, predict: Callable[[Any], Any]) -> None:
+    """Keep what predicts with the model of this fold, for ``cv.predict``; outside folds nothing.
+
+    Args:
+        ctx: the run; the main rank writes.
+        predict: ``predict(test)`` -> one row per row of ``test``, each row by itself, such as
+            ``booster.predict``. It is pickled with its model.
+    """
+    if ctx.is_main and ctx.has_fold:
+        save_predictor(ctx.paths, _KeptPredictor(predict))
+
+
+class _KeptPredictor:
+    def __init__(self, predict: Callable[[Any], Any]) -> None:
+        self._predict = predict
+
+    def __call__(self, fold_run: Any, test: Any) -> Any:
+        return self._predict(test)
+
+
+class ModelPredictor:
+    """Predicts with a trained model, by :func:`nbtoolkit.predict`.
+
+    Args:
+        model: with the weights to predict with.
+        step: the user's own step, as ``fit`` takes it; None: the default.
+        collate: as for ``fit``.
+        train_data: as for ``fit``; the collate of a ``DataLoader`` is kept, and the shape of the
+            rows, for an error.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        step: Forward | None,
+        collate: Collate | None,
+        train_data: object,
+    ) -> None:
+        feed = take_apart(train_data, collate=collate, workers=0)
+        self._model, self._step, self._collate = model, step, feed.collate
+        self._row = _row_shape(feed.data)
+
+    def __call__(self, fold_run: Any, test: object) -> Batch:
+        """Return the model's outputs for the test set.
+
+        Raises:
+            FitError: the model fails, and the rows have another shape than in training.
+        """
+        try:
+            return predict(fold_run.ctx, self._model, test, step=self._step, collate=self._collate)
+        except Exception as error:
+            row = _row_shape(test)
+            if row is None or self._row is None or row == self._row:
+                raise
+            raise FitError(
+                f"the rows of the test set have the shape {row}, those of the training set "
+                f"{self._row}: {error}",
+                allowed="a test set prepared as the training set was",
+                do="select the same columns (or sizes) in the same order",
+            ) from error
+
+
+class _NoPredictor:
+    """Stands for a model that cannot be pickled."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __call__(self, fold_run: Any, test: object) -> Batch:
+        raise FitError(
+            f"nb.fit could not keep the model of fold {fold_run.fold.index}: {self._reason}",
+            allowed="a model that can be pickled, or a prediction function of your own",
+            do="cv.predict(test, predict=lambda run, test: "
+            "nb.predict(run.ctx, run.load_into(make_model()), test))",
+        )
+
+
+def _row_shape(data: object) -> tuple[int, ...] | None:
+    """The shape of one row of the inputs; None if ``data`` are no arrays."""
+    if isinstance(data, tuple) and data:
+        data = data[0]
+    if isinstance(data, Mapping) or not hasattr(data, "shape"):
+        return None
+    return tuple(data.shape[1:])

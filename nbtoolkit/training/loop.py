@@ -7,37 +7,36 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.config.validation import mark_used
-from nbtoolkit.errors import CheckpointError, FitError, RunStopped
-from nbtoolkit.run.checkpoint_store import StoredCheckpoint
+from nbtoolkit.errors import CheckpointError, RunStopped
+from nbtoolkit.run.checkpoints.checkpoint_store import StoredCheckpoint
 from nbtoolkit.run.paths import write_json
 from nbtoolkit.training.callbacks import Callbacks, FitState
 from nbtoolkit.training.checkpoints import CheckpointManager, estimate_bytes
-from nbtoolkit.training.evaluation import Validator
-from nbtoolkit.training.loading.data import Batch, Collate
+from nbtoolkit.training.evaluation import (
+    ModelPredictor,
+    Validator,
+    check_context,
+    forward_pair,
+    save_predictor,
+)
+from nbtoolkit.training.loading.data import Collate
 from nbtoolkit.training.loading.epoch_order import SampleWeights, labels_of
 from nbtoolkit.training.loading.loader import TrainLoader, make_train_loader
 from nbtoolkit.training.loading.sampler import MicroBatch
-from nbtoolkit.training.loading.torch_loader import take_apart
-from nbtoolkit.training.losses import Loss, StepLoss, on_device, raise_if_not_finite
-from nbtoolkit.training.metrics import Metrics, named_metrics, reported_names
+from nbtoolkit.training.losses import Loss, StepLoss, check_loss, raise_if_not_finite
+from nbtoolkit.training.metrics import Metrics, check_accuracy, named_metrics, reported_names
 from nbtoolkit.training.model import WHOLE_BATCHES, inexact_layers
-from nbtoolkit.training.optim.several import SeveralTrainStep, StepOfSeveral
-from nbtoolkit.training.optim.user_optimizer import (
-    GivenOptimizer,
-    GivenSchedule,
-    make_user_schedule,
-)
-from nbtoolkit.training.predictor import ModelPredictor, save_predictor
-from nbtoolkit.training.profile import StepProfiler
-from nbtoolkit.training.step import Forward, TrainStep
-from nbtoolkit.training.step_time import StepClock
+from nbtoolkit.training.optim.optimizer import GivenOptimizer
+from nbtoolkit.training.optim.schedule import GivenSchedule
+from nbtoolkit.training.optim.several import train_step_class
+from nbtoolkit.training.step import Forward, Recipe, StepOfSeveral, TrainStep
+from nbtoolkit.training.step_time import StepClock, StepProfiler
 from nbtoolkit.training.sync import ControlSignal, LossWindow, RankSync, SyncResult
 from nbtoolkit.training.train_state import (
     MetricLogger,
@@ -47,7 +46,7 @@ from nbtoolkit.training.train_state import (
     check_monitor,
     gather_random_states,
     restore_random_state,
-    seed_generators,
+    seed_rank,
 )
 
 if TYPE_CHECKING:
@@ -99,7 +98,8 @@ def fit(
             with ``checkpoint.weights: last`` with those of the last validation (the averaged ones
             with ``train.weight_averaging``). Without a validation set and ``checkpoint.monitor`` no
             epoch is best.
-        train_data: tensors, arrays, a tuple or dict of them, a ``TensorDataset``, any map-style
+        train_data: tensors, arrays, pandas tables of numbers (a DataFrame becomes float32, a Series
+            of whole numbers int64), a tuple or dict of them, a ``TensorDataset``, any map-style
             data set, or an iterable one; the same on all ranks. A ``DataLoader`` gives its data
             set, ``collate_fn``, ``num_workers``, sampler and ``drop_last``.
         valid_data: the same; None: no validation.
@@ -145,6 +145,7 @@ def fit(
             another model, or the disk is too small for new ones.
         RunStopped: the run has to stop (a BaseException: let it pass); everything is saved.
     """
+    check_context(ctx, "fit")
     config = as_config(config)
     mark_used()
     by_name = named_metrics(metrics)
@@ -152,14 +153,13 @@ def fit(
     profilers = [StepProfiler(ctx)] if config.train.profile else []
     moments = Callbacks([*callbacks, *profilers], ctx.rank, ctx.world_size)
     several = isinstance(optimizer, Mapping)
-    _check_loss(loss, several=several, validates=valid_data is not None)
+    check_loss(loss, several=several, validates=valid_data is not None)
     adds = several or moments.have("on_validation_end")  # metrics of any name
     if not adds:
         check_monitor(config, names, stems)
     monitor = config.checkpoint.monitor or ("val_loss" if "val_loss" in names else "train_loss")
     announced = [] if adds else [*names, f"best_{monitor}", "epoch", "best_epoch"]
     ctx.announce(announced, stems, first_step=1)
-    forward = cast("Forward", forward_pair if step is None or several else step)
     with CheckpointManager(ctx, config) as checkpoints, contextlib.ExitStack() as closing:
         loader = make_train_loader(
             ctx,
@@ -170,35 +170,26 @@ def fit(
             sampler=sampler,
             sample_weights=sample_weights,
         )
-        total = _total_steps(config, loader)
+        limit = config.train.max_steps or sys.maxsize
+        total = limit if loader.steps is None else min(limit, loader.steps * config.train.epochs)
         for profiler in profilers:
             profiler.expect(loader.steps, total)
             closing.enter_context(profiler)
         # A step or a collate of the user's may change the targets.
         whole = isinstance(train_data, tuple) and step is None and collate is None
         targets = labels_of(train_data) if whole else None
-        loss = on_device(loss or forward_pair, ctx.device)
-        if isinstance(optimizer, Mapping):
-            of_several = cast("StepOfSeveral", step)
-            train_step: TrainStep = SeveralTrainStep(
-                ctx,
-                config,
-                model,
-                loss,
-                forward,
-                step=of_several,
-                optimizers=optimizer,
-                schedules=schedule,
-                steps=total,
-            )
-        else:
-            factor = ctx.plan.lr_factor
-            one = cast("GivenSchedule | None", schedule)
-            rates = make_user_schedule(config, optimizer, one, steps=total, factor=factor)
-            train_step = TrainStep(
-                ctx, config, model, loss, forward, rates, targets=targets, optimizer=optimizer
-            )
-        training = _Training(ctx, config, loader, train_step, forward, checkpoints, moments)
+        check_accuracy(by_name, targets)
+        recipe = Recipe(
+            loss=loss,
+            forward=cast("Forward", forward_pair if step is None or several else step),
+            optimizer=optimizer,
+            schedule=schedule,
+            step_of_several=cast("StepOfSeveral | None", step if several else None),
+            targets=targets,
+        )
+        kind = train_step_class(ctx.plan, several=several)
+        train_step = kind(ctx, config, model, recipe, steps=total)
+        training = _Training(ctx, config, loader, train_step, checkpoints, moments)
         validator = Validator(ctx, config, valid_data, by_name, collate)
         training.resume()
         # Neither a step of several optimizers nor a loss over whole batches can be cut.
@@ -210,9 +201,8 @@ def fit(
         ctx.accumulates(entered=False)
         values = training.finish()
         if ctx.is_main and ctx.has_fold and not ctx.params:  # a sweep's folds keep none
-            own_step = None if isinstance(optimizer, Mapping) else cast("Forward | None", step)
-            feed = take_apart(train_data, collate=collate, workers=0)
-            predictor = ModelPredictor(train_step.module, own_step, feed.collate, feed.data)
+            own_step = cast("Forward | None", None if several else step)
+            predictor = ModelPredictor(train_step.module, own_step, collate, train_data)
             save_predictor(ctx.paths, predictor)
         return values
 
@@ -226,18 +216,17 @@ class _Training:
         config: Config,
         loader: TrainLoader,
         train_step: TrainStep,
-        forward: Forward,
         checkpoints: CheckpointManager,
         callbacks: Callbacks,
     ) -> None:
         self._ctx, self._config, self._loader = ctx, config, loader
         self._callbacks, self._epoch = callbacks, 0
-        self._train_step, self._forward, self._checkpoints = train_step, forward, checkpoints
+        self._train_step, self._checkpoints = train_step, checkpoints
         self._state, self._logger = TrainState(ctx, config), MetricLogger(ctx)
-        self._rank_sync, self._window = RankSync(ctx, config.checkpoint.every_steps), LossWindow()
-        self._clock = StepClock(ctx, train_step.model)
+        self._rank_sync = RankSync(ctx, config.checkpoint.every_steps)
+        self._window, self._clock = LossWindow(train_step.counts), StepClock(ctx, train_step.model)
         if config.tracking.record_samples and ctx.is_main:
-            inexact = inexact_layers(train_step.module)
+            inexact = inexact_layers(train_step.strategy.whole(train_step.module))
             if config.train.loss_reduction == "batch":
                 inexact["loss"] = WHOLE_BATCHES
             write_json(ctx.paths.layers, inexact, durable=False)
@@ -258,14 +247,14 @@ class _Training:
         ctx, train_step, state = self._ctx, self._train_step, self._state
         saved = stored.read("training")
         _check_same_samples(stored.folder, saved["walk"], self._sampling())
-        train_step.restore({**saved, "model": stored.read("model")}, source=str(stored.folder))
+        train_step.restore(train_step.strategy.read(stored, saved), source=str(stored.folder))
         state.restore(saved["progress"])
         self._callbacks.restore(saved.get("callbacks", {}))
         if state.taken:
             if len(saved["streams"]) == ctx.world_size:
                 restore_random_state(saved["streams"][ctx.rank], ctx.device)
             else:
-                seed_generators(ctx.device, ctx.seed, "resumed", train_step.steps_done, ctx.rank)
+                seed_rank(ctx.device, ctx.seed, "resumed", train_step.steps_done, ctx.rank)
         within = f", {state.taken} steps into the next one" if state.taken else ""
         ctx.print(f"fit: resumes after epoch {state.epoch}{within}")
 
@@ -275,7 +264,7 @@ class _Training:
         state = self._state
         all_done = (
             state.epoch >= self._config.train.epochs
-            or self._train_step.steps_done >= self._train_step.schedule.total
+            or self._train_step.steps_done >= self._train_step.steps
         )
         return not state.taken and (state.stopped_early or all_done or bool(state.stopped))
 
@@ -284,7 +273,7 @@ class _Training:
         ctx, train_step, state, window = self._ctx, self._train_step, self._state, self._window
         epoch, before = state.epoch + 1, train_step.steps_done - state.taken
         if not state.taken:
-            seed_generators(ctx.device, ctx.seed, "epoch", epoch, ctx.rank)
+            seed_rank(ctx.device, ctx.seed, "epoch", epoch, ctx.rank)
         train_step.module.train()
         rank_sync, log_every = self._rank_sync, self._config.tracking.log_every_n_steps
         self._epoch = epoch
@@ -293,7 +282,7 @@ class _Training:
         rank_sync.begin(train_step.steps_done)
         self._logger.begin()
         self._clock.begin()
-        left = train_step.schedule.total - train_step.steps_done
+        left = train_step.steps - train_step.steps_done
         batches = self._loader.batches(epoch, skip=state.taken, limit=left)
         for batch, micro_batch in self._clock.timed(batches):
             step = train_step.steps_done + micro_batch.last
@@ -333,11 +322,8 @@ class _Training:
         train_step.observe(values[state.monitored], better)
         if better and state.has_best:
             about = {"epoch": state.epoch, "values": values}
-            weights = train_step.evaluated_module.state_dict
-            if strategy.gathers:
-                best = strategy.gathered({"model": weights()})
-                weights = partial(best.__getitem__, "model")
-            checkpoints.keep_best(weights, train_step.steps_done, about)
+            best = strategy.gathered({"model": train_step.evaluated_module.state_dict()})
+            checkpoints.keep_best(best, train_step.steps_done, about)
         due = self.done or checkpoints.due_by_epochs(state.epoch)
         if due or strategy.agreed(checkpoints.due_by_time()):
             self._save(None)
@@ -353,7 +339,7 @@ class _Training:
             train_step.module.load_state_dict(train_step.evaluated_module.state_dict())
         if state.ends_with_best:
             train_step.load_on_all_ranks(self._checkpoints.best_weights())
-        train_step.strategy.close()
+        train_step.close()
         self._moment("on_fit_end")
         return state.summary()
 
@@ -362,7 +348,8 @@ class _Training:
         if not self._callbacks.have(moment):
             return {}
         step, callbacks = self._train_step, self._callbacks
-        now = self._epoch, step.steps_done, self._state.values, step.module, step.optimizers
+        optimizers = {name: one.optimizer for name, one in step.scheduled.items()}
+        now = self._epoch, step.steps_done, self._state.values, step.module, optimizers
         return callbacks.call(moment, FitState(*now, self._ctx, callbacks.request_stop))
 
     def _sync(self) -> SyncResult:
@@ -493,29 +480,7 @@ class _Training:
             state = self._state
             epoch = self._loader.batches(state.epoch + 1, limit=state.taken)
             batches = (batch for batch, micro_batch in epoch if micro_batch.samples)
-            averages.update_batch_norm(batches, self._forward)
-
-
-def _check_loss(loss: object, *, several: bool, validates: bool) -> None:
-    if loss is None and (validates or not several):
-        raise FitError(
-            "fit has no loss" + (" for the validation" if several else ""),
-            allowed="loss=f with f(outputs, targets); none only for several optimizers, whose step "
-            "computes it, with valid_data=None",
-            do="pass loss=torch.nn.functional.cross_entropy",
-        )
-    if isinstance(loss, type) or not (loss is None or callable(loss)):
-        raise FitError(
-            f"loss={loss!r} is not a function of outputs and targets",
-            allowed="a function (outputs, targets), or an object such as nn.CrossEntropyLoss()",
-            do="call the class" if isinstance(loss, type) else "pass the function itself",
-        )
-
-
-def _total_steps(config: Config, loader: TrainLoader) -> int:
-    """Optimizer steps of the whole run."""
-    limit = config.train.max_steps or sys.maxsize
-    return limit if loader.steps is None else min(limit, loader.steps * config.train.epochs)
+            averages.update_batch_norm(batches, self._train_step.forward)
 
 
 def _check_same_samples(folder: Path, then: State, now: State) -> None:
@@ -533,15 +498,3 @@ def _check_same_samples(folder: Path, then: State, now: State) -> None:
             "train.batch_size_per_device: the same number of ranks and accumulation steps)",
             do="launch as before, or with resume='never'",
         )
-
-
-def forward_pair(model: torch.nn.Module, batch: Batch) -> tuple[Batch, Batch]:
-    """The default step: a batch is a pair (inputs, targets)."""
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:  # two rows, or keys, would unpack
-        raise FitError(
-            f"a batch is not a pair (inputs, targets) but a {type(batch).__name__}",
-            allowed="data sets of pairs, or your own step",
-            do="pass step=lambda model, batch: (model(batch['x']), batch['y']) to fit",
-        )
-    inputs, targets = batch
-    return model(inputs), targets

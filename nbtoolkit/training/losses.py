@@ -254,6 +254,32 @@ def _adds_up(whole: float, parts: list[float], tolerance: float) -> bool:
     return abs(whole - sum(parts)) <= tolerance * max(map(abs, [whole, *parts]))
 
 
+def check_loss(loss: object, *, several: bool, validates: bool) -> None:
+    """Refuse a loss that is none, or none where one is needed.
+
+    Args:
+        loss: the user's.
+        several: whether the user's own step of several optimizers computes the training's losses.
+        validates: whether there is a validation set.
+
+    Raises:
+        FitError: says what to pass.
+    """
+    if loss is None and (validates or not several):
+        raise FitError(
+            "fit has no loss" + (" for the validation" if several else ""),
+            allowed="loss=f with f(outputs, targets); none only for several optimizers, whose step "
+            "computes it, with valid_data=None",
+            do="pass loss=torch.nn.functional.cross_entropy",
+        )
+    if isinstance(loss, type) or not (loss is None or callable(loss)):
+        raise FitError(
+            f"loss={loss!r} is not a function of outputs and targets",
+            allowed="a function (outputs, targets), or an object such as nn.CrossEntropyLoss()",
+            do="call the class" if isinstance(loss, type) else "pass the function itself",
+        )
+
+
 def on_device(loss: Loss, device: torch.device) -> Loss:
     """A loss with its tensors (``weight``, ``pos_weight``) on the model's device.
 
@@ -348,7 +374,14 @@ def is_loss(loss: object, name: str) -> bool:
     from torch import nn
     from torch.nn import functional
 
-    modules = {"cross_entropy": nn.CrossEntropyLoss, "binary_cross_entropy": nn.BCELoss}
+    modules: dict[str, type[nn.Module]] = {
+        "cross_entropy": nn.CrossEntropyLoss,
+        "binary_cross_entropy": nn.BCELoss,
+        "mse_loss": nn.MSELoss,
+        "l1_loss": nn.L1Loss,
+        "smooth_l1_loss": nn.SmoothL1Loss,
+        "huber_loss": nn.HuberLoss,
+    }
     if isinstance(loss, functools.partial):
         return is_loss(loss.func, name)
     return loss is getattr(functional, name) or isinstance(loss, modules[name])

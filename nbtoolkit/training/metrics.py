@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,8 +13,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.loading.data import TORCHS_IGNORED
-from nbtoolkit.training.losses import BatchLoss, ignore_index, is_loss
+from nbtoolkit.training.loading.data import TORCHS_IGNORED, noted
+from nbtoolkit.training.losses import BatchLoss, Labels, ignore_index, is_loss
 from nbtoolkit.worker.collectives import Part, Rows, broadcast, gather_on_first, in_order
 
 if TYPE_CHECKING:
@@ -54,6 +55,10 @@ class EpochMetric:
 Metric: TypeAlias = Function | EpochMetric | TorchMetric
 
 
+# Losses of torch with which an output approaches its target, 0 or 1. The others take logits.
+_PREDICT_TARGETS = ("binary_cross_entropy", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+
+
 def accuracy(outputs: Tensor, targets: Tensor, loss: object = None) -> Tensor:
     """Share of correct predictions, a scalar.
 
@@ -64,7 +69,8 @@ def accuracy(outputs: Tensor, targets: Tensor, loss: object = None) -> Tensor:
             count. Or 0 and 1; -100 does not count.
         loss: the loss of the training. With torch's ``cross_entropy``, targets in the outputs'
             shape are probabilities of classes; with ``binary_cross_entropy``, outputs are
-            probabilities.
+            probabilities. With these and torch's losses of regressions (``mse_loss``, ``l1_loss``,
+            ``smooth_l1_loss``, ``huber_loss``) an output above 0.5 predicts 1; else one above 0.
 
     Raises:
         FitError: the shapes do not fit, or the targets are not classes.
@@ -88,9 +94,11 @@ def count_correct(outputs: Tensor, targets: Tensor, loss: object = None) -> tupl
         counted = targets != TORCHS_IGNORED
         if bool((counted & (targets != 0) & (targets != 1)).any()):
             raise _no_accuracy("the targets are not classes but other numbers", outputs, targets)
-        threshold = 0.5 if is_loss(loss, "binary_cross_entropy") else 0
+        threshold = 0.5 if any(is_loss(loss, name) for name in _PREDICT_TARGETS) else 0.0
         predictions = (outputs > threshold).to(targets.dtype)
     elif outputs.ndim > 1 and (outputs.shape[0], *outputs.shape[2:]) == targets.shape:
+        if targets.is_floating_point() and bool((targets != targets.floor()).any()):
+            raise _no_accuracy("the targets are not classes but other numbers", outputs, targets)
         ignored = ignore_index(loss)
         counted = targets >= 0 if ignored is None else (targets >= 0) & (targets != ignored)
         predictions = outputs.argmax(dim=1)
@@ -99,13 +107,37 @@ def count_correct(outputs: Tensor, targets: Tensor, loss: object = None) -> tupl
     return ((predictions == targets) & counted).sum().double(), counted.sum().double()
 
 
-def _no_accuracy(why: str, outputs: Tensor, targets: Tensor) -> FitError:
-    shapes = f"outputs of shape {tuple(outputs.shape)}, targets {tuple(targets.shape)}"
+def check_accuracy(metrics: Mapping[str, Metric], targets: Labels | None) -> None:
+    """Refuse ``"accuracy"`` for targets that are no classes, before the training.
+
+    Args:
+        metrics: by name, from :func:`named_metrics`.
+        targets: all targets of the training set; None: not known.
+
+    Raises:
+        FitError: they are numbers with digits after the point.
+    """
+    import torch
+
+    if targets is None or accuracy not in metrics.values():
+        return
+    labels, shape = torch.as_tensor(targets), tuple(targets.shape)
+    in_one_column = len(shape) == 1 or shape[1:] == (1,)  # of more they may be probabilities
+    if in_one_column and labels.is_floating_point() and bool((labels != labels.floor()).any()):
+        raise _no_accuracy(f"the targets are not classes but other numbers (of shape {shape})")
+
+
+def _no_accuracy(
+    why: str, outputs: Tensor | None = None, targets: Tensor | None = None
+) -> FitError:
+    if outputs is not None and targets is not None:
+        why += f" (outputs of shape {tuple(outputs.shape)}, targets {tuple(targets.shape)})"
     return FitError(
-        f'the metric "accuracy" cannot be computed: {why} ({shapes})',
+        f'the metric "accuracy" cannot be computed: {why}',
         allowed="scores (n, classes, ...) with classes (n, ...), or logits with targets 0 and 1 of "
         "the same shape",
-        do="pass a function of your own: metrics={'mine': lambda outputs, targets: ...}",
+        do="for a regression pass metrics={'mae': torch.nn.functional.l1_loss}, or a function of "
+        "your own: metrics={'mine': lambda outputs, targets: ...}",
     )
 
 
@@ -218,21 +250,34 @@ class Meter:
         from accelerate.utils import convert_to_fp32
 
         outputs = convert_to_fp32(outputs)  # NumPy has no bf16, and metrics need the digits
-        values = [function(outputs, targets) for function in self._functions.values()]
-        pairs = [value if isinstance(value, tuple) else (value, None) for value in values]
+        pairs = [self._value(name, outputs, targets) for name in self._functions]
         means = [loss.mean, 1.0, *(value for value, _ in pairs)]
         counts = [loss.weight, loss.weight, *(samples if n is None else 1 for _, n in pairs)]
         means += [samples if n is None else n for _, n in pairs]
         counts += [1] * len(pairs)
         row, times = (
             torch.stack(
-                [torch.as_tensor(n, dtype=torch.float64, device=self._device) for n in numbers]
+                [
+                    torch.as_tensor(n, dtype=torch.float64, device=self._device).reshape(())
+                    for n in numbers
+                ]
             )
             for numbers in (means, counts)
         )
         self._sums.append(row * times)
-        for metric in self._deferred.values():
-            metric.add(outputs, targets, samples)
+        for name, metric in self._deferred.items():
+            with noted(f"in the metric {name!r}"):
+                metric.add(outputs, targets, samples)
+
+    def _value(self, name: str, outputs: Batch, targets: Batch) -> tuple[Any, Any]:
+        """A function's mean over a batch and None, or a pair (total, weight)."""
+        with noted(f"in the metric {name!r}"):
+            value = self._functions[name](outputs, targets)
+        pair = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+        for number in pair if pair[1] is not None else pair[:1]:
+            if not hasattr(number, "__float__") or math.prod(getattr(number, "shape", ())) != 1:
+                raise _not_a_number(name, value)
+        return pair
 
     def result(self) -> dict[str, float]:
         """The values for all samples of all ranks; collectives when there are several ranks."""
@@ -266,7 +311,9 @@ class Meter:
         if gathered is not None:
             parts = [part for part in gathered if part is not None]
             for name, metric in deferred:
-                values.update(_as_numbers(name, metric.value([part[name] for part in parts])))
+                with noted(f"in the metric {name!r}"):
+                    value = metric.value([part[name] for part in parts])
+                values.update(_as_numbers(name, value))
         combined: dict[str, float] = broadcast(values, self._ranks)
         return combined
 
@@ -302,11 +349,16 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise FitError(
-            f"the metric {name!r} is not a number but {reprlib.repr(value)}",
-            allowed="a number, or a dict of numbers",
-            do="let it average (average='macro'), or wrap it in torchmetrics' ClasswiseWrapper",
-        ) from None
+        raise _not_a_number(name, value) from None
+
+
+def _not_a_number(name: str, value: object) -> FitError:
+    return FitError(
+        f"the metric {name!r} is not a number but {reprlib.repr(value)}",
+        allowed="a number; of nb.epoch_metric and torchmetrics also a dict of numbers",
+        do="return the mean over the batch (x.mean()); of torchmetrics let it average "
+        "(average='macro'), or wrap it in ClasswiseWrapper",
+    )
 
 
 # --- metrics that are not a mean over the batches ---

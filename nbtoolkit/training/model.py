@@ -1,15 +1,16 @@
-"""Prepare the user's model on this rank: device, memory format, DDP, gradient compression."""
+"""Prepare the user's model on this rank: device, precision, memory format, DDP, compression."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from nbtoolkit.errors import FitError
+from nbtoolkit.errors import FitError, some_names
 from nbtoolkit.worker.prepare import with_data_parallel, with_sync_batchnorm
 
 if TYPE_CHECKING:
@@ -92,6 +93,113 @@ def half_precision(ctx: RunContext) -> torch.dtype | None:
     return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(ctx.plan.precision)
 
 
+def autocast(ctx: RunContext) -> AbstractContextManager[object]:
+    """The context of forward pass and loss; one for all steps: making it is slower than using."""
+    import torch
+
+    dtype = half_precision(ctx)
+    return nullcontext() if dtype is None else torch.autocast(ctx.device.type, dtype)
+
+
+def autocasting(module: nn.Module, precision: AbstractContextManager[object]) -> nn.Module:
+    """``module`` in the run's precision, for a library that leaves the context of the step.
+
+    Its output is contiguous, as a message to another rank must be.
+    """
+    import torch
+
+    class Autocasting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            with precision:
+                found = self.module(*args, **kwargs)
+            return found.contiguous() if isinstance(found, torch.Tensor) else found
+
+    return Autocasting()
+
+
+def grad_scaler(ctx: RunContext, config: Config) -> torch.amp.GradScaler:
+    """Keeps the gradients of fp16 from underflow; does nothing in other precisions."""
+    import torch
+
+    train = config.train
+    return torch.amp.GradScaler(
+        ctx.device.type,
+        init_scale=train.scaler_init_scale,
+        growth_factor=train.scaler_growth_factor,
+        backoff_factor=train.scaler_backoff_factor,
+        growth_interval=train.scaler_growth_interval,
+        enabled=ctx.plan.precision == "fp16",
+    )
+
+
+_METHODS = {"float32": "float()", "float64": "double()", "int64": "long()"}
+
+
+def type_fault(error: Exception, model: nn.Module, batch: Batch) -> FitError | None:
+    """The error to raise where tensors of a batch have another type than the model or loss takes.
+
+    Args:
+        error: what the forward pass, the loss or the backward pass raised.
+        model: as it is trained.
+        batch: tensors, in tuples, lists and dicts.
+
+    Returns:
+        None: it is another error.
+    """
+    text = str(error)
+    if not isinstance(error, (RuntimeError, TypeError)) or "type" not in text:
+        return None
+    found = {name: _type_name(one.dtype) for name, one in _named_tensors(batch)}
+    weights = {_type_name(one.dtype) for one in model.parameters() if one.is_floating_point()}
+    if re.search(r"(?i)expected\b((?!\bbut\b).)*\bLong\b", text):
+        wanted, taker = "int64", "class labels and indices are taken as int64"
+        part = "inputs" if "indices" in text else "targets"
+        found = {name: kind for name, kind in found.items() if name.startswith((part, "batch"))}
+    elif len(weights) == 1:
+        (wanted,) = weights
+        taker = f"the model's weights are {wanted}"
+    else:
+        return None
+    wrong = {name: kind for name, kind in found.items() if kind != wanted}
+    floating = {name: kind for name, kind in wrong.items() if "float" in kind}
+    if not (wrong := floating or wrong):
+        return None
+    name = min(wrong, key=lambda one: not one.startswith("inputs"))
+    method = _METHODS.get(wanted, f"to(torch.{wanted})")
+    return FitError(
+        f"the tensor {name} is {wrong[name]}, and {taker}: {text}",
+        allowed=f"{wanted}",
+        do=f"convert the data before fit: {name}.{method} of a tensor, {name}.astype('{wanted}') "
+        "of a NumPy array",
+    )
+
+
+def _type_name(kind: torch.dtype) -> str:
+    return str(kind).removeprefix("torch.")
+
+
+def _named_tensors(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a batch: of a pair ``inputs`` and ``targets``, else ``batch[...]``."""
+    import torch
+
+    def found(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        items = value.items() if isinstance(value, Mapping) else ()
+        for key, item in enumerate(value) if isinstance(value, (tuple, list)) else items:
+            yield from found(item, f"{name}[{key!r}]")
+
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        yield from found(batch[0], "inputs")
+        yield from found(batch[1], "targets")
+    else:
+        yield from found(batch, "batch")
+
+
 def broadcast_buffers(module: nn.Module, ranks: int) -> None:
     """Give all ranks rank 0's buffers: each rank's batch norms saw their own batches."""
     import torch.distributed as dist
@@ -140,9 +248,8 @@ def _check_weights(ctx: RunContext, config: Config, model: nn.Module) -> None:
         return
     names = [name for name, weight in trained if weight.dtype == torch.float16]
     if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise FitError(
-            f"weights to be trained are float16: {', '.join(names[:3])}{more}",
+            f"weights to be trained are float16: {some_names(names, 3)}",
             allowed="trained weights in float32; frozen ones may stay float16",
             do="set train.fp16_weights: upcast, or call model.float(); train.precision: fp16 "
             "computes in float16 with float32 weights",

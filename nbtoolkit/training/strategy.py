@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, cast
 
-from nbtoolkit.errors import FitError
-from nbtoolkit.training.model import wrap_model
+from nbtoolkit.errors import FitError, some_names
+from nbtoolkit.training.model import broadcast_buffers, wrap_model
 from nbtoolkit.worker.collectives import broadcast
 
 if TYPE_CHECKING:
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from nbtoolkit.config.schema import Config
+    from nbtoolkit.run.checkpoints.checkpoint_store import StoredCheckpoint
     from nbtoolkit.training.train_state import State
     from nbtoolkit.worker.context import RunContext
 
 # Strategies of a plan that a module of this name in training/strategies/ implements.
-_OWN_MODULE = ("fsdp", "local_sgd")
+_OWN_MODULE = ("fsdp", "deepspeed", "local_sgd", "pipeline")
+_COMPILERS = ("torch._dynamo", "torch._inductor")
 
 
 class Strategy:
@@ -47,6 +50,14 @@ class Strategy:
     def __init__(self, ctx: RunContext, config: Config) -> None:
         self._ctx, self._config, self._ranks = ctx, config, ctx.world_size
 
+    def part(self, model: nn.Module) -> nn.Module:
+        """The part of the user's model that this rank trains; called first."""
+        return model
+
+    def whole(self, module: nn.Module) -> nn.Module:
+        """The model of which ``module`` is this rank's part; has all weights at the end."""
+        return module
+
     def wrap(self, module: nn.Module, *, steps: int) -> nn.Module:
         """The model as a training step calls it; called once, before the optimizer is made.
 
@@ -55,6 +66,17 @@ class Strategy:
             steps: optimizer steps of the whole run.
         """
         return wrap_model(self._ctx, self._config, module, steps=steps)
+
+    def make_optimizer(
+        self, make: Callable[[nn.Module], torch.optim.Optimizer], module: nn.Module
+    ) -> torch.optim.Optimizer:
+        """The optimizer of this rank.
+
+        Args:
+            make: makes it of a model.
+            module: this rank's part of the model.
+        """
+        return make(module)
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the optimizer of the wrapped model, before its first step."""
@@ -67,6 +89,20 @@ class Strategy:
         """
         return nullcontext if self._ranks == 1 else cast("DistributedDataParallel", model).no_sync
 
+    def refuse_unused(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Refuse parameters without a gradient after a backward pass of several ranks.
+
+        Raises:
+            FitError: there are any; names them.
+        """
+        refuse_unused(parameters)
+
+    def scale(self, parameters: list[nn.Parameter], factor: Tensor) -> None:
+        """Multiply the gradients by ``factor``, a scalar."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad *= factor
+
     def clip(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
         """Scale the gradients down to ``max_norm``; returns their norm before."""
         return clip(parameters, max_norm)
@@ -75,9 +111,24 @@ class Strategy:
         """The norm of the gradients."""
         return grad_norm(parameters)
 
-    def translated(self, error: Exception) -> FitError | None:
-        """The error to raise for one of this strategy's in a step; None: it is not."""
-        return None
+    def translated(
+        self, error: Exception, parameters: Mapping[str, nn.Parameter]
+    ) -> FitError | None:
+        """The error to raise for one of this strategy's in a step; None: it is not.
+
+        Args:
+            error: what the forward pass, the loss or the backward pass raised.
+            parameters: those that are trained, by name, in the model's order.
+        """
+        text = str(error)
+        if _UNFINISHED in text or _CHANGED in text:
+            names = _names_in(text, list(parameters))
+            return _unused_parameters(names, static_graph="static_graph" in text)
+        return _of_compiler(error) if self._config.train.compile else None
+
+    def broadcast_buffers(self, module: nn.Module) -> None:
+        """Give all ranks rank 0's buffers."""
+        broadcast_buffers(module, self._ranks)
 
     def end_epoch(self) -> None:
         """Called by all ranks at the end of each epoch, before validation."""
@@ -88,6 +139,19 @@ class Strategy:
 
     def gathered(self, state: State) -> State:
         """A training state as one process would have it; empty on other ranks than 0."""
+        return state
+
+    def read(self, stored: StoredCheckpoint, training: State) -> State:
+        """What this rank loads of a checkpoint; called by all ranks.
+
+        Args:
+            stored: the checkpoint.
+            training: its part of this name.
+        """
+        return self.narrowed(stored.whole(training))
+
+    def narrowed(self, state: State) -> State:
+        """What this rank loads of a training state as one process has it."""
         return state
 
     def restore(self, state: State) -> None:
@@ -128,7 +192,7 @@ def make_strategy(ctx: RunContext, config: Config) -> Strategy:
         raise FitError(
             f"the plan's strategy is {name}, and this installation is without {error.name}",
             allowed="distributed.strategy: auto, single or ddp",
-            do="install nbtoolkit again (pip install --force-reinstall nbtoolkit)",
+            do="install nbtoolkit again as before, from the clone or the wheel",
         ) from error
     strategy: Strategy = module.make(ctx, config)
     return strategy
@@ -149,3 +213,63 @@ def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total: Tensor = norm(torch.stack([norm(grad, dtype=torch.float32) for grad in gradients]))
     return total
+
+
+# --- errors ---
+
+
+def _of_compiler(error: Exception) -> FitError | None:
+    """The error to raise for one of ``torch.compile``; None: it is another."""
+    if not any(one.__module__.startswith(_COMPILERS) for one in type(error).__mro__):
+        return None
+    lines = (line.strip() for line in str(error).splitlines())
+    reason = next((line for line in lines if line), "no reason")
+    return FitError(
+        f"torch.compile cannot compile this model here: {type(error).__name__}: {reason}",
+        allowed="models that torch.compile can trace, where there is a C++ compiler (on a GPU: "
+        "Triton)",
+        do="set train.compile: false; an error in the model itself then shows plainly",
+    )
+
+
+_UNFINISHED = "Expected to have finished reduction in the prior iteration"
+_CHANGED = "Your training graph has changed in this iteration"
+
+
+def refuse_unused(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters without a gradient after a backward pass under DDP.
+
+    DDP reports them one step later, without names; the ranks may wait for each other by then.
+
+    Raises:
+        FitError: there are any; names them.
+    """
+    names = [name for name, parameter in parameters.items() if parameter.grad is None]
+    if names:
+        raise _unused_parameters(names, static_graph=False)
+
+
+def _unused_parameters(names: Sequence[str], *, static_graph: bool) -> FitError:
+    """The error for parameters not used in a step of several ranks.
+
+    Args:
+        names: of the parameters; empty: not known.
+        static_graph: whether ``distributed.static_graph`` is set.
+    """
+    shown = some_names(names) or "(DDP does not say which)"
+    promise = "; distributed.static_graph promised the same ones in every step"
+    unset = "static_graph: false and " if static_graph else ""
+    return FitError(
+        f"parameters took no part in the loss of a training step, and the ranks wait for their "
+        f"gradients: {shown}{promise if static_graph else ''}",
+        allowed="models that use every trainable parameter in every step, unless DDP looks for "
+        "the others",
+        do=f"set distributed.{unset}find_unused_parameters: true (slower), or freeze them with "
+        "requires_grad_(False)",
+    )
+
+
+def _names_in(text: str, names: Sequence[str]) -> list[str]:
+    """The names behind "Parameter indices which did not receive grad for rank 1: 2 3"."""
+    match = re.search(r"Parameter indices which did not receive grad for rank \d+:([ \d]+)", text)
+    return [names[int(index)] for index in match[1].split()] if match else []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from nbtoolkit.config.aliases import similar_name
 from nbtoolkit.config.validation import resolve
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.loading.sampler import derive_seed
+from nbtoolkit.training.loading.sampler import derive_seed, seed_generators
 from nbtoolkit.training.sync import LogPoint, LossSum
 from nbtoolkit.worker.collectives import gather_on_all
 
@@ -63,7 +63,7 @@ class TrainState:
         parts: like ``loss``, of each loss that a step for several optimizers returns by name.
         stopped: why a callback has ended the training; "": it has not.
         values: the metrics of the last epoch done.
-        best: the best value of the monitored metric; None: no epoch is done.
+        best: the best value of the monitored metric; None: no epoch has had a number (NaN is none).
         best_epoch: the epoch of this value.
         best_step: optimizer steps done at its end.
         best_values: the metrics of this epoch.
@@ -158,13 +158,14 @@ class TrainState:
     def ends_with_best(self) -> bool:
         """Whether the model ends with the weights of another epoch than the last."""
         wanted = self._checkpoint.weights == "best" and self.has_best
-        return wanted and self.best_epoch != self.epoch
+        return wanted and self.best is not None and self.best_epoch != self.epoch
 
     def summary(self) -> dict[str, float]:
         """The metrics of the epoch with whose weights the model ends, and the best epoch."""
         values = self.best_values if self.ends_with_best else self.values
-        best = {f"best_{self.monitored}": self.best} if self.best is not None else {}
-        return {**values, **best, "epoch": self.epoch, "best_epoch": self.best_epoch}
+        best = math.nan if self.best is None else self.best
+        name = f"best_{self.monitored}"
+        return {**values, name: best, "epoch": self.epoch, "best_epoch": self.best_epoch}
 
     def state(self) -> State:
         """The attributes, plain values for a checkpoint."""
@@ -177,7 +178,9 @@ class TrainState:
             setattr(self, "_reference" if name == "reference" else name, value)
 
     def _is_better(self, value: float, than: float | None, *, by: float) -> bool:
-        if than is None or math.isnan(than):
+        if math.isnan(value):
+            return False
+        if than is None or math.isnan(than):  # older versions kept NaN
             return True
         return value < than - by if self._minimize else value > than + by
 
@@ -189,9 +192,12 @@ class TrainState:
             values = "  ".join(f"{name} {value:.4f}" for name, value in self.values.items())
             self._ctx.print(f"epoch {self.epoch}/{self._train.epochs}  {values}")
         if self.stopped_early:
+            best = f"a {self.monitored} that is a number"
+            if self.best is not None:
+                best = f"a better {self.monitored} than epoch {self.best_epoch}'s {self.best:.6g}"
             self._ctx.print(
-                f"fit: stops early, {self.stale} epochs without a better {self.monitored} than "
-                f"epoch {self.best_epoch}'s {self.best:.6g} (train.early_stopping_patience)"
+                f"fit: stops early, {self.stale} epochs without {best} "
+                "(train.early_stopping_patience)"
             )
 
 
@@ -281,19 +287,13 @@ RandomState: TypeAlias = dict[str, Any]
 """The states of one rank's generators: tensors and plain values."""
 
 
-def seed_generators(device: torch.device, *parts: object) -> None:
-    """Seed Python's, NumPy's and torch's generators (CPU and ``device``) by ``parts``."""
-    import numpy as np
+def seed_rank(device: torch.device, *parts: object) -> None:
+    """Seed this rank's generators: the global ones of the CPU, and ``device``'s, by ``parts``."""
     import torch
 
-    seed = derive_seed(*parts)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    # Without a GPU in use torch.manual_seed queues the call, with its stack, until there is one:
-    # 1.4 ms, and kept for ever.
-    torch.default_generator.manual_seed(seed)
+    seed_generators(*parts)
     if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+        torch.cuda.manual_seed(derive_seed(*parts))
 
 
 def gather_random_states(device: torch.device, ranks: int) -> list[RandomState]:

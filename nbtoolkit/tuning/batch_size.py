@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from nbtoolkit.config.schema import ConfigLike, as_config
@@ -14,11 +14,10 @@ from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import TuningError
 from nbtoolkit.host import detect_host
 from nbtoolkit.launcher.launch import Train
-from nbtoolkit.run.kept_answers import answer_key, keep_answer, kept_answer
-from nbtoolkit.text_table import counted, duration, html_columns, html_table, number, text_columns
+from nbtoolkit.text_table import counted, duration, number
+from nbtoolkit.tuning.answer import FinderResult, ShortRun, Subject
 from nbtoolkit.tuning.probe import probe
-from nbtoolkit.views.chart import BEST, RUNNING, Axis, Series, chart
-from nbtoolkit.views.figure import Chart
+from nbtoolkit.views.figure import Chart, curves_chart
 
 LARGEST = 8192
 """The largest micro-batch that is tried by default."""
@@ -29,66 +28,53 @@ SECONDS = 60.0
 _START = 8  # samples per rank in the first probe; a batch norm refuses 1
 _WITHIN = 0.02  # of the best throughput: as fast
 _GAIN = 1.05  # on the CPU: a doubling that gains less is no gain
-_HEADER = ("micro-batch", "samples/s", "memory (GB)")
+_OVER = f"{duration(SECONDS)} are over"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredBatch:
-    """What a probe with one micro-batch has shown.
+class MeasuredBatch(ShortRun):
+    """What a probe with one micro-batch has shown; with a reason it did not fit.
 
     Attributes:
         samples: in a forward pass of one rank.
-        fits: whether no rank ran out of memory.
-        samples_per_second: over all ranks; 0 if it does not fit.
-        memory: the largest memory of a rank, in GB; 0 if it does not fit.
     """
 
     samples: int
-    fits: bool
-    samples_per_second: float
-    memory: float
-
-    def row(self) -> list[str]:
-        """The values of its row in a table."""
-        if not self.fits:
-            return [str(self.samples), "", "out of memory"]
-        return [str(self.samples), number(self.samples_per_second), number(self.memory)]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class BatchSize:
+class BatchSize(FinderResult):
     """The result of :func:`find_batch_size`.
 
     A micro-batch is what one rank takes in one forward pass.
 
     Attributes:
-        measured: every probe, by the size of its micro-batch.
+        rows: every probe, by the size of its micro-batch.
         stopped: why nothing larger was tried.
         batch_size: the samples of an optimizer step of the configuration, over all ranks.
         ranks: number of ranks.
-        seconds: what the measurement took.
-        kept: whether it was measured earlier, and kept.
     """
 
-    measured: Sequence[MeasuredBatch]
+    rows: tuple[MeasuredBatch, ...]
     stopped: str
     batch_size: int
     ranks: int
-    seconds: float
-    kept: bool = False
+
+    @property
+    def fitting(self) -> list[MeasuredBatch]:
+        """The rows that fit."""
+        return [row for row in self.rows if not row.reason]
 
     @property
     def largest(self) -> int:
         """The largest micro-batch that fits."""
-        return max(one.samples for one in self.measured if one.fits)
+        return max(row.samples for row in self.fitting)
 
     @property
     def fastest(self) -> int:
         """The smallest micro-batch with a throughput within 2% of the best."""
-        fitting = [one for one in self.measured if one.fits]
-        best = max(one.samples_per_second for one in fitting)
-        least = (1 - _WITHIN) * best
-        return min(one.samples for one in fitting if one.samples_per_second >= least)
+        least = (1 - _WITHIN) * max(row.samples_per_second for row in self.fitting)
+        return min(row.samples for row in self.fitting if row.samples_per_second >= least)
 
     @property
     def accumulation_steps(self) -> int:
@@ -97,7 +83,7 @@ class BatchSize:
         return next(n for n in range(1, each + 1) if each % n == 0 and each // n <= self.largest)
 
     @property
-    def settings(self) -> dict[str, object]:
+    def settings(self) -> dict[str, Any]:
         """Settings for ``config.with_overrides``: the batch stays the same."""
         return {
             "train.batch_size": self.batch_size,
@@ -107,40 +93,32 @@ class BatchSize:
 
     def plot(self) -> Chart:
         """Draw throughput and memory by micro-batch."""
-        fitting = [one for one in self.measured if one.fits]
-        rates = [(float(one.samples), one.samples_per_second) for one in fitting]
-        memory = [(float(one.samples), one.memory) for one in fitting]
+        rates = [(float(row.samples), row.samples_per_second) for row in self.fitting]
+        memory = [(float(row.samples), row.memory) for row in self.fitting]
         fast = [point for point in rates if point[0] == self.fastest]
-        across = Axis("micro-batch", log=True)
-        best = Series(f"fastest: {self.fastest}", fast, "ring", BEST)
-        speed = [Series("throughput", rates), best]
-        upper = chart(speed, x=across, y=Axis("samples/s", low=0.0), legend=True)
-        lines = [Series("memory of a rank", memory, colour=RUNNING)]
-        lower = chart(lines, x=across, y=Axis("memory (GB)", low=0.0))
-        return Chart("micro-batches", f'<div style="max-width:560px">{upper}{lower}</div>')
+        speed = {"throughput": rates, f"fastest: {self.fastest}": fast}
+        charts = {"samples/s": speed, "memory (GB)": {"memory of a rank": memory}}
+        curves = {("micro-batch", unit): named for unit, named in charts.items()}
+        return curves_chart("micro-batches", curves)
 
     @property
     def why(self) -> str:
         """What was found, in a line."""
         steps = counted(self.accumulation_steps, "accumulation step")
-        cost = "kept; force=True measures" if self.kept else f"measured in {self.seconds:.1f} s"
         return (
             f"micro-batches of up to {self.largest} samples fit ({self.stopped}), {self.fastest} "
             f"is as fast as any; batch {self.batch_size} on {counted(self.ranks, 'rank')} needs "
-            f"{steps}; {cost}"
+            f"{steps}; {self.cost}"
         )
 
-    def __repr__(self) -> str:
-        return f"BatchSize: {self.why}\n{text_columns(_HEADER, self._rows())}"
-
-    def _repr_html_(self) -> str:
-        rows: list[tuple[str, object]] = [("largest that fits", self.largest)]
-        rows += [("fastest", self.fastest), *self.settings.items(), ("why", self.why)]
-        table = html_columns(_HEADER, self._rows())
-        return html_table("micro-batch", rows) + table + self.plot().html
-
-    def _rows(self) -> list[list[str]]:
-        return [one.row() for one in self.measured]
+    def columns(self) -> tuple[list[str], list[list[str]]]:
+        """See :class:`~nbtoolkit.tuning.answer.Table`."""
+        return ["micro-batch", "samples/s", "memory (GB)"], [
+            [str(row.samples), "", "out of memory"]
+            if row.reason
+            else [str(row.samples), number(row.samples_per_second), number(row.memory)]
+            for row in self.rows
+        ]
 
 
 def find_batch_size(
@@ -178,28 +156,11 @@ def find_batch_size(
             train by ``nb.fit``.
         Exception: the function's own.
     """
-    config = as_config(config, processes)
     if largest is not None and largest < 1:
         raise TuningError(f"largest is {largest}", allowed="1 and more", do="leave it out")
-    key = answer_key(train, config, largest)
-    kept = None if force else kept_answer(config, "batch_size", key)
-    if kept is not None:
-        measured = [MeasuredBatch(**one) for one in kept.pop("rows")]
-        del kept["measured"]
-        found = BatchSize(measured=measured, **kept, kept=True)
-    else:
-        plan = make_plan(config, detect_host(), detect_hardware())
-        search = _Search(train, config, plan, largest or LARGEST)
-        search.run()
-        values: dict[str, Any] = {
-            "stopped": search.stopped,
-            "batch_size": plan.global_batch_size,
-            "ranks": plan.processes,
-            "seconds": search.seconds,
-        }
-        measured = [search.measured[size] for size in sorted(search.measured)]
-        keep_answer(config, "batch_size", key, {**values, "rows": [*map(asdict, measured)]})
-        found = BatchSize(measured=measured, **values)
+    subject = Subject(train, as_config(config, processes))
+    search = _Search(subject, largest or LARGEST)
+    found = subject.find(BatchSize, "batch_size", subject.key(largest), search.run, force=force)
     print(found.why, flush=True)
     return found
 
@@ -207,84 +168,82 @@ def find_batch_size(
 class _Search:
     """Tries micro-batches: doubles them until one does not fit, then bisects."""
 
-    def __init__(self, train: Train, config: Any, plan: LaunchPlan, most: int) -> None:
-        self._train, self._config, self._most = train, config, most
-        self._ranks, self._on_cpu = plan.processes, plan.device_type == "cpu"
-        self._needed = plan.batch_size_per_device * plan.accumulate
-        self._began, self._longest, self._whole = time.monotonic(), 0.0, False
-        self.measured: dict[int, MeasuredBatch] = {}
-        self.stopped = ""
+    def __init__(self, subject: Subject, most: int) -> None:
+        self._subject, self._most = subject, most
+        self._rows: dict[int, MeasuredBatch] = {}
+        self._longest, self._whole = 0.0, False
 
-    @property
-    def seconds(self) -> float:
-        """What the search has taken so far."""
-        return time.monotonic() - self._began
-
-    def run(self) -> None:
+    def run(self) -> BatchSize:
         """Try until the largest micro-batch that fits is known."""
+        self._began = time.monotonic()
+        plan = make_plan(self._subject.config, detect_host(), detect_hardware())
+        stopped, batch = self._try_sizes(plan), plan.global_batch_size
+        rows = tuple(self._rows[size] for size in sorted(self._rows))
+        return BatchSize(rows=rows, stopped=stopped, batch_size=batch, ranks=plan.processes)
+
+    def _try_sizes(self, plan: LaunchPlan) -> str:
+        """Fill the rows; returns why nothing larger was tried."""
         size, fits, fails = min(_START, self._most), 0, 0
         while not fits or not fails:
-            if self._fits(size):
+            if self._fits(size, plan.processes):
                 fits = size
-                if not fails and self._ends_at(size):
-                    return
+                if not fails and (why := self._end(size, plan)):
+                    return why
                 size = min(2 * size, self._most)
             elif size == 1:
-                raise self._none_fits()
+                raise TuningError(
+                    f"not even one sample per rank fits: {plan.processes} x 1 ran out of memory; "
+                    "how much the model needs is unknown",
+                    allowed="a model whose weights, gradients and optimizer state fit into a "
+                    "device's memory, with the activations of one sample",
+                    do="use a smaller model or smaller inputs, train.activation_checkpointing: "
+                    "true, or a train.precision of 16 bits",
+                )
             else:
                 fails, size = size, fits or size // 2
-        self.stopped = f"{fails} ran out of memory"
         while fails - fits > max(1, fits // 8):
             if self._late():
-                self.stopped += f"; none between was tried: {duration(SECONDS)} are over"
-                return
+                return f"{fails} ran out of memory; none between was tried: {_OVER}"
             middle = (fits + fails) // 2
-            fits, fails = (middle, fails) if self._fits(middle) else (fits, middle)
-            self.stopped = f"{fails} ran out of memory"
+            if self._fits(middle, plan.processes):
+                fits = middle
+            else:
+                fails = middle
+        return f"{fails} ran out of memory"
 
-    def _fits(self, size: int) -> bool:
+    def _fits(self, size: int, ranks: int) -> bool:
         """Probe a micro-batch; True if it fits, also if the data set has fewer samples."""
         settings: Mapping[str, object] = {
-            "train.batch_size": size * self._ranks,
+            "train.batch_size": size * ranks,
             "train.batch_size_per_device": None,
             "train.gradient_accumulation_steps": 1,
             "train.drop_last": False,
         }
-        steps = max(4, min(64, 1024 // size))
-        found = probe(self._train, self._config, settings, steps=steps)
+        found = probe(self._subject, settings, steps=max(4, min(64, 1024 // size)))
         self._longest = max(self._longest, found.seconds)
         self._whole = found.epochs >= len(found.steps) > 1
-        fits = found.status != "out_of_memory"
-        if not self._whole or not self.measured:
-            rate, memory = (found.samples_per_second, found.memory) if fits else (0.0, 0.0)
-            self.measured[size] = MeasuredBatch(
-                samples=size, fits=fits, samples_per_second=rate, memory=memory
-            )
-        return fits
+        if found.status == "out_of_memory":
+            self._rows[size] = MeasuredBatch(samples=size, reason=found.reason)
+            return False
+        if not self._whole or not self._rows:
+            rate, memory = found.samples_per_second, found.memory
+            self._rows[size] = MeasuredBatch(samples=size, samples_per_second=rate, memory=memory)
+        return True
 
-    def _ends_at(self, size: int) -> bool:
-        """Whether nothing larger is tried; notes why."""
-        rates = [one.samples_per_second for one in self.measured.values()][-3:]
+    def _end(self, size: int, plan: LaunchPlan) -> str:
+        """Why nothing larger is tried; empty if it is."""
+        rates = [row.samples_per_second for row in self._rows.values()][-3:]
         slow = len(rates) == 3 and rates[2] < _GAIN * rates[1] and rates[1] < _GAIN * rates[0]
         if self._whole:
-            self.stopped = "a step takes the whole data set"
-        elif size >= self._most:
-            self.stopped = f"no more than {self._most} were tried"
-        elif self._late():
-            self.stopped = f"nothing larger was tried: {duration(SECONDS)} are over"
-        elif self._on_cpu and slow and size >= self._needed:
-            self.stopped = "two doublings gained less than 5%"
-        return bool(self.stopped)
+            return "a step takes the whole data set"
+        if size >= self._most:
+            return f"no more than {self._most} were tried"
+        if self._late():
+            return f"nothing larger was tried: {_OVER}"
+        needed = plan.batch_size_per_device * plan.accumulate
+        if plan.device_type == "cpu" and slow and size >= needed:
+            return "two doublings gained less than 5%"
+        return ""
 
     def _late(self) -> bool:
-        return self.seconds + self._longest > SECONDS
-
-    def _none_fits(self) -> TuningError:
-        return TuningError(
-            f"not even one sample per rank fits: {self._ranks} x 1 ran out of memory; how much the "
-            "model needs is unknown",
-            allowed="a model whose weights, gradients and optimizer state fit into a device's "
-            "memory, with the activations of one sample",
-            do="use a smaller model or smaller inputs, train.activation_checkpointing: true, or a "
-            "train.precision of 16 bits",
-        )
+        return time.monotonic() - self._began + self._longest > SECONDS

@@ -4,43 +4,34 @@ from __future__ import annotations
 
 import csv
 import os
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.errors import TuningError
 from nbtoolkit.host import cpu_count
-from nbtoolkit.launcher.arguments import check_call
-from nbtoolkit.launcher.launch import Train
-from nbtoolkit.run.output import charts
-from nbtoolkit.run.resume import versions
+from nbtoolkit.launcher.launch import Train, check_function
+from nbtoolkit.run.versions_record import versions
 from nbtoolkit.tasks.find import find_task
-from nbtoolkit.text_table import counted, duration, html_columns, number, text_columns
+from nbtoolkit.text_table import counted, duration, number
+from nbtoolkit.tuning.answer import Subject, Table
 from nbtoolkit.tuning.benchmark_sections import SECTIONS, Measurement, OutOfTime, Session, measure
-
-if TYPE_CHECKING:
-    from nbtoolkit.views.figure import Chart
+from nbtoolkit.tuning.probe import scratch_folder
+from nbtoolkit.views.figure import Chart, curves_chart
 
 _CURVES = {"scaling": "ranks", "communication": "bytes"}
 """Sections with curves -> the name of their horizontal axis."""
 
-# The arguments of the launches, which are checked before anything is measured.
-_CALL = {
-    **dict.fromkeys(("processes", "name", "on_event")),
-    **{"start": "forkserver", "where": "local", "display": "off", "resume": "never"},
-    **{"wait": True, "detach": False},
-}
 _VERSIONS = ("nbtoolkit", "python", "torch", "accelerate")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Benchmark:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Benchmark(Table):
     """What a benchmark has measured; a table in a cell, text with ``print``.
 
     Attributes:
@@ -60,8 +51,8 @@ class Benchmark:
     seconds: float
 
     def table(self) -> str:
-        """The rows as lines of text, after a line on machine, versions and date."""
-        return "\n".join([*self._head(), text_columns(*self._columns())])
+        """The rows as lines of text, and a line on machine, versions and date."""
+        return repr(self)
 
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
         """Write one line per row, each with machine, versions and date; returns the file."""
@@ -81,28 +72,24 @@ class Benchmark:
             if row.at is not None and row.value is not None:
                 axes = curves.setdefault((_CURVES[row.section], row.unit), {})
                 axes.setdefault(row.name.partition(":")[0], []).append((row.at, row.value))
-        return charts().curves_chart("benchmark", curves)
+        return curves_chart("benchmark", curves)
 
-    def _head(self) -> list[str]:
+    @property
+    def why(self) -> str:
+        """Machine, versions and date."""
         ended = {"time": ", out of time", "interrupted": ", interrupted"}.get(self.status, "")
         took = f"{self.date}, took {duration(self.seconds)}{ended}"
-        return [self.machine, f"{self._versions()}; {took}"]
+        return f"{self.machine}; {self._versions()}; {took}"
 
     def _versions(self) -> str:
         return ", ".join(f"{name} {text}" for name, text in self.versions.items())
 
-    def _columns(self) -> tuple[list[str], list[list[str]]]:
-        header = ["section", "measured", "value", "unit", "relative", "note"]
-        return header, [
+    def columns(self) -> tuple[list[str], list[list[str]]]:
+        """See :class:`~nbtoolkit.tuning.answer.Table`."""
+        return ["section", "measured", "value", "unit", "relative", "note"], [
             [row.section, row.name, number(row.value), row.unit, number(row.relative), row.note]
             for row in self.rows
         ]
-
-    def __repr__(self) -> str:
-        return self.table()
-
-    def _repr_html_(self) -> str:
-        return html_columns(*self._columns()) + f"<p>{'<br>'.join(self._head())}</p>"
 
 
 def benchmark(
@@ -141,15 +128,15 @@ def benchmark(
     if not minutes > 0:
         raise TuningError(f"minutes is {minutes!r}", allowed="a number above 0", do="minutes=5")
     train = train or find_task(config.task)
-    check_call(train, _CALL)
+    check_function(train)
     rows: list[Measurement] = []
     status: Literal["completed", "time", "interrupted"] = "completed"
     machine, now = _machine(), datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     begin = time.monotonic()
     # In a terminal and in a cell the line grows while it measures.
     print("benchmark:", end="", flush=True)
-    with tempfile.TemporaryDirectory(prefix="nbtoolkit-bench-") as folder:
-        session = Session(train, config, Path(folder), begin + 60 * minutes)
+    with scratch_folder() as folder:
+        session = Session(Subject(train, config), Path(folder), begin + 60 * minutes)
         for section in chosen:
             started = time.monotonic()
             try:
@@ -181,5 +168,4 @@ def _machine() -> str:
     gpus = [device.name for device in detect_hardware().devices]
     cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     model = cpus[0].partition(":")[2].strip() if cpus else "CPU"
-    load = f"load {os.getloadavg()[0]:.1f}"
-    return ", ".join([*gpus, f"{cpu_count()} x {model}", load])
+    return ", ".join([*gpus, f"{cpu_count()} x {model}", f"load {os.getloadavg()[0]:.1f}"])

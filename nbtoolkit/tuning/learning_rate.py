@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import astuple, dataclass
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
-from nbtoolkit.config.schema import ConfigLike, as_config
-from nbtoolkit.errors import TuningError
+from nbtoolkit.config.schema import Config, ConfigLike, as_config, load_config
+from nbtoolkit.errors import ConfigError, TuningError
+from nbtoolkit.folds.folds import Fold
 from nbtoolkit.launcher.launch import Train
-from nbtoolkit.run.kept_answers import answer_key, keep_answer, kept_answer
-from nbtoolkit.text_table import html_table
-from nbtoolkit.training.optim.optimizer import RangeTest
-from nbtoolkit.tuning.probe import LoggedStep, Probe, probe
-from nbtoolkit.views.chart import BEST, ENDED, RUNNING, Axis, Series, chart
-from nbtoolkit.views.figure import Chart
-
-if TYPE_CHECKING:
-    from nbtoolkit.config.schema import Config
+from nbtoolkit.run.fingerprint import source_hash
+from nbtoolkit.run.paths import runs_in
+from nbtoolkit.run.resume import changed_settings, find_named_run
+from nbtoolkit.run.versions_record import read_versions
+from nbtoolkit.training.optim.schedule import RangeTest
+from nbtoolkit.tuning.answer import FinderResult, Subject
+from nbtoolkit.tuning.probe import Probe, probe
+from nbtoolkit.views.figure import Chart, curves_chart
 
 DEFAULT = RangeTest(low=1e-6, high=1.0, total=100)
 """The rates of the test."""
@@ -33,7 +36,7 @@ _LEAST_FALL = 0.01  # share of the first loss
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class LearningRate:
+class LearningRate(FinderResult):
     """The result of :func:`find_learning_rate`.
 
     Attributes:
@@ -41,53 +44,37 @@ class LearningRate:
         rates: of every step of the test, as values of ``optim.lr``: ``optim.lr_rule`` multiplies
             them.
         losses: the training loss of the same steps, over all ranks.
-        seconds: what the measurement took.
-        kept: whether it was measured earlier, and kept.
     """
 
     suggestion: float
-    rates: Sequence[float]
-    losses: Sequence[float]
-    seconds: float
-    kept: bool = field(default=False, compare=False)
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
 
     @property
-    def settings(self) -> dict[str, object]:
+    def settings(self) -> dict[str, Any]:
         """The settings for ``config.with_overrides``."""
         return {"optim.lr": self.suggestion}
 
     def plot(self) -> Chart:
         """Draw the loss over the rate, its mean, and the suggestion."""
-        losses, means = (
-            [*zip(self.rates, values, strict=True)]
-            for values in (self.losses, smoothed(self.losses))
-        )
-        mark = min(means, key=lambda point: abs(point[0] - self.suggestion))
-        series = [
-            Series("loss", losses, colour=ENDED),
-            Series("smoothed", means, colour=RUNNING),
-            Series(f"suggestion {self.suggestion:g}", [mark], "ring", BEST),
-        ]
-        x, y = Axis("optim.lr", log=True), Axis("training loss")
-        drawn = chart(series, x=x, y=y, legend=True)
-        return Chart("learning-rate range test", f'<div style="max-width:560px">{drawn}</div>')
+        values = {"loss": self.losses, "smoothed": smoothed(self.losses)}
+        curves = {name: [*zip(self.rates, ys, strict=True)] for name, ys in values.items()}
+        mark = min(curves["smoothed"], key=lambda point: abs(point[0] - self.suggestion))
+        curves[f"suggestion {self.suggestion:g}"] = [mark]
+        return curves_chart("learning-rate range test", {("optim.lr", "training loss"): curves})
 
     @property
     def why(self) -> str:
         """The reason for the suggestion, in a line."""
         means = smoothed(self.losses)
-        cost = f"measured in {self.seconds:.1f} s" if not self.kept else "kept; force=True measures"
-        fall = f"the mean loss falls from {means[0]:.4g} to {min(means):.4g}"
         return (
-            f"{fall} in {len(means)} steps from {self.rates[0]:.3g} to {self.rates[-1]:.3g}; {cost}"
+            f"the mean loss falls from {means[0]:.4g} to {min(means):.4g} in {len(means)} steps "
+            f"from {self.rates[0]:.3g} to {self.rates[-1]:.3g}; {self.cost}"
         )
 
-    def __repr__(self) -> str:
-        return f"LearningRate({self.suggestion:g}: {self.why})"
-
-    def _repr_html_(self) -> str:
-        rows = [("optim.lr", f"{self.suggestion:g}"), ("why", self.why)]
-        return html_table("learning rate", rows) + self.plot().html
+    def columns(self) -> tuple[list[str], list[list[str]]]:
+        """See :class:`~nbtoolkit.tuning.answer.Table`."""
+        return ["optim.lr"], [[f"{self.suggestion:g}"]]
 
 
 def find_learning_rate(
@@ -135,47 +122,31 @@ def find_learning_rate(
         Exception: the function's own.
     """
     test = RangeTest(low=low, high=high, total=steps)
-    found = measure_learning_rate(train, as_config(config, processes), test, force=force)
+    subject = Subject(train, as_config(config, processes))
+    found = measure_learning_rate(subject, test, force=force)
     print(f"optim.lr: {found.suggestion:g} ({found.why})", flush=True)
     return found
 
 
 def measure_learning_rate(
-    train: Train, config: Config, test: RangeTest, *, force: bool = False, runs: Train | None = None
+    subject: Subject, test: RangeTest = DEFAULT, *, force: bool = False
 ) -> LearningRate:
-    """Do what :func:`find_learning_rate` does, and print nothing.
-
-    Args:
-        train: the function that the answer is kept for.
-        config: see there.
-        test: its rates.
-        force: measure again.
-        runs: what runs in place of ``train``.
-    """
+    """Do what :func:`find_learning_rate` does, and print nothing."""
     if not (0 < test.low < test.high and test.total >= _FEWEST):
         raise TuningError(
             f"a range test from {test.low:g} to {test.high:g} in {test.total} steps is impossible",
             allowed=f"0 < low < high, and at least {_FEWEST} steps",
             do="leave them out: low=1e-6, high=1.0, steps=100",
         )
+    config = subject.config
     optim = {**config.to_dict()["optim"], "lr": None, "schedule": None, "warmup_ratio": None}
     others = config.seed, config.train.max_grad_norm, config.train.drop_last
-    key = answer_key(train, config, astuple(test), optim, others)
-    if not force and (kept := kept_answer(config, "learning_rate", key)):
-        del kept["measured"]
-        return LearningRate(**kept)
-    found = _measure(runs or train, config, test)
-    keep_answer(config, "learning_rate", key, {**asdict(found), "kept": True})
-    return found
+    key = subject.key(astuple(test), optim, others)
+    measure = partial(_measure, subject, test)
+    return subject.find(LearningRate, "learning_rate", key, measure, force=force)
 
 
-def _measure(train: Train, config: Config, test: RangeTest) -> LearningRate:
-    curve: dict[int, float] = {}
-
-    def enough(step: LoggedStep) -> bool:
-        curve.setdefault(step.step, step.loss)
-        return step.step == test.total or diverged([*curve.values()])
-
+def _measure(subject: Subject, test: RangeTest) -> LearningRate:
     settings = {
         "optim.schedule": "range_test",
         "optim.lr": test.high,
@@ -185,19 +156,24 @@ def _measure(train: Train, config: Config, test: RangeTest) -> LearningRate:
         # The losses of a step arrive at once: those before one that is not finite count.
         "checkpoint.every_steps": 1,
     }
-    result = probe(train, config, settings, steps=test.total, on_step=enough)
+    result = probe(
+        subject,
+        settings,
+        steps=test.total,
+        enough=lambda found: diverged([step.loss for step in found.steps]),
+    )
     if result.status == "out_of_memory":
         raise TuningError(
             f"memory ran out in the range test: {result.reason}",
             allowed="a batch that fits into memory",
             do="lower train.batch_size, or raise train.gradient_accumulation_steps",
         )
-    losses = [*curve.values()]
+    losses = [step.loss for step in result.steps]
     cut = next((n for n in range(1, len(losses)) if diverged(losses[:n])), len(losses))
-    losses, rates = losses[:cut], [test.rate(step - 1) for step in [*curve][:cut]]
+    losses, rates = losses[:cut], [test.rate(one.step - 1) for one in result.steps[:cut]]
     _check_rates(result, rates)
-    rate, seconds = suggest(rates, losses), result.seconds
-    return LearningRate(suggestion=rate, rates=rates, losses=losses, seconds=seconds)
+    suggestion = suggest(rates, losses)
+    return LearningRate(suggestion=suggestion, rates=tuple(rates), losses=tuple(losses))
 
 
 def _check_rates(result: Probe, rates: Sequence[float]) -> None:
@@ -215,6 +191,53 @@ def _check_rates(result: Probe, rates: Sequence[float]) -> None:
             allowed="a function that gives nb.fit the configuration that it gets",
             do="do not change config.optim inside the function",
         )
+
+
+# --- for launches ---
+
+
+def auto_learning_rate(
+    train: Train, config: Config, resume: str | os.PathLike[str], fold: Fold | None
+) -> tuple[dict[str, Any], str]:
+    """Return ``optim.lr``, and why: of the run to resume, kept, or measured now.
+
+    Args:
+        train: the training function.
+        config: the configuration, in which it is ``auto``.
+        resume: as for :func:`nbtoolkit.launch`.
+        fold: the value of ``ctx.fold`` in the measurement.
+
+    Raises:
+        ResumeError: there is no run of the name ``resume``.
+        TuningError: it cannot be measured.
+    """
+    if (earlier := _rate_to_resume(train, config, resume)) is not None:
+        return earlier
+    found = measure_learning_rate(Subject(train, config, fold))
+    return found.settings, found.why
+
+
+def _rate_to_resume(
+    train: Train, config: Config, resume: str | os.PathLike[str]
+) -> tuple[dict[str, Any], str] | None:
+    """``optim.lr`` of the unfinished run that differs from the launch in nothing else."""
+    if resume == "never":
+        return None
+    folder = Path(config.runtime.output_dir)
+    runs = runs_in(folder) if resume == "auto" else [find_named_run(resume, folder)]
+    for paths in runs:
+        about = read_versions(paths)
+        if about.get("source") != source_hash(train) or (resume == "auto" and paths.completed()):
+            continue
+        try:
+            before = load_config(paths.config, env=None)
+        except ConfigError:  # of another version, or damaged: it cannot be resumed either
+            continue
+        rate = before.optim.lr
+        same = config.with_overrides({"optim.lr": rate})
+        if rate != "auto" and not changed_settings(before, same, may_train_longer=resume != "auto"):
+            return {"optim.lr": rate}, f"as in {paths.run_id}"
+    return None
 
 
 # --- the curve ---

@@ -11,58 +11,61 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from nbtoolkit.environment.launch_plan import LaunchPlan
-from nbtoolkit.environment.resources import is_running
+from nbtoolkit.environment.resources import try_lock
 from nbtoolkit.errors import LossNotFinite, TuningError
 from nbtoolkit.launcher.failures import is_out_of_memory
-from nbtoolkit.launcher.handle import RunHandle
 from nbtoolkit.launcher.launch import Train, launch
 from nbtoolkit.launcher.measured import unmeasured
+from nbtoolkit.launcher.run_handle import RunHandle
+from nbtoolkit.launcher.run_result import RunResult
 from nbtoolkit.run.events import Event, MetricsLogged, MetricsReported, RunStarted
+from nbtoolkit.tuning.answer import Subject
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
+    from nbtoolkit.folds.folds import Fold
+    from nbtoolkit.worker.context import RunContext
 
-# Settings of every probe: it writes nothing but its events, and logs every step.
-_QUIET = {
-    "tracking.mlflow": False,
-    "tracking.tensorboard": False,
-    "tracking.wandb": False,
-    "tracking.device_metrics": False,
-    "tracking.record_samples": False,
-    "tracking.log_every_n_steps": 1,
+_TRACKERS = ("mlflow", "tensorboard", "wandb", "device_metrics", "record_samples")
+QUIET: dict[str, object] = {
+    **{f"tracking.{name}": False for name in _TRACKERS},
     "checkpoint.enabled": False,
-    "train.early_stopping_patience": None,
     "runtime.deadline": None,
     "runtime.pack": False,
-    "distributed.fallback": False,
 }
-_SCRATCH = "nbtoolkit-probe-"  # followed by the process that made the folder
+"""Settings of a run that writes nothing but its events."""
+_SCRATCH = "nbtoolkit-probe-"
 # In place of `auto`, which a probe does not measure.
 _UNMEASURED = {"distributed.strategy": "auto", "optim.lr": 1e-3, "train.num_workers": 0}
 LONGEST = 60.0
 """Seconds that a probe may take."""
 
+_ENDLESS = 1_000_000  # steps of a probe that ends when it has measured enough
+
 Status = Literal["measured", "out_of_memory", "not_finite"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoggedStep:
+class LoggedStep(NamedTuple):
     """What one optimizer step of a probe logged."""
 
     step: int
+    t: float
+    """Unix time of the log point."""
     loss: float
     rate: float
     samples: float
-    """Samples per second, over all ranks, since the step before."""
+    """Samples per second, over all ranks, since the log point before."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Probe:
     """What a short run has shown.
 
@@ -73,17 +76,17 @@ class Probe:
         epochs: how often all samples were taken.
         memory: the largest memory of a rank, in GB (on a GPU the allocator's peak, on the CPU the
             resident memory); 0 if no step was done.
-        data_share: the share of the steps' time in which the ranks waited for batches.
+        data_shares: of each log point: the share of its time in which the ranks waited for batches.
         plan: the launch plan; None if the run did not start.
         seconds: what the probe took, its start included.
     """
 
-    status: Status
+    status: Status = "measured"
     reason: str = ""
-    steps: tuple[LoggedStep, ...] = ()
+    steps: list[LoggedStep] = field(default_factory=list)
     epochs: int = 0
     memory: float = 0.0
-    data_share: float = 0.0
+    data_shares: list[float] = field(default_factory=list)
     plan: LaunchPlan | None = None
     seconds: float = 0.0
 
@@ -91,134 +94,142 @@ class Probe:
     def samples_per_second(self) -> float:
         """Throughput of the second half of the steps, over all ranks; 0 if there is none.
 
-        The first half warms up: allocator, caches, cuDNN's choice of kernels.
+        The first half warms up: allocator, caches, cuDNN's choice of kernels, DDP's buckets.
         """
         rates = [step.samples for step in self.steps[len(self.steps) // 2 :] if step.samples > 0]
         return statistics.harmonic_mean(rates) if rates else 0.0
 
-
-def probe(
-    train: Train,
-    config: Config,
-    overrides: Mapping[str, object],
-    *,
-    steps: int,
-    processes: int | None = None,
-    on_step: Callable[[LoggedStep], bool] | None = None,
-) -> Probe:
-    """Run ``train`` for ``steps`` optimizer steps, and return what they have shown.
-
-    Args:
-        train: a training function that calls :func:`nbtoolkit.fit`.
-        config: the configuration of the run to come.
-        overrides: settings of this probe.
-        steps: optimizer steps.
-        processes: ranks; None: as ``config`` says.
-        on_step: called with each step, in its order; True ends the probe.
-
-    Raises:
-        TuningError: the function did no optimizer step of ``fit`` within a minute.
-        Exception: the function's own, unless memory ran out or a loss was not finite.
-    """
-    _remove_stale()
-    with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}-") as folder:
-        settings = {
-            **_QUIET,
-            **{name: _UNMEASURED[name] for name in unmeasured(config)},
-            "train.epochs": steps,
-            "train.max_steps": steps,
-            **overrides,
-            "runtime.output_dir": folder,
-        }
-        listener = _Listener(on_step)
-        began = time.monotonic()
-        handle = launch(
-            train,
-            config.with_overrides(settings),
-            processes=processes,
-            resume="never",
-            wait=False,
-            display="off",
-            on_event=listener,
-        )
-        listener.handle = handle
-        status, reason = _wait(handle)
-        if status == "measured" and not listener.steps:
-            raise TuningError(
-                f"{getattr(train, '__name__', 'the function')} did no optimizer step of nb.fit in "
-                f"{time.monotonic() - began:.0f} s",
-                allowed="training functions that call nb.fit within a minute",
-                do="measure a function that calls nb.fit, or choose the setting by hand",
-            )
-        return Probe(
-            status=status,
-            reason=reason,
-            steps=tuple(listener.steps),
-            epochs=listener.epochs,
-            memory=listener.memory,
-            data_share=statistics.fmean(listener.data_shares or [0.0]),
-            plan=listener.plan,
-            seconds=time.monotonic() - began,
-        )
-
-
-def _remove_stale() -> None:
-    """Remove the scratch folders of processes that were killed in the middle of a probe."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*-*"):
-        pid = folder.name.removeprefix(_SCRATCH).partition("-")[0]
-        if pid.isdigit() and not is_running(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _wait(handle: RunHandle) -> tuple[Status, str]:
-    """Wait for a probe's end; returns how it ended, and its error in one line."""
-    try:
-        handle.result(timeout=LONGEST)
-    except TimeoutError:
-        handle.stop("the probe has measured for long enough", grace=0.0)
-        handle.result()
-    except LossNotFinite as error:
-        return "not_finite", str(error).splitlines()[0]
-    except Exception as error:
-        if is_out_of_memory(error):
-            return "out_of_memory", str(error).splitlines()[0]
-        raise
-    return "measured", ""
-
-
-class _Listener:
-    """Collects the steps of a probe from its events."""
-
-    def __init__(self, on_step: Callable[[LoggedStep], bool] | None) -> None:
-        self._on_step = on_step
-        self.handle: RunHandle | None = None
-        self.steps: list[LoggedStep] = []
-        self.epochs = 0
-        self.memory = 0.0
-        self.data_shares: list[float] = []
-        self.plan: LaunchPlan | None = None
-
-    def __call__(self, event: Event) -> None:
+    def add(self, event: Event) -> bool:
+        """Take what an event of the run says; returns whether it logs a step."""
         if isinstance(event, RunStarted):
             self.plan = LaunchPlan.from_dict(event.plan)
         if isinstance(event, MetricsReported) and event.step is not None:
             self.epochs = event.step
         if not isinstance(event, MetricsLogged) or event.step is None:
-            return
+            return False
         values = event.values
         used = (value for name, value in values.items() if name.startswith("memory_gb_rank"))
         self.memory = max([self.memory, *used])
         if "data_share" in values:
             self.data_shares.append(values["data_share"])
         if "samples_per_second" not in values:
+            return False
+        while self.steps and self.steps[-1].step >= event.step:  # of ranks that ran out of memory
+            self.steps.pop()
+        numbers = map(values.__getitem__, ("loss", "lr", "samples_per_second"))
+        self.steps.append(LoggedStep(event.step, event.t, *numbers))
+        return True
+
+
+def probe(
+    subject: Subject,
+    overrides: Mapping[str, object],
+    *,
+    steps: int,
+    seconds: float = 0.0,
+    enough: Callable[[Probe], bool] = lambda _: False,
+) -> Probe:
+    """Run a training function for some optimizer steps, and return what they have shown.
+
+    Args:
+        subject: the function and its configuration.
+        overrides: settings of this probe.
+        steps: optimizer steps.
+        seconds: go on after ``steps`` until the steps have taken so long.
+        enough: called after each logged step with what there is so far; True ends the probe.
+
+    Raises:
+        TuningError: the function did no optimizer step of ``fit`` within a minute.
+        Exception: the function's own, unless memory ran out or a loss was not finite.
+    """
+    found, began, running = Probe(), time.monotonic(), list[RunHandle]()
+
+    def listen(event: Event) -> None:
+        if not found.add(event) or not running:
             return
-        step = LoggedStep(
-            step=event.step,
-            loss=values["loss"],
-            rate=values["lr"],
-            samples=values["samples_per_second"],
+        first, last = found.steps[0], found.steps[-1]
+        over = seconds and last.step >= steps and last.t - first.t >= seconds
+        if over or enough(found):
+            running.pop().stop("the probe has measured enough")
+
+    train, config = subject.train, subject.config
+    function = train if subject.fold is None else partial(_with_fold, train, subject.fold)
+    most = _ENDLESS if seconds else steps
+    with scratch_folder() as folder:
+        settings = {
+            **QUIET,
+            **{name: _UNMEASURED[name] for name in unmeasured(config)},
+            "distributed.fallback": False,
+            "tracking.log_every_n_steps": 1,
+            "train.early_stopping_patience": None,
+            "train.epochs": most,
+            "train.max_steps": most,
+            **overrides,
+            "runtime.output_dir": folder,
+        }
+        mine = config.with_overrides(settings)
+        handle = launch(function, mine, resume="never", wait=False, display="off", on_event=listen)
+        running.append(handle)
+        try:
+            result_within(handle, LONGEST)
+        except Exception as error:
+            finite = not isinstance(error, LossNotFinite)
+            if finite and not is_out_of_memory(error):
+                raise
+            found.status = "out_of_memory" if finite else "not_finite"
+            found.reason = str(error).splitlines()[0]
+    found.seconds = time.monotonic() - began
+    if found.status == "measured" and not found.steps:
+        raise TuningError(
+            f"{subject.name} did no optimizer step of nb.fit in {found.seconds:.0f} s",
+            allowed="training functions that call nb.fit within a minute",
+            do="measure a function that calls nb.fit, or choose the setting by hand",
         )
-        self.steps.append(step)
-        if self._on_step is not None and self._on_step(step) and self.handle is not None:
-            self._on_step = None
-            self.handle.stop("the probe has measured enough")
+    return found
+
+
+def _with_fold(train: Train, fold: Fold, config: Config, ctx: RunContext) -> Any:
+    """Call a training function that sees a fold, outside a cross-validation."""
+    ctx._fold = fold
+    return train(config, ctx)
+
+
+@contextmanager
+def scratch_folder() -> Iterator[str]:
+    """A folder that is deleted at the end; those of processes that were killed are deleted now.
+
+    A process locks its folder: its number would say nothing to a container that shares the disk.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+        with suppress(OSError), _locked(folder) as free:
+            if free:
+                shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as stack:
+        while True:
+            made = tempfile.mkdtemp(prefix=_SCRATCH)
+            # Another probe may delete the folder before it is locked.
+            with suppress(FileNotFoundError):
+                if stack.enter_context(_locked(Path(made))) and os.path.isdir(made):
+                    break
+        stack.callback(shutil.rmtree, made, ignore_errors=True)
+        yield made
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder inside the block; False if another process has locked it."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        yield try_lock(opened)
+    finally:
+        os.close(opened)
+
+
+def result_within(handle: RunHandle, seconds: float) -> RunResult | None:
+    """The result of a launch; after so many seconds it is stopped, and the result is None."""
+    try:
+        return handle.result(timeout=max(seconds, 0.0))
+    except TimeoutError:
+        handle.stop("it has run for long enough", grace=0.0)
+        handle.result()
+        return None

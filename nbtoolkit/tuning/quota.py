@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from nbtoolkit.config.schema import load_config
 from nbtoolkit.errors import TuningError
 from nbtoolkit.run.device_ledger import quota_hours, spans_by_week, update_ledger, week_of
 from nbtoolkit.run.paths import folder_error
-from nbtoolkit.text_table import html_columns, text_columns
+from nbtoolkit.text_table import counted
+from nbtoolkit.tuning.answer import Table
 
 _HEADER = ("host", "week from", "device", "runs", "device-hours", "used", "of", "left")
 
@@ -35,7 +37,7 @@ class QuotaRow:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Quota:
+class Quota(Table):
     """The device-hours of the runs of an output folder, from :func:`quota`."""
 
     rows: tuple[QuotaRow, ...]
@@ -57,28 +59,24 @@ class Quota:
         """Hours left in the present week; None without :attr:`hours`."""
         return None if self.hours is None else max(0.0, self.hours - self.used)
 
-    def __repr__(self) -> str:
-        if not self.rows:
-            return f"no runs in {self.folder}"
-        return text_columns(_HEADER, self._cells())
+    @property
+    def why(self) -> str:
+        """The folder, in a line."""
+        runs = sum(row.runs for row in self.rows)
+        return f"{counted(runs, 'run') if runs else 'no runs'} in {self.folder}"
 
-    def _repr_html_(self) -> str:
-        return html_columns(_HEADER, self._cells())
-
-    def _cells(self) -> list[list[str]]:
-        return [
-            [
-                *(row.host, row.week, row.device, str(row.runs)),
-                *(f"{row.device_hours:.2f}", f"{row.used:.2f}", *self._of(row)),
-            ]
-            for row in self.rows
-        ]
-
-    def _of(self, row: QuotaRow) -> tuple[str, str]:
-        if self.hours is None or row.device == "CPU":
-            return "", ""
-        same = (one.used for one in self.rows if (one.host, one.week) == (row.host, row.week))
-        return f"{self.hours:g}", f"{max(0.0, self.hours - sum(same)):.2f}"
+    def columns(self) -> tuple[Sequence[str], list[list[str]]]:
+        """See :class:`~nbtoolkit.tuning.answer.Table`."""
+        lines = []
+        for row in self.rows:
+            line = [row.host, row.week, row.device, str(row.runs)]
+            line += [f"{row.device_hours:.2f}", f"{row.used:.2f}", "", ""]
+            if self.hours is not None and row.device != "CPU":
+                same = [one for one in self.rows if (one.host, one.week) == (row.host, row.week)]
+                used = sum(one.used for one in same)
+                line[-2:] = f"{self.hours:g}", f"{max(0.0, self.hours - used):.2f}"
+            lines.append(line)
+        return _HEADER, lines
 
 
 def quota(output_dir: str | os.PathLike[str] | None = None, *, hours: float | None = None) -> Quota:

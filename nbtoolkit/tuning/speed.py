@@ -1,66 +1,74 @@
-"""Find the loader processes, the precision and the options with which a step is fastest."""
+"""Find the loader processes, precision, options and strategy with which a step is fastest."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from nbtoolkit.config.schema import ConfigLike, as_config
+from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.environment.hardware import detect_hardware
-from nbtoolkit.errors import TuningError
+from nbtoolkit.environment.launch_plan import LaunchPlan
+from nbtoolkit.environment.plan import make_plan
+from nbtoolkit.errors import NbtoolkitError, TuningError
+from nbtoolkit.folds.folds import Fold
+from nbtoolkit.host import detect_host
 from nbtoolkit.launcher.launch import Train
-from nbtoolkit.run.kept_answers import answer_key, keep_answer, kept_answer
+from nbtoolkit.run.kept_answers import CALIBRATION, calibration_key
 from nbtoolkit.run.serialization import one_line
-from nbtoolkit.text_table import html_columns, number, text_columns
-from nbtoolkit.tuning.probe import Probe, probe
-
-if TYPE_CHECKING:
-    from nbtoolkit.config.schema import Config
+from nbtoolkit.text_table import counted, number, setting
+from nbtoolkit.tuning.answer import FinderResult, ShortRun, Subject
+from nbtoolkit.tuning.probe import probe
 
 _STEPS = 40  # of each measurement; the second half counts
 _SYNC = {"checkpoint.every_steps": 10}  # wait for the device so often, in steps
 _GAIN = 1.03  # a throughput counts as higher from this factor on
 _LOADS = 0.1  # share of a step that waits for its batch: less is not worth a process
-_LONGEST = 45.0  # seconds after which no further measurement starts
+_LONGEST = 45.0  # seconds after which no further number of workers is measured
+
+# A strategy trains for at least so many seconds. A log point covers 5 steps: measuring each would
+# add to a short step.
+_SECONDS, _STEPS_PER_POINT = 2.0, 5
+# The fastest of two rounds counts: another program on the machine only makes a round slower. In the
+# second one nothing starts that would probably end after a minute.
+_ROUNDS, _LONGEST_ROUNDS = 2, 60.0
+
+_STRATEGY = "distributed.strategy"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeedRow:
+class SpeedRow(ShortRun):
     """One measured choice of settings.
 
     Attributes:
         settings: what was changed; empty: nothing.
-        samples_per_second: over all ranks; 0 if it failed.
-        memory: the largest memory of a rank in GB.
+        processes: ranks.
         loss: the mean loss of the last quarter of the steps; None if it failed.
-        reason: why it failed; empty if it did not.
+        data_share: the share of its time in which a step waits for its batch.
     """
 
     settings: Mapping[str, Any]
-    samples_per_second: float = 0.0
-    memory: float = 0.0
+    processes: int = 1
     loss: float | None = None
-    reason: str = ""
+    data_share: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class SpeedTable:
-    """The result of :func:`find_num_workers` and :func:`find_speedups`.
+class SpeedTable(FinderResult):
+    """The result of :func:`find_num_workers`, :func:`find_speedups` and :func:`calibrate`.
 
     Attributes:
         rows: what was measured, in its order; the first row is the base.
         choice: the index of the suggested row.
-        seconds: what the measurement took.
-        kept: whether it was measured earlier, and kept.
+        batch_size: samples of an optimizer step, over all ranks.
     """
 
-    rows: Sequence[SpeedRow]
+    rows: tuple[SpeedRow, ...]
     choice: int
-    seconds: float
-    kept: bool = field(default=False, compare=False)
+    batch_size: int
 
     @property
     def chosen(self) -> SpeedRow:
@@ -72,32 +80,33 @@ class SpeedTable:
         """The settings for ``config.with_overrides``; empty: the base is fastest."""
         return dict(self.chosen.settings)
 
+    def relative(self, row: SpeedRow) -> float | None:
+        """Return a row's speed over that of the base; None if either failed."""
+        base = self.rows[0].samples_per_second
+        return row.samples_per_second / base if base and not row.reason else None
+
     @property
     def why(self) -> str:
-        """The reason for the choice, in a line."""
-        chosen, base = self.chosen.samples_per_second, self.rows[0].samples_per_second
-        cost = f"measured in {self.seconds:.1f} s" if not self.kept else "kept; force=True measures"
+        """The choice and its reason, in a line."""
+        base, ratio = self.rows[0], self.relative(self.chosen)
+        more = f", {ratio:.2f} x {_text(base.settings)}" if ratio and self.choice else ""
+        ranks = f" on {counted(self.chosen.processes, 'rank')}" if self.chosen.processes > 1 else ""
         return (
-            f"{number(chosen)} samples/s, {chosen / base:.2f} x the {number(base)} of "
-            f"{_text(self.rows[0].settings)}; {cost}"
+            f"{_text(self.settings)}: {number(self.chosen.samples_per_second)} samples/s{more}, "
+            f"at batch {self.batch_size}{ranks}; {self.cost}"
         )
 
-    def __repr__(self) -> str:
-        return f"{text_columns(*self._table())}\n{_text(self.settings)}: {self.why}"
-
-    def _repr_html_(self) -> str:
-        return f"{html_columns(*self._table())}<div>{_text(self.settings)}: {self.why}</div>"
-
-    def _table(self) -> tuple[list[str], list[list[str]]]:
-        rows = [
+    def columns(self) -> tuple[list[str], list[list[str]]]:
+        """See :class:`~nbtoolkit.tuning.answer.Table`; the suggestion has a star."""
+        return ["settings", "ranks", "samples/s", "relative", "GB", "loss", "failed"], [
             [
-                ("* " if index == self.choice else "") + _text(row.settings),
-                *(number(one) for one in (row.samples_per_second, row.memory, row.loss)),
+                ("* " if row is self.chosen else "") + _text(row.settings),
+                str(row.processes),
+                *map(number, (row.samples_per_second, self.relative(row), row.memory, row.loss)),
                 row.reason,
             ]
-            for index, row in enumerate(self.rows)
+            for row in self.rows
         ]
-        return ["settings", "samples/s", "GB", "loss", "failed"], rows
 
 
 def find_num_workers(
@@ -120,38 +129,29 @@ def find_num_workers(
         TuningError: memory ran out, or a loss is not finite.
         Exception: the function's own.
     """
-    found = measure_num_workers(train, as_config(config, processes), force=force)
-    print(f"{_text(found.settings)}: {found.why}", flush=True)
+    found = measure_num_workers(Subject(train, as_config(config, processes)), force=force)
+    print(found.why, flush=True)
     return found
 
 
-def measure_num_workers(
-    train: Train, config: Config, *, force: bool = False, runs: Train | None = None
-) -> SpeedTable:
-    """Do what :func:`find_num_workers` does, and print nothing.
+def measure_num_workers(subject: Subject, *, force: bool = False) -> SpeedTable:
+    """Do what :func:`find_num_workers` does, and print nothing."""
 
-    Args:
-        train: the function that the answer is kept for.
-        config: see there.
-        force: measure again.
-        runs: what runs in place of ``train``.
-    """
-    key = answer_key(train, config)
-    if not force and (kept := _kept(config, "num_workers", key)):
-        return kept
-    began, rows, workers, most, vain = time.monotonic(), list[SpeedRow](), 0, 1, 0
-    while workers <= most and vain < 2 and time.monotonic() - began < _LONGEST:
-        row, result = _measured(runs or train, config, {"train.num_workers": workers})
-        best = max([one.samples_per_second for one in rows], default=0.0)
-        vain = 0 if row.samples_per_second > best * _GAIN else vain + 1
-        rows.append(row)
-        most = result.plan.threads_per_rank if result.plan else 1
-        if not workers and result.data_share < _LOADS:
-            break
-        workers = max(1, 2 * workers)
-    good = max(one.samples_per_second for one in rows) / _GAIN
-    choice = next(i for i, one in enumerate(rows) if one.samples_per_second >= good)
-    return _keep(config, "num_workers", key, rows, choice, began)
+    def measure() -> SpeedTable:
+        began, rows, workers, most, vain = time.monotonic(), list[SpeedRow](), 0, 1, 0
+        while workers <= most and vain < 2 and time.monotonic() - began < _LONGEST:
+            row, plan = _measured(subject, {"train.num_workers": workers})
+            best = max([one.samples_per_second for one in rows], default=0.0)
+            vain = 0 if row.samples_per_second > best * _GAIN else vain + 1
+            rows.append(row)
+            most = plan.threads_per_rank
+            if not workers and row.data_share < _LOADS:
+                break
+            workers = max(1, 2 * workers)
+        good = max(one.samples_per_second for one in rows) / _GAIN
+        return _table(rows, next(one for one in rows if one.samples_per_second >= good), plan)
+
+    return subject.find(SpeedTable, "num_workers", subject.key(), measure, force=force)
 
 
 def find_speedups(
@@ -187,76 +187,249 @@ def find_speedups(
         Exception: the function's own, with ``config`` as it is.
     """
     config = as_config(config, processes)
-    key = answer_key(train, config, precision, channels_last, compile)
-    found = None if force else _kept(config, "speedups", key)
-    if found is None:
-        began = time.monotonic()
-        row, result = _measured(train, config, {})
-        rows, choice = [row], 0
-        names = _precisions(result) if precision else []
-        options = {"channels_last": channels_last, "compile": compile}
-        wanted = [name for name, on in options.items() if on and not getattr(config.train, name)]
-        rounds: list[list[dict[str, Any]]] = [[{"train.precision": name} for name in names]]
-        rounds += [[{f"train.{name}": True}] for name in wanted]
-        for settings in rounds:
-            base = rows[choice]
-            for one in settings:
-                rows.append(_tried(train, config, {**base.settings, **one}))
-                if rows[-1].samples_per_second > rows[choice].samples_per_second * _GAIN:
-                    choice = len(rows) - 1
-        found = _keep(config, "speedups", key, rows, choice, began)
+    subject, wished = Subject(train, config), {"channels_last": channels_last, "compile": compile}
+    options = [
+        name for name, wanted in wished.items() if wanted and not getattr(config.train, name)
+    ]
+
+    def measure() -> SpeedTable:
+        best, plan = _measured(subject, {})
+        rows = [best]
+        values: dict[str, list[Any]] = {"precision": _precisions(plan) if precision else []}
+        values |= {name: [True] for name in options}
+        for name, others in values.items():
+            base = best.settings
+            for value in others:
+                settings = {**base, f"train.{name}": value}
+                try:
+                    rows.append(_measured(subject, settings)[0])
+                except Exception as error:  # a row of the table
+                    rows.append(SpeedRow(settings=settings, reason=_reason(error)))
+                if rows[-1].samples_per_second > best.samples_per_second * _GAIN:
+                    best = rows[-1]
+        return _table(rows, best, plan)
+
+    key = subject.key(precision, channels_last, compile)
+    found = subject.find(SpeedTable, "speedups", key, measure, force=force)
     print(f"{found!r}", flush=True)
     return found
 
 
-def _precisions(result: Probe) -> list[str]:
+def _precisions(plan: LaunchPlan) -> list[str]:
     """The precisions that the device of a run computes natively, without the run's own."""
-    assert result.plan is not None
     weakest = min((device.capability for device in detect_hardware().devices), default=(0, 0))
-    if result.plan.device_type == "cpu":
-        names = ["fp32", "bf16"]
-    else:
-        names = ["fp32", *["fp16"] * (weakest >= (7, 0)), *["bf16"] * (weakest >= (8, 0))]
-    return [name for name in names if name != result.plan.precision]
+    cpu = plan.device_type == "cpu"
+    native = {"fp32": True, "fp16": not cpu and weakest >= (7, 0), "bf16": cpu or weakest >= (8, 0)}
+    return [name for name, computed in native.items() if computed and name != plan.precision]
 
 
-def _tried(train: Train, config: Config, settings: Mapping[str, Any]) -> SpeedRow:
-    """A row; with the reason if the function raises with these settings."""
-    try:
-        return _measured(train, config, settings)[0]
-    except Exception as error:
-        return SpeedRow(settings=settings, reason=one_line(type(error).__name__, str(error)))
+def calibrate(train: Train, config: ConfigLike = None, *, force: bool = False) -> SpeedTable:
+    """Measure how fast one process, DDP and DataParallel train on this machine; nothing is guessed.
+
+    Each candidate trains for 20 steps or a second after its warm-up, whichever is longer, in runs
+    that leave nothing behind, at the global batch size of ``config``: one process on one device (on
+    the CPU: all CPUs), DDP on all usable devices (on the CPU: two ranks, or
+    ``distributed.world_size``), and with several equal GPUs DataParallel. A candidate that fails is
+    a row of the table with its reason.
+
+    The result is kept in ``<output_dir>/tuning.json`` by function, model and devices. Launches with
+    ``distributed.strategy: auto`` then use a strategy that is more than 5% faster than the usual
+    one, sweeps choose their placement by it, and :attr:`RunResult.efficiency` refers to it.
+
+    Args:
+        train: a training function that calls :func:`nbtoolkit.fit`.
+        config: the configuration of the run to come.
+        force: measure again, even if a result was kept.
+
+    Raises:
+        TuningError: no candidate could be measured, or the function does no step of ``fit``.
+        Exception: the function's own, if it fails on one device as well.
+    """
+    found = measure_strategies(Subject(train, as_config(config)), force=force)
+    print(found.why, flush=True)
+    return found
 
 
-def _measured(train: Train, config: Config, settings: Mapping[str, Any]) -> tuple[SpeedRow, Probe]:
-    result = probe(train, config, {**_SYNC, **settings}, steps=_STEPS)
+def measure_strategies(
+    subject: Subject, *, force: bool = False, within: float = math.inf
+) -> SpeedTable:
+    """Do what :func:`calibrate` does, and print nothing.
+
+    Args:
+        subject: what to measure.
+        force: measure again.
+        within: seconds; no candidate starts if it would probably end later, and each has one round.
+
+    Raises:
+        TuningError: also if ``within`` is too short for DDP and something to compare it with.
+    """
+    config = subject.config
+    planned, key = _planned(config), calibration_key(subject.train, config)
+
+    def measure() -> SpeedTable:
+        rows = _measure_all(subject, planned, within)
+        return _table(rows, max(rows, key=lambda row: row.samples_per_second), _usual_plan(config))
+
+    found = subject.find(SpeedTable, CALIBRATION, key, measure, force=force)
+    if [row.processes for row in found.rows] != [row.processes for row in planned]:
+        found = subject.find(SpeedTable, CALIBRATION, key, measure, force=True)
+    return found
+
+
+def calibrate_within(train: Train, config: Config, seconds: float) -> str:
+    """Measure and keep what :func:`calibrate` does, in one round; return the result in a line.
+
+    Raises:
+        TuningError: DDP, or everything else, could not be measured in this time.
+        Exception: the function's own.
+    """
+    return measure_strategies(Subject(train, config), force=True, within=seconds).why
+
+
+def _planned(config: Config) -> list[SpeedRow]:
+    """Return the strategies of this machine, not measured yet; one without a plan has a reason."""
+    hardware, own, found = detect_hardware(), config.distributed, list[SpeedRow]()
+    gpus = len(hardware.usable)
+    several = gpus > 1 or (not gpus and hardware.cpu_count > 1) or own.world_size not in ("auto", 1)
+    for strategy in ["single", *["ddp"] * several, *["dp"] * (gpus > 1)]:
+        settings: dict[str, Any] = {_STRATEGY: strategy}
+        if own.enabled != "auto":
+            settings["distributed.enabled"] = "auto"
+        if own.world_size != "auto" and (strategy != "ddp" or own.world_size == 1):
+            settings["distributed.world_size"] = "auto"
+        try:
+            overrides = {**settings, **_same_batch(config, strategy)}
+            plan = make_plan(config.with_overrides(overrides), detect_host(), hardware)
+        except NbtoolkitError as error:
+            found.append(SpeedRow(settings=settings, reason=_reason(error)))
+            continue
+        if plan.strategy == strategy:  # unequal GPUs form no group
+            found.append(SpeedRow(settings=settings, processes=plan.processes))
+    return found
+
+
+def _same_batch(config: Config, strategy: str) -> dict[str, object]:
+    """The settings with which a strategy has the global batch of the run."""
+    if config.train.batch_size_per_device is None:
+        return {}
+    plan = _usual_plan(config)
+    passes = plan.accumulate * (plan.processes if strategy == "single" else 1)
+    return {
+        "train.batch_size": plan.global_batch_size,
+        "train.batch_size_per_device": None,
+        "train.gradient_accumulation_steps": passes,
+        "optim.lr_rule": "none",
+    }
+
+
+def _usual_plan(config: Config) -> LaunchPlan:
+    """The plan of the run if nothing is measured."""
+    usual = config.with_overrides({_STRATEGY: "auto", "distributed.enabled": "auto"})
+    return make_plan(usual, detect_host(), detect_hardware())
+
+
+def _measure_all(subject: Subject, planned: list[SpeedRow], within: float) -> list[SpeedRow]:
+    """Measure all strategies in turn; twice if ``within`` is infinite and that is quick."""
+    rows, errors, began, longest = list(planned), list[Exception](), time.monotonic(), 0.0
+    # DDP first: without its speed the others say nothing.
+    order = sorted(range(len(rows)), key=lambda at: rows[at].settings[_STRATEGY] != "ddp")
+    for turn, at in enumerate(order * (_ROUNDS if within == math.inf else 1)):
+        row, start = rows[at], time.monotonic()
+        again = turn >= len(rows)
+        late = start - began + longest > (_LONGEST_ROUNDS if again else within)
+        if late and not again and not row.reason:
+            rows[at] = replace(row, reason=f"not measured: {within:g} s are over")
+        if late or row.reason:
+            continue
+        same_batch = _same_batch(subject.config, row.settings[_STRATEGY])
+        fair = replace(subject, config=subject.config.with_overrides(same_batch))
+        try:
+            now, _ = _measured(fair, row.settings, seconds=_SECONDS)
+        except Exception as error:  # of the user's function, or of the ranks' group
+            errors.append(error)
+            now = replace(row, samples_per_second=0.0, reason=_reason(error))
+        if now.reason or now.samples_per_second > row.samples_per_second:
+            rows[at] = now
+        longest = max(longest, time.monotonic() - start)
+    if len([row for row in rows if not row.reason]) >= (1 if within == math.inf else 2):
+        return rows
+    if errors:
+        raise errors[0]
+    reasons = "; ".join(f"{row.settings[_STRATEGY]}: {row.reason}" for row in rows)
+    raise TuningError(
+        f"no strategy could be measured: {reasons}",
+        allowed="a function of which at least one process can do some steps",
+        do="launch it with distributed.strategy: single, and correct what the error reports",
+    )
+
+
+# --- for launches ---
+
+
+def auto_num_workers(
+    train: Train, config: Config, resume: object, fold: Fold | None
+) -> tuple[dict[str, Any], str]:
+    """Return ``train.num_workers``, and why: kept, or measured now; ``resume`` has no effect.
+
+    Raises:
+        TuningError: it cannot be measured.
+    """
+    found = measure_num_workers(Subject(train, config, fold))
+    return found.settings, found.why
+
+
+def auto_strategy(
+    train: Train, config: Config, resume: object, fold: Fold | None
+) -> tuple[dict[str, Any], str]:
+    """Return the fastest strategy, and why: kept, or measured now; ``resume`` has no effect.
+
+    Raises:
+        TuningError: no strategy can be measured.
+    """
+    ranks = config.distributed
+    if ranks.enabled != "auto" or ranks.world_size != "auto":
+        return {_STRATEGY: "auto"}, "other settings decide the number of ranks"
+    found = measure_strategies(Subject(train, config, fold))
+    return found.settings, found.why
+
+
+# --- one row ---
+
+
+def _measured(
+    subject: Subject, settings: Mapping[str, Any], *, seconds: float = 0.0
+) -> tuple[SpeedRow, LaunchPlan]:
+    """Measure a choice of settings, by steps or by ``seconds``."""
+    every = {"tracking.log_every_n_steps": _STEPS_PER_POINT} if seconds else _SYNC
+    result = probe(subject, {**every, **settings}, steps=_STEPS, seconds=seconds)
     if result.status != "measured":
         raise TuningError(
             f"{result.status.replace('_', ' ')} with {_text(settings)}: {result.reason}",
             allowed="a configuration with which a run does some steps",
             do="lower train.batch_size, or optim.lr",
         )
-    loss = statistics.fmean(step.loss for step in result.steps[-_STEPS // 4 :])
-    rate, memory = result.samples_per_second, result.memory
-    row = SpeedRow(settings=settings, samples_per_second=rate, memory=memory, loss=loss)
-    return row, result
+    assert result.plan is not None  # it has measured steps
+    steps = result.steps[-len(result.steps) // 4 :]
+    row = SpeedRow(
+        settings=settings,
+        processes=result.plan.processes,
+        samples_per_second=result.samples_per_second,
+        memory=result.memory,
+        loss=statistics.fmean(step.loss for step in steps),
+        data_share=statistics.fmean(result.data_shares or [0.0]),
+    )
+    return row, result.plan
+
+
+def _table(rows: list[SpeedRow], chosen: SpeedRow, plan: LaunchPlan) -> SpeedTable:
+    batch = plan.global_batch_size
+    return SpeedTable(rows=tuple(rows), choice=rows.index(chosen), batch_size=batch)
+
+
+def _reason(error: Exception) -> str:
+    return one_line(type(error).__name__, str(error))
 
 
 def _text(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}: {value}" for name, value in settings.items()) or "no change"
-
-
-def _kept(config: Config, name: str, key: str) -> SpeedTable | None:
-    if (kept := kept_answer(config, name, key)) is None:
-        return None
-    rows = [SpeedRow(**row) for row in kept["rows"]]
-    return SpeedTable(rows=rows, choice=kept["choice"], seconds=kept["seconds"], kept=True)
-
-
-def _keep(
-    config: Config, name: str, key: str, rows: list[SpeedRow], choice: int, began: float
-) -> SpeedTable:
-    found = SpeedTable(rows=rows, choice=choice, seconds=time.monotonic() - began)
-    values = {**asdict(found), "rows": [asdict(row) for row in rows]}
-    keep_answer(config, name, key, values)
-    return found
+    shown = (f"{name}: {setting(value)}" for name, value in settings.items())
+    return ", ".join(shown) or "no change"

@@ -1,8 +1,9 @@
 """Render text, cards, tables and bars as HTML without scripts; all values are escaped.
 
 Styles stand in each element, since a saved notebook has no style sheet. Text takes the colour of
-its theme; a colour that marks a state is mixed with it, which gives a contrast of at least 4.5 in
-light and in dark themes (https://www.w3.org/TR/WCAG21/#contrast-minimum).
+its output or page (:func:`in_widget` for widgets); a colour that marks a state is mixed with it,
+which gives a contrast of at least 4.5 in light and in dark themes
+(https://www.w3.org/TR/WCAG21/#contrast-minimum).
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ WRAPS = "white-space:pre-wrap;overflow-wrap:anywhere"
 RULE = "var(--jp-border-color2, #8884)"
 """The colour of borders and rules."""
 
+WIDGET_TEXT = "var(--jp-ui-font-color1, inherit)"
+"""The colour of text in widgets, which have none in some front ends."""
+
 _SAFE = 'class="tex2jax_ignore mathjax_ignore"'
-_FONT = (
-    "color:var(--jp-ui-font-color1, inherit);line-height:1.45;font-size:13px;"
-    "font-variant-numeric:tabular-nums"
-)
+_FONT = "line-height:1.45;font-size:13px;font-variant-numeric:tabular-nums"
 _CELL = "padding:2px 10px 2px 0;white-space:nowrap"
 _WIDTHS = {1: "1 1 200px", 2: "2 1 280px", 3: "3 1 560px", 4: "1 1 100%"}
 
@@ -34,6 +35,15 @@ def view(*parts: str) -> str:
     keep it from doing so.
     """
     return f'<div {_SAFE} style="{_FONT};flex:{_WIDTHS[4]};overflow-x:auto">{"".join(parts)}</div>'
+
+
+def in_widget(html: str) -> str:
+    """Give HTML in a widget the text colour of JupyterLab's theme.
+
+    Outputs that are no widgets need none: in dark themes of VS Code, which shows widgets on white,
+    this variable would make them dark on dark.
+    """
+    return f'<div style="color:{WIDGET_TEXT}">{html}</div>'
 
 
 def card(title: str, body: str, *, span: int = 1, note: str = "") -> str:

@@ -77,13 +77,17 @@ def _renderers(state: State, chosen: View, now: float) -> dict[str, Callable[[],
     renderers: dict[str, Callable[[], str]] = {"strip": lambda: strip(state, now)}
     table = state.table
     if isinstance(table, SweepTable):
-        one = len(table.metrics) == 1
-        renderers["best"] = lambda: sweep_cards.best_card(state, table)
-        if one and table.trials:
-            axis = cache(lambda: sweep_cards.value_axis(state))  # three charts share it
-            renderers["history"] = lambda: sweep_cards.history_card(state, table, axis())
-            renderers["curves"] = lambda: sweep_cards.curves_card(state, table, axis())
-            renderers["slices"] = lambda: sweep_cards.slices_card(state, table, axis())
+        objectives = range(len(table.metrics))
+        # All charts share them.
+        axes = cache(lambda: [sweep_cards.value_axis(state, table, n) for n in objectives])
+        if len(objectives) > 1:
+            renderers["front"] = lambda: sweep_cards.front_card(table, axes())
+        else:
+            renderers["best"] = lambda: sweep_cards.best_card(state, table)
+        if table.trials:
+            renderers["history"] = lambda: sweep_cards.history_card(table, axes())
+            renderers["curves"] = lambda: sweep_cards.curves_card(state, table, axes()[0])
+            renderers["slices"] = lambda: sweep_cards.slices_card(state, table, axes())
         best_trials = [trial.number for trial in table.best]
         if best_trials:
             renderers["folds"] = lambda: run_cards.folds_card(state, best_trials[0])

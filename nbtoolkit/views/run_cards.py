@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import cycle
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -28,10 +30,10 @@ from nbtoolkit.views.chart import (
     sparkline,
     timeline,
 )
-from nbtoolkit.views.log import log_html, log_names
 from nbtoolkit.views.markup import (
     alert,
     card,
+    code_block,
     data_table,
     headline,
     paragraph,
@@ -50,12 +52,16 @@ from nbtoolkit.views.text import (
     step_name,
     times,
 )
-from nbtoolkit.views.timeline import JobSpan
+from nbtoolkit.views.workers import JobSpan, read_tail
 
 _CHARTS = 6
 _SPANS = 40  # of a row of the timeline
 _LOG_RATIO = 20.0  # largest to smallest value, above which a loss has a logarithmic scale
 _TRACEBACK = 8  # lines
+_LOG_LINES = 20
+_LOG_TAIL = 16_000  # bytes read from the end
+_LOG_WIDTH = 300  # characters of a line
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _FILES = ("config.yaml", "sweep.yaml", "events.jsonl", "study.jsonl", "result.json", "error.json")
 
 
@@ -245,14 +251,57 @@ def _pace(state: State, now: float) -> str:
     return " · ".join(parts)
 
 
-# --- log, files ---
+# --- log ---
 
 
 def log_card(state: State, chosen: str) -> str:
     """Render the end of the chosen log, else of the newest running one."""
     logs = log_names(state)
     name = chosen if chosen in logs else next(iter(logs), "")
-    return card("Log", log_html(logs[name]), span=2, note=name) if name else ""
+    if not name:
+        return ""
+    text = log_text(logs[name])
+    body = code_block(text) if text else paragraph("Nothing was written yet.", faint=True)
+    return card("Log", body, span=2, note=name)
+
+
+def log_names(state: State | None) -> dict[str, Path]:
+    """Return the logs by name: ``"rank 0"`` or ``"trial 7, rank 0"``.
+
+    The first one is the most interesting: of a sweep the newest running trial's, else that of the
+    trial that ended last; of a cross-validation the newest fold's.
+    """
+    if state is None:
+        return {}
+    logs: dict[str, Path] = {}
+    if isinstance(state.table, SweepTable):
+        for trial in [*state.table.running[::-1], *state.table.waiting, *state.table.last()]:
+            logs |= _rank_logs(state.trial(trial.number).folder, f"trial {trial.number}, ")
+    if state.kind == "cv":
+        folders = (path for path in state.paths.folder.glob("folds/*") if path.name.isdecimal())
+        for folder in sorted(folders, key=lambda folder: int(folder.name), reverse=True):
+            logs |= _rank_logs(folder, f"fold {folder.name}, ")
+    return logs | _rank_logs(state.paths.folder, "")
+
+
+def log_text(file: Path, lines: int = _LOG_LINES) -> str:
+    """Return the last lines of a log without colours, progress bars in their last state."""
+    last = read_tail(file, _LOG_TAIL).rstrip("\n").split("\n")[-lines:]
+    return "\n".join(map(_visible, last))
+
+
+def _visible(line: str) -> str:
+    """Return what is left of a line that a progress bar has overwritten."""
+    text = _ESCAPES.sub("", line.rstrip("\r").rpartition("\r")[2])
+    return text if len(text) <= _LOG_WIDTH else f"{text[:_LOG_WIDTH]}…"
+
+
+def _rank_logs(folder: Path, prefix: str) -> dict[str, Path]:
+    files = {int(path.parent.name): path for path in folder.glob("ranks/[0-9]*/log.txt")}
+    return {f"{prefix}rank {rank}": files[rank] for rank in sorted(files)}
+
+
+# --- files ---
 
 
 def files_card(state: State) -> str:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
 
 from nbtoolkit.errors import RunFileError, RunFolderError
 from nbtoolkit.run.device_ledger import update_ledger
 from nbtoolkit.run.events import number_values
 from nbtoolkit.run.paths import TRASH, RunPaths, folder_error, read_or_empty, runs_in, write_json
-from nbtoolkit.study.table import SweepTable
-from nbtoolkit.text_table import ago, number, one_line, shortened
-from nbtoolkit.views.state import State
+from nbtoolkit.text_table import ago, counted, number, one_line, shortened
 
 _TITLE, _NOTE = 80, 1000  # characters
 _ANNOTATIONS = "annotations.json"
@@ -26,22 +25,19 @@ _CACHED = 500  # runs
 # --- annotations ---
 
 
-@dataclass(frozen=True)
-class Annotations:
+class Annotations(BaseModel):
     """What a user wrote about a run: a title, and a note for each of some trials, by number."""
 
     title: str = ""
-    notes: Mapping[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = {}
 
 
 def read_annotations(folder: Path) -> Annotations:
     """Read the annotations of a run; empty where there are none, or the file is damaged."""
-    content = read_or_empty(folder / _ANNOTATIONS)
-    title, notes = content.get("title"), content.get("notes")
-    return Annotations(
-        title if isinstance(title, str) else "",
-        {k: v for k, v in notes.items() if isinstance(v, str)} if isinstance(notes, dict) else {},
-    )
+    try:
+        return Annotations.model_validate_json((folder / _ANNOTATIONS).read_bytes())
+    except (OSError, ValidationError):
+        return Annotations()
 
 
 def rename(folder: Path, title: str) -> None:
@@ -50,8 +46,9 @@ def rename(folder: Path, title: str) -> None:
     Raises:
         RunFolderError: the folder cannot be written.
     """
-    title = shortened(title.strip(), _TITLE)
-    _write(folder, replace(read_annotations(folder), title=title))
+    annotations = read_annotations(folder)
+    annotations.title = shortened(title.strip(), _TITLE)
+    _write(folder, annotations)
 
 
 def set_note(folder: Path, number: int, text: str) -> None:
@@ -60,14 +57,16 @@ def set_note(folder: Path, number: int, text: str) -> None:
     Raises:
         RunFolderError: the folder cannot be written.
     """
-    before = read_annotations(folder)
-    notes = {**before.notes, str(number): one_line(text.strip())[:_NOTE]}
-    _write(folder, replace(before, notes={key: note for key, note in notes.items() if note}))
+    annotations = read_annotations(folder)
+    annotations.notes.pop(str(number), None)
+    if note := one_line(text.strip())[:_NOTE]:
+        annotations.notes[str(number)] = note
+    _write(folder, annotations)
 
 
 def _write(folder: Path, annotations: Annotations) -> None:
     try:
-        write_json(folder / _ANNOTATIONS, vars(annotations))
+        write_json(folder / _ANNOTATIONS, annotations.model_dump())
     except OSError as error:
         raise folder_error(folder, error) from error
 
@@ -107,15 +106,14 @@ class RunEntry:
     Attributes:
         folder: its folder.
         name: its title, or its id without the time.
-        status: as :attr:`~nbtoolkit.views.state.State.status`.
-        live: whether it is running or paused.
-        text: name, status, progress, best value and age in one line.
+        status: the status it ended with, ``"failed"``, ``"running"`` (also while it is paused) or
+            ``"interrupted"``: it has neither ended nor a supervisor.
+        text: name and status; of one that does not run also its result and its age.
     """
 
     folder: Path
     name: str
     status: str
-    live: bool
     text: str
 
 
@@ -140,20 +138,17 @@ def newest(output_dir: str | Path) -> Path | None:
 
 
 def _entry(paths: RunPaths, now: float) -> RunEntry:
+    """Describe a run by its result; its events, which may be many, are not read."""
     title = read_annotations(paths.folder).title or shortened(plain_name(paths), _TITLE)
-    ended, live = _written(paths.result) or _written(paths.error), False
-    written = ended or _written(paths.events)
-    when = ago(now - written) if written else "nothing written yet"
-    if ended:
-        status, facts = _result(paths.folder, ended)
+    ended = _written(paths.result) or _written(paths.error)
+    status, facts = _result(paths.folder, ended) if ended else ("interrupted", [])
+    if not ended and paths.owned():
+        status = "running"
     else:
-        state = _state(paths.folder)
-        state.refresh()
-        status, facts, live = state.status, _facts(state), state.live
-        when = f"started {ago(now - state.began)}" if live and state.began else when
-    word = "interrupted" if status == "cut off" else status
-    text = " · ".join([title, f"{word} {facts[0]}".strip(), *facts[1:], when])
-    return RunEntry(paths.folder, title, status, live, one_line(text))
+        written = ended or _written(paths.events)
+        facts = [*facts, ago(now - written) if written else "nothing written yet"]
+    text = " · ".join([title, status, *facts])
+    return RunEntry(paths.folder, title, status, one_line(text))
 
 
 def plain_name(paths: RunPaths) -> str:
@@ -170,43 +165,22 @@ def _written(file: Path) -> float:
 
 
 @lru_cache(_CACHED)
-def _state(folder: Path) -> State:
-    """Return the state of a run that has not ended; a refresh reads only what is new."""
-    return State(RunPaths(folder))
-
-
-def _facts(state: State) -> list[str]:
-    """Return the progress, which may be empty, and the best or the last value."""
-    done, total = state.counts()
-    values = []
-    if state.kind == "run":
-        last, total = state.last_report, state.total_steps()
-        done = int(last[1]) if last else 0
-        values = [f"{name} {number(points[-1][1])}" for name, points in state.curves.items()]
-    elif isinstance(state.table, SweepTable) and len(state.table.metrics) == 1:
-        values = [f"best {number(trial.values[0])}" for trial in state.table.best]
-    return [f"{done}/{total}" if total else f"{done}" if done else "", *values[:1]]
-
-
-@lru_cache(_CACHED)
 def _result(folder: Path, written: float) -> tuple[str, list[str]]:
-    """Return the status and the facts of a run that has ended; ``written``: when that was."""
+    """Return status, progress and best value of a run that has ended; ``written``: when."""
     paths = RunPaths(folder)
     result = read_or_empty(paths.result)
     if not result:
         error = read_or_empty(paths.error)
         kind = str(error.get("type", "?")).removeprefix("builtins.")
-        return "failed", ["", shortened(f"{kind}: {error.get('text', '')}", _TITLE)]
-    status, summary = str(result.get("status", "?")), result.get("summary")
-    values = [f"{name} {number(one)}" for name, one in number_values(result.get("metrics")).items()]
-    if not isinstance(summary, dict):
-        return status, ["", *values[:1]]
-    if isinstance(scores := summary.get("scores"), dict):  # a cross-validation
+        return "failed", [shortened(f"{kind}: {error.get('text', '')}", _TITLE)]
+    summary, values = result.get("summary"), number_values(result.get("metrics"))
+    progress = []
+    if isinstance(summary, dict) and isinstance(scores := summary.get("scores"), dict):
+        progress = [f"{summary.get('complete')}/{summary.get('folds')} folds"]
         means = {name: number_values(one).get("mean") for name, one in scores.items()}
-        values = [f"{name} {number(mean)}" for name, mean in means.items()]
-        return status, [f"{summary.get('complete')}/{summary.get('folds')}", *values[:1]]
-    done = int(sum(number_values(summary.get("counts")).values()))
-    total = done if status == "completed" else State(paths).counts()[1]
-    best = number_values({"best": summary.get("best_value")})
-    values = [f"best {number(value)}" for value in best.values()]
-    return status, [f"{done}/{total}" if total else f"{done}", *values]
+        values = number_values(means)
+    elif isinstance(summary, dict):
+        progress = [counted(int(sum(number_values(summary.get("counts")).values())), "trial")]
+        values = number_values({"best": summary.get("best_value")})
+    best = [f"{name} {number(value)}" for name, value in values.items()]
+    return str(result.get("status", "?")), [*progress, *best[:1]]

@@ -20,8 +20,7 @@ from nbtoolkit.study.space import Space
 from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.text_table import counted, duration, number
 from nbtoolkit.views.chart import Points
-from nbtoolkit.views.devices import DeviceUse, device_uses
-from nbtoolkit.views.timeline import JobSpan, rows_of
+from nbtoolkit.views.workers import DeviceUse, JobSpan, device_uses, rows_of
 
 _NOTES = 5  # the newest notes that are kept
 _LOGGED_POINTS = 4000  # kept per logged metric; above that every second point is dropped
@@ -379,10 +378,9 @@ class State:
         """The number of folds of a cross-validation; None: unknown."""
         assert isinstance(self.table, FoldTable)
         if self.table.folds is None:
-            content = read_or_empty(self.paths.folder / FOLDS_FILE)
-            k, repeats = content.get("k"), content.get("repeats")
-            if isinstance(k, int) and isinstance(repeats, int):
-                self.table.folds = k * repeats
+            numbers = number_values(read_or_empty(self.paths.folder / FOLDS_FILE))
+            if {"k", "repeats"} <= numbers.keys():
+                self.table.folds = int(numbers["k"] * numbers["repeats"])
         return self.table.folds
 
     # --- devices ---

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from itertools import accumulate
+from itertools import accumulate, combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,15 @@ from nbtoolkit.errors import MissingExtra, SweepError
 from nbtoolkit.study.importance import LEAST, Importance, fence, importance
 from nbtoolkit.study.parameter import CategoricalParameter, Searched
 from nbtoolkit.study.table import SweepTable, Trial
-from nbtoolkit.text_table import counted, duration, metric_column, number, param, setting
+from nbtoolkit.text_table import (
+    counted,
+    duration,
+    metric_column,
+    number,
+    param,
+    setting,
+    shortened,
+)
 from nbtoolkit.views.chart import (
     BEST,
     ENDED,
@@ -55,6 +64,7 @@ if TYPE_CHECKING:
 _LINES, _SELECTED = 200, 50  # learning curves; above that so many of the best and the newest
 _LINE_POINTS = 4000  # points of all learning curves together
 _SLICES, _COMPLETE, _OTHERS = 8, 100, 40  # slices, and the trials of each
+_PAIRS = 3  # charts of two objectives
 _FENCE = 3.0  # interquartile ranges: https://en.wikipedia.org/wiki/Outlier#Tukey's_fences
 _DOTS = 200  # marks of a state
 
@@ -63,11 +73,7 @@ _DOTS = 200  # marks of a state
 
 
 def best_card(state: State, table: SweepTable) -> str:
-    """Render the best trial's value and parameters; of several objectives the size of the front."""
-    if len(table.metrics) > 1:
-        pairs = zip(table.metrics, table.directions, strict=True)
-        text = f"★ {counted(len(table.best), 'trial')} that no other beats; "
-        return card("Pareto front", paragraph(text + ", ".join(f"{way} {m}" for m, way in pairs)))
+    """Render the best trial's value and parameters."""
     title = f"Best {state.metric}"
     note = f"{'higher' if state.direction == 'maximize' else 'lower'} is better"
     if not table.best:
@@ -93,16 +99,17 @@ def _age(table: SweepTable, trial: Trial) -> str:
 # --- charts of all trials ---
 
 
-def value_axis(state: State) -> Axis:
-    """Return the axis of the metric: to the worst complete value and 15 % of the range beyond.
+def value_axis(state: State, table: SweepTable, objective: int = 0) -> Axis:
+    """Return the axis of a metric: to the worst complete value and 15 % of the range beyond.
 
     A complete trial that diverged counts as Tukey's outer fence. What lies beyond is drawn on the
     edge.
     """
-    sign = -1.0 if state.direction == "maximize" else 1.0
-    costs = sorted(sign * value for value in state.values.values() if math.isfinite(value))
+    label = table.metrics[objective]
+    sign = -1.0 if table.directions[objective] == "maximize" else 1.0
+    costs = sorted(sign * value for value in _complete(table, objective).values())
     if len(costs) < 2 or costs[0] == costs[-1]:
-        return Axis(label=state.metric)
+        return Axis(label=label)
     worst = min(costs[-1], fence(costs, _FENCE)) if len(costs) >= 8 else costs[-1]
     # A trial may have been better before its end; of many trials the ends are enough.
     few = len(state.trials) <= _LINES
@@ -111,25 +118,60 @@ def value_axis(state: State) -> Axis:
     best = min([costs[0], *filter(math.isfinite, seen)])
     width = worst - best
     low, high = sorted((sign * (best - 0.05 * width), sign * (worst + 0.15 * width)))
-    return Axis(label=state.metric, low=low, high=high)
+    return Axis(label=label, low=low, high=high)
 
 
-def history_card(state: State, table: SweepTable, axis: Axis) -> str:
-    """Draw each trial's value by its number, with the best value so far.
+def _complete(table: SweepTable, objective: int) -> dict[int, float]:
+    """The values of an objective in the complete trials, by number."""
+    trials = [trial for trial in table.trials.values() if trial.state == "complete"]
+    values = {trial.number: value_of(trial, objective) for trial in trials}
+    return {number: value for number, value in sorted(values.items()) if value is not None}
+
+
+def history_card(table: SweepTable, axes: Sequence[Axis]) -> str:
+    """Draw each trial's value by its number, with the best value so far; a chart per objective.
 
     Args:
-        state: of the sweep.
-        table: its trials.
-        axis: of the value, which the sweep's charts share: from :func:`value_axis`.
+        table: the trials.
+        axes: of the objectives, which all charts share: from :func:`value_axis`.
     """
-    values = sorted(state.values.items())
-    best = accumulate((v for _, v in values), max if state.direction == "maximize" else min)
-    so_far = [(float(n), value) for (n, _), value in zip(values, best, strict=True)]
-    so_far += [(float(max(table.trials)), so_far[-1][1])] if so_far else []
-    marks = _marks(table, {t: float(t.number) for t in table.trials.values()}, axis.high)
-    lines = [Series("best so far", so_far, "steps", BEST), *marks]
-    picture = chart(lines, x=Axis("trial", integer=True), y=axis, legend=True)
-    return card("Each trial, best so far", picture, span=2)
+    pictures = []
+    numbers = {trial: float(trial.number) for trial in table.trials.values()}
+    for objective, axis in enumerate(axes):
+        values = _complete(table, objective)
+        better = max if table.directions[objective] == "maximize" else min
+        best = accumulate(values.values(), better)
+        so_far = [(float(n), value) for n, value in zip(values, best, strict=True)]
+        so_far += [(max(numbers.values()), so_far[-1][1])] if so_far else []
+        marks = _marks(table, numbers, axis.high, objective)
+        lines = [Series("best so far", so_far, "steps", BEST), *marks]
+        pictures.append(chart(lines, x=Axis("trial", integer=True), y=axis, legend=True))
+    return card("Each trial, best so far", _titled(pictures, axes, 240), span=2)
+
+
+def _titled(pictures: Sequence[str], axes: Sequence[Axis], least: int) -> str:
+    """Place the charts of several objectives beside each other, each below its name."""
+    if len(pictures) == 1:
+        return pictures[0]
+    names = [paragraph(shortened(axis.label, 40)) for axis in axes]
+    return tiles([name + picture for name, picture in zip(names, pictures, strict=True)], least)
+
+
+def front_card(table: SweepTable, axes: Sequence[Axis]) -> str:
+    """Draw the trials by two objectives at a time, with those that no other beats marked.
+
+    The arguments are those of :func:`history_card`.
+    """
+    ways = ", ".join(f"{way} {m}" for m, way in zip(table.metrics, table.directions, strict=True))
+    text = f"★ {counted(len(table.best), 'trial')} that no other beats; {ways}"
+    pictures = []
+    for first, second in [*combinations(range(len(axes)), 2)][:_PAIRS]:
+        values = {trial: value_of(trial, first) for trial in table.trials.values()}
+        at = {trial: value for trial, value in values.items() if value is not None}
+        marks = _marks(table, at, None, second)
+        picture = chart(marks, x=axes[first], y=axes[second], legend=True)
+        pictures.append(paragraph(shortened(axes[second].label, 40)) + picture)
+    return card("Pareto front", paragraph(text) + tiles(pictures, 240), span=2)
 
 
 _MARKS: dict[str, tuple[Mark, str]] = {
@@ -142,18 +184,21 @@ _MARKS: dict[str, tuple[Mark, str]] = {
 """Mark and colour of each state; those that matter most are drawn last."""
 
 
-def _marks(table: SweepTable, at: Mapping[Trial, float], edge: float | None) -> list[Series]:
+def _marks(
+    table: SweepTable, at: Mapping[Trial, float], edge: float | None, objective: int
+) -> list[Series]:
     """A mark for each trial with a value, by state.
 
     Args:
         table: the trials.
         at: each trial's position.
         edge: the value at which failed trials are drawn; None: they are not.
+        objective: whose value is drawn, from 0.
     """
     groups: dict[str, list[tuple[float, float, Trial]]] = {name: [] for name in _MARKS}
     for trial, x in at.items():
         name = "best" if trial in table.best else trial.state
-        y = edge if name == "failed" else value_of(trial)
+        y = edge if name == "failed" else value_of(trial, objective)
         if y is not None and name in groups:
             groups[name].append((x, y, trial))
     series = []
@@ -165,10 +210,7 @@ def _marks(table: SweepTable, at: Mapping[Trial, float], edge: float | None) -> 
 
 
 def curves_card(state: State, table: SweepTable, axis: Axis) -> str:
-    """Draw all trials' reports by step; of many the best, the running and the newest ones.
-
-    The arguments are those of :func:`history_card`.
-    """
+    """Draw all trials' reports by step; of many the best, the running and the newest ones."""
     shown, which = _with_curves(state, table)
     if not shown:
         return ""
@@ -200,10 +242,13 @@ def _with_curves(state: State, table: SweepTable) -> tuple[list[Trial], str]:
 # --- slices ---
 
 
-def slices_card(state: State, table: SweepTable, axis: Axis) -> str:
+def slices_card(state: State, table: SweepTable, axes: Sequence[Axis]) -> str:
     """Draw the values by each parameter; the important ones first, once they can be told.
 
-    The arguments are those of :func:`history_card`.
+    Args:
+        state: of the sweep.
+        table: its trials.
+        axes: of the objectives: from :func:`value_axis`.
     """
     space = {} if state.space is None else state.space.searched
     names = [*(space or dict.fromkeys(n for t in table.trials.values() for n in t.params))]
@@ -218,16 +263,21 @@ def slices_card(state: State, table: SweepTable, axis: Axis) -> str:
     trials = [*thinned(others, _OTHERS), *thinned(complete, _COMPLETE), *table.running, *table.best]
     labels = short_names(names)
     cards = []
-    for name in names[:_SLICES]:
+    most = max(_SLICES // len(axes), 1)
+    for name in names[:most]:
         across, at = _positions(space.get(name), [t for t in trials if name in t.params], name)
-        picture = chart(_marks(table, at, None), x=across, y=axis, size=(240, 140))
+        pictures = [
+            chart(_marks(table, at, None, objective), x=across, y=axis, size=(240, 140))
+            for objective, axis in enumerate(axes)
+        ]
         share = shares.get(name)
         note = f"{share.value:.2f} ({share.low:.2f}–{share.high:.2f})" if share else ""
-        cards.append(card(labels[name], picture, note=note))
+        cards.append(card(labels[name], _titled(pictures, axes, 150), note=note))
     notes = ["Importance of the parameters by fANOVA.", *known.notes()] if known else []
-    if len(names) > _SLICES:
-        notes = [*notes, f"{_SLICES} of {len(names)} parameters are drawn."]
-    return view(tiles(cards, 180), paragraph(" ".join(notes), faint=True) if notes else "")
+    if len(names) > most:
+        notes = [*notes, f"{most} of {len(names)} parameters are drawn."]
+    below = paragraph(" ".join(notes), faint=True) if notes else ""
+    return view(tiles(cards, 180 * min(len(axes), 2)), below)
 
 
 def _positions(
@@ -262,13 +312,14 @@ _GROWTH = 1.25  # recomputed when there are so many times the trials of the last
 class ImportanceCache:
     """The importance of each sweep's parameters, computed where the caller wants it to be.
 
-    The computation imports Optuna and takes 0.4 to 2.4 s of CPU, so a panel gives it to a thread
+    The computation imports Optuna and takes 0.4 to 2.4 s of CPU, so a panel has it computed later
     and draws the charts meanwhile.
     """
 
     def __init__(self) -> None:
         # Importance, the number of complete trials that it is from, and whether the sweep was live.
         self._computed: dict[Path, tuple[Importance | None, int, bool]] = {}
+        self._computing: set[Path] = set()
 
     def of(self, state: State) -> Importance | None:
         """Return what was computed last; None: nothing yet, or it cannot be told."""
@@ -293,6 +344,25 @@ class ImportanceCache:
         except (SweepError, ValueError, MissingExtra):
             computed = None  # all values are equal, sweep.yaml was changed, or no scikit-learn
         self._computed[folder] = computed, count, live
+
+    def compute_later(self, state: State, done: Callable[[], None]) -> None:
+        """Compute it in a thread if it is due, and then call ``done`` there."""
+        folder = state.paths.folder
+        if not self.due(state) or folder in self._computing:
+            return
+
+        def compute() -> None:
+            try:
+                self.compute(state)
+                done()
+            except RuntimeError:
+                pass  # a trial ended meanwhile: the next look tries again
+            finally:
+                self._computing.discard(folder)
+
+        self._computing.add(folder)
+        # A daemon: the kernel's exit does not wait for it.
+        threading.Thread(target=compute, name="nbtoolkit-importance", daemon=True).start()
 
 
 IMPORTANCES = ImportanceCache()

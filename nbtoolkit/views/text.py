@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from nbtoolkit.config.validation import direction_of
 from nbtoolkit.run.paths import KIND_NAMES
+from nbtoolkit.run.serialization import one_line as exception_line
 from nbtoolkit.study.table import ENDED, SweepTable
 from nbtoolkit.text_table import (
     ago,
@@ -22,8 +23,8 @@ from nbtoolkit.text_table import (
 from nbtoolkit.views.chart import Points, drawable
 from nbtoolkit.views.runs import plain_name, read_annotations
 from nbtoolkit.views.state import State
-from nbtoolkit.views.timeline import JobSpan
 from nbtoolkit.views.trial_rows import EVERYTHING, View, trial_page, value_of
+from nbtoolkit.views.workers import JobSpan
 
 _LINE = 400  # characters of a line of text
 
@@ -272,10 +273,16 @@ def summary_line(state: State, now: float | None = None) -> str:
         times(state, now),
         f"{name} {value}" + (f" ({where})" if where else "") if value else "",
         *(f"{device.name}: {device.text}" for device in state.devices() if state.live),
-        error_of(state),
+        _first_line(error_of(state)),
     ]
     line = one_line(", ".join(part for part in parts if part))
     return line if len(line) <= _LINE else f"{line[: _LINE - 1]}…"
+
+
+def _first_line(error: str) -> str:
+    """Shorten ``module.Type: text`` to the type and what happened."""
+    kind, _, text = error.partition(": ")
+    return exception_line(kind, text) if text else error
 
 
 def page_text(state: State | None, chosen: View = EVERYTHING, now: float | None = None) -> str:

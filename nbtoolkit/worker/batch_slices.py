@@ -13,6 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from nbtoolkit.errors import PlanError
+from nbtoolkit.worker.collectives import broadcast, gather_on_all
 
 if TYPE_CHECKING:
     from torch.utils.data import (
@@ -174,7 +175,7 @@ def _index_slices(ctx: RunContext, loader: DataLoader[object], number: int) -> R
     given: Any = loader.batch_sampler
     length = _length(given)
     if type(given) is not BatchSampler:
-        return RankBatchSampler(ctx, _drawn_on_rank_0(given), size=None, length=length)
+        return RankBatchSampler(ctx, _drawn_on_rank_0(ctx, given), size=None, length=length)
     sampler: Any = given.sampler
     if isinstance(sampler, DistributedSampler):
         return _distributed_slices(ctx, sampler, given)
@@ -187,7 +188,7 @@ def _index_slices(ctx: RunContext, loader: DataLoader[object], number: int) -> R
     if isinstance(sampler, RandomSampler) and sampler.generator is None:
         epoch = _seeded(sampler, given, (ctx.seed, number))
     else:
-        epoch = (lambda _: given) if in_order else _drawn_on_rank_0(given)
+        epoch = (lambda _: given) if in_order else _drawn_on_rank_0(ctx, given)
     return RankBatchSampler(ctx, epoch, size=size, length=length, samples=samples)
 
 
@@ -210,14 +211,12 @@ def _seeded(sampler: RandomSampler, given: BatchSampler, seed: tuple[int, int]) 
     return batches
 
 
-def _drawn_on_rank_0(given: Iterable[list[int]]) -> Epoch:
+def _drawn_on_rank_0(ctx: RunContext, given: Iterable[list[int]]) -> Epoch:
     """Rank 0's batches, on all ranks: the sampler may draw at random."""
 
     def batches(epoch: int) -> Iterable[list[int]]:
-        import torch.distributed as dist
-
         length = _length(given)
-        if not dist.is_initialized():
+        if ctx.world_size == 1:
             # A list, as on several ranks: the sampler then draws the same from torch's generator.
             return given if length is None else list(islice(given, length))
         if length is None:
@@ -226,9 +225,8 @@ def _drawn_on_rank_0(given: Iterable[list[int]]) -> Epoch:
                 allowed="samplers and batch samplers with __len__",
                 do="give it __len__: the number of batches per epoch",
             )
-        drawn = [list(islice(given, length)) if dist.get_rank() == 0 else []]
-        dist.broadcast_object_list(drawn, src=0)
-        return drawn[0]
+        drawn = list(islice(given, length)) if ctx.is_main else []
+        return broadcast(drawn, ctx.world_size)
 
     return batches
 
@@ -279,7 +277,7 @@ def _batch_slices(ctx: RunContext, loader: DataLoader[object]) -> IterableDatase
     class Slices(IterableDataset):  # type: ignore[type-arg]
         def __iter__(self) -> Iterator[object]:
             return _slices(
-                _checked(iter(loader)), ctx.rank, ctx.world_size, size=_size, join=join, part=_part
+                _checked(ctx, loader), ctx.rank, ctx.world_size, size=_size, join=join, part=_part
             )
 
         def __len__(self) -> int:
@@ -369,25 +367,21 @@ def _uneven(what: str, ranks: int) -> PlanError:
     )
 
 
-def _checked(batches: Iterator[object]) -> Iterator[object]:
+def _checked(ctx: RunContext, batches: Iterable[object]) -> Iterator[object]:
     """The batches, if the first one is equal on all ranks.
 
     Raises:
         PlanError: it differs.
     """
-    import torch.distributed as dist
-
     for number, batch in enumerate(batches):
-        if number == 0 and dist.is_initialized():
-            digests: list[str | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(digests, _digest(batch))
-            if len(set(digests)) > 1:
-                raise PlanError(
-                    "the ranks read different batches from a loader that they should share",
-                    allowed="a stream that is equal on all ranks",
-                    do="seed its random numbers with ctx.seed; do not pass ctx.prepare a stream "
-                    "that divides itself among the ranks: move its batches to ctx.device",
-                )
+        first = number == 0 and ctx.world_size > 1
+        if first and len(set(gather_on_all(_digest(batch), ctx.world_size))) > 1:
+            raise PlanError(
+                "the ranks read different batches from a loader that they should share",
+                allowed="a stream that is equal on all ranks",
+                do="seed its random numbers with ctx.seed; do not pass ctx.prepare a stream that "
+                "divides itself among the ranks: move its batches to ctx.device",
+            )
         yield batch
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from nbtoolkit.run import messages
-from nbtoolkit.run.messages import CollectivesStarted
+from nbtoolkit.run.events import CheckpointSaved, MetricsLogged, MetricsReported, NoteAdded
 from nbtoolkit.run.rank_check import Weights
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.signals import SignalFlag, describe_signal
@@ -20,7 +21,7 @@ from nbtoolkit.worker.collectives import new_gloo_group
 
 # Sent many times a second, and not urgent: the supervisor reads them every 50 ms. To wake it would
 # take 0.2 ms, more than a step of a small model.
-_TELEMETRY = (messages.MetricsSent, messages.Reported, messages.CollectivesStarted)
+_TELEMETRY = (MetricsLogged, MetricsReported, messages.CollectivesStarted)
 
 LOOK_SECONDS = 0.2  # between two checks of the run's folder for a stop request; one takes 10 us
 
@@ -83,6 +84,8 @@ class SupervisorChannel:
         """The supervisor's next message but StopPending, which it only notes; None: it is gone."""
         while (message := self._connection.receive()) is not None and self._is_stop(message):
             pass
+        if isinstance(message, messages.Go):
+            self._stop_pending = False  # it was meant for an earlier job
         return message
 
     def _is_stop(self, message: messages.Message) -> bool:
@@ -130,13 +133,13 @@ class RecordChannel:
 def record_statement(record: RunRecord, message: messages.Statement) -> None:
     """Record a rank's message that has no answer; ignores what only a supervisor needs."""
     match message:
-        case messages.MetricsSent():
+        case MetricsLogged():
             record.logged(message.values, message.step)
-        case messages.Reported():
+        case MetricsReported():
             record.reported(message.values, message.step)
-        case messages.CheckpointWritten():
+        case CheckpointSaved():
             record.saved(message.path, message.step, message.kind)
-        case messages.NoteSent():
+        case NoteAdded():
             record.note(message.text, message.level)
         case messages.SettingsUnread():
             record.note(message.text, "warning")
@@ -155,14 +158,19 @@ def answer_question(record: RunRecord, question: messages.Question) -> messages.
 
 
 class GroupChannel:
-    """Ranks that torchrun or Slurm started: rank 0 keeps the record and broadcasts its answers."""
+    """Ranks that torchrun or Slurm started: rank 0 keeps the record and broadcasts its answers.
+
+    Args:
+        own: rank 0's record; None on the others.
+        timeout: seconds that the ranks wait for each other at a report.
+    """
 
     async_reports = False
 
-    def __init__(self, own: RecordChannel | None) -> None:
+    def __init__(self, own: RecordChannel | None, timeout: float) -> None:
         self._own = own
         self.signal_flag = own.signal_flag if own is not None else SignalFlag()
-        self._group = new_gloo_group()
+        self._group = new_gloo_group(timeout)
 
     def send(self, message: messages.Statement) -> None:
         """See :class:`Channel`; only rank 0 keeps a record."""
@@ -213,8 +221,9 @@ class GroupChannel:
 SECONDS = 1.0  # between two checks; one takes 0.1 ms
 
 
-class Heartbeat:
-    """Sends the number of collectives that the rank has started, whenever it has changed.
+@contextlib.contextmanager
+def heartbeat(channel: Channel, ranks: int) -> Iterator[None]:
+    """Send the number of collectives that the rank has started, whenever it has changed.
 
     It shows which rank waits for which, even if the stacks do not: on a GPU a collective returns at
     once, and the rank waits in the next ``.item()``. A thread sends it inside the ``with`` block.
@@ -223,32 +232,29 @@ class Heartbeat:
         channel: where to send it.
         ranks: of the run; a single rank waits for no other, and has no thread.
     """
+    if ranks == 1:
+        yield
+        return
+    ended, sent = threading.Event(), 0
 
-    def __init__(self, channel: Channel, ranks: int) -> None:
-        self._channel, self._sent = channel, 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._on = ranks > 1
+    def send() -> None:
+        nonlocal sent
+        if (started := started_collectives()) != sent:
+            sent = started
+            channel.send(messages.CollectivesStarted(count=started))
 
-    def __enter__(self) -> None:
-        if self._on:
-            self._thread.start()
+    def run() -> None:
+        while not ended.wait(SECONDS):
+            send()
 
-    def __exit__(self, *_: object) -> None:
-        if self._on:
-            self._ended.set()
-            self._thread.join()
-            self._send()
-
-    def _run(self) -> None:
-        while not self._ended.wait(SECONDS):
-            self._send()
-
-    def _send(self) -> None:
-        started = started_collectives()
-        if started != self._sent:
-            self._sent = started
-            self._channel.send(CollectivesStarted(count=started))
+    thread = threading.Thread(target=run, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        send()
 
 
 def started_collectives() -> int:

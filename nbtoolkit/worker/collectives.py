@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -26,12 +27,18 @@ if TYPE_CHECKING:
 _CONNECTED = b"[Gloo] Rank "
 
 
-def new_gloo_group() -> ProcessGroup:
-    """A group of all ranks for collectives on the CPU; every rank calls it."""
+def new_gloo_group(timeout: float | None = None) -> ProcessGroup:
+    """A group of all ranks for collectives on the CPU; every rank calls it.
+
+    Args:
+        timeout: seconds that a collective may take; None: torch's half an hour. A new group does
+            not have the limit of the default one.
+    """
     import torch.distributed as dist
 
+    limit = None if timeout is None else timedelta(seconds=timeout)
     with without_gloo_lines():
-        group: ProcessGroup = dist.new_group(backend="gloo")
+        group: ProcessGroup = dist.new_group(backend="gloo", timeout=limit)
         return group
 
 

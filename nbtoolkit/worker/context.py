@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -12,13 +11,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from nbtoolkit.config.aliases import refuse_old_name
-from nbtoolkit.config.validation import mark_used, unused_settings
+from nbtoolkit.config.validation import mark_used, searched_in_vain, unused_settings
 from nbtoolkit.errors import CheckpointError, ReportError, RunStopped
 from nbtoolkit.run import messages
-from nbtoolkit.run.checkpoint_store import State, read_state, write_state
+from nbtoolkit.run.checkpoints.checkpoint_store import State, read_state, write_state
+from nbtoolkit.run.events import CheckpointSaved, MetricsLogged, MetricsReported, NoteAdded
+from nbtoolkit.run.paths import exclusive
+from nbtoolkit.run.rank_check import track_optimizers
 from nbtoolkit.worker.channel import Channel
 
 if TYPE_CHECKING:
@@ -26,9 +29,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from nbtoolkit.folds.folds import Fold
+    from nbtoolkit.run.payload import JobSpec
     from nbtoolkit.run.rank_check import SteppedOptimizers, Weights
-    from nbtoolkit.run.request import JobSpec
-    from nbtoolkit.worker.loss_checks import ClassLosses
+    from nbtoolkit.worker.prepare import ClassLosses
 
 _FOLD_UNREAD = (
     "the training function has ended without reading ctx.fold: every fold trains on the same "
@@ -62,7 +65,6 @@ class RunContext:
         rank: int = 0,
         local_rank: int = 0,
         world_size: int = 1,
-        optimizers: SteppedOptimizers | None = None,
     ) -> None:
         self.config, self.plan, self.paths = job.config, job.plan, job.paths
         self.rank, self.local_rank, self.world_size = rank, local_rank, world_size
@@ -72,7 +74,7 @@ class RunContext:
         self.seed: int = job.config.seed
         self._channel = channel
         self._accelerator: Accelerator | None = None
-        self._optimizers = optimizers
+        self._optimizers: SteppedOptimizers | None = None
         self._class_losses: ClassLosses | None = None
 
     if not TYPE_CHECKING:  # else type checkers would accept any attribute
@@ -141,9 +143,7 @@ class RunContext:
             TypeError: a value or the step is not a number.
         """
         if self.is_main:
-            self._channel.send(
-                messages.MetricsSent(values=_as_numbers(metrics), step=_as_step(step))
-            )
+            self._channel.send(MetricsLogged(values=_as_numbers(metrics), step=_as_step(step)))
 
     def report(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Report the metrics of a validation; **all** ranks call it, once each. May not return.
@@ -161,7 +161,7 @@ class RunContext:
         """
         values, at = _as_numbers(metrics), _as_step(step)
         if self._channel.async_reports and not self.stop_requested():
-            self._channel.send(messages.Reported(values=values, step=at))
+            self._channel.send(MetricsReported(values=values, step=at))
         else:
             weights, where = self.weights(), _caller()
             self._together(
@@ -236,7 +236,7 @@ class RunContext:
     def message(self, text: str, level: Literal["info", "warning"] = "info") -> None:
         """Show a message to the user and add it to the run's events; from the main rank only."""
         if self.is_main:
-            self._channel.send(messages.NoteSent(text=text, level=level))
+            self._channel.send(NoteAdded(text=text, level=level))
 
     def warn_unused_settings(self, reads: set[str]) -> None:
         """Warn of settings without effect, and of a fold, that the function has not read.
@@ -246,17 +246,18 @@ class RunContext:
         """
         if not self.is_main:
             return
-        if (text := unused_settings(self.config, reads, self._params)) is not None:
+        texts = [
+            unused_settings(self.config, reads, self._params),
+            searched_in_vain(self.config, reads, self._params),
+            _FOLD_UNREAD if self._fold is not None and not self._fold_read else None,
+        ]
+        for text in filter(None, texts):
             self._channel.send(messages.SettingsUnread(text=text))
-        if self._fold is not None and not self._fold_read:
-            self._channel.send(messages.SettingsUnread(text=_FOLD_UNREAD))
 
     def note_saved(self, path: str | os.PathLike[str], step: int | None, kind: str) -> None:
         """Record a checkpoint written without :meth:`save`; from the main rank only, any thread."""
         if self.is_main:
-            self._channel.send(
-                messages.CheckpointWritten(path=str(path), step=_as_step(step), kind=kind)
-            )
+            self._channel.send(CheckpointSaved(path=str(path), step=_as_step(step), kind=kind))
 
     def save(
         self, state: Mapping[str, Any], *, kind: str = "last", step: int | None = None
@@ -281,9 +282,8 @@ class RunContext:
         # First wait for all ranks: a late one must not load what is saved now.
         self._together(messages.SaveRequest(where=where))
         if self.plan.strategy == "fsdp":
-            from nbtoolkit.worker.prepare import saved_state
-
-            state = saved_state(self, state)
+            # A collective. By its name: the strategy may import what this module must not.
+            state = resolve_name("nbtoolkit.training.strategies.fsdp:gather_state")(self, state)
         if self.is_main:
             write_state(path, state)
         self._together(
@@ -322,12 +322,18 @@ class RunContext:
     def refuse_weighted_losses(self) -> None:
         """Until :meth:`close`, refuse losses that are not a mean over samples."""
         if self._class_losses is None:
-            from nbtoolkit.worker.loss_checks import ClassLosses
+            from nbtoolkit.worker.prepare import ClassLosses
 
             self._class_losses = ClassLosses()
 
+    def track_optimizers(self) -> None:
+        """Until :meth:`close`, note which optimizers step, if ``runtime.compare_ranks`` is on."""
+        self._optimizers = track_optimizers(self.config, self.plan.data_ranks)
+
     def close(self) -> None:
-        """Undo, after the training function, what :meth:`refuse_weighted_losses` has changed."""
+        """Undo, after the training function, what the run has changed in torch."""
+        if self._optimizers is not None:
+            self._optimizers.close()
         if self._class_losses is not None:
             self._class_losses.close()
             self._class_losses = None
@@ -348,10 +354,7 @@ class RunContext:
         """
         name = hashlib.sha256(key.encode()).hexdigest()[:16]
         path = Path(self.config.runtime.output_dir).expanduser() / ".cache" / f"{name}.pt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        long = self.pause_hang_detection(f"cached({key!r})")
-        with long, path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with self.pause_hang_detection(f"cached({key!r})"), exclusive(path):
             if not path.exists():
                 write_state(path, {"value": build()})
             return read_state(path, mmap=True)["value"]

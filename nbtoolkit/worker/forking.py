@@ -7,15 +7,19 @@ import gc
 import os
 import selectors
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 
 class Forker:
     """Base class of a single-threaded loop over sockets and exited children."""
 
     def __init__(self) -> None:
+        self.leaders: set[int] = set()
+        """Children that lead process groups, which end with them."""
         self.selector = selectors.DefaultSelector()
         self._wakeup_read, self._wakeup_write = os.pipe()
         os.set_blocking(self._wakeup_write, False)
@@ -30,6 +34,15 @@ class Forker:
             # Handling one event may have closed the socket of another (a reaped supervisor's).
             if self.selector.get_map().get(key.fd) is key:
                 key.data()
+
+    def listen(self, sock: socket.socket, on_readable: Callable[[], None]) -> None:
+        """Call ``on_readable`` whenever a socket is readable, or its other end is closed."""
+        self.selector.register(sock, selectors.EVENT_READ, on_readable)
+
+    def forget(self, sock: socket.socket) -> None:
+        """Undo :meth:`listen`, if the socket is still listened to."""
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(sock)
 
     def fork(
         self,
@@ -51,21 +64,9 @@ class Forker:
             The child's pid.
         """
         pid = self.fork_in_place(keep=keep, parent_death=parent_death, leader=leader)
-        if pid:
-            return pid
-        code = 1
-        try:
-            run()
-            code = 0
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else 1
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            with contextlib.suppress(Exception):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)
+        if not pid:
+            run_and_exit(run)
+        return pid
 
     def fork_in_place(self, *, keep: list[int], parent_death: int = 0, leader: bool = False) -> int:
         """Fork a child that returns from this call with 0, as from ``os.fork``.
@@ -77,6 +78,7 @@ class Forker:
         pid = os.fork()
         if pid:
             if leader:
+                self.leaders.add(pid)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.setpgid(pid, pid)  # the child does so, too: either may be first
             return pid
@@ -92,12 +94,11 @@ class Forker:
         """Further descriptors that children close, besides those in the selector."""
         return []
 
-    def is_group(self, pid: int) -> bool:
-        """Whether a child leads a process group that must end with it."""
-        raise NotImplementedError
-
     def ended(self, pid: int, code: int) -> None:
-        """Handle a child that has exited and is reaped; ``code`` is negative for a signal."""
+        """Handle a child that has exited and is reaped; ``code`` is negative for a signal.
+
+        It is still in :attr:`leaders` if it was one.
+        """
         raise NotImplementedError
 
     def _become_child(self, keep: list[int], parent_death: int, leader: bool) -> None:
@@ -126,10 +127,28 @@ class Forker:
                 return
             # Before it is reaped, its pid cannot belong to another process: kill its group now, the
             # ranks and DataLoader workers that have outlived their agent.
-            if self.is_group(info.si_pid):
+            if info.si_pid in self.leaders:
                 kill_group(info.si_pid)
             _, status = os.waitpid(info.si_pid, 0)
             self.ended(info.si_pid, os.waitstatus_to_exitcode(status))
+            self.leaders.discard(info.si_pid)
+
+
+def run_and_exit(run: Callable[[], None]) -> NoReturn:
+    """Run the main function of a forked process, and end it: with code 1 after an exception."""
+    code = 1
+    try:
+        run()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
 def kill_group(pid: int) -> None:

@@ -10,7 +10,6 @@ import gc
 import importlib
 import multiprocessing.util
 import os
-import pickle
 import random
 import signal
 import socket
@@ -24,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from nbtoolkit.config.validation import record_reads
 from nbtoolkit.environment.installed import ImportRecorder
@@ -34,16 +33,17 @@ from nbtoolkit.errors import RunStopped
 from nbtoolkit.run import messages
 from nbtoolkit.run.events import returned_numbers
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
-from nbtoolkit.run.payload import PackedFunction, load_function, unload_function, unpack
-from nbtoolkit.run.rank_check import track_optimizers
-from nbtoolkit.run.request import JobSpec
+from nbtoolkit.run.payload import JobSpec, PackedFunction, load_function, unload_function, unpack
 from nbtoolkit.run.serialization import add_note, error_text, pack_error, pack_value
 from nbtoolkit.run.signals import ignore_warning_signals
 from nbtoolkit.run.transport import Connection, receive_packet
-from nbtoolkit.worker.channel import Heartbeat, SupervisorChannel
+from nbtoolkit.worker.channel import SupervisorChannel, heartbeat
 from nbtoolkit.worker.collectives import new_gloo_group, without_gloo_lines
 from nbtoolkit.worker.context import RunContext
 from nbtoolkit.worker.forking import die_with_parent
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 # --- advice for code from scripts ---
 
@@ -136,21 +136,17 @@ def run_rank(job: RankJob) -> None:
         return
     _keep_group()
     channel.send(messages.PhaseReached(phase="group"))
-    if job.spec.standby:
-        assigned = receive_packet(telemetry.socket)  # None: there is no run for these ranks
-        if not isinstance(assigned, messages.RunAssigned):
-            return
-        job = _assigned_job(job, assigned.descriptors, rank)
-    spec: JobSpec | None = job.spec
+    current = _next_job(job, telemetry, rank) if job.spec.standby else job
     state = ProcessState() if job.spec.reuse_workers else None
-    while spec is not None:
+    while current is not None:
+        spec = current.spec
         async_reports = spec.plan.processes == 1 and not spec.synchronous_reports
         channel = SupervisorChannel(connection, telemetry, async_reports=async_reports)
-        _run_job(job, spec, rank, channel)
+        _run_job(current, rank, channel)
         if state is None:
             break
         state.restore()
-        spec = _next_job(rank, channel)
+        current = _next_job(current, telemetry, rank)
     _leave_group()
     if plan.processes > 1:
         # The exit closes the connections to the other ranks, which may still communicate: an error
@@ -159,16 +155,15 @@ def run_rank(job: RankJob) -> None:
         _end_process()
 
 
-def _run_job(job: RankJob, spec: JobSpec, rank: int, channel: SupervisorChannel) -> None:
+def _run_job(job: RankJob, rank: int, channel: SupervisorChannel) -> None:
     """Call the function of one job."""
-    optimizers = track_optimizers(spec.config, spec.plan.processes)
+    spec = job.spec
     context = RunContext(
         spec,
         channel,
         rank=rank,
         local_rank=int(os.environ.get("LOCAL_RANK", 0)),
         world_size=spec.plan.processes,
-        optimizers=optimizers,
     )
     imports = ImportRecorder(lambda names: channel.send(messages.ModulesImported(names=names)))
     if rank == 0:
@@ -178,40 +173,34 @@ def _run_job(job: RankJob, spec: JobSpec, rank: int, channel: SupervisorChannel)
         function = job.load()
         channel.send(messages.PhaseReached(phase="ready"))
         if channel.wait() is not None:  # the supervisor sends Go when every rank is ready
-            _call_function(function, context, channel, imports)
+            _call_and_report(function, context, channel, imports)
     except BaseException as error:
         _report_error(spec.paths, rank, channel, error)
     finally:
-        context.close()
         if imports in sys.meta_path:
             sys.meta_path.remove(imports)
-        if optimizers is not None:
-            optimizers.close()
 
 
-def _assigned_job(job: RankJob, given: messages.StandbyDescriptors, rank: int) -> RankJob:
-    """Return the job that ranks in standby have received; its output goes to its folder."""
-    packed, spec = unpack(given.payload, PackedFunction), unpack(given.spec, JobSpec)
-
-    def load() -> Callable[..., Any]:
-        os.chdir(packed.environment.cwd)  # it may have been removed and made again
-        importlib.invalidate_caches()
-        return load_function(given.payload, packed)
-
-    os.environ[RANK_MARK] = str(spec.paths.folder)
-    _redirect_output(spec.paths, rank)
-    return replace(job, spec=spec, load=load)
-
-
-def _next_job(rank: int, channel: SupervisorChannel) -> JobSpec | None:
-    """Wait for the next job of a group that is reused; None: there is none."""
-    message = channel.wait()
+def _next_job(job: RankJob, telemetry: Connection, rank: int) -> RankJob | None:
+    """Wait for the next job of a group that has run ``job`` or started in advance; None: none."""
+    message = receive_packet(telemetry.socket)
     if not isinstance(message, messages.JobAssigned):
         return None
-    spec: JobSpec = pickle.loads(Path(message.file).read_bytes())
-    os.environ[RANK_MARK] = str(spec.paths.folder)
-    _redirect_output(spec.paths, rank)
-    return spec
+    given = message.descriptors
+    job = replace(job, spec=unpack(given.spec, JobSpec))
+    os.close(given.spec)
+    if (payload := given.payload) is not None:
+        packed = unpack(payload, PackedFunction)
+
+        def load() -> Callable[..., Any]:
+            os.chdir(packed.environment.cwd)  # it may have been removed and made again
+            importlib.invalidate_caches()
+            return load_function(payload, packed)
+
+        job = replace(job, load=load)
+    os.environ[RANK_MARK] = str(job.spec.paths.folder)
+    _redirect_output(job.spec.paths, rank)
+    return job
 
 
 class ProcessState:
@@ -267,7 +256,27 @@ class ProcessState:
             torch.cuda.empty_cache()
 
 
-def _call_function(
+def call_function(function: Callable[..., Any], context: RunContext) -> tuple[Any, set[str]]:
+    """Call the training function, and write its value to the run's folder.
+
+    Returns:
+        The value, and the settings that the function has read.
+    """
+    context.track_optimizers()
+    try:
+        with record_reads() as reads:
+            value = function(context.config, context)
+    finally:
+        context.close()
+    packed, path = pack_value(value), context.paths.value(context.rank)
+    try:
+        write_whole(path, packed, durable=False)
+    except OSError as error:
+        raise folder_error(path, error) from error
+    return value, reads
+
+
+def _call_and_report(
     function: Callable[..., Any],
     context: RunContext,
     channel: SupervisorChannel,
@@ -275,16 +284,11 @@ def _call_function(
 ) -> None:
     seed_everything(context.seed)
     try:
-        with Heartbeat(channel, context.world_size), record_reads() as reads:
-            value = function(context.config, context)
+        with heartbeat(channel, context.world_size):
+            value, reads = call_function(function, context)
     except RunStopped as stopped:
         channel.send(messages.FunctionLeft(status=stopped.status))
         return
-    packed, path = pack_value(value), context.paths.value(context.rank)
-    try:
-        write_whole(path, packed, durable=False)
-    except OSError as error:
-        raise folder_error(path, error) from error
     _flush()
     context.warn_unused_settings(reads)
     imports.report_submodules()
@@ -387,8 +391,13 @@ def _display(*objects: object, **_: object) -> None:
         print(repr(item))
 
 
-def join_group(plan: LaunchPlan, rank: int) -> None:
+def join_group(plan: LaunchPlan, rank: int, store: Store | None = None) -> None:
     """Form the default process group and test it with an all-reduce on each backend.
+
+    Args:
+        plan: has the backend, the number of ranks and the timeout.
+        rank: of this process.
+        store: where the ranks find each other; None for the one that the environment names.
 
     Raises:
         Exception: torch.distributed failed.
@@ -402,13 +411,14 @@ def join_group(plan: LaunchPlan, rank: int) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():  # a script under torchrun may have joined already
         limit = timedelta(seconds=plan.group_timeout)
+        found: Any = {"store": store, "rank": rank, "world_size": plan.processes} if store else {}
         # NCCL writes its problems to stdout (NCCL_DEBUG), which must not be held back.
         with without_gloo_lines() if plan.backend == "gloo" else contextlib.nullcontext():
-            dist.init_process_group(plan.backend, timeout=limit)
+            dist.init_process_group(plan.backend, timeout=limit, **found)
     ones = torch.ones(1, device="cuda" if plan.backend == "nccl" else "cpu")
     dist.all_reduce(ones)
     if plan.backend != "gloo":
-        group = new_gloo_group()
+        group = new_gloo_group(plan.group_timeout)
         dist.all_reduce(torch.ones(1), group=group)
         dist.destroy_process_group(group)
     if int(ones.item()) != plan.processes:

@@ -102,6 +102,7 @@ def test_without_a_database_that_of_the_bundle_is_taken_and_its_runs_are_counted
     assert all(uri.startswith(mine.as_uri()) for _, uri in rows(mine, STATUS))
 
 
+@pytest.mark.long
 def test_runs_that_an_earlier_unpacking_left_out_are_written_by_the_next(
     bundle: Path, theirs: Path, tmp_path: Path
 ) -> None:
@@ -114,6 +115,7 @@ def test_runs_that_an_earlier_unpacking_left_out_are_written_by_the_next(
     assert runs_of(theirs) <= runs_of(mine)
 
 
+@pytest.mark.long
 def test_a_run_that_is_further_in_the_bundle_is_written_on_to_its_own_entry(
     bundle: Path, theirs: Path, tmp_path: Path
 ) -> None:
@@ -149,6 +151,7 @@ def test_a_run_that_the_user_deleted_in_mlflow_does_not_come_back(
     assert runs_of(mine) == Counter()
 
 
+@pytest.mark.long
 def test_another_store_that_a_bundle_names_is_not_written_to(theirs: Path, tmp_path: Path) -> None:
     outputs = Path(shutil.copytree(theirs, tmp_path / "theirs"))
     (outputs / "mlflow.db").unlink()

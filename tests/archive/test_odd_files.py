@@ -137,6 +137,7 @@ def test_a_damaged_database_is_left_out_and_named(outputs: Path) -> None:
     assert not any(name.endswith(".db") for name in members)
 
 
+@pytest.mark.long
 def test_a_database_that_stays_locked_is_left_out_and_named(outputs: Path) -> None:
     study = folder_of(outputs, "one") / "study.db"
     with closing(sqlite3.connect(study, isolation_level=None)) as held:

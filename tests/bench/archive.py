@@ -12,7 +12,7 @@ import torch
 
 from nbtoolkit.archive.pack import pack
 from nbtoolkit.archive.unpack import unpack
-from nbtoolkit.run.checkpoint_store import CheckpointStore
+from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore
 from nbtoolkit.run.paths import RunPaths, write_json
 from tests.bench.figures import Figure
 

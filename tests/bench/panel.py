@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -65,8 +66,9 @@ def measure() -> dict[str, float]:
 def look(panel: nb.Panel, folder: Path, trials: int) -> float:
     """Median CPU seconds of a look, with all cards and the table, after a trial has reported."""
     panel.refresh()
-    if panel._controller._importance.ident is not None:  # in a thread of its own, seldom
-        panel._controller._importance.join()
+    for thread in threading.enumerate():  # in a thread of its own, seldom
+        if thread.name == "nbtoolkit-importance":
+            thread.join()
     steps = iter(range(REPORTS, REPORTS + LOOKS))
 
     def once() -> None:
@@ -94,12 +96,16 @@ def write_sweep(folder: Path, trials: int) -> Path:
     folder.mkdir(parents=True)
     (folder / "versions.json").write_text('{"kind": "sweep"}')
     (folder / "sweep.yaml").write_text(SWEEP_CONFIG)
-    events = [{"type": "run"}, *(trial(n, "running") for n in range(trials))]
-    for step in range(REPORTS):
-        report = {"type": "intermediate", "step": step}
-        events += [{**report, "number": n, "value": n * step / 1e5} for n in range(trials)]
-    events += [trial(n, "complete", n / trials) for n in range(trials - 1)]
-    append(folder, events)
+    first = time.time() - trials  # two slots: a trial begins each second, and takes two
+    events = [{"type": "run", "t": first}]
+    for n in range(trials):
+        events.append({**trial(n, "running"), "t": first + n})
+        for step in range(REPORTS):
+            report = {"type": "intermediate", "number": n, "step": step, "value": n * step / 1e5}
+            events.append({**report, "t": first + n + 1.9 * step / REPORTS})
+        if n < trials - 1:
+            events.append({**trial(n, "complete", n / trials), "t": first + n + 1.9})
+    append(folder, sorted(events, key=lambda event: event["t"]))
     return folder
 
 

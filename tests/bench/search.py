@@ -276,7 +276,7 @@ def ask_and_tell(trials: int) -> list[float]:
     """Seconds of each trial of Optuna alone: TPE, a journal as ours."""
     import optuna
 
-    from nbtoolkit.study.storage import FILE, open_journal
+    from nbtoolkit.study.study import FILE, open_journal
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     spent = []
@@ -300,8 +300,7 @@ def import_seconds() -> float:
 
 def open_seconds() -> float:
     """Median seconds to make a sweep's study in a new file, with Optuna imported."""
-    from nbtoolkit.study.storage import FILE
-    from nbtoolkit.study.study import open_study
+    from nbtoolkit.study.study import FILE, open_study
     from nbtoolkit.study.sweep_config import load_sweep_config
 
     sweep_config = load_sweep_config(SWEEP_CONFIG, nb.load_config(env=None), n_trials=1)

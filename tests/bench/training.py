@@ -257,7 +257,7 @@ def large_epoch(config: nb.Config, ctx: nb.RunContext) -> float:
     """Seconds to the first batch; the first attempt is killed behind 90% of the epoch."""
     import torch
 
-    from nbtoolkit.run.checkpoint_store import has_checkpoint
+    from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint
 
     start = time.perf_counter()
     first = 0.0

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import pytest
 from kernels import SECONDS
 from server import Server
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 Front = Literal["lab", "notebook"]
 
-FRONTS = ("lab", "notebook")
+BOTH_FRONTS = ("lab", pytest.param("notebook", marks=pytest.mark.apart))
 
 _PATHS = {"lab": "/lab/tree/{}?reset", "notebook": "/notebooks/{}"}
 _COUNT = """() => {
@@ -142,7 +143,9 @@ class Person:
         return self.panel.locator(":scope > .widget-html").nth(1)
 
     def button(self, label: str) -> Locator:
-        """A button by its label."""
+        """A button by its label; ``Sweep`` says whether it begins a new one or continues one."""
+        if label == "Sweep":
+            return self.panel.get_by_role("button", name=re.compile("^(S|New s|Continue s)weep$"))
         return self.panel.get_by_role("button", name=label, exact=True)
 
     def clicks(self, label: str) -> None:
@@ -204,7 +207,7 @@ class Person:
     def stops_trial(self, number: int) -> None:
         """Click the stop button of a trial's row, which must have stood there for a moment."""
         self.page.wait_for_timeout(500)
-        self.panel.locator(f'button[title^="Stop trial {number} "]').locator("visible=true").click()
+        self.button(f"Stop trial {number}").click()
 
     def sees(self, text: str | re.Pattern[str], seconds: float = SECONDS) -> None:
         """Wait until a text stands in the panel."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 from chromium import chromium
 from looks import by_tab, nameless, ugly
-from person import FRONTS, Front, Person, person
+from person import BOTH_FRONTS, Front, Person, person
 from server import Server
 from sheets import PANEL, TRAIN, write_notebook
 
@@ -81,7 +81,7 @@ def looks_at_all_settings(one: Person, what: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("front", BOTH_FRONTS)
 def test_the_page_can_be_read_at_both_widths_in_both_themes(
     browser: Browser, jupyter: Server, front: Front
 ) -> None:

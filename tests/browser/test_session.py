@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from person import FRONTS, Front, Person, person, short_name
+from person import BOTH_FRONTS, Front, Person, person, short_name
 from server import Server
 from sheets import PANEL, TRAIN, write_notebook
 
@@ -121,7 +121,7 @@ def renames_and_deletes(one: Person, outputs: Path) -> None:
 
 
 # The short form of the one in Notebook 7 is in test_panel_told.py: two notebooks.
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("front", BOTH_FRONTS)
 def test_a_whole_session(browser: Browser, jupyter: Server, front: Front) -> None:
     write_notebook(jupyter.root / "sheet.ipynb", TRAIN, PANEL, "1 + 1")
     hold, outputs = jupyter.root / "hold", jupyter.root / "outputs"

@@ -14,6 +14,7 @@ import pytest
 from command_line import MINE, SPACE, command
 from kernels import until
 
+import nbtoolkit
 from nbtoolkit.__main__ import main
 from nbtoolkit.attach import attach
 from nbtoolkit.errors import ConfigError
@@ -185,6 +186,11 @@ def test_without_a_verb_it_says_what_there_is(folder: Path) -> None:
     done = command(folder)
     assert "train " in done.stdout + done.stderr  # which of them, typer's versions do not agree
     assert "doctor " in done.stdout + done.stderr
+
+
+def test_it_prints_its_version(call: Call) -> None:
+    done = call("--version")
+    assert (done.returncode, done.stdout) == (0, f"nbtoolkit {nbtoolkit.__version__}\n")
 
 
 def test_without_typer_it_says_how_to_install_it(folder: Path) -> None:

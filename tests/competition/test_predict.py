@@ -77,7 +77,11 @@ def test_models_of_fit_predict_as_loaded_by_hand(fitted: nb.CVResult) -> None:
         TEST, transform=lambda outputs: outputs.softmax(dim=1), average="none", display="off"
     )
     np.testing.assert_allclose(probabilities, outputs.softmax(dim=2).numpy(), rtol=1e-5)
-    # As out-of-fold: each fold's model on its validation set.
+    assert list((fitted.paths.folder / "predictions").iterdir()) == []
+
+
+@pytest.mark.long
+def test_models_of_fit_predict_their_validation_sets_as_out_of_fold(fitted: nb.CVResult) -> None:
     for fold in FOLDS:
         one = fitted.predict(
             X[fold.valid_indices],
@@ -86,7 +90,6 @@ def test_models_of_fit_predict_as_loaded_by_hand(fitted: nb.CVResult) -> None:
             display="off",
         )
         np.testing.assert_allclose(one, fitted.oof[fold.valid_indices], rtol=1e-5)
-    assert list((fitted.paths.folder / "predictions").iterdir()) == []
 
 
 class Rows(Dataset[Any]):

@@ -23,7 +23,7 @@ from every_field import PROVEN, leaves, proves
 from machines import T4, cpu_machine, machine, machine_of_age
 from torch import nn
 from torch.nn import functional as F
-from tracked_runs import all_runs, client_of, whole_run
+from tracked_runs import all_runs, client_of, follow, whole_run
 from wandb_files import offline_runs
 
 import nbtoolkit as nb
@@ -36,14 +36,13 @@ from nbtoolkit.host import detect_host
 from nbtoolkit.run.device_ledger import cost_text
 from nbtoolkit.run.events import EventReader
 from nbtoolkit.study.sweep_config import SweepConfig
-from nbtoolkit.tracking.follower import follow
 from nbtoolkit.worker.context import RunContext
 
 Settings = dict[str, Any]
 
 
 def test_every_field_of_both_schemas_is_proven_once() -> None:
-    for name in ("test_every_field_fit", "test_every_field_sweep"):
+    for name in ("test_every_field_fit", "test_every_field_sweep", "test_every_field_cluster"):
         import_module(name)
     schema = [*leaves(Config), *(f"sweep: {name}" for name in leaves(SweepConfig))]
     assert len(schema) > 100

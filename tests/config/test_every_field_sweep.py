@@ -17,9 +17,9 @@ import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import SpaceError, SweepError
 from nbtoolkit.search.algorithm import JobResult, SearchJob
-from nbtoolkit.search.fold_config import configured_folds
 from nbtoolkit.search.slots import make_slots
-from nbtoolkit.study.storage import FILE, read_study
+from nbtoolkit.search.sweep import configured_folds
+from nbtoolkit.study.study import FILE, read_study
 from nbtoolkit.study.sweep_config import load_sweep_config
 from nbtoolkit.worker.context import RunContext
 

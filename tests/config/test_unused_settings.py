@@ -39,6 +39,10 @@ def reads_params(config: Any, ctx: Any) -> dict[str, float]:
     return {"val_loss": ctx.params["optim.lr"]}
 
 
+def reads_any(config: Any, ctx: Any) -> dict[str, float]:
+    return {"val_loss": float(sum(ctx.params.values()))}
+
+
 def fits(config: Any, ctx: Any) -> dict[str, float]:
     x = torch.ones(8, 2)
     return nb.fit(ctx, config, nn.Linear(2, 1), (x, x[:, :1]), None, loss=F.mse_loss)
@@ -143,6 +147,26 @@ def test_a_sweep_names_what_it_searches_in_vain(tmp_path: Path) -> None:
     (text,) = warnings(result.paths.folder)
     assert "optim.lr (override 'optim.lr')" in text
     assert "optim.momentum (override 'optim.momentum')" in text
+
+
+def builds_a_model(config: Any, ctx: Any) -> dict[str, float]:
+    return {"val_loss": 1 / config.model.hidden}
+
+
+@pytest.mark.parametrize(("train", "count"), [(own_loop, 1), (builds_a_model, 0), (reads_any, 0)])
+def test_a_sweep_names_a_setting_of_the_model_that_no_trial_reads(
+    tmp_path: Path, train: Any, count: int
+) -> None:
+    pytest.importorskip("optuna")
+    config = Config().with_overrides(
+        {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path)}
+    )
+    study = {"metric": "val_loss", "sampler": "grid"}
+    sweep_config = {"study": study, "space": {"model.hidden": [8, 16]}}
+    result = nb.sweep(train, config, sweep_config, display="off")
+    texts = warnings(result.paths.folder)
+    assert len(texts) == count  # of both trials together
+    assert all("model.hidden (override 'model.hidden')" in text for text in texts)
 
 
 def test_places_change_no_configuration(tmp_path: Path) -> None:

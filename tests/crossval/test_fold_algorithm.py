@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from searches import request
@@ -34,11 +33,8 @@ def score(job: SearchJob) -> JobResult:
     return JobResult(status="completed", metrics={"acc": 0.1 * job.fold}, seconds=job.fold + 0.5)
 
 
-def begin(folder: Path, folds: nb.Folds = FOLDS, **limits: Any) -> CrossValidationAlgorithm:
+def begin(folder: Path, folds: nb.Folds = FOLDS) -> CrossValidationAlgorithm:
     record = RunRecord(RunPaths(folder), deadline=None)
-    if limits:
-        finished = finished_folds(folder, len(folds))
-        return CrossValidationAlgorithm(len(folds), record, finished=finished, **limits)
     return make_algorithm(request(folder, folds=folds), record)
 
 
@@ -89,9 +85,8 @@ def test_every_fold_is_run_once_and_in_order(tmp_path: Path, slots: int) -> None
     assert fold_events(tmp_path).count((3, "complete")) == 1
 
 
-def test_its_jobs_are_of_their_fold_and_limited(tmp_path: Path) -> None:
-    job = begin(tmp_path, timeout=7.0).next(None)
-    assert job == SearchJob(key="folds/0", fold=0, timeout=7.0)
+def test_its_jobs_are_of_their_fold(tmp_path: Path) -> None:
+    assert begin(tmp_path).next(None) == SearchJob(key="folds/0", fold=0)
     assert fold_events(tmp_path) == [(0, "running")]
 
 
@@ -139,12 +134,11 @@ def test_a_fold_whose_value_is_gone_is_run_again(tmp_path: Path) -> None:
     assert drive(begin(tmp_path), tmp_path, score) == ["folds/3"]
 
 
-@pytest.mark.parametrize(("retries", "tries"), [(0, 1), (1, 2), (3, 4)])
-def test_a_fold_whose_process_died_is_tried_again(tmp_path: Path, retries: int, tries: int) -> None:
-    algorithm = begin(tmp_path, retries=retries)
+def test_a_fold_whose_process_died_is_tried_again_once(tmp_path: Path) -> None:
+    algorithm = begin(tmp_path)
     began = drive(algorithm, tmp_path, lambda job: DIED if job.fold == 0 else score(job), slots=1)
-    assert began == ["folds/0"] * tries
-    assert fold_events(tmp_path).count((0, "waiting")) == retries
+    assert began == ["folds/0"] * 2
+    assert fold_events(tmp_path).count((0, "waiting")) == 1
     with pytest.raises(FoldError, match="fold 0 failed: WorkerDied: signal 9"):
         algorithm.close("completed")
 

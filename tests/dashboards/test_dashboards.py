@@ -158,7 +158,7 @@ def test_a_store_that_is_a_server_has_a_page_of_its_own(tmp_path: Path) -> None:
 
 def test_one_that_ends_shows_what_it_wrote() -> None:
     code = "print('no such store'); raise SystemExit(3)"
-    with Dashboard("mine", HERE, lambda port: [sys.executable, "-c", code]) as dashboard:
+    with Dashboard("mine", HERE, [sys.executable, "-c", code]) as dashboard:
         with pytest.raises(DashboardError, match=r"(?s)mine has ended.*no such store"):
             dashboard.wait()
         assert dashboard.closed
@@ -171,7 +171,7 @@ def test_one_that_never_answers_is_ended_with_all_its_processes() -> None:
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
         "print('waiting', flush=True); time.sleep(600)"
     )
-    dashboard = Dashboard("mine", HERE, lambda port: [sys.executable, "-c", code])
+    dashboard = Dashboard("mine", HERE, [sys.executable, "-c", code])
     until(lambda: "waiting" in dashboard.log.read_text(), "its start")
     pids = family(dashboard)
     assert len(pids) == 3
@@ -187,7 +187,7 @@ def test_one_ends_with_the_kernel_even_if_a_child_of_that_holds_its_pipes(tmp_pa
     from pathlib import Path
     from nbtoolkit.dashboards.server import Dashboard
     from nbtoolkit.host import detect_host
-    program = lambda port: [sys.executable, "-m", "http.server", str(port), "-b", "127.0.0.1"]
+    program = [sys.executable, "-m", "http.server", "-b", "127.0.0.1"]
     dashboard = Dashboard("files", detect_host(), program).wait()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not (child := os.fork()):

@@ -76,6 +76,7 @@ def test_a_process_that_computes_is_waited_for_until_it_is_stopped() -> None:
         assert gives_up(process)
 
 
+@pytest.mark.long
 def test_what_descendants_do_counts_where_it_is_asked_for() -> None:
     with python(HAS_A_CHILD_THAT_BURNS) as process:
         assert not gives_up(process)
@@ -107,6 +108,7 @@ def at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     return begin_with
 
 
+@pytest.mark.long
 def test_a_fork_server_that_starts_slowly_is_waited_for(at_start: Callable[[str], None]) -> None:
     at_start("import time\nwhile time.process_time() < 1.5: pass")
     client = ForkServerClient(stalled=1.0)

@@ -12,7 +12,7 @@ from machines import A100, P100, T4, cpu_machine, machine
 from nbtoolkit.config.schema import load_config
 from nbtoolkit.environment.hardware import Hardware
 from nbtoolkit.environment.launch_plan import LaunchPlan
-from nbtoolkit.environment.measured_speed import MeasuredSpeed
+from nbtoolkit.environment.placement import MeasuredSpeed
 from nbtoolkit.environment.plan import Evidence, GroupFailure, make_plan
 from nbtoolkit.errors import PlanError
 from nbtoolkit.host import Host

@@ -97,6 +97,7 @@ def test_a_reserve_that_leaves_no_time_is_refused() -> None:
 # --- what runs ---
 
 
+@pytest.mark.long
 def test_a_launch_says_what_is_left_and_ends_in_time(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -570,3 +570,15 @@ def test_a_batch_says_its_factors() -> None:
     batch = BatchSplit(per_device=8, processes=2, accumulate=3)
     assert str(batch) == "batch 48 = 8 x 2 processes x 3 accumulation steps"
     assert batch.on_one_process() == BatchSplit(per_device=8, processes=1, accumulate=6)
+
+
+def test_a_plan_passes_through_the_environment() -> None:
+    plan = make_plan(
+        Config(), Host(kind="script", reason="", working=Path(), scratch=Path()), machine(T4, T4)
+    )
+    variables = plan.to_env_dict()
+    assert LaunchPlan.from_env(variables) == plan
+    assert LaunchPlan.from_env({}) is None
+    for damaged in ("{", "[]", '{"processes": 2}', '{"unknown": 1}'):
+        with pytest.raises(PlanError, match=r"NBTOOLKIT_PLAN holds no plan(.|\n)*to_env_dict"):
+            LaunchPlan.from_env({"NBTOOLKIT_PLAN": damaged})

@@ -156,6 +156,7 @@ def with_its_wrapper(config: Config, ctx: RunContext) -> None:
     ctx.prepare(DistributedDataParallel(nn.Linear(20, 3)))
 
 
+@pytest.mark.long
 def test_torchrun_script(tmp_path: Path) -> None:
     value = equal_on_two(torchrun, tmp_path)
     assert value["results"][0] < 1.09  # guesses have log(3) = 1.0986

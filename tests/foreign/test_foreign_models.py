@@ -138,6 +138,7 @@ def segmentation_in_fit(config: Config, ctx: RunContext) -> Value:
     return {"start": start, "weights": numbers_of(model), "results": [values, matrix]}
 
 
+@pytest.mark.long
 def test_segmentation(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"ignored \(ignore_index=255\)[\s\S]*use nb\.fit"):
         launched(segmentation, tmp_path, 2)

@@ -40,7 +40,7 @@ class Room:
             env=self._environ(),
             capture_output=True,
             text=True,
-            timeout=900,
+            timeout=1700,
         )
 
     @property

@@ -27,7 +27,7 @@ both = pytest.mark.parametrize("train", [LIGHTGBM, XGBOOST])
 both_long = pytest.mark.parametrize(
     "train",
     [
-        pytest.param(*one.values, marks=[*one.marks, pytest.mark.long], id=one.id)
+        pytest.param(*one.values, marks=[*one.marks, pytest.mark.apart], id=one.id)
         for one in (LIGHTGBM, XGBOOST)
     ],
 )
@@ -188,7 +188,7 @@ def test_a_framework_that_is_not_installed_is_named(tmp_path: Path, module: Any)
     name = module.__name__.rpartition(".")[2]
     if find_spec(name) is not None:
         pytest.skip(f"{name} is installed: make test runs this test")
-    text = rf"{name} is not installed[\s\S]*pip install -U 'nbtoolkit-torch\[{name}\]'"
+    text = rf"{name} is not installed[\s\S]*pip install -U '{name}>="
     with pytest.raises(MissingExtra, match=text):
         quiet(lambda config, ctx: module.parameters(ctx), config_in(tmp_path), start="inline")
 

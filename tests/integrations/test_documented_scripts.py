@@ -20,7 +20,7 @@ from kernels import until
 
 import nbtoolkit as nb
 from nbtoolkit.errors import WorkerDied
-from nbtoolkit.run.checkpoint_store import read_state
+from nbtoolkit.run.checkpoints.checkpoint_store import read_state
 
 pytestmark = pytest.mark.timeout(900)  # the frameworks alone take seconds to import
 
@@ -99,7 +99,11 @@ def test_at_most_two_lines_of_a_script_change(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [pytest.param(*one, marks=[pytest.mark.long] * (one[1] > 1)) for one in ON_RANKS],
+    [
+        # One framework in the quick suite: each takes some ten seconds to import and to start.
+        pytest.param(*one, marks=[pytest.mark.apart] * (one != ("transformers", 1)))
+        for one in ON_RANKS
+    ],
 )
 def test_it_trains_and_reports_on_every_rank(config: nb.Config, name: str, ranks: int) -> None:
     script = script_of(name)
@@ -114,7 +118,7 @@ def test_it_trains_and_reports_on_every_rank(config: nb.Config, name: str, ranks
     assert "Traceback" not in log
 
 
-@pytest.mark.long
+@pytest.mark.apart
 @pytest.mark.parametrize(("name", "ranks"), ON_RANKS)
 def test_a_killed_run_resumes_and_ends_with_the_same_weights(
     config: nb.Config, name: str, ranks: int
@@ -133,7 +137,7 @@ def test_a_killed_run_resumes_and_ends_with_the_same_weights(
         assert value["weights"] == pytest.approx(expected["weights"], rel=1e-9)
 
 
-@pytest.mark.long
+@pytest.mark.apart
 @pytest.mark.parametrize(("name", "ranks"), ON_RANKS)
 @pytest.mark.parametrize("why", ["stopped", "deadline"])
 def test_a_run_ends_within_an_epoch_and_resumes(
@@ -161,7 +165,7 @@ def test_a_run_ends_within_an_epoch_and_resumes(
     assert reports(resumed)[-1].step >= script.steps[ranks]
 
 
-@pytest.mark.long
+@pytest.mark.apart
 @pytest.mark.parametrize(("name", "ranks"), ON_RANKS)
 def test_a_sweep_prunes_its_trials(config: nb.Config, name: str, ranks: int) -> None:
     script = script_of(name)
@@ -181,7 +185,7 @@ def test_a_sweep_prunes_its_trials(config: nb.Config, name: str, ranks: int) -> 
     assert result.best_value == result.trials["value"].dropna().min()
 
 
-@pytest.mark.long
+@pytest.mark.apart
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_folds_are_cross_validated(config: nb.Config, name: str) -> None:
     script = script_of(name)

@@ -86,7 +86,7 @@ def test_the_simple_example_gives_what_it_gives_alone(tmp_path: Path) -> None:
     assert {"valid_0_l1", "valid_0_l2"} < set(result.metrics)
 
 
-@pytest.mark.long
+@pytest.mark.apart
 def test_the_simple_example_runs_in_folds_and_in_a_sweep(tmp_path: Path) -> None:
     check_folds(simple_example, tmp_path, "valid_0_l2")
     check_pruned_sweep(simple_example, tmp_path, "valid_0_l2")

@@ -19,9 +19,9 @@ from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import ConfigError, FitError
 from nbtoolkit.tasks import metric_learning
 from nbtoolkit.tasks.contrastive import metric_loss, supervised_contrastive_loss
-from nbtoolkit.tasks.embeddings import embed
-from nbtoolkit.tasks.encoders import EncoderSpec, make_encoder, make_named, make_transform
+from nbtoolkit.tasks.encoders import EncoderSpec, make_encoder, make_named, make_transforms
 from nbtoolkit.tasks.images import Images
+from nbtoolkit.tasks.metric_learning import embed
 from nbtoolkit.training.loading.loader import make_train_loader
 from nbtoolkit.worker.context import RunContext
 
@@ -86,7 +86,7 @@ def test_the_supervised_contrastive_loss_is_theirs() -> None:
 def test_an_unknown_name_and_a_loss_with_weights_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.loss: .*TripletMargin .*no attribute"):
         named("TripletMargin")
-    with pytest.raises(FitError, match=r"ArcFaceLoss has weights of its own \(W\)"):
+    with pytest.raises(FitError, match=r"the weights of ArcFaceLoss: W"):
         metric_loss(named("ArcFaceLoss", num_classes=3, embedding_size=5))
 
 
@@ -107,13 +107,15 @@ def test_transforms_of_torchvision_do_not_depend_on_the_workers(tmp_path: Path) 
     for workers in (0, 2):
         (ctx,) = contexts(tmp_path / f"run{workers}", train__batch_size=4)
         config = ctx.config.with_overrides({"train.num_workers": workers})
-        loader = make_train_loader(ctx, config, replace(images, transform=make_transform(FLIPPED)))
+        loader = make_train_loader(
+            ctx, config, replace(images, transforms=make_transforms(FLIPPED))
+        )
         seen.append(torch.cat([batch[0] for batch, _ in loader.batches(1)]))
     assert seen[0].shape == pixels.shape
     assert torch.equal(*seen)
     assert not any(torch.equal(one, other) for one in seen[0] for other in pixels)
     with pytest.raises(ConfigError, match=r"data\.augment: torchvision\..*'sizes'"):
-        make_transform([{"name": "torchvision.transforms.v2.RandomCrop", "sizes": 16}])
+        make_transforms([{"name": "torchvision.transforms.v2.RandomCrop", "sizes": 16}])
 
 
 @needs("timm")

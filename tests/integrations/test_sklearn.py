@@ -70,6 +70,7 @@ def getting_started(config: Config, ctx: RunContext | None) -> Any:
     return nbs.fit(ctx, pipe, X_train, y_train, X_test, y_test)  # nbtoolkit: for both lines
 
 
+@pytest.mark.apart
 @skops
 def test_the_page_getting_started_in_a_launch_and_a_sweep(tmp_path: Path) -> None:
     assert inspect.getsource(getting_started).count("# nbtoolkit") == 1
@@ -101,8 +102,8 @@ def test_the_page_getting_started_in_a_launch_and_a_sweep(tmp_path: Path) -> Non
     "kind",
     [
         "array",
-        pytest.param("frame", marks=pytest.mark.long),
-        pytest.param("list", marks=pytest.mark.long),
+        pytest.param("frame", marks=pytest.mark.apart),
+        pytest.param("list", marks=pytest.mark.apart),
     ],
 )
 def test_folds_give_the_predictions_of_cross_val_predict(tmp_path: Path, kind: str) -> None:
@@ -164,6 +165,7 @@ def test_n_jobs_is_the_plans_where_it_is_not_set(tmp_path: Path) -> None:
     assert joblib.effective_n_jobs(None) == 1
 
 
+@pytest.mark.apart
 def test_a_search_inside_an_estimator_starts_no_processes(tmp_path: Path) -> None:
     search = GridSearchCV(Threads(max_iter=500), {"C": [0.1, 1.0]}, cv=2, n_jobs=2)
     pids: list[int] = []
@@ -178,7 +180,7 @@ def test_a_search_inside_an_estimator_starts_no_processes(tmp_path: Path) -> Non
 
 
 def test_two_estimators_are_two_functions() -> None:
-    from nbtoolkit.run.resume import fingerprint
+    from nbtoolkit.run.fingerprint import fingerprint
 
     made = [
         nbs.train_function(estimator, X, Y) for estimator in (SVC(), SVC(), SVC(C=2.0), Ridge())
@@ -213,7 +215,7 @@ def epochs_of(result: nb.RunResult) -> list[int]:
 
 
 @skops
-@pytest.mark.long
+@pytest.mark.apart
 def test_partial_fit_reports_each_epoch_and_resumes_after_a_kill(tmp_path: Path) -> None:
     settings = {"checkpoint__every_steps": 1}
     whole = nb.launch(dying, config_in(tmp_path, **settings), processes=1, display="off")
@@ -235,7 +237,7 @@ def slow_accuracy(y: Any, predicted: Any) -> float:
 
 
 @skops
-@pytest.mark.long
+@pytest.mark.apart
 def test_partial_fit_stops_on_request_and_is_saved(tmp_path: Path) -> None:
     options = {"metrics": {"accuracy": slow_accuracy}, "epochs": 10_000}
     train = nbs.train_function(SGDClassifier(), X, Y, **options)
@@ -247,7 +249,7 @@ def test_partial_fit_stops_on_request_and_is_saved(tmp_path: Path) -> None:
     assert (result.paths.checkpoints / "epochs.skops").is_file()
 
 
-@pytest.mark.long
+@pytest.mark.apart
 def test_partial_fit_is_pruned(tmp_path: Path) -> None:
     train = nbs.train_function(SGDClassifier(), X, Y, metrics=["accuracy"], epochs=20)
     rates = [1e-4, 1e-4, 1e4]  # the last one leaves nothing of the weights
@@ -299,7 +301,7 @@ def test_wrong_arguments_are_refused_before_the_fit(tmp_path: Path) -> None:
         nb.launch(nbs.train_function(SVC(), X, Y), config_in(tmp_path), processes=2, display="off")
 
 
-@pytest.mark.long
+@pytest.mark.apart
 def test_folds_of_other_samples_are_refused(tmp_path: Path) -> None:
     train = nbs.train_function(SVC(), X, Y)
     with pytest.raises(FoldError, match=r"the folds are of 300 samples or more, and X has 150"):
@@ -328,5 +330,7 @@ def test_an_old_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     old.mkdir(parents=True)
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: scikit-learn\nVersion: 1.2.0\n")
     monkeypatch.syspath_prepend(old.parent)
-    with pytest.raises(MissingExtra, match=r"scikit-learn 1\.4 or newer[\s\S]*torch\[sklearn\]"):
+    with pytest.raises(
+        MissingExtra, match=r"scikit-learn 1\.4 or newer[\s\S]*pip install -U 'scikit-learn>="
+    ):
         inline(nbs.train_function(SVC(), X, Y), tmp_path)

@@ -146,7 +146,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 @needs_tensorflow
-@pytest.mark.long
+@pytest.mark.apart
 def test_fit_of_keras_3_on_one_process_reports_resumes_and_stops(tmp_path: Path) -> None:
     fails = tmp_path / "fails"
     train = fit_function(False, fails=fails)
@@ -172,7 +172,7 @@ def test_fit_of_keras_3_on_one_process_reports_resumes_and_stops(tmp_path: Path)
 
 
 @needs_tensorflow
-@pytest.mark.long
+@pytest.mark.apart
 def test_two_workers_of_tf_keras_take_the_steps_of_one(tmp_path: Path) -> None:
     fails = tmp_path / "fails"
     train = fit_function(True, fails=fails)
@@ -192,7 +192,7 @@ def test_two_workers_of_tf_keras_take_the_steps_of_one(tmp_path: Path) -> None:
 
 
 @needs_tensorflow
-@pytest.mark.long
+@pytest.mark.apart
 def test_an_own_loop_on_two_workers_reports_and_keras_3_is_refused(tmp_path: Path) -> None:
     def train(config: Any, ctx: Any) -> dict[str, Any]:
         import json
@@ -247,7 +247,7 @@ def test_an_own_loop_on_two_workers_reports_and_keras_3_is_refused(tmp_path: Pat
 
 
 @needs_tensorflow
-@pytest.mark.long
+@pytest.mark.apart
 def test_ranks_for_torch_are_refused(tmp_path: Path) -> None:
     def train(config: Any, ctx: Any) -> None:
         from nbtoolkit.integrations import tensorflow as nbtf
@@ -262,7 +262,7 @@ def test_ranks_for_torch_are_refused(tmp_path: Path) -> None:
 
 
 @needs_tensorflow
-@pytest.mark.long
+@pytest.mark.apart
 def test_a_sweep_runs_fit_in_each_trial(tmp_path: Path) -> None:
     search = {
         "study": {"metric": "val_loss", "direction": "minimize", "sampler": "grid"},
@@ -286,7 +286,7 @@ PRUNED = {
 
 
 @needs_tensorflow
-@pytest.mark.long
+@pytest.mark.apart
 def test_a_trial_is_pruned_after_an_epoch(tmp_path: Path) -> None:
     config = settings(tmp_path, **{"train.epochs": 4})
     study = nb.sweep(fit_function(False), config, PRUNED, n_trials=3)
@@ -334,7 +334,7 @@ def slow_function(folder: Path, legacy: bool) -> Callable[..., Any]:
 
 
 @needs_tensorflow
-@pytest.mark.long
+@pytest.mark.apart
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_ends_within_an_epoch_and_repeats_it_when_resumed(tmp_path: Path, ranks: int) -> None:
     train, begun = slow_function(tmp_path, legacy=ranks > 1), tmp_path / f"begun-{ranks - 1}"
@@ -371,7 +371,7 @@ def test_a_run_ends_within_an_epoch_and_repeats_it_when_resumed(tmp_path: Path, 
 
 
 @needs_tensorflow
-@pytest.mark.long
+@pytest.mark.apart
 def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
     root = Path(nb.__file__).parents[1]
     page = (root / "docs" / "tensorflow.md").read_text()

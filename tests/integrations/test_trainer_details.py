@@ -16,7 +16,7 @@ import nbtoolkit as nb
 from nbtoolkit.errors import WorkerDied
 from nbtoolkit.integrations.support import last_checkpoint
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.apart]
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ def test_the_introduction_gives_what_it_gives_alone(tmp_path: Path) -> None:
     assert {"train_auc", "eval_auc", "eval_logloss"} < set(result.metrics)
 
 
-@pytest.mark.long
+@pytest.mark.apart
 def test_the_introduction_runs_in_folds_and_in_a_sweep(tmp_path: Path) -> None:
     check_folds(introduction, tmp_path, "eval_logloss")
     check_pruned_sweep(introduction, tmp_path, "eval_logloss")

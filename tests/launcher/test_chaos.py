@@ -1,6 +1,6 @@
 """A run that is killed at random moments and resumed ends like one that was never interrupted.
 
-`make test-all` kills twenty times, `make test` twice.
+`make test-all` kills six times, `make test` twice.
 
 The moments are counted in steps of the training, which does not end before the last of them: so the
 kills hit it at work on a slow machine, and before its end on a fast one.
@@ -26,7 +26,7 @@ from nbtoolkit.errors import WorkerDied
 from nbtoolkit.run.events import Event, MetricsLogged, MetricsReported
 from nbtoolkit.training.loading.sampler import read_samples
 
-OFTEN, SELDOM = 20, 2
+OFTEN, SELDOM = 6, 2
 
 
 def train(config: Any, ctx: Any) -> dict[str, float]:

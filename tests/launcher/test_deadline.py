@@ -64,6 +64,15 @@ def steps_until_news(config: Any, ctx: Any) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
+def test_a_stop_before_the_start_is_heard_in_the_function(
+    config: nb.Config, processes: int
+) -> None:
+    handle = begin(steps_until_news, config, processes)
+    handle.stop("early")
+    assert handle.result(timeout=SECONDS).status == "stopped"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_stop_is_heard_inside_an_epoch_and_all_ranks_save_and_leave(
     config: nb.Config, processes: int
 ) -> None:
@@ -435,14 +444,14 @@ def test_a_call_to_come_is_no_answer(line: tuple[Connection, SupervisorChannel])
     assert channel.stop_pending()
 
 
-def test_a_call_to_come_before_the_start_is_no_start(
+def test_a_call_to_come_before_the_start_is_no_start_and_was_for_an_earlier_job(
     line: tuple[Connection, SupervisorChannel],
 ) -> None:
     supervisor, channel = line
     supervisor.send(StopPending())
     supervisor.send(Go())
     assert channel.wait() == Go()
-    assert channel.stop_pending()
+    assert not channel.stop_pending()
 
 
 def test_an_owner_that_is_gone_is_news(line: tuple[Connection, SupervisorChannel]) -> None:

@@ -87,7 +87,11 @@ def evaluates_alone_while_others_train(config: nb.Config, ctx: RunContext) -> No
 
 
 @pytest.mark.parametrize(
-    ("train", "call"), [(predicts_alone, "nb.predict"), (evaluates_alone, "model.eval()")]
+    ("train", "call"),
+    [
+        (predicts_alone, "nb.predict"),
+        pytest.param(evaluates_alone, "model.eval()", marks=pytest.mark.long),
+    ],
 )
 def test_a_call_of_one_rank_is_named_where_the_others_report(
     train: Callable[..., Any], call: str, config: nb.Config
@@ -100,6 +104,7 @@ def test_a_call_of_one_rank_is_named_where_the_others_report(
     assert f"ctx.report at {__file__}:{line_of(train, 'ctx.report')}" in said
 
 
+@pytest.mark.long
 def test_a_call_of_one_rank_is_named_where_the_others_have_returned(config: nb.Config) -> None:
     with pytest.raises(WorkerHung, match="rank 1 has returned") as caught:
         launch(predicts_alone_at_the_end, config)
@@ -133,11 +138,13 @@ def sleeps_while_others_report(config: nb.Config, ctx: RunContext) -> None:
     ctx.report({"loss": 1.0})
 
 
+@pytest.mark.long
 def test_a_rank_that_computes_alone_is_waited_for_in_a_report(config: nb.Config) -> None:
     mine = config.with_overrides({"runtime.hang_timeout": 2.0})
     assert launch(computes_while_others_report, mine) >= 5.0
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_while_the_others_report_is_found(config: nb.Config) -> None:
     # Longer than a report waits until the other ranks are looked at, which hid the hang.
     mine = config.with_overrides({"runtime.hang_timeout": 8.0})
@@ -207,7 +214,7 @@ def two_ranks(tmp_path: Path) -> Iterator[tuple[WorkerGroup, RunPaths]]:
     paths = RunPaths.create(tmp_path, "apart")
     paths.stacks(0).parent.mkdir(parents=True)
     mine, theirs = GroupConnections.pair(plan.processes)
-    worker_group = WorkerGroup(plan, 0, mine, paths.elastic)
+    worker_group = WorkerGroup(plan, mine, paths.elastic)
     with ExitStack() as stack:
         for rank, does in enumerate((TURNS, SLEEPS)):
             command = [sys.executable, "-c", RANK + does, str(paths.stacks(rank))]
@@ -225,6 +232,7 @@ def two_ranks(tmp_path: Path) -> Iterator[tuple[WorkerGroup, RunPaths]]:
     theirs.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("collectives", "hung"), [((5, 4), [1]), ((4, 4), None)])
 def test_a_rank_that_turns_in_a_loop_waits_if_it_is_ahead(
     two_ranks: tuple[WorkerGroup, RunPaths], collectives: tuple[int, int], hung: list[int] | None

@@ -180,6 +180,7 @@ def test_one_process_with_rank_variables_is_a_run(tmp_path: Path) -> None:
     assert rank["left"] == []
 
 
+@pytest.mark.long
 def test_a_rank_whose_peers_never_come_says_so(tmp_path: Path) -> None:
     patience = {"distributed.timeout": 1, "runtime.hang_timeout": 0.5}
     program = [sys.executable, *arguments("works", tmp_path, **patience)]
@@ -235,6 +236,7 @@ print("left")
 """
 
 
+@pytest.mark.long
 def test_ranks_leave_their_group_right_after_a_collective(tmp_path: Path) -> None:
     """With torch 2.6 nearly every such end waited for a thread that waited for it."""
     command = [sys.executable, "-c", LEAVES]

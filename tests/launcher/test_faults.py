@@ -222,6 +222,15 @@ def test_a_rank_sleeps_while_another_waits(config: nb.Config) -> None:
     assert "stack of rank 0" in warned[0]
 
 
+def test_a_rank_sleeps_after_another_has_returned(config: nb.Config) -> None:
+    mine = config.with_overrides({"runtime.hang_timeout": 1})
+    handle = begin(functions.sleeps_when_other_has_returned, mine)
+    with pytest.raises(errors.WorkerHung, match=r"rank 0 sent[^$]*or has returned") as caught:
+        handle.result(timeout=SOON)
+    line = line_of(functions.sleeps_when_other_has_returned, "time.sleep")
+    assert f"line {line} in sleeps_when_other_has_returned" in str(caught.value)
+
+
 def test_who_computes_or_says_so_or_is_not_waited_for_is_not_hung(config: nb.Config) -> None:
     mine = config.with_overrides({"runtime.hang_timeout": 2, "model.seconds": 4})
     trains = {
@@ -238,7 +247,12 @@ def test_who_computes_or_says_so_or_is_not_waited_for_is_not_hung(config: nb.Con
     [
         (functions.report_and_return, "ctx.report", r"rank 1 \(which has returned\)"),
         (functions.save_and_return, "ctx.save", r"rank 1 \(which has returned\)"),
-        (functions.report_and_barrier, "ctx.report", "which waits in another collective"),
+        pytest.param(
+            functions.report_and_barrier,
+            "ctx.report",
+            "which waits in another collective",
+            marks=pytest.mark.long,
+        ),
         (functions.report_and_save, "ctx.report", "different calls"),
     ],
 )
@@ -269,7 +283,7 @@ def home(config: nb.Config, tmp_path: Path) -> Path:
 # The grace of a first interrupt, once it is changed, is longer than the test: it ends nothing.
 INTERRUPTED = f"""
 import signal
-import nbtoolkit.launcher.handle
+import nbtoolkit.launcher.run_handle
 
 def interrupted(train, folder):
     mine = config.with_overrides({{"runtime.output_dir": folder}})
@@ -285,7 +299,7 @@ def once_more(frame, event, arg):
         signal.raise_signal(signal.SIGINT)
 
 interrupted(functions.reports_until_stopped, "once")
-nb.launcher.handle.INTERRUPT_GRACE = {2 * SOON}
+nb.launcher.run_handle.INTERRUPT_GRACE = {2 * SOON}
 interrupted(functions.sleeps, "twice")
 sys.setprofile(once_more)
 interrupted(functions.sleeps, "while handed on")
@@ -438,6 +452,7 @@ def test_a_handle_hears_of_its_owners_death_without_waiting(config: nb.Config) -
 # --- kernels that were lived in ---
 
 
+@pytest.mark.long
 def test_a_kernel_that_was_lived_in(home: Path) -> None:
     """It made an Accelerator, a supervisor of its forked ranks died, then it computed in parallel.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,21 @@ def test_what_was_written_before_an_error_is_not_lost(capfd: pytest.CaptureFixtu
     with pytest.raises(RuntimeError, match="no peer"), without_gloo_lines():
         join()
     assert capfd.readouterr().out == "cannot reach rank 1\n"
+
+
+def late(config: nb.Config, ctx: nb.RunContext) -> str:
+    group = new_gloo_group(2.0)
+    if ctx.rank == 1:
+        time.sleep(4)
+        return ""
+    try:
+        dist.barrier(group)
+    except RuntimeError as error:
+        return str(error)
+    return "no limit"
+
+
+@pytest.mark.long
+def test_a_group_has_the_limit_that_it_is_given(config: nb.Config) -> None:
+    result = nb.launch(late, config, processes=2, display="off")
+    assert "imed out" in result.value or "imeout" in result.value

@@ -60,7 +60,7 @@ def worker_group(
 ) -> Iterator[WorkerGroup]:
     plan = make_plan(config, nb.detect_host(), nb.detect_hardware())
     mine, theirs = GroupConnections.pair(plan.processes)
-    worker_group = WorkerGroup(plan, 0, mine, paths.elastic)
+    worker_group = WorkerGroup(plan, mine, paths.elastic)
     worker_group.ranks[0].pid = rank.pid
     yield worker_group
     worker_group.close()

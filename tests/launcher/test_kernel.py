@@ -190,9 +190,9 @@ def test_interrupt_button(train: str, times: int, shared: Notebook, home: Path) 
     assert cell.error == "KeyboardInterrupt"
     assert "stopping: interrupted" in cell.text
     all_gone(ranks)
-    assert (
-        shared.run("print(run(functions.ranks, display='off').status)").ok().text == "completed\n"
-    )
+    # A busy machine prints that it waits for the fork server.
+    shown = shared.run("print(run(functions.ranks, display='off').status)").ok().text
+    assert shown.endswith("completed\n")
 
 
 def test_restart_leaves_nothing(home: Path) -> None:

@@ -186,6 +186,16 @@ def test_stop_with_a_grace_ends_ranks_that_never_report(config: nb.Config) -> No
     assert handle.result(timeout=SECONDS).status == "stopped"
 
 
+def test_an_interrupt_while_the_display_opens_stops_the_run(
+    config: nb.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = begin(functions.reports_until_stopped, config)
+    monkeypatch.setattr(handle._cell, "open", lambda **_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        handle.result(timeout=SECONDS)
+    assert [e.reason for e in handle.events() if e.type == "stop"] == ["interrupted"]
+
+
 def test_a_time_budget_ends_the_run_at_a_report(config: nb.Config) -> None:
     mine = config.with_overrides({"runtime.time_budget": 0.3})
     assert quiet(functions.reports_until_stopped, mine).status == "deadline"
@@ -358,6 +368,8 @@ def test_captured_arrays_and_tensors_are_mapped_and_private(config: nb.Config) -
 
     array = np.arange(100_000.0)
     fortran = np.asfortranarray(np.arange(60_000).reshape(300, 200))
+    part = np.arange(60_000).reshape(300, 200)[:, ::2]
+    days = np.arange(10_000).astype("datetime64[D]")
     tensor = torch.arange(100_000.0)
     view = tensor[10:20]  # shares memory with tensor
     data = TensorDataset(tensor.reshape(-1, 2))
@@ -375,22 +387,26 @@ def test_captured_arrays_and_tensors_are_mapped_and_private(config: nb.Config) -
         return {
             "mapped": [
                 mapped(array.ctypes.data),
+                mapped(part.ctypes.data),
+                mapped(days.ctypes.data),
                 mapped(tensor.data_ptr()),
                 mapped(data[0][0].data_ptr()),
             ],
             "before": before,
             "after": (float(array[5]), float(tensor[15]), float(view[5]), float(data[7][0][1])),
             "fortran": (fortran.flags.f_contiguous, int(fortran[299, 199]), int(fortran.sum())),
+            "sums": (int(part.sum()), int(days.astype(int).sum())),
         }
 
     result = quiet(train, config)
     for rank, value in enumerate(result.values):
-        assert value["mapped"] == [True, True, True]
+        assert value["mapped"] == [True] * 5
         assert value["before"] == (5.0, 15.0)  # the other rank's write is not seen
         assert (
             value["after"] == (100.0 + rank,) * 4
         )  # tensors that share memory here share it there
         assert value["fortran"] == (True, 59_999, int(fortran.sum()))
+        assert value["sums"] == (int(part.sum()), int(days.astype(int).sum()))
     assert (array[5], tensor[15].item()) == (5.0, 15.0)
 
 
@@ -625,7 +641,10 @@ def test_a_named_run_refuses_differences_and_shows_them(config: nb.Config) -> No
     train = functions.saves_then_waits
     with pytest.raises(ResumeError, match=r"optim.lr: 0.001 then, 0.5 now"):
         quiet(train, config.with_overrides({"optim.lr": 0.5}), resume=folder)
-    with pytest.raises(ResumeError, match=r"made by another function.*functions.saves_then_waits"):
+    with pytest.raises(
+        ResumeError,
+        match=r"made by another function: functions.saves_then_waits, not functions.reports\n",
+    ):
         quiet(functions.reports, config, resume=folder.name)
     with pytest.raises(ResumeError, match="there is no run of-another-life"):
         quiet(train, config, resume="of-another-life")
@@ -634,6 +653,50 @@ def test_a_named_run_refuses_differences_and_shows_them(config: nb.Config) -> No
         quiet(train, config, resume=folder)
     longer = config.with_overrides({"train.epochs": 11})
     assert quiet(train, longer, resume=folder).value == {"epoch": 3}
+
+
+CELL = """
+import nbtoolkit as nb
+
+def rate():
+    return {rate}
+
+def train(config, ctx):
+    first = (ctx.load() or {{}}).get("epoch", 0)
+    ctx.save({{"epoch": first + 1}})
+    if first == 0:
+        raise RuntimeError("the first attempt fails")
+    return [first, rate()]
+"""
+
+
+def defined(rate: int) -> Any:
+    """``train`` of a cell that calls a function of another cell."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(CELL.format(rate=rate), names)
+    return names["train"]
+
+
+def test_changed_code_that_train_calls_resumes_by_name_only_and_says_so(
+    config: nb.Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RuntimeError, match="the first attempt fails") as caught:
+        quiet(defined(1), config, resume="auto")
+    del caught
+    folder = run_folder(Path(config.runtime.output_dir))
+    with pytest.raises(RuntimeError, match="the first attempt fails"):
+        quiet(defined(2), config, resume="auto", display="text")
+    said = capsys.readouterr().out
+    assert f"warning: not resumed: the unfinished run {folder.name} has these settings, but" in said
+    assert f"resume='{folder.name}' resumes it with the code as it is now" in said
+    resumed = quiet(defined(3), config, resume=folder.name, display="text")
+    assert resumed.value == [1, 3]
+    assert "warning: the code of __main__.train, or of what it calls, has changed since the" in (
+        capsys.readouterr().out
+    )
+    again = config.with_overrides({"train.epochs": config.train.epochs + 1})
+    assert quiet(defined(3), again, resume=folder.name, display="text").value == [2, 3]
+    assert "has changed" not in capsys.readouterr().out
 
 
 def test_a_late_rank_does_not_load_what_is_being_saved(config: nb.Config) -> None:

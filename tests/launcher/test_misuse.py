@@ -15,7 +15,7 @@ from kernels import SECONDS, run_folder, script
 
 import nbtoolkit as nb
 from nbtoolkit.errors import CheckpointError, ConfigError, LaunchError, ResumeError, RunFolderError
-from nbtoolkit.run.resume import fingerprint
+from nbtoolkit.run.fingerprint import fingerprint
 
 
 @pytest.fixture

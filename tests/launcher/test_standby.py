@@ -6,12 +6,13 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from kernels import all_gone, finish, script, until
+from kernels import all_gone, finish, notebook, script, until
 
 import nbtoolkit as nb
 from nbtoolkit.launcher.forkserver_client import fork_server, pids, shutdown
@@ -21,14 +22,16 @@ LARGEST = 60e6
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> nb.Config:
+def config(tmp_path: Path) -> Iterator[nb.Config]:
     shutdown()  # ranks that wait for another test's launches would be taken for this one's
     settings = {
         "tracking.mlflow": False,
         "runtime.output_dir": str(tmp_path / "out"),
         "runtime.standby_seconds": 600.0,
     }
-    return nb.load_config(env=None, overrides=settings)
+    yield nb.load_config(env=None, overrides=settings)
+    # The ranks of the last launch's successor start a second after its end: in the next test.
+    shutdown()
 
 
 def who(config: nb.Config, ctx: nb.RunContext) -> dict[str, Any]:
@@ -79,7 +82,12 @@ def waiting(ranks: int = 2) -> set[int]:
         folders = [name for name in os.listdir(tempfile.gettempdir()) if "nbtoolkit-" in name]
         return group if len(group) == ranks and not folders else set()
 
-    ready: set[int] = until(joined, f"{ranks} ranks that wait", 15)
+    # The server first imports again what earlier tests of this worker have imported.
+    try:
+        ready: set[int] = until(joined, f"{ranks} ranks that wait", 240)
+    except AssertionError as error:
+        names = {pid: psutil.Process(pid).cmdline()[-1][-60:] for pid in pids()}
+        raise AssertionError(f"{error}: {names}, {os.listdir(tempfile.gettempdir())}") from None
     return ready
 
 
@@ -268,3 +276,37 @@ def test_an_interrupt_of_the_kernel_does_not_reach_them(tmp_path: Path) -> None:
         assert {int(word) for word in words[1:]} < ready
         kernel.kill()
         all_gone(ready, 30)
+
+
+CELL = """
+import os
+import nbtoolkit as nb
+
+def launched(**more):
+    settings = {"tracking.mlflow": False, "runtime.output_dir": "out", **more}
+    config = nb.load_config(env=None, overrides=settings)
+    options = {"processes": 2, "resume": "never", "display": "off"}
+    values = nb.launch(lambda config, ctx: os.getpid(), config, **options).values
+    return sorted(values)
+"""
+
+
+def test_a_kernels_ranks_wait_unless_it_is_switched_off(tmp_path: Path) -> None:
+    with notebook(tmp_path) as kernel:
+        kernel.run(CELL).ok()
+        kernel.run("launched()").ok()
+        # fork server, supervisor, agent and two ranks
+        ready: set[int] = until(lambda: at_least(kernel.warm(), 5), "ranks that wait")
+        taken = kernel.run("print(*launched())").ok().text.split()
+        assert {int(pid) for pid in taken} < ready
+        again: set[int] = until(lambda: at_least(kernel.warm(), 5), "new ranks that wait")
+        assert not {int(pid) for pid in taken} & again
+        off = "{'runtime.standby_seconds': 0}"
+        fresh = kernel.run(f"print(*launched(**{off}))").ok().text.split()
+        assert not {int(pid) for pid in fresh} & again
+        time.sleep(2.5)
+        assert len(kernel.warm()) == 1
+
+
+def at_least(found: set[int], count: int) -> set[int]:
+    return found if len(found) >= count else set()

@@ -72,8 +72,19 @@ def test_training_under_papermill_with_parameters(tmp_path: Path) -> None:
     assert "are right" in html_of(outputs["curves"])
     shown = "".join(out.get("text", "") for out in outputs["train"])
     assert "[rank 0] epoch 3/3  train_loss" in shown
-    assert str(run) in outputs["after"][-1].text
-    assert not [out for cell in outputs.values() for out in cell if out.get("name") == "stderr"]
+    assert str(run) in said(outputs["after"])
+    assert complaints(outputs) == []
+
+
+def said(cell: list[Any]) -> str:
+    """What a cell printed; a busy kernel sends it in several outputs."""
+    return "".join(out.get("text", "") for out in cell)
+
+
+def complaints(outputs: dict[str, list[Any]]) -> list[str]:
+    """What cells wrote to stderr; that a start takes 10 s and more is the machine's."""
+    texts = [out.text for cell in outputs.values() for out in cell if out.get("name") == "stderr"]
+    return [text for text in texts if not text.startswith("waiting for the fork server")]
 
 
 def executed(path: Path, folder: Path, /, **parameters: Any) -> dict[str, list[Any]]:
@@ -107,15 +118,15 @@ def test_the_sweep_shows_its_table_and_plots_and_trains_its_winner(tmp_path: Pat
     metrics = json.loads((winner / "result.json").read_text())["metrics"]
     assert metrics["val_accuracy"] == pytest.approx(best["best_value"])
     assert (sweep / "best.yaml").exists()
-    assert str(sweep) in outputs["after"][-1].text
+    assert str(sweep) in said(outputs["after"])
 
 
 @pytest.mark.long
 def test_the_cross_validation_predicts_every_sample_and_trains_its_winner(tmp_path: Path) -> None:
     outputs = executed(FOLDS, tmp_path, k=3, n_trials=2, overrides={"train.epochs": 3})
     assert "3/3" in html_of(outputs["validate"])
-    assert "of 1500 are right" in outputs["oof"][-1].text
-    assert "3 models together" in outputs["oof"][-1].text
+    assert "of 1500 are right" in said(outputs["oof"])
+    assert "3 models together" in said(outputs["oof"])
     assert "2/2" in html_of(outputs["search"])
     assert len([*(tmp_path / "out").glob("*-winner-*/result.json")]) == 1
 
@@ -131,14 +142,14 @@ def accepted(folder: Path) -> pd.DataFrame:
 @pytest.mark.long
 def test_the_competition_blends_and_submits(tmp_path: Path) -> None:
     outputs = executed(COMPETITION, tmp_path, k=3, epochs=3, rounds=10)
-    assert "blend: 0." in outputs["blend"][-1].text
-    assert "297 rows, accepted" in outputs["submit"][-1].text
+    assert "blend: 0." in said(outputs["blend"])
+    assert "297 rows, accepted" in said(outputs["submit"])
     best = accepted(tmp_path).drop(columns="id").to_numpy().argmax(axis=1)
     assert (best == load_digits().target[1500:]).mean() > 0.75
     for name in ("gbm", "cnn"):
         [run] = (tmp_path / "out").glob(f"*-{name}-*")
         assert (run / "out_of_fold.parquet").exists()
-    assert not [out for cell in outputs.values() for out in cell if out.get("name") == "stderr"]
+    assert complaints(outputs) == []
 
 
 @pytest.mark.long
@@ -148,7 +159,7 @@ def test_with_a_deadline_that_comes_early_the_submission_is_valid(
 ) -> None:
     """Before the first fold, and (on most machines) in the middle of the cross-validations."""
     outputs = executed(COMPETITION, tmp_path, deadline=deadline, rounds=400, epochs=200)
-    assert "297 rows, accepted" in outputs["submit"][-1].text
+    assert "297 rows, accepted" in said(outputs["submit"])
     probabilities = accepted(tmp_path).drop(columns="id").to_numpy()
     assert probabilities.sum(axis=1) == pytest.approx(1.0)
     shown = "".join(out.get("text", "") for out in outputs["validate"])

@@ -154,4 +154,4 @@ require_extras(html=True)
     assert re.search(
         r"MissingExtra: running a notebook needs nbconvert[\s\S]*html=False", done.stderr
     )
-    assert "pip install 'nbtoolkit-torch[notebooks]'" in done.stderr
+    assert re.search(r"pip install [^\n]*'nbconvert>=", done.stderr)

@@ -277,7 +277,7 @@ def test_sweep_says_beforehand_whether_it_continues_an_unfinished_one(
 ) -> None:
     panel = opened(panel_functions.until_told, SPACE)
     setup, button = controller(panel).board.setup, controller(panel).board.buttons["sweep"]
-    assert button.tooltip == BUTTONS["sweep"][1]
+    assert (button.description, button.tooltip) == BUTTONS["sweep"]
     panel.press("sweep")
     until(lambda: trials_begun(panel) == 2, "two trials")
     sweep = panel.folder
@@ -286,17 +286,18 @@ def test_sweep_says_beforehand_whether_it_continues_an_unfinished_one(
     assert ends(panel) == "stopped"
     hint = f"Continue {sweep.name.partition('-')[2]}, which has these settings"
     until(lambda: panel.refresh() or button.tooltip == hint, "the hint")
+    assert button.description == "Continue sweep"
     assert f"4 trials\nSweep: {hint}" in setup.cost.value
     setup.input("optim.momentum").value = "0.5"
     panel.refresh()
-    assert button.tooltip == BUTTONS["sweep"][1]
+    assert (button.description, button.tooltip) == ("New sweep", BUTTONS["sweep"][1])
     assert "Continue" not in setup.cost.value
     setup.input("optim.momentum").value = "0.9"
     (home / "end").touch()
     panel.press("sweep")
     assert ends(panel) == "completed"
     assert panel.folder == sweep
-    assert button.tooltip == BUTTONS["sweep"][1]  # another press begins a new one
+    assert (button.description, button.tooltip) == ("New sweep", BUTTONS["sweep"][1])
 
 
 def test_set_up_closes_when_a_run_starts_and_another_panel_says_how_to_leave_that(

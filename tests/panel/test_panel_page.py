@@ -29,6 +29,7 @@ import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import RunFolderError
 from nbtoolkit.panel.form import EDITS_FILE, FormState, keep_edits, kept_edits
+from nbtoolkit.panel.widgets import HIDDEN
 
 COMPLETED = {"type": "ended", "status": "completed", "seconds": 5.0}
 
@@ -236,6 +237,10 @@ def test_rows_stand_best_first_and_a_header_sorts(opened: Open, out: Path, direc
     panel = opened()
     by_value = [2, 0, 1] if direction == "minimize" else [1, 0, 2]
     assert numbers(panel) == by_value
+    table = controller(panel).board.table.root
+    # A grid of three columns: none may be left out.
+    assert not [part for part in table.children if HIDDEN in part._dom_classes]
+    assert len(table.children) == 3 * (1 + len(by_value))
     heads = {head.description: head for head in controller(panel).board.table.heads}
     heads["#"].click()
     assert numbers(panel) == [2, 1, 0]

@@ -80,7 +80,8 @@ def checked(setup: Setup) -> Validation:
 def test_every_setting_has_its_documentation_and_allowed_values() -> None:
     values = nb.load_config(env=None).to_dict()
     names = {"task", "seed", "model", "data"}
-    for section in ("optim", "train", "distributed", "checkpoint", "tracking", "runtime"):
+    sections = ("optim", "train", "distributed", "checkpoint", "tracking", "runtime", "cluster")
+    for section in sections:
         names |= {f"{section}.{key}" for key in values[section]}
     assert set(FIELDS) == names
     for field in FIELDS.values():

@@ -13,7 +13,7 @@ from nbtoolkit.config.yaml_source import dump, parse_value
 from nbtoolkit.errors import ConfigError
 from nbtoolkit.panel.form import FormState
 from nbtoolkit.panel.setup import Setup
-from nbtoolkit.panel.space_table import Row, SpaceTable, read_rows, write_rows
+from nbtoolkit.panel.space_table import ParameterRow, SpaceTable, read_rows, write_rows
 
 SPACE = """\
 study: {metric: score}
@@ -27,11 +27,11 @@ space:
 """
 
 ROWS = [
-    Row("optim.lr", "float", "0.0001", "0.1", True),
-    Row("train.batch_size", "int", "16", "64", more={"step": 16}),
-    Row("optim.name", "categorical", values="adamw, sgd"),
-    Row("optim.momentum", "float", "0.5", "0.9", more={"when": {"optim.name": "sgd"}}),
-    Row("train.epochs", "constant", values="5"),
+    ParameterRow("optim.lr", "float", "0.0001", "0.1", True),
+    ParameterRow("train.batch_size", "int", "16", "64", more={"step": 16}),
+    ParameterRow("optim.name", "categorical", values="adamw, sgd"),
+    ParameterRow("optim.momentum", "float", "0.5", "0.9", more={"when": {"optim.name": "sgd"}}),
+    ParameterRow("train.epochs", "constant", values="5"),
 ]
 
 
@@ -59,7 +59,7 @@ def test_a_space_is_read_as_rows_and_written_back_as_it_was() -> None:
 
 
 def test_only_what_was_changed_is_written_differently() -> None:
-    rows = [Row("optim.lr", "float", "1e-5", "0,1"), *ROWS[1:4]]
+    rows = [ParameterRow("optim.lr", "float", "1e-5", "0,1"), *ROWS[1:4]]
     written: Any = parse_value(write_rows(SPACE, rows))
     before: Any = parse_value(SPACE)
     assert written["study"] == before["study"]
@@ -96,15 +96,20 @@ def test_what_a_row_cannot_hold_stays_in_the_yaml() -> None:
     assert [row.name for row in rows] == ["c"]
     assert without == ["a", "b", "d", "e"]
     small = text.partition("e: {")[0]
-    written: Any = parse_value(write_rows(small, [Row("c", "categorical", values="3")]))
+    written: Any = parse_value(write_rows(small, [ParameterRow("c", "categorical", values="3")]))
     assert written == {**parse_value(small), "c": {"type": "categorical", "choices": [3]}}
 
 
 def test_an_empty_space_has_no_rows_and_rows_without_a_name_are_not_written() -> None:
     assert read_rows("") == read_rows("# a comment") == read_rows("space:") == ([], [])
-    assert write_rows("", []) == write_rows("", [Row("")]) == ""
-    assert write_rows("", [Row("a", "int", "1", "2")]) == "a:\n  type: int\n  low: 1\n  high: 2\n"
-    assert parse_value(write_rows("budget: {n_trials: 3}", [Row("a", "constant", values="1")])) == {
+    assert write_rows("", []) == write_rows("", [ParameterRow("")]) == ""
+    assert (
+        write_rows("", [ParameterRow("a", "int", "1", "2")])
+        == "a:\n  type: int\n  low: 1\n  high: 2\n"
+    )
+    assert parse_value(
+        write_rows("budget: {n_trials: 3}", [ParameterRow("a", "constant", values="1")])
+    ) == {
         "budget": {"n_trials": 3},
         "space": {"a": {"type": "constant", "value": 1}},
     }
@@ -219,7 +224,7 @@ def test_table_and_yaml_follow_each_other() -> None:
     assert sweep_config.space["optim.lr"]["high"] == 0.5
     setup.space.value = "optim.lr: [1, 2, 3]"
     assert [row.row for row in setup.table.rows] == [
-        Row("optim.lr", "categorical", values="1, 2, 3")
+        ParameterRow("optim.lr", "categorical", values="1, 2, 3")
     ]
     setup.table.rows[0].inputs["values"].value = "1, 2, ["
     validation = setup.state.validate()

@@ -24,7 +24,7 @@ def test_a_step_is_given_what_the_one_before_it_published(tmp_path: Path) -> Non
     assert (done.status, statuses(done)) == ("completed", "find done, use done")
     assert done["use"].output == tmp_path / "out/steps/use.ipynb"
     assert "use: done" in repr(done)
-    assert "said=found 3" in done._repr_html_()
+    assert "said=&#x27;found 3&#x27;" in done._repr_html_()
 
 
 def test_what_was_done_with_equal_inputs_is_skipped_and_the_rest_run_again(tmp_path: Path) -> None:

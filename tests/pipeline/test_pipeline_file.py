@@ -12,8 +12,7 @@ from programs import write_program
 import nbtoolkit as nb
 from nbtoolkit.errors import PipelineError
 from nbtoolkit.notebooks.parameters import FromShell
-from nbtoolkit.pipeline.definition import in_order, references, resolve
-from nbtoolkit.pipeline.load import load_pipeline, values_of
+from nbtoolkit.pipeline.definition import in_order, load_pipeline, references, resolve, values_of
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = {

@@ -24,11 +24,10 @@ import typer.main
 import yaml
 
 import nbtoolkit
-from nbtoolkit import cli_hosts, cli_panel  # noqa: F401  (they add their commands)
-from nbtoolkit.cli import app
+from nbtoolkit.__main__ import command_line
 from nbtoolkit.config.schema import Config
 from nbtoolkit.config.validation import fields
-from nbtoolkit.pipeline.load import load_pipeline
+from nbtoolkit.pipeline.definition import load_pipeline
 from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
 
 ROOT = Path(__file__).parents[2]
@@ -182,7 +181,7 @@ def test_every_yaml_snippet_is_a_configuration_a_sweep_or_a_pipeline(
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_shell_line_is_a_command_with_options_that_exist(page: Path) -> None:
     """Nothing runs: the command line and the Makefile are asked."""
-    group = typer.main.get_command(app)
+    group = typer.main.get_command(command_line())
     root = group.make_context("nbtoolkit", [], resilient_parsing=True)
     targets = set(re.findall(r"(?m)^([\w-]+):", (ROOT / "Makefile").read_text()))
     for block in names(page, r"(?ms)^```bash\n(.*?)^```$"):
@@ -195,7 +194,7 @@ def test_every_shell_line_is_a_command_with_options_that_exist(page: Path) -> No
             elif program == "make":
                 assert set(words) <= targets, line
             else:
-                known = {"", "(python", "git", "kaggle", "pip", "python", "torchrun", "cd"}
+                known = {"", "(python", "git", "kaggle", "pgrep", "pip", "python", "torchrun", "cd"}
                 assert program in known, line
 
 

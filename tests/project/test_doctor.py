@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import nbtoolkit as nb
+from nbtoolkit.doctor import known_bad
 from nbtoolkit.environment.fork_diagnosis import (
     Inconclusive,
     find_breaking_import,
     suspicious_cells,
 )
-from nbtoolkit.environment.installed import known_bad
 
 USED_OPENMP = """
 import torch

@@ -53,8 +53,8 @@ LAYERS = (
     "dashboards",
     "panel",
     "cli",
-    "cli_hosts",
-    "cli_panel",
+    "cli_notebooks",
+    "cluster",
     "__main__",
     # Nothing imports these: each is for those who have its framework.
     "integrations",
@@ -67,7 +67,7 @@ STATIONS = [
     {"environment.hardware"},
     {"environment.plan"},
     {"worker.context"},
-    {"launcher.agent", "worker.main", "launcher.supervisor"},
+    {"launcher.agent", "worker.main", "launcher.supervisor_process"},
     {"launcher.forkserver_client", "launcher.in_process", "launcher.launch"},
 ]
 
@@ -76,7 +76,7 @@ KERNEL = [
     "config.schema",
     "doctor",
     "launcher.launch",
-    "launcher.handle",
+    "launcher.run_handle",
     "tasks.digits",
     "training.loop",
     # The fork server loads these two, and everything is forked from it.
@@ -100,13 +100,14 @@ def _name(path: Path) -> str:
     return ".".join(part for part in parts if part != "__init__") or "nbtoolkit"
 
 
-MODULES = {_name(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+MODULES = {_name(path): path for path in PACKAGE.rglob("*.py")}
 
 
 @functools.cache
 def _imports(module: str, *, late: bool) -> frozenset[str]:
     """Modules that a module imports when it is loaded, or (late) inside its functions."""
-    return frozenset(_found(MODULES[module], late=late, inside=False))
+    tree = ast.parse(MODULES[module].read_text())
+    return frozenset(_found(tree, late=late, inside=False))
 
 
 def _found(node: ast.AST, *, late: bool, inside: bool) -> Iterator[str]:

@@ -23,7 +23,7 @@ from tests.notebook_sizes import NOTEBOOKS
 from tests.notebook_sizes import QUICK as QUICK_SIZES
 from tests.pythons.environments import ENVIRONMENTS, ROOT, Environment, build
 
-QUICK = "not long and not hosts and not gpu"
+QUICK = "not long and not apart and not hosts and not gpu and not cluster"
 # Warnings of an environment's own packages, which its user sees without us too.
 EXCUSED = {
     # jupyter_client 7.4 on Python 3.13, in Colab's image

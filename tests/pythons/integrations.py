@@ -22,7 +22,6 @@ from packaging.utils import canonicalize_name
 from tests.pythons.environments import ROOT, run_uv
 
 FOLDER = ROOT / "build/integrations"
-INTERPRETER = FOLDER / "venv/bin/python"
 
 # This Python has a torch, whose build the index may not have; libraries of CUDA are of a build.
 _NOT_HERE = ("torch==", "triton==", "nvidia-", "cuda-", "nbtoolkit")
@@ -30,44 +29,49 @@ _NOT_HERE = ("torch==", "triton==", "nvidia-", "cuda-", "nbtoolkit")
 
 def main(arguments: list[str]) -> int:
     """Build the environment if necessary, and run the tests there."""
-    build()
     words = arguments or ["-q", "-n", "2", "--dist", "loadscope", "tests/integrations"]
+    return run_beside(FOLDER, "integrations", words)
+
+
+def run_beside(folder: Path, extra: str, words: list[str]) -> int:
+    """Build the environment of an extra in ``folder`` if necessary, and run pytest in it."""
+    build(folder, extra)
     return subprocess.run(
-        [INTERPRETER, "-m", "pytest", "-p", "no:cacheprovider", *words],
+        [folder / "venv/bin/python", "-m", "pytest", "-p", "no:cacheprovider", *words],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "KERAS_HOME": str(FOLDER / "keras")},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "KERAS_HOME": str(folder / "keras")},
         check=False,
     ).returncode
 
 
-def build() -> None:
-    """Install the environment, unless it is there (minutes)."""
+def build(folder: Path, extra: str) -> None:
+    """Install the environment of an extra, unless it is there (minutes)."""
     present = run_uv("pip", "freeze", "--python", sys.executable)
     sources = present + (ROOT / "pyproject.toml").read_text() + Path(__file__).read_text()
-    made_from, stamp = hashlib.sha256(sources.encode()).hexdigest(), FOLDER / "made_from"
+    made_from, stamp = hashlib.sha256(sources.encode()).hexdigest(), folder / "made_from"
     if stamp.is_file() and stamp.read_text() == made_from:
         return
-    print(f"installing into {FOLDER} (minutes the first time)", flush=True)
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir(parents=True)
-    run_uv("venv", "--python", sys.executable, FOLDER / "venv")
-    missing = _missing(present)
+    print(f"installing into {folder} (minutes the first time)", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    run_uv("venv", "--python", sys.executable, folder / "venv")
+    missing = _missing(present, folder, extra)
     if missing:
-        run_uv("pip", "install", "--python", INTERPRETER, "--no-deps", *missing)
+        run_uv("pip", "install", "--python", folder / "venv/bin/python", "--no-deps", *missing)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    packages = FOLDER / "venv/lib" / version / "site-packages"
+    packages = folder / "venv/lib" / version / "site-packages"
     (packages / "other.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     stamp.write_text(made_from)
 
 
-def _missing(present: str) -> list[str]:
+def _missing(present: str, folder: Path, extra: str) -> list[str]:
     """What the extra needs and this Python lacks, in versions that fit what it has."""
-    needs = FOLDER / "requirements.txt"
+    needs = folder / "requirements.txt"
     held = [line for line in present.splitlines() if "==" in line]
     needs.write_text("\n".join(held))  # uv keeps the versions of its last result where it can
-    extra = ["--extra", "integrations", ROOT / "pyproject.toml"]
+    source = ["--extra", extra, ROOT / "pyproject.toml"]
     options = ["--no-header", "--no-annotate", "--python", sys.executable]
-    run_uv("pip", "compile", *options, *extra, "-o", needs)
+    run_uv("pip", "compile", *options, *source, "-o", needs)
     pinned = [line.strip() for line in needs.read_text().splitlines() if "==" in line]
     there = {canonicalize_name(line.partition("==")[0]): line.partition("==")[2] for line in held}
     return [

@@ -12,8 +12,7 @@ from kernels import SECONDS
 
 import nbtoolkit as nb
 from nbtoolkit.errors import ReportFolderError
-from nbtoolkit.report.report import RunsReport, page, read_report
-from nbtoolkit.report.sections import ReportSection, label
+from nbtoolkit.report.report import ReportSection, RunsReport, label, page, read_report
 from nbtoolkit.tasks import digits
 from nbtoolkit.views.text import final_values
 

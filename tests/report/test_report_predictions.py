@@ -19,8 +19,7 @@ from nbtoolkit.report.predictions import (
     predictions_of,
     read_plain,
 )
-from nbtoolkit.report.sections import matrix
-from nbtoolkit.report.sections import predictions as section
+from nbtoolkit.report.report import RunsReport, matrix
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.serialization import pack_value
 from nbtoolkit.views.state import read_state
@@ -94,7 +93,8 @@ def test_a_file_too_large_is_not_read(tmp_path: Path) -> None:
 
 
 def shown(*runs: RunPaths) -> str:
-    return "".join(section([read_state(run.folder) for run in runs]).parts)
+    report = RunsReport(runs[0].folder.parent, [read_state(run.folder) for run in runs])
+    return "".join(report.predictions.parts)
 
 
 NOT_SHOWN = [

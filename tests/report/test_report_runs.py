@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from run_folders import NOON, PLAN, trained, write_run
 
-from nbtoolkit.report.report import runs_below
-from nbtoolkit.report.sections import label, overview
+from nbtoolkit.report.report import label, read_report, runs_below
 from nbtoolkit.run.events import number_values
 from nbtoolkit.run.paths import runs_in
 from nbtoolkit.views.state import read_state
@@ -20,7 +19,7 @@ from nbtoolkit.views.text import curves_of, devices_of, final_values
 
 def words(folder: Path) -> str:
     """Everything that the table of runs says."""
-    return "".join(overview([read_state(run.folder) for run in runs_below(folder)]).parts)
+    return "".join(read_report(folder).overview.parts)
 
 
 def test_a_run_that_ended_well_has_its_result_and_its_time(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from run_folders import sweep, trained, trial, write_run
 
-from nbtoolkit.report.report import PAGES, read_report
-from nbtoolkit.report.sections import ReportSection
+from nbtoolkit.report.report import PAGES, ReportSection, read_report
 from nbtoolkit.views.chart import PALETTE
 
 

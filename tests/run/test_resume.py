@@ -16,9 +16,13 @@ from kernels import SECONDS, finish, ranks_up, script, until
 
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, ResumeError
-from nbtoolkit.run.checkpoint_store import has_checkpoint
-from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.run.resume import fingerprint
+from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint
+from nbtoolkit.run.fingerprint import fingerprint
+from nbtoolkit.run.paths import RunPaths, write_json
+from nbtoolkit.run.resume import (
+    choose_run,
+    new_run,
+)
 
 
 @pytest.fixture
@@ -81,6 +85,14 @@ def test_folds_of_the_first_version_are_not_resumed(config: nb.Config) -> None:
 
 
 # --- another number of ranks ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "name"), [("sweep", "sweep"), ("cv", "cross-validation")])
+def test_a_search_is_no_run_to_resume(config: nb.Config, kind: str, name: str) -> None:
+    with new_run(config.runtime.output_dir, "train") as run:
+        write_json(run.paths.versions, {"kind": kind, "attempt": 1})
+        with pytest.raises(ResumeError, match=f"is a {name}, not a run\n"):
+            choose_run(config, functions.ranks, None, run.paths.folder)
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])

@@ -14,7 +14,7 @@ import yaml
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import ConfigError, FoldError, SpaceError
-from nbtoolkit.search.fold_config import configured_folds
+from nbtoolkit.search.sweep import configured_folds
 from nbtoolkit.study.sweep_config import FoldConfig, load_sweep_config
 from nbtoolkit.worker.context import RunContext
 
@@ -117,6 +117,7 @@ def test_a_sweep_of_a_cell_is_given_targets(config: Config) -> None:
     assert expected.hash in (result.paths.folder / "folds.json").read_text()
 
 
+@pytest.mark.long
 def test_the_command_line_takes_the_targets_of_the_module(config: Config, tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     (tmp_path / "mine.py").write_text(MODULE)

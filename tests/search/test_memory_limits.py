@@ -14,9 +14,9 @@ from torch import nn
 
 import nbtoolkit as nb
 from nbtoolkit.search.algorithm import JobResult, SearchJob
-from nbtoolkit.search.memory_limits import MemoryLimits
+from nbtoolkit.search.trial_limits import MemoryLimits
 from nbtoolkit.study.samplers import OUT_OF_MEMORY
-from nbtoolkit.study.storage import FILE, read_study
+from nbtoolkit.study.study import FILE, read_study
 
 FAILED = {
     "model.hidden": 64,
@@ -44,7 +44,7 @@ FAILED = {
     ],
 )
 def test_what_is_no_smaller_in_any_size_would_run_out_too(changes: Any, refused: bool) -> None:
-    limits = MemoryLimits()
+    limits = MemoryLimits(Path("sweep"))
     assert limits.why_not(FAILED) is None
     limits.add(3, FAILED)
     reason = limits.why_not({**FAILED, **changes})
@@ -54,9 +54,69 @@ def test_what_is_no_smaller_in_any_size_would_run_out_too(changes: Any, refused:
 
 
 def test_without_a_size_nothing_is_concluded() -> None:
-    limits = MemoryLimits()
+    limits = MemoryLimits(Path("sweep"))
     limits.add(0, {"optim.lr": 0.1, "model.kind": "cnn"})
     assert limits.why_not({"optim.lr": 0.2, "model.kind": "cnn"}) is None
+
+
+# --- observed peaks ---
+
+SEEN = [(16, 8), (16, 32), (32, 8), (32, 16), (64, 8), (64, 16)]
+
+
+def observed(folder: Path, seen: Any = SEEN, *, noise: float = 1.0, **more: Any) -> MemoryLimits:
+    """Limits of a sweep with completed trials, and one of 64 units and batch 32 that ran out."""
+    limits = MemoryLimits(folder)
+    for number, (hidden, batch) in enumerate(seen):
+        peak = 0.001 * hidden**1.5 * batch * noise ** (-1 if number % 3 else 1)
+        run = folder / f"trials/{number:04d}"
+        run.mkdir(parents=True)
+        values = {"loss": 1.0, "memory_gb_rank0": peak / 2, "memory_gb_rank1": peak}
+        line = {"type": "metrics", "t": 1.0, "step": 1, "values": values}
+        (run / "events.jsonl").write_text(json.dumps(line) + "\n")
+        limits.completed(
+            f"trials/{number:04d}", {"model.hidden": hidden, "train.batch_size": batch, **more}
+        )
+    limits.add(9, {"model.hidden": 64, "train.batch_size": 32, **more})
+    return limits
+
+
+@pytest.mark.parametrize(
+    ("hidden", "batch", "refused"),
+    [(256, 16, True), (128, 16, False), (128, 8, False), (16, 512, True), (32, 64, False)],
+)
+def test_peaks_of_completed_trials_predict_what_has_larger_and_smaller_sizes(
+    hidden: int, batch: int, refused: bool, tmp_path: Path
+) -> None:
+    """Batch 16 with 256 units needs 4 times, with 128 units 1.4 times what ran out."""
+    limits = observed(tmp_path)
+    reason = limits.why_not({"model.hidden": hidden, "train.batch_size": batch})
+    assert (reason is not None) == refused
+    if (hidden, batch) == (256, 16):
+        expected = "by the memory of 6 trials it needs 4.0 times that of trial 9, which ran out of"
+        assert reason is not None
+        assert expected in reason
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        {"seen": SEEN[:3]},  # too few
+        {"seen": [(16, 8)] * 6},  # they do not differ
+        {"seen": [(16, size) for size in (2, 4, 8, 16, 32, 64)]},  # in one size only
+        {"noise": 1.5},  # sizes do not explain the peaks
+    ],
+)
+def test_peaks_that_tell_too_little_predict_nothing(known: Any, tmp_path: Path) -> None:
+    limits = observed(tmp_path, **known)
+    assert limits.why_not({"model.hidden": 256, "train.batch_size": 16}) is None
+
+
+def test_peaks_say_nothing_on_another_kind_of_model(tmp_path: Path) -> None:
+    limits = observed(tmp_path, **{"model.kind": "mlp"})
+    wide = {"model.hidden": 256, "train.batch_size": 16}
+    assert limits.why_not({**wide, "model.kind": "mlp"}) is not None
+    assert limits.why_not({**wide, "model.kind": "cnn"}) is None
 
 
 GRID = {
@@ -113,6 +173,35 @@ def test_a_larger_trial_is_not_started(tmp_path: Path) -> None:
     assert rows[16]["reason"].startswith("not started: trial 1 ran out of memory with no more")
     assert len([*tmp_path.glob("*/trials/*/began")]) == 3
     assert result.best_params == {"model.hidden": 4}
+
+
+def logs_its_memory(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+    (ctx.paths.folder / "began").touch()
+    need = 1e-3 * config.model.hidden * config.train.batch_size
+    if need > 1.0:
+        raise MemoryError(f"{need} GB")
+    ctx.log({"memory_gb_rank0": need}, step=1)
+    return {"val_loss": need}
+
+
+def test_a_trial_that_is_predicted_not_to_fit_is_not_started(tmp_path: Path) -> None:
+    settings = {"runtime.output_dir": str(tmp_path), "tracking.mlflow": False}
+    config = nb.load_config(env=None, overrides={**settings, "distributed.world_size": 1})
+    sizes = [(8, 8), (8, 64), (64, 8), (32, 8), (64, 32), (512, 8), (48, 16)]
+    trials = [{"model.hidden": hidden, "train.batch_size": batch} for hidden, batch in sizes]
+    space = {
+        name: {"type": "int", "low": 8, "high": 512}
+        for name in ("model.hidden", "train.batch_size")
+    }
+    study = {**GRID["study"], "sampler": "random"}
+    placed = {"study": study, "space": space, "placement": "all_devices_per_trial"}
+    placed["budget"] = {"n_trials": len(trials)}
+    result = nb.sweep(logs_its_memory, config, {**placed, "first_trials": trials}, display="off")
+    assert list(result.trials["state"]) == [*["complete"] * 4, *["infeasible"] * 2, "complete"]
+    reasons = list(result.trials["reason"])
+    assert reasons[4].startswith("MemoryError")
+    assert reasons[5].startswith("not started: by the memory of 4 trials it needs 2.0 times that")
+    assert len([*tmp_path.glob("*/trials/*/began")]) == 6
 
 
 def fitted(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:

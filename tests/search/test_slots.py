@@ -15,17 +15,17 @@ from kernels import SECONDS
 
 import nbtoolkit as nb
 from nbtoolkit import errors
-from nbtoolkit.environment.hardware import Hardware, detect_hardware
-from nbtoolkit.environment.measured_speed import MeasuredSpeed
-from nbtoolkit.environment.nvml import Device
-from nbtoolkit.launcher.event_loop import ForkServerConnection
-from nbtoolkit.launcher.worker_group import WorkerGroup
+from nbtoolkit.environment.hardware import Device, Hardware, detect_hardware
+from nbtoolkit.environment.placement import MeasuredSpeed
+from nbtoolkit.environment.variables import kernel_environment
+from nbtoolkit.launcher.worker_group import Spawner, WorkerGroup
 from nbtoolkit.run.events import Event
+from nbtoolkit.run.payload import pack_function
 from nbtoolkit.run.transport import GroupConnections
-from nbtoolkit.search.algorithm import JobResult, SearchJob
+from nbtoolkit.search.algorithm import JobResult, Search, SearchJob
 from nbtoolkit.search.job_runner import IdleWorkers
 from nbtoolkit.search.slots import Slot, SlotAllocator, Slots, make_slots
-from nbtoolkit.search.submit import Search, start_search
+from nbtoolkit.search.submit import start_search
 from nbtoolkit.search.sweep_result import SweepResult
 from nbtoolkit.study.sweep_config import SweepConfig
 
@@ -221,7 +221,8 @@ def test_a_trial_that_is_too_large_runs_on_all_devices(config: nb.Config) -> Non
 @pytest.fixture
 def idle() -> Iterator[IdleWorkers]:
     ours, theirs = socket.socketpair()
-    workers = IdleWorkers(ForkServerConnection(ours))
+    with pack_function(None, kernel_environment()) as payload:
+        workers = IdleWorkers(Spawner(ours, payload))
     yield workers
     workers.close()
     ours.close()
@@ -243,7 +244,7 @@ def group_on(
             stack.callback(theirs.close)
             process = stack.enter_context(subprocess.Popen(["sleep", "600"]))
             stack.callback(process.kill)
-            group = WorkerGroup(plan, 0, mine, tmp_path / "elastic")
+            group = WorkerGroup(plan, mine, tmp_path / "elastic")
             for rank in group.ranks:
                 rank.pid = process.pid
             return group, process

@@ -13,7 +13,7 @@ from nbtoolkit.errors import SweepError
 from nbtoolkit.run.messages import SearchCommand
 from nbtoolkit.search.algorithm import JobResult, SearchJob
 from nbtoolkit.search.sweep_algorithm import SweepAlgorithm
-from nbtoolkit.study.storage import FILE, read_study
+from nbtoolkit.study.study import FILE, read_study
 
 TRIAL = ["trials/0000", "trials/0001", "trials/0002", "trials/0003"]
 

@@ -17,7 +17,7 @@ import pytest
 from kernels import Script, alive, all_gone, descendants, script, until
 from sweeps import begun, finished, sweep_folder
 
-KILLS = 20
+KILLS = 10
 VICTIMS = ("kernel", "scheduler", "worker")
 
 SWEEP = """

@@ -82,6 +82,7 @@ def test_how_many_trials_it_is_from_and_that_pruned_ones_are_left_out_is_said() 
     assert "pruned" not in notes(study_of(by_rate, 12))
 
 
+@pytest.mark.long
 def test_each_share_has_its_range_and_one_that_leads_alone_is_not_doubted() -> None:
     shares = computed(study_of(by_rate, 40)).shares
     assert shares[0].name == "optim.lr"
@@ -106,6 +107,7 @@ def test_ranges_that_overlap_are_said_to_tell_nothing_yet() -> None:
     assert told.count("Cannot tell yet which matters more: a, b; c, d.") == 1
 
 
+@pytest.mark.long
 def test_the_parameter_that_does_nothing_is_never_first_of_a_few_trials() -> None:
     """Optuna 5's default, PED-ANOVA, puts it first in some of these."""
     for seed in range(6):
@@ -120,6 +122,7 @@ def test_a_logarithmic_parameter_counts_on_the_scale_it_is_searched_on() -> None
     assert "Cannot tell" not in notes(study)
 
 
+@pytest.mark.long
 def test_one_diverged_trial_is_not_all_of_the_variance() -> None:
     study = study_of(by_rate, 30)
     params = {"optim.lr": 0.01, "model.hidden": 64, "model.dropout": 0.49}
@@ -127,6 +130,7 @@ def test_one_diverged_trial_is_not_all_of_the_variance() -> None:
     assert leaders(study)[0] == "optim.lr"
 
 
+@pytest.mark.long
 def test_parameters_that_only_some_trials_have_are_said_to_be_left_out() -> None:
     study = study_of(by_rate, 12)
     space = {**SPACE, "model.$x": FloatDistribution(0.0, 1.0)}
@@ -136,6 +140,7 @@ def test_parameters_that_only_some_trials_have_are_said_to_be_left_out() -> None
     assert sorted(leaders(study)) == sorted(SPACE)
 
 
+@pytest.mark.long
 def test_of_very_many_trials_some_are_drawn_and_it_is_said() -> None:
     study = study_of(by_rate, 0)
     rng = random.Random(0)

@@ -106,9 +106,7 @@ def test_a_grid_needs_an_end() -> None:
 
 def test_a_space_reads_back_what_it_writes() -> None:
     space = Space(WHOLE)
-    assert Space(space.to_dict()) == space
     assert Space(space.to_dict()).to_dict() == space.to_dict()
-    assert Space({**WHOLE, "optim.lr": {**RANGE, "high": 0.2}}) != space
 
 
 WRONG = {

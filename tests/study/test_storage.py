@@ -14,7 +14,7 @@ import pytest
 from kernels import SECONDS
 
 from nbtoolkit.errors import SweepError
-from nbtoolkit.study.storage import FILE, open_journal, read_study
+from nbtoolkit.study.study import FILE, open_journal, read_study
 
 RATE = optuna.distributions.FloatDistribution(0, 1)
 

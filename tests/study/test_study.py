@@ -11,8 +11,7 @@ from searches import LR, SPACE
 from nbtoolkit import load_config
 from nbtoolkit.errors import SpaceError, SweepError
 from nbtoolkit.study.samplers import make_pruner, make_sampler
-from nbtoolkit.study.storage import FILE, open_journal, read_study
-from nbtoolkit.study.study import SearchStudy, open_study
+from nbtoolkit.study.study import FILE, SearchStudy, open_journal, open_study, read_study
 from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
 
 COMPLETE = optuna.trial.TrialState.COMPLETE

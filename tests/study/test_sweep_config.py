@@ -57,7 +57,6 @@ def test_the_call_beats_the_file(config: Config) -> None:
         3600.0,
         4,
     )
-    assert load_sweep_config(ENDS, config, folds={"k": 2, "kind": "kfold"}).folds.kind == "kfold"
 
 
 def test_what_is_written_is_read_back(tmp_path: Path, config: Config) -> None:

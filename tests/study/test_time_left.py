@@ -69,6 +69,7 @@ def error(events: list[Event], trials: int, share: float) -> float:
     return (end - now) / (events[-1].t - now) - 1
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 def test_at_a_quarter_of_a_pruned_sweep_the_time_left_is_within_a_third() -> None:
     """By the median of 36 sweeps of 20 to 60 trials; a few easy ones end in half the time."""

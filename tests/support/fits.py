@@ -15,8 +15,8 @@ from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.host import detect_host
 from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.payload import JobSpec
 from nbtoolkit.run.record import RunRecord
-from nbtoolkit.run.request import JobSpec
 from nbtoolkit.worker.channel import RecordChannel
 from nbtoolkit.worker.context import RunContext
 
@@ -84,3 +84,20 @@ class Run:
 def check_equal_weights(one: nn.Module, other: nn.Module, *, atol: float = 0.0) -> None:
     for name, value in one.state_dict().items():
         torch.testing.assert_close(other.state_dict()[name], value, atol=atol, rtol=0)
+
+
+def launch(train: Any, config: Config, ranks: int = 2, **options: Any) -> nb.RunResult:
+    """Launch without a display."""
+    return nb.launch(train, config, processes=ranks, display="off", **options)
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of the model's state."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def close(one: dict[str, Any], other: dict[str, Any], atol: float = 1e-5) -> None:
+    """Fail unless two states have the same names and nearly the same values."""
+    assert list(one) == list(other)
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], atol=atol, rtol=0, msg=name)

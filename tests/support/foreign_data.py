@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 
-CLOSE = 1e-5
+CLOSE = 2e-5  # BLAS sums in another order on a busy machine: 1.1e-5 was seen
 FIT = {"train__epochs": 2, "train__batch_size": 12, "optim__lr": 0.05}
 Value = dict[str, Any]
 

@@ -351,6 +351,11 @@ def sleeps_while_other_waits(config: Any, ctx: Any) -> None:
     dist.barrier()
 
 
+def sleeps_when_other_has_returned(config: Any, ctx: Any) -> None:
+    if ctx.is_main:
+        time.sleep(HANG)
+
+
 def sleeps_long_while_other_waits(config: Any, ctx: Any) -> str:
     import torch.distributed as dist
 

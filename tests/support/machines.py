@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,13 +143,13 @@ def machine(
 ) -> Hardware:
     """What ``detect_hardware`` finds on a machine with these cards."""
     environ = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
-    return detect_hardware(environ, Nvml(*cards), torch_build=build, affinity=cpus)
+    return replace(detect_hardware(environ, Nvml(*cards), torch_build=build), cpu_count=cpus)
 
 
 def cpu_machine(cpus: int = 4) -> Hardware:
     """A machine without NVIDIA's driver."""
     nvml = Nvml(broken="NVML Shared Library Not Found")
-    return detect_hardware({}, nvml, torch_build=CPU_BUILD, affinity=cpus)
+    return replace(detect_hardware({}, nvml, torch_build=CPU_BUILD), cpu_count=cpus)
 
 
 def machine_of_age(root: Path, age: float, *, uptime: float = 40 * DAY) -> Path:

@@ -10,14 +10,14 @@ from typing import Any
 
 from machines import CPU_BUILD, machine
 
-from nbtoolkit import load_config, make_folds
+from nbtoolkit import Folds, load_config, make_folds
 from nbtoolkit.host import detect_host
 from nbtoolkit.run.events import Event, NoteAdded, RunStarted, TrialChanged
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.search.algorithm import JobResult, SearchJob, SearchRequest
+from nbtoolkit.search.algorithm import JobResult, Search, SearchJob, SearchRequest
 from nbtoolkit.search.slots import make_slots
 from nbtoolkit.search.sweep_algorithm import SweepAlgorithm, make_algorithm
-from nbtoolkit.study.sweep_config import load_sweep_config
+from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
 
 LR = {"type": "float", "low": 1e-4, "high": 1.0, "log": True}
 SPACE = {
@@ -51,7 +51,13 @@ class Memory:
         return {event.number: event for event in self.of("trial")}
 
 
-def request(folder: Path, **known: Any) -> SearchRequest:
+def request(
+    folder: Path,
+    *,
+    folds: Folds | None = None,
+    sweep_config: SweepConfig | None = None,
+    **known: Any,
+) -> SearchRequest:
     """The request for a search in a folder."""
     config, host, hardware = load_config(env=None), detect_host({}), machine(build=CPU_BUILD)
     usual = {
@@ -63,9 +69,7 @@ def request(folder: Path, **known: Any) -> SearchRequest:
         "notes": (),
         "deadline": None,
         "imposed": False,
-        "algorithm": "",
-        "folds": None,
-        "sweep_config": None,
+        "search": Search(kind="sweep", algorithm="", folds=folds, sweep_config=sweep_config),
     }
     return SearchRequest(**{**usual, **known})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from nbtoolkit.run.events import (
 )
 from nbtoolkit.run.paths import RunPaths, write_json
 from nbtoolkit.tracking.database import database_uri
+from nbtoolkit.tracking.follower import Follower
 
 CONFIG = {
     "task": "nbtoolkit.tasks.digits:train",
@@ -90,3 +92,11 @@ def client_of(output_dir: Path) -> Any:
 def all_runs(output_dir: Path) -> list[Any]:
     client = client_of(output_dir)
     return list(client.search_runs([e.experiment_id for e in client.search_experiments()]))
+
+
+def follow(paths: RunPaths, output_dir: Path | None = None) -> str | None:
+    """Follow a run until it is written to its end; the id of its MLflow run."""
+    with Follower(paths, output_dir=output_dir) as follower:
+        while not follower.poll():
+            time.sleep(0.05)
+        return follower.state.get("mlflow_run_id")

@@ -139,7 +139,7 @@ class Jitter:
 def test_augmentation_does_not_depend_on_the_workers(folder: Path, tmp_path: Path) -> None:
     seen = []
     for workers in (0, 2):
-        images = from_folder(folder, size=(4, 4), transform=Jitter())
+        images = from_folder(folder, size=(4, 4), transforms=[Jitter()])
         (ctx,) = contexts(tmp_path / f"run{workers}", train__batch_size=3)
         config = ctx.config.with_overrides({"train.num_workers": workers})
         loader = make_train_loader(ctx, config, images)

@@ -12,6 +12,7 @@ import torch
 from sklearn.metrics import average_precision_score
 from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
@@ -120,11 +121,6 @@ def test_what_cannot_be_scored_is_refused(
 # --- gathering ---
 
 
-class Streamed(torch.utils.data.IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return ((torch.tensor([float(i)]), i) for i in range(131))
-
-
 class Wide(nn.Module):
     """A row of 512 floats for each number, beginning with the number."""
 
@@ -134,7 +130,7 @@ class Wide(nn.Module):
 
 
 def gathered(config: Config, ctx: RunContext) -> dict[str, Any]:
-    retrieval._BATCH, retrieval._BLOCK = 16, 40  # rows of a rank in one pass, in one block
+    retrieval._BLOCK = 40  # rows gathered at a time
     numbers = torch.arange(131.0)[:, None]
     sets = {
         "pairs": (numbers, numbers[:, 0].long()),
@@ -142,18 +138,18 @@ def gathered(config: Config, ctx: RunContext) -> dict[str, Any]:
     }
     model, found = Wide().train(), {}
     for name, data in sets.items():
-        result = gather_embeddings(ctx, model, data)
+        result = gather_embeddings(ctx, model, TensorDataset(*data))
         assert (result is not None) == ctx.is_main
         if result is not None:
             vectors, labels = result
             found[name] = vectors[:, 0].tolist(), labels.tolist(), vectors.shape
     assert model.training
-    with pytest.raises(FitError, match="a stream, whose length is unknown"):
-        gather_embeddings(ctx, model, Streamed())
+    with pytest.raises(FitError, match="the prediction set is empty"):
+        gather_embeddings(ctx, model, TensorDataset(numbers[:0]))
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_embeddings_come_in_the_order_of_the_data(tmp_path: Path, ranks: int) -> None:
     settings = {"runtime.output_dir": str(tmp_path), "tracking.mlflow": False}
     config = nb.load_config(env=None, overrides=settings)
@@ -173,10 +169,10 @@ def kilobytes(name: str) -> int:
 def measured(config: Config, ctx: RunContext) -> float:
     """The peak of this rank's memory while it gathers, less what it had before, in full copies."""
     numbers, labels = torch.arange(100_000.0)[:, None], torch.arange(100_000)
-    gather_embeddings(ctx, Wide(), (numbers[:1], labels[:1]))  # imports
+    gather_embeddings(ctx, Wide(), TensorDataset(numbers[:1], labels[:1]))  # imports
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before = kilobytes("VmRSS")
-    result = gather_embeddings(ctx, Wide(), (numbers, labels))
+    result = gather_embeddings(ctx, Wide(), TensorDataset(numbers, labels))
     assert result is None or result[0].shape == (100_000, 512)
     return (kilobytes("VmHWM") - before) * 1024 / (100_000 * 512 * 4)
 

@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from feeds import contexts
 from PIL import Image
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import CheckpointError, ConfigError, FitError, MissingExtra, WorkerDied
-from nbtoolkit.tasks import metric_learning
-from nbtoolkit.tasks.encoders import Augment, EncoderSpec, make_encoder, make_named, make_transform
-from nbtoolkit.tasks.images import split
+from nbtoolkit.tasks import images, metric_learning
+from nbtoolkit.tasks.encoders import Augment, EncoderSpec, make_encoder, make_named, make_transforms
+from nbtoolkit.tasks.images import Images, decode, split
 from nbtoolkit.tasks.metric_learning import load_encoder, stage_config
+from nbtoolkit.tasks.retrieval import retrieval_scores
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,10 +40,10 @@ def trained(config: Config, *, processes: int = 1, resume: str = "never") -> Any
 
 
 def test_both_stages_on_two_ranks(tmp_path: Path) -> None:
-    result = trained(config_of(tmp_path, epochs=(8, 4)), processes=2)
+    result = trained(config_of(tmp_path, epochs=(4, 3)), processes=2)
     value = result.value
-    assert value["val_accuracy"] >= 0.97
-    assert value["val_map"] > 0.8
+    assert value["val_accuracy"] > 0.9
+    assert value["val_map"] > 0.6
     right = np.equal(value["labels"], value["predictions"])
     assert right.mean() == pytest.approx(value["val_accuracy"])
     assert result.metrics["val_accuracy"] == value["val_accuracy"]
@@ -51,7 +53,7 @@ def test_both_stages_on_two_ranks(tmp_path: Path) -> None:
     assert model.classes == tuple("0123456789")
     with torch.no_grad():
         scores = model.classifier(model.encoder(images.items))
-    assert (scores.argmax(dim=1) == images.labels).double().mean() > 0.96
+    assert (scores.argmax(dim=1) == images.labels).double().mean() > 0.9
 
 
 @pytest.mark.long
@@ -118,6 +120,14 @@ def test_stage_2_alone_takes_the_encoder_of_another_run(tmp_path: Path) -> None:
     stage_1 = trained(config_of(tmp_path, epochs=(1, 1), model__stages=[1]))
     assert "val_accuracy" not in stage_1.value
     assert load_encoder(stage_1.paths.folder).classifier is None
+    # The encoder alone, embedded in the kernel, has the scores of the validation with the head.
+    digits = metric_learning.load_images(config_of(tmp_path))
+    valid = digits.subset(split(digits.labels)[1])
+    vectors = metric_learning.embed(load_encoder(stage_1.paths.folder), valid)
+    scores = retrieval_scores(torch.from_numpy(vectors), valid.labels)
+    assert {name: stage_1.value[f"val_{name}"] for name in scores} == pytest.approx(
+        scores, abs=1e-4
+    )
     config = config_of(tmp_path, model__checkpoint=str(stage_1.paths.folder))
     stage_2 = trained(config)
     assert "val_map" not in stage_2.value
@@ -126,12 +136,35 @@ def test_stage_2_alone_takes_the_encoder_of_another_run(tmp_path: Path) -> None:
         assert torch.equal(tensor, after.state_dict()[name])  # frozen
 
     other = config.with_overrides({"model.embedding_size": 64})
-    with pytest.raises(CheckpointError, match=r"=128.* config's is .*embedding_size=64"):
+    with pytest.raises(CheckpointError, match=r"does not fit this Sequential: .*128.*64"):
         trained(other)
     torch.save({"model": {"weight": torch.zeros(2)}}, tmp_path / "foreign.pt")
     foreign = config.with_overrides({"model.checkpoint": str(tmp_path / "foreign.pt")})
     with pytest.raises(CheckpointError, match=r"foreign\.pt is no encoder of metric_learning"):
         trained(foreign)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("average", ["ema", "swa"])
+def test_stage_2_ends_with_the_average_of_its_weights(tmp_path: Path, average: str) -> None:
+    given = {"ema_decay": 0.9, "swa_start": 0.5, "swa_lr": 3e-3}
+    settings = {f"model__stage2__train__{name}": value for name, value in given.items()}
+    plain = config_of(tmp_path, epochs=(2, 4), model__finetune=True, **settings)
+    averaged = plain.with_overrides({"model.stage2.train.weight_averaging": average})
+    results = [trained(config, processes=2) for config in (plain, averaged)]
+    one, two = (load_encoder(result.paths.folder) for result in results)
+    before, after = one.classifier.state_dict(), two.classifier.state_dict()
+    assert not torch.allclose(before["2.weight"], after["2.weight"], atol=1e-3)
+
+    # The averaged weights were validated, are in the file, and predict the same in the kernel.
+    value, digits = results[1].value, metric_learning.load_images(plain)
+    valid = digits.subset(split(digits.labels)[1])
+    with torch.no_grad():
+        predicted = two.classifier(two.encoder(valid.items)).argmax(dim=1)
+    assert predicted.tolist() == value["predictions"]
+    right = (predicted == valid.labels).double().mean()
+    assert right.item() == pytest.approx(value["val_accuracy"])
+    assert value["val_accuracy"] >= 0.8  # after six epochs
 
 
 # --- images of files ---
@@ -173,6 +206,33 @@ def test_a_damaged_image_is_refused_or_skipped(tmp_path: Path, folder: Path) -> 
     assert "left out: 1 of 30" in (result.paths.folder / "events.jsonl").read_text()
 
 
+def test_files_are_decoded_once_until_one_changes(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[str] = []
+
+    def counting(path: str, size: tuple[int, int] | None, channels: int) -> torch.Tensor:
+        decoded.append(path)
+        return decode(path, size, channels)
+
+    monkeypatch.setattr(images, "decode", counting)
+    file = folder / "bee" / "b-3.png"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    config = of_folder(tmp_path, folder, data__skip_damaged=True)
+    (ctx,) = contexts(tmp_path / "run", runtime__output_dir=str(tmp_path))
+    for expected in (30, 0):
+        decoded.clear()
+        parts = metric_learning._parts(metric_learning.load_images(config), config, ctx)
+        assert sum(map(len, parts)) == 29
+        assert str(file) not in [*parts[0].items, *parts[1].items]
+        assert len(decoded) == expected
+    file.write_bytes(whole)
+    parts = metric_learning._parts(metric_learning.load_images(config), config, ctx)
+    assert sum(map(len, parts)) == len(decoded) == 30
+
+
+@pytest.mark.long
 def test_a_class_that_stage_2_does_not_train_is_named(tmp_path: Path, folder: Path) -> None:
     rows = [
         f"{path},{path.parent.name},{path.parent.name if path.parent.name == 'moth' else path.stem}"
@@ -237,13 +297,16 @@ def test_a_sweep_and_folds_take_the_whole_function(tmp_path: Path) -> None:
 # --- settings ---
 
 
-def test_a_stage_cannot_change_what_the_plan_has_decided() -> None:
+def test_a_stage_cannot_change_what_the_plan_has_decided(tmp_path: Path) -> None:
     config = Config().with_overrides({"model.stage1": {"train": {"batch_size": 8}}})
     with pytest.raises(ConfigError, match=r"model\.stage1 sets train\.batch_size\n"):
         stage_config(config, 1)
     config = Config().with_overrides({"model.stage2": {"runtime": {"output_dir": "x"}}})
     with pytest.raises(ConfigError, match=r"model\.stage2 sets runtime\n"):
         stage_config(config, 2)
+    (ctx,) = contexts(tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.stage2 sets runtime\n"):
+        metric_learning.train(config, ctx)  # before stage 1
 
 
 def test_stages_have_their_own_settings() -> None:
@@ -269,7 +332,7 @@ def test_stages_have_their_own_settings() -> None:
 )
 def test_a_wrong_augmentation_is_named(given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_transform(given)
+        make_transforms(given)
 
 
 def test_augmentation() -> None:
@@ -280,8 +343,10 @@ def test_augmentation() -> None:
     assert not torch.equal(changed, image)
     zoomed = [Augment(scale=0.5)(torch.ones(1, 9, 9))[0].mean() for _ in range(3)]
     assert zoomed == pytest.approx([1.0] * 3)  # nothing of outside comes in
-    twice = make_transform([{"name": "metric_functions.Add", "value": n} for n in (1, 2)])
-    assert torch.equal(twice(image), image + 1 + 2)
+    assert make_transforms(None) == []
+    changes = make_transforms([{"name": "metric_functions.Add", "value": n} for n in (1, 2)])
+    twice = Images(image[None], torch.zeros(1), ("a",), transforms=changes)
+    assert torch.equal(twice[0][0], image + 1 + 2)
 
 
 def test_encoders() -> None:
@@ -308,5 +373,5 @@ def test_without_a_package_its_install_line_is_told(
     monkeypatch: pytest.MonkeyPatch, package: str, setting: str, value: Any
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtra, match=rf"{setting}: {package}.* cannot be imported.*\n.*pip"):
+    with pytest.raises(MissingExtra, match=rf"{setting}: {package}.* cannot be made[\s\S]*pip"):
         make_named(setting, value)

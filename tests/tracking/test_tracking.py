@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import shutil
 import sqlite3
@@ -15,12 +16,11 @@ from typing import Any
 
 import psutil
 import pytest
-from kernels import SECONDS
-from tracked_runs import Run, all_runs, client_of, whole_run
+from tracked_runs import Run, all_runs, client_of, follow, whole_run
 
 from nbtoolkit.errors import TrackingError
 from nbtoolkit.launcher.forkserver_client import ForkServerClient
-from nbtoolkit.launcher.handle import wait_for_tracking
+from nbtoolkit.launcher.run_handle import wait_for_tracking
 from nbtoolkit.run.events import (
     DevicesSampled,
     MetricsLogged,
@@ -30,11 +30,10 @@ from nbtoolkit.run.events import (
 from nbtoolkit.run.messages import RunTracked, TrackRun
 from nbtoolkit.run.paths import RunPaths, read_json
 from nbtoolkit.run.transport import packet_pair, send_packet
-from nbtoolkit.tracking.database import open_database
-from nbtoolkit.tracking.follower import Follower, follow
-from nbtoolkit.tracking.mlflow_values import tracking_table
+from nbtoolkit.tracking.database import open_database, tracking_table
+from nbtoolkit.tracking.follower import Follower
 from nbtoolkit.tracking.service import Service, TrackingProcess, replay
-from nbtoolkit.tracking.tracker import Point, Trackers, choose_tracking, points
+from nbtoolkit.tracking.tracker import Point, choose_tracking, points
 
 # MLflow 3.17 uses a loader that SQLAlchemy 2.1 means to drop; nothing we could do about it.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")
@@ -70,7 +69,7 @@ def contents(output_dir: Path) -> list[tuple[str, list[Any]]]:
 
 def test_mlflow_is_on_and_tensorboard_off_by_default() -> None:
     choice = choose_tracking({}, installed=lambda module: True)
-    assert (choice.mlflow, choice.tensorboard, choice.notes) == (True, False, ())
+    assert (choice.trackers, choice.notes) == (("mlflow",), ())
     assert choice.on
 
 
@@ -88,19 +87,19 @@ def test_mlflow_skinny_alone_misses_what_sqlite_needs() -> None:
 
     (note,) = choose_tracking({"mlflow": True}, skinny).notes
     assert "sqlalchemy and alembic cannot be imported" in note
-    assert choose_tracking({"mlflow": True, "uri": "http://tracking:5000"}, skinny).mlflow
+    assert choose_tracking({"mlflow": True, "uri": "http://tracking:5000"}, skinny).on
 
 
 def test_a_missing_tensorboard_leaves_mlflow_on() -> None:
     settings = {"mlflow": True, "tensorboard": True}
     choice = choose_tracking(settings, installed=lambda module: module != "tensorboard")
-    assert (choice.mlflow, choice.tensorboard) == (True, False)
+    assert choice.trackers == ("mlflow",)
     assert "pip install tensorboard" in choice.notes[0]
 
 
 def test_a_folder_called_mlflow_is_not_an_installed_mlflow(tmp_path: Path) -> None:
     (tmp_path / "mlflow").mkdir()
-    code = "from nbtoolkit.tracking.tracker import choose_tracking as c; print(c({}).mlflow)"
+    code = "from nbtoolkit.tracking.tracker import choose_tracking as c; print(c({}).on)"
     command = [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {_source()!r}; {code}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
@@ -135,20 +134,34 @@ def test_a_value_without_a_step_follows_its_curves_last_step() -> None:
     assert steps == [("a", 5), ("a", 6), ("a", 9), ("a", 10), ("b", 0)]
 
 
-def test_trackers_opens_each_of_them_even_when_the_first_is_new() -> None:
-    class Known(Trackers):
-        opened = 0
-
+def test_each_tracker_is_opened_and_one_that_lost_the_run_makes_all_start_over(
+    tmp_path: Path,
+) -> None:
+    class Known:
         def __init__(self, known: bool) -> None:
-            self.known = known
+            self._known, self.opened, self.points = known, 0, 0
 
-        def open(self, run: Any) -> bool:
+        def open(self, run: RunStarted) -> bool:
             self.opened += 1
-            return self.known
+            return self._known
 
-    both = Known(False), Known(True)
-    assert not Trackers(both).open(RunStarted())
-    assert [one.opened for one in both] == [1, 1]
+        def write(self, points: Any, events: Any) -> None:
+            self.points += len(points)
+
+        def close(self, ended: Any) -> None: ...
+
+    def written(*known: bool) -> list[Any]:
+        trackers: list[Any] = [Known(one) for one in known]
+        with Follower(paths, make=lambda run, fresh, state: trackers) as follower:
+            assert follower.poll()
+        assert all(tracker.opened for tracker in trackers)
+        return [tracker.points for tracker in trackers]
+
+    paths = whole_run(tmp_path)
+    everything = written(True, True)
+    assert all(everything)
+    assert written(True, True) == [0, 0]
+    assert written(False, True) == everything
 
 
 # --- one run in MLflow ------------------------------------------------------------------------
@@ -287,6 +300,7 @@ def test_a_replay_after_the_state_was_lost_finds_the_same_run(outputs: Path) -> 
     assert contents(outputs) == once
 
 
+@pytest.mark.long
 def test_a_replay_after_the_database_was_lost_writes_it_anew(tmp_path: Path) -> None:
     paths = whole_run(tmp_path / "first")
     follow(paths)
@@ -341,8 +355,8 @@ def test_a_folder_that_is_not_there() -> None:
         Follower(RunPaths(Path("/nonexistent")))
 
 
-def _null(run: Any, fresh: bool, state: Any) -> Trackers:
-    return Trackers()
+def _null(run: Any, fresh: bool, state: Any) -> list[Any]:
+    return []
 
 
 def test_tracking_off_writes_no_database(tmp_path: Path) -> None:
@@ -378,12 +392,14 @@ def test_tensorboard_has_the_same_curves_and_a_replay_adds_nothing(tmp_path: Pat
 # --- the database -----------------------------------------------------------------------------
 
 
+SUPPORT = str(Path(__file__).parents[1] / "support")
+
 # One process imports MLflow and forks one for each folder; when the pipe closes, all of them go.
 FOLLOW_AT_ONCE = """
 import os, sys
 from pathlib import Path
+from tracked_runs import follow
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.tracking.follower import follow
 from nbtoolkit.tracking.database import import_client
 
 import_client()
@@ -406,7 +422,8 @@ sys.exit(sum(os.waitpid(child, 0)[1] for child in children) != 0)
 def test_four_processes_and_one_fresh_database_make_four_runs(tmp_path: Path) -> None:
     runs = [whole_run(tmp_path, name=f"trial{index}") for index in range(4)]
     folders = [str(paths.folder) for paths in runs]
-    subprocess.run([sys.executable, "-c", FOLLOW_AT_ONCE, *folders], check=True)
+    environ = {**os.environ, "PYTHONPATH": SUPPORT}
+    subprocess.run([sys.executable, "-c", FOLLOW_AT_ONCE, *folders], check=True, env=environ)
     found = {run.info.run_name: run for run in all_runs(tmp_path)}
     assert sorted(found) == sorted(paths.run_id for paths in runs)
     assert {run.info.status for run in found.values()} == {"FINISHED"}
@@ -514,13 +531,13 @@ def test_the_service_follows_two_live_runs_and_tells_of_a_third_that_fails(
             service.track(run.paths.folder)
         service.track(outputs / "nothing")
         with pytest.raises(TrackingError, match="there is no run folder"):
-            service.wait(SECONDS)
+            service.wait()
         second.train(range(3))
         second.end()
         first.train(range(3))
-        ids = [service.wait(SECONDS)]
+        ids = [service.wait()]
         first.end()
-        ids.append(service.wait(SECONDS))
+        ids.append(service.wait())
     found = {run.info.run_id: run for run in all_runs(outputs)}
     assert sorted(found) == sorted(map(str, ids))
     names = [found[str(run_id)].info.run_name for run_id in ids]
@@ -550,6 +567,7 @@ def test_the_service_needs_no_reader_of_its_answers_and_keeps_an_error_with_its_
     assert "is not an SQLite database" in state["error"]
 
 
+@pytest.mark.long
 def test_the_service_finishes_what_has_ended_when_the_other_end_is_gone(tmp_path: Path) -> None:
     run = Run.new(tmp_path)
     run.begin()

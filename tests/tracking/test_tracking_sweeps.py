@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tracked_runs import follow
 
 from nbtoolkit.run.events import (
     EventLog,
@@ -21,9 +22,8 @@ from nbtoolkit.run.events import (
     TrialChanged,
 )
 from nbtoolkit.run.paths import RunPaths, read_json
-from nbtoolkit.tracking.database import database_uri, open_database
-from nbtoolkit.tracking.follower import Follower, follow
-from nbtoolkit.tracking.mlflow_values import tracking_table
+from nbtoolkit.tracking.database import database_uri, open_database, tracking_table
+from nbtoolkit.tracking.follower import Follower
 from nbtoolkit.tracking.service import replay
 
 # MLflow 3.17 uses a loader that SQLAlchemy 2.1 means to drop; nothing we could do about it.

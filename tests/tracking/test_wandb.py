@@ -17,12 +17,12 @@ import psutil
 import pytest
 from kernels import SECONDS
 from test_tracking_sweeps import Sweep, two_trials
-from tracked_runs import Run, whole_run
+from tracked_runs import Run, follow, whole_run
 from wandb_files import OfflineRun, offline_runs
 
 import nbtoolkit as nb
 from nbtoolkit.run.paths import RunPaths, read_json
-from nbtoolkit.tracking.follower import Follower, follow
+from nbtoolkit.tracking.follower import Follower
 from nbtoolkit.tracking.service import TrackingProcess, replay
 from nbtoolkit.tracking.tracker import choose_tracking
 
@@ -35,11 +35,11 @@ ON = {"mlflow": False, "wandb": True}
 def test_a_missing_wandb_is_a_note_with_the_install_line() -> None:
     settings = {"mlflow": True, "wandb": True}
     choice = choose_tracking(settings, installed=lambda module: module != "wandb")
-    assert (choice.mlflow, choice.wandb, choice.on) == (True, False, True)
+    assert choice.trackers == ("mlflow",)
     (note,) = choice.notes
     assert "tracking.wandb is on, but wandb cannot be imported" in note
     assert "pip install wandb" in note
-    assert not choose_tracking({}, installed=lambda module: True).wandb
+    assert choose_tracking({}, installed=lambda module: True).trackers == ("mlflow",)
 
 
 @pytest.fixture
@@ -228,11 +228,12 @@ def test_a_trial_that_is_retried_and_a_follower_that_stops_double_nothing(output
 # --- no key, no internet, no question ---------------------------------------------------------
 
 
+SUPPORT = Path(__file__).parents[1] / "support"
 FOLLOW = """
 import sys
 from pathlib import Path
+from tracked_runs import follow
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.tracking.follower import follow
 follow(RunPaths(Path(sys.argv[1])))
 """
 
@@ -247,7 +248,7 @@ def test_at_a_terminal_without_key_or_server_nothing_is_asked(
     variables = {"WANDB_BASE_URL": "http://127.0.0.1:9", **({"WANDB_API_KEY": key} if key else {})}
     ours, theirs = pty.openpty()
     try:
-        source = str(Path(nb.__file__).parents[1])
+        source = os.pathsep.join([str(Path(nb.__file__).parents[1]), str(SUPPORT)])
         done = subprocess.run(
             [sys.executable, "-c", FOLLOW, str(paths.folder)],
             env={**os.environ, **variables, "PYTHONPATH": source},

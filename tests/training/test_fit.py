@@ -18,7 +18,7 @@ from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import CheckpointError, FitError
 from nbtoolkit.training.loading.sampler import GlobalBatchSampler
 from nbtoolkit.training.metrics import accuracy
-from nbtoolkit.training.optim.optimizer import make_schedule
+from nbtoolkit.training.optim.schedule import make_schedule
 from nbtoolkit.worker.context import RunContext
 
 

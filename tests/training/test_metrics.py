@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ def test_accuracy_of_classes_logits_and_pixels() -> None:
 X_ENTROPY, BCE = nn.functional.cross_entropy, nn.functional.binary_cross_entropy
 SCORES = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.7, 0.3], [0.2, 0.8]])
 CLASSES = torch.tensor([1, 0, 1, 1])
+BINARY = torch.tensor([1.0, 0.0, 0.0, 1.0])  # half of the scores of 1 are above 0.5
 
 
 @pytest.mark.parametrize(
@@ -52,8 +54,11 @@ CLASSES = torch.tensor([1, 0, 1, 1])
         (SCORES, CLASSES[:, None], None, 3 / 4),
         (SCORES, nn.functional.one_hot(CLASSES).double(), X_ENTROPY, 3 / 4),
         (SCORES, nn.functional.one_hot(CLASSES).double(), nn.CrossEntropyLoss(), 3 / 4),
-        (SCORES[:, 1], CLASSES.float(), BCE, 3 / 4),
-        (SCORES[:, 1], CLASSES.float(), nn.BCELoss(), 3 / 4),
+        (SCORES[:, 1], BINARY, BCE, 1.0),
+        (SCORES[:, 1], BINARY, nn.BCELoss(), 1.0),
+        (SCORES[:, 1], BINARY, nn.functional.mse_loss, 1.0),
+        (SCORES[:, 1:], BINARY[:, None], nn.MSELoss(), 1.0),
+        (SCORES[:, 1], BINARY, partial(nn.functional.huber_loss, delta=0.5), 1.0),
         (SCORES, torch.tensor([1, -100, -100, 0]), None, 1 / 2),
         (SCORES, CLASSES, nn.CrossEntropyLoss(ignore_index=0), 2 / 3),
     ],
@@ -82,7 +87,7 @@ def test_ignored_targets_do_not_weigh_in_the_mean_over_batches() -> None:
 def test_accuracy_refuses_what_is_no_class(
     outputs: torch.Tensor, targets: torch.Tensor, why: str
 ) -> None:
-    with pytest.raises(FitError, match=why + r"[\s\S]*Do now:  pass a function of your own"):
+    with pytest.raises(FitError, match=why + r"[\s\S]*Do now:  for a regression pass metrics="):
         accuracy(outputs, targets)
 
 

@@ -17,12 +17,12 @@ from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import FitError
 from nbtoolkit.host import detect_host
 from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.payload import JobSpec
 from nbtoolkit.run.record import RunRecord
-from nbtoolkit.run.request import JobSpec
+from nbtoolkit.training.evaluation import forward_pair
 from nbtoolkit.training.loading.sampler import GlobalBatchSampler
 from nbtoolkit.training.losses import StepLoss, not_finite, raise_if_not_finite
-from nbtoolkit.training.optim.optimizer import make_schedule
-from nbtoolkit.training.step import TrainStep
+from nbtoolkit.training.step import Recipe, TrainStep
 from nbtoolkit.worker.channel import RecordChannel
 from nbtoolkit.worker.context import RunContext
 
@@ -104,9 +104,8 @@ def train_on_a_bad_sample(config: Config, ctx: RunContext) -> tuple[str, list[in
         ctx,
         config,
         nn.Linear(4, 1),
-        nn.functional.mse_loss,
-        lambda model, batch: (model(batch[0]), batch[1]),
-        make_schedule(config, steps=3, factor=1.0),
+        Recipe(loss=nn.functional.mse_loss, forward=forward_pair),
+        steps=3,
     )
     told = []
     for step, (rows, share) in enumerate(

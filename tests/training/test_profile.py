@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from fits import Run, configured
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import load_config
+from nbtoolkit.run.fingerprint import fingerprint
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.run.resume import fingerprint
-from nbtoolkit.training.profile import split_steps
+from nbtoolkit.training.step_time import split_steps
 
 
 def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, Any]:
@@ -154,3 +155,16 @@ def test_a_failing_run_reports_its_own_error(tmp_path: Path) -> None:
         nb.launch(failing, settings(tmp_path, **{"train.profile": True}), start="inline")
     again = nb.launch(train, settings(tmp_path, **{"train.profile": True}), start="inline")
     assert "aten::addmm" in operators(again.paths, 0)
+
+
+def test_without_it_no_step_calls_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it costs nothing: the loop has no profiler, and asks none."""
+
+    def made(*_: object) -> None:
+        raise AssertionError("a profiler was made")
+
+    monkeypatch.setattr("nbtoolkit.training.loop.StepProfiler", made)
+    monkeypatch.setattr("torch.profiler.profile.start", made)
+    Run(tmp_path / "off").fit(config=configured())
+    with pytest.raises(AssertionError, match="a profiler was made"):
+        Run(tmp_path / "on").fit(config=configured(overrides={"train.profile": True}))

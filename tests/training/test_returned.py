@@ -76,6 +76,7 @@ def test_a_sweep_over_what_is_returned(config: Config, train: Any, study: dict[s
     assert result.best_value == max(trial.value for trial in trials)
 
 
+@pytest.mark.long
 def test_a_cross_validation_has_what_is_returned(config: Config) -> None:
     folds = nb.make_folds(range(8), k=2, kind="kfold")
     result = nb.cross_validate(reports_and_returns, config, folds, display="off")

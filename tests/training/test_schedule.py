@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
-from nbtoolkit.training.optim.optimizer import Schedule, make_schedule
+from nbtoolkit.training.optim.schedule import Schedule, make_schedule
 from nbtoolkit.worker.context import RunContext
 
 EVERY_KIND = ["cosine", "linear", "constant", "one_cycle", "plateau"]

@@ -22,13 +22,12 @@ from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import CheckpointError, ConfigError, FitError
 from nbtoolkit.host import detect_host
 from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.payload import JobSpec
 from nbtoolkit.run.record import RunRecord
-from nbtoolkit.run.request import JobSpec
 from nbtoolkit.training.loading.sampler import MicroBatch
 from nbtoolkit.training.losses import check_labels
 from nbtoolkit.training.model import find_blocks, first_compressed
-from nbtoolkit.training.optim.optimizer import make_schedule
-from nbtoolkit.training.step import TrainStep
+from nbtoolkit.training.step import Recipe, TrainStep
 from nbtoolkit.worker.channel import RecordChannel
 from nbtoolkit.worker.context import RunContext
 
@@ -65,8 +64,8 @@ def train_step_of(
     def pair(model: nn.Module, batch: Any) -> tuple[Any, Any]:
         return model(batch[0]), batch[1]
 
-    schedule = make_schedule(config, steps=20, factor=1.0)
-    return TrainStep(ctx, config, model, loss, more.pop("forward", pair), schedule, **more)
+    recipe = Recipe(**{"loss": loss, "forward": pair, **more})
+    return TrainStep(ctx, config, model, recipe, steps=20)
 
 
 Make = Callable[..., TrainStep]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fits import Run, configured, samples
+from fits import Run, close, configured, launch, samples, state_of
 from machines import CPU_BUILD, T4, machine
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -19,15 +19,16 @@ from torch.nn.functional import cross_entropy
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.plan import LaunchPlan, make_plan
-from nbtoolkit.errors import ConfigError, FitError, PlanError
+from nbtoolkit.errors import ConfigError, FitError, MissingExtra, PlanError
 from nbtoolkit.host import detect_host
 from nbtoolkit.integrations.support import check_strategy
-from nbtoolkit.run.checkpoint_store import CheckpointStore
+from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore
 from nbtoolkit.search.slots import make_slots
 from nbtoolkit.training.strategy import make_strategy
 from nbtoolkit.worker.context import RunContext
 
 FSDP = {"distributed.strategy": "fsdp"}
+ZERO = {"distributed.strategy": "deepspeed"}
 ADAM = {"optim.name": "adamw", "optim.lr": 0.01, "optim.momentum": 0.0}
 
 
@@ -62,20 +63,6 @@ class Net(nn.Module):
 def settings(folder: Path, **more: Any) -> Config:
     base = {"runtime.output_dir": str(folder), "distributed.fallback": False}
     return configured(overrides={**base, **more})
-
-
-def launch(train: Any, config: Config, ranks: int = 2, **options: Any) -> nb.RunResult:
-    return nb.launch(train, config, processes=ranks, display="off", **options)
-
-
-def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def close(one: dict[str, Any], other: dict[str, Any], atol: float = 1e-5) -> None:
-    assert list(one) == list(other)
-    for name, value in one.items():
-        torch.testing.assert_close(value, other[name], atol=atol, rtol=0, msg=name)
 
 
 # --- fsdp ---
@@ -186,7 +173,7 @@ def stops_once(config: Config, ctx: RunContext) -> Any:
     ("before", "after"),
     [
         pytest.param(("fsdp", 2), ("fsdp", 2)),
-        pytest.param(("fsdp", 2), ("auto", 1)),
+        pytest.param(("fsdp", 2), ("auto", 1), marks=pytest.mark.long),
         pytest.param(("auto", 1), ("fsdp", 2), marks=pytest.mark.long),
         pytest.param(("fsdp", 2), ("ddp", 2), marks=pytest.mark.long),
         pytest.param(("fsdp", 3), ("fsdp", 2), marks=pytest.mark.long),
@@ -385,6 +372,7 @@ def plainly(config: Config, ctx: RunContext) -> Any:
     return values, state_of(model), equal
 
 
+@pytest.mark.long
 def test_local_sgd_of_one_step_is_ddp_and_of_more_is_near_it(tmp_path: Path) -> None:
     config = settings(tmp_path)  # SGD with momentum: the mean of the steps is the step of the mean
     one = launch(plainly, config, ranks=1)
@@ -443,21 +431,35 @@ def test_own_loops_refuse_local_sgd(tmp_path: Path) -> None:
         ({**FSDP, "train.weight_averaging": "ema"}, r"fsdp conflicts with .*averaging: ema"),
         ({**FSDP, "distributed.compression": "fp16"}, r"conflicts with .*compression: fp16"),
         ({**FSDP, "distributed.static_graph": True}, r"conflicts with .*static_graph"),
-        ({**FSDP, "distributed.enabled": False}, r"strategy: fsdp conflicts with enabled: false"),
+        ({**FSDP, "distributed.enabled": False}, r"fsdp conflicts with distributed.enabled: false"),
         (
             {**FSDP, "distributed.backend": "tensorflow"},
-            r"strategy conflicts with backend: tensorflow",
+            r"strategy: fsdp conflicts with distributed.backend: tensorflow",
         ),
         ({**FSDP, "distributed.local_sgd_steps": 2}, r"fsdp conflicts with .*local_sgd_steps: 2"),
         (
             {"train.weight_averaging": "swa", "distributed.local_sgd_steps": 2},
-            r"local_sgd_steps conflicts with train.weight_averaging: swa",
+            r"local_sgd_steps: 2 conflicts with train.weight_averaging: swa",
+        ),
+        ({**ZERO, "train.compile": True}, r"deepspeed conflicts with train.compile: true"),
+        ({**ZERO, "train.weight_averaging": "ema"}, r"deepspeed conflicts with .*averaging: ema"),
+        ({**ZERO, "distributed.local_sgd_steps": 2}, r"deepspeed conflicts with .*local_sgd_st"),
+        ({**ZERO, "distributed.backend": "tensorflow"}, r"deepspeed conflicts with .*tensorflow"),
+        ({**ZERO, "distributed.enabled": False}, r"deepspeed conflicts with .*enabled: false"),
+        (
+            {**ZERO, "checkpoint.format": "sharded"},
+            r"deepspeed conflicts with checkpoint.format: sharded(.|\n)*set .*format: whole",
         ),
         (
-            {"distributed.strategy": "deepspeed"},
-            r"not built in; fsdp shards(.|\n)*single, ddp, fsdp",
+            {**ZERO, "distributed.offload": "all"},
+            r"offload: all conflicts with distributed.zero_stage: 2(.|\n)*set zero_stage: 3",
         ),
-        ({"distributed.strategy": "pipeline"}, r"pipeline strategies .*not there(.|\n)*ddp, fsdp"),
+        ({"distributed.zero_stage": 3}, r"zero_stage: 3 conflicts with distributed.strategy: auto"),
+        (
+            {"distributed.strategy": "pipeline", "distributed.offload": "optimizer"},
+            r"offload: optimizer conflicts with distributed.strategy: pipeline",
+        ),
+        ({**ZERO, "distributed.zero_stage": 4}, r"zero_stage: 4 is not allowed(.|\n)*1, 2 or 3"),
     ],
 )
 def test_conflicts_are_refused_when_the_configuration_is_read(
@@ -477,6 +479,17 @@ def test_the_plan_says_what_one_process_and_several_do() -> None:
     assert any("fsdp, and there is one process: it trains as single" in r for r in alone.reasons)
     both = plan("auto", 0, **FSDP)
     assert (both.strategy, both.processes) == ("fsdp", 2)
+    zero = plan(1, 0, **ZERO)
+    assert any(
+        "deepspeed, and there is one process: it trains as single" in r for r in zero.reasons
+    )
+    sharded = {"distributed.zero_stage": 3, "distributed.offload": "all", "train.batch_size": 12}
+    own = configured(overrides={**ZERO, **sharded})
+    zero = make_plan(own, detect_host({}), machine(T4, T4))
+    assert (zero.strategy, zero.precision) == ("deepspeed", "fp32")
+    assert any("stage 3" in r and "weights; all in CPU memory" in r for r in zero.reasons)
+    with pytest.raises(PlanError, match=r"deepspeed has no loss scale(.|\n)*fp32, bf16 or auto"):
+        make_plan(own.with_overrides({"train.precision": "fp16"}), detect_host({}), machine(T4, T4))
     local = plan(1, 0, **{"distributed.local_sgd_steps": 2})
     assert any("local_sgd_steps has nothing to do" in reason for reason in local.reasons)
     assert "local_sgd over gloo" in plan(2, 0, **{"distributed.local_sgd_steps": 2}).explain()
@@ -502,6 +515,17 @@ def test_other_trainers_refuse_what_they_would_not_do(tmp_path: Path) -> None:
     ctx.plan = replace(ctx.plan, strategy="fsdp")
     with pytest.raises(PlanError, match="is fsdp, and Lightning's Trainer would train with DDP"):
         check_strategy(ctx, "Lightning's Trainer")
+
+
+def test_without_deepspeed_the_install_line_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    ctx = Run(tmp_path / "run").context(configured())
+    ctx.plan = replace(ctx.plan, strategy="deepspeed")
+    with pytest.raises(MissingExtra, match=r"needs DeepSpeed(.|\n)*pip install .*deepspeed"):
+        make_strategy(ctx, ctx.config).wrap(Net(), steps=1)
 
 
 def test_an_installation_without_the_folder_names_what_is_missing(

@@ -297,7 +297,6 @@ def test_a_plateau_is_stepped_with_the_monitored_metric(run: Run) -> None:
         (3, r"schedule= is 3\n.*optimizer -> LRScheduler"),
         (lambda optimizer: str(optimizer), r"a function that returns a str"),
         (lambda optimizer: optimizer.nothing, r"of step 0 with AttributeError[\s\S]*no attribute"),
-        (rates.StepLR(SGD(model_of().parameters(), 0.1), 3), r"StepLR of another optimizer"),
         (
             lambda optimizer: rates.OneCycleLR(optimizer, 0.2, total_steps=11),
             r"a OneCycleLR of 11 steps, and the run has 12",
@@ -306,4 +305,10 @@ def test_a_plateau_is_stepped_with_the_monitored_metric(run: Run) -> None:
 )
 def test_what_is_no_schedule_is_refused(run: Run, schedule: Any, message: str) -> None:
     with pytest.raises(FitError, match=message):
+        run.fit(config=CONFIG, optimizer=sgd, schedule=schedule)
+
+
+def test_a_schedule_of_another_optimizer_is_refused(run: Run) -> None:
+    schedule = rates.StepLR(sgd(model_of()), 3)
+    with pytest.raises(FitError, match=r"StepLR of another optimizer"):
         run.fit(config=CONFIG, optimizer=sgd, schedule=schedule)

@@ -18,8 +18,7 @@ from kernels import descendants, script, until
 
 import nbtoolkit as nb
 from nbtoolkit.errors import TuningError
-from nbtoolkit.tuning import benchmark_ranks
-from nbtoolkit.tuning.benchmark_sections import SECTIONS, Measurement
+from nbtoolkit.tuning.benchmark_sections import PEERS, SECTIONS, Measurement
 
 
 @pytest.fixture
@@ -49,6 +48,7 @@ def result() -> nb.Benchmark:
 # --- what it shows ---
 
 
+@pytest.mark.long
 def test_an_all_reduce_takes_longer_the_larger_it_is(result: nb.Benchmark) -> None:
     assert result.status == "completed"
     gloo = [row for row in result.rows if row.name.startswith("gloo: ")]
@@ -60,6 +60,7 @@ def test_an_all_reduce_takes_longer_the_larger_it_is(result: nb.Benchmark) -> No
     assert values[-1] > 10 * values[0] > 0
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_reported_and_the_run_resumes(result: nb.Benchmark) -> None:
     raised, resumed = (row for row in result.rows if row.section == "recovery")
     assert raised.value is not None
@@ -67,17 +68,19 @@ def test_a_killed_rank_is_reported_and_the_run_resumes(result: nb.Benchmark) -> 
     assert 0 < raised.value < resumed.value < 60
 
 
+@pytest.mark.long
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="with two GPUs there is a value")
 def test_what_this_machine_lacks_is_a_row_with_the_reason(result: nb.Benchmark) -> None:
     (row,) = [row for row in result.rows if row.name == "nccl"]
     assert (row.value, row.note) == (None, "nccl needs two GPUs; this machine has 0")
 
 
+@pytest.mark.long
 def test_table_html_and_csv_hold_all_rows(result: nb.Benchmark, tmp_path: Path) -> None:
     lines = result.table().splitlines()
-    assert f"torch {result.versions['torch']}" in lines[1]
-    assert lines[2].split() == ["section", "measured", "value", "unit", "relative", "note"]
-    assert len(lines) == 3 + len(result.rows)
+    assert f"torch {result.versions['torch']}" in lines[-1]
+    assert lines[0].split() == ["section", "measured", "value", "unit", "relative", "note"]
+    assert len(lines) == 2 + len(result.rows)
     assert result._repr_html_().count("<tr>") == 1 + len(result.rows)
     with result.to_csv(tmp_path / "rows.csv").open() as file:
         read = list(csv.DictReader(file))
@@ -86,6 +89,7 @@ def test_table_html_and_csv_hold_all_rows(result: nb.Benchmark, tmp_path: Path) 
     assert float(read[0]["value"]) == result.rows[0].value
 
 
+@pytest.mark.long
 def test_curves_are_drawn_for_scaling_and_communication(result: nb.Benchmark) -> None:
     rows = [Measurement("weak scaling: 1 rank", 100.0, "samples/s", at=1, section="scaling")]
     rows += [Measurement("weak scaling: 2 ranks", 190.0, "samples/s", at=2, section="scaling")]
@@ -130,7 +134,7 @@ def test_an_error_of_the_function_is_raised_and_leaves_nothing(config: nb.Config
 
 def test_when_the_time_is_up_it_returns_what_it_has(config: nb.Config) -> None:
     before = folders()
-    result = nb.benchmark(config=config, sections=["sweep", "recovery"], minutes=0.5 / 60)
+    result = nb.benchmark(config=config, sections=["recovery", "sweep"], minutes=0.5 / 60)
     assert result.status == "time"
     assert [(row.value, row.note) for row in result.rows] == [
         (None, "no time left: minutes=0.00833333")
@@ -141,12 +145,13 @@ def test_when_the_time_is_up_it_returns_what_it_has(config: nb.Config) -> None:
 # --- interrupts ---
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("section", "seconds"),
     [
-        pytest.param("step", 1.0),
-        pytest.param("launch", 3.0, marks=pytest.mark.long),
-        pytest.param("peers", 8.0, marks=pytest.mark.long),
+        ("step", 1.0),
+        ("launch", 3.0),
+        ("peers", 8.0),
     ],
 )
 def test_an_interrupt_returns_what_there_is_and_leaves_nothing(
@@ -196,7 +201,7 @@ def test_the_command_prints_the_table_and_writes_the_rows(tmp_path: Path) -> Non
 def test_all_sections_measure_and_all_peers_do_the_same_work(
     config: nb.Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(benchmark_ranks.PEERS, "Other", "no_such_package")
+    monkeypatch.setitem(PEERS, "Other", "no_such_package")
     result = nb.benchmark(config=config, minutes=9)
     assert result.status == "completed"
     named = {(row.section, row.name): row for row in result.rows}
@@ -204,13 +209,10 @@ def test_all_sections_measure_and_all_peers_do_the_same_work(
     for row in result.rows:
         if row.value is None:
             assert row.note
-        elif "growth" not in row.name:
+        else:
             assert row.value > 0, row
     assert named["launch", "accelerate.notebook_launcher"].relative == 1.0
     assert named["scaling", "weak scaling: 2 ranks"].value is not None
-    growth = named["memory", "growth of kernel and fork server"].value
-    assert growth is not None
-    assert abs(growth) < 1.0
     for kind in ("MLP", "CNN"):
         rows = [row for (_, name), row in named.items() if name.startswith(f"digits {kind}: ")]
         notes = SimpleNamespace(losses=[], absent=[])

@@ -19,7 +19,7 @@ from nbtoolkit.launcher.measured import calibrate_long, measure_auto
 from nbtoolkit.run.events import MetricsLogged
 from nbtoolkit.run.kept_answers import CALIBRATION, calibration_key, keep_answer, measured_speed
 from nbtoolkit.tasks import digits
-from nbtoolkit.tuning import calibration
+from nbtoolkit.tuning import speed
 
 
 def train(config: Any, ctx: Any) -> dict[str, float]:
@@ -46,6 +46,10 @@ def refuses_to_run(config: Any, ctx: Any) -> dict[str, float]:
     raise AssertionError("a kept answer is measured again")
 
 
+def strategy(row: speed.SpeedRow) -> str:
+    return str(row.settings["distributed.strategy"])
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> nb.Config:
     return nb.load_config(
@@ -63,10 +67,15 @@ def config(tmp_path: Path) -> nb.Config:
 def keep(config: nb.Config, function: Any, **speeds: float) -> None:
     """Keep a calibration of this machine that was never measured."""
     rows = [
-        {"strategy": name, "processes": 2 if name == "ddp" else 1, "samples_per_second": value}
+        {
+            "settings": {"distributed.strategy": name},
+            "processes": 2 if name == "ddp" else 1,
+            "samples_per_second": value,
+        }
         for name, value in speeds.items()
     ]
-    answer = {"candidates": rows, "batch_size": 64, "seconds": 1.0}
+    choice = max(range(len(rows)), key=lambda at: rows[at]["samples_per_second"])
+    answer = {"rows": rows, "choice": choice, "batch_size": 64, "seconds": 1.0}
     keep_answer(config, CALIBRATION, calibration_key(function, config), answer)
 
 
@@ -94,12 +103,13 @@ def test_a_kept_calibration_is_not_measured_again(
 ) -> None:
     keep(config, refuses_to_run, single=1000.0, ddp=1600.0)
     result = nb.calibrate(refuses_to_run, config)
-    assert result.fastest.strategy == "ddp"
-    assert "kept: fastest: ddp (2 processes), 1,600 samples/s, 1.60 x single" in (
-        capsys.readouterr().out
-    )
+    assert (
+        "distributed.strategy: ddp: 1600 samples/s, 1.60 x distributed.strategy: single, at "
+        "batch 64 on 2 ranks; measured in 1.0 s, kept; force=True"
+    ) in capsys.readouterr().out
     assert config.with_overrides(result.settings).distributed.strategy == "ddp"
-    assert "relative to single" in repr(result)
+    assert result.relative(result.chosen) == 1.6
+    assert "* distributed.strategy: ddp" in repr(result)
     assert "<table>" in result._repr_html_()
 
 
@@ -176,8 +186,8 @@ def test_auto_measures_what_is_known_to_train_for_long_and_keeps_it(
     out = capsys.readouterr().out
     assert f"because {run.paths.run_id} trained for 25" in out
     assert "distributed.strategy: auto: measuring one GPU, DDP and DataParallel" in out
-    assert "fastest: " in out
-    assert " s\n" in out, "what it took"
+    assert " samples/s" in out
+    assert "; measured in " in out
 
 
 def test_auto_measures_nothing_that_is_short_or_not_open(
@@ -228,9 +238,9 @@ def test_a_measurement_within_a_time_has_ddp_and_something_to_compare_it_with(
 ) -> None:
     # DDP starts, takes longer than this, and nothing else starts.
     with pytest.raises(nb.errors.TuningError, match=r"single: not measured: 0\.01 s are over"):
-        calibration.calibrate_within(train, config, 0.01)
+        speed.calibrate_within(train, config, 0.01)
     assert measured_speed(train, config) is None
-    assert "fastest: " in calibration.calibrate_within(train, config, 600.0)
+    assert " samples/s" in speed.calibrate_within(train, config, 600.0)
     assert measured_speed(train, config) is not None
 
 
@@ -243,25 +253,23 @@ def test_the_choice_is_the_fastest_of_the_table(
 ) -> None:
     cnn = config.with_overrides({"model.kind": "cnn", "train.batch_size": 128})
     result = nb.calibrate(digits.train, cnn)
-    assert [(one.strategy, one.processes) for one in result.candidates] == [
-        ("single", 1),
-        ("ddp", 2),
-    ]
-    speeds = {one.strategy: one.samples_per_second for one in result.candidates}
+    assert [strategy(row) for row in result.rows] == ["single", "ddp"]
+    assert [row.processes for row in result.rows] == [1, 2]
+    speeds = {strategy(row): row.samples_per_second for row in result.rows}
     assert min(speeds.values()) > 0
-    assert all(one.memory > 0.05 for one in result.candidates)
-    assert result.fastest.strategy == max(speeds, key=lambda name: speeds[name])
-    assert result.settings["distributed.strategy"] == result.fastest.strategy
-    assert result.relative(result.candidates[1]) == speeds["ddp"] / speeds["single"]
+    assert all(row.memory > 0.05 for row in result.rows)
+    chosen = max(speeds, key=lambda name: speeds[name])
+    assert result.settings == {"distributed.strategy": chosen}
+    assert result.relative(result.rows[1]) == speeds["ddp"] / speeds["single"]
     assert result.batch_size == 128
     assert result.seconds < 60
-    assert "calibrate: fastest: " in capsys.readouterr().out
+    assert f"distributed.strategy: {chosen}: " in capsys.readouterr().out
     # nothing is left but the answer, and it is used
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"tuning.json", "tuning.lock"}
-    assert nb.calibrate(digits.train, cnn).candidates == result.candidates
+    assert nb.calibrate(digits.train, cnn) == result
     run = nb.launch(digits.train, cnn.with_overrides({"train.epochs": 1}), display="off")
     usual, best = speeds["single"], max(speeds.values())
-    assert run.plan.strategy == (result.fastest.strategy if best > 1.05 * usual else "single")
+    assert run.plan.strategy == (chosen if best > 1.05 * usual else "single")
     assert run.plan.predicted_speed == speeds[run.plan.strategy]
     again = nb.calibrate(digits.train, cnn, force=True)
     assert again.measured > result.measured
@@ -273,21 +281,21 @@ def test_a_launch_measures_what_was_not_kept(config: nb.Config) -> None:
     run = nb.launch(train, asks, display="off")
     kept = json.loads((run.paths.folder.parent / "tuning.json").read_text())
     (answer,) = kept[CALIBRATION].values()
-    best = max(answer["candidates"], key=lambda row: row["samples_per_second"])
-    assert run.plan.strategy == best["strategy"]
+    best = max(answer["rows"], key=lambda row: row["samples_per_second"])
+    assert run.plan.strategy == best["settings"]["distributed.strategy"]
     assert run.efficiency is not None
 
 
 @pytest.mark.long
 def test_a_candidate_that_fails_is_a_row_with_its_reason(config: nb.Config) -> None:
     result = nb.calibrate(breaks_in_ranks, config)
-    single, ddp = result.candidates
+    single, ddp = result.rows
     assert (single.reason, ddp.samples_per_second) == ("", 0.0)
     assert "no ranks please" in ddp.reason
-    assert result.fastest == single
+    assert result.chosen == single
     assert "no ranks please" in repr(result)
     odd = nb.calibrate(train, config.with_overrides({"train.batch_size": 63}))
-    assert "cannot be split evenly over 2 processes" in odd.candidates[1].reason
+    assert "cannot be split evenly over 2 processes" in odd.rows[1].reason
 
 
 @pytest.mark.long
@@ -307,11 +315,13 @@ def test_all_candidates_have_the_global_batch_of_a_batch_size_per_device(
     )
     plans = [
         nb.make_plan(
-            per_device.with_overrides(calibration._overrides(per_device, strategy)),
+            per_device.with_overrides(
+                {**row.settings, **speed._same_batch(per_device, strategy(row))}
+            ),
             nb.detect_host(),
             nb.detect_hardware(),
         )
-        for strategy in ("single", "ddp")
+        for row in speed._planned(per_device)
     ]
     assert [plan.global_batch_size for plan in plans] == [32, 32]
     assert [plan.batch_size_per_device for plan in plans] == [16, 16]

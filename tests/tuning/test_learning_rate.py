@@ -301,6 +301,6 @@ def test_auto_in_a_rank_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_auto_without_the_tuning_folder_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "nbtoolkit.tuning.auto", None)
+    monkeypatch.setitem(sys.modules, "nbtoolkit.tuning.learning_rate", None)
     with pytest.raises(TuningError, match=r"(?s)what measures it is missing.*to another value"):
         nb.launch(learns, configuration(tmp_path, **{"optim.lr": "auto"}))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from kernels import script
 
 import nbtoolkit as nb
 from nbtoolkit.errors import TuningError
 from nbtoolkit.tasks.digits import train
-from nbtoolkit.tuning.probe import LoggedStep, probe
+from nbtoolkit.tuning.answer import Subject
+from nbtoolkit.tuning.probe import Probe, probe, scratch_folder
 
 
 def short_config(**settings: object) -> nb.Config:
@@ -23,7 +27,7 @@ def scratch_folders() -> list[Path]:
 
 def test_a_probe_measures_each_step_and_leaves_no_folder(tmp_path: Path) -> None:
     config = short_config(**{"runtime.output_dir": str(tmp_path)})
-    found = probe(train, config, {}, steps=4)
+    found = probe(Subject(train, config), {}, steps=4)
     assert found.status == "measured"
     assert [step.step for step in found.steps] == [1, 2, 3, 4]
     assert found.samples_per_second > 0
@@ -37,18 +41,19 @@ def test_a_probe_measures_each_step_and_leaves_no_folder(tmp_path: Path) -> None
 def test_a_probe_ends_where_its_caller_says() -> None:
     seen: list[int] = []
 
-    def enough(step: LoggedStep) -> bool:
-        seen.append(step.step)
-        return step.step >= 2
+    def enough(found: Probe) -> bool:
+        seen.append(found.steps[-1].step)
+        return seen[-1] >= 2
 
-    found = probe(train, short_config(), {}, steps=100_000, on_step=enough)
+    found = probe(Subject(train, short_config()), {}, steps=100_000, enough=enough)
     assert found.status == "measured"
-    assert seen[:2] == [1, 2]
+    assert [step.step for step in found.steps[:2]] == [1, 2]
+    assert seen[-1] >= 2
     assert len(found.steps) < 100_000
 
 
 def test_a_loss_that_is_not_finite_is_a_result() -> None:
-    found = probe(train, short_config(), {"optim.lr": 1e30}, steps=8)
+    found = probe(Subject(train, short_config()), {"optim.lr": 1e30}, steps=8)
     assert found.status == "not_finite"
     assert "loss of optimizer step" in found.reason
 
@@ -59,7 +64,7 @@ def test_memory_that_runs_out_is_a_result() -> None:
 
         torch.empty(1 << 50)
 
-    found = probe(greedy, short_config(), {}, steps=1)
+    found = probe(Subject(greedy, short_config()), {}, steps=1)
     assert found.status == "out_of_memory"
     assert "memory" in found.reason
 
@@ -71,7 +76,31 @@ def test_a_killed_rank_counts_as_memory_that_ran_out() -> None:
 
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert probe(killed, short_config(), {}, steps=1).status == "out_of_memory"
+    assert probe(Subject(killed, short_config()), {}, steps=1).status == "out_of_memory"
+
+
+HOLDS = """
+import time
+from nbtoolkit.tuning.probe import scratch_folder
+with scratch_folder() as folder:
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_only_the_folders_of_processes_that_have_ended_are_deleted(tmp_path: Path) -> None:
+    """Whatever their numbers: a container that shares the disk has others."""
+    with script(HOLDS, tmp_path) as other:
+        assert other.process.stdout is not None
+        first = Path(other.process.stdout.readline().strip())
+        # As seen from another container: there is no process of this number here.
+        moved = first.rename(first.with_name("nbtoolkit-probe-4194399-held"))
+        with scratch_folder() as own:
+            assert Path(own).is_dir()
+        assert moved.is_dir()
+        other.kill()
+    with scratch_folder():
+        assert not moved.exists()
 
 
 def test_an_error_of_the_function_is_raised() -> None:
@@ -79,7 +108,7 @@ def test_an_error_of_the_function_is_raised() -> None:
         raise KeyError("pixels")
 
     with pytest.raises(KeyError, match="pixels"):
-        probe(broken, short_config(), {}, steps=1)
+        probe(Subject(broken, short_config()), {}, steps=1)
     assert scratch_folders() == []
 
 
@@ -88,5 +117,20 @@ def test_a_function_without_fit_is_refused() -> None:
         return 1.0
 
     with pytest.raises(TuningError, match=r"own_loop did no optimizer step of nb.fit") as refused:
-        probe(own_loop, short_config(), {}, steps=1)
+        probe(Subject(own_loop, short_config()), {}, steps=1)
     assert "Allowed: training functions that call nb.fit" in str(refused.value)
+
+
+MAKES = """
+import os
+from nbtoolkit.tuning.probe import scratch_folder
+for _ in range(200):
+    with scratch_folder() as folder:
+        assert os.path.isdir(folder)
+"""
+
+
+def test_probes_at_once_do_not_delete_the_folders_that_others_make() -> None:
+    jobs = [subprocess.Popen([sys.executable, "-c", MAKES]) for _ in range(4)]
+    assert [job.wait(timeout=240) for job in jobs] == [0] * 4
+    assert scratch_folders() == []

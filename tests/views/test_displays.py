@@ -25,15 +25,16 @@ from nbtoolkit.run.events import (
 )
 from nbtoolkit.run.output import CellOutput
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.views.live import LiveView, static
-from nbtoolkit.views.page import page_html
-from nbtoolkit.views.progress_display import (
+from nbtoolkit.views.live import (
     DisplayPlace,
     LineDisplay,
+    LiveView,
     ProgressDisplay,
     Throttle,
     mime_bundle,
+    static,
 )
+from nbtoolkit.views.page import page_html
 from nbtoolkit.views.state import State, read_state
 from nbtoolkit.views.text import summary_line
 

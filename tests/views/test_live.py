@@ -72,7 +72,7 @@ def test_widgets_are_refused_where_there_can_be_none(config: nb.Config) -> None:
         nb.attach("anything", display="widgets")
     with pytest.raises(LaunchError, match="display='rich' is not valid\n  Allowed: 'auto'"):
         nb.attach("anything", display="rich")  # type: ignore[arg-type]
-    with pytest.raises(MissingExtra, match=r"needs ipywidgets\n.*nbtoolkit-torch\[panel\]"):
+    with pytest.raises(MissingExtra, match=r"needs ipywidgets\n.*pip install 'ipywidgets>="):
         choose_screen("widgets", BARE)
 
 

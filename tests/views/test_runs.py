@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from harmless import EVIL
-from run_folders import NOON, hold_lock, sweep, trained, trial, write_run
+from run_folders import hold_lock, sweep, trained, trial, write_run
 
 from nbtoolkit.errors import RunFolderError
 from nbtoolkit.report.report import runs_below
@@ -57,39 +57,23 @@ def test_runs_that_ended_are_listed_by_their_results(tmp_path: Path) -> None:
     )
     assert failed.error.exists()
     assert texts(tmp_path) == [
-        "friedman-843e · completed 20/20 · best 0.3602 · 12 min ago",
-        "folds-0000 · stopped 3/5 · f1 0.9123 · 3 h ago",
+        "friedman-843e · completed · 20 trials · best 0.3602 · 12 min ago",
+        "folds-0000 · stopped · 3/5 folds · f1 0.9123 · 3 h ago",
         "train-1234 · completed · val_loss 0.25 · just now",
         texts(tmp_path)[3],
     ]
     assert texts(tmp_path)[3].startswith("bad-1234 · failed · E: <script>")
 
 
-def test_a_sweep_that_ended_early_says_of_how_many(tmp_path: Path) -> None:
-    paths = sweep(tmp_path, [trial(0, value=0.5)], count=10)
-    counts = {"complete": 1, "pruned": 2}
-    result = {"status": "deadline", "summary": {"counts": counts, "best_value": None}}
-    paths.result.write_text(json.dumps(result))
-    assert texts(tmp_path) == ["sweep-0001 · deadline 3/10 · just now"]
-
-
-def test_what_runs_is_listed_by_its_events_and_what_died_as_interrupted(tmp_path: Path) -> None:
+def test_what_runs_and_what_died_is_listed_without_its_events(tmp_path: Path) -> None:
     paths = sweep(tmp_path, [trial(0, value=0.5, best=True), trial(1, "running")])
-    events = trained({"val_loss": [0.5, 0.25]}, {"train": {"epochs": 4}})
-    other = write_run(tmp_path, "train-0001", events=events)
+    other = write_run(tmp_path, "train-0001", events=trained({"val_loss": [0.5, 0.25]}))
     with hold_lock(paths):
-        [entry] = [one for one in list_runs(tmp_path, now=NOON + 240) if one.live]
-        assert (entry.folder, entry.status) == (paths.folder, "running")
-        assert entry.text == "sweep-0001 · running 1/10 · best 0.5 · started 4 min ago"
-        with paths.events.open("a") as log:
-            for event in (trial(1, value=0.75, best=True), {"type": "command", "op": "pause"}):
-                log.write(json.dumps({"t": NOON, **event}) + "\n")
-        [entry] = [one for one in list_runs(tmp_path, now=NOON + 240) if one.live]
-        assert entry.text == "sweep-0001 · paused 2/10 · best 0.75 · started 4 min ago"
-    entries = {one.folder: one for one in list_runs(tmp_path)}
-    assert entries[paths.folder].text == "sweep-0001 · interrupted 2/10 · best 0.75 · just now"
-    assert entries[paths.folder].status == "cut off"
-    assert entries[other.folder].text == "train-0001 · interrupted 2/4 · val_loss 0.25 · just now"
+        entries = {one.folder: one for one in list_runs(tmp_path)}
+        assert entries[paths.folder].status == "running"
+        assert entries[paths.folder].text == "sweep-0001 · running"
+        assert entries[other.folder].text == "train-0001 · interrupted · just now"
+    assert sorted(texts(tmp_path))[0] == "sweep-0001 · interrupted · just now"
 
 
 def test_the_newest_is_what_runs_else_the_last(tmp_path: Path) -> None:
@@ -124,12 +108,8 @@ def test_the_list_ends_and_shows_a_result_that_changed(tmp_path: Path) -> None:
 
 
 def test_a_large_output_folder_is_listed_quickly(tmp_path: Path) -> None:
-    events = []
-    for number in range(2000):
-        events += [trial(number, "running"), trial(number, value=number, best=True)]
-        report = {"type": "intermediate", "number": number, "step": 1, "value": 0.5}
-        events += [report] * 10
-    paths = sweep(tmp_path, events, count=5000)
+    report = {"type": "intermediate", "number": 0, "step": 1, "value": 0.5}
+    paths = sweep(tmp_path, [report] * 50_000, count=5000)
     for number in range(49):
         ended_run(tmp_path, f"run-{number}", {"status": "completed", "metrics": {"f1": 1}})
     with hold_lock(paths):
@@ -138,7 +118,7 @@ def test_a_large_output_folder_is_listed_quickly(tmp_path: Path) -> None:
             start = time.process_time()
             assert len(list_runs(tmp_path)) == 50
             seconds.append(time.process_time() - start)
-    assert min(seconds[1:]) < 0.2 * seconds[0], seconds  # results and events are read once
+    assert min(seconds) < 0.1, seconds  # 0.01 here; the events alone would take 0.5
 
 
 # --- annotations ---
@@ -152,7 +132,7 @@ def test_titles_and_notes_are_kept_and_shown(tmp_path: Path) -> None:
     set_note(paths.folder, 4, "odd")
     set_note(paths.folder, 3, "")
     assert read_annotations(paths.folder).notes == {"4": "odd"}
-    assert texts(tmp_path)[0].startswith("wider [31m network · interrupted 1/10 · ")
+    assert texts(tmp_path)[0].startswith("wider [31m network · interrupted · ")
     rename(paths.folder, "")
     assert texts(tmp_path)[0].startswith("sweep-0001 · ")
     assert read_annotations(paths.folder).notes == {"4": "odd"}

@@ -11,7 +11,7 @@ from run_folders import hold_lock
 
 from nbtoolkit.run.events import MetricsReported, RunEnded, TrialChanged
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.views.log import log_html, log_names, log_text
+from nbtoolkit.views.run_cards import log_card, log_names, log_text
 from nbtoolkit.views.state import read_state
 from nbtoolkit.views.text import best, curves_of, main_metric, page_text, summary_line
 
@@ -106,7 +106,8 @@ def test_a_log_is_its_last_lines_with_bars_in_their_last_state(tmp_path: Path) -
     assert list(names) == ["rank 0", "rank 1", "rank 10"]
     assert log_text(names["rank 1"], 3) == "line 99\n99%\nred"
     assert log_text(tmp_path / "none") == ""
-    assert "Nothing was written" in log_html(tmp_path / "none")
+    write_log(paths, "")
+    assert "Nothing was written" in log_card(read_state(paths.folder), "rank 0")
     assert log_names(None) == {}
 
 
@@ -126,7 +127,7 @@ def test_the_log_of_the_newest_running_trial_is_the_first(tmp_path: Path) -> Non
 def test_a_log_and_names_are_shown_as_text(tmp_path: Path) -> None:
     paths = run(tmp_path)
     write_log(paths, EVIL)
-    assert_harmless(log_html(paths.log(0)))
+    assert_harmless(log_card(read_state(paths.folder), ""))
     wild = TrialChanged(t=NOON, number=0, state="complete", value=1.0, params={"a\nb": "\x1b[0m"})
     paths = folder(tmp_path, "s", [started(search="sweep"), wild], kind="sweep")
     assert "\x1b" not in page_text(read_state(paths.folder))

@@ -14,7 +14,7 @@ import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import PlanError
 from nbtoolkit.worker.context import RunContext
-from nbtoolkit.worker.loss_checks import ClassLosses
+from nbtoolkit.worker.prepare import ClassLosses
 
 Y, HOLES = torch.tensor([0, 1, 2, 2]), torch.tensor([0, 1, -100, 2])
 WEIGHT = torch.tensor([1.0, 2.0, 3.0])

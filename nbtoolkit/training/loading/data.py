@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias,
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.run.serialization import PackedError, add_note, pack_error, unpack_error
-from nbtoolkit.training.loading.sampler import derive_seed
+from nbtoolkit.training.loading.sampler import preserve_random_state, seed_sample
 
 if TYPE_CHECKING:
     import torch
@@ -29,42 +28,6 @@ Collate: TypeAlias = Callable[[list[Sample]], Batch]
 
 TORCHS_IGNORED = -100
 """torch's default ``ignore_index``."""
-
-
-# --- random numbers of a sample ---
-
-
-def seed_sample(seed: int, epoch: int, sample: int) -> None:
-    """Seed Python's, NumPy's and torch's global generators (the CPU's) for one sample.
-
-    Its random numbers then depend on (seed, epoch, sample), not on the process that loads it.
-    """
-    import numpy as np
-    import torch
-
-    value = derive_seed(seed, "sample", epoch, sample)
-    random.seed(value)
-    np.random.seed(value % 2**32)
-    # torch.manual_seed would also seed the GPU's generator, which dropout draws from.
-    torch.default_generator.manual_seed(value)
-
-
-@contextmanager
-def preserve_random_state() -> Iterator[None]:
-    """Restore this process's generators after a block that draws or seeds (takes 70 us).
-
-    The model's own draws (dropout) then do not depend on where, and how far ahead, samples load.
-    """
-    import numpy as np
-    import torch
-
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
 
 
 # --- loading in worker processes ---
@@ -160,12 +123,12 @@ def _check_sockets() -> None:
 
 
 @contextmanager
-def note_what_is_loaded(what: str) -> Iterator[None]:
-    """Add a note to an error raised inside: what was being loaded."""
+def noted(where: str) -> Iterator[None]:
+    """Add a note to an error raised inside: where it was raised."""
     try:
         yield
     except Exception as error:
-        add_note(error, f"[nbtoolkit] while loading {what}")
+        add_note(error, f"[nbtoolkit] {where}")
         raise
 
 
@@ -368,12 +331,12 @@ class _BatchMaker:
 
     def __call__(self, key: _BatchKey) -> Batch:
         samples = [self._load(key.epoch, index) for index in key.indices]
-        with note_what_is_loaded(f"a batch of the samples {key.indices}"):
+        with noted(f"while loading a batch of the samples {key.indices}"):
             return self._collate(samples)
 
     def _load(self, epoch: int, index: int) -> Sample:
         seed_sample(self._seed, epoch, index)
-        with note_what_is_loaded(f"sample {index} of the data set"):
+        with noted(f"while loading sample {index} of the data set"):
             return self._dataset[index]
 
 

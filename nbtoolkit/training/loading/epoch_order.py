@@ -1,11 +1,13 @@
-"""Draw the samples of an epoch by a user's sampler or by weights, the same on any number of ranks.
+"""Take the data set, and the order of its samples, from what the user passed to ``fit``.
 
-A draw is a pure function of (seed, epoch), so a resumed run continues in the same order.
+The samples of an epoch are drawn by a sampler or by weights, the same on any number of ranks. A
+draw is a pure function of (seed, epoch), so a resumed run continues in the same order.
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,9 +15,8 @@ from itertools import islice
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
-from nbtoolkit.errors import FitError
-from nbtoolkit.training.loading.data import preserve_random_state, seed_sample
-from nbtoolkit.training.loading.sampler import derive_seed
+from nbtoolkit.errors import FitError, some_names
+from nbtoolkit.training.loading.sampler import derive_seed, preserve_random_state, seed_sample
 from nbtoolkit.worker.collectives import broadcast
 
 if TYPE_CHECKING:
@@ -23,10 +24,117 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from nbtoolkit.training.loading.data import Collate
     from nbtoolkit.training.losses import Labels
 
 SampleWeights: TypeAlias = "Tensor | NDArray[np.generic] | Sequence[float] | Literal['balanced']"
 """One weight per sample, or ``"balanced"``: the inverse frequency of the sample's class."""
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What ``fit`` trains or evaluates on.
+
+    Attributes:
+        data: a data set in any form but a ``DataLoader``.
+        collate: makes a batch from a list of samples; None: torch's.
+        workers: ``DataLoader`` processes of each rank.
+        sampler: the order or choice of the samples; None: a permutation of all.
+        drop_last: whether the loader leaves out an incomplete batch.
+        batch_size: the loader's; None: there was no loader.
+    """
+
+    data: object
+    collate: Collate | None
+    workers: int
+    sampler: Iterable[int] | None = None
+    drop_last: bool = False
+    batch_size: int | None = None
+
+
+def take_apart(data: object, *, collate: Collate | None, workers: int) -> Feed:
+    """What a ``DataLoader`` is made of; tables of pandas become tensors, other data stay.
+
+    A shuffling loader gives no sampler: the permutation of ``fit`` does the same. Nor does a
+    ``DistributedSampler``: ``fit`` divides the samples among the ranks itself.
+
+    Args:
+        data: what the user passed.
+        collate: the user's, in place of the loader's.
+        workers: in place of a loader's 0.
+
+    Raises:
+        FitError: the loader makes its batches by a ``batch_sampler`` of its own, or none; or a
+            column of a table is not of numbers.
+    """
+    from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
+    from torch.utils.data.distributed import DistributedSampler
+
+    if not isinstance(data, DataLoader):
+        return Feed(_without_tables(data), collate, workers)
+    if data.batch_size is None:
+        own = "a batch_sampler of its own" if data.batch_sampler is not None else "batch_size=None"
+        raise FitError(
+            f"the DataLoader has {own}, but fit makes the batches (of train.batch_size)",
+            allowed="a DataLoader with batch_size, and with shuffle or a sampler",
+            do="pass the data set, or a DataLoader with the sampler inside (not one that "
+            "ctx.prepare returned)",
+        )
+    dataset: Any = data.dataset
+    sampler: Any = data.sampler
+    shuffles = (
+        isinstance(sampler, RandomSampler)
+        and not sampler.replacement
+        and sampler.num_samples == len(dataset)
+    )
+    if isinstance(dataset, IterableDataset) or shuffles or isinstance(sampler, DistributedSampler):
+        sampler = None
+    if collate is None and data.collate_fn is not default_collate:
+        collate = data.collate_fn
+    workers = data.num_workers or workers
+    return Feed(dataset, collate, workers, sampler, data.drop_last, data.batch_size)
+
+
+def _without_tables(data: object) -> object:
+    """``data`` with tensors in place of pandas' DataFrames and Series, also in a tuple or dict."""
+    pandas = sys.modules.get("pandas")  # not imported: then there are none
+    if pandas is None:
+        return data
+    if isinstance(data, (pandas.DataFrame, pandas.Series)):
+        return _tensor_of_table(data)
+    if type(data) is tuple:
+        return tuple(_without_tables(part) for part in data)
+    if type(data) is dict:
+        return {name: _without_tables(part) for name, part in data.items()}
+    return data
+
+
+def _tensor_of_table(table: Any) -> Tensor:
+    """A DataFrame as float32 (n, columns); a Series of whole numbers as int64 (n,), else float32.
+
+    Raises:
+        FitError: a column is not of numbers.
+    """
+    import torch
+    from pandas.api.types import is_bool_dtype, is_integer_dtype, is_numeric_dtype
+
+    columns = table.dtypes.items() if table.ndim == 2 else [(table.name, table.dtype)]
+    others = [f"{name!r} ({kind})" for name, kind in columns if not is_numeric_dtype(kind)]
+    if others:
+        raise FitError(
+            f"columns of the {type(table).__name__} are not numbers: {some_names(others)}",
+            allowed="columns of numbers; fit makes float32 of a DataFrame, and int64 of a Series "
+            "of whole numbers (class labels)",
+            do="encode them (features: pd.get_dummies(df); labels: pd.factorize(labels)[0]), or "
+            "leave them out: df.select_dtypes('number')",
+        )
+    labels = table.ndim == 1 and (is_integer_dtype(table.dtype) or is_bool_dtype(table.dtype))
+    if labels and not table.isna().any():
+        return torch.from_numpy(table.to_numpy("int64", copy=True))
+    return torch.from_numpy(table.to_numpy("float32", copy=True, na_value=float("nan")))
+
+
+# --- order ---
 
 
 @dataclass(frozen=True)
@@ -136,7 +244,8 @@ def labels_of(data: object) -> Labels | None:
         return None if whole is None else torch.as_tensor(whole)[torch.as_tensor(data.indices)]
     parts: Any = data.tensors if isinstance(data, TensorDataset) else data
     if isinstance(parts, tuple) and len(parts) == 2:
-        return parts[1] if isinstance(parts[1], (torch.Tensor, np.ndarray)) else None
+        targets: Any = _without_tables(parts[1])
+        return targets if isinstance(targets, (torch.Tensor, np.ndarray)) else None
     found = getattr(data, "targets", getattr(data, "labels", None))
     return np.asarray(found) if isinstance(found, (list, tuple)) else found
 

@@ -17,18 +17,23 @@ from nbtoolkit.training.loading.data import (
     Sample,
     Source,
     make_source,
-    note_what_is_loaded,
-    seed_sample,
+    noted,
 )
-from nbtoolkit.training.loading.epoch_order import EpochOrder, SampleWeights, make_order
+from nbtoolkit.training.loading.epoch_order import (
+    EpochOrder,
+    Feed,
+    SampleWeights,
+    make_order,
+    take_apart,
+)
 from nbtoolkit.training.loading.sampler import (
     GlobalBatchSampler,
     IdentifiedBatch,
     MicroBatch,
     SampleLog,
     check_steps,
+    seed_sample,
 )
-from nbtoolkit.training.loading.torch_loader import Feed, take_apart
 
 if TYPE_CHECKING:
     import torch
@@ -99,8 +104,9 @@ def make_train_loader(
             ``train.drop_last``; a stream of unknown length has no ``train.max_steps``.
     """
     log = None
-    if config.tracking.record_samples:
-        log = SampleLog(ctx.paths.samples(ctx.rank), ranks=ctx.world_size, fit=fit)
+    ranks = ctx.plan.data_ranks
+    if config.tracking.record_samples and ctx.rank < ranks:
+        log = SampleLog(ctx.paths.samples(ctx.rank), ranks=ranks, fit=fit)
     workers = measured(config.train.num_workers, "train.num_workers")
     feed = take_apart(data, collate=collate, workers=workers)
     batch, data = ctx.plan.global_batch_size, feed.data
@@ -163,8 +169,8 @@ def _make_sampler(
         batch=ctx.plan.global_batch_size,
         micro=ctx.plan.batch_size_per_device,
         seed=ctx.seed,
-        rank=ctx.rank,
-        ranks=ctx.world_size,
+        rank=ctx.rank % ctx.plan.data_ranks,
+        ranks=ctx.plan.data_ranks,
         drop_last=config.train.drop_last or feed.drop_last,
         order=None if order is None else order.draw,
     )
@@ -382,8 +388,8 @@ class _StreamReader:
         stream = self._start_epoch(epoch)
         for position in count():
             seed_sample(self._sampler.seed, epoch, position)
-            what = f"sample {position} of the stream in epoch {epoch}"
-            with note_what_is_loaded(what), _hidden_worker_info():
+            what = f"while loading sample {position} of the stream in epoch {epoch}"
+            with noted(what), _hidden_worker_info():
                 sample = next(stream, _END)
             if sample is _END:
                 return
@@ -408,7 +414,7 @@ class _StreamReader:
         for size, micro_batch in zip(sampler.sizes, sampler.micro_batches, strict=True):
             part = [samples[i] for i in islice(order, size)]
             ids.append([position for position, _ in part][: micro_batch.samples])
-            with note_what_is_loaded(f"a batch of the samples {ids[-1]} of the stream"):
+            with noted(f"while loading a batch of the samples {ids[-1]} of the stream"):
                 batches.append(self._collate([sample for _, sample in part]))
         return _StreamStep(len(samples), ids, batches)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
 from nbtoolkit.errors import CheckpointError, FitError
-from nbtoolkit.run.weights import load_weights
+from nbtoolkit.run.checkpoints.weights import load_weights
 from nbtoolkit.training.model import batch_norms
 
 if TYPE_CHECKING:

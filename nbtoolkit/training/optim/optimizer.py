@@ -1,19 +1,17 @@
-"""Build the optimizer that the configuration names, and its learning-rate schedule."""
+"""Make the optimizer that the configuration names, or take the one passed to ``fit``."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import inspect
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from nbtoolkit.config.fields import FreeSection
 from nbtoolkit.config.schema import measured
-from nbtoolkit.errors import FitError
-from nbtoolkit.training.optim.param_groups import Named, match_groups, parameters_without_decay
+from nbtoolkit.errors import FitError, some_names
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -23,231 +21,20 @@ if TYPE_CHECKING:
 
     from nbtoolkit.config.schema import Config, Optim
 
-
-# --- schedules ---
-
-
-class Schedule:
-    """The learning rate (and momentum) of every step. Make one with :func:`make_schedule`.
-
-    Steps are optimizer steps of the run, counted from 0: the curve does not depend on the ranks or
-    on accumulation, and a resumed run needs only its step (a plateau its state, too).
-
-    Attributes:
-        total: optimizer steps of the whole run.
-    """
-
-    total: int
-
-    def rate(self, step: int) -> float:
-        """The learning rate of optimizer step ``step`` (from 0)."""
-        raise NotImplementedError
-
-    def momentum(self, step: int) -> float | None:
-        """The momentum (Adam: the first beta) of step ``step``; None: the optimizer's."""
-        return None
-
-    def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Use this schedule for ``optimizer``; called once, before the first step."""
-
-    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set the rates of optimizer step ``step`` (from 0); returns the first group's."""
-        rate = self.rate(step)
-        set_rate(optimizer, rate, self.momentum(step))
-        return rate
-
-    def advance(self) -> None:
-        """Called after each optimizer step."""
-
-    def observe(self, value: float, better: bool) -> None:
-        """Report an epoch's monitored value, and whether it is better than all before."""
-
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs besides the step."""
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a :meth:`state`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve(Schedule):
-    """Linear warm-up, then one of three curves: a pure function of the step.
-
-    Attributes:
-        kind: the curve after the warm-up: half a cosine (Loshchilov and Hutter 2017,
-            https://arxiv.org/abs/1608.03983, without restarts), a straight line, or ``constant``.
-        peak: the learning rate after the warm-up.
-        warmup: steps of the warm-up: the first has ``peak / warmup``, the last ``peak``.
-        floor: the learning rate that step ``total``, the one after the last, would have.
-        total: optimizer steps of the whole run.
-    """
-
-    kind: Literal["cosine", "linear", "constant"]
-    peak: float
-    warmup: int
-    total: int
-    floor: float = 0.0
-
-    def rate(self, step: int) -> float:
-        """See :meth:`Schedule.rate`."""
-        if step < self.warmup:
-            return self.peak * (step + 1) / self.warmup
-        done = _fraction(step - self.warmup, self.total - self.warmup)
-        if self.kind == "cosine":
-            return _half_cosine(self.peak, self.floor, done)
-        return self.peak + (self.floor - self.peak) * done if self.kind == "linear" else self.peak
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneCycle(Schedule):
-    """Up to a high learning rate and down again, momentum inversely: a pure function of the step.
-
-    The values are those of ``torch.optim.lr_scheduler.OneCycleLR`` with ``pct_start`` for the
-    warm-up: from peak / 25 up to the peak, then down to the floor, each by half a cosine, while
-    the momentum goes from 0.95 to 0.85 and back. The policy is Smith's (2018,
-    https://arxiv.org/abs/1803.09820), with cosines in place of lines, as in fastai and torch.
-
-    Attributes:
-        peak: the highest learning rate.
-        warmup: steps of the warm-up, not always a whole number.
-        total: optimizer steps of the whole run.
-        floor: the learning rate of the last step.
-    """
-
-    peak: float
-    warmup: float
-    total: int
-    floor: float = 0.0
-
-    def rate(self, step: int) -> float:
-        """See :meth:`Schedule.rate`."""
-        return self._at(step, self.peak / 25, self.peak, self.floor)
-
-    def momentum(self, step: int) -> float:
-        """See :meth:`Schedule.momentum`."""
-        return self._at(step, 0.95, 0.85, 0.95)
-
-    def _at(self, step: int, first: float, turning: float, last: float) -> float:
-        turn = max(0.0, self.warmup - 1)  # as torch does, possibly between two steps
-        if step < turn:
-            return _half_cosine(first, turning, step / turn)
-        return _half_cosine(turning, last, _fraction(step - turn, self.total - 1 - turn))
-
-
-@dataclass(kw_only=True)
-class Plateau(Schedule):
-    """A learning rate that drops when the monitored metric stops improving.
-
-    After ``patience`` epochs in a row without a better value it is multiplied by ``factor``, and
-    the count starts again. ``torch.optim.lr_scheduler.ReduceLROnPlateau`` does the same with a
-    ``patience`` of one less: it counts the epochs that it tolerates.
-
-    Attributes:
-        start: the learning rate before the first drop, warm-up included.
-        patience: epochs.
-        factor: of each drop.
-        floor: the smallest product of all drops.
-        scale: the product of the drops so far.
-        worse: epochs since the last better value or drop.
-    """
-
-    start: Curve
-    patience: int
-    factor: float
-    floor: float = 0.0
-    scale: float = 1.0
-    worse: int = 0
-
-    def __post_init__(self) -> None:
-        self.total = self.start.total
-
-    def rate(self, step: int) -> float:
-        """See :meth:`Schedule.rate`."""
-        return self.start.rate(step) * self.scale
-
-    def observe(self, value: float, better: bool) -> None:
-        """See :meth:`Schedule.observe`; a value that is not a number is never better."""
-        self.worse = 0 if better and not math.isnan(value) else self.worse + 1
-        if self.worse >= self.patience:
-            self.scale, self.worse = max(self.scale * self.factor, self.floor), 0
-
-    def state(self) -> dict[str, Any]:
-        """See :meth:`Schedule.state`."""
-        return {"scale": self.scale, "worse": self.worse}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """See :meth:`Schedule.restore`."""
-        self.scale, self.worse = float(state["scale"]), int(state["worse"])
-
-
-@dataclass(frozen=True, kw_only=True)
-class RangeTest(Schedule):
-    """A rate that rises exponentially from the first step to the last.
-
-    The learning-rate range test of Smith (2017, https://arxiv.org/abs/1506.01186), exponential as
-    in fastai and Lightning. Of an optimizer that the user built, the first group has this rate, and
-    the other groups keep their proportions to it.
-
-    Attributes:
-        low: the learning rate of the first step, above 0.
-        high: the learning rate of the last step.
-        total: optimizer steps of the whole run.
-    """
-
-    low: float
-    high: float
-    total: int
-
-    def rate(self, step: int) -> float:
-        """See :meth:`Schedule.rate`."""
-        return self.low * math.pow(self.high / self.low, _fraction(step, self.total - 1))
-
-    def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """See :meth:`Schedule.bind`."""
-        # A scheduler that was made before has changed `lr`, and left the rate in `initial_lr`.
-        rates = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
-        for group, own in zip(optimizer.param_groups, rates, strict=True):
-            group.setdefault("lr_scale", own / rates[0] if rates[0] else 1.0)
-
-
-def make_schedule(config: Config, *, steps: int, factor: float) -> Schedule:
-    """Make the schedule that ``config.optim`` asks for.
-
-    Args:
-        config: ``optim.lr, schedule, warmup_ratio, min_lr_ratio, plateau_patience,
-            plateau_factor``.
-        steps: optimizer steps of the whole run.
-        factor: multiplies ``optim.lr`` (the plan's ``lr_factor``).
-    """
-    optim = config.optim
-    peak, warmup = measured(optim.lr, "optim.lr") * factor, optim.warmup_ratio * steps
-    floor = optim.min_lr_ratio * peak
-    if optim.schedule == "range_test":
-        return RangeTest(low=floor or peak * 1e-6, high=peak, total=steps)
-    if optim.schedule == "one_cycle":
-        return OneCycle(peak=peak, warmup=warmup, total=steps, floor=floor)
-    if optim.schedule == "plateau":
-        start = Curve(kind="constant", peak=peak, warmup=round(warmup), total=steps)
-        patience, drop = optim.plateau_patience, optim.plateau_factor
-        return Plateau(start=start, patience=patience, factor=drop, floor=optim.min_lr_ratio)
-    return Curve(kind=optim.schedule, peak=peak, warmup=round(warmup), total=steps, floor=floor)
-
-
-def _half_cosine(start: float, end: float, done: float) -> float:
-    """From ``start`` (``done`` 0) to ``end`` (``done`` 1), with slope 0 at both."""
-    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def _fraction(part: float, whole: float) -> float:
-    """``part / whole``, at most 1; 0 if ``whole`` is 0."""
-    return min(1.0, part / whole) if whole > 0 else 0.0
-
-
-# --- optimizer ---
-
-
 OptimizerClass: TypeAlias = "type[torch.optim.Optimizer]"
+
+GivenOptimizer: TypeAlias = (
+    "torch.optim.Optimizer | OptimizerClass | Callable[[nn.Module], torch.optim.Optimizer]"
+)
+"""An optimizer over the model's parameters, a function that makes one of the model, or a class."""
+
+Named: TypeAlias = "dict[str, nn.Parameter]"
+"""Parameters by name."""
+
+_ALLOWED_OPTIMIZER = (
+    "a torch.optim.Optimizer over the model's parameters, a function model -> Optimizer, or a "
+    "subclass of torch.optim.Optimizer"
+)
 
 _SHORT_NAMES = {
     "adamw": "torch.optim.AdamW",
@@ -297,25 +84,6 @@ def make_optimizer(
             allowed="what its constructor accepts",
             do=f"check optim.options ({', '.join(optim.options) or 'empty'}) and the rest of optim",
         ) from error
-
-
-def set_rate(optimizer: torch.optim.Optimizer, rate: float, momentum: float | None = None) -> None:
-    """Set the learning rate of the next step, times each group's ``lr_scale`` (default 1).
-
-    Args:
-        optimizer: changed in place.
-        rate: the schedule's learning rate.
-        momentum: the schedule's momentum, or Adam's first beta; None: unchanged. A momentum of 0
-            stays 0: the optimizer has none.
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("lr_scale", 1.0)
-        if momentum is None:
-            continue
-        if group.get("momentum"):
-            group["momentum"] = momentum
-        elif "betas" in group:
-            group["betas"] = (momentum, *group["betas"][1:])
 
 
 class _Signature(NamedTuple):
@@ -497,3 +265,152 @@ def _can_fuse(kind: OptimizerClass, model: nn.Module) -> bool:
         parameter.device.type in ("cpu", "cuda") and parameter.is_floating_point()
         for parameter in model.parameters()
     )
+
+
+# --- groups of parameters ---
+
+
+def match_groups(
+    groups: Sequence[Mapping[str, Any]], model: nn.Module
+) -> tuple[Named, list[Named]]:
+    """The trainable parameters that no group's pattern matches, and those of each group, by name.
+
+    Args:
+        groups: each has ``match``: a pattern of parameter names as in ``fnmatch`` (``*`` matches
+            dots, too), or a list of them.
+        model: its parameters.
+
+    Raises:
+        FitError: a pattern matches no trainable parameter, or a parameter is in two groups.
+    """
+    left = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    owner: dict[str, Any] = {}
+    found: list[Named] = []
+    for group in groups:
+        patterns = group["match"]
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        names: dict[str, None] = {}
+        for pattern in patterns:
+            matching = [name for name in (*left, *owner) if fnmatchcase(name, pattern)]
+            if not matching:
+                raise FitError(
+                    f"optim.param_groups: {pattern!r} matches no trainable parameter",
+                    allowed=f"patterns of {some_names([*left, *owner])}",
+                    do="correct the pattern: * stands for any characters, dots included",
+                )
+            names |= dict.fromkeys(matching)
+        if twice := [name for name in names if name in owner]:
+            raise FitError(
+                f"optim.param_groups: {some_names(twice)} would be in two groups, of "
+                f"{owner[twice[0]]!r} and of {group['match']!r}",
+                allowed="patterns of which each parameter matches one at most",
+                do="make one of the two patterns narrower",
+            )
+        owner |= dict.fromkeys(names, group["match"])
+        found.append({name: left.pop(name) for name in [*left] if name in names})
+    return left, found
+
+
+def parameters_without_decay(model: nn.Module) -> set[nn.Parameter]:
+    """Biases and the weights of norms.
+
+    LayerNorm and RMSNorm alone have weights of more than one dimension; those of all other norms,
+    the user's own included, are recognized by having one.
+    """
+    from torch import nn
+
+    return {
+        parameter
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim <= 1 or name == "bias" or isinstance(module, (nn.LayerNorm, nn.RMSNorm))
+    }
+
+
+# --- the optimizer that the user passes ---
+
+
+def make_user_optimizer(
+    config: Config, model: nn.Module, given: GivenOptimizer | None
+) -> torch.optim.Optimizer:
+    """The optimizer that the user passed to ``fit``, or the one of ``config.optim``.
+
+    Args:
+        config: ``optim``; of an object or a function only that ``optim.param_groups`` is empty.
+        model: on its device already.
+        given: ``optimizer=``; None: the one that ``optim.name`` names.
+
+    Raises:
+        FitError: it is no optimizer, or not one of all trainable parameters of ``model``.
+    """
+    from torch.optim import Optimizer
+
+    if given is None or (isinstance(given, type) and issubclass(given, Optimizer)):
+        return make_optimizer(config, model, given)
+    optimizer = resolve_optimizer(model, given, "optimizer=")
+    if config.optim.param_groups:
+        raise FitError(
+            "optim.param_groups is set, and optimizer= is an optimizer with groups of its own",
+            allowed="optim.param_groups with optim.name, or with a class as optimizer=",
+            do="remove optim.param_groups, or pass the class (optimizer=torch.optim.AdamW)",
+        )
+    check_all_held(model, [optimizer])
+    return optimizer
+
+
+def check_all_held(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse trainable parameters of ``model`` that no optimizer has.
+
+    Raises:
+        FitError: names them.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    held = {one for group in groups for one in group["params"]}
+    named = model.named_parameters()
+    if missing := [name for name, one in named if one.requires_grad and one not in held]:
+        raise FitError(
+            f"optimizer= holds not all trainable parameters of the model: {some_names(missing)} "
+            "would never change",
+            allowed="an optimizer over every parameter with requires_grad",
+            do="add them to the optimizer, or freeze them with requires_grad_(False)",
+        )
+
+
+def resolve_optimizer(model: nn.Module, given: object, place: str) -> torch.optim.Optimizer:
+    """The optimizer of an object or a function, its state on the model's device.
+
+    Args:
+        model: as it is trained.
+        given: the optimizer, or a function ``model`` -> optimizer.
+        place: the argument, for messages.
+
+    Raises:
+        FitError: it is something else, or an optimizer of parameters that are not the model's.
+    """
+    from torch.optim import Optimizer
+
+    made = given
+    if not isinstance(given, (Optimizer, type)) and callable(given):
+        made = given(model)
+    if not isinstance(made, Optimizer):
+        what = "is" if made is given else "is a function that returns"
+        kind = f"the class {made.__name__}" if isinstance(made, type) else type(made).__name__
+        raise FitError(
+            f"{place} {what} no optimizer but {kind}",
+            allowed=_ALLOWED_OPTIMIZER,
+            do="pass optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)",
+        )
+    refuse_closure(type(made), f"{place}: ", type(made).__name__)
+    names = {one: name for name, one in model.named_parameters()}
+    held = [one for group in made.param_groups for one in group["params"]]
+    if strange := [one for one in held if one not in names]:
+        shapes = some_names([str(tuple(one.shape)) for one in strange])
+        raise FitError(
+            f"{place} was made before the model was moved or replaced: {len(strange)} of its "
+            f"{len(held)} parameters are not the model's (their shapes: {shapes})",
+            allowed="an optimizer over the parameters of the model that fit trains",
+            do="make it after the model, or pass a function: optimizer=lambda model: ...",
+        )
+    if made.state:  # its steps so far may have been on another device
+        made.load_state_dict(made.state_dict())
+    return made

@@ -6,67 +6,49 @@ parameters. Instead :meth:`OptimizerHandle.step` averages the gradients of its o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Mapping
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, cast
 
 from nbtoolkit.errors import CheckpointError, FitError
 from nbtoolkit.training.loading.sampler import MicroBatch
 from nbtoolkit.training.losses import BatchLoss
 from nbtoolkit.training.model import broadcast_buffers
-from nbtoolkit.training.optim.user_optimizer import (
-    GivenSchedule,
-    UserSchedule,
-    check_all_held,
-    required_arguments,
-    resolve_optimizer,
-)
-from nbtoolkit.training.step import Forward, TrainStep, grad_scaler
-from nbtoolkit.training.strategy import clip, grad_norm
+from nbtoolkit.training.optim.optimizer import check_all_held, resolve_optimizer
+from nbtoolkit.training.optim.schedule import UserSchedule, required_arguments
+from nbtoolkit.training.step import Recipe, ScheduledOptimizer, TrainStep
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
     from nbtoolkit.config.schema import Config
+    from nbtoolkit.environment.launch_plan import LaunchPlan
     from nbtoolkit.training.loading.data import Batch
-    from nbtoolkit.training.losses import Loss
-    from nbtoolkit.training.optim.optimizer import Schedule
+    from nbtoolkit.training.step import StepOfSeveral
     from nbtoolkit.training.train_state import State
     from nbtoolkit.worker.context import RunContext
 
-StepOfSeveral: TypeAlias = "Callable[[nn.Module, Any, Mapping[str, OptimizerHandle]], Any]"
-"""``step(model, batch, optimizers)`` of the user -> a loss, or losses by name, to report."""
+
+def train_step_class(plan: LaunchPlan, *, several: bool) -> type[TrainStep]:
+    """The class that makes the steps of ``plan``, with one or several optimizers."""
+    if several or plan.strategy != "pipeline":
+        return SeveralTrainStep if several else TrainStep
+    kind: type[TrainStep] = resolve_name("nbtoolkit.training.strategies.pipeline:PipelineTrainStep")
+    return kind
 
 
-class OptimizerHandle:
+class OptimizerHandle(ScheduledOptimizer):
     """One of several optimizers, as the user's step gets it.
 
     Attributes:
-        optimizer: the user's.
-        schedule: its learning rates, by its own steps.
-        steps: its steps so far.
-        rate: the learning rate of the last one.
-        norm: the gradient's norm in it, before clipping; None: it was not measured.
+        steps: its steps so far, by which its schedule counts.
+        weight: of this rank's part of the batch, among the ranks.
+        measures: whether a step sets :attr:`norm`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        optimizer: torch.optim.Optimizer,
-        schedule: Schedule,
-        ctx: RunContext,
-        config: Config,
-    ) -> None:
-        self.optimizer, self.schedule, self._name = optimizer, schedule, name
-        self.steps, self.rate = 0, float(optimizer.param_groups[0].get("lr", 0.0))
-        self.norm: Tensor | None = None
-        self.scaler = grad_scaler(ctx, config)
-        self.weight = 1.0  # of this rank's part of the batch
-        self.measures = False
-        self._max_norm, self._ranks = config.train.max_grad_norm, ctx.world_size
-        self._device = ctx.device.type
-        self._parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        schedule.bind(optimizer)
+    steps = 0
+    weight = 1.0
+    measures = False
 
     def zero_grad(self) -> None:
         """Clear the gradients of this optimizer's parameters."""
@@ -81,7 +63,7 @@ class OptimizerHandle:
         """
         import torch
 
-        with torch.autocast(self._device, enabled=False):
+        with torch.autocast(self.parameters[0].device.type, enabled=False):
             self.scaler.scale(loss * self.weight).backward(**options)
 
     def step(self) -> None:
@@ -90,40 +72,25 @@ class OptimizerHandle:
         Raises:
             FitError: no parameter has a gradient.
         """
-        if all(one.grad is None for one in self._parameters) and self._ranks == 1:
+        if self._ranks == 1 and all(one.grad is None for one in self.parameters):
             raise FitError(
-                f"the optimizer {self._name!r} makes a step, and none of its parameters has a "
+                f"the optimizer {self.name!r} makes a step, and none of its parameters has a "
                 "gradient",
                 allowed="backward(loss) before each step()",
-                do=f"call optimizers[{self._name!r}].backward(loss) first",
+                do=f"call optimizers[{self.name!r}].backward(loss) first",
             )
         if self._ranks > 1:
-            average_gradients(self._parameters, self._ranks)
-        self.scaler.unscale_(self.optimizer)
-        if self._max_norm is not None:
-            self.norm = clip(self._parameters, self._max_norm)
-        elif self.measures:
-            self.norm = grad_norm(self._parameters)
-        self.rate = self.schedule.apply(self.optimizer, self.steps)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.schedule.advance()
+            average_gradients(self.parameters, self._ranks)
+        self.apply(self.steps, measure_norm=self.measures)
         self.steps += 1
 
     def state(self) -> State:
-        """What a resumed run needs."""
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "schedule": self.schedule.state(),
-            "steps": self.steps,
-        }
+        """See :meth:`ScheduledOptimizer.state`."""
+        return {**super().state(), "steps": self.steps}
 
     def restore(self, state: State) -> None:
-        """Continue from a :meth:`state`."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.schedule.restore(state["schedule"])
+        """See :meth:`ScheduledOptimizer.restore`."""
+        super().restore(state)
         self.steps = state["steps"]
 
 
@@ -152,57 +119,35 @@ def average_gradients(parameters: list[nn.Parameter], ranks: int) -> None:
 class SeveralTrainStep(TrainStep):
     """The steps of a model with several optimizers; see :class:`TrainStep`.
 
-    Args:
-        ctx: the run's context.
-        config: its sections ``train, distributed``.
-        model: changed in place.
-        loss: for the validation only.
-        forward: the same.
-        step: the user's.
-        optimizers: by name: optimizers, or functions ``model`` -> optimizer.
-        schedules: one for all, or by the optimizers' names.
-        steps: optimizer steps of the whole run: batches.
-
     Raises:
         FitError: the arguments do not fit each other or the model.
     """
 
+    scheduled: Mapping[str, OptimizerHandle]
+
     def __init__(
-        self,
-        ctx: RunContext,
-        config: Config,
-        model: nn.Module,
-        loss: Loss,
-        forward: Forward,
-        *,
-        step: StepOfSeveral,
-        optimizers: Mapping[str, object],
-        schedules: Mapping[str, GivenSchedule] | GivenSchedule | None,
-        steps: int,
+        self, ctx: RunContext, config: Config, model: nn.Module, recipe: Recipe, *, steps: int
     ) -> None:
-        _check(ctx, config, step, optimizers, schedules)
-        self._user_step, self._given, self._schedules = step, optimizers, schedules
+        _check(ctx, config, recipe)
+        self._user_step = cast("StepOfSeveral", recipe.step_of_several)
         self._parts: dict[str, Tensor] = {}
-        self._ctx = ctx
-        super().__init__(ctx, config, model, loss, forward, UserSchedule(None, total=steps))
+        super().__init__(ctx, config, model, recipe, steps=steps)
         self._shares_buffers = ctx.world_size > 1 and config.distributed.broadcast_buffers
         self.load_on_all_ranks(None)  # as DDP does: all start with rank 0's weights
 
     def _wrap(self) -> nn.Module:
         return self.module
 
-    def _make_optimizer(self, config: Config, given: object) -> torch.optim.Optimizer:
-        """Make the handles; returns the first optimizer."""
-        self.handles: dict[str, OptimizerHandle] = {}
-        for name, one in self._given.items():
-            optimizer = resolve_optimizer(self.module, one, f"optimizer[{name!r}]")
-            by_name = self._schedules
-            own = by_name.get(name) if isinstance(by_name, Mapping) else by_name
-            schedule = UserSchedule(own, total=self.schedule.total, place=f"schedule[{name!r}]")
-            self.handles[name] = OptimizerHandle(name, optimizer, schedule, self._ctx, config)
-        self.optimizers = {name: one.optimizer for name, one in self.handles.items()}
-        check_all_held(self.module, self.optimizers.values())
-        return next(iter(self.optimizers.values()))
+    def _make_optimizers(self, ctx: RunContext, config: Config, recipe: Recipe) -> None:
+        scheduled: dict[str, OptimizerHandle] = {}
+        schedules = recipe.schedule
+        for name, given in cast("Mapping[str, object]", recipe.optimizer).items():
+            optimizer = resolve_optimizer(self.module, given, f"optimizer[{name!r}]")
+            own = schedules.get(name) if isinstance(schedules, Mapping) else schedules
+            schedule = UserSchedule(own, total=self.steps, place=f"schedule[{name!r}]")
+            scheduled[name] = OptimizerHandle(name, optimizer, schedule, ctx, config, self.strategy)
+        check_all_held(self.module, [one.optimizer for one in scheduled.values()])
+        self.scheduled = scheduled
 
     def _pass(self, batch: Batch, micro_batch: MicroBatch) -> BatchLoss:
         """Call the user's step; there is one micro-batch per step."""
@@ -210,10 +155,10 @@ class SeveralTrainStep(TrainStep):
 
         if self._shares_buffers:
             broadcast_buffers(self.module, self._ranks)
-        for handle in self.handles.values():
+        for handle in self.scheduled.values():
             handle.weight = micro_batch.weight
         with self._autocast:
-            returned = self._user_step(self.module, batch, self.handles)
+            returned = self._user_step(self.module, batch, self.scheduled)
         parts = returned if isinstance(returned, Mapping) else {"": returned}
         for name, loss in parts.items():
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -231,20 +176,12 @@ class SeveralTrainStep(TrainStep):
 
     def _optimize(self, measure_norm: bool) -> None:
         """Count the step. A batch's gradients do not reach the next one, so a resume is exact."""
-        first = next(iter(self.handles.values()))
-        self.rate, self.grad_norm = first.rate, first.norm
-        for handle in self.handles.values():
+        for handle in self.scheduled.values():
             handle.zero_grad()
             handle.measures = measure_norm
         self.steps_done += 1
         if self.averages is not None:
             self.averages.update()
-
-    @property
-    def skips_overflows(self) -> bool:
-        """See :attr:`TrainStep.skips_overflows`."""
-        scalers = [handle.scaler for handle in self.handles.values()]
-        return all(scaler.is_enabled() and scaler.get_scale() >= 1.0 for scaler in scalers)
 
     def take_parts(self) -> dict[str, float]:
         """See :meth:`TrainStep.take_parts`."""
@@ -255,35 +192,26 @@ class SeveralTrainStep(TrainStep):
         return dict(zip(names, torch.stack(sums).tolist(), strict=True)) if sums else {}
 
     def _optimizer_state(self) -> State:
-        return {"optimizers": {name: handle.state() for name, handle in self.handles.items()}}
+        return {"optimizers": {name: handle.state() for name, handle in self.scheduled.items()}}
 
     def _restore_optimizers(self, state: State, source: str) -> None:
         saved = state["optimizers"]
-        if [*saved] != [*self.handles]:
+        if [*saved] != [*self.scheduled]:
             raise CheckpointError(
                 f"the checkpoint {source} has the optimizers {', '.join(saved)}, and fit was given "
-                f"{', '.join(self.handles)}",
+                f"{', '.join(self.scheduled)}",
                 allowed="the optimizers of the run, by their names and in their order",
                 do="launch as before, or with resume='never'",
             )
-        for name, handle in self.handles.items():
+        for name, handle in self.scheduled.items():
             handle.restore(saved[name])
 
-    def observe(self, value: float, better: bool) -> None:
-        """See :meth:`TrainStep.observe`."""
-        for handle in self.handles.values():
-            handle.schedule.observe(value, better)
 
-
-def _check(
-    ctx: RunContext,
-    config: Config,
-    step: object,
-    optimizers: Mapping[str, object],
-    schedules: object,
-) -> None:
+def _check(ctx: RunContext, config: Config, recipe: Recipe) -> None:
+    optimizers = cast("Mapping[str, object]", recipe.optimizer)
+    step = recipe.step_of_several
     own = required_arguments(step) if callable(step) else 0
-    named = schedules if isinstance(schedules, Mapping) else {}
+    named = recipe.schedule if isinstance(recipe.schedule, Mapping) else {}
     unknown = [one for one in named if one not in optimizers]
     plan = ctx.plan
     passes = plan.global_batch_size // (plan.batch_size_per_device * ctx.world_size)

@@ -2,21 +2,25 @@
 
 FSDP2 (``torch.distributed.fsdp.fully_shard``), for ``nb.fit`` and ``ctx.prepare``. accelerate's
 plugin for FSDP is not used: on the CPU it trains with DDP, and does not say so (accelerate 1.15).
+
+The parameters are DTensors: each rank holds a part of their rows. Names and order of the parameters
+do not change. See https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from nbtoolkit.errors import FitError, PlanError
-from nbtoolkit.training.model import broadcast_buffers, half_precision
-from nbtoolkit.training.strategies.sharding import (
-    ShardedModule,
-    gathered,
-    prepare_optimizer,
-    rebind,
+from nbtoolkit.training.model import batch_norms, broadcast_buffers, find_blocks, half_precision
+from nbtoolkit.training.strategies.sharded_checkpoint import (
+    can_write_parts,
+    read_parts,
+    writes_parts,
+    written,
 )
 from nbtoolkit.training.strategy import Strategy, clip, grad_norm
 from nbtoolkit.worker.collectives import broadcast
@@ -24,9 +28,12 @@ from nbtoolkit.worker.collectives import broadcast
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
     from nbtoolkit.config.schema import Config
+    from nbtoolkit.run.checkpoints.checkpoint_store import StoredCheckpoint
     from nbtoolkit.training.train_state import State
     from nbtoolkit.worker.context import RunContext
 
@@ -43,7 +50,10 @@ class OutsideForward(FitError, AttributeError):
 
 
 class Fsdp(Strategy):
-    """See the module. Saving and loading are collectives; files are those of one process."""
+    """See the module. Saving and loading are collectives.
+
+    Files are those of one process, or in parts (``checkpoint.format``).
+    """
 
     gathers = True
 
@@ -55,6 +65,9 @@ class Fsdp(Strategy):
         """
         super().load_on_all_ranks(module, None)  # as DDP does: all start with rank 0's weights
         self._module = module
+        self._in_parts = writes_parts(
+            self._config.checkpoint.format, module, able=can_write_parts()
+        )
         self._sharded = _shard(self._ctx, module)
         if not self._sharded.units:
             self._ctx.print(
@@ -77,6 +90,7 @@ class Fsdp(Strategy):
                 do="set optim.name: adamw, or distributed.strategy: ddp",
             )
         prepare_optimizer(optimizer)
+        self._optimizer = optimizer
 
     def no_sync(self, model: nn.Module) -> Callable[[], AbstractContextManager[None]]:
         """See :meth:`Strategy.no_sync`; gradients are whole on each rank in such a pass."""
@@ -100,7 +114,9 @@ class Fsdp(Strategy):
         """See :meth:`Strategy.grad_norm`."""
         return _whole(grad_norm(parameters))
 
-    def translated(self, error: Exception) -> FitError | None:
+    def translated(
+        self, error: Exception, parameters: Mapping[str, nn.Parameter]
+    ) -> FitError | None:
         """See :meth:`Strategy.translated`."""
         if isinstance(error, OutsideForward):
             return error
@@ -119,8 +135,16 @@ class Fsdp(Strategy):
 
     def gathered(self, state: State) -> State:
         """See :meth:`Strategy.gathered`."""
+        if self._in_parts:
+            return written(self._ctx, state)
         whole = gathered(state, keep=self._ctx.is_main)
         return cast("State", whole) if self._ctx.is_main else {}
+
+    def read(self, stored: StoredCheckpoint, training: State) -> State:
+        """See :meth:`Strategy.read`."""
+        if stored.sharded and can_write_parts():
+            return read_parts(stored, training, self._module, self._optimizer)
+        return super().read(stored, training)
 
     def load_on_all_ranks(self, module: nn.Module, weights: Mapping[str, Tensor] | None) -> None:
         """See :meth:`Strategy.load_on_all_ranks`."""
@@ -147,8 +171,16 @@ def make(ctx: RunContext, config: Config) -> Strategy:
     return Fsdp(ctx, config)
 
 
-def forward_only(module: nn.Module) -> nn.Module:
-    """A module that passes calls on to ``module``, and refuses the use of its parts."""
+def forward_only(
+    module: nn.Module, strategy: str = "fsdp", forward: Callable[..., Any] | None = None
+) -> nn.Module:
+    """A module that passes calls on, and refuses the use of parts of ``module``.
+
+    Args:
+        module: the model.
+        strategy: the setting, for messages.
+        forward: gets the calls; None: ``module`` does.
+    """
     import torch
     from torch import nn
 
@@ -158,26 +190,26 @@ def forward_only(module: nn.Module) -> nn.Module:
             self.module = module
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return self.module(*args, **kwargs)
+            return (forward or self.module)(*args, **kwargs)
 
         def __getattr__(self, name: str) -> Any:
             if name in self._modules:
                 return self._modules[name]
             value = getattr(module, name)
             if isinstance(value, torch.Tensor) or callable(value):
-                raise _outside_forward(f"model.{name}")
+                raise _outside_forward(f"model.{name}", strategy)
             return value
 
         def __getitem__(self, key: object) -> Any:
-            raise _outside_forward(f"model[{key!r}]")
+            raise _outside_forward(f"model[{key!r}]", strategy)
 
     return ForwardOnly()
 
 
-def _outside_forward(what: str) -> OutsideForward:
+def _outside_forward(what: str, strategy: str = "fsdp") -> OutsideForward:
     return OutsideForward(
-        f"the step uses {what} outside of the model's forward, and distributed.strategy: fsdp "
-        "gathers the weights only there",
+        f"the step uses {what} outside of the model's forward, and distributed.strategy: "
+        f"{strategy} gathers the weights only there",
         allowed="a step that calls model(...) itself",
         do="move this into the model's forward (an argument can choose the path), or set "
         "distributed.strategy: ddp",
@@ -193,6 +225,214 @@ def _whole(norm: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+# --- sharding ---
+
+
+class ShardedModule:
+    """A module whose parameters are sharded, in units of its repeated layers.
+
+    A unit's parameters are gathered for its forward and its backward pass only. Loading a plain
+    ``state_dict`` into the module works on all ranks together: each takes its part of rank 0's.
+
+    Args:
+        module: changed in place; on its device, equal on all ranks.
+        device: the type of the device, ``"cpu"`` or ``"cuda"``.
+        ranks: the number of ranks.
+        half: the type of the forward and backward passes; None: that of the parameters. Units with
+            batch norms keep the type of their parameters; gradients are reduced in float32.
+
+    Attributes:
+        units: the number of units besides the rest of the module.
+
+    Raises:
+        FitError: FSDP cannot shard the module.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, device: str, ranks: int, half: torch.dtype | None
+    ) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self._module = module
+        self._plain = [(one, type(one), _attributes(one)) for one in module.modules()]
+        blocks = [one for one in find_blocks(module) if one is not module]
+        self.units = len(blocks)
+        mesh = init_device_mesh(device, (ranks,))
+        try:
+            for unit in (*blocks, module):
+                _fully_shard(unit, mesh, half)
+        except (AssertionError, ValueError, NotImplementedError, RuntimeError) as error:
+            raise FitError(
+                f"FSDP cannot shard this {type(module).__name__}: {error}",
+                allowed="models that torch.distributed.fsdp.fully_shard takes: no scalar "
+                "parameters, none shared between two of the repeated layers",
+                do="set distributed.strategy: ddp, or change the model",
+            ) from error
+        check_sharded(module)
+        module.register_load_state_dict_pre_hook(_distribute_weights)
+
+    def unshard(self) -> None:
+        """Gather all parameters, until :meth:`reshard`: a forward pass then has no collective."""
+        root = cast("FSDPModule", self._module)
+        root.set_reshard_after_forward(False)
+        for unit in self._units():
+            unit.unshard()
+
+    def reshard(self) -> None:
+        """Undo :meth:`unshard`."""
+        root = cast("FSDPModule", self._module)
+        root.set_reshard_after_forward(True)
+        # The backward pass begins with the root's own parameters.
+        root.set_reshard_after_forward(False, recurse=False)
+        for unit in self._units():
+            unit.reshard()
+
+    def make_plain(self) -> None:
+        """Make the module what it was, with all weights on every rank; a collective."""
+        from torch import nn
+        from torch.distributed._composable_state import _module_state_mapping
+
+        whole = {
+            id(one): nn.Parameter(cast("DTensor", one).full_tensor(), one.requires_grad)
+            for one in self._module.parameters()
+        }
+        for module, kind, attributes in self._plain:
+            # FSDP refuses a module that it knows; torch has no public way to undo it.
+            _module_state_mapping.pop(module, None)
+            module.__class__ = kind
+            for name in [name for name in vars(module) if name not in attributes]:
+                del module.__dict__[name]
+            hooks = {name: value for name, value in attributes.items() if value is not None}
+            module.__dict__.update(hooks)
+            for name, one in module._parameters.items():
+                if one is not None:
+                    module._parameters[name] = whole[id(one)]
+
+    def _units(self) -> list[FSDPModule]:
+        from torch.distributed.fsdp import FSDPModule
+
+        return [one for one in self._module.modules() if isinstance(one, FSDPModule)]
+
+
+def check_sharded(module: nn.Module) -> None:
+    """Refuse a module with a parameter that is not sharded.
+
+    Raises:
+        FitError: names the first one.
+    """
+    from torch.distributed.tensor import DTensor
+
+    for name, one in module.named_parameters():
+        if not isinstance(one, DTensor):
+            raise FitError(
+                f"the parameter {name} is not sharded: it is a {type(one).__name__}",
+                allowed="FSDP2 of this torch, which makes every parameter a DTensor",
+                do="set distributed.strategy: ddp, and report this with the version of torch",
+            )
+
+
+def prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Prepare an optimizer over sharded parameters.
+
+    It then takes a plain state, if all ranks load it together. Of the fused kernels, those of Adam
+    and AdamW alone can work on DTensors (torch 2.13).
+    """
+    if not type(optimizer).__name__.startswith("Adam"):
+        for group in optimizer.param_groups:
+            if group.get("fused"):
+                group["fused"] = False
+    optimizer.register_load_state_dict_pre_hook(_distribute_state)
+
+
+def gathered(value: Any, *, keep: bool) -> Any:
+    """A nested state with whole tensors on the CPU in place of sharded ones; a collective.
+
+    Args:
+        value: dicts, lists, tuples, tensors and plain values; equal in structure on all ranks.
+        keep: whether this rank needs the result; else its whole tensors are dropped at once.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, DTensor):
+        whole = cast("DTensor", value.detach()).full_tensor()
+        return whole.cpu() if keep else None
+    if isinstance(value, Mapping):
+        return {key: gathered(item, keep=keep) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [gathered(item, keep=keep) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value
+
+
+def _fully_shard(unit: nn.Module, mesh: DeviceMesh, half: torch.dtype | None) -> None:
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if half is not None and not batch_norms(unit):
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+    fully_shard(unit, mesh=mesh, mp_policy=policy)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The names of a module's attributes, with copies of its hooks; None for all others."""
+    return {
+        name: copy.copy(value) if "_hooks" in name else None for name, value in vars(module).items()
+    }
+
+
+def _distribute_weights(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    for name, one in module.named_parameters(remove_duplicate=False):
+        if (value := state.get(prefix + name)) is not None:
+            state[prefix + name] = _distributed(value, one)
+
+
+def _distribute_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    own, saved = optimizer.param_groups, state["param_groups"]
+    parameters = {
+        number: one
+        for mine, group in zip(own, saved, strict=False)  # load_state_dict refuses other lengths
+        for one, number in zip(mine["params"], group["params"], strict=False)
+    }
+    groups = [
+        {**group, "fused": mine["fused"]} if "fused" in mine else group
+        for mine, group in zip(own, saved, strict=False)
+    ]
+    sharded = {
+        number: {name: _distributed(value, parameters.get(number)) for name, value in one.items()}
+        for number, one in state["state"].items()
+    }
+    return {"state": sharded, "param_groups": [*groups, *saved[len(groups) :]]}
+
+
+def _distributed(value: Any, like: Tensor | None) -> Any:
+    """This rank's part of rank 0's ``value``, sharded as ``like``; unchanged if the shapes differ.
+
+    Unequal shapes are for ``load_state_dict`` to refuse, or a step count and the like.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    if not plain or not isinstance(like, DTensor) or value.shape != like.shape:
+        return value
+    # A copy: with one row per rank and more, parts would be views of a file in memory.
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+
+
+def rebind(
+    optimizers: Iterable[torch.optim.Optimizer],
+    before: Sequence[nn.Parameter],
+    after: Sequence[nn.Parameter],
+) -> None:
+    """Give ``optimizers`` the parameters ``after`` in place of ``before``, one by one."""
+    new = dict(zip(before, after, strict=True))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [new.get(one, one) for one in group["params"]]
+        prepare_optimizer(optimizer)
 
 
 # --- own loops ---

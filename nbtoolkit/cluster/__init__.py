@@ -1,0 +1,1 @@
+"""Run the training function on several machines."""

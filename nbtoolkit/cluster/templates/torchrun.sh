@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# One machine: torchrun starts {{processes}} process(es), and starts them again after a failure. The run
+# then resumes from its last checkpoint.
+#
+#   bash train.sh
+set -euo pipefail
+{{nccl}}
+# --standalone: a free port on this machine for the meeting of the ranks.
+# --max-restarts: how often all ranks start again after one has failed or died.
+exec torchrun --standalone --nproc-per-node={{devices}} --max-restarts={{restarts}} \
+    -m nbtoolkit train {{arguments}}

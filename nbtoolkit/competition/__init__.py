@@ -1,1 +1,0 @@
-"""Competitions: blends of cross-validated models, and checked submissions."""

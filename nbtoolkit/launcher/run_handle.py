@@ -1,0 +1,420 @@
+"""Define RunHandle, a run in progress, which waits, forwards interrupts and shows output."""
+
+from __future__ import annotations
+
+import atexit
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nbtoolkit.environment.resources import Activity, wait_while_active
+from nbtoolkit.errors import LaunchError, RunFolderError
+from nbtoolkit.launcher.failures import raise_failure
+from nbtoolkit.launcher.run_result import RunResult, pack_at_deadline, refuse_deleted, say_speed
+from nbtoolkit.run.events import Event, EventReader, RunEnded, RunStarted
+from nbtoolkit.run.messages import KillRequest, StopRequest, SupervisorLost
+from nbtoolkit.run.output import RunDisplay, displays
+from nbtoolkit.run.paths import RunPaths, read_or_empty, read_result, write_json
+from nbtoolkit.run.remote_job import remote_job
+from nbtoolkit.run.signals import (
+    SignalFlag,
+    catch_termination_signals,
+    describe_signal,
+    without_interrupts,
+)
+from nbtoolkit.run.transport import Connection
+
+if TYPE_CHECKING:
+    from nbtoolkit.launcher.agent import ForkedAgent
+
+# Seconds that the ranks get to reach a report after the first interrupt.
+INTERRUPT_GRACE = 5.0
+# Seconds that a launch waits for tracking to catch up: a new folder takes 2 s, on a loaded machine
+# 20 s. Tracking then continues in the background, and the kernel's exit waits for it.
+TRACKING_SECONDS = 60.0
+_TRACKING_STALLED = 10.0  # seconds without progress after which that wait ends
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartedRun:
+    """A run or search that this process has started.
+
+    Attributes:
+        line: the connection to its supervisor.
+        tracked: makes the tracking service read its events now, and returns the fork server's pid;
+            None if it is not tracked.
+        forked: the agent, if this process forked it and has to reap it.
+        detached: True if it outlives this process.
+    """
+
+    line: Connection
+    tracked: Callable[[], int] | None = None
+    forked: ForkedAgent | None = None
+    detached: bool = False
+
+
+class RunHandle:
+    """A run in progress, from ``launch(wait=False)`` or ``attach``; it reads the run's folder."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        started: StartedRun | None = None,
+        *,
+        cell: RunDisplay | None = None,
+        on_event: Callable[[Event], None] | None = None,
+        offset: int = 0,
+    ) -> None:
+        self.paths = paths
+        self._started, self._cell, self._on_event = started, cell, on_event
+        self._line = None if started is None else started.line
+        self._reader = EventReader(paths.events, offset)
+        self._ended: RunEnded | None = None
+        self._lost: SupervisorLost | None = None
+        self._remote = remote_job(paths) if started is None else None
+        self._job_text = ""
+        self._was_live = started is not None or paths.owned()
+        self._receiving = threading.Lock()
+        if started is not None:
+            _keep_connected(self)
+
+    def done(self) -> bool:
+        """Return True if the run has ended or lost its supervisor."""
+        self._receive()
+        over = self._remote is None and self.paths.ended()  # a job may start the run again
+        return over or not self._supervisor_lives()
+
+    @property
+    def status(self) -> str:
+        """``"running"``; the result's status, ``"failed"``, or ``"cut off"``: there is no result.
+
+        Of a job of a cluster that waits, or has not begun the run yet: the cluster's own words.
+        """
+        if self._supervisor_lives():
+            return "running" if self._remote is None else self._remote.state().text
+        if self.paths.error.exists():
+            return "failed"
+        ended = read_result(self.paths)
+        return ended["status"] if ended is not None else "cut off"
+
+    def logs(self, rank: int = 0) -> str:
+        """Return the output of a rank so far; empty if it has written none."""
+        file = self.paths.log(rank)
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def events(self) -> Iterator[Event]:
+        """Read the run's events so far, oldest first (see run/events.py for their types)."""
+        return EventReader(self.paths.events).read()
+
+    def stop(self, reason: str = "a handle asked", grace: float | None = None) -> None:
+        """Ask all ranks to leave at their next report; the run ends with status ``"stopped"``.
+
+        Args:
+            reason: recorded in the run's events.
+            grace: seconds after which the ranks are killed; None for no limit.
+        """
+        if self._remote is not None and self._remote.state().phase == "waiting":
+            self._remote.cancel()
+            return
+        request = StopRequest(reason=reason, grace=grace)
+        if self._line is None or not self._line.send(request):
+            write_json(self.paths.stop, {"reason": reason, "grace": grace}, durable=False)
+
+    def cancel(self) -> None:
+        """End the run at once, without a last checkpoint; a job of a cluster is cancelled."""
+        if self._remote is not None:
+            self._remote.cancel()
+        elif self._line is None or not self._line.send(KillRequest()):
+            self.stop("cancelled", grace=0.0)
+
+    def result(self, timeout: float | None = None) -> RunResult:
+        """Wait for the run's end and return its result; show its output meanwhile.
+
+        An interrupt asks the ranks to leave, kills them after 5 s, and raises KeyboardInterrupt; a
+        second one kills them at once. In a script, SIGTERM, SIGUSR1 and SIGUSR2 ask the ranks to
+        leave too, with status ``"deadline"``, unless you have handlers for them.
+
+        Args:
+            timeout: seconds to wait; None for no limit.
+
+        Raises:
+            TimeoutError: the run has not ended yet (it continues).
+            KeyboardInterrupt: the wait was interrupted, and the run ended.
+            Exception: the failed rank's exception, with its own type.
+        """
+        __tracebackhide__ = True
+        limit = None if timeout is None else time.monotonic() + timeout
+        try:
+            interrupts = self._wait_with_signals(limit)
+        except BaseException:
+            # on_event raised, or a third interrupt came: nothing waits for the run any more.
+            self.disconnect()
+            raise
+        if interrupts is None:
+            raise TimeoutError(
+                f"the run {self.paths.run_id} has not ended after {timeout:g} s; it continues"
+            )
+        self._finish()
+        if interrupts:
+            raise KeyboardInterrupt
+        outcome = self._outcome()
+        # Pack once, and not when a run that ended long ago is read.
+        if self._was_live:
+            self._was_live = False
+            pack_at_deadline(outcome.status, self.paths, self._say)
+        return outcome
+
+    def disconnect(self) -> None:
+        """Close the connection to the supervisor, which ends the run unless it is detached."""
+        if self._line is not None:
+            self._line.close()
+
+    # --- waiting ---
+
+    def _wait_with_signals(self, limit: float | None) -> int | None:
+        """Wait; forward termination signals to a run that would end with this process."""
+        flag, started = SignalFlag(), self._started
+        ends_with_us = started is not None and not started.detached
+        with catch_termination_signals(flag) if ends_with_us else nullcontext():
+            return self._wait_for_end(limit, flag)
+
+    def _wait_for_end(self, limit: float | None, flag: SignalFlag) -> int | None:
+        """Return how often the wait was interrupted; None if the limit came first."""
+        interrupts = handled = 0
+        opened = False
+        while True:
+            try:
+                if self._cell is not None and not opened:
+                    opened = True
+                    # Drawing takes up to a second. A display that is half open cannot be closed.
+                    with without_interrupts():
+                        self._cell.open(waits=True)
+                # Inside the try block, because the next interrupt may come during the request.
+                if handled < interrupts:
+                    handled = interrupts
+                    self._interrupt(interrupts)
+                self._forward_signal(flag)
+                if self._read_events():
+                    return interrupts
+                if limit is not None and time.monotonic() >= limit:
+                    return None
+                self._wait()
+            except KeyboardInterrupt:
+                interrupts += 1
+
+    def _forward_signal(self, flag: SignalFlag) -> None:
+        """End the run as if its supervisor had received the signal itself."""
+        if flag.number and self._line is not None:
+            reason = describe_signal(flag.number)
+            self._line.send(StopRequest(reason=reason, status="deadline"))
+            flag.number = 0
+
+    def _read_events(self) -> bool:
+        """Handle new events and output; return True if no more can follow."""
+        # Before the events are read, so that none of the supervisor's last ones is missed.
+        complete = not self._supervisor_lives()
+        self._say_job()
+        for event in self._reader.read():
+            if self._on_event is not None:
+                self._on_event(event)
+            if self._cell is not None:
+                self._cell.event(event)
+            if isinstance(event, RunStarted):
+                self._ended = None  # a new attempt
+            elif isinstance(event, RunEnded):
+                self._ended = event
+        if self._cell is not None:
+            self._cell.pump()
+        return complete
+
+    def _wait(self) -> None:
+        if self._line is None:
+            time.sleep(_POLL_SECONDS)
+            return
+        # select() refuses descriptors above 1023, which a kernel in long use may reach.
+        poller = select.poll()
+        poller.register(self._line, select.POLLIN)
+        poller.poll(_POLL_SECONDS * 1000)
+        self._receive()
+
+    def _receive(self) -> None:
+        """Receive the supervisor's messages; most only announce new content of the files."""
+        if self._line is None:
+            return
+        with self._receiving:
+            for message in self._line.drain():
+                if isinstance(message, SupervisorLost):
+                    self._lost = message
+
+    def _say_job(self) -> None:
+        """Show the state of a cluster's job when it has changed."""
+        if self._remote is not None and (text := self._remote.state().text) != self._job_text:
+            self._job_text = text
+            self._say(text)
+
+    def _supervisor_lives(self) -> bool:
+        if self._remote is not None:
+            # A run that has ended early may start again.
+            over = self.paths.completed() and not self.paths.owned()
+            return not over and self._remote.active()
+        if self._line is not None:
+            return not self._line.closed
+        return self.paths.owned()
+
+    def _interrupt(self, count: int) -> None:
+        if count == 1:
+            self.stop("interrupted", grace=INTERRUPT_GRACE)
+        elif self._line is not None or self._remote is not None:
+            self.cancel()
+        else:
+            self.stop("interrupted twice", grace=0.0)
+
+    def _finish(self) -> None:
+        if self._cell is not None:
+            self._cell.close()
+        if self._started is None:
+            return
+        self._started.line.close()
+        if self._started.forked is not None:
+            self._started.forked.kill()  # in case its supervisor died before it could end it
+        if self._started.tracked is not None and self._ended is not None:
+            pid = self._started.tracked()  # else the service waits until its next poll
+            wait_for_tracking(self.paths, pid, self._say)
+
+    def _say(self, text: str) -> None:
+        if self._cell is not None:
+            self._cell.say(text)
+
+    def _outcome(self) -> RunResult:
+        __tracebackhide__ = True
+        if (lost := self._lost) is not None:
+            kind = {"RunFolderError": RunFolderError}.get(lost.error, LaunchError)
+            raise kind(lost.what, allowed=lost.allowed, do=lost.do)
+        refuse_deleted(self.paths)
+        if self.paths.error.exists():
+            raise_failure(self.paths)
+        if self.paths.result.exists():
+            result = RunResult(self.paths)
+            if self._was_live:
+                say_speed(result, self._say)
+            return result
+        if self._remote is not None:
+            raise LaunchError(
+                f"the job of the run {self.paths.run_id} has ended without a result: "
+                f"{self._remote.state().text}{_last_lines(self.paths)}",
+                allowed="a run that was cut off resumes from its last checkpoint",
+                do="launch again (resume='auto' finds a run with a checkpoint); a time limit that "
+                "is too short: cluster.time_limit",
+            )
+        raise LaunchError(
+            f"the supervisor process of the run {self.paths.run_id} died, and the ranks with it "
+            "(usual cause: out of memory)",
+            allowed="an interrupted run resumes from its last checkpoint",
+            do="launch again (resume='auto' finds the run)",
+        )
+
+    def __repr__(self) -> str:
+        return f"RunHandle({'ended' if self.done() else 'running'}, {self.paths.folder})"
+
+    def _ipython_display_(self) -> None:
+        """Show a live view as the cell's value, if widgets are available."""
+        displays().show_handle(self.paths, self._cell)
+
+    def _repr_html_(self) -> str:
+        return displays().static(self.paths)
+
+
+def _last_lines(paths: RunPaths) -> str:
+    """The end of what the job itself wrote, outside its ranks."""
+    file = paths.remote.with_name("log.txt")
+    lines = file.read_text(errors="replace").splitlines()[-5:] if file.exists() else []
+    return "".join(f"\n    {line}" for line in lines)
+
+
+_connected: list[RunHandle] = []
+"""Running runs of this kernel; their connections stay open even if the user drops the handles."""
+_connected_lock = threading.Lock()
+
+
+def _keep_connected(handle: RunHandle) -> None:
+    """Keep a run's connection open until the run or this process ends.
+
+    The open connection tells the supervisor that this process lives.
+    """
+    with _connected_lock:
+        if not _connected:
+            # Registered after the fork server's exit function, and so called before it: that one
+            # waits for the supervisors.
+            atexit.unregister(_disconnect_all)
+            atexit.register(_disconnect_all)
+        for other in list(_connected):
+            if other.done():
+                other.disconnect()
+                _connected.remove(other)
+        _connected.append(handle)
+
+
+def _disconnect_all() -> None:
+    for handle in _connected:
+        handle.disconnect()
+
+
+def wait_for_tracking(
+    paths: RunPaths,
+    pid: int,
+    say: Callable[[str], object],
+    *,
+    limit: float = TRACKING_SECONDS,
+    stalled: float = _TRACKING_STALLED,
+) -> bool:
+    """Wait until tracking has written a run's events; show a message if it has not.
+
+    Args:
+        paths: the run.
+        pid: the fork server's process; tracking runs below it.
+        say: shows a message to the user.
+        limit: seconds to wait.
+        stalled: seconds without progress after which the wait ends.
+
+    Returns:
+        True if all events are written.
+    """
+
+    def has_ended(seconds: float) -> bool:
+        ended = any(_tracking_state(paths))
+        if not ended:
+            time.sleep(min(seconds, 0.01))
+        return ended
+
+    what = f"tracking to write the run {paths.run_id}"
+    in_time = wait_while_active(
+        has_ended, Activity(pid), what, limit=limit, stalled=stalled, say=say
+    )
+    replay = f"nbtoolkit.tracking.replay({str(paths.folder)!r})"
+    done, error = _tracking_state(paths)
+    if error:
+        say(f"warning: tracking did not write the whole run: {error}; {replay} retries")
+    elif not in_time:
+        say(
+            "tracking has not written the whole run yet, and continues in the background: "
+            f'{paths.tracking} has "done": true at its end; after a crash, call {replay}'
+        )
+    return done
+
+
+def _tracking_state(paths: RunPaths) -> tuple[bool, str]:
+    """Return whether tracking has written the whole run, and the error that ended it, or ""."""
+    try:
+        state: dict[str, Any] = read_or_empty(paths.tracking)
+        written = paths.tracking.stat().st_mtime
+    except FileNotFoundError:
+        return False, ""
+    # The file of an earlier attempt has read fewer events, or is older than this attempt.
+    done = state.get("done") and state.get("read", 0) >= paths.events.stat().st_size
+    owner: dict[str, Any] = read_or_empty(paths.owner)
+    return bool(done), state.get("error", "") if written >= owner.get("since", 0.0) else ""

@@ -1,0 +1,217 @@
+"""Define RunResult, the result of a run, read from its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal
+
+from nbtoolkit.environment.launch_plan import LaunchPlan
+from nbtoolkit.errors import CheckpointError, LaunchError, RunFolderError
+from nbtoolkit.launcher.failures import raise_failure
+from nbtoolkit.run.events import EventReader, MetricsLogged, RunStarted
+from nbtoolkit.run.output import charts
+from nbtoolkit.run.paths import RunPaths, Status, read_record, read_result, reading
+from nbtoolkit.run.serialization import unpack_value
+from nbtoolkit.text_table import html_table
+
+if TYPE_CHECKING:
+    import torch
+
+    from nbtoolkit.views.figure import Chart
+
+
+class RunResult:
+    """The result of a run, read from its folder.
+
+    Attributes:
+        status: ``"completed"``, or why all ranks left early: ``"stopped"``, ``"deadline"``,
+            ``"pruned"``.
+        metrics: the last reported or returned values; the last logged ones if none was reported.
+        plan: the launch plan: processes, devices, precision, batch split, with reasons.
+        paths: the run's folder and files.
+        seconds: wall time from the supervisor's start to the last rank's end.
+        checkpoint: the last saved checkpoint (ctx.save's file, fit's folder), or None.
+    """
+
+    def __init__(self, paths: RunPaths) -> None:
+        ended = read_result(paths)
+        if ended is None:
+            raise LaunchError(
+                f"the run {paths.folder} has no result", do="attach to it with nb.attach(folder)"
+            )
+        self.paths = paths
+        with reading(paths.result):
+            self.status: Status = ended["status"]
+            self.metrics: dict[str, float] = ended["metrics"]
+            self.seconds: float = ended["seconds"]
+            self.checkpoint = _find_checkpoint(paths, ended["checkpoint"])
+            self._processes: int = ended["processes"]
+        with reading(paths.plan):
+            self.plan = LaunchPlan.from_dict(read_record(paths.plan) or {})
+
+    @cached_property
+    def value(self) -> Any:
+        """The value that rank 0 returned, with tensors on the CPU; None if the run left early."""
+        return unpack_value(self.paths.value(0)) if self.status == "completed" else None
+
+    @cached_property
+    def values(self) -> list[Any]:
+        """The values that the ranks returned, by rank; empty if the run left early."""
+        if self.status != "completed":
+            return []
+        others = range(1, self._processes)
+        return [self.value, *(unpack_value(self.paths.value(rank)) for rank in others)]
+
+    @cached_property
+    def step_time(self) -> dict[str, float]:
+        """Mean shares of the time of the steps of ``nb.fit``; empty if it logged none.
+
+        ``data``: waiting for the next batch; ``communication``: waiting for other ranks (with
+        several); ``compute``: the rest.
+        """
+        shares: dict[str, list[float]] = {}
+        for event in EventReader(self.paths.events).read():
+            if isinstance(event, MetricsLogged) and "data_share" in event.values:
+                for name in ("data", "compute", "communication"):
+                    if (share := event.values.get(f"{name}_share")) is not None:
+                        shares.setdefault(name, []).append(share)
+        return {name: sum(values) / len(values) for name, values in shares.items()}
+
+    @cached_property
+    def throughput(self) -> float | None:
+        """Samples per second of the training steps, over all ranks; None if ``fit`` logged none.
+
+        The median of the second half of the last attempt's log points; validation, checkpoints and
+        start are not part of them.
+        """
+        logged: list[float] = []
+        for event in EventReader(self.paths.events).read():
+            if isinstance(event, RunStarted):
+                logged = []
+            elif isinstance(event, MetricsLogged) and "samples_per_second" in event.values:
+                logged.append(event.values["samples_per_second"])
+        return median(logged[len(logged) // 2 :]) if logged else None
+
+    @property
+    def efficiency(self) -> float | None:
+        """:attr:`throughput` over (devices x the measured speed of one device); None without one.
+
+        :func:`nbtoolkit.calibrate` measures that speed, and the launch writes it to the plan. On
+        the CPU the machine counts as one device, and the baseline is one process on all CPUs.
+        """
+        one = self.plan.one_device_speed
+        if not one or self.throughput is None:
+            return None
+        return self.throughput / (max(1, len(self.plan.devices)) * one)
+
+    def load_into(
+        self, model: torch.nn.Module, kind: Literal["best", "last"] | None = None
+    ) -> torch.nn.Module:
+        """Load the run's weights into ``model`` in place, and return it.
+
+        Args:
+            model: a model with the same parameters as the trained one.
+            kind: which weights; None for the setting ``checkpoint.weights``. If there are no best
+                weights, the last saved ones are used.
+
+        Raises:
+            CheckpointError: the run saved no weights, they are damaged, or they do not fit the
+                model.
+        """
+        from nbtoolkit.run.checkpoints.weights import find_weights, load_model
+
+        if self.checkpoint is None:
+            raise CheckpointError(
+                f"the run {self.paths.run_id} has saved no checkpoint",
+                allowed="runs whose function calls nb.fit(...) or ctx.save(...)",
+                do='call ctx.save({"model": model.state_dict()}) before the function returns',
+            )
+        # A checkpoint that ctx.save wrote under another name is not found by its kind.
+        return load_model(find_weights(self.paths.folder, kind) or self.checkpoint, model)
+
+    def plot(self) -> Chart:
+        """Draw the learning curves."""
+        return charts().result_chart(self.paths, "curves")
+
+    def __repr__(self) -> str:
+        metrics = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
+        parts = [self.status, metrics or "no metrics", f"{self.seconds:.1f} s", self.paths.folder]
+        return f"RunResult({', '.join(map(str, parts))})"
+
+    def _repr_html_(self) -> str:
+        rows: list[tuple[str, object]] = [("status", self.status)]
+        rows += [(name, f"{value:.6g}") for name, value in self.metrics.items()]
+        rows += [("seconds", f"{self.seconds:.1f}")]
+        if speed := _describe_speed(self):
+            rows += [("speed", speed)]
+        rows += [("plan", str(self.plan.explain()).splitlines()[0]), ("folder", self.paths.folder)]
+        return html_table("run", rows)
+
+
+def say_speed(result: RunResult, say: Callable[[str], None]) -> None:
+    """Show the predicted and the achieved speed, if a calibration was kept before the run."""
+    if text := _describe_speed(result):
+        say(f"speed: {text}")
+
+
+def _describe_speed(result: RunResult) -> str:
+    predicted = result.plan.predicted_speed
+    if predicted is None or result.throughput is None:
+        return ""
+    share = "" if result.efficiency is None else f", {result.efficiency:.2f} of linear"
+    return (
+        f"{predicted:,.0f} samples/s predicted by nb.calibrate, {result.throughput:,.0f} achieved"
+        f"{share}"
+    )
+
+
+def pack_at_deadline(status: Status, paths: RunPaths, say: Callable[[str], None]) -> None:
+    """Pack a run that ended at its deadline, if its session is about to end.
+
+    Args:
+        status: the run's final status.
+        paths: the run.
+        say: shows a message to the user.
+    """
+    if status == "deadline":
+        from nbtoolkit.archive.pack import pack_for_next_session
+
+        pack_for_next_session(paths, say)
+
+
+def refuse_deleted(paths: RunPaths) -> None:
+    """Raise an error if the run's folder was deleted, possibly by the training function.
+
+    Raises:
+        RunFolderError: the folder is missing, or holds only files written after the deletion. Its
+            cause is the exception that the function raised.
+    """
+    if not paths.versions.exists():
+        failure: BaseException | None = None
+        try:
+            if paths.error.exists():
+                raise_failure(paths)
+        except BaseException as error:
+            failure = error
+        raise RunFolderError(
+            f"the folder {paths.folder} was deleted during the run: its result is lost",
+            allowed="a training function that deletes only its own files",
+            do="find the code that deletes it (shutil.rmtree, rm -r), and launch again",
+        ) from failure
+
+
+def _find_checkpoint(paths: RunPaths, recorded: str | None) -> Path | None:
+    """Return the recorded checkpoint, even if the folder was moved or unpacked since.
+
+    A bundle holds the best checkpoint of a finished run, not its last one.
+    """
+    if recorded is None:
+        return None
+    _, separator, name = recorded.rpartition(f"/{paths.checkpoints.name}/")
+    if separator and (paths.checkpoints / name).exists():
+        return paths.checkpoints / name
+    best = sorted(paths.checkpoints.glob("best*"))
+    return best[-1] if best else Path(recorded)

@@ -1,0 +1,310 @@
+"""Run the process of a supervisor, with its event loop and its main functions.
+
+The main functions are :func:`supervise`, for one run, and :func:`stand_by`, which starts ranks in
+advance. A scheduler's process (search/scheduler.py) has the same loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import socket
+import struct
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from nbtoolkit.environment.resources import START_TIME, STATE, process_fields
+from nbtoolkit.errors import LaunchError
+from nbtoolkit.launcher.health import START_SECONDS
+from nbtoolkit.launcher.supervisor import EXIT_SECONDS, RunSupervisor
+from nbtoolkit.launcher.worker_group import ForkServerGone, Spawner, WorkerGroup
+from nbtoolkit.run import messages
+from nbtoolkit.run.paths import RunPaths, folder_error
+from nbtoolkit.run.payload import JobSpec, RunRequest, unpack
+from nbtoolkit.run.signals import ENDING, describe_signal
+from nbtoolkit.run.transport import Connection
+
+TICK = 0.05
+"""Seconds between two polls without a message."""
+
+EXIT_TICK = 0.005
+"""Seconds between two polls while the processes exit."""
+
+
+# --- event loop ---
+
+
+class KernelGone(Exception):
+    """The kernel has ended, and the run is not detached."""
+
+
+_CHECK_SECONDS = 0.5  # between two checks of a peer
+
+
+class Peer:
+    """The process at the other end of a connection.
+
+    A closed connection alone does not show its death: a process that it forked, such as a
+    DataLoader worker of the notebook, holds a copy of the connection open.
+    """
+
+    def __init__(self, line: Connection) -> None:
+        credentials = line.socket.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+        )
+        self._pid: int = struct.unpack("3i", credentials)[0]
+        fields = process_fields(self._pid)
+        self._since = fields[START_TIME] if fields else None
+        self._checked_at = time.monotonic()
+
+    def gone(self) -> bool:
+        """Return True if it has died; checks at most twice a second."""
+        now = time.monotonic()
+        if now - self._checked_at < _CHECK_SECONDS:
+            return False
+        self._checked_at = now
+        fields = process_fields(self._pid)
+        # The start time distinguishes processes of the same pid.
+        return fields is None or fields[STATE] in "ZX" or fields[START_TIME] != self._since
+
+
+class EventLoop:
+    """Waits for the kernel, signals, the fork server and the ranks at the same time.
+
+    Args:
+        kernel: connection to the process that launched.
+        spawner: connection to the fork server.
+        detached: the run outlives the kernel.
+    """
+
+    def __init__(self, kernel: Connection, spawner: Spawner, *, detached: bool) -> None:
+        self.kernel, self._spawner = kernel, spawner
+        self._detached, self._kernel_process = detached, Peer(kernel)
+        self._read_end, self._write_end = os.pipe()
+        self._catch_signals()
+
+    def wait(self, lines: Iterable[Connection], seconds: float) -> list[messages.KernelRequest]:
+        """Wait for a message; return the requests of the kernel and of signals.
+
+        Raises:
+            ForkServerGone: the fork server died, and the ranks with it.
+            KernelGone: the kernel ended, and the run ends with it.
+        """
+        open_lines = [*lines] if self.kernel.closed else [*lines, self.kernel]
+        sockets = [line.socket for line in open_lines]
+        ready = wait([*sockets, self._spawner.socket, self._read_end], seconds)
+        requests: list[messages.KernelRequest] = []
+        if self._read_end in ready:
+            requests.append(_request(os.read(self._read_end, 512)[0]))
+        if self._spawner.socket in ready:
+            self._spawner.receive()
+        if self.kernel.socket in ready:
+            requests += [
+                one for one in self.kernel.drain() if isinstance(one, messages.KernelRequest)
+            ]
+        if not self._detached and (self.kernel.closed or self._kernel_process.gone()):
+            raise KernelGone
+        return requests
+
+    def _catch_signals(self) -> None:
+        os.set_blocking(self._write_end, False)
+        signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        for number in (*ENDING, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)
+
+
+def _request(number: int) -> messages.StopRequest:
+    """Return the stop request for a signal: an interrupt is a user's, others announce an end."""
+    if number == signal.SIGINT:
+        return messages.StopRequest(reason="the supervisor was interrupted")
+    return messages.StopRequest(reason=describe_signal(number), status="deadline")
+
+
+# --- one run ---
+
+
+# Errors that a folder cannot cause: processes, sockets, memory, too many open files.
+_OF_THE_MACHINE = (
+    *(errno.ESRCH, errno.ECHILD, errno.EPIPE, errno.ECONNRESET),
+    *(errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
+)
+
+
+def supervise(
+    forkserver: socket.socket, message: messages.ForkSupervisor, standby: WorkerGroup | None = None
+) -> None:
+    """Supervise one run to its end; the main function of a supervisor process.
+
+    Args:
+        forkserver: connection to the fork server.
+        message: the request that this process was forked with.
+        standby: ranks that wait for the run; None starts new ones.
+    """
+    given = message.descriptors
+    request = unpack(given.request, RunRequest)
+    job, shape = request.job, message.shape
+    with supervising(job.paths, forkserver, message) as (loop, spawner):
+        supervisor = RunSupervisor(request, spawner, forked=given.group)
+        if standby is not None:
+            spawner.adopt(standby)
+            standby.assign(job, given.payload)
+        _run(supervisor, loop, standby)
+    if shape and supervisor.status == "completed" and supervisor.plan == job.plan:
+        spawner.prepare_standby(job, shape)
+
+
+@contextlib.contextmanager
+def supervising(
+    paths: RunPaths, forkserver: socket.socket, message: messages.ForkSupervisor
+) -> Iterator[tuple[EventLoop, Spawner]]:
+    """Own a run or a search, and report to the kernel if that fails.
+
+    The lock is released before the connection is closed, so that the kernel can resume the run as
+    soon as it sees the end.
+    """
+    given = message.descriptors
+    line = Connection(socket.socket(fileno=given.connection))
+    try:
+        paths.own(detached=message.detached)
+        spawner = Spawner(forkserver, given.payload)
+        yield EventLoop(line, spawner, detached=message.detached), spawner
+    except ForkServerGone:
+        lost = LaunchError(
+            "the fork server process died, and the ranks with it (usual cause: out of memory)",
+            do="launch again: a new fork server starts, and a run with a checkpoint resumes",
+        )
+        _report_lost(line, lost)
+    except OSError as error:
+        _report_lost(line, _lost_to(error, paths.folder))
+    finally:
+        os.close(given.lock)
+        line.close()
+
+
+def _run(supervisor: RunSupervisor, loop: EventLoop, kept: WorkerGroup | None) -> None:
+    """Run to the end, and record an end that the run itself cannot record."""
+    try:
+        supervisor.begin(kept)
+        while not supervisor.poll():
+            for request in _requests(supervisor, loop):
+                match request:
+                    case messages.StopRequest():
+                        supervisor.stop(request.reason, request.grace, request.status)
+                    case messages.KillRequest():
+                        supervisor.stop("killed on request", 0.0)
+    except KernelGone:
+        supervisor.abandon()
+        supervisor.record.note("the kernel is gone: the run was ended, unfinished", level="warning")
+    except ForkServerGone:
+        supervisor.abandon()
+        supervisor.record.note(
+            "the fork server is gone: the run was ended, unfinished", level="warning"
+        )
+        raise
+    finally:
+        supervisor.abandon()
+
+
+def _requests(supervisor: RunSupervisor, loop: EventLoop) -> list[messages.KernelRequest]:
+    try:
+        return loop.wait(supervisor.lines(), EXIT_TICK if supervisor.exiting else TICK)
+    except ForkServerGone:
+        if not supervisor.exiting:  # else the ranks are gone, and their outcome is known
+            raise
+        return []
+
+
+def _lost_to(error: OSError, folder: Path) -> LaunchError:
+    """Return the error of a run whose supervisor got an OSError."""
+    if error.errno not in _OF_THE_MACHINE:
+        return folder_error(folder, error)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return LaunchError(
+        f"the process that owned the run {folder} failed in {place.name}(): {error}",
+        do="launch again: a run with a checkpoint resumes; report the error if it occurs again",
+    )
+
+
+def _report_lost(line: Connection, error: LaunchError) -> None:
+    """Tell the kernel that the run cannot continue, when the run's folder cannot say so."""
+    kind = type(error).__name__
+    line.send(
+        messages.SupervisorLost(error=kind, what=error.what, allowed=error.allowed, do=error.do)
+    )
+
+
+# --- ranks that wait for a run ---
+
+
+def stand_by(forkserver: socket.socket, request: messages.StartStandby) -> None:
+    """Start ranks, wait for a run, and supervise it; the main function of a supervisor process.
+
+    The ranks run in processes of their own, as those of any run do, and have joined their process
+    group, but no user code has run in them. Each group takes at most one run.
+
+    Args:
+        forkserver: connection to the fork server.
+        request: the request that this process was forked with.
+    """
+    given = request.descriptors
+    spawner = Spawner(forkserver, given.payload)
+    folder = Path(tempfile.mkdtemp(prefix="nbtoolkit-"))  # until they have joined their group
+    spec = replace(unpack(given.spec, JobSpec), paths=RunPaths(folder))
+    group = spawner.start(spec)
+    group.temporary = folder
+    try:
+        run = _wait_for_run(spawner, group, request.seconds)
+    except ForkServerGone:  # or it has ended this group
+        _wait_for_end(group)
+        group.close()
+        return
+    fits = run is not None and group.all_are("group") and group.alive()
+    if not fits:
+        spawner.dismiss(group)
+    if run is not None:
+        supervise(forkserver, run, group if fits else None)
+
+
+def _wait_for_run(
+    spawner: Spawner, group: WorkerGroup, seconds: float
+) -> messages.ForkSupervisor | None:
+    """Return the run that comes within ``seconds``, if any, when the group is formed.
+
+    It returns earlier if a rank ends.
+
+    Raises:
+        ForkServerGone: the group was killed.
+    """
+    run, started_at = None, time.monotonic()
+    while group.exited is None and not (run is not None and group.all_are("group")):
+        limit = seconds if group.all_are("group") else max(seconds, START_SECONDS)
+        if (left := started_at + limit - time.monotonic()) <= 0:
+            break
+        ready = wait([spawner.socket, *(line.socket for line in group.lines())], left)
+        for rank, message in group.receive():
+            group.note(rank, message)
+            if isinstance(message, messages.LastWord):
+                return run
+            if group.all_are("group"):
+                group.keep_log(RunPaths(group.temporary).agent_log)
+                shutil.rmtree(group.temporary, ignore_errors=True)
+        if spawner.socket in ready:
+            packet = spawner.receive()
+            run = packet if isinstance(packet, messages.ForkSupervisor) else run
+    return run
+
+
+def _wait_for_end(group: WorkerGroup) -> None:
+    """Wait for processes that are being killed: one that starts would make its folder again."""
+    limit = time.monotonic() + EXIT_SECONDS
+    while (lines := group.lines()) and time.monotonic() < limit:
+        wait([line.socket for line in lines], 0.1)
+        group.receive()

@@ -1,0 +1,1 @@
+"""Write and read the files of checkpoints: whole, in parts, and their weights alone."""

@@ -1,0 +1,134 @@
+"""Keep what was measured for a function and its devices, and show it as a line and a table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from html import escape
+from typing import TYPE_CHECKING, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from nbtoolkit.run.kept_answers import answer_key, keep_answer, kept_answer
+from nbtoolkit.text_table import html_columns, text_columns
+
+if TYPE_CHECKING:
+    from nbtoolkit.config.schema import Config
+    from nbtoolkit.folds.folds import Fold
+    from nbtoolkit.launcher.launch import Train
+    from nbtoolkit.views.figure import Chart
+
+
+class Table:
+    """A table with a line on it: text with ``print``, HTML in a cell."""
+
+    def columns(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        """The header, and the values of each row."""
+        raise NotImplementedError
+
+    @property
+    def why(self) -> str:
+        """What the table says, in a line."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{text_columns(*self.columns())}\n{self.why}"
+
+    def _repr_html_(self) -> str:
+        return f"{html_columns(*self.columns())}<p>{escape(self.why)}</p>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortRun:
+    """What a short run with some settings has shown.
+
+    Attributes:
+        samples_per_second: over all ranks; 0 if it failed.
+        memory: the largest memory of a rank in GB; 0 if it failed.
+        reason: why it failed, in a line; empty if it did not.
+    """
+
+    samples_per_second: float = 0.0
+    memory: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class FinderResult(Table):
+    """The result of a finder.
+
+    Attributes:
+        seconds: what the measurement took.
+        measured: its unix time.
+        kept: whether it was measured by an earlier call.
+    """
+
+    seconds: float = field(default=0.0, compare=False)
+    measured: float = field(default=0.0, compare=False)
+    kept: bool = field(default=False, compare=False)
+
+    def plot(self) -> Chart | None:
+        """A chart of what was measured, which a cell shows below the table; None: there is none."""
+        return None
+
+    def _repr_html_(self) -> str:
+        drawn = self.plot()
+        return super()._repr_html_() + (drawn.html if drawn else "")
+
+    @property
+    def cost(self) -> str:
+        """What the answer took, in words."""
+        taken = f"measured in {self.seconds:.1f} s"
+        return f"{taken}, kept; force=True measures again" if self.kept else taken
+
+
+Found = TypeVar("Found", bound=FinderResult)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A training function to measure.
+
+    Attributes:
+        train: a function that calls :func:`nbtoolkit.fit`.
+        config: the configuration of the run to come.
+        fold: the value of ``ctx.fold`` in the measurement.
+    """
+
+    train: Train
+    config: Config
+    fold: Fold | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return getattr(self.train, "__name__", "the function")
+
+    def key(self, *more: object) -> str:
+        """Identify what an answer depends on, see ``answer_key`` in ``run/kept_answers.py``."""
+        return answer_key(self.train, self.config, *more)
+
+    def find(
+        self, kind: type[Found], name: str, key: str, measure: Callable[[], Found], *, force: bool
+    ) -> Found:
+        """Return the answer that was kept under ``name`` and ``key``, or measure and keep it.
+
+        Args:
+            kind: the class of the answer.
+            name: of the measurement.
+            key: see :meth:`key`.
+            measure: makes the answer; its time is taken here.
+            force: measure, also if there is a kept answer.
+        """
+        kept = None if force else kept_answer(self.config, name, key)
+        if kept is not None:
+            with suppress(ValidationError):  # of another version
+                return TypeAdapter(kind).validate_python({**kept, "kept": True})
+        began = time.monotonic()
+        found = measure()
+        seconds = round(time.monotonic() - began, 1)
+        found = replace(found, seconds=seconds, measured=time.time())
+        keep_answer(self.config, name, key, asdict(found))
+        return found
