@@ -1,6 +1,6 @@
 """The pages of the docs: snippets compile, those not marked `no-run` run, links are valid.
 
-The snippets of a page run in one namespace, in a fresh process, from top to bottom. On pages that
+The snippets of a page run in one namespace of their own, from top to bottom. On pages that
 show what their code prints, the ```text blocks below it are compared with what it prints. Shell
 lines are parsed by the command line, YAML is read by its loader.
 """
@@ -121,28 +121,59 @@ def test_every_fence_says_what_it_holds(page: Path) -> None:
 
 
 # The code of other pages takes 5 s and more; what it shows has tests of its own in `make test`.
-QUICK = {"README.md"}
+QUICK = ["README.md"]
+
+# What these set, load or fork is a matter of the whole process.
+ALONE = {
+    "docs/competition/deadline.md",
+    "docs/how-to/cannot-pickle.md",
+    "docs/how-to/cuda-initialized.md",
+    "docs/how-to/rank-hangs/errors.md",
+}
+
+
+def groups() -> list[list[str]]:
+    """The pages that run, some together: each process takes 5 s to start, and to start ranks."""
+    others = [name for name in TO_RUN if name not in ALONE and name not in QUICK]
+    together = [others[at : at + 4] for at in range(0, len(others), 4)]
+    return [[name] for name in sorted(ALONE & {*TO_RUN})] + together
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in TO_RUN],
+    "pages",
+    [
+        pytest.param(QUICK, id="quick"),
+        *(pytest.param(some, marks=pytest.mark.long, id=some[0]) for some in groups()),
+    ],
 )
-def test_page_runs(name: str, tmp_path: Path) -> None:
+def test_pages_run(pages: list[str], tmp_path: Path) -> None:
+    folders = {name: tmp_path / str(at) for at, name in enumerate(pages)}
+    for name, folder in folders.items():
+        folder.mkdir()
+        (folder / "page.py").write_text(code_of(name))
+    program = [sys.executable, "-W", "error", ROOT / "tests/support/page_runner.py"]
+    done = subprocess.run(
+        [*program, *folders.values()], cwd=tmp_path, capture_output=True, text=True, timeout=550
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    failed = done.stdout.split()
+    for name, folder in folders.items():
+        printed, errors = ((folder / f"std{of}.txt").read_text() for of in ("out", "err"))
+        assert str(folder) not in failed, f"{name}: {printed}{errors}"
+        if name.startswith(SHOW_OUTPUT):
+            lines = [comparable(line) for line in printed.splitlines()]
+            shown = list(shown_output(ROOT / name))
+            assert [line for line in shown if comparable(line) not in lines] == [], printed
+
+
+def code_of(name: str) -> str:
+    """The snippets of a page that run, on the lines where they stand."""
     lines: list[str] = []
     for snippet in SNIPPETS:
         if snippet.page == name and snippet.runs:
             lines += [""] * (snippet.line - 1 - len(lines))  # errors name the page's own lines
             lines += snippet.code.splitlines()
-    script = tmp_path / "page.py"
-    script.write_text("\n".join(lines))
-    program = [sys.executable, "-W", "error", str(script)]
-    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    if name.startswith(SHOW_OUTPUT):
-        printed = [comparable(line) for line in done.stdout.splitlines()]
-        shown = list(shown_output(ROOT / name))
-        assert [line for line in shown if comparable(line) not in printed] == [], done.stdout
+    return "\n".join(lines)
 
 
 def shown_output(page: Path) -> Iterator[str]:
