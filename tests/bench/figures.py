@@ -39,11 +39,11 @@ def median(values: list[float]) -> float:
 
 
 @contextmanager
-def quiet_config(**overrides: Any) -> Iterator[nb.Config]:
+def quiet_config(file: str | None = None, **overrides: Any) -> Iterator[nb.Config]:
     """A config whose runs go into a folder that is removed afterwards; tracking off."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         sweep_config = {"runtime.output_dir": folder, "tracking.mlflow": False}
-        yield nb.load_config(env=None, overrides={**sweep_config, **overrides})
+        yield nb.load_config(file, env=None, overrides={**sweep_config, **overrides})
 
 
 def in_fresh_process(module: str, *arguments: str) -> Any:

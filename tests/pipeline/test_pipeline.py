@@ -168,18 +168,3 @@ def test_the_command_prints_what_was_published_and_skips_without_loading_a_kerne
     assert "there is no step 'fnd'\n  Allowed: use, find\n  Do now:  did you mean 'find'?" in (
         wrong.stderr
     )
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)  # four whole notebooks
-def test_the_digits_run_out_of_the_box_and_train_what_the_sweep_found(tmp_path: Path) -> None:
-    done = nb.run_pipeline("config/pipeline/smoke.yaml", folder=tmp_path / "out", display="off")
-    found, trained = done["sweep"].values, done["train"].values
-    assert trained["metrics"]["val_accuracy"] == pytest.approx(found["best_value"])
-    folder = Path(trained["folder"])
-    assert read_json(folder / "result.json")["metrics"] == trained["metrics"]
-    assert f"hidden: {found['best_config']['model.hidden']}" in (folder / "config.yaml").read_text()
-    assert len(done["cross-validate"].values["scores"]["val_accuracy"]) == 3
-    assert statuses(
-        nb.run_pipeline("config/pipeline/smoke.yaml", folder=tmp_path / "out", display="off")
-    ).count("skipped") == len(done.steps)

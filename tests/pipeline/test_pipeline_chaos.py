@@ -38,13 +38,6 @@ config = nb.load_config("config/train.yaml", env=None, overrides={
     **overrides,
 })
 """
-FIND = """
-space = {"optim.lr": {"type": "float", "low": 1e-3, "high": 1e-1, "log": True}}
-study = {"metric": "val_accuracy", "sampler": "random", "pruner": "none"}
-sweep_config = {"study": study, "space": space, "budget": {"retries": 100}}
-found = nb.sweep(train, config, sweep_config, n_trials=3, display="off")
-nb.publish({"best": found.best_params, "value": found.best_value})
-"""
 TRAIN = """
 trained = nb.launch(train, config, display="off")
 nb.publish({"metrics": trained.metrics})
@@ -66,19 +59,6 @@ def train(config, ctx):
     return nb.fit(ctx, config, digits.make_model(config), *halves, loss=loss, metrics=["accuracy"])
 """
 DECLARES = "overrides: dict = {}\nfolder: str = ''"
-
-
-def small_pipeline(folder: Path) -> Path:
-    """A random search of three trials, and the training of its best with more epochs."""
-    write_program(folder, SETTINGS, FIND, declares=DECLARES, name="find")
-    write_program(folder, SETTINGS, TRAIN, declares=DECLARES, name="train")
-    own = "${pipeline.folder}"
-    few, more = {"train.epochs": 2}, {"train.epochs": 20, "optim.lr": "${find.best.optim.lr}"}
-    return write_pipeline(
-        folder,
-        find={"notebook": "find.ipynb", "parameters": {"overrides": few, "folder": own}},
-        train={"notebook": "train.ipynb", "parameters": {"overrides": more, "folder": own}},
-    )
 
 
 def started(path: Path, folder: Path) -> subprocess.Popen[str]:
@@ -151,17 +131,6 @@ def killed_often(path: Path, folder: Path, kills: int, longest: float) -> int:
     return kills
 
 
-@pytest.mark.chaos
-@pytest.mark.long
-@pytest.mark.usefixtures("own_tmpdir")
-def test_a_pipeline_that_was_killed_twice_ends_with_the_same_metrics(tmp_path: Path) -> None:
-    path = small_pipeline(tmp_path)
-    undisturbed = published(path, tmp_path / "calm")
-    whole = written(tmp_path / "calm")
-    assert killed_often(path, tmp_path / "wild", kills=2, longest=0.6 * whole) >= 1
-    assert published(path, tmp_path / "wild") == undisturbed
-
-
 @pytest.mark.long
 @pytest.mark.chaos
 @pytest.mark.usefixtures("own_tmpdir")
@@ -187,11 +156,13 @@ def test_a_step_that_was_killed_goes_on_from_its_runs_checkpoint(tmp_path: Path)
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("own_tmpdir")
-def test_the_digits_that_were_killed_ten_times_end_with_the_same_metrics(tmp_path: Path) -> None:
+def test_the_digits_that_were_killed_six_times_end_with_the_same_metrics(tmp_path: Path) -> None:
+    """The undisturbed run is that of the digits out of the box."""
     path = Path("config/pipeline/smoke.yaml")
     undisturbed = published(path, tmp_path / "calm", 1200)
+    check_that_the_best_was_trained(tmp_path / "calm", undisturbed)
     whole = written(tmp_path / "calm")
-    assert killed_often(path, tmp_path / "wild", kills=10, longest=0.15 * whole) >= 5
+    assert killed_often(path, tmp_path / "wild", kills=6, longest=0.2 * whole) >= 3
     survived = published(path, tmp_path / "wild", 1200)
     # A step that is killed when its run has ended, and before it is done itself, runs it again.
     assert survived["report"].pop("runs") >= undisturbed["report"].pop("runs")
@@ -199,3 +170,15 @@ def test_the_digits_that_were_killed_ten_times_end_with_the_same_metrics(tmp_pat
     assert {*undisturbed["report"].pop("statuses")} == {"completed"}
     assert {*survived["report"].pop("statuses")} - {"cut off"} == {"completed"}
     assert survived == undisturbed
+
+
+def check_that_the_best_was_trained(folder: Path, values: dict[str, Any]) -> None:
+    found, trained = values["sweep"], values["train"]
+    assert trained["metrics"]["val_accuracy"] == pytest.approx(found["best_value"])
+    [run] = [file.parent for file in folder.rglob("*-train-*/result.json")]
+    assert read_json(run / "result.json")["metrics"] == trained["metrics"]
+    assert f"hidden: {found['best_config']['model.hidden']}" in (run / "config.yaml").read_text()
+    assert len(values["cross-validate"]["scores"]["val_accuracy"]) == 3
+    again = started(Path("config/pipeline/smoke.yaml"), folder)
+    _, err = again.communicate(timeout=SECONDS)
+    assert (again.returncode, err.count("skipped")) == (0, len(values)), err
