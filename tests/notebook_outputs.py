@@ -1,7 +1,7 @@
 """Store those outputs of the notebooks that are the same every time.
 
 Cells with such outputs have the tag ``keep_output``, cells whose output varies
-``nbval-ignore-output``; see docs/notebooks.md.
+``nbval-ignore-output``; see docs/notebook-runs/project.md.
 
     python tests/notebook_outputs.py store          run every notebook in full, store what is kept
     python tests/notebook_outputs.py strip FILES    take all other outputs away (a pre-commit hook)

@@ -130,7 +130,7 @@ def listening(processes: set[int]) -> set[tuple[str, int]]:
 
 
 def test_ten_common_tasks(browser: Browser, jupyter: Server, hold: Path) -> None:
-    """In as few clicks as docs/panel.md says; see there for the tasks."""
+    """In as few clicks as docs/panel/buttons.md says; see there for the tasks."""
     outputs = jupyter.root / "outputs"
     # With the file browser beside it, the panel is as wide as without it in 1280 pixels.
     with person(browser, jupyter, "lab", width=1520) as anna:

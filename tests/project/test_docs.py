@@ -214,22 +214,22 @@ def test_every_diff_applies_to_this_version(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("heading", "tests"),
+    ("name", "tests"),
     [
-        ("Add a setting", "tests/config/test_every_field_fit.py"),
-        ("Add a sampler", "tests/study/test_study.py"),
-        ("Add a task", "tests/tasks/test_wine.py"),
-        ("Add an integration", "tests/integrations/test_ignite.py"),
+        ("add-a-setting", "tests/config/test_every_field_fit.py"),
+        ("add-a-sampler", "tests/study/test_study.py"),
+        ("add-a-task", "tests/tasks/test_wine.py"),
+        ("add-an-integration", "tests/integrations/test_ignite.py"),
     ],
 )
 def test_the_examples_for_contributors_pass_their_tests(
-    heading: str, tests: str, tmp_path: Path
+    name: str, tests: str, tmp_path: Path
 ) -> None:
-    page = (ROOT / "docs/CONTRIBUTING.md").read_text()
-    (tmp_path / "a.diff").write_text(page.split(f"## {heading}\n")[1].split("```")[1][5:])
-    for name in ("config", "nbtoolkit", "tests", "pyproject.toml"):
-        copy = shutil.copy2 if (ROOT / name).is_file() else shutil.copytree
-        copy(ROOT / name, tmp_path / name)
+    page = (ROOT / f"docs/CONTRIBUTING/{name}.md").read_text()
+    (tmp_path / "a.diff").write_text(page.split("```diff\n")[1].split("```")[0])
+    for part in ("config", "nbtoolkit", "tests", "pyproject.toml"):
+        copy = shutil.copy2 if (ROOT / part).is_file() else shutil.copytree
+        copy(ROOT / part, tmp_path / part)
     subprocess.run(["git", "apply", "a.diff"], cwd=tmp_path, check=True)
     program = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
     chosen = ["-k", "train.target or nsga2 or wine or ignite", *tests.split()]

@@ -197,7 +197,7 @@ def test_replicas_take_the_steps_of_the_script_they_come_from(
     assert [sorted(step) for step in together(ranks)] == expected
 
 
-# --- the example of docs/launch.md, against scikit-learn ---
+# --- the example of docs/own-loop.md, against scikit-learn ---
 
 
 def evaluates(config: Config, ctx: RunContext) -> dict[str, Any]:
