@@ -58,7 +58,7 @@ def test_horovods_optimizer_trains_as_ddp(tmp_path: Path) -> None:
     assert len({rank["folder"] for rank in ranks}) == 1
     first, second = ranks[0]["values"]
     assert first["weights"] == second["weights"]
-    assert first["mean"] == second["mean"] == (first["accuracy"] + second["accuracy"]) / 2
+    assert first["mean"] == second["mean"] == (first["own_accuracy"] + second["own_accuracy"]) / 2
     assert ranks[0]["metrics"]["accuracy"] == first["mean"] > 0.8
     by_ddp = told("own_loop_by_ddp", tmp_path / "ddp")[0]["values"][0]
     assert by_ddp["weights"] == pytest.approx(first["weights"], abs=1e-4)
@@ -71,7 +71,7 @@ def test_fit_under_horovodrun_gives_the_metrics_of_a_launch(tmp_path: Path) -> N
     config = nb.load_config(
         overrides={**settings, "runtime.output_dir": str(tmp_path), "tracking.mlflow": False}
     )
-    by_launch = nb.launch(digits, config, processes=2, display="none").metrics
+    by_launch = nb.launch(digits, config, processes=2, display="off").metrics
     assert by_horovodrun == {name: pytest.approx(by_launch[name], abs=1e-4) for name in by_launch}
 
 
@@ -92,4 +92,4 @@ def test_horovod_in_ranks_of_a_launch_is_refused(tmp_path: Path) -> None:
 
     config = {"runtime.output_dir": str(tmp_path), "tracking.mlflow": False}
     with pytest.raises(LaunchError, match=r"needs ranks of horovodrun, and this rank \(0 of 1\)"):
-        nb.launch(train, config, processes=1, display="none")
+        nb.launch(train, config, processes=1, display="off")

@@ -15,6 +15,15 @@ from pathlib import Path
 import pytest
 
 SUPPORT = Path(__file__).parents[1] / "support"
+TOLD = {
+    "folders": ["Bad file descriptor"],
+    "owned": ["True True", "False"],
+    "tracked": ["True"],
+    "resumed": ["True completed"],
+    "trials": ["['complete', 'complete']"],
+    "unpacked": ["2"],
+    "left": ["['nbtoolkit-relay.bundle']"],
+}
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="NOT TESTED: gcc is not installed")
@@ -37,14 +46,3 @@ def test_a_session_on_nfs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     told = [line for line in done.stdout.splitlines() if line.split(":")[0] in TOLD]
     assert told == [f"{name}: {what}" for name, whats in TOLD.items() for what in whats]
-
-
-TOLD = {
-    "folders": ["Bad file descriptor"],
-    "owned": ["True True", "False"],
-    "tracked": ["True"],
-    "resumed": ["True completed"],
-    "trials": ["['complete', 'complete']"],
-    "unpacked": ["3"],
-    "left": ["['nbtoolkit-relay.bundle']"],
-}

@@ -38,7 +38,7 @@ def trained(ctx: Any, model: Any, optimizer: Any, images: Any, labels: Any) -> d
     with torch.no_grad():
         right = (model(images).argmax(dim=1) == labels).double().mean()
     weights = torch.cat([one.detach().flatten() for one in model.parameters()])
-    return {"weights": weights.double().sum().item(), "accuracy": right.item()}
+    return {"weights": weights.double().sum().item(), "own_accuracy": right.item()}
 
 
 def own_loop(config: Any, ctx: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def own_loop(config: Any, ctx: Any) -> dict[str, Any]:
     model, optimizer, images, labels = parts(ctx)
     model, optimizer = nbh.prepare(ctx, model, optimizer)
     result = trained(ctx, model, optimizer, images, labels)
-    result["mean"] = nbh.metric_average(ctx, result["accuracy"], "accuracy")
+    result["mean"] = nbh.metric_average(ctx, result["own_accuracy"], "accuracy")
     ctx.report({"accuracy": result["mean"]})
     return result
 
@@ -56,7 +56,7 @@ def own_loop_by_ddp(config: Any, ctx: Any) -> dict[str, Any]:
     model, optimizer, images, labels = parts(ctx)
     model, optimizer = ctx.prepare(model, optimizer)
     result = trained(ctx, model, optimizer, images, labels)
-    every = torch.tensor(result["accuracy"], dtype=torch.float64)
+    every = torch.tensor(result["own_accuracy"], dtype=torch.float64)
     result["mean"] = ctx.accelerator.reduce(every, "mean").item()
     return result
 

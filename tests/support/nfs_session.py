@@ -20,7 +20,7 @@ def main(outputs: Path) -> None:
     os.close(folder)
     settings = {"runtime.output_dir": str(outputs), "train.epochs": 1}
     config = nb.load_config(overrides=settings)
-    running = nb.launch(train, config, processes=1, wait=False, display="none")
+    running = nb.launch(train, config, processes=1, wait=False, display="off")
     while not running.paths.events.exists():
         pass
     print("owned:", running.paths.owned(), nb.attach(running.paths.folder).paths.owned())
@@ -30,8 +30,8 @@ def main(outputs: Path) -> None:
     again = nb.launch(train, {**settings, "train.epochs": 2}, processes=1, resume=result.paths.folder.name)
     print("resumed:", again.paths == result.paths, again.status)
     space = {"optim.lr": {"type": "float", "low": 1e-3, "high": 0.1, "log": True}}
-    study = nb.sweep(train, config, space, n_trials=2, display="none")
-    print("trials:", [trial.state for trial in study.trials])
+    study = nb.sweep(train, config, space, n_trials=2, display="off")
+    print("trials:", list(study.trials["state"]))
     bundles = outputs.parent / "bundles"
     bundles.mkdir()
     (bundles / ".nbtoolkit-relay.bundle.left").touch()  # by a process that was killed
