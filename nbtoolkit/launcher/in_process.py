@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import re
 import threading
@@ -332,6 +333,9 @@ def run_in_place(
             recorder = stack.enter_context(InProcessRecorder(run, request, cell, on_event))
         _run_rank(train, job, host, recorder)
         _barrier(host, paths.ended)  # rank 0 has written the result
+    # A prepared optimizer is in a reference cycle. At the interpreter's end its gradients, which
+    # are views of DDP's buckets, fail an assertion in torch 2.13: the process aborts.
+    gc.collect()
     return RunResult(paths)
 
 

@@ -248,6 +248,12 @@ def test_ranks_leave_their_group_right_after_a_collective(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
+def test_ranks_that_trained_a_prepared_model_end_well(tmp_path: Path) -> None:
+    """They aborted after their last line, with torch 2.13: torchrun took the job for failed."""
+    assert len(told(torchrun("trains_by_hand", tmp_path))) == 2
+
+
+@pytest.mark.long
 def test_a_function_may_end_the_group(tmp_path: Path) -> None:
     program = [sys.executable, *arguments("ends_the_group", tmp_path)]
     ranks = told(*[start(program, **task(number)) for number in (0, 1)])
