@@ -115,8 +115,8 @@ class Host:
     tpu_reason: str = ""
     """How the TPU was detected."""
     is_rank: bool = False
-    """Whether torchrun, Slurm or Ray started this process as a rank: a launch runs in place."""
-    rank_reason: str = "no torchrun, Slurm step or Ray worker started this process"
+    """Whether torchrun, horovodrun, Slurm or Ray started this process: a launch runs in place."""
+    rank_reason: str = "no torchrun, horovodrun, Slurm step or Ray worker started this process"
     """Why :attr:`is_rank` is what it is."""
     rank: int = 0
     """The rank, if :attr:`is_rank`; the next three fields likewise."""
@@ -292,7 +292,7 @@ def _tpu(environ: Mapping[str, str], root: Path) -> str:
 
 def _rank_fields(environ: Mapping[str, str], kernel: bool) -> dict[str, Any]:
     """Return the fields of a Host about the rank as which this process was started."""
-    fields = _torch_rank(environ) or _slurm_rank(environ)
+    fields = _torch_rank(environ) or _horovod_rank(environ) or _slurm_rank(environ)
     if fields and kernel:
         # A kernel inherits its server's variables.
         return {"rank_reason": f"{fields['rank_reason']}, but stale: a kernel is not a rank"}
@@ -312,6 +312,21 @@ def _torch_rank(environ: Mapping[str, str]) -> dict[str, Any]:
         "local_rank": _number(environ, "LOCAL_RANK") or 0,
         "world_size": world,
         "local_world_size": _number(environ, "LOCAL_WORLD_SIZE") or 1,
+    }
+
+
+def _horovod_rank(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of a process of ``horovodrun`` over gloo; MPI sets other variables."""
+    rank, world = _number(environ, "HOROVOD_RANK"), _number(environ, "HOROVOD_SIZE")
+    if rank is None or world is None:
+        return {}
+    return {
+        "is_rank": True,
+        "rank_reason": f"horovodrun: HOROVOD_RANK={rank}, HOROVOD_SIZE={world}",
+        "rank": rank,
+        "local_rank": _number(environ, "HOROVOD_LOCAL_RANK") or 0,
+        "world_size": world,
+        "local_world_size": _number(environ, "HOROVOD_LOCAL_SIZE") or 1,
     }
 
 

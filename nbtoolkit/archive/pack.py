@@ -280,7 +280,7 @@ def _write(
 def _remove_abandoned(target: Path) -> None:
     """Remove the temporary files, maybe large, of processes that were killed while packing."""
     for file in filter(Path.is_file, target.parent.glob(f".{target.name}.*")):
-        with file.open("rb") as opened, contextlib.suppress(BlockingIOError):
+        with file.open("r+b") as opened, contextlib.suppress(BlockingIOError):
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.unlink()
 

@@ -59,7 +59,7 @@ DESCRIPTIONS: dict[Priority, str] = {
 }
 
 # Files of a run that belong to the process of one attempt.
-_PROCESS_FILES = ("owner.json", "owner.lock", "stop", "commands")
+_PROCESS_FILES = ("owner.json", "owner.lock", "tracking.lock", "stop", "commands")
 _RECORDS = (
     *("config.yaml", "plan.json", "versions.json", "events.jsonl", "tracking.json"),
     *("result.json", "error.json", "error.pkl", "sweep.yaml", "folds.json", "previous"),

@@ -61,7 +61,8 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
     """Lock an open file (flock) until it is closed; return False if another process prevents it.
 
     Args:
-        descriptor: the open file, or an open folder.
+        descriptor: the open file. NFS locks no folders, and wants a file that is open for writing,
+            for a shared lock one that is open for reading (Linux, flock(2)).
         shared: others may have a shared lock at the same time.
     """
     try:

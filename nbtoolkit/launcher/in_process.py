@@ -1,8 +1,9 @@
-"""Run a rank in this process, inline in a kernel or as a rank of torchrun, Slurm or Ray."""
+"""Run a rank in this process, inline in a kernel or as a rank of torchrun, srun and the like."""
 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import re
 import threading
@@ -24,6 +25,7 @@ from nbtoolkit.environment.variables import (
 from nbtoolkit.errors import GroupStartFailed, RunStopped, TrackingError
 from nbtoolkit.launcher.agent import accelerate_states
 from nbtoolkit.launcher.failures import raise_failure
+from nbtoolkit.launcher.horovod_rendezvous import horovod_address
 from nbtoolkit.launcher.run_result import RunResult, refuse_deleted
 from nbtoolkit.launcher.same_code import check_same_code
 from nbtoolkit.run.events import Event, EventReader, returned_numbers
@@ -331,6 +333,9 @@ def run_in_place(
             recorder = stack.enter_context(InProcessRecorder(run, request, cell, on_event))
         _run_rank(train, job, host, recorder)
         _barrier(host, paths.ended)  # rank 0 has written the result
+    # A prepared optimizer is in a reference cycle. At the interpreter's end its gradients, which
+    # are views of DDP's buckets, fail an assertion in torch 2.13: the process aborts.
+    gc.collect()
     return RunResult(paths)
 
 
@@ -399,7 +404,9 @@ def _leave_group() -> None:
 
 
 def rendezvous(host: Host, hardware: Hardware, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that torch.distributed and accelerate need and srun does not set.
+    """Return the variables that torch.distributed and accelerate need and the launcher did not set.
+
+    srun sets none of them, and horovodrun others.
 
     A task that sees one GPU (``srun --gpus-per-task=1``) has local rank 0, since the GPU is
     ``cuda:0`` there.
@@ -407,14 +414,16 @@ def rendezvous(host: Host, hardware: Hardware, environ: Mapping[str, str]) -> di
     if host.world_size == 1:
         return {}
     step = int(environ.get("SLURM_JOB_ID", "0")) * 31 + int(environ.get("SLURM_STEP_ID", "0"))
+    first = first_node(environ.get("SLURM_STEP_NODELIST", "")) or "127.0.0.1"
+    # The port is the same on all ranks, and rarely the same for two steps.
+    address, port = horovod_address(host.rank, environ) or (first, str(20000 + step % 10000))
     variables = {
         "RANK": str(host.rank),
         "LOCAL_RANK": "0" if len(hardware.devices) == 1 else str(host.local_rank),
         "WORLD_SIZE": str(host.world_size),
         "LOCAL_WORLD_SIZE": str(host.local_world_size),
-        "MASTER_ADDR": first_node(environ.get("SLURM_STEP_NODELIST", "")) or "127.0.0.1",
-        # The same on all ranks, and rarely the same for two steps.
-        "MASTER_PORT": str(20000 + step % 10000),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
     }
     return {name: value for name, value in variables.items() if name not in environ}
 

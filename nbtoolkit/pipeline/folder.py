@@ -206,7 +206,7 @@ class PipelineFolder:
 
         A launch resumes an unfinished run only if no supervisor owns that run.
         """
-        with contextlib.suppress(OSError), open(self.files(step).log, "rb") as log:
+        with contextlib.suppress(OSError), open(self.files(step).log, "r+b") as log:
             _wait_until(lambda: try_lock(log.fileno()), _KERNEL_SECONDS)
             _wait_until(lambda: not any(map(_ends_soon, runs_in(self.path))), _SUPERVISOR_SECONDS)
 

@@ -5,7 +5,7 @@ config.yaml  plan.json  versions.json     the decisions, written before anything
 owner.lock  owner.json                    the process in charge (flock, mode 0600; pid)
 events.jsonl                              the run's events, append-only: what every reader reads
 stop                                      a handle's request to stop
-tracking.json                             how much of it MLflow has (with tracking on)
+tracking.lock  tracking.json              how much of it MLflow has (with tracking on; flock)
 ranks/launcher.txt                        output of notebook_launcher's own process
 ranks/<rank>/log.txt  stacks.txt          all output of a rank; its stacks when it hangs
 ranks/<rank>/error.pkl                    the exception of a rank (pickled)
@@ -81,6 +81,8 @@ class RunPaths:
     """The failed rank's exception."""
     commands = _File("commands")
     """Handles' commands to a search, one file each; the search removes those it has read."""
+    tracking_lock = _File("tracking.lock")
+    """Locked (flock) by the process that reads the events for tracking."""
     tracking = _File("tracking.json")
     """How far tracking has read the events (JSON)."""
     layers = _File("samples/layers.json")

@@ -54,7 +54,7 @@ class Follower:
     ) -> None:
         self._paths, self._owner = paths, owner or paths
         self._make = make or _make_by_config(paths, output_dir or paths.folder.absolute().parent)
-        self._lock = _lock_folder(paths.folder)
+        self._lock = _lock_tracking(paths)
         saved: dict[str, Any] = read_or_empty(paths.tracking)
         self.state: TrackerState = saved.get("state", {})
         """What the trackers keep."""
@@ -214,16 +214,15 @@ def _make_by_config(paths: RunPaths, output_dir: Path) -> MakeTrackers:
     return make
 
 
-def _lock_folder(folder: Path) -> int:
-    """Lock the folder itself: a lock file would be one more file in it."""
+def _lock_tracking(paths: RunPaths) -> int:
     try:
-        fd = os.open(folder, os.O_RDONLY)
+        fd = os.open(paths.tracking_lock, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise TrackingError(f"there is no run folder {folder}: {error.strerror}") from error
+        raise TrackingError(f"there is no run folder {paths.folder}: {error.strerror}") from error
     if not try_lock(fd):
         os.close(fd)
         raise TrackingError(
-            f"{folder} is being tracked by another process",
+            f"{paths.folder} is being tracked by another process",
             do="wait until it is done; tracking.json in the folder has its position",
         )
     return fd

@@ -218,7 +218,7 @@ def scratch_folder() -> Iterator[str]:
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
     """Lock a folder inside the block; False if another process has locked it."""
-    opened = os.open(folder, os.O_RDONLY)
+    opened = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         yield try_lock(opened)
     finally:

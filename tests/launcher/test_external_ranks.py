@@ -20,7 +20,9 @@ from kernels import descendants
 from machines import T4, machine
 
 from nbtoolkit.attach import attach
+from nbtoolkit.errors import GroupStartFailed
 from nbtoolkit.host import detect_host
+from nbtoolkit.launcher.horovod_rendezvous import horovod_address
 from nbtoolkit.launcher.in_process import first_node, rendezvous
 from nbtoolkit.run.events import EventReader
 from nbtoolkit.run.paths import RunPaths, read_json
@@ -246,6 +248,12 @@ def test_ranks_leave_their_group_right_after_a_collective(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
+def test_ranks_that_trained_a_prepared_model_end_well(tmp_path: Path) -> None:
+    """They aborted after their last line, with torch 2.13: torchrun took the job for failed."""
+    assert len(told(torchrun("trains_by_hand", tmp_path))) == 2
+
+
+@pytest.mark.long
 def test_a_function_may_end_the_group(tmp_path: Path) -> None:
     program = [sys.executable, *arguments("ends_the_group", tmp_path)]
     ranks = told(*[start(program, **task(number)) for number in (0, 1)])
@@ -273,6 +281,14 @@ def test_what_the_launcher_said_is_left_alone() -> None:
 def test_a_task_bound_to_one_gpu_has_it_as_the_first() -> None:
     assert places(task(1), T4)["LOCAL_RANK"] == "0"
     assert places(task(1), T4, T4)["LOCAL_RANK"] == "1"
+
+
+def test_horovodrun_with_ranks_that_come_and_go_is_refused() -> None:
+    """Ranks of horovodrun itself: tests/cluster/test_horovod.py."""
+    store = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "1"}
+    with pytest.raises(GroupStartFailed, match="horovodrun was started with --min-np"):
+        horovod_address(0, {**store, "HOROVOD_ELASTIC": "1"})
+    assert horovod_address(0, {}) is None
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,18 @@ def fails_on_rank_1(config: Any, ctx: Any) -> None:
     dist.barrier()
 
 
+def trains_by_hand(config: Any, ctx: Any) -> None:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = ctx.prepare(model, optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+
 def ends_the_group(config: Any, ctx: Any) -> int:
     """As accelerate's examples do; rank 1 is late with its value."""
     ctx.accelerator.wait_for_everyone()
