@@ -42,8 +42,8 @@ def horovod_address(
         return None
     if environ.get("HOROVOD_ELASTIC") == "1":
         raise GroupStartFailed(
-            "horovodrun was started with --min-np or --host-discovery-script, and changes the ranks "
-            "while they run",
+            "horovodrun was started with --min-np or --host-discovery-script, and changes the "
+            "ranks while they run",
             allowed="horovodrun with a fixed number of processes",
             do="horovodrun -np N, or torchrun --nnodes MIN:MAX for ranks that come and go",
         )

@@ -13,9 +13,6 @@ from kernels import SECONDS
 from pipelines import edit, run, statuses, write_pipeline, write_two_steps
 from programs import write_program
 
-import nbtoolkit as nb
-from nbtoolkit.run.paths import read_json
-
 
 def test_a_step_is_given_what_the_one_before_it_published(tmp_path: Path) -> None:
     done = run(write_two_steps(tmp_path))

@@ -27,7 +27,8 @@ def main(outputs: Path) -> None:
     result = running.result()
     print("owned:", result.paths.owned())
     print("tracked:", result.paths.tracking.is_file())
-    again = nb.launch(train, {**settings, "train.epochs": 2}, processes=1, resume=result.paths.folder.name)
+    more, run = {**settings, "train.epochs": 2}, result.paths.folder.name
+    again = nb.launch(train, more, processes=1, resume=run)
     print("resumed:", again.paths == result.paths, again.status)
     space = {"optim.lr": {"type": "float", "low": 1e-3, "high": 0.1, "log": True}}
     study = nb.sweep(train, config, space, n_trials=2, display="off")

@@ -68,7 +68,6 @@ def test_the_shipped_configuration_is_as_good_as_direct_classification(tmp_path:
     assert value["val_accuracy"] >= trained(direct, processes=2).value["val_accuracy"] - 0.01
 
 
-
 @pytest.mark.long
 def test_metrics_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     # At the rates that train fast, a step multiplies differences of rounding by up to ten.
