@@ -97,11 +97,14 @@ def test_at_most_two_lines_of_a_script_change(name: str) -> None:
     assert len(changed) == source.count("# nbtoolkit\n")
 
 
+HERE = ("transformers", 1)
+
+
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        # One framework in the quick suite: each takes some ten seconds to import and to start.
-        pytest.param(*one, marks=[pytest.mark.apart] * (one != ("transformers", 1)))
+        # One framework in make test-rest: each takes some ten seconds to import and to start.
+        pytest.param(*one, marks=getattr(pytest.mark, "apart" if one != HERE else "long"))
         for one in ON_RANKS
     ],
 )

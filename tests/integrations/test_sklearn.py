@@ -101,7 +101,7 @@ def test_the_page_getting_started_in_a_launch_and_a_sweep(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "kind",
     [
-        "array",
+        pytest.param("array", marks=pytest.mark.long),
         pytest.param("frame", marks=pytest.mark.apart),
         pytest.param("list", marks=pytest.mark.apart),
     ],

@@ -20,10 +20,14 @@ TESTS = (
 )
 
 
-def add_horovod() -> None:
-    """Build Horovod into the environment; where that fails its tests are skipped, loudly."""
+def complete() -> None:
+    """Build the environment, with Horovod; where that cannot be built, its tests are skipped."""
     build(FOLDER, "cluster")
     python = FOLDER / "venv/bin/python"
+    # The scripts of recipes call it, and torch itself is the other Python's.
+    torchrun = FOLDER / "venv/bin/torchrun"
+    torchrun.write_text(f"#!{python}\nfrom torch.distributed.run import main\nmain()\n")
+    torchrun.chmod(0o755)
     there = subprocess.run([python, "-c", "import horovod.torch"], capture_output=True, check=False)
     if there.returncode == 0:
         return
@@ -36,5 +40,5 @@ def add_horovod() -> None:
 
 if __name__ == "__main__":
     words = sys.argv[1:] or ["-q", "-m", "cluster or not cluster", *TESTS]
-    add_horovod()
+    complete()
     raise SystemExit(run_beside(FOLDER, "cluster", words))

@@ -190,6 +190,7 @@ def test_a_folder_of_images_with_groups_and_workers(tmp_path: Path, folder: Path
     assert load_encoder(result.paths.folder).spec.size == (12, 12)
 
 
+@pytest.mark.long
 def test_a_damaged_image_is_refused_or_skipped(tmp_path: Path, folder: Path) -> None:
     (folder / "bee" / "b-3.png").write_text("no image")
     with pytest.raises(FitError, match=r"1 of 30 images are damaged: .*b-3\.png cannot be decoded"):
