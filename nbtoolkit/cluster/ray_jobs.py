@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
+import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 _NAMESPACE = "nbtoolkit"
 _ANSWER_SECONDS = 30.0
+_CONNECT_SECONDS = 10.0
+_RETURN_SECONDS = 0.2
 
 
 class Ray:
@@ -41,8 +46,10 @@ class Ray:
     def submit(self, paths: RunPaths, config: Config, *, search: bool) -> Mapping[str, object]:
         """Start the driver."""
         ray = _connect(config.cluster.address)
+        # The driver of an attempt that has just ended keeps its name for some seconds.
+        name = f"{paths.run_id}-{secrets.token_hex(3)}"
         driver = ray.remote(RunDriver).options(
-            name=paths.run_id,
+            name=name,
             namespace=_NAMESPACE,
             lifetime="detached",
             num_cpus=0,
@@ -52,7 +59,7 @@ class Ray:
             max_concurrency=1000,
         )
         driver.remote().run.remote(str(paths.folder), search)
-        return {"name": paths.run_id, "address": config.cluster.address}
+        return {"name": name, "address": config.cluster.address}
 
     def state(self, job: Mapping[str, object]) -> JobState:
         """Ask the driver; an actor that is gone has ended."""
@@ -88,15 +95,27 @@ def _connect(address: str | None) -> Any:
         raise MissingExtra(f'where="ray" needs Ray: {error}', do=install_line("ray")) from error
     if ray.is_initialized():
         return ray
+    address = address or os.environ.get("RAY_ADDRESS", "auto")
     try:
-        ray.init(address=address or os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+        _check_reachable(address)
+        ray.init(address=address, log_to_driver=False)
+    except (OSError, ValueError, RuntimeError) as error:
         raise LaunchError(
-            f"there is no Ray cluster at {address or 'this machine'}: {error}",
+            f"there is no Ray cluster at {'this machine' if address == 'auto' else address}: {error}",
             allowed="a machine of a running cluster (ray start), or cluster.address",
             do="start one with `ray start --head`, or set cluster.address",
         ) from error
     return ray
+
+
+def _check_reachable(address: str) -> None:
+    """Try the port of the cluster: Ray itself tries for ten minutes.
+
+    Raises:
+        OSError: nothing answers there.
+    """
+    if where := re.fullmatch(r"(?:ray://)?(.+):(\d+)", address):
+        socket.create_connection((where[1], int(where[2])), _CONNECT_SECONDS).close()
 
 
 class RunDriver:
@@ -122,7 +141,16 @@ class RunDriver:
             else:
                 self._run_ranks(paths)
         finally:
-            ray.actor.exit_actor()
+            # In a call of its own: Ray reports the call that calls exit_actor as one that failed.
+            me = ray.get_runtime_context().current_actor
+            me.end.options(max_task_retries=0).remote()
+
+    def end(self) -> None:
+        """End this actor, once :meth:`run` has returned."""
+        import ray
+
+        time.sleep(_RETURN_SECONDS)
+        ray.actor.exit_actor()
 
     def report(self, key: str, values: Mapping[str, float], step: int | None) -> str | None:
         """Judge the report of a trial."""
