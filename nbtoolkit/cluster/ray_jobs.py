@@ -100,8 +100,9 @@ def _connect(address: str | None) -> Any:
         _check_reachable(address)
         ray.init(address=address, log_to_driver=False)
     except (OSError, ValueError, RuntimeError) as error:
+        place = "this machine" if address == "auto" else address
         raise LaunchError(
-            f"there is no Ray cluster at {'this machine' if address == 'auto' else address}: {error}",
+            f"there is no Ray cluster at {place}: {error}",
             allowed="a machine of a running cluster (ray start), or cluster.address",
             do="start one with `ray start --head`, or set cluster.address",
         ) from error

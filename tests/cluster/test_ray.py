@@ -145,7 +145,9 @@ def test_the_loss_of_a_node_costs_the_steps_since_the_last_checkpoint(
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_sweep_runs_its_trials_as_tasks(tmp_path: Path) -> None:
+def test_a_sweep_runs_its_trials_as_tasks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     space = {
         "space": SPACE,
         "study": {"metric": "val_accuracy"},
@@ -158,6 +160,7 @@ def test_a_sweep_runs_its_trials_as_tasks(tmp_path: Path) -> None:
     more = nb.sweep(digits, config(tmp_path), space, n_trials=6, where="ray", display="off")
     assert more.paths == result.paths
     assert len(more.trials) == 6
+    assert "retries remaining" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.usefixtures("cluster")
