@@ -1,4 +1,4 @@
-"""Overhead of a trial through ``where="ray"``, beside Ray Tune's own: 30 trials of no training.
+"""Overhead of a trial through ``where="ray"``, beside Ray Tune's own: 100 trials of no training.
 
 Run it where Ray is installed: ``build/cluster/venv/bin/python -m tests.bench ray_trials``.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import nbtoolkit as nb
 from tests.bench.figures import Figure
 
-TRIALS = 30
+TRIALS = 100
 """Of each. Without reuse_actors, a trial of Tune may wait 30 s for the end of the actor before."""
 
 
