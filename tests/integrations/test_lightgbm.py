@@ -172,5 +172,5 @@ def test_an_old_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     old.mkdir(parents=True)
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: lightgbm\nVersion: 3.3.5\n")
     monkeypatch.syspath_prepend(old.parent)
-    with pytest.raises(MissingExtra, match=r"lightgbm 4 or newer[\s\S]*nbtoolkit-torch\[lightgbm"):
+    with pytest.raises(MissingExtra, match=r"lightgbm 4 or newer[\s\S]*lightgbm>=4"):
         launched(lambda config, ctx: nblg.parameters(ctx), tmp_path)

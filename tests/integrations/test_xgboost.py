@@ -154,5 +154,5 @@ def test_an_old_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     old.mkdir(parents=True)
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: xgboost\nVersion: 1.7.6\n")
     monkeypatch.syspath_prepend(old.parent)
-    with pytest.raises(MissingExtra, match=r"xgboost 2 or newer[\s\S]*nbtoolkit-torch\[xgboost"):
+    with pytest.raises(MissingExtra, match=r"xgboost 2 or newer[\s\S]*xgboost>=2"):
         launched(lambda config, ctx: nbx.parameters(ctx), tmp_path)
