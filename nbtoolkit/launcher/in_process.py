@@ -25,7 +25,6 @@ from nbtoolkit.environment.variables import (
 from nbtoolkit.errors import GroupStartFailed, RunStopped, TrackingError
 from nbtoolkit.launcher.agent import accelerate_states
 from nbtoolkit.launcher.failures import raise_failure
-from nbtoolkit.launcher.horovod_rendezvous import horovod_address
 from nbtoolkit.launcher.run_result import RunResult, refuse_deleted
 from nbtoolkit.launcher.same_code import check_same_code
 from nbtoolkit.run.events import Event, EventReader, returned_numbers
@@ -41,6 +40,7 @@ from nbtoolkit.worker.attempt_store import attempt_store
 from nbtoolkit.worker.channel import GroupChannel, RecordChannel
 from nbtoolkit.worker.collectives import broadcast
 from nbtoolkit.worker.context import RunContext
+from nbtoolkit.worker.horovod_rendezvous import horovod_address
 from nbtoolkit.worker.main import advice, call_function, join_group, seed_everything
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from machines import T4, machine
 from nbtoolkit.attach import attach
 from nbtoolkit.errors import GroupStartFailed
 from nbtoolkit.host import detect_host
-from nbtoolkit.launcher.horovod_rendezvous import horovod_address
 from nbtoolkit.launcher.in_process import first_node, rendezvous
 from nbtoolkit.run.events import EventReader
 from nbtoolkit.run.paths import RunPaths, read_json
+from nbtoolkit.worker.horovod_rendezvous import horovod_address
 
 SCRIPT = str(Path(__file__).parents[1] / "support/in_place.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
