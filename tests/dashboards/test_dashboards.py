@@ -197,7 +197,8 @@ def test_one_ends_with_the_kernel_even_if_a_child_of_that_holds_its_pipes(tmp_pa
         Path("up").write_text(f"{dashboard._guard.pid} {child} {dashboard.log.parent}")
         time.sleep(600)
     except KeyboardInterrupt:
-        assert dashboard.up()
+        while not dashboard.up():  # on a busy machine an answer may take longer than its second
+            time.sleep(0.1)
         Path("interrupted").touch()
         time.sleep(600)
     """
