@@ -184,7 +184,7 @@ def _staging(folder: Path) -> Iterator[Path]:
 
     It first removes what a killed process left.
     """
-    lock = os.open(folder / ".nbtoolkit-unpack.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    lock = os.open(folder / ".unpack.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for abandoned in folder.glob(f"{_STAGING}*"):

@@ -511,7 +511,7 @@ def test_what_is_further_here_stays_and_what_is_further_there_is_taken(
     assert tree(ours) == before
     assert len(done.unchanged) == 3
     hidden = {path.name for path in outputs.glob(".*")}
-    assert hidden == {".nbtoolkit-bundles.json", ".nbtoolkit-unpack.lock"}
+    assert hidden == {".nbtoolkit-bundles.json", ".unpack.lock"}
 
 
 def test_a_run_that_went_on_in_both_places_stays_as_it_is_here(
@@ -626,7 +626,7 @@ def test_without_a_bundle_the_runs_of_a_session_that_died_are_found(
     before = {path.name for path in outputs.iterdir()}
     (outputs / "more.txt").write_text("not looked at: no run has changed")
     assert len(nb.unpack(into=working / "outputs", host=there).unchanged) == 4
-    lock = {".nbtoolkit-unpack.lock"}
+    lock = {".unpack.lock"}
     assert {path.name for path in (working / "outputs").iterdir()} == before | lock
     append(folder_of(outputs, "finished"), "gone on")
     again = nb.unpack(into=working / "outputs", host=there)
