@@ -305,14 +305,8 @@ def _torch_rank(environ: Mapping[str, str]) -> dict[str, Any]:
         return {}
     elastic = "TORCHELASTIC_RUN_ID" in environ
     by = "torchrun (TORCHELASTIC_RUN_ID is set)" if elastic else "variables"
-    return {
-        "is_rank": True,
-        "rank_reason": f"{by}: RANK={rank}, WORLD_SIZE={world}",
-        "rank": rank,
-        "local_rank": _number(environ, "LOCAL_RANK") or 0,
-        "world_size": world,
-        "local_world_size": _number(environ, "LOCAL_WORLD_SIZE") or 1,
-    }
+    local, here = _number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE")
+    return _started(f"{by}: RANK={rank}, WORLD_SIZE={world}", (rank, world), (local, here))
 
 
 def _horovod_rank(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -320,14 +314,9 @@ def _horovod_rank(environ: Mapping[str, str]) -> dict[str, Any]:
     rank, world = _number(environ, "HOROVOD_RANK"), _number(environ, "HOROVOD_SIZE")
     if rank is None or world is None:
         return {}
-    return {
-        "is_rank": True,
-        "rank_reason": f"horovodrun: HOROVOD_RANK={rank}, HOROVOD_SIZE={world}",
-        "rank": rank,
-        "local_rank": _number(environ, "HOROVOD_LOCAL_RANK") or 0,
-        "world_size": world,
-        "local_world_size": _number(environ, "HOROVOD_LOCAL_SIZE") or 1,
-    }
+    reason = f"horovodrun: HOROVOD_RANK={rank}, HOROVOD_SIZE={world}"
+    local, here = _number(environ, "HOROVOD_LOCAL_RANK"), _number(environ, "HOROVOD_LOCAL_SIZE")
+    return _started(reason, (rank, world), (local, here))
 
 
 def _slurm_rank(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -335,13 +324,22 @@ def _slurm_rank(environ: Mapping[str, str]) -> dict[str, Any]:
     rank, tasks = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_STEP_NUM_TASKS")
     if rank is None or tasks is None or tasks < 2:
         return {}
+    reason = f"srun: SLURM_PROCID={rank}, SLURM_STEP_NUM_TASKS={tasks}"
+    local, here = _number(environ, "SLURM_LOCALID"), _tasks_here(environ)
+    return _started(reason, (rank, tasks), (local, here))
+
+
+def _started(
+    reason: str, position: tuple[int, int], on_machine: tuple[int | None, int | None]
+) -> dict[str, Any]:
+    """Return the fields of a rank, from its rank and world size, in the job and on the machine."""
     return {
         "is_rank": True,
-        "rank_reason": f"srun: SLURM_PROCID={rank}, SLURM_STEP_NUM_TASKS={tasks}",
-        "rank": rank,
-        "local_rank": _number(environ, "SLURM_LOCALID") or 0,
-        "world_size": tasks,
-        "local_world_size": _tasks_here(environ) or 1,
+        "rank_reason": reason,
+        "rank": position[0],
+        "local_rank": on_machine[0] or 0,
+        "world_size": position[1],
+        "local_world_size": on_machine[1] or 1,
     }
 
 

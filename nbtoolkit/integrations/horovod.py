@@ -13,7 +13,6 @@ same script trains with DDP (``ctx.prepare`` or ``nb.fit``).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -75,10 +74,10 @@ def metric_average(ctx: RunContext, value: float | torch.Tensor, name: str) -> f
     return float(hvd.allreduce(mine, name=f"nbtoolkit.{name}", op=hvd.Average))
 
 
-def _join(ctx: RunContext, call: str, environ: Mapping[str, str] = os.environ) -> None:
+def _join(ctx: RunContext, call: str) -> None:
     """Start Horovod in this rank, once."""
     check_inside_train(ctx, call)
-    if "HOROVOD_RANK" not in environ:
+    if "HOROVOD_RANK" not in os.environ:
         raise LaunchError(
             f"{call}(ctx) needs ranks of horovodrun, and this rank ({ctx.rank} of "
             f"{ctx.world_size}) was not started by it",

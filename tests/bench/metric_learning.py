@@ -118,8 +118,8 @@ def figures() -> list[Figure]:
     module, name = "tests.bench.metric_learning", f"gathering {ROWS:,} x {WIDTH} floats, 2 ranks"
     main, other = in_fresh_process(module, "memory")
     slower = median(in_fresh_process(module, "speed"))
-    scores = in_fresh_process(module, "scores")
-    both, direct = statistics.mean(scores[::2]), statistics.mean(scores[1::2])
+    accuracy = in_fresh_process(module, "scores")
+    both, direct = statistics.mean(accuracy[::2]), statistics.mean(accuracy[1::2])
     return [
         Figure(f"{name}: memory of the main rank", main, "copies", target=1.3, gate=1.3),
         Figure(f"{name}: memory of the other rank", other, "copies", target=0.2, gate=0.2),
