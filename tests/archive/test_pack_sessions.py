@@ -20,7 +20,8 @@ pytestmark = pytest.mark.timeout(900)  # three sessions
 # No session of this machine is an hour from its end, whatever it runs on.
 UNHURRIED = {"runtime.session_limit": None}
 CUT_OFF = {**UNHURRIED, "runtime.time_budget": 4.0}
-WAIT = 0.3  # seconds a step: 12 epochs of 6 steps take 21 s
+# Seconds a step of the first session, whose 12 epochs of 6 steps would take 21 s.
+WAIT = 0.3
 
 
 def two_sessions(home: Path, work: str, **overrides: Any) -> tuple[Session, Session, Session]:

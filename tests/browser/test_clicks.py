@@ -129,6 +129,7 @@ def listening(processes: set[int]) -> set[tuple[str, int]]:
     return found
 
 
+@pytest.mark.apart
 def test_ten_common_tasks(browser: Browser, jupyter: Server, hold: Path) -> None:
     """In as few clicks as docs/panel/buttons.md says; see there for the tasks."""
     outputs = jupyter.root / "outputs"

@@ -145,6 +145,7 @@ def second_fold_waits(config: Any, ctx: Any) -> dict[str, Any]:
     return {"score": 1.0, "predictions": [0.5] * len(ctx.fold.valid_indices)}
 
 
+@pytest.mark.long
 def test_a_deadline_in_the_second_fold_keeps_the_first(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

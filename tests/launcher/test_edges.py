@@ -101,6 +101,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_spawned_process_launches_a_function_of_its_script(tmp_path: Path) -> None:
     file = tmp_path / "spawns.py"  # which a spawned process imports as __mp_main__
     file.write_text(SPAWNS)
@@ -174,6 +175,7 @@ if "NBTOOLKIT_RANK" not in os.environ and "RANK" not in os.environ:
 """
 
 
+@pytest.mark.long
 def test_a_branch_that_imports_ends_with_its_forkserver(tmp_path: Path) -> None:
     installed = Path(sysconfig.get_path("purelib", "posix_user", {"userbase": str(tmp_path)}))
     installed.mkdir(parents=True)

@@ -212,6 +212,7 @@ def task(number: int, **more: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.long
 def test_srun_tasks_find_each_other_and_a_signal_to_one_lets_all_leave(tmp_path: Path) -> None:
     program = [sys.executable, *arguments("reports_for_ever", tmp_path)]
     tasks = [start(program, **task(number)) for number in (0, 1)]

@@ -348,6 +348,7 @@ def test_killed_kernel_takes_everything_with_it(home: Path) -> None:
     assert not (folder / "error.json").exists()  # unfinished: it can be resumed
 
 
+@pytest.mark.long
 def test_killed_kernel_whose_child_and_detached_run_live_on(home: Path) -> None:
     """A process that the kernel forked holds every connection to the supervisors open."""
     code = """
@@ -574,6 +575,7 @@ except nb.errors.RunFolderError as error:
 # --- again and again ---
 
 
+@pytest.mark.long
 def test_ten_launches_after_a_killed_forkserver_leave_no_trace(config: nb.Config) -> None:
     assert leave_no_trace(config, 10) < 4_000_000
 

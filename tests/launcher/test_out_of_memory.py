@@ -95,6 +95,7 @@ def test_a_rank_that_the_kernel_kills_at_a_cgroups_limit_starts_again(tmp_path: 
     check_equal(free, tight)
 
 
+@pytest.mark.long
 def test_a_kill_that_is_not_for_memory_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(WorkerDied, match="rank 1 died with signal SIGKILL"):
         start(tmp_path, limit="signal", above=4)

@@ -291,6 +291,7 @@ def launched(**more):
 """
 
 
+@pytest.mark.long
 def test_a_kernels_ranks_wait_unless_it_is_switched_off(tmp_path: Path) -> None:
     with notebook(tmp_path) as kernel:
         kernel.run(CELL).ok()

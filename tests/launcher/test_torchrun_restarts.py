@@ -136,6 +136,7 @@ nb.launch(train, {"runtime.output_dir": sys.argv[1], "tracking.mlflow": False})
 """
 
 
+@pytest.mark.long
 def test_ranks_with_other_code_are_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])

@@ -226,6 +226,7 @@ def test_an_interrupt_that_comes_during_its_imports_is_not_lost(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.long
 def test_one_whose_folder_is_deleted_makes_it_anew(start: Start, tmp_path: Path) -> None:
     publishes = "import nbtoolkit as nb\nnb.publish({'at': 'the end'})"
     handle = start(WAITS, publishes, output=tmp_path / "out/done.ipynb")

@@ -90,6 +90,7 @@ nb.publish({"cwd": os.getcwd(), "profile": os.environ["IPYTHONDIR"], "transport"
     assert not Path(first["profile"]).exists()
 
 
+@pytest.mark.long
 def test_several_at_once_do_not_clash(tmp_path: Path) -> None:
     path = write_program(tmp_path, "import nbtoolkit as nb\nnb.publish({'n': n})", declares="n = 0")
 

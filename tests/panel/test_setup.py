@@ -111,6 +111,7 @@ def test_a_wrong_text_says_what_it_must_be(name: str, text: str, error: str) -> 
     assert FIELDS[name].error(FormState(Config()).texts[name]) == ""
 
 
+@pytest.mark.long
 def test_whatever_is_typed_into_any_field_is_accepted_or_reported_beside_it() -> None:
     """Accepted is what the configuration itself accepts; nobody can type into a list."""
     for name, text in itertools.product(FIELDS, TYPED):

@@ -26,6 +26,7 @@ TOLD = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="NOT TESTED: gcc is not installed")
 def test_a_session_on_nfs(tmp_path: Path) -> None:
     library = tmp_path / "nfs_flock.so"

@@ -209,6 +209,7 @@ def two_kernels(config: nb.Config, home: Path, resume: str = "") -> Iterator[Any
         yield paths, one, two
 
 
+@pytest.mark.long
 def test_of_two_kernels_one_goes_on_and_the_other_gets_a_run_of_its_own(
     config: nb.Config, tmp_path: Path
 ) -> None:

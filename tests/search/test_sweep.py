@@ -185,6 +185,7 @@ def test_hopeless_trials_are_ended_on_all_ranks(config: nb.Config) -> None:
     assert states[:5] == ["complete"] * 5  # the pruner's start
 
 
+@pytest.mark.long
 def test_a_trial_that_takes_too_long_has_failed(config: nb.Config) -> None:
     def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
         if ctx.params["data.slow"]:

@@ -158,6 +158,7 @@ def fill(folder):
 """
 
 
+@pytest.mark.long
 def test_a_full_disk_ends_the_session_and_not_the_study(home: Path) -> None:
     code = (
         FILL

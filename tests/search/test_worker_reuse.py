@@ -143,6 +143,7 @@ def test_cycles_are_freed_and_what_the_first_trial_imported_is_scanned_once(
     assert third <= second, "and only then"
 
 
+@pytest.mark.long
 def test_a_rank_that_grows_with_each_trial_is_replaced(config: nb.Config) -> None:
     def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
         vars(json).setdefault("kept_by_a_test", []).append(bytearray(b"x") * 400_000_000)

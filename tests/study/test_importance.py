@@ -114,6 +114,7 @@ def test_the_parameter_that_does_nothing_is_never_first_of_a_few_trials() -> Non
         assert leaders(study_of(by_rate, 14, seed=seed))[0] == "optim.lr"
 
 
+@pytest.mark.long
 def test_a_logarithmic_parameter_counts_on_the_scale_it_is_searched_on() -> None:
     """Linearly, the lower two of its three decades would be a tenth of the range."""
     space = {"a": FloatDistribution(1e-4, 1e-1, log=True), "b": FloatDistribution(0.0, 1.0)}

@@ -116,6 +116,7 @@ def encoded(config: Config, ctx: RunContext) -> Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
+@pytest.mark.long
 def test_batches_and_weights_are_equal_on_two_ranks_and_after_a_kill(tmp_path: Path) -> None:
     def config_of(folder: str, **more: Any) -> Config:
         settings = {**SETTINGS, "runtime.output_dir": str(tmp_path / folder), **more}

@@ -489,6 +489,7 @@ def test_a_database_of_a_newer_mlflow_is_refused_with_what_to_do(tmp_path: Path)
         follow(paths)
 
 
+@pytest.mark.long
 def test_an_output_folder_deleted_between_two_runs_of_one_process(tmp_path: Path) -> None:
     follow(whole_run(tmp_path / "outputs"))
     shutil.rmtree(tmp_path / "outputs")
@@ -628,6 +629,7 @@ def test_what_is_not_written_yet_is_told_of_and_written_at_the_kernels_end(
     assert [run.info.run_name for run in all_runs(outputs)] == [paths.run_id]
 
 
+@pytest.mark.long
 def test_a_launch_waits_for_tracking_that_is_slow_and_tells_of_one_that_fails(
     outputs: Path, held: Path
 ) -> None:

@@ -73,6 +73,7 @@ def warnings(result: nb.RunResult) -> list[str]:
     return [one.text for one in events if isinstance(one, NoteAdded) and "straggler" in one.text]
 
 
+@pytest.mark.long
 def test_a_slow_loader_takes_most_of_the_time(tmp_path: Path) -> None:
     settings = {"train.max_steps": 20, "model.slow_rank": 0, "model.sample": 0.005}
     result = launched(tmp_path, 1, **settings)
@@ -89,7 +90,7 @@ def test_a_slow_loader_takes_most_of_the_time(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("slow", "norm", "kind"),
-    [(1, 0, "sample"), (0, 0, "sample"), (1, 1, "sample"), (0, 1, "sample"), (1, 0, "forward")],
+    [(1, 0, "sample"), (0, 1, "sample"), (1, 0, "forward")],
 )
 def test_the_slow_rank_is_named_once(tmp_path: Path, slow: int, norm: int, kind: str) -> None:
     seconds = {"sample": 0.002, "forward": 0.02}[kind]

@@ -97,7 +97,7 @@ def fitted(config: Config, ctx: RunContext) -> Any:
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param({}, id="sgd"),
+        pytest.param({}, id="sgd", marks=pytest.mark.long),
         pytest.param(
             {**ADAM, "train.gradient_accumulation_steps": 3, "train.max_grad_norm": 0.5},
             id="adamw-accumulated-clipped",

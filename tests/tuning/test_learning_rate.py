@@ -235,6 +235,7 @@ def test_auto_is_measured_once_and_stands_in_the_run_as_a_number(
     assert not nb.find_learning_rate(learns, config, processes=1, force=True).kept
 
 
+@pytest.mark.long
 def test_a_resume_has_the_rate_of_its_run_when_the_kept_answers_are_lost(tmp_path: Path) -> None:
     class Fails:
         def on_train_epoch_end(self, state: nb.FitState) -> None:
