@@ -17,6 +17,7 @@ import json
 import os
 import socket
 import sys
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import FitError, MissingExtra
@@ -56,8 +57,7 @@ def strategy(ctx: RunContext) -> tf.distribute.Strategy:
         tensorflow.random.set_seed(ctx.seed)
         if ctx.world_size == 1:
             return tensorflow.distribute.MirroredStrategy()
-        _connect(ctx)
-        return tensorflow.distribute.MultiWorkerMirroredStrategy()
+        return _connected(ctx.rank, ctx.world_size)
     except RuntimeError as error:
         raise FitError(
             f"TensorFlow has opened its devices before nbtf.strategy(ctx): {error}",
@@ -165,11 +165,17 @@ def _set_devices(tensorflow: Any, ctx: RunContext) -> None:
         config.threading.set_intra_op_parallelism_threads(threads)
 
 
-def _connect(ctx: RunContext) -> None:
-    """Set TF_CONFIG, with a free port for each worker."""
+@cache
+def _connected(rank: int, world_size: int) -> Any:
+    """Set TF_CONFIG, with a free port for each worker, and connect the workers.
+
+    Once in a process, which may run the trials of a sweep in turn: in a second strategy of workers,
+    the first variable waits for ever (TensorFlow 2.21).
+    """
     with socket.socket() as free:  # on all interfaces, as TensorFlow's server, which has no choice
         free.bind(("", 0))
-        ports = gather_on_all(free.getsockname()[1], ctx.world_size)  # each is held until all are
+        ports = gather_on_all(free.getsockname()[1], world_size)  # each is held until all are
     workers = [f"127.0.0.1:{port}" for port in ports]
-    task = {"type": "worker", "index": ctx.rank}
+    task = {"type": "worker", "index": rank}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
+    return _tensorflow().distribute.MultiWorkerMirroredStrategy()
