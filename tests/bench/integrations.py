@@ -23,7 +23,7 @@ from typing import Any
 import nbtoolkit as nb
 from tests.bench.figures import Figure, in_fresh_process, median, quiet_config
 
-PAIRS = 7
+PAIRS = 21
 EPOCHS = 2
 BATCHES = 300
 BATCH = 64
