@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from run_folders import NOON, SWEEP_CONFIG, hold_lock, sweep, trained, trial, write_run
 
+from nbtoolkit.panel.actions import offered_buttons
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.views.state import State, read_state
@@ -60,6 +61,7 @@ def test_a_run_whose_job_has_not_begun_is_submitted_and_not_over(tmp_path: Path)
     assert (state.status, state.live, state.over) == ("submitted", False, False)
     assert not state.resumable
     assert "has not begun" in explanation(state)
+    assert offered_buttons(state) == set()  # neither Resume nor Stop
     with hold_lock(paths):
         append(paths, {"type": "run", "t": time.time()})
         assert state.refresh()
