@@ -150,19 +150,15 @@ def _tensorflow() -> Any:
 
 
 def _set_devices(tensorflow: Any, ctx: RunContext) -> None:
-    """Set this rank's GPUs, their memory and the CPU threads, unless an earlier job did."""
+    """Set this rank's GPUs, their memory and the CPU threads; the same again changes nothing."""
     config = tensorflow.config
     gpus = config.list_physical_devices("GPU")  # CUDA_VISIBLE_DEVICES has those of the plan
     if ctx.world_size > 1:
         gpus = gpus[ctx.local_rank : ctx.local_rank + 1]
-        if config.get_visible_devices("GPU") != gpus:
-            config.set_visible_devices(gpus, "GPU")
+        config.set_visible_devices(gpus, "GPU")
     for gpu in gpus:
-        if not config.experimental.get_memory_growth(gpu):
-            config.experimental.set_memory_growth(gpu, True)
-    threads = ctx.plan.threads_per_rank
-    if config.threading.get_intra_op_parallelism_threads() != threads:
-        config.threading.set_intra_op_parallelism_threads(threads)
+        config.experimental.set_memory_growth(gpu, True)
+    config.threading.set_intra_op_parallelism_threads(ctx.plan.threads_per_rank)
 
 
 @cache
