@@ -21,7 +21,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import FitError, MissingExtra
-from nbtoolkit.integrations.support import StepWatch, as_numbers
+from nbtoolkit.integrations.support import StepWatch, as_numbers, record_checkpoint
 from nbtoolkit.worker.collectives import gather_on_all
 from nbtoolkit.worker.context import RunContext
 
@@ -66,21 +66,22 @@ def strategy(ctx: RunContext) -> tf.distribute.Strategy:
         ) from error
 
 
-def callback(ctx: RunContext) -> Any:
+def callback(ctx: RunContext, *, name: str = "trainer") -> Any:
     """A callback for ``model.fit``: reports, stops, saves and resumes, by Keras' own files.
 
-    After each epoch it saves (Keras' ``BackupAndRestore``, in ``checkpoints/keras``) and reports
+    After each epoch it saves (Keras' ``BackupAndRestore``, in ``checkpoints/<name>``) and reports
     the epoch's numbers to ``ctx.report``, which may end the run. A stop request and the deadline
     also end it between two batches (several workers agree about once a second). A resumed run
     continues after the last saved epoch, and repeats one that was cut off.
 
     Args:
         ctx: the run's context.
+        name: of this training; for several in one run. It precedes the names of the metrics.
 
     Raises:
         MissingExtra: TensorFlow is not installed.
         FitError: Keras 3 on several workers, whose ``fit`` fails there. Raised by this call, or at
-            the begin of ``fit`` for a model of another Keras.
+            the begin of ``fit`` for a model of another Keras, or a second training of this name.
     """
     # tf_keras is also imported without TF_USE_LEGACY_KERAS.
     keras = sys.modules.get("tf_keras") or _tensorflow().keras
@@ -96,16 +97,17 @@ def callback(ctx: RunContext) -> Any:
         )
 
     options: dict[str, Any] = {}
+    folder = ctx.paths.checkpoints / name
     if saves:
         base = keras.callbacks.BackupAndRestore
-        options = {"backup_dir": str(ctx.paths.checkpoints / "keras"), "delete_checkpoint": False}
+        options = {"backup_dir": str(folder), "delete_checkpoint": False}
 
     class TensorFlowCallback(base):  # type: ignore[misc, valid-type] # of the Keras that is in use
         """Saves, then reports, after each epoch."""
 
         def __init__(self) -> None:
             super().__init__(**options)
-            self._watch, self._batches = StepWatch(ctx), 0
+            self._watch, self._batches = StepWatch(ctx, name), 0
 
         def set_model(self, model: Any) -> None:
             if not isinstance(model, keras.Model):
@@ -121,6 +123,7 @@ def callback(ctx: RunContext) -> Any:
             return True
 
         def on_train_begin(self, logs: Any = None) -> None:
+            self._watch.claim()
             self._watch.begin(0)
             super().on_train_begin(logs)
 
@@ -132,9 +135,8 @@ def callback(ctx: RunContext) -> Any:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             super().on_epoch_end(epoch, logs)
             if saves:
-                # What a run is resumed by: it names Keras' files.
-                ctx.save({"trainer": "keras", "step": epoch + 1}, step=epoch + 1)
-            ctx.report(as_numbers(logs or {}), step=epoch + 1)
+                record_checkpoint(ctx, folder, epoch + 1, name)
+            ctx.report(as_numbers(logs or {}, name), step=epoch + 1)
 
     return TensorFlowCallback()
 

@@ -83,7 +83,8 @@ def reports(run: Any) -> list[Any]:
 
 
 def saved_step(run: Any) -> int:
-    return int(read_state(run.paths.checkpoints / "last.pt")["step"])
+    state = read_state(run.paths.checkpoints / "last.pt")
+    return int(state["trainings"]["trainer"]["step"])
 
 
 TENSORFLOW = scripts.tensorflow_distributed_training_with_keras  # test_tensorflow_script.py
