@@ -124,7 +124,7 @@ class LightningCallback(Checkpoint):
             FitError: another training of this run has the same name.
         """
         if self._step < 0:  # fit may be called again, and continues
-            self._watch.claim()
+            self._watch.claim(trainer.global_step)
         self._step = trainer.global_step
         self._watch.begin(self._step)
 

@@ -165,13 +165,20 @@ class StepWatch:
         self._steps = settings.every_steps if self.saves else None
         self._sync = RankSync(ctx, self._steps)
 
-    def claim(self) -> None:
+    def claim(self, step: int | None = None) -> None:
         """Claim the name of the training, once.
+
+        Args:
+            step: optimizer steps done, to warn of a trainer that has not loaded the checkpoint of
+                an interrupted run; None: it is loaded elsewhere.
 
         Raises:
             FitError: another training of this run has the same name.
         """
         _refuse_begun(self._ctx, self._training).add(self._training)
+        if step == 0 and self._training in recorded(self._ctx):
+            missed = "the run resumes, and its trainer begins anew: pass it resume_from(ctx)"
+            self._ctx.message(missed, "warning")
 
     def begin(self, step: int) -> None:
         """Start to watch, on all ranks, after ``step`` optimizer steps."""

@@ -66,7 +66,8 @@ def lightning(config: nb.Config, ctx: nb.RunContext) -> dict[str, Any]:
         arguments = nbl.trainer_arguments(ctx, **name, max_epochs=EPOCHS[module.part])
         loader = torch.utils.data.DataLoader(data, 16)
         trainer = L.Trainer(**arguments)
-        trainer.fit(module, loader, ckpt_path=nbl.resume_from(ctx, **name))
+        path = nbl.resume_from(ctx, **name) if config.data.takes else None
+        trainer.fit(module, loader, ckpt_path=path)
     weights = sum(float(one.abs().sum()) for one in module.parameters())
     return {"weights": weights, "begun": module.begun}
 
@@ -104,7 +105,8 @@ def transformers(config: nb.Config, ctx: nb.RunContext) -> dict[str, Any]:
         own = {"num_train_epochs": EPOCHS[part], "per_device_train_batch_size": 16}
         arguments = nbt.training_arguments(ctx, **name, **own, logging_steps=4)
         trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[Look()])
-        trainer.train(resume_from_checkpoint=nbt.resume_from(ctx, **name))
+        path = nbt.resume_from(ctx, **name) if config.data.takes else None
+        trainer.train(resume_from_checkpoint=path)
     weights = sum(float(one.abs().sum()) for one in model.parameters())
     return {"weights": weights, "begun": begun}
 
@@ -174,7 +176,10 @@ def train(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
 
 def settings(folder: Path, train: Any, **data: bool) -> nb.Config:
     own = {"runtime.output_dir": str(folder), "tracking.mlflow": False}
-    own |= {"distributed.world_size": 1, "data": {"named": True, "fails": False, **data}}
+    own |= {
+        "distributed.world_size": 1,
+        "data": {"named": True, "fails": False, "takes": True, **data},
+    }
     if train is tensorflow:
         own["distributed.backend"] = "tensorflow"
     return nb.load_config(env=None, overrides=own)
@@ -208,6 +213,17 @@ def test_a_second_training_has_a_name_and_resumes(train: Any, tmp_path: Path) ->
 def test_a_second_training_without_a_name_is_refused(train: Any, tmp_path: Path) -> None:
     with pytest.raises(FitError, match=r"two trainings of one run[\s\S]*pass name="):
         nb.launch(train, settings(tmp_path, train, named=False), display="off")
+
+
+@pytest.mark.parametrize("train", [lightning, transformers], indirect=True)
+def test_a_trainer_that_does_not_take_the_checkpoint_is_told(train: Any, tmp_path: Path) -> None:
+    config = settings(tmp_path, train, fails=True, takes=False)
+    with pytest.raises(OSError, match="a disk that failed"):
+        nb.launch(train, config, display="off")
+    run = nb.launch(train, config, display="off")
+    assert len(run.value["begun"]) == sum(EPOCHS)
+    told = [event for event in nb.attach(run.paths.folder).events() if event.type == "note"]
+    assert sum("its trainer begins anew" in event.text for event in told) == 2
 
 
 def boosted(config: nb.Config, ctx: nb.RunContext) -> dict[str, Any]:
