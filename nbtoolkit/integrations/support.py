@@ -176,7 +176,7 @@ class StepWatch:
             FitError: another training of this run has the same name.
         """
         _refuse_begun(self._ctx, self._training).add(self._training)
-        if step == 0 and self._training in recorded(self._ctx):
+        if step == 0 and recorded(self._ctx).get(self._training, {}).get("step"):
             missed = "the run resumes, and its trainer begins anew: pass it resume_from(ctx)"
             self._ctx.message(missed, "warning")
 
@@ -265,7 +265,7 @@ def record_checkpoint(
     """
     name = os.path.relpath(path, ctx.paths.checkpoints)
     recorded(ctx)[training] = {"path": name, "step": step, **more}
-    ctx.save({"trainings": recorded(ctx)}, step=step)
+    ctx.save({"trainings": {**recorded(ctx)}}, step=step)
     found = sorted(ctx.paths.checkpoints.glob(older)) if older and ctx.is_main else []
     for old in found[: -ctx.config.checkpoint.keep_last]:
         if old.is_dir():

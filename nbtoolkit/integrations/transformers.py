@@ -56,7 +56,9 @@ def training_arguments(ctx: RunContext, *, name: str = "trainer", **own: Any) ->
         reporters = tools.get_available_reporting_integrations()
     others = [reporters] if isinstance(reporters, str) else list(reporters)
     # A name for the Trainer, as "wandb" is one: it makes its callbacks from this table.
-    reporter = f"nbtoolkit-{name}"
+    reporter, folder = "nbtoolkit", ctx.paths.checkpoints
+    if name != "trainer":
+        reporter, folder = f"nbtoolkit-{name}", folder / name
     tools.INTEGRATION_TO_CALLBACK[reporter] = callback(ctx, name=name)
     evaluates = str(getattr(own.get("eval_strategy"), "value", own.get("eval_strategy", "no")))
     # As the evaluations, which load_best_model_at_end requires; else after each epoch.
@@ -75,7 +77,7 @@ def training_arguments(ctx: RunContext, *, name: str = "trainer", **own: Any) ->
         "save_total_limit": max(2, keeps.keep_last),
         "disable_tqdm": True,
     }
-    folder = ctx.paths.checkpoints / name / own.pop("output_dir", "")
+    folder /= own.pop("output_dir", "")
     reports = [*(other for other in others if other not in ("none", reporter)), reporter]
     return TrainingArguments(output_dir=str(folder), report_to=reports, **arguments | own)
 
