@@ -23,6 +23,7 @@ from nbtoolkit.integrations.support import (
     check_inside_train,
     record_checkpoint,
     recorded,
+    refuse_begun,
     refuse_ranks,
     requires,
 )
@@ -66,9 +67,11 @@ def initial_epoch(ctx: RunContext, *, name: str = "trainer") -> int:
         name: of this training; for several in one run.
 
     Raises:
+        FitError: another training of this run has the same name.
         LaunchError: called outside of ``train``.
     """
     check_inside_train(ctx, "initial_epoch")
+    refuse_begun(ctx, name)
     return int(recorded(ctx)[name]["epoch"]) if name in recorded(ctx) else 0
 
 

@@ -175,7 +175,7 @@ class StepWatch:
         Raises:
             FitError: another training of this run has the same name.
         """
-        _refuse_begun(self._ctx, self._training).add(self._training)
+        refuse_begun(self._ctx, self._training).add(self._training)
         if step == 0 and recorded(self._ctx).get(self._training, {}).get("step"):
             missed = "the run resumes, and its trainer begins anew: pass it resume_from(ctx)"
             self._ctx.message(missed, "warning")
@@ -234,7 +234,7 @@ class StepWatch:
         return ControlSignal.SAVE if due else _CONTINUE
 
 
-def _refuse_begun(ctx: RunContext, training: str) -> set[str]:
+def refuse_begun(ctx: RunContext, training: str) -> set[str]:
     """Refuse a second training of a name; returns the names of those that have begun."""
     begun: set[str] = vars(ctx).setdefault("_trainings_begun", set())
     if training in begun:
@@ -301,7 +301,7 @@ def resume_from(ctx: RunContext, *, name: str = "trainer") -> Path | None:
         LaunchError: called outside of ``train``.
     """
     check_inside_train(ctx, "resume_from")
-    _refuse_begun(ctx, name)
+    refuse_begun(ctx, name)
     return last_checkpoint(ctx, name=name) if name in recorded(ctx) else None
 
 

@@ -215,6 +215,19 @@ def test_a_second_training_without_a_name_is_refused(train: Any, tmp_path: Path)
         nb.launch(train, settings(tmp_path, train, named=False), display="off")
 
 
+def begins_with_the_epoch_of_another(config: nb.Config, ctx: nb.RunContext) -> None:
+    keras(config.with_overrides({"data.named": True}), ctx)
+    from nbtoolkit.integrations import keras as nbk
+
+    nbk.initial_epoch(ctx)  # that of the first training, whatever the name in the callback
+
+
+@pytest.mark.parametrize("train", [keras], indirect=True)
+def test_the_epoch_of_a_training_that_has_begun_is_refused(train: Any, tmp_path: Path) -> None:
+    with pytest.raises(FitError, match=r"two trainings of one run[\s\S]*'trainer'"):
+        nb.launch(begins_with_the_epoch_of_another, settings(tmp_path, train), display="off")
+
+
 @pytest.mark.parametrize("train", [lightning, transformers], indirect=True)
 def test_a_trainer_that_does_not_take_the_checkpoint_is_told(train: Any, tmp_path: Path) -> None:
     config = settings(tmp_path, train, fails=True, takes=False)
