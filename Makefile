@@ -6,7 +6,8 @@
 #   make test-hosts  every notebook in environments like Kaggle's and Colab's, without internet (minutes)
 #   make test-pythons  every notebook and the quick suite on Python 3.10 to 3.13, with old, new and the
 #                 hosts' versions of all libraries (an hour and 25 GB)
-#   make test-integrations  the tests of other frameworks, where all of them are installed (minutes, 2 GB)
+#   make test-integrations  the tests of other frameworks, where all of them are installed (minutes, 2 GB;
+#                 7 GB with a CPU build of torch)
 #   make test-cluster  scripts and jobs for several machines, on a Slurm (root) and a Ray of two nodes,
 #                 that it starts here, and DeepSpeed (half an hour, 1 GB)
 #   make test-browser  a person's sessions with the panel, in JupyterLab and Notebook 7 (minutes)

@@ -394,7 +394,7 @@ def panel(
     state.refresh()
     if press is not None:
         state = _press(press, state)
-    if follow and state.live:
+    if follow and (state.live or state.status == "submitted"):
         _follow(state)
     print(_page(state))
     if state.status in ("stopped", "deadline", "cut off", "gone"):

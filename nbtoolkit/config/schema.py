@@ -227,7 +227,8 @@ class Checkpoint(Section):
     """`sharded`, with fsdp: each rank writes its part (torch 2.8 or newer); `whole`: rank 0 gathers
     and writes all; `auto`: sharded with fsdp from 1 GB on. Each loads under every strategy."""
     monitor: Text | None = None
-    """Reported metric that decides which is best; null: val_loss, or train_loss without one."""
+    """Reported metric that decides which is best; null: val_loss. Without validation data, null is
+    train_loss, which decides when to end early, and the last epoch's weights are kept."""
     mode: Literal["auto", "min", "max"] = "auto"
     """Which values are best; `auto`: by the metric's name (`val_mae`: min); see docs/sweep.md."""
     weights: Literal["best", "last"] = "best"

@@ -22,10 +22,9 @@ from nbtoolkit.integrations.support import (
     as_numbers,
     check_inside_train,
     record_checkpoint,
-    recorded_state,
+    recorded,
     refuse_ranks,
     requires,
-    resume_from,
 )
 from nbtoolkit.integrations.support import last_checkpoint as last_checkpoint
 from nbtoolkit.training.train_state import gather_random_states, restore_random_state
@@ -59,19 +58,26 @@ with requires("keras", "3.3"):
     import keras
 
 
-def initial_epoch(ctx: RunContext) -> int:
+def initial_epoch(ctx: RunContext, *, name: str = "trainer") -> int:
     """The epoch at which ``model.fit`` begins: 0, or the one that a resumed run continues with.
+
+    Args:
+        ctx: the run's context.
+        name: of this training; for several in one run.
 
     Raises:
         LaunchError: called outside of ``train``.
     """
     check_inside_train(ctx, "initial_epoch")
-    state = recorded_state(ctx)
-    return 0 if state is None else int(state["epoch"])
+    return int(recorded(ctx)[name]["epoch"]) if name in recorded(ctx) else 0
 
 
-def callback(ctx: RunContext) -> KerasCallback:
+def callback(ctx: RunContext, *, name: str = "trainer") -> KerasCallback:
     """The callback for ``model.fit`` that reports, saves, stops, and loads the last checkpoint.
+
+    Args:
+        ctx: the run's context.
+        name: of this training; for several in one run. It precedes the names of the metrics.
 
     Raises:
         LaunchError: called outside of ``train``.
@@ -79,30 +85,33 @@ def callback(ctx: RunContext) -> KerasCallback:
     """
     check_inside_train(ctx, "callback")
     refuse_ranks(ctx, "Keras 3")
-    return KerasCallback(ctx)
+    return KerasCallback(ctx, name)
 
 
 class KerasCallback(keras.callbacks.Callback):
     """Reports each epoch's logs, saves, and stops on request within an epoch.
 
-    Checkpoints are ``checkpoints/keras-<step>.weights.h5``, the weights of model and optimizer.
+    Checkpoints are ``checkpoints/<name>-<step>.weights.h5``, the weights of model and optimizer.
 
     Args:
         ctx: the run's context.
+        name: of the training.
     """
 
-    def __init__(self, ctx: RunContext) -> None:
+    def __init__(self, ctx: RunContext, name: str) -> None:
         super().__init__()
-        self._ctx, self._watch = ctx, StepWatch(ctx)
-        self._step, self._epoch = 0, initial_epoch(ctx)
+        self._ctx, self._watch, self._name = ctx, StepWatch(ctx, name), name
+        self._step, self._epoch = 0, initial_epoch(ctx, name=name)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Load the last checkpoint, and say which back end trains.
 
         Raises:
-            FitError: the model has no weights yet to load a checkpoint into.
+            FitError: the model has no weights yet to load a checkpoint into, or another training
+                of this run has the same name.
         """
-        model, state = self.model, recorded_state(self._ctx)
+        self._watch.claim()
+        model, state = self.model, recorded(self._ctx).get(self._name)
         backend, policy = keras.config.backend(), keras.config.dtype_policy().name
         self._ctx.message(f"Keras {keras.__version__} trains on its back end {backend} in {policy}")
         if state is not None:
@@ -114,7 +123,7 @@ class KerasCallback(keras.callbacks.Callback):
                 )
             if not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
-            model.load_weights(resume_from(self._ctx))
+            model.load_weights(last_checkpoint(self._ctx, name=self._name))
             restore_random_state(state["random"][0], self._ctx.device)
         self._step = int(model.optimizer.iterations)
         self._watch.begin(self._step)
@@ -150,17 +159,18 @@ class KerasCallback(keras.callbacks.Callback):
         """
         self._epoch = epoch + 1
         self._save(self._epoch)
-        self._ctx.report(as_numbers(logs or {}), step=self._step)
+        self._ctx.report(as_numbers(logs or {}, self._name), step=self._step)
 
     def _save(self, epoch: int) -> None:
         """Save the weights; a resumed run begins with ``epoch``."""
         if not self._watch.saves:
             return
-        path = self._ctx.paths.checkpoints / f"keras-{self._step:09d}.weights.h5"
+        path = self._ctx.paths.checkpoints / f"{self._name}-{self._step:09d}.weights.h5"
         partial = path.with_name(f".{path.name}")  # the name must end in .weights.h5
         path.parent.mkdir(parents=True, exist_ok=True)
         self.model.save_weights(partial, overwrite=True)
         partial.replace(path)
         more = {"epoch": epoch, "random": gather_random_states(self._ctx.device, 1)}
-        record_checkpoint(self._ctx, path, self._step, older="keras-*.weights.h5", **more)
+        older = f"{self._name}-[0-9]*.weights.h5"
+        record_checkpoint(self._ctx, path, self._step, self._name, older=older, **more)
         self._watch.saved()

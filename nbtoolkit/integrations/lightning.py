@@ -36,11 +36,12 @@ if TYPE_CHECKING:
 _PRECISION = {"fp32": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 
-def trainer_arguments(ctx: RunContext, **own: Any) -> dict[str, Any]:
+def trainer_arguments(ctx: RunContext, *, name: str = "trainer", **own: Any) -> dict[str, Any]:
     """The arguments for ``lightning.Trainer`` that the plan decides.
 
     Args:
         ctx: the run's context.
+        name: of this training; for several in one run. It precedes the names of the metrics.
         own: replace these, or are added; :func:`callback` is appended to ``callbacks``.
 
     Returns:
@@ -56,7 +57,7 @@ def trainer_arguments(ctx: RunContext, **own: Any) -> dict[str, Any]:
     given = own.pop("callbacks", None) or []
     callbacks: list[Callback] = [given] if isinstance(given, Callback) else list(given)
     if not any(isinstance(one, LightningCallback) for one in callbacks):
-        callbacks.append(callback(ctx))
+        callbacks.append(callback(ctx, name=name))
     on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", ctx.world_size))
     several, gpu = ctx.world_size > 1, ctx.device.type == "cuda"
     arguments = {
@@ -75,27 +76,33 @@ def trainer_arguments(ctx: RunContext, **own: Any) -> dict[str, Any]:
     return arguments | own
 
 
-def callback(ctx: RunContext) -> LightningCallback:
-    """The callback that reports, saves and stops, for a ``Trainer`` with arguments of your own."""
+def callback(ctx: RunContext, *, name: str = "trainer") -> LightningCallback:
+    """The callback that reports, saves and stops, for a ``Trainer`` with arguments of your own.
+
+    Args:
+        ctx: the run's context.
+        name: of this training; for several in one run.
+    """
     check_inside_train(ctx, "callback")
-    return LightningCallback(ctx)
+    return LightningCallback(ctx, name)
 
 
 class LightningCallback(Checkpoint):
     """Reports after each validation and epoch, saves, and stops on request within an epoch.
 
     It takes the place of Lightning's default ``ModelCheckpoint``, and runs after all callbacks
-    that are no checkpoints. Checkpoints are ``checkpoints/lightning-<step>.ckpt``.
+    that are no checkpoints. Checkpoints are ``checkpoints/<name>-<step>.ckpt``.
 
     Args:
         ctx: the run's context.
+        name: of the training.
     """
 
     best_model_path = ""
     """Lightning asks its checkpoint callback for ``ckpt_path="best"``; this keeps the last ones."""
 
-    def __init__(self, ctx: RunContext) -> None:
-        self._ctx, self._watch = ctx, StepWatch(ctx)
+    def __init__(self, ctx: RunContext, name: str) -> None:
+        self._ctx, self._watch, self._name = ctx, StepWatch(ctx, name), name
         self._step = self._reported = -1
         self._validated = False
 
@@ -111,7 +118,13 @@ class LightningCallback(Checkpoint):
             restore_random_state(states[self._ctx.rank], self._ctx.device)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to watch for stop requests."""
+        """Start to watch for stop requests.
+
+        Raises:
+            FitError: another training of this run has the same name.
+        """
+        if self._step < 0:  # fit may be called again, and continues
+            self._watch.claim(trainer.global_step)
         self._step = trainer.global_step
         self._watch.begin(self._step)
 
@@ -135,7 +148,8 @@ class LightningCallback(Checkpoint):
         # Manual optimization may return no loss.
         if every and step % every == 0 and isinstance(outputs, Mapping) and "loss" in outputs:
             rate = trainer.optimizers[0].param_groups[0]["lr"]
-            self._ctx.log({"loss": outputs["loss"], "lr": rate}, step=step)
+            logged = as_numbers({"loss": outputs["loss"], "lr": rate}, self._name)
+            self._ctx.log(logged, step=step)
         self._watch.follow(step, lambda: self._save(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -169,14 +183,14 @@ class LightningCallback(Checkpoint):
             if step == self._reported:
                 return
             self._reported = step
-        self._ctx.report(as_numbers(trainer.callback_metrics), step=step)
+        self._ctx.report(as_numbers(trainer.callback_metrics, self._name), step=step)
 
     def _save(self, trainer: Trainer) -> None:
         """Write a checkpoint of Lightning's own; all ranks call it."""
         if not self._watch.saves:
             return
         step = trainer.global_step
-        path = self._ctx.paths.checkpoints / f"lightning-{step:09d}.ckpt"
+        path = self._ctx.paths.checkpoints / f"{self._name}-{step:09d}.ckpt"
         trainer.save_checkpoint(path)
-        record_checkpoint(self._ctx, path, step, older="lightning-*.ckpt")
+        record_checkpoint(self._ctx, path, step, self._name, older=f"{self._name}-[0-9]*.ckpt")
         self._watch.saved()

@@ -6,11 +6,16 @@ A round is a boosting round of LightGBM or XGBoost, or an epoch of ``partial_fit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbtoolkit.errors import CheckpointError, FitError, RunStopped
-from nbtoolkit.integrations.support import StepWatch, check_version, refuse_ranks
+from nbtoolkit.integrations.support import (
+    StepWatch,
+    check_version,
+    record_checkpoint,
+    recorded,
+    refuse_ranks,
+)
 from nbtoolkit.run.paths import write_whole
 
 if TYPE_CHECKING:
@@ -34,11 +39,11 @@ class Rounds:
     """
 
     def __init__(self, ctx: RunContext, file: str) -> None:
-        self._ctx, self._watch = ctx, StepWatch(ctx)
+        self._ctx, self._watch = ctx, StepWatch(ctx, file)
         self.path = ctx.paths.checkpoints / file
-        self.target = self._targets(ctx).get(file)
-        self.saved: Path | None = None if self.target is None else self.path
-        self.prepared = self.continued = self._begun = False
+        self.saved = self.path if file in recorded(ctx) else None
+        self.target: int | None = recorded(ctx)[file]["target"] if self.saved else None
+        self.prepared = self.continued = False
         self._saved_round = 0
 
     def begin(self, target: int, first_report: int) -> None:
@@ -56,14 +61,9 @@ class Rounds:
             raise FitError(
                 f"every={first_report} is no number of rounds", allowed="1 and more", do="every=10"
             )
-        if self._begun:
-            raise FitError(
-                f"two trainings of one run would write {self.path.name}",
-                allowed="a name for each training of a run",
-                do='pass name="..." in each call, for example name=f"seed{seed}"',
-            )
-        self._begun, self.target = True, target
+        self._watch.claim()
         self._watch.begin(0)
+        self.target = target
         self._ctx.announce([], first_step=first_report)
 
     def do_not_save(self, missing: str) -> None:
@@ -98,18 +98,12 @@ class Rounds:
             return
         try:
             write_whole(self.path, dump())
-            targets = {**self._targets(self._ctx), self.path.name: self.target}
-            self._ctx.save({"rounds": targets}, step=done)
+            record_checkpoint(self._ctx, self.path, done, self.path.name, target=self.target)
             self._saved_round = done
         except (OSError, CheckpointError) as error:
             self._watch.saves = False
             self._ctx.message(f"training goes on without checkpoints: {error}", "warning")
         self._watch.saved()
-
-    @staticmethod
-    def _targets(ctx: RunContext) -> dict[str, int]:
-        targets: dict[str, int] = (ctx.load() or {}).get("rounds", {})
-        return targets
 
 
 def rounds_of(ctx: RunContext, file: str, framework: str = "", minimum: str = "") -> Rounds:

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 from nbtoolkit.config.validation import SHARDED
 from nbtoolkit.environment.installed import installed_version
 from nbtoolkit.environment.variables import RANK_MARK
-from nbtoolkit.errors import CheckpointError, LaunchError, MissingExtra, PlanError, RunStopped
+from nbtoolkit.errors import (
+    CheckpointError,
+    FitError,
+    LaunchError,
+    MissingExtra,
+    PlanError,
+    RunStopped,
+)
 from nbtoolkit.run.checkpoints.checkpoint_store import State, read_state
 from nbtoolkit.training.sync import ControlSignal, RankSync
 from nbtoolkit.worker.context import RunContext
@@ -114,10 +121,11 @@ def check_inside_train(ctx: object, call: str) -> None:
     )
 
 
-def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Those of a framework's metrics that are numbers or tensors of one element."""
+def as_numbers(metrics: Mapping[str, Any], training: str) -> dict[str, float]:
+    """Those of a training's metrics that are numbers or tensors of one element, with its name."""
+    prefix = "" if training == "trainer" else f"{training}_"
     return {
-        str(name): float(value)
+        f"{prefix}{name}": float(value)
         for name, value in metrics.items()
         if isinstance(value, (int, float)) or _elements(value) == 1
     }
@@ -142,19 +150,35 @@ class StepWatch:
 
     Args:
         ctx: the run's context.
+        training: the name of the training.
 
     Attributes:
         saves: whether checkpoints are written (``checkpoint.enabled``).
     """
 
-    def __init__(self, ctx: RunContext) -> None:
+    def __init__(self, ctx: RunContext, training: str) -> None:
         settings = ctx.config.checkpoint
-        self.saves = settings.enabled
+        self.saves, self._training = settings.enabled, training
         self._ctx, self._saved_at = ctx, time.monotonic()
         self._look_at = self._reserve = 0.0
         self._minutes = settings.every_minutes if self.saves else None
         self._steps = settings.every_steps if self.saves else None
         self._sync = RankSync(ctx, self._steps)
+
+    def claim(self, step: int | None = None) -> None:
+        """Claim the name of the training, once.
+
+        Args:
+            step: optimizer steps done, to warn of a trainer that has not loaded the checkpoint of
+                an interrupted run; None: it is loaded elsewhere.
+
+        Raises:
+            FitError: another training of this run has the same name.
+        """
+        _refuse_begun(self._ctx, self._training).add(self._training)
+        if step == 0 and recorded(self._ctx).get(self._training, {}).get("step"):
+            missed = "the run resumes, and its trainer begins anew: pass it resume_from(ctx)"
+            self._ctx.message(missed, "warning")
 
     def begin(self, step: int) -> None:
         """Start to watch, on all ranks, after ``step`` optimizer steps."""
@@ -210,11 +234,23 @@ class StepWatch:
         return ControlSignal.SAVE if due else _CONTINUE
 
 
+def _refuse_begun(ctx: RunContext, training: str) -> set[str]:
+    """Refuse a second training of a name; returns the names of those that have begun."""
+    begun: set[str] = vars(ctx).setdefault("_trainings_begun", set())
+    if training in begun:
+        raise FitError(
+            f"two trainings of one run would write the checkpoints of {training!r}",
+            allowed="a name for each training of a run",
+            do='pass name="..." in each call of nbtoolkit for it, such as name="fine_tuning"',
+        )
+    return begun
+
+
 # --- the framework's own checkpoint ---
 
 
 def record_checkpoint(
-    ctx: RunContext, path: Path, step: int, *, older: str = "", **more: object
+    ctx: RunContext, path: Path, step: int, training: str, *, older: str = "", **more: object
 ) -> None:
     """Make a framework's checkpoint the one to resume from; **all** ranks call it.
 
@@ -222,12 +258,14 @@ def record_checkpoint(
         ctx: the run's context.
         path: a file or folder that is complete, below ``ctx.paths.checkpoints`` or elsewhere.
         step: optimizer steps done.
+        training: the name of the training.
         older: a pattern of files or folders below ``ctx.paths.checkpoints``, in the order of their
             names: all but the newest ``checkpoint.keep_last`` are removed. Empty: none.
         more: plain values and tensors to keep beside it.
     """
     name = os.path.relpath(path, ctx.paths.checkpoints)
-    ctx.save({"trainer": name, "step": step, **more}, step=step)
+    recorded(ctx)[training] = {"path": name, "step": step, **more}
+    ctx.save({"trainings": {**recorded(ctx)}}, step=step)
     found = sorted(ctx.paths.checkpoints.glob(older)) if older and ctx.is_main else []
     for old in found[: -ctx.config.checkpoint.keep_last]:
         if old.is_dir():
@@ -236,34 +274,45 @@ def record_checkpoint(
             old.unlink()
 
 
-def recorded_state(ctx: RunContext) -> State | None:
-    """The last :func:`record_checkpoint` of this run; None: it has none.
+def recorded(ctx: RunContext) -> dict[str, State]:
+    """What :func:`record_checkpoint` has last recorded of each training of this run, by its name.
 
     Raises:
         CheckpointError: the run's last checkpoint is not a trainer's.
     """
-    state = ctx.load()
-    if state is not None and "trainer" not in state:
-        raise _unusable(f"the run's last checkpoint has only {', '.join(map(str, state))}")
-    return state
+    # In the context, so that it goes with it: a process runs many trials.
+    if "_trainings" not in vars(ctx):
+        state = ctx.load()
+        vars(ctx)["_trainings"] = {} if state is None else _trainings(state)
+    found: dict[str, State] = vars(ctx)["_trainings"]
+    return found
 
 
-def resume_from(ctx: RunContext) -> Path | None:
+def resume_from(ctx: RunContext, *, name: str = "trainer") -> Path | None:
     """The checkpoint of the framework that a resumed run continues; None: a new run.
+
+    Args:
+        ctx: the run's context.
+        name: of the training; for several in one run.
 
     Raises:
         CheckpointError: it is missing, or the run's last checkpoint is not the framework's.
+        FitError: another training of this run has the same name.
         LaunchError: called outside of ``train``.
     """
     check_inside_train(ctx, "resume_from")
-    return None if ctx.load() is None else last_checkpoint(ctx)
+    _refuse_begun(ctx, name)
+    return last_checkpoint(ctx, name=name) if name in recorded(ctx) else None
 
 
-def last_checkpoint(run: str | os.PathLike[str] | RunResult | RunContext) -> Path:
+def last_checkpoint(
+    run: str | os.PathLike[str] | RunResult | RunContext, *, name: str | None = None
+) -> Path:
     """The last checkpoint of the framework in a run, to load its model in the notebook.
 
     Args:
         run: a result of ``nb.launch``, or the folder of a run, a trial or a fold.
+        name: of the training; None: the last one of the run.
 
     Raises:
         CheckpointError: the run has none.
@@ -271,14 +320,24 @@ def last_checkpoint(run: str | os.PathLike[str] | RunResult | RunContext) -> Pat
     paths = getattr(run, "paths", None)
     folder = (Path(run) if paths is None else paths.folder) / "checkpoints"  # type: ignore[arg-type]
     file = folder / "last.pt"
-    state = read_state(file) if file.exists() else {}
-    path = Path(os.path.normpath(folder / str(state.get("trainer"))))
-    if "trainer" not in state:
-        only = f"no checkpoint of a trainer, only {', '.join(map(str, state))}"
-        raise _unusable(f"there is {only if state else 'no checkpoint'} in {folder}")
+    if not file.exists():
+        raise _unusable(f"there is no checkpoint in {folder}")
+    found = _trainings(read_state(file))
+    name = next(reversed(found)) if name is None else name
+    if name not in found:
+        raise _unusable(f"no training {name!r} in {folder}, only {', '.join(map(repr, found))}")
+    path = Path(os.path.normpath(folder / found[name]["path"]))
     if not path.exists():
         raise _unusable(f"the trainer's checkpoint {path} is missing")
     return path
+
+
+def _trainings(state: State) -> dict[str, State]:
+    """What a state has of each training, by its name; the last one began last."""
+    if "trainings" not in state:
+        raise _unusable(f"there is no checkpoint of a trainer, only {', '.join(map(str, state))}")
+    found: dict[str, State] = state["trainings"]
+    return found
 
 
 def _unusable(fault: str) -> CheckpointError:

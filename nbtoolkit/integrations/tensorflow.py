@@ -17,10 +17,11 @@ import json
 import os
 import socket
 import sys
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import FitError, MissingExtra
-from nbtoolkit.integrations.support import StepWatch, as_numbers
+from nbtoolkit.integrations.support import StepWatch, as_numbers, record_checkpoint
 from nbtoolkit.worker.collectives import gather_on_all
 from nbtoolkit.worker.context import RunContext
 
@@ -56,8 +57,7 @@ def strategy(ctx: RunContext) -> tf.distribute.Strategy:
         tensorflow.random.set_seed(ctx.seed)
         if ctx.world_size == 1:
             return tensorflow.distribute.MirroredStrategy()
-        _connect(ctx)
-        return tensorflow.distribute.MultiWorkerMirroredStrategy()
+        return _connected(ctx.rank, ctx.world_size)
     except RuntimeError as error:
         raise FitError(
             f"TensorFlow has opened its devices before nbtf.strategy(ctx): {error}",
@@ -66,21 +66,22 @@ def strategy(ctx: RunContext) -> tf.distribute.Strategy:
         ) from error
 
 
-def callback(ctx: RunContext) -> Any:
+def callback(ctx: RunContext, *, name: str = "trainer") -> Any:
     """A callback for ``model.fit``: reports, stops, saves and resumes, by Keras' own files.
 
-    After each epoch it saves (Keras' ``BackupAndRestore``, in ``checkpoints/keras``) and reports
+    After each epoch it saves (Keras' ``BackupAndRestore``, in ``checkpoints/<name>``) and reports
     the epoch's numbers to ``ctx.report``, which may end the run. A stop request and the deadline
     also end it between two batches (several workers agree about once a second). A resumed run
     continues after the last saved epoch, and repeats one that was cut off.
 
     Args:
         ctx: the run's context.
+        name: of this training; for several in one run. It precedes the names of the metrics.
 
     Raises:
         MissingExtra: TensorFlow is not installed.
         FitError: Keras 3 on several workers, whose ``fit`` fails there. Raised by this call, or at
-            the begin of ``fit`` for a model of another Keras.
+            the begin of ``fit`` for a model of another Keras, or a second training of this name.
     """
     # tf_keras is also imported without TF_USE_LEGACY_KERAS.
     keras = sys.modules.get("tf_keras") or _tensorflow().keras
@@ -96,16 +97,17 @@ def callback(ctx: RunContext) -> Any:
         )
 
     options: dict[str, Any] = {}
+    folder = ctx.paths.checkpoints / name
     if saves:
         base = keras.callbacks.BackupAndRestore
-        options = {"backup_dir": str(ctx.paths.checkpoints / "keras"), "delete_checkpoint": False}
+        options = {"backup_dir": str(folder), "delete_checkpoint": False}
 
     class TensorFlowCallback(base):  # type: ignore[misc, valid-type] # of the Keras that is in use
         """Saves, then reports, after each epoch."""
 
         def __init__(self) -> None:
             super().__init__(**options)
-            self._watch, self._batches = StepWatch(ctx), 0
+            self._watch, self._batches = StepWatch(ctx, name), 0
 
         def set_model(self, model: Any) -> None:
             if not isinstance(model, keras.Model):
@@ -121,6 +123,7 @@ def callback(ctx: RunContext) -> Any:
             return True
 
         def on_train_begin(self, logs: Any = None) -> None:
+            self._watch.claim()
             self._watch.begin(0)
             super().on_train_begin(logs)
 
@@ -132,9 +135,8 @@ def callback(ctx: RunContext) -> Any:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             super().on_epoch_end(epoch, logs)
             if saves:
-                # What a run is resumed by: it names Keras' files.
-                ctx.save({"trainer": "keras", "step": epoch + 1}, step=epoch + 1)
-            ctx.report(as_numbers(logs or {}), step=epoch + 1)
+                record_checkpoint(ctx, folder, epoch + 1, name)
+            ctx.report(as_numbers(logs or {}, name), step=epoch + 1)
 
     return TensorFlowCallback()
 
@@ -150,26 +152,28 @@ def _tensorflow() -> Any:
 
 
 def _set_devices(tensorflow: Any, ctx: RunContext) -> None:
-    """Set this rank's GPUs, their memory and the CPU threads, unless an earlier job did."""
+    """Set this rank's GPUs, their memory and the CPU threads; the same again changes nothing."""
     config = tensorflow.config
     gpus = config.list_physical_devices("GPU")  # CUDA_VISIBLE_DEVICES has those of the plan
     if ctx.world_size > 1:
         gpus = gpus[ctx.local_rank : ctx.local_rank + 1]
-        if config.get_visible_devices("GPU") != gpus:
-            config.set_visible_devices(gpus, "GPU")
+        config.set_visible_devices(gpus, "GPU")
     for gpu in gpus:
-        if not config.experimental.get_memory_growth(gpu):
-            config.experimental.set_memory_growth(gpu, True)
-    threads = ctx.plan.threads_per_rank
-    if config.threading.get_intra_op_parallelism_threads() != threads:
-        config.threading.set_intra_op_parallelism_threads(threads)
+        config.experimental.set_memory_growth(gpu, True)
+    config.threading.set_intra_op_parallelism_threads(ctx.plan.threads_per_rank)
 
 
-def _connect(ctx: RunContext) -> None:
-    """Set TF_CONFIG, with a free port for each worker."""
+@cache
+def _connected(rank: int, world_size: int) -> Any:
+    """Set TF_CONFIG, with a free port for each worker, and connect the workers.
+
+    Once in a process, which may run the trials of a sweep in turn: in a second strategy of workers,
+    the first variable waits for ever (TensorFlow 2.21).
+    """
     with socket.socket() as free:  # on all interfaces, as TensorFlow's server, which has no choice
         free.bind(("", 0))
-        ports = gather_on_all(free.getsockname()[1], ctx.world_size)  # each is held until all are
+        ports = gather_on_all(free.getsockname()[1], world_size)  # each is held until all are
     workers = [f"127.0.0.1:{port}" for port in ports]
-    task = {"type": "worker", "index": ctx.rank}
+    task = {"type": "worker", "index": rank}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
+    return _tensorflow().distribute.MultiWorkerMirroredStrategy()

@@ -30,10 +30,8 @@ with requires("transformers", "4.50"):
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.integrations import integration_utils
 
-_REPORTER = "nbtoolkit"
 
-
-def training_arguments(ctx: RunContext, **own: Any) -> TrainingArguments:
+def training_arguments(ctx: RunContext, *, name: str = "trainer", **own: Any) -> TrainingArguments:
     """``transformers.TrainingArguments`` with what the plan decides.
 
     The ``Trainer`` that gets them has :func:`callback` through ``report_to``, as it has those of
@@ -41,6 +39,7 @@ def training_arguments(ctx: RunContext, **own: Any) -> TrainingArguments:
 
     Args:
         ctx: the run's context.
+        name: of this training; for several in one run. It precedes the names of the metrics.
         own: replace the values from the plan, or are added. A relative ``output_dir`` is below
             the run's ``checkpoints`` folder; trackers in ``report_to`` are added.
 
@@ -57,7 +56,10 @@ def training_arguments(ctx: RunContext, **own: Any) -> TrainingArguments:
         reporters = tools.get_available_reporting_integrations()
     others = [reporters] if isinstance(reporters, str) else list(reporters)
     # A name for the Trainer, as "wandb" is one: it makes its callbacks from this table.
-    tools.INTEGRATION_TO_CALLBACK[_REPORTER] = callback(ctx)
+    reporter, folder = "nbtoolkit", ctx.paths.checkpoints
+    if name != "trainer":
+        reporter, folder = f"nbtoolkit-{name}", folder / name
+    tools.INTEGRATION_TO_CALLBACK[reporter] = callback(ctx, name=name)
     evaluates = str(getattr(own.get("eval_strategy"), "value", own.get("eval_strategy", "no")))
     # As the evaluations, which load_best_model_at_end requires; else after each epoch.
     saves = evaluates if evaluates in ("steps", "epoch") else "epoch"
@@ -75,18 +77,22 @@ def training_arguments(ctx: RunContext, **own: Any) -> TrainingArguments:
         "save_total_limit": max(2, keeps.keep_last),
         "disable_tqdm": True,
     }
-    folder = ctx.paths.checkpoints / own.pop("output_dir", "")
-    reports = [*(name for name in others if name not in ("none", _REPORTER)), _REPORTER]
+    folder /= own.pop("output_dir", "")
+    reports = [*(other for other in others if other not in ("none", reporter)), reporter]
     return TrainingArguments(output_dir=str(folder), report_to=reports, **arguments | own)
 
 
-def callback(ctx: RunContext) -> TransformersCallback:
+def callback(ctx: RunContext, *, name: str = "trainer") -> TransformersCallback:
     """The callback that reports and stops, for a ``Trainer`` with arguments of your own.
 
     A ``Trainer`` with :func:`training_arguments` has one.
+
+    Args:
+        ctx: the run's context.
+        name: of this training; for several in one run.
     """
     check_inside_train(ctx, "callback")
-    return TransformersCallback(ctx)
+    return TransformersCallback(ctx, name)
 
 
 class TransformersCallback(TrainerCallback):
@@ -96,19 +102,26 @@ class TransformersCallback(TrainerCallback):
 
     Args:
         ctx: the run's context.
+        name: of the training.
     """
 
-    def __init__(self, ctx: RunContext) -> None:
-        self._ctx, self._watch = ctx, StepWatch(ctx)
+    def __init__(self, ctx: RunContext, name: str) -> None:
+        self._ctx, self._watch, self._name = ctx, StepWatch(ctx, name), name
         self._leaving: RunStopped | None = None
         self._training = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Start to watch for stop requests."""
-        self._training = True
+        """Start to watch for stop requests.
+
+        Raises:
+            FitError: another training of this run has the same name.
+        """
+        if not self._training:  # the Trainer may try again, with a smaller batch
+            self._watch.claim(state.global_step)
         self._watch.begin(state.global_step)
+        self._training = True
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -134,7 +147,7 @@ class TransformersCallback(TrainerCallback):
     ) -> None:
         """Log a training loss with what the Trainer logs beside it."""
         if logs and "loss" in logs:
-            self._ctx.log(as_numbers(logs), step=state.global_step)
+            self._ctx.log(as_numbers(logs, self._name), step=state.global_step)
 
     def on_evaluate(
         self,
@@ -150,7 +163,7 @@ class TransformersCallback(TrainerCallback):
             RunStopped: the run must stop here, and there is nothing to save.
         """
         try:
-            self._ctx.report(as_numbers(metrics or {}), step=state.global_step)
+            self._ctx.report(as_numbers(metrics or {}, self._name), step=state.global_step)
         except RunStopped as stopped:
             self._leave(stopped, control)
 
@@ -163,7 +176,7 @@ class TransformersCallback(TrainerCallback):
             RunStopped: the run must stop here.
         """
         path = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-        record_checkpoint(self._ctx, path, state.global_step)
+        record_checkpoint(self._ctx, path, state.global_step, self._name)
         self._watch.saved()
         self._leave_now()
 

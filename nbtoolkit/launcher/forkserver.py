@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import socket
 import time
 import warnings
@@ -165,6 +166,27 @@ class ForkServer(Forker):
                 self._end_standby()
                 self._standby = Standby(packet, time.monotonic() + STANDBY_DELAY)
 
+    def _read_last_requests(self, supervisor: int) -> None:
+        """Read what a supervisor has sent just before its end.
+
+        On a busy machine both are seen in the same turn, and the end may come first. The ranks
+        that the supervisor asked for would never start.
+        """
+        poller = select.poll()
+        poller.register(self._supervisors[supervisor].socket, select.POLLIN)
+        while poller.poll(0):
+            packet = receive_packet(self._supervisors[supervisor].socket)
+            match packet:
+                case None:
+                    return
+                case messages.ForkAgent():
+                    close_all(packet.descriptors.numbers())
+                case messages.ImportModules():
+                    self._preloader.request(packet.names, packet.environ)
+                case messages.StartStandby():
+                    self._end_standby()
+                    self._standby = Standby(packet, time.monotonic() + STANDBY_DELAY)
+
     def _fork_agent(self, supervisor: int, message: messages.ForkAgent) -> None:
         if message.patient and self._preloader.first_branch_is_starting(message.environment):
             self._waiting.append((supervisor, message))
@@ -281,6 +303,7 @@ class ForkServer(Forker):
         if pid in self.leaders:
             self.agent_ended(pid, code)
         elif pid in self._supervisors:
+            self._read_last_requests(pid)
             supervisor = self._supervisors.pop(pid)
             if self._standby is not None and self._standby.supervisor == pid:
                 self._standby = None

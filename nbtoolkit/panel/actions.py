@@ -65,7 +65,7 @@ def offered_buttons(
     names = {"launch": idle, "cross_validate": idle and folds is not None}
     names["sweep"] = form is not None and idle and bool(form.space.strip())
     if state is not None:
-        ended = not state.live and not state.gone and not state.unreadable
+        ended = state.over and not state.gone
         sweep_ended = ended and state.ended is not None and not state.paths.owned()
         names |= {
             "resume": state.status == "paused" or state.resumable,

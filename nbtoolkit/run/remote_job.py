@@ -125,3 +125,11 @@ def awaits_job(paths: RunPaths) -> bool:
     """Whether a job of another process waits or runs, which will lock the run."""
     job = remote_job(paths)
     return job is not None and not paths.completed() and job.active()
+
+
+def submitted_at(paths: RunPaths) -> float:
+    """Unix seconds at which the last job of a run was submitted to a cluster; 0: none was."""
+    try:
+        return paths.remote.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -15,6 +15,7 @@ from nbtoolkit.errors import RunFileError, SweepError
 from nbtoolkit.run import events
 from nbtoolkit.run.events import number_values
 from nbtoolkit.run.paths import Kind, RunPaths, kind_of, read_or_empty
+from nbtoolkit.run.remote_job import submitted_at
 from nbtoolkit.search.sweep_result import read_sweep_config
 from nbtoolkit.study.space import Space
 from nbtoolkit.study.table import SweepTable, Trial
@@ -106,7 +107,7 @@ class State:
         self._logged_at: deque[tuple[float, float]] = deque(maxlen=_SPEED_LOGS)
         self._past_attempts = 0.0  # seconds
         self._owned = True
-        self._restarting = False
+        self._restarting = self._submitted = False
         self._settings_written = 0
         self._read_settings()
         self._reader = events.EventReader(paths.events)
@@ -139,7 +140,7 @@ class State:
         return self._read_so_far() != before
 
     def _read_so_far(self) -> tuple[object, ...]:
-        return self._reader.offset, self._owned, self.gone, self.unreadable
+        return self._reader.offset, self._owned, self._submitted, self.gone, self.unreadable
 
     def _read(self) -> None:
         self.gone = not self.paths.folder.is_dir()
@@ -150,11 +151,12 @@ class State:
             # A line that is damaged, or written by another version, is skipped.
             with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
                 self._apply(event)
-        # Another supervisor may have started meanwhile, whose first line was read already.
+        # Another supervisor may have started, whose first line was read already.
         if not self._owned and self.ended is None and not self.gone:
             self._owned = self.paths.owned()
         # A new attempt moves the old result away before it writes its first event.
         self._restarting = self._owned and self.ended is not None and not self.paths.ended()
+        self._submitted = not self._owned and submitted_at(self.paths) > self._last
         if self.table is not None and self.status == "cut off":  # nobody was left to write it
             self.table.update(events.RunEnded(status="interrupted"))
             self._end_folds()
@@ -165,15 +167,15 @@ class State:
     def status(self) -> str:
         """The status in a word or two.
 
-        ``"running"``, ``"paused"``, the status it ended with, ``"failed"``, ``"cut off"`` (its
-        supervisor died), ``"gone"`` (its folder was deleted) or ``"unreadable"``.
+        ``"submitted"`` (its job has not begun), ``"running"``, ``"paused"``, the one it ended with,
+        ``"failed"``, ``"cut off"`` (its supervisor died), ``"gone"`` (deleted) or ``"unreadable"``.
         """
         if self.gone:
             return "gone"
         if self.unreadable:
             return "unreadable"
-        if self._restarting:
-            return "running"
+        if self._submitted or self._restarting:
+            return "submitted" if self._submitted else "running"
         if self.ended is not None:
             return self.ended.status
         if self._owned:
@@ -189,9 +191,9 @@ class State:
     def over(self) -> bool:
         """Whether it has ended, was cut off, or its folder is gone.
 
-        An unreadable folder may become readable again, so it is neither live nor over.
+        If it is submitted or unreadable, it may run later: then it is neither live nor over.
         """
-        return not self.live and self.status != "unreadable"
+        return not self.live and self.status not in ("unreadable", "submitted")
 
     @property
     def resumable(self) -> bool:

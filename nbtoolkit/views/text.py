@@ -56,6 +56,7 @@ def explanation(state: State) -> str:
         "cut off": f"Interrupted: its process died.{left} Resume continues it.",
         "stopped": f"Stopped.{left} Resume continues it.",
         "deadline": f"Its time was up.{left} Resume continues it.",
+        "submitted": "Its job on the cluster has not begun. nb.attach(folder).status asks for it.",
         "gone": "Its folder was deleted.",
         "unreadable": state.unreadable,
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -22,12 +23,12 @@ from typing import Any
 import nbtoolkit as nb
 from tests.bench.figures import Figure, in_fresh_process, median, quiet_config
 
-PAIRS = 7
+PAIRS = 21
 EPOCHS = 2
 BATCHES = 300
 BATCH = 64
 WIDTH = 256
-NAMES = ("lightning", "transformers", "keras")
+NAMES = ("lightning", "transformers", "keras", "tensorflow")
 
 
 def numbers() -> tuple[Any, Any]:
@@ -111,17 +112,30 @@ def transformers(ctx: Any, ours: bool, folder: Path) -> Taken:
 
 
 def keras(ctx: Any, ours: bool, folder: Path) -> Taken:
-    import keras
-
     from nbtoolkit.integrations import keras as nbk
+
+    return keras_fit(nbk.callback(ctx) if ours else None, folder)
+
+
+def tensorflow(ctx: Any, ours: bool, folder: Path) -> Taken:
+    from nbtoolkit.integrations import tensorflow as nbtf
+
+    # Also alone: TensorFlow's threads are set once in a process.
+    with nbtf.strategy(ctx).scope():
+        return keras_fit(nbtf.callback(ctx) if ours else None, folder)
+
+
+def keras_fit(callback: Any, folder: Path) -> Taken:
+    """A training of Keras with its own callback that saves, or with this one."""
+    import keras
 
     layers = keras.layers.Dense(WIDTH, activation="relu"), keras.layers.Dense(1)
     model = keras.Sequential([keras.Input((WIDTH,)), *layers])
     model.compile(loss="mse", optimizer="sgd")
-    callback = nbk.callback(ctx) if ours else keras.callbacks.BackupAndRestore(folder)
+    callbacks = [callback or keras.callbacks.BackupAndRestore(folder)]
     x, y = (part.numpy() for part in numbers())
     fit = {"batch_size": BATCH, "epochs": EPOCHS, "verbose": 0, "shuffle": False}
-    return timed(lambda: model.fit(x, y, callbacks=[callback], **fit))
+    return timed(lambda: model.fit(x, y, callbacks=callbacks, **fit))
 
 
 def timed(train: Callable[[], object]) -> Taken:
@@ -132,8 +146,9 @@ def timed(train: Callable[[], object]) -> Taken:
 
 def pairs(name: str) -> dict[str, float]:
     """The medians of the ratios with/alone."""
-    os.environ.setdefault("KERAS_BACKEND", "torch")
-    run = {"lightning": lightning, "transformers": transformers, "keras": keras}[name]
+    os.environ["KERAS_BACKEND"] = "tensorflow" if name == "tensorflow" else "torch"
+    runs = {"lightning": lightning, "transformers": transformers, "keras": keras}
+    run = {**runs, "tensorflow": tensorflow}[name]
 
     def train(config: nb.Config, ctx: nb.RunContext) -> list[Taken]:
         import torch
@@ -143,7 +158,7 @@ def pairs(name: str) -> dict[str, float]:
         for number in range(PAIRS + 1):
             with tempfile.TemporaryDirectory(dir=ctx.paths.folder) as folder:
                 # A pair before this one has saved, and each begins anew.
-                (ctx.paths.checkpoints / "last.pt").unlink(missing_ok=True)
+                shutil.rmtree(ctx.paths.checkpoints, ignore_errors=True)
                 order = (True, False) if number % 2 else (False, True)
                 taken = {ours: run(ctx, ours, Path(folder)) for ours in order}
             clock, cpu = (

@@ -19,6 +19,7 @@ from nbtoolkit.errors import LaunchError, ResumeError
 from nbtoolkit.run.events import EventReader, MetricsReported, RunStarted
 from nbtoolkit.tasks.digits import load
 from nbtoolkit.tasks.digits import train as digits
+from nbtoolkit.views.state import read_state
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("slurm_here")]
 
@@ -175,6 +176,7 @@ def test_a_job_that_waits_says_why_and_is_cancelled(slurm: slurms.Slurm, tmp_pat
         assert "PENDING" in handle.status
         wait_until(lambda: "PartitionDown" in handle.status)
         assert not handle.done()
+        assert read_state(handle.paths.folder).status == "submitted"
         # Nobody else starts it meanwhile.
         with pytest.raises(ResumeError, match="still running"):
             nb.launch(steps, config(tmp_path), resume=handle.paths.folder, display="off")

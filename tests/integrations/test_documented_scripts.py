@@ -83,15 +83,21 @@ def reports(run: Any) -> list[Any]:
 
 
 def saved_step(run: Any) -> int:
-    return int(read_state(run.paths.checkpoints / "last.pt")["step"])
+    state = read_state(run.paths.checkpoints / "last.pt")
+    return int(state["trainings"]["trainer"]["step"])
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_at_most_two_lines_of_a_script_change(name: str) -> None:
-    source = inspect.getsource(SCRIPTS[name].train)
+TENSORFLOW = scripts.tensorflow_distributed_training_with_keras  # test_tensorflow_script.py
+
+
+@pytest.mark.parametrize(
+    "train", [*(script.train for script in SCRIPTS.values()), TENSORFLOW], ids=[*SCRIPTS, "tf"]
+)
+def test_at_most_two_lines_of_a_script_change(train: Callable[..., Any]) -> None:
+    source = inspect.getsource(train)
     function = ast.parse(source).body[0]
     assert isinstance(function, ast.FunctionDef)
-    uses = re.compile(r"\bnb[ltk]\.")
+    uses = re.compile(r"\bnb(l|t|k|tf)\.")
     changed = [one for one in function.body if uses.search(ast.unparse(one))]
     assert 1 <= len(changed) <= 2
     assert len(changed) == source.count("# nbtoolkit\n")

@@ -121,15 +121,18 @@ def test_each_function_is_refused_in_the_kernel(name: str, call: str, tmp_path: 
 
 
 def test_a_checkpoint_of_another_kind_is_not_resumed(config: nb.Config) -> None:
-    def train(config: nb.Config, ctx: nb.RunContext) -> None:
-        assert support.resume_from(ctx) is None
+    def train_and_save(config: nb.Config, ctx: nb.RunContext) -> None:
         ctx.save({"mine": 1})
         with pytest.raises(CheckpointError, match=r"no checkpoint of a trainer, only mine"):
             support.resume_from(ctx)
-        support.record_checkpoint(ctx, ctx.paths.checkpoints / "gone.ckpt", 1)
+
+    def train(config: nb.Config, ctx: nb.RunContext) -> None:
+        assert support.resume_from(ctx) is None
+        support.record_checkpoint(ctx, ctx.paths.checkpoints / "gone.ckpt", 1, "trainer")
         with pytest.raises(CheckpointError, match=r"gone\.ckpt is missing"):
             support.resume_from(ctx)
 
+    nb.launch(train_and_save, config, start="inline", display="off")
     result = nb.launch(train, config, start="inline", display="off")
     with pytest.raises(CheckpointError, match=r"gone\.ckpt is missing"):
         support.last_checkpoint(result)

@@ -155,7 +155,7 @@ def test_fit_of_keras_3_on_one_process_reports_resumes_and_stops(tmp_path: Path)
     assert whole.value["epochs"] == [0, 1, 2, 3]
     assert whole.value["threads"] == whole.plan.threads_per_rank
     assert whole.metrics["val_loss"] > 0
-    assert (whole.paths.checkpoints / "keras").is_dir()
+    assert (whole.paths.checkpoints / "trainer").is_dir()
     fails.touch()
     config = settings(tmp_path / "cut", **{"train.epochs": 4})
     with pytest.raises(OSError, match="a disk that failed"):

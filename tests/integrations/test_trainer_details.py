@@ -152,7 +152,7 @@ def test_lightning_reports_both_losses_of_an_epoch(config: nb.Config, tmp_path: 
     outputs = torch.nn.functional.linear(x, state["layer.weight"], state["layer.bias"])
     loss = torch.nn.functional.mse_loss(outputs, y).item()
     assert loss == pytest.approx(reports(run)[1].values["val_loss"], rel=1e-4)
-    assert len(list(run.paths.checkpoints.glob("lightning-*.ckpt"))) == 2  # keep_last
+    assert len(list(run.paths.checkpoints.glob("trainer-*.ckpt"))) == 2  # keep_last
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -204,7 +204,7 @@ def test_lightning_with_manual_optimization_no_validation_and_an_unused_layer(
     run = nb.launch(lightning_trains, two_ranks(config, **settings), display="off")
     assert [event.step for event in reports(run)] == [8, 16]
     assert reports(run)[1].values["train_mse"] < reports(run)[0].values["train_mse"]
-    assert last_checkpoint(run).name == "lightning-000000016.ckpt"
+    assert last_checkpoint(run).name == "trainer-000000016.ckpt"
 
 
 def test_no_checkpoint_is_written_with_checkpoint_enabled_false(config: nb.Config) -> None:

@@ -115,6 +115,35 @@ def test_the_next_launch_takes_the_ranks_that_wait(config: nb.Config) -> None:
     all_gone(third, 30)
 
 
+def test_the_request_of_a_supervisor_that_has_just_ended_is_read(tmp_path: Path) -> None:
+    """On a busy machine the fork server may see the end first, and the ranks never started."""
+    code = """
+        import os, socket
+        from nbtoolkit.launcher.forkserver import ForkServer
+        from nbtoolkit.run import messages
+        from nbtoolkit.run.transport import packet_pair, send_packet
+
+        def ends(forkserver, message):
+            file = os.open(os.devnull, os.O_RDONLY)
+            given = messages.StandbyDescriptors(payload=file, spec=file)
+            send_packet(forkserver, messages.StartStandby(
+                shape="two", environment="", seconds=600.0, descriptors=given))
+
+        ours, theirs = packet_pair()
+        server = ForkServer(theirs)
+        file = os.open(os.devnull, os.O_RDONLY)
+        given = messages.SupervisorDescriptors(
+            payload=file, request=file, connection=file, lock=file)
+        pid = server._fork_supervisor("__main__:ends", messages.ForkSupervisor(
+            main="", detached=False, shape="", descriptors=given))
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        server._reap()
+        print(server._standby.request.shape)
+    """
+    with script(code, tmp_path) as running:
+        assert running.output() == "two\n"
+
+
 @pytest.mark.long
 def test_a_rank_that_is_killed_while_it_waits(config: nb.Config) -> None:
     launched(config)

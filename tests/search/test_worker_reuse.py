@@ -7,18 +7,22 @@ import os
 import signal
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 from kernels import until
+from torch import nn
 
 import nbtoolkit as nb
 from nbtoolkit.launcher.forkserver_client import fork_server, shutdown
 from nbtoolkit.run.paths import RunPaths
 
 LR = {"optim.lr": {"type": "float", "low": 1e-4, "high": 1e-1, "log": True}}
-ONE_SLOT = {
+ONE_SLOT: dict[str, Any] = {
     "study": {"sampler": "random", "pruner": "none"},
     "space": LR,
     "placement": "all_devices_per_trial",
@@ -238,3 +242,36 @@ def test_schedulers_are_forked_with_the_imports_of_a_sweep(config: nb.Config) ->
     # Optuna's import loads it; nothing else in the fork server does.
     maps = Path(f"/proc/{fork_server().pid}/maps").read_text()
     assert "_sqlite3" in maps or "_sqlite3" in sys.builtin_module_names
+
+
+def layers_trial(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+    torch.manual_seed(0)
+    inputs = torch.randn(64, 8)
+    data = inputs, (inputs.sum(1) > 0).long()
+    layers = nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2)
+    model = nn.Sequential(*layers)
+    return nb.fit(ctx, config, model, data, data, loss=nn.functional.cross_entropy)
+
+
+# DeepSpeed takes some seconds to import; make test-cluster installs it.
+DEEPSPEED = pytest.param("deepspeed", marks=pytest.mark.cluster)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline", DEEPSPEED])
+def test_a_trial_after_others_in_its_ranks_trains_as_a_run_of_its_own(
+    config: nb.Config, strategy: str
+) -> None:
+    if find_spec("deepspeed") is None and strategy == "deepspeed":
+        pytest.skip("NOT TESTED: DeepSpeed is not installed (make test-cluster)")
+    more = {"distributed.strategy": strategy, "distributed.world_size": 2}
+    sizes = {"train.epochs": 3, "train.batch_size": 16, "train.gradient_accumulation_steps": 2}
+    config = config.with_overrides({**more, **sizes})
+    study = {"pruner": "median", "pruner_options": {"n_startup_trials": 1}}
+    rates = [{"optim.lr": rate} for rate in (1e-3, 1e-4, 1e-2)]
+    source = {**ONE_SLOT, "study": {**ONE_SLOT["study"], **study}, "first_trials": rates}
+    result = nb.sweep(layers_trial, config, source, n_trials=3, display="off")
+    assert list(result.trials["state"]) == ["complete", "pruned", "complete"]
+    alone = nb.launch(layers_trial, config.with_overrides({"optim.lr": 1e-2}), display="off")
+    assert result.best_params == {"optim.lr": 1e-2}
+    assert result.best_value == alone.metrics["val_loss"]

@@ -163,6 +163,75 @@ def keras_simple_mnist_convnet(config: Any, ctx: Any) -> dict[str, float]:
     return {"test_loss": score[0], "test_accuracy": score[1], "weights": weights}
 
 
+# --- https://www.tensorflow.org/tutorials/distribute/keras, "Distributed training with Keras"
+# Without the TensorBoard callback; each rank has a folder of its own for the page's checkpoints.
+
+
+def tensorflow_distributed_training_with_keras(config: Any, ctx: Any) -> dict[str, float]:
+    import tensorflow as tf
+
+    from nbtoolkit.integrations import tensorflow as nbtf
+
+    strategy = nbtf.strategy(ctx)  # nbtoolkit
+    BUFFER_SIZE = 10000
+    BATCH_SIZE_PER_REPLICA = 8
+    BATCH_SIZE = BATCH_SIZE_PER_REPLICA * strategy.num_replicas_in_sync
+
+    class Slow(tf.keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            slow_step(config, ctx)
+
+    def scale(image, label):  # autograph finds no annotations
+        image = tf.cast(image, tf.float32)
+        image /= 255
+        return image, label
+
+    images, labels = zip(*digits(ctx), strict=True)
+    pixels = [255 * image.permute(1, 2, 0).numpy() for image in images]
+    mnist_train = tf.data.Dataset.from_tensor_slices((pixels, list(labels)))
+    train_dataset = mnist_train.map(scale).cache().shuffle(BUFFER_SIZE).batch(BATCH_SIZE)
+    with strategy.scope():
+        model = tf.keras.Sequential(
+            [
+                tf.keras.layers.Conv2D(32, 3, activation="relu", input_shape=(28, 28, 1)),
+                tf.keras.layers.MaxPooling2D(),
+                tf.keras.layers.Flatten(),
+                tf.keras.layers.Dense(64, activation="relu"),
+                tf.keras.layers.Dense(10),
+            ]
+        )
+        model.compile(
+            loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            optimizer=tf.keras.optimizers.Adam(),
+            metrics=["accuracy"],
+        )
+    checkpoint_prefix = str(ctx.paths.folder / f"training_checkpoints-{ctx.rank}" / "ckpt_{epoch}")
+
+    def decay(epoch: int) -> float:
+        if epoch < 3:
+            return rate(config, ctx)
+        if epoch < 7:
+            return rate(config, ctx) / 10
+        return rate(config, ctx) / 100
+
+    class PrintLR(tf.keras.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            print(f"Learning rate for epoch {epoch + 1} is {model.optimizer.learning_rate.numpy()}")
+
+    callbacks = [  # nbtoolkit
+        tf.keras.callbacks.ModelCheckpoint(
+            filepath=checkpoint_prefix + ".weights.h5", save_weights_only=True
+        ),
+        tf.keras.callbacks.LearningRateScheduler(decay),
+        PrintLR(),
+        Slow(),
+        nbtf.callback(ctx),
+    ]
+    model.fit(train_dataset, epochs=epochs(config), callbacks=callbacks, verbose=0)
+    weights = float(sum(abs(one).sum() for one in model.get_weights()))
+    return {"weights": weights, "replicas": float(strategy.num_replicas_in_sync)}
+
+
 # --- in place of data and machines
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from run_folders import NOON, SWEEP_CONFIG, hold_lock, sweep, trained, trial, write_run
 
+from nbtoolkit.panel.actions import offered_buttons
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.views.state import State, read_state
+from nbtoolkit.views.text import explanation
 
 ENDED = {"type": "ended", "status": "completed", "seconds": 9.0}
 
@@ -49,6 +51,26 @@ def test_a_run_whose_process_died_is_cut_off_and_can_be_resumed(tmp_path: Path) 
     assert state.refresh()  # that alone is new
     assert (state.status, state.live, state.over) == ("cut off", False, True)
     assert state.resumable
+
+
+def test_a_run_whose_job_has_not_begun_is_submitted_and_not_over(tmp_path: Path) -> None:
+    paths = write_run(tmp_path, "one", events=[])
+    paths.remote.parent.mkdir()
+    paths.remote.write_text('{"where": "slurm", "job": {"number": "7"}}')
+    state = read_state(paths.folder)
+    assert (state.status, state.live, state.over) == ("submitted", False, False)
+    assert not state.resumable
+    assert "has not begun" in explanation(state)
+    assert offered_buttons(state) == set()  # neither Resume nor Stop
+    with hold_lock(paths):
+        append(paths, {"type": "run", "t": time.time()})
+        assert state.refresh()
+        assert state.status == "running"
+    assert state.refresh()
+    assert state.status == "cut off"
+    # Submitted again.
+    paths.remote.write_text('{"where": "slurm", "job": {"number": "8"}}')
+    assert read_state(paths.folder).status == "submitted"
 
 
 def test_a_supervisor_that_starts_while_the_log_is_read_is_no_death(tmp_path: Path) -> None:
