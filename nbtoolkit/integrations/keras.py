@@ -21,9 +21,9 @@ from nbtoolkit.integrations.support import (
     StepWatch,
     as_numbers,
     check_inside_train,
+    check_name_unused,
     record_checkpoint,
-    recorded,
-    refuse_begun,
+    recorded_trainings,
     refuse_ranks,
     requires,
 )
@@ -71,8 +71,8 @@ def initial_epoch(ctx: RunContext, *, name: str = "trainer") -> int:
         LaunchError: called outside of ``train``.
     """
     check_inside_train(ctx, "initial_epoch")
-    refuse_begun(ctx, name)
-    return int(recorded(ctx)[name]["epoch"]) if name in recorded(ctx) else 0
+    check_name_unused(ctx, name)
+    return int(recorded_trainings(ctx).get(name, {"epoch": 0})["epoch"])
 
 
 def callback(ctx: RunContext, *, name: str = "trainer") -> KerasCallback:
@@ -83,6 +83,7 @@ def callback(ctx: RunContext, *, name: str = "trainer") -> KerasCallback:
         name: of this training; for several in one run. It precedes the names of the metrics.
 
     Raises:
+        FitError: another training of this run has the same name.
         LaunchError: called outside of ``train``.
         PlanError: there are several ranks, which Keras 3 cannot train together.
     """
@@ -113,8 +114,8 @@ class KerasCallback(keras.callbacks.Callback):
             FitError: the model has no weights yet to load a checkpoint into, or another training
                 of this run has the same name.
         """
-        self._watch.claim()
-        model, state = self.model, recorded(self._ctx).get(self._name)
+        self._watch.claim_name()
+        model, state = self.model, recorded_trainings(self._ctx).get(self._name)
         backend, policy = keras.config.backend(), keras.config.dtype_policy().name
         self._ctx.message(f"Keras {keras.__version__} trains on its back end {backend} in {policy}")
         if state is not None:
@@ -174,6 +175,5 @@ class KerasCallback(keras.callbacks.Callback):
         self.model.save_weights(partial, overwrite=True)
         partial.replace(path)
         more = {"epoch": epoch, "random": gather_random_states(self._ctx.device, 1)}
-        older = f"{self._name}-[0-9]*.weights.h5"
-        record_checkpoint(self._ctx, path, self._step, self._name, older=older, **more)
+        record_checkpoint(self._ctx, path, self._step, self._name, suffix=".weights.h5", **more)
         self._watch.saved()

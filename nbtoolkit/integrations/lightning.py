@@ -124,7 +124,7 @@ class LightningCallback(Checkpoint):
             FitError: another training of this run has the same name.
         """
         if self._step < 0:  # fit may be called again, and continues
-            self._watch.claim(trainer.global_step)
+            self._watch.claim_name(trainer.global_step)
         self._step = trainer.global_step
         self._watch.begin(self._step)
 
@@ -146,7 +146,8 @@ class LightningCallback(Checkpoint):
         self._step = step
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         # Manual optimization may return no loss.
-        if every and step % every == 0 and isinstance(outputs, Mapping) and "loss" in outputs:
+        due = self._ctx.is_main and every and step % every == 0  # a number waits for the GPU
+        if due and isinstance(outputs, Mapping) and "loss" in outputs:
             rate = trainer.optimizers[0].param_groups[0]["lr"]
             logged = as_numbers({"loss": outputs["loss"], "lr": rate}, self._name)
             self._ctx.log(logged, step=step)
@@ -192,5 +193,5 @@ class LightningCallback(Checkpoint):
         step = trainer.global_step
         path = self._ctx.paths.checkpoints / f"{self._name}-{step:09d}.ckpt"
         trainer.save_checkpoint(path)
-        record_checkpoint(self._ctx, path, step, self._name, older=f"{self._name}-[0-9]*.ckpt")
+        record_checkpoint(self._ctx, path, step, self._name, suffix=".ckpt")
         self._watch.saved()

@@ -13,7 +13,7 @@ from nbtoolkit.integrations.support import (
     StepWatch,
     check_version,
     record_checkpoint,
-    recorded,
+    recorded_trainings,
     refuse_ranks,
 )
 from nbtoolkit.run.paths import write_whole
@@ -41,8 +41,9 @@ class Rounds:
     def __init__(self, ctx: RunContext, file: str) -> None:
         self._ctx, self._watch = ctx, StepWatch(ctx, file)
         self.path = ctx.paths.checkpoints / file
-        self.saved = self.path if file in recorded(ctx) else None
-        self.target: int | None = recorded(ctx)[file]["target"] if self.saved else None
+        state = recorded_trainings(ctx).get(file)
+        self.saved = None if state is None else self.path
+        self.target: int | None = None if state is None else state["target"]
         self.prepared = self.continued = False
         self._saved_round = 0
 
@@ -61,7 +62,7 @@ class Rounds:
             raise FitError(
                 f"every={first_report} is no number of rounds", allowed="1 and more", do="every=10"
             )
-        self._watch.claim()
+        self._watch.claim_name()
         self._watch.begin(0)
         self.target = target
         self._ctx.announce([], first_step=first_report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shutil
@@ -165,7 +166,7 @@ class StepWatch:
         self._steps = settings.every_steps if self.saves else None
         self._sync = RankSync(ctx, self._steps)
 
-    def claim(self, step: int | None = None) -> None:
+    def claim_name(self, step: int | None = None) -> None:
         """Claim the name of the training, once.
 
         Args:
@@ -175,8 +176,9 @@ class StepWatch:
         Raises:
             FitError: another training of this run has the same name.
         """
-        refuse_begun(self._ctx, self._training).add(self._training)
-        if step == 0 and recorded(self._ctx).get(self._training, {}).get("step"):
+        check_name_unused(self._ctx, self._training)
+        _used_names(self._ctx).add(self._training)
+        if step == 0 and recorded_trainings(self._ctx).get(self._training, {}).get("step"):
             missed = "the run resumes, and its trainer begins anew: pass it resume_from(ctx)"
             self._ctx.message(missed, "warning")
 
@@ -234,23 +236,31 @@ class StepWatch:
         return ControlSignal.SAVE if due else _CONTINUE
 
 
-def refuse_begun(ctx: RunContext, training: str) -> set[str]:
-    """Refuse a second training of a name; returns the names of those that have begun."""
-    begun: set[str] = vars(ctx).setdefault("_trainings_begun", set())
-    if training in begun:
+def check_name_unused(ctx: RunContext, training: str) -> None:
+    """Check that no training of this name has started in this process.
+
+    Raises:
+        FitError: one has; a second one would continue from its checkpoints.
+    """
+    if training in _used_names(ctx):
         raise FitError(
             f"two trainings of one run would write the checkpoints of {training!r}",
             allowed="a name for each training of a run",
-            do='pass name="..." in each call of nbtoolkit for it, such as name="fine_tuning"',
+            do='pass name="..." in each call of nbtoolkit for it, or launch a run for each',
         )
-    return begun
+
+
+def _used_names(ctx: RunContext) -> set[str]:
+    """The names of the trainings that have started; in the context, since a process runs trials."""
+    names: set[str] = vars(ctx).setdefault("_training_names", set())
+    return names
 
 
 # --- the framework's own checkpoint ---
 
 
 def record_checkpoint(
-    ctx: RunContext, path: Path, step: int, training: str, *, older: str = "", **more: object
+    ctx: RunContext, path: Path, step: int, training: str, *, suffix: str = "", **more: object
 ) -> None:
     """Make a framework's checkpoint the one to resume from; **all** ranks call it.
 
@@ -259,14 +269,18 @@ def record_checkpoint(
         path: a file or folder that is complete, below ``ctx.paths.checkpoints`` or elsewhere.
         step: optimizer steps done.
         training: the name of the training.
-        older: a pattern of files or folders below ``ctx.paths.checkpoints``, in the order of their
-            names: all but the newest ``checkpoint.keep_last`` are removed. Empty: none.
+        suffix: of files or folders ``<training>-<step, 9 digits><suffix>`` below
+            ``ctx.paths.checkpoints``: all but the newest ``checkpoint.keep_last`` are removed.
+            Empty: none are.
         more: plain values and tensors to keep beside it.
     """
     name = os.path.relpath(path, ctx.paths.checkpoints)
-    recorded(ctx)[training] = {"path": name, "step": step, **more}
-    ctx.save({"trainings": {**recorded(ctx)}}, step=step)
-    found = sorted(ctx.paths.checkpoints.glob(older)) if older and ctx.is_main else []
+    trainings = recorded_trainings(ctx)
+    trainings[training] = {"path": name, "step": step, **more}
+    ctx.save({"trainings": {**trainings}}, step=step)
+    # Not those of a training "tuning-2" with the ones of "tuning".
+    pattern = f"{glob.escape(training)}-{'[0-9]' * 9}{suffix}"
+    found = sorted(ctx.paths.checkpoints.glob(pattern)) if suffix and ctx.is_main else []
     for old in found[: -ctx.config.checkpoint.keep_last]:
         if old.is_dir():
             shutil.rmtree(old)
@@ -274,7 +288,7 @@ def record_checkpoint(
             old.unlink()
 
 
-def recorded(ctx: RunContext) -> dict[str, State]:
+def recorded_trainings(ctx: RunContext) -> dict[str, State]:
     """What :func:`record_checkpoint` has last recorded of each training of this run, by its name.
 
     Raises:
@@ -301,8 +315,8 @@ def resume_from(ctx: RunContext, *, name: str = "trainer") -> Path | None:
         LaunchError: called outside of ``train``.
     """
     check_inside_train(ctx, "resume_from")
-    refuse_begun(ctx, name)
-    return last_checkpoint(ctx, name=name) if name in recorded(ctx) else None
+    check_name_unused(ctx, name)
+    return last_checkpoint(ctx, name=name) if name in recorded_trainings(ctx) else None
 
 
 def last_checkpoint(

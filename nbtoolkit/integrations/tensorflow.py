@@ -123,7 +123,7 @@ def callback(ctx: RunContext, *, name: str = "trainer") -> Any:
             return True
 
         def on_train_begin(self, logs: Any = None) -> None:
-            self._watch.claim()
+            self._watch.claim_name()
             self._watch.begin(0)
             super().on_train_begin(logs)
 

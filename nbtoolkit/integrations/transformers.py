@@ -119,7 +119,7 @@ class TransformersCallback(TrainerCallback):
             FitError: another training of this run has the same name.
         """
         if not self._training:  # the Trainer may try again, with a smaller batch
-            self._watch.claim(state.global_step)
+            self._watch.claim_name(state.global_step)
         self._watch.begin(state.global_step)
         self._training = True
 

@@ -13,9 +13,15 @@ from nbtoolkit.environment.variables import kernel_environment
 from nbtoolkit.errors import CannotPickle, ConfigError, LaunchError, PlanError
 from nbtoolkit.host import detect_host
 from nbtoolkit.launcher.measured import unmeasured
-from nbtoolkit.run.paths import RunPaths, folder_error, write_json
+from nbtoolkit.run.paths import RunPaths, folder_error
 from nbtoolkit.run.payload import PackedFunction, load_function, pack_function, unpack
-from nbtoolkit.run.remote_job import CALL_FILE, JOB_MARK, find_cluster
+from nbtoolkit.run.remote_job import (
+    CALL_FILE,
+    JOB_MARK,
+    events_size,
+    find_cluster,
+    write_job,
+)
 from nbtoolkit.run.resume import ChosenRun, roll_back, write_submitted
 
 Call = Callable[[], object]
@@ -70,8 +76,8 @@ def submit_to_cluster(
             roll_back(run)
             raise
     try:
-        job = cluster.submit(run.paths, config, search=search)
-        write_json(run.paths.remote, {"where": where, "job": dict(job)})
+        size = events_size(run.paths)
+        write_job(run.paths, where, cluster.submit(run.paths, config, search=search), size)
     except BaseException:
         roll_back(run)
         raise

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from nbtoolkit.run.paths import RunPaths, read_or_empty
+from nbtoolkit.run.paths import RunPaths, read_or_empty, write_json
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
@@ -127,9 +127,26 @@ def awaits_job(paths: RunPaths) -> bool:
     return job is not None and not paths.completed() and job.active()
 
 
-def submitted_at(paths: RunPaths) -> float:
-    """Unix seconds at which the last job of a run was submitted to a cluster; 0: none was."""
-    try:
-        return paths.remote.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+def write_job(paths: RunPaths, where: str, job: Mapping[str, object], events_size: int) -> None:
+    """Record the job of a run.
+
+    Args:
+        paths: the run's.
+        where: a name of :data:`CLUSTERS`.
+        job: what the cluster knows it by.
+        events_size: of the run's events before the job was submitted, in bytes.
+    """
+    write_json(paths.remote, {"where": where, "job": dict(job), "events_size": events_size})
+
+
+def job_has_started(paths: RunPaths) -> bool:
+    """Whether the last job of a run has written an event; true for a run without a job.
+
+    It compares no times: a copy of the folder has others, and so have the clocks of a cluster.
+    """
+    return read_or_empty(paths.remote).get("events_size") != events_size(paths)
+
+
+def events_size(paths: RunPaths) -> int:
+    """The size of a run's events, in bytes."""
+    return paths.events.stat().st_size if paths.events.exists() else 0

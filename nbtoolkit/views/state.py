@@ -15,7 +15,7 @@ from nbtoolkit.errors import RunFileError, SweepError
 from nbtoolkit.run import events
 from nbtoolkit.run.events import number_values
 from nbtoolkit.run.paths import Kind, RunPaths, kind_of, read_or_empty
-from nbtoolkit.run.remote_job import submitted_at
+from nbtoolkit.run.remote_job import job_has_started
 from nbtoolkit.search.sweep_result import read_sweep_config
 from nbtoolkit.study.space import Space
 from nbtoolkit.study.table import SweepTable, Trial
@@ -156,7 +156,7 @@ class State:
             self._owned = self.paths.owned()
         # A new attempt moves the old result away before it writes its first event.
         self._restarting = self._owned and self.ended is not None and not self.paths.ended()
-        self._submitted = not self._owned and submitted_at(self.paths) > self._last
+        self._submitted = not self._owned and not job_has_started(self.paths)
         if self.table is not None and self.status == "cut off":  # nobody was left to write it
             self.table.update(events.RunEnded(status="interrupted"))
             self._end_folds()
@@ -174,8 +174,10 @@ class State:
             return "gone"
         if self.unreadable:
             return "unreadable"
-        if self._submitted or self._restarting:
-            return "submitted" if self._submitted else "running"
+        if self._submitted:
+            return "submitted"
+        if self._restarting:
+            return "running"
         if self.ended is not None:
             return self.ended.status
         if self._owned:
@@ -189,10 +191,7 @@ class State:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, was cut off, or its folder is gone.
-
-        If it is submitted or unreadable, it may run later: then it is neither live nor over.
-        """
+        """Whether it has ended, was cut off or is gone; not if it is submitted or unreadable."""
         return not self.live and self.status not in ("unreadable", "submitted")
 
     @property

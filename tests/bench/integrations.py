@@ -28,7 +28,6 @@ EPOCHS = 2
 BATCHES = 300
 BATCH = 64
 WIDTH = 256
-NAMES = ("lightning", "transformers", "keras", "tensorflow")
 
 
 def numbers() -> tuple[Any, Any]:
@@ -138,6 +137,9 @@ def keras_fit(callback: Any, folder: Path) -> Taken:
     return timed(lambda: model.fit(x, y, callbacks=callbacks, **fit))
 
 
+TRAININGS = {one.__name__: one for one in (lightning, transformers, keras, tensorflow)}
+
+
 def timed(train: Callable[[], object]) -> Taken:
     start = time.perf_counter(), time.process_time()
     train()
@@ -147,8 +149,7 @@ def timed(train: Callable[[], object]) -> Taken:
 def pairs(name: str) -> dict[str, float]:
     """The medians of the ratios with/alone."""
     os.environ["KERAS_BACKEND"] = "tensorflow" if name == "tensorflow" else "torch"
-    runs = {"lightning": lightning, "transformers": transformers, "keras": keras}
-    run = {**runs, "tensorflow": tensorflow}[name]
+    run = TRAININGS[name]
 
     def train(config: nb.Config, ctx: nb.RunContext) -> list[Taken]:
         import torch
@@ -174,7 +175,7 @@ def pairs(name: str) -> dict[str, float]:
 
 
 def figures() -> list[Figure]:
-    found = [name for name in NAMES if find_spec(name) is not None]
+    found = [name for name in TRAININGS if find_spec(name) is not None]
     return [
         Figure(f"{name}: {of} with the integration over alone, one rank", value, "x", target=1.03)
         for name in found

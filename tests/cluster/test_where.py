@@ -23,6 +23,7 @@ from nbtoolkit.errors import (
 from nbtoolkit.launcher.remote import load_call
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.tasks.digits import train as digits
+from nbtoolkit.views.state import read_state
 
 SPACE = {"optim.lr": {"type": "float", "low": 1e-3, "high": 1e-1}}
 
@@ -106,6 +107,7 @@ def test_a_run_is_submitted_and_waits_for_its_job(login_node: Path) -> None:
     paths = handle.paths
     assert handle.status == "Slurm's job 7: PENDING (Resources)"
     assert not handle.done()
+    assert read_state(paths.folder).status == "submitted"
     words = (login_node / "submitted").read_text().split()
     assert words == [
         "--parsable",

@@ -140,6 +140,22 @@ def test_a_checkpoint_of_another_kind_is_not_resumed(config: nb.Config) -> None:
         support.last_checkpoint(result.paths.folder / "checkpoints")
 
 
+def test_old_checkpoints_of_a_training_go_and_those_of_others_stay(config: nb.Config) -> None:
+    names = ("tuning-2", "tuning[2]", "tuning")
+
+    def train(config: nb.Config, ctx: nb.RunContext) -> None:
+        ctx.paths.checkpoints.mkdir(exist_ok=True)
+        for name in names:
+            for step in range(1, 5):
+                path = ctx.paths.checkpoints / f"{name}-{step:09d}.ckpt"
+                path.touch()
+                support.record_checkpoint(ctx, path, step, name, suffix=".ckpt")
+
+    result = nb.launch(train, config, start="inline", display="off")
+    left = {path.name for path in result.paths.checkpoints.glob("*.ckpt")}
+    assert left == {f"{name}-{step:09d}.ckpt" for name in names for step in (3, 4)}
+
+
 # --- Keras ---
 
 

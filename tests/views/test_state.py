@@ -25,6 +25,14 @@ def append(paths: RunPaths, *events: dict[str, Any]) -> None:
         log.writelines(json.dumps({"t": NOON, **event}) + "\n" for event in events)
 
 
+def submit(paths: RunPaths, number: str) -> None:
+    """Write what a launch on a cluster writes when the cluster has taken its job."""
+    paths.remote.parent.mkdir(exist_ok=True)
+    size = paths.events.stat().st_size
+    job = {"where": "slurm", "job": {"number": number}, "events_size": size}
+    paths.remote.write_text(json.dumps(job))
+
+
 def report(number: int, step: int, value: float, at: float = 0.0) -> dict[str, Any]:
     event = {"type": "intermediate", "number": number, "step": step, "value": value}
     return {**event, "t": NOON + at}
@@ -55,8 +63,7 @@ def test_a_run_whose_process_died_is_cut_off_and_can_be_resumed(tmp_path: Path) 
 
 def test_a_run_whose_job_has_not_begun_is_submitted_and_not_over(tmp_path: Path) -> None:
     paths = write_run(tmp_path, "one", events=[])
-    paths.remote.parent.mkdir()
-    paths.remote.write_text('{"where": "slurm", "job": {"number": "7"}}')
+    submit(paths, "7")
     state = read_state(paths.folder)
     assert (state.status, state.live, state.over) == ("submitted", False, False)
     assert not state.resumable
@@ -69,8 +76,17 @@ def test_a_run_whose_job_has_not_begun_is_submitted_and_not_over(tmp_path: Path)
     assert state.refresh()
     assert state.status == "cut off"
     # Submitted again.
-    paths.remote.write_text('{"where": "slurm", "job": {"number": "8"}}')
+    submit(paths, "8")
     assert read_state(paths.folder).status == "submitted"
+
+
+def test_a_copy_of_a_run_that_a_job_has_ended_is_not_submitted(tmp_path: Path) -> None:
+    paths = write_run(tmp_path, "one", events=[])
+    submit(paths, "7")
+    append(paths, {"type": "run"}, ENDED)
+    # Without the times of the files, as scp copies a folder.
+    copy = shutil.copytree(paths.folder, tmp_path / "copy", copy_function=shutil.copyfile)
+    assert read_state(copy).status == "completed"
 
 
 def test_a_supervisor_that_starts_while_the_log_is_read_is_no_death(tmp_path: Path) -> None:
