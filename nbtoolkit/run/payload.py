@@ -170,6 +170,10 @@ class _Pickler(cloudpickle.Pickler):
         elif isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
             # A lazy package: cloudpickle only knows plain modules.
             return importlib.import_module, (obj.__name__,)
+        elif isinstance(obj, types.CodeType):
+            # From 3.1.3 on, cloudpickle replaces the file that errors and stacks name.
+            make, arguments = self.dispatch_table[types.CodeType](obj)
+            return _code_of_file, (make, arguments, obj.co_filename)
         reduced = self._array(obj) if "numpy" in sys.modules else None
         if reduced is None and "torch" in sys.modules:
             reduced = self._tensor(obj)
@@ -231,6 +235,12 @@ class _Pickler(cloudpickle.Pickler):
             self._stored[memory] = self._writer.put(data)
         self.buffers.append((self._stored[memory], data.nbytes))
         return False
+
+
+def _code_of_file(
+    make: Callable[..., types.CodeType], arguments: tuple[object, ...], file: str
+) -> types.CodeType:
+    return make(*arguments).replace(co_filename=file)
 
 
 def _memory_order(array: NDArray[Any]) -> Literal["C", "F"]:

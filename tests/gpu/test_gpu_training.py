@@ -10,31 +10,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from gpu_scripts import START, told
+from gpu_scripts import IMAGES, START, told
 
 pytestmark = pytest.mark.gpu
-
-# Images with a rule in them, and a model whose training draws random numbers on the device.
-DATA = """
-from torch import nn
-from torch.utils.data import TensorDataset
-
-drawn = torch.Generator().manual_seed(0)
-images = torch.randn(640, 1, 8, 8, generator=drawn)
-labels = (images[:, 0, :4].sum((1, 2)) > images[:, 0, 4:].sum((1, 2))).long()
-data = TensorDataset(images, labels)
-small = {"train.epochs": 4, "train.batch_size": 64, "optim.lr": 0.01}
-
-def make(dropout=0.0):
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Dropout(dropout), nn.Flatten(), nn.Linear(576, 2)]
-    return nn.Sequential(*layers)
-
-def train(config, ctx):
-    torch.backends.cudnn.deterministic = config.model.get("exact", False)
-    model, loss = make(config.model.get("dropout", 0.0)), nn.functional.cross_entropy
-    return nb.fit(ctx, config, model, data, data, loss=loss, metrics="accuracy")
-"""
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
@@ -46,7 +24,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(precision: str, tmp_path: Path
     found = nb.verify.resume(train, nb.load_config(env=None, overrides=overrides))
     tell(passed=found.passed, text=found.explain(), weights=found.weights, steps=found.steps)
     """
-    answers = told(DATA + textwrap.dedent(code), tmp_path)
+    answers = told(IMAGES + textwrap.dedent(code), tmp_path)
     assert answers["passed"], answers["text"]
     assert (answers["weights"], answers["steps"]) == (0.0, 40)
 
@@ -69,7 +47,7 @@ def test_the_gpu_computes_what_the_cpu_does(tmp_path: Path) -> None:
     }
     tell(kinds=kinds, far=far)
     """
-    answers = told(DATA + textwrap.dedent(code), tmp_path)
+    answers = told(IMAGES + textwrap.dedent(code), tmp_path)
     assert answers["kinds"] == ["cuda", "cuda"]
     # convolutions may use TF32 (torch's default): 10 bits of mantissa
     assert answers["far"]["gpu"] < 5e-3
@@ -100,7 +78,7 @@ def test_loaders_with_processes_of_their_own_feed_the_gpu(tmp_path: Path) -> Non
     without = launch(reading, config=small)
     tell(a=with_workers.value, b=without.value)
     """
-    answers = told(DATA + textwrap.dedent(code), tmp_path)
+    answers = told(IMAGES + textwrap.dedent(code), tmp_path)
     assert answers["a"][1] == ["cuda:0"]
     assert answers["a"][0]["val_loss"] == pytest.approx(answers["b"][0]["val_loss"], abs=1e-3)
 
@@ -125,7 +103,7 @@ def test_class_weights_are_on_the_gpu_where_the_loss_is(tmp_path: Path) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     tell(gpu=gpu, cpu=launch(weighted, config=sweep_config).value)
     """
-    answers = told(DATA + textwrap.dedent(code), tmp_path)
+    answers = told(IMAGES + textwrap.dedent(code), tmp_path)
     for kind in ("module", "partial"):
         assert answers["gpu"][kind] == pytest.approx(answers["cpu"][kind], rel=0.05)
 
@@ -155,7 +133,7 @@ def test_a_loop_of_ones_own_trains_on_the_gpu(tmp_path: Path) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     tell(gpu=gpu, cpu=launch(own, config=sweep_config).value)
     """
-    answers = told(DATA + textwrap.dedent(code), tmp_path)
+    answers = told(IMAGES + textwrap.dedent(code), tmp_path)
     assert [answers[kind][1] for kind in ("gpu", "cpu")] == ["cuda:0", "cpu"]
     assert answers["gpu"][0] == pytest.approx(answers["cpu"][0], rel=0.05)
 
@@ -172,7 +150,7 @@ def test_a_compiled_model_trains_on_the_gpu(tmp_path: Path) -> None:
     right = (model(images).argmax(1) == labels).float().mean().item()
     tell(reported=result.value["val_accuracy"], right=right)
     """
-    answers = told(DATA + textwrap.dedent(code), tmp_path)
+    answers = told(IMAGES + textwrap.dedent(code), tmp_path)
     assert answers["reported"] > 0.8
     assert answers["right"] == pytest.approx(answers["reported"], abs=0.02)
 
@@ -200,7 +178,7 @@ def test_a_sweep_frees_the_gpu_and_goes_on_after_a_trial_without_memory(tmp_path
     tell(states=states, best=found.best_value, grown=used() - before,
          touched=torch.cuda.is_initialized())
     """
-    answers = told(DATA + textwrap.dedent(code), tmp_path)
+    answers = told(IMAGES + textwrap.dedent(code), tmp_path)
     assert answers["states"] == ["COMPLETE", "COMPLETE", "PRUNED"]  # infeasible
     assert answers["best"] > 0.8
     assert answers["grown"] < 64 * 2**20
@@ -222,7 +200,7 @@ def test_folds_predict_every_sample_on_the_gpu(tmp_path: Path) -> None:
     tell(values=[one["val_accuracy"] for one in found.values],
          devices=[one["device"] for one in found.values])
     """
-    answers = told(DATA + textwrap.dedent(code), tmp_path)
+    answers = told(IMAGES + textwrap.dedent(code), tmp_path)
     assert answers["devices"] == ["cuda:0"] * 3
     assert min(answers["values"]) > 0.7
 
@@ -241,7 +219,7 @@ def test_the_doctor_finds_the_gpu_and_leaves_the_kernel_without_cuda(tmp_path: P
 def test_torchrun_trains_on_the_gpu(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import nbtoolkit as nb\n" + START + DATA + "if __name__ == '__main__':\n"
+        "import nbtoolkit as nb\n" + START + IMAGES + "if __name__ == '__main__':\n"
         "    result = launch(train, config=small)\n"
         "    tell(accuracy=result.value['val_accuracy'], kind=result.plan.device_type)\n"
     )
@@ -259,3 +237,66 @@ def test_torchrun_trains_on_the_gpu(tmp_path: Path) -> None:
     answers = json.loads(done.stdout.splitlines()[-1])
     assert answers["accuracy"] > 0.8
     assert answers["kind"] == "cuda"
+
+
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+def test_averaged_weights_are_resumed_exactly(kind: str, tmp_path: Path) -> None:
+    code = f"""
+    more = {{"train.weight_averaging": "{kind}", "train.precision": "bf16", "train.swa_start": 0.3}}
+    overrides = {{**settings, **small, **more, "model.exact": True}}
+    found = nb.verify.resume(train, nb.load_config(env=None, overrides=overrides))
+    tell(passed=found.passed, text=found.explain())
+    """
+    answers = told(IMAGES + textwrap.dedent(code), tmp_path)
+    assert answers["passed"], answers["text"]
+
+
+def test_several_optimizers_have_a_loss_scale_each(tmp_path: Path) -> None:
+    """The example of docs/training/several-optimizers.md, in fp16, killed and resumed."""
+    code = """
+    bce = nn.functional.binary_cross_entropy_with_logits
+
+    def step(model, batch, optimizers):
+        generator, critic = model["generator"], model["critic"]
+        fake = generator(torch.randn(len(batch), 4, device=batch.device))
+        real, made = critic(batch), critic(fake.detach())
+        critic_loss = bce(real, torch.ones_like(real)) + bce(made, torch.zeros_like(made))
+        optimizers["critic"].backward(critic_loss)
+        optimizers["critic"].step()
+        judged = critic(fake)
+        generator_loss = bce(judged, torch.ones_like(judged))
+        optimizers["generator"].backward(generator_loss)
+        optimizers["generator"].step()
+        return {"critic": critic_loss, "generator": generator_loss}
+
+    def adversarial(config, ctx):
+        model = nn.ModuleDict({"generator": nn.Linear(4, 64), "critic": nn.Linear(64, 1)})
+        adam = {name: torch.optim.Adam(part.parameters(), 2e-3) for name, part in model.items()}
+        rows = images.flatten(1)
+        return nb.fit(ctx, config, model, rows, None, optimizer=adam, step=step)
+
+    overrides = {**settings, **small, "train.precision": "fp16"}
+    found = nb.verify.resume(adversarial, nb.load_config(env=None, overrides=overrides))
+    value = launch(adversarial, config={**small, "train.precision": "fp16"}).value
+    tell(passed=found.passed, text=found.explain(), names=sorted(value))
+    """
+    answers = told(IMAGES + textwrap.dedent(code), tmp_path)
+    assert answers["passed"], answers["text"]
+    assert {"train_critic", "train_generator"} <= set(answers["names"])
+
+
+def test_both_stages_of_metric_learning_train_on_the_gpu(tmp_path: Path) -> None:
+    code = """
+    from nbtoolkit.tasks import metric_learning
+
+    stages = {"model.stage1": {"train": {"epochs": 6}, "optim": {"lr": 3e-3}}}
+    base = nb.load_config(METRIC_LEARNING, env=None)
+    config = base.with_overrides({**settings, **stages})
+    result = nb.launch(metric_learning.train, config, display="off")
+    values = [result.value["val_map"], result.value["val_accuracy"]]
+    tell(values=values, kind=result.plan.device_type, precision=result.plan.precision)
+    """
+    answers = told(code, tmp_path)
+    assert answers["kind"] == "cuda"
+    assert answers["precision"] != "fp32"
+    assert min(answers["values"]) > 0.8

@@ -202,6 +202,16 @@ def test_it_resumes_with_every_optimizer_and_schedule(run: Run, another: Run) ->
     assert run.saved()["optimizers"]["G"]["steps"] == 6
 
 
+def test_a_reported_loss_does_not_depend_on_when_it_is_read(run: Run, another: Run) -> None:
+    """It is read once a second, and for a checkpoint: a resumed run reads it at other steps."""
+    found = []
+    for folder, often in ((run, {"checkpoint.every_steps": 1}), (another, {})):
+        model = gan()
+        config = GAN.with_overrides({**often, "train.batch_size": 2, "train.epochs": 1})
+        found.append(folder.fit(model, **given(model, config=config)))
+    assert found[0] == found[1]
+
+
 def test_each_optimizer_clips_and_scales_its_own_gradients(run: Run) -> None:
     norms: dict[str, float] = {}
 

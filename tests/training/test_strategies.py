@@ -24,6 +24,7 @@ from nbtoolkit.host import detect_host
 from nbtoolkit.integrations.support import check_strategy
 from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore
 from nbtoolkit.search.slots import make_slots
+from nbtoolkit.training.strategies.fsdp import prepare_optimizer
 from nbtoolkit.training.strategy import make_strategy
 from nbtoolkit.worker.context import RunContext
 
@@ -206,6 +207,17 @@ def uninterrupted(config: Config, ctx: RunContext) -> Any:
     model = Net()
     data = samples(37), samples(11, seed=1)
     return nb.fit(ctx, config, model, *data, loss=cross_entropy), state_of(model)
+
+
+def test_a_scaler_divides_the_gradients_of_an_optimizer_that_is_no_longer_fused() -> None:
+    model = nn.Linear(2, 1)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, fused=True)
+    prepare_optimizer(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)
+    torch.testing.assert_close(model.weight.detach(), before - 0.5)
 
 
 def goes_on(config: Config, ctx: RunContext) -> Any:

@@ -169,7 +169,7 @@ class SeveralTrainStep(TrainStep):
                     do="return {'generator': loss_g, 'discriminator': loss_d}",
                 )
             if name:
-                total = loss.detach().float() * micro_batch.samples
+                total = loss.detach().double() * micro_batch.samples
                 self._parts[name] = self._parts[name] + total if name in self._parts else total
         mean = torch.stack([loss.detach().float().reshape(()) for loss in parts.values()]).sum()
         return BatchLoss(mean, float(micro_batch.samples))

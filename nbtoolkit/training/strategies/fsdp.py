@@ -343,6 +343,8 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
             if group.get("fused"):
                 group["fused"] = False
+        # A fused kernel takes the loss scale of fp16; for any other the scaler divides by it.
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     optimizer.register_load_state_dict_pre_hook(_distribute_state)
 
 
