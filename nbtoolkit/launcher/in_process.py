@@ -37,11 +37,12 @@ from nbtoolkit.run.resume import ChosenRun, write_header
 from nbtoolkit.run.serialization import add_note, pack_error
 from nbtoolkit.run.signals import SignalFlag, catch_termination_signals
 from nbtoolkit.worker.attempt_store import attempt_store
+from nbtoolkit.worker.advice import advice
 from nbtoolkit.worker.channel import GroupChannel, RecordChannel
 from nbtoolkit.worker.collectives import broadcast
 from nbtoolkit.worker.context import RunContext
 from nbtoolkit.worker.horovod_rendezvous import horovod_address
-from nbtoolkit.worker.main import advice, call_function, join_group, seed_everything
+from nbtoolkit.worker.main import call_function, join_group, seed_everything
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config

@@ -16,7 +16,6 @@ import socket
 import sys
 import tempfile
 import threading
-import traceback
 import types
 import warnings
 from collections.abc import Callable
@@ -34,9 +33,10 @@ from nbtoolkit.run import messages
 from nbtoolkit.run.events import returned_numbers
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
 from nbtoolkit.run.payload import JobSpec, PackedFunction, load_function, unload_function, unpack
-from nbtoolkit.run.serialization import add_note, error_text, pack_error, pack_value
+from nbtoolkit.run.serialization import add_note, pack_error, pack_value
 from nbtoolkit.run.signals import ignore_warning_signals
 from nbtoolkit.run.transport import Connection, receive_packet
+from nbtoolkit.worker.advice import advice
 from nbtoolkit.worker.channel import SupervisorChannel, heartbeat
 from nbtoolkit.worker.collectives import new_gloo_group, without_gloo_lines
 from nbtoolkit.worker.context import RunContext
@@ -44,57 +44,6 @@ from nbtoolkit.worker.forking import die_with_parent
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-# --- advice for code from scripts ---
-
-
-_TORCHRUN_VARIABLES = {
-    "RANK": "ctx.rank",
-    "LOCAL_RANK": "ctx.local_rank",
-    "WORLD_SIZE": "ctx.world_size",
-    "MASTER_ADDR": "nothing: the ranks are connected",
-    "MASTER_PORT": "nothing: the ranks are connected",
-}
-_GROUP_ERRORS = ("initialize the default process group twice", "environment variable RANK expected")
-
-
-def advice(error: BaseException) -> str | None:
-    """What to change in code that was written for torchrun or a shell; None: another error.
-
-    Args:
-        error: raised by a training function.
-    """
-    if isinstance(error, SystemExit):
-        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        if any(file.endswith("argparse.py") for file in files):
-            return (
-                "argparse has read the arguments of the notebook's own process: "
-                "parser.parse_args([]) uses the defaults; settings come with config"
-            )
-        return None
-    name = next(iter(error.args), None) if isinstance(error, KeyError) else None
-    if isinstance(name, str) and name in _TORCHRUN_VARIABLES:  # the key may not be hashable
-        return (
-            f"torchrun sets os.environ[{name!r}], and a single process does not have it: use "
-            f"{_TORCHRUN_VARIABLES[name]} instead"
-        )
-    text = error_text(error)
-    if "process group has not been initialized" in text:
-        return (
-            "a single process has no process group and needs none: ctx.rank and ctx.world_size are "
-            "always there (DistributedSampler(data, ctx.world_size, ctx.rank)), ctx.prepare wraps "
-            "the model, ctx.accelerator.reduce and .gather also work on one process"
-        )
-    if any(part in text for part in _GROUP_ERRORS):
-        return (
-            "delete init_process_group(...): several ranks have a process group when the function "
-            "starts, a single one needs none (delete destroy_process_group(), too)"
-        )
-    return None
-
-
-# --- worker ---
-
 
 # Asks a rank for its stacks. A real-time signal, since users and clusters use SIGUSR1 and SIGUSR2.
 STACKS_SIGNAL = signal.SIGRTMIN + 7
