@@ -14,6 +14,7 @@ _TORCHRUN_VARIABLES = {
     "MASTER_PORT": "nothing: the ranks are connected",
 }
 _GROUP_ERRORS = ("initialize the default process group twice", "environment variable RANK expected")
+_DEVICE_ERRORS = ("Expected all tensors to be on the same device", "weight type (torch.cuda.")
 
 
 def advice(error: BaseException) -> str | None:
@@ -47,5 +48,11 @@ def advice(error: BaseException) -> str | None:
         return (
             "delete init_process_group(...): several ranks have a process group when the function "
             "starts, a single one needs none (delete destroy_process_group(), too)"
+        )
+    if any(part in text for part in _DEVICE_ERRORS):
+        return (
+            "a tensor that the function or its loss uses is still on the CPU: move it with "
+            ".to(ctx.device), or .to(outputs.device) in a loss; nb.fit moves only the tensors of "
+            "a model, of a batch, and of a loss that is a module or a partial"
         )
     return None

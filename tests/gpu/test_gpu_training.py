@@ -108,6 +108,25 @@ def test_class_weights_are_on_the_gpu_where_the_loss_is(tmp_path: Path) -> None:
         assert answers["gpu"][kind] == pytest.approx(answers["cpu"][kind], rel=0.05)
 
 
+def test_class_weights_in_a_lambda_are_to_be_moved(tmp_path: Path) -> None:
+    code = """
+    weight = torch.tensor([1.0, 4.0])
+
+    def weighted(config, ctx):
+        loss = lambda out, y: nn.functional.cross_entropy(out, y, weight=weight)
+        return nb.fit(ctx, config, make(), data, data, loss=loss)
+
+    try:
+        launch(weighted, config=small)
+        notes = []
+    except RuntimeError as error:
+        notes = error.__notes__
+    tell(notes=notes)
+    """
+    answers = told(IMAGES + textwrap.dedent(code), tmp_path)
+    assert ".to(outputs.device) in a loss" in "\n".join(answers["notes"])
+
+
 def test_a_loop_of_ones_own_trains_on_the_gpu(tmp_path: Path) -> None:
     code = """
     import os

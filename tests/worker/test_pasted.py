@@ -48,6 +48,18 @@ def exits(config: Config, ctx: RunContext) -> None:
     sys.exit(2)
 
 
+# torch 2.11 on a GPU: class weights of the notebook in a loss that is a lambda, and a convolution.
+ON_THE_CPU = [
+    "Expected all tensors to be on the same device, but got weight is on cpu, different from other "
+    "tensors on cuda:0 (when checking argument in method wrapper_CUDA_nll_loss_forward)",
+    "Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same",
+]
+
+
+def mixes_devices(config: Config, ctx: RunContext) -> None:
+    raise RuntimeError(config.model.text)
+
+
 class Textless(Exception):
     def __str__(self) -> str:
         raise TypeError("no text")
@@ -86,6 +98,13 @@ def test_arguments_are_those_of_the_kernel(config: Config, monkeypatch: pytest.M
     monkeypatch.setattr(sys, "argv", ["ipykernel_launcher", "-f", "/tmp/kernel-1.json"])
     with pytest.raises(WorkerDied, match=r"SystemExit\(2\)[\s\S]*parser.parse_args\(\[\]\)"):
         nb.launch(reads_arguments, config, display="off")
+
+
+@pytest.mark.parametrize("text", ON_THE_CPU)
+def test_a_tensor_that_stayed_on_the_cpu_is_to_be_moved(config: Config, text: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        nb.launch(mixes_devices, config.with_overrides({"model.text": text}), display="off")
+    assert ".to(ctx.device)" in "\n".join(caught.value.__notes__)
 
 
 def test_another_exit_is_told_as_before(config: Config) -> None:
