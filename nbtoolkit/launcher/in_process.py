@@ -36,8 +36,8 @@ from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.resume import ChosenRun, write_header
 from nbtoolkit.run.serialization import add_note, pack_error
 from nbtoolkit.run.signals import SignalFlag, catch_termination_signals
-from nbtoolkit.worker.attempt_store import attempt_store
 from nbtoolkit.worker.advice import advice
+from nbtoolkit.worker.attempt_store import attempt_store
 from nbtoolkit.worker.channel import GroupChannel, RecordChannel
 from nbtoolkit.worker.collectives import broadcast
 from nbtoolkit.worker.context import RunContext

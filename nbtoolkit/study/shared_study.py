@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import optuna
-from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import fail_stale_trials
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
@@ -33,6 +32,8 @@ OWNER, REASON, REPEATS = "sweep", "reason", "repeats"
 """User attributes: the run id of the sweep that has the trial's folder; why a trial ended; the
 number of the trial that it repeats."""
 
+# Optuna 4.0 raises RuntimeError itself; later versions raise this class of it.
+_Finished: type[RuntimeError] = getattr(optuna.exceptions, "UpdateFinishedTrialError", RuntimeError)
 _HISTORY = "retry_history"  # as Optuna's own callback names it; its dashboard reads it
 _MOST_REPEATS = 3
 _Args = ParamSpec("_Args")
@@ -145,7 +146,7 @@ class SharedStudy(SearchStudy):
         """Store a report; a trial that was taken over ends."""
         try:
             return super().report(number, value, step)
-        except UpdateFinishedTrialError:
+        except _Finished:
             self._lose(number)
             return step or 0, True
 
@@ -156,7 +157,7 @@ class SharedStudy(SearchStudy):
         """End a trial; the result of one that was taken over is dropped."""
         try:
             super().tell(number, state, values, attrs)
-        except (UpdateFinishedTrialError, ValueError):  # ValueError: of Optuna's tell()
+        except (_Finished, ValueError):  # ValueError: of Optuna's tell()
             stored = self._stored(number)
             if not stored.state.is_finished():
                 raise
@@ -170,7 +171,7 @@ class SharedStudy(SearchStudy):
         """Store by how much a trial exceeds each limit."""
         try:
             super().constrain(number, excess)
-        except UpdateFinishedTrialError:
+        except _Finished:
             self._lose(number)
 
     @_patient
@@ -178,7 +179,7 @@ class SharedStudy(SearchStudy):
         """Store a user attribute of a running trial."""
         try:
             super().set_user_attr(number, key, value)
-        except UpdateFinishedTrialError:
+        except _Finished:
             self._lose(number)
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from every_field import PROVEN, proves
+from frameworks import needs_torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, get_worker_info
@@ -369,6 +370,7 @@ def test_checkpoints_are_written_and_kept_as_set(run: Run) -> None:
     assert (kept(two), kept(three)) == (2, 3)
 
 
+@needs_torch(2, 8)
 @proves("checkpoint.format")
 def test_checkpoints_have_the_format_that_is_set(tmp_path: Path) -> None:
     settings = {**BASE, "runtime.output_dir": str(tmp_path), "checkpoint.enabled": True}

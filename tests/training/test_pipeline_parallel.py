@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fits import close, configured, launch, samples, state_of
+from frameworks import needs_torch
 from machines import CPU_BUILD, T4, machine
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -21,6 +22,8 @@ from nbtoolkit.host import detect_host
 from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore
 from nbtoolkit.training.strategies.pipeline import split
 from nbtoolkit.worker.context import RunContext
+
+pytestmark = needs_torch(2, 7)
 
 PIPELINE = {"distributed.strategy": "pipeline"}
 ADAM = {"optim.name": "adamw", "optim.lr": 0.01, "optim.momentum": 0.0, "optim.weight_decay": 0.1}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fits import close, configured, launch, samples, state_of
+from frameworks import needs_torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -24,6 +25,8 @@ from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore, StoredCh
 from nbtoolkit.run.checkpoints.shards import read_shards
 from nbtoolkit.training.strategies.sharded_checkpoint import writes_parts
 from nbtoolkit.worker.context import RunContext
+
+pytestmark = needs_torch(2, 8)
 
 SHARDED = {"distributed.strategy": "fsdp", "checkpoint.format": "sharded"}
 ADAM = {"optim.name": "adamw", "optim.lr": 0.01, "optim.momentum": 0.0}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fits import Run, close, configured, launch, samples, state_of
+from frameworks import needs_torch
 from machines import CPU_BUILD, T4, machine
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -27,6 +28,8 @@ from nbtoolkit.search.slots import make_slots
 from nbtoolkit.training.strategies.fsdp import prepare_optimizer
 from nbtoolkit.training.strategy import make_strategy
 from nbtoolkit.worker.context import RunContext
+
+pytestmark = needs_torch(2, 7)
 
 FSDP = {"distributed.strategy": "fsdp"}
 ZERO = {"distributed.strategy": "deepspeed"}

@@ -253,8 +253,15 @@ class ShardedModule:
     def __init__(
         self, module: nn.Module, *, device: str, ranks: int, half: torch.dtype | None
     ) -> None:
+        import torch
         from torch.distributed.device_mesh import init_device_mesh
 
+        if device == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+            raise FitError(
+                f"distributed.strategy is fsdp, and torch {torch.__version__} has it on GPUs only",
+                allowed="torch 2.7 or newer on the CPU",
+                do="pip install -U torch, or set distributed.strategy: ddp",
+            )
         self._module = module
         self._plain = [(one, type(one), _attributes(one)) for one in module.modules()]
         blocks = [one for one in find_blocks(module) if one is not module]

@@ -45,10 +45,11 @@ class PipelineParallel(Strategy):
         """See :meth:`Strategy.part`; the layers keep their names.
 
         Raises:
-            FitError: the model cannot be divided.
+            FitError: the model cannot be divided, or this torch is too old.
         """
         from torch import nn
 
+        check_torch()
         self._model = model
         layers = _layers(model)
         stages = split(layers, self._ranks)
@@ -396,10 +397,15 @@ class PipelineTrainStep(TrainStep):
             input_args=received.requires_grad_(trains and self._rank > 0),
             output_args=sent.requires_grad_(trains),
         )
-        if not trains:
-            return ScheduleGPipe(stage, count)
-        kind = Schedule1F1B if count >= self._ranks else ScheduleGPipe
-        return kind(stage, count, loss_fn=self._loss_of, scale_grads=False)
+        training: dict[str, Any] = (
+            {"loss_fn": self._loss_of, "scale_grads": False} if trains else {}
+        )
+        if trains and count >= self._ranks:
+            return Schedule1F1B(stage, count, **training)
+        schedule = ScheduleGPipe(stage, max(count, self._ranks), **training)
+        # torch 2.10 refuses fewer micro-batches than ranks here, too; GPipe works with any number.
+        schedule._n_microbatches = count
+        return schedule
 
     def _shapes(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """What this rank receives and sends for ``inputs``: empty tensors; called by all ranks.
@@ -437,6 +443,25 @@ class PipelineTrainStep(TrainStep):
         """Pass a batch through all ranks; returns the outputs on the last rank in evaluation."""
         args = (inputs,) if self._rank == 0 else ()
         return schedule.step(*args, **(more if self._is_last else {}))
+
+
+def check_torch() -> None:
+    """Refuse a torch whose schedules always divide gradients by the number of micro-batches.
+
+    Raises:
+        FitError: it is older than 2.7.
+    """
+    import inspect
+
+    import torch
+    from torch.distributed.pipelining import ScheduleGPipe
+
+    if "scale_grads" not in inspect.signature(ScheduleGPipe).parameters:
+        raise FitError(
+            f"distributed.strategy is pipeline, and torch {torch.__version__} is too old for it",
+            allowed="torch 2.7 or newer, or another strategy",
+            do="pip install -U torch, or set distributed.strategy: fsdp",
+        )
 
 
 def _pair(batch: Batch) -> tuple[Tensor, Batch]:
