@@ -317,7 +317,7 @@ def refuse_lone_call(
         return messages.CallRefused(
             what=call,
             allowed=f"all ranks call {verb}, in the same order",
-            do="move the call out of `if ctx.is_main:` (only rank 0 writes and counts anyway)",
+            do="move the call out of `if ctx.is_main:`, so that all ranks make it",
         )
     return messages.CallRefused(
         what=f"rank 0 waits at {places[0]} for the other ranks, but {call}",
@@ -333,7 +333,7 @@ def deadlock_failure(places: dict[int, str], over: list[RankView]) -> Failure:
     error = WorkerHung(
         "the ranks wait for each other in different calls: " + "; ".join([*waiting, *returned]),
         allowed=_TOGETHER_CALLS,
-        do=f"find the call, there or before, that only some ranks make (as under "
+        do=f"find the call, at one of these lines or before, that only some ranks make (as under "
         f"`if ctx.is_main:`), and make it on all ranks; {_ALONE}",
     )
     return Failure(pack_error(error), min(places))

@@ -28,7 +28,7 @@ ADVICE: Mapping[str, str] = {
     "built-before-launch": "make it inside the function that is launched",
     "unguarded-write": "put it under `if ctx.is_main:`, or put ctx.rank into the file's name; "
     "ctx.save and ctx.log write once by themselves",
-    "lone-collective": "move it out of the `if`: only rank 0 writes and counts anyway",
+    "lone-collective": "move it out of the `if`, so that all ranks make this call",
     "unseeded-split": "give it a seed; nb.make_folds has one, and keeps the split with the results",
     "absolute-path": "make it a parameter, a path relative to the notebook, or a path below "
     "nb.detect_host().input, .working or .scratch",

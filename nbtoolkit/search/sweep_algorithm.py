@@ -241,7 +241,7 @@ class SweepAlgorithm:
     def _too_many_failed(self) -> bool:
         """Return True if no more trials may start; raise the error once no job runs."""
         allowed = self._sweep_config.budget.max_failures
-        failed = self._recorder.counts["failed"]
+        failed = self._recorder.failures
         if allowed is None or failed <= allowed:
             return False
         if not self._jobs:

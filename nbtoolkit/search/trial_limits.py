@@ -148,7 +148,7 @@ class MemoryLimits:
             if all(_no_smaller(name, params[name], value) for name, value in failed.items()):
                 sizes = [f"{name} {value}" for name, value in failed.items() if _is_size(name)]
                 least = ", ".join(sizes)
-                return f"not started: trial {number} ran out of memory with no more ({least})"
+                return f"not started: trial {number} ran out of memory with sizes that are not larger ({least})"
             times, trials = self._predicted(params, failed)
             if times >= _MORE:
                 return (

@@ -110,7 +110,7 @@ class Budget(Section):
     trial_timeout: Seconds | None = None
     """A job (a trial, or one fold of it) that takes longer is killed, and its trial has failed."""
     max_failures: CountFrom0 | None = 10
-    """The sweep ends when more trials than this have failed; null: no limit."""
+    """The sweep ends when more trials than this have failed in this session; null: no limit."""
     retries: CountFrom0 = 0
     """How often a trial that raised, died or hung is retried, from its checkpoint."""
     reserve_for_refit: Auto | NotNegative = "auto"

@@ -734,7 +734,7 @@ def test_a_run_is_packed_at_its_deadline_where_sessions_end(
     if packs:
         assert packed is not None
         assert packed.path == tmp_path / DEFAULT_NAME
-        assert "and the same call resume it" in said[0]
+        assert "and launch again" in said[0]
 
 
 def test_colab_without_drive_keeps_nothing_and_says_so(outputs: Path, tmp_path: Path) -> None:

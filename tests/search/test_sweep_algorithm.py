@@ -293,6 +293,21 @@ def test_too_many_failures_end_the_sweep_when_nothing_runs_any_more(tmp_path: Pa
     assert [trial.state.name for trial in stored(tmp_path)] == ["FAIL", "FAIL", "COMPLETE"]
 
 
+def test_failures_of_an_earlier_session_do_not_end_a_resumed_sweep(tmp_path: Path) -> None:
+    bad = JobResult(status="failed", fault="raised", error="ValueError: no such layer")
+    first, _ = algorithm(tmp_path, sweep(4, budget={"max_failures": 0}))
+    with pytest.raises(SweepError, match="sweep again: the study resumes"):
+        drive(first, Fake(loss, endings={TRIAL[0]: bad}))
+    # The cause is mended.
+    second, _ = algorithm(tmp_path, sweep(4, budget={"max_failures": 0}))
+    assert [job.key for job in drive(second, Fake(loss))] == TRIAL[1:4]
+    assert second.close("completed")["counts"] == {"failed": 1, "complete": 3}
+    # One more failure in this session ends it again.
+    third, _ = algorithm(tmp_path, sweep(6, budget={"max_failures": 0}))
+    with pytest.raises(SweepError, match="1 trials have failed"):
+        drive(third, Fake(loss, endings={"trials/0004": bad}))
+
+
 # --- sessions ---
 
 

@@ -90,13 +90,21 @@ def test_a_trial_is_tried_again_where_that_is_wished(config: nb.Config, tmp_path
     assert list(result.trials["state"]) == ["complete", "complete"]
 
 
-def test_too_many_failures_end_the_sweep(config: nb.Config) -> None:
-    def train(config: nb.Config, ctx: nb.RunContext) -> None:
-        raise ValueError("always")
+def test_too_many_failures_end_the_sweep_and_the_same_call_resumes_it(
+    config: nb.Config, tmp_path: Path
+) -> None:
+    def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+        if not (tmp_path / "mended").exists():
+            raise ValueError("always")
+        return {"val_loss": 1.0}
 
     sweep_config = {**SWEEP_CONFIG, "budget": {"max_failures": 2}}
     with pytest.raises(errors.SweepError, match=r"trials have failed; the last: .*always"):
-        nb.sweep(train, config, sweep_config, n_trials=50, display="off")
+        nb.sweep(train, config, sweep_config, n_trials=8, display="off")
+    (tmp_path / "mended").touch()
+    result = nb.sweep(train, config, sweep_config, n_trials=8, display="off")
+    assert 3 <= list(result.trials["state"]).count("failed") <= 5
+    assert len(result.trials) == 8
 
 
 # --- sessions that die ---
