@@ -33,7 +33,6 @@ LAYERS = (
     "training",
     "folds",
     "tasks",
-    "integrations",
     "verify",
     "doctor",
     "study",
