@@ -129,7 +129,7 @@ _DEFAULTS: dict[str, dict[str, bool]] = {
     "gp": {"warn_independent_sampling": False},
     "cmaes": {"warn_independent_sampling": False},
 }
-# Trials that Optuna's samplers draw at random before they learn; each counts those in the study.
+# Number of trials that each of Optuna's samplers draws at random before it learns from results.
 _STARTUP = {"tpe": 10, "gp": 10, "cmaes": 1}
 
 

@@ -26,7 +26,7 @@ def train(config: Config, ctx: RunContext) -> dict[str, object]:
 
     Args:
         config: see the module's docstring for ``model`` and ``data``.
-        ctx: inside a fold, its samples replace the fixed split.
+        ctx: the run context; in a cross-validation, the samples of its fold are used.
 
     Returns:
         What :func:`nbtoolkit.fit` returns (``val_accuracy``, ``val_loss``, ...), with ``labels``

@@ -47,7 +47,7 @@ def train(config: Config, ctx: RunContext) -> dict[str, object]:
 
     Args:
         config: ``model`` and ``data`` as in ``config/metric_learning.yaml``.
-        ctx: inside a fold, its samples replace the split.
+        ctx: the run context; in a cross-validation, the samples of its fold are used.
 
     Returns:
         The validation scores of both stages (``val_map``, ``val_accuracy``, ...), and of stage 2
