@@ -148,7 +148,8 @@ class MemoryLimits:
             if all(_no_smaller(name, params[name], value) for name, value in failed.items()):
                 sizes = [f"{name} {value}" for name, value in failed.items() if _is_size(name)]
                 least = ", ".join(sizes)
-                return f"not started: trial {number} ran out of memory with sizes that are not larger ({least})"
+                why = f"with sizes that are not larger ({least})"
+                return f"not started: trial {number} ran out of memory {why}"
             times, trials = self._predicted(params, failed)
             if times >= _MORE:
                 return (
