@@ -290,8 +290,8 @@ def hang_failure(ranks: list[RankView], stacks: str, timeout: float, paths: RunP
     error = WorkerHung(
         f"rank {names} sent nothing and used under 1% CPU for {timeout:g} s while another rank "
         f"waits for it or has returned\n{stacks}",
-        allowed="silence while computing, or inside `with ctx.pause_hang_detection(...)`; "
-        "a larger hang_timeout",
+        allowed="a rank may be silent while it computes, inside `with "
+        "ctx.pause_hang_detection(...)`, or for less than runtime.hang_timeout",
         do=f"compare the ranks' stacks, and read {paths.log(ranks[0].rank)}",
     )
     return Failure(pack_error(error), ranks[0].rank)
@@ -330,11 +330,14 @@ def deadlock_failure(places: dict[int, str], over: list[RankView]) -> Failure:
     """Return the failure for ranks that wait at different lines, or for a rank that has ended."""
     waiting = [f"rank {rank} at {place}" for rank, place in places.items()]
     returned = [f"rank {rank.rank} has returned" for rank in over]
+    what = "the ranks wait for each other in different calls: "
+    if returned:
+        what = "a rank waits for a rank that has returned: "
     error = WorkerHung(
-        "the ranks wait for each other in different calls: " + "; ".join([*waiting, *returned]),
+        what + "; ".join([*waiting, *returned]),
         allowed=_TOGETHER_CALLS,
-        do=f"find the call, at one of these lines or before, that only some ranks make (as under "
-        f"`if ctx.is_main:`), and make it on all ranks; {_ALONE}",
+        do=f"at these lines or before them, find a call that only some ranks make, for example "
+        f"under `if ctx.is_main:`, and make it on all ranks; {_ALONE}",
     )
     return Failure(pack_error(error), min(places))
 

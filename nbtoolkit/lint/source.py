@@ -27,7 +27,7 @@ ADVICE: Mapping[str, str] = {
     "fixed-device": "use ctx.device, or let ctx.prepare or nb.fit place it",
     "built-before-launch": "make it inside the function that is launched",
     "unguarded-write": "put it under `if ctx.is_main:`, or put ctx.rank into the file's name; "
-    "ctx.save and ctx.log write once by themselves",
+    "ctx.save and ctx.log need no `if`",
     "lone-collective": "move it out of the `if`, so that all ranks make this call",
     "unseeded-split": "give it a seed; nb.make_folds has one, and keeps the split with the results",
     "absolute-path": "make it a parameter, a path relative to the notebook, or a path below "

@@ -1,6 +1,6 @@
 """Classify 569 breast tumours as malignant or benign by 30 measurements each (scikit-learn).
 
-The free sections of the config, with their defaults:
+The settings under ``model`` and ``data``, with their defaults:
 
     model: {hidden: 32, dropout: 0.2}
     data: {valid_share: 0.2}

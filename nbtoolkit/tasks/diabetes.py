@@ -1,6 +1,6 @@
 """Predict the progress of diabetes in 442 patients by 10 measurements each (scikit-learn).
 
-The free sections of the config, with their defaults:
+The settings under ``model`` and ``data``, with their defaults:
 
     model: {hidden: 32, dropout: 0.2}
     data: {valid_share: 0.2}

@@ -1,6 +1,6 @@
 """Classify 1,797 handwritten digits of 8 x 8 pixels (scikit-learn) with an MLP or a small CNN.
 
-The free sections of the config, with their defaults:
+The settings under ``model`` and ``data``, with their defaults:
 
     model: {kind: mlp, hidden: 256, dropout: 0.0}    # kind: mlp | cnn
     data: {valid_share: 0.2}

@@ -1,6 +1,6 @@
 """Train an encoder of images with a contrastive loss (stage 1), then a classifier on it (stage 2).
 
-The free sections of the config, with their defaults, are in ``config/metric_learning.yaml``.
+The settings under ``model`` and ``data``, with their defaults, are in ``config/metric_learning.yaml``.
 """
 
 from __future__ import annotations

@@ -262,8 +262,8 @@ def _unused_parameters(names: Sequence[str], *, static_graph: bool) -> FitError:
     return FitError(
         f"parameters took no part in the loss of a training step, and the ranks wait for their "
         f"gradients: {shown}{promise if static_graph else ''}",
-        allowed="models that use every trainable parameter in every step; others with "
-        "distributed.find_unused_parameters",
+        allowed="models that use every trainable parameter in every step; other models only if "
+        "distributed.find_unused_parameters is true",
         do=f"set distributed.{unset}find_unused_parameters: true (slower), or freeze them with "
         "requires_grad_(False)",
     )
