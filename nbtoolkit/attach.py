@@ -18,18 +18,21 @@ def attach(
     display: Display = "auto",
     on_event: Callable[[Event], None] | None = None,
 ) -> RunHandle:
-    """Return a handle on a run of another kernel, or on a run that has ended.
+    """Return a handle to a run that another kernel started, or that has ended.
 
-    The handle shows nothing until ``result()`` waits or a cell displays it.
+    For a sweep the handle is a :class:`~nbtoolkit.search.sweep_result.SweepHandle`, and for a
+    cross-validation a :class:`~nbtoolkit.crossval.cross_validation.CVHandle`. The handle shows
+    nothing until you call ``result()`` or a cell displays it.
 
     Args:
-        folder: the run's folder, or its id under ``outputs``.
+        folder: the run's folder, or its id in the folder ``outputs``.
         display: what ``result()`` shows, as for :func:`nbtoolkit.launch`.
         on_event: called with each event while ``result()`` waits.
 
     Raises:
-        LaunchError: no such run or display exists.
+        LaunchError: there is no such run, or ``display`` has an invalid value.
         RunFileError: the folder's ``versions.json`` or ``sweep.yaml`` cannot be read.
+        FoldError: the folder's ``folds.json`` cannot be read.
         MissingExtra: ``display`` needs ipywidgets, which is not installed.
     """
     check_choice("display", display)

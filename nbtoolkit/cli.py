@@ -202,7 +202,7 @@ def import_from_cwd() -> None:
 
 @command
 def train(config: ConfigOptions, options: RunOptions, processes: Processes = None) -> int:
-    """Train once on every usable device; the setting "task" names the function."""
+    """Train once on all usable devices. The setting "task" names the training function."""
     from nbtoolkit.launcher.launch import launch
     from nbtoolkit.tasks.find import find_task
 
@@ -227,7 +227,7 @@ def cv(
     kind: Kind = "stratified",
     processes: Processes = None,
 ) -> int:
-    """Train on every fold in parallel; print the scores, their mean and spread."""
+    """Train one model per fold, and print the mean and the spread of the scores."""
     from nbtoolkit.crossval.cross_validation import cross_validate
     from nbtoolkit.tasks.find import find_task
 
@@ -261,7 +261,7 @@ def sweep(
     folds: FoldsOption = None,
     kind: Kind = "stratified",
 ) -> int:
-    """Search for the best settings; write best.yaml to the sweep's folder, for train."""
+    """Search for the best settings, and write them to best.yaml in the sweep's folder."""
     from nbtoolkit.search.sweep import sweep as search
     from nbtoolkit.tasks.find import find_task
 
@@ -327,7 +327,7 @@ def quota(
         typer.Option(help="GPU hours of a week's quota; default: runtime.quota_hours."),
     ] = None,
 ) -> None:
-    """Print the device-hours of the runs of an output folder, by host and week."""
+    """Print the device-hours that the runs of an output folder used, by host and week."""
     from nbtoolkit.tuning.quota import quota as count
 
     print(count(source, hours=hours))
@@ -345,7 +345,7 @@ def bench(
     minutes: Annotated[float, typer.Option(help="After this time nothing new starts.")] = 5.0,
     csv: Annotated[Path | None, typer.Option(help="Also write the rows to this file.")] = None,
 ) -> int:
-    """Measure launch, step, scaling, communication, memory and others; print the table."""
+    """Measure the speed and the memory of a training on this machine, and print a table."""
     from nbtoolkit.tasks.find import find_task
     from nbtoolkit.tuning.benchmark import benchmark
 
@@ -361,7 +361,7 @@ def bench(
 
 @command
 def doctor() -> int:
-    """Report the host, its hardware, what a launch would do, and known problems."""
+    """Report the host, its hardware, the plan of a launch, and known problems."""
     from nbtoolkit.doctor import doctor as examine
 
     findings = examine()
@@ -387,7 +387,7 @@ def panel(
         bool, typer.Option("--follow/--once", help="Show it until it ends, or once.")
     ] = True,
 ) -> int:
-    """Show a run, a sweep or a cross-validation until it ends; Ctrl-C does not stop it."""
+    """Show a run, a sweep or a cross-validation until it ends. Ctrl-C ends only the view."""
     from nbtoolkit.views.state import State
 
     state = State(_find_run(run, source))

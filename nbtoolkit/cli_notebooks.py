@@ -50,7 +50,7 @@ class NotebookOptions:
 
 @command
 def run(notebook: NotebookPath, options: NotebookOptions) -> None:
-    """Run a notebook as a program; print the values of nb.publish as YAML."""
+    """Run a notebook as a program, and print the values that it publishes as YAML."""
     from nbtoolkit.notebooks.job import skip_slow_imports
     from nbtoolkit.notebooks.parameters import parameters_from_shell
     from nbtoolkit.notebooks.run import run_notebook
@@ -96,7 +96,7 @@ def pipeline(
     ] = None,
     html: Annotated[bool, typer.Option(help="Also write executed copies as HTML.")] = True,
 ) -> int:
-    """Run notebooks in order, skipping completed steps; print their published values."""
+    """Run the notebooks of a pipeline, skip completed steps, and print the published values."""
     from nbtoolkit.notebooks.job import skip_slow_imports
     from nbtoolkit.pipeline.runner import run_pipeline
 
@@ -114,7 +114,7 @@ def lint(
     notebooks: Annotated[list[Path], typer.Argument(metavar="NOTEBOOK...", help=".ipynb files.")],
     json: Annotated[bool, typer.Option("--json", help="Print the hazards as JSON.")] = False,
 ) -> int:
-    """Report code in notebooks that will fail on other hosts or in several ranks."""
+    """Report code in notebooks that would fail on other hosts or with several ranks."""
     from nbtoolkit.lint.linter import find_hazards, report
 
     hazards = {path: find_hazards(path) for path in notebooks}
@@ -159,7 +159,7 @@ def kaggle_kernel(
     ] = None,
     parameter: Parameters = None,
 ) -> None:
-    """Write a folder for Kaggle's client with a notebook; print the command that sends it."""
+    """Write a folder with a notebook for Kaggle's client, and print the upload command."""
     from nbtoolkit.kaggle.kernel import KernelSettings, write_kernel
     from nbtoolkit.notebooks.parameters import parameters_from_shell
 
@@ -214,7 +214,7 @@ def pack(
         typer.Option(help="Largest size of the bundle, such as 15GB; default: the disk's."),
     ] = None,
 ) -> None:
-    """Pack the runs of an output folder into one file, to resume them in another session."""
+    """Pack the runs of an output folder into one file, so that another session can resume them."""
     from nbtoolkit.archive.pack import pack as write_bundle
 
     packed = write_bundle(output, source=source, size_limit=size_limit)
@@ -232,7 +232,7 @@ def unpack(
         Path | None, typer.Option("--into", help="The output folder; default: runtime.output_dir.")
     ] = None,
 ) -> None:
-    """Unpack the runs of another session; the next launch or sweep resumes them."""
+    """Unpack the runs of an earlier session, so that the next launch or sweep resumes them."""
     from nbtoolkit.archive.unpack import unpack as read_bundle
 
     unpacked = read_bundle(where, into=into)

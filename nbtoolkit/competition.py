@@ -38,14 +38,15 @@ class Blend:
     """A weighted mean of several models' predictions, from :func:`nbtoolkit.blend`.
 
     Attributes:
-        weights: each model's weight; not negative, their sum is 1.
-        score: the metric of the blend's out-of-fold predictions. The weights were fitted to them,
-            so it is too good.
-        nested_score: the same, with weights for each fold that were fitted on the other folds.
+        weights: the weight of each model. No weight is negative, and their sum is 1.
+        score: the metric of the blended out-of-fold predictions. It is too optimistic, because the
+            weights were fitted to the same predictions.
+        nested_score: a fair estimate of the metric. The weights for the samples of each fold were
+            fitted on the other folds.
         scores: the metric of each model alone.
         direction: ``"maximize"`` or ``"minimize"``.
         method: ``"probabilities"`` or ``"ranks"``.
-        folds: the hash of the folds.
+        folds: a hash of the folds.
     """
 
     weights: dict[str, float]
@@ -57,17 +58,18 @@ class Blend:
     folds: str
 
     def predict(self, predictions: Mapping[str, ArrayLike]) -> Array:
-        """Blend predictions for new samples.
+        """Blend the models' predictions for new samples.
 
         Args:
-            predictions: each model's predictions, of equal shape (n, ...), such as those of
-                ``cv.predict``. With ``method="ranks"``, they are ranked among the n samples.
+            predictions: the predictions of each model, such as those of ``cv.predict``, all of the
+                same shape (n, ...). With ``method="ranks"``, each is replaced by its rank among the
+                n predictions of its model.
 
         Returns:
-            Shape (n, ...).
+            An array of shape (n, ...).
 
         Raises:
-            FoldError: a model is missing or unknown, shapes differ, or values are missing.
+            FoldError: a model is missing or unknown, the shapes differ, or values are missing.
         """
         import numpy as np
 
@@ -99,26 +101,30 @@ def blend(
 ) -> Blend:
     """Find the weights with which several models predict best together.
 
-    The weights maximize (or minimize) the metric of the weighted mean of the out-of-fold
-    predictions. Nelder and Mead's method finds them (``scipy.optimize.minimize``), because it needs
-    no gradient: an accuracy or an AUC has none.
+    The blend is a weighted mean of the models' out-of-fold predictions, and the weights give it the
+    best metric. They are found with the method of Nelder and Mead (``scipy.optimize.minimize``),
+    which needs no gradient: metrics such as the accuracy or the AUC have none.
 
     Args:
-        results: cross-validations on the same folds, by a name for each model.
-        targets: the true values of all samples, shape (n_samples,); default: those that a training
+        results: a dict of cross-validations on the same folds, with a name for each model.
+        targets: the true values of all samples, shape (n_samples,). Default: those that a training
             function returned as ``"targets"`` or ``"labels"``, one for each validation sample.
-        metric: ``metric(targets, predictions)`` -> a number, in scikit-learn's order.
-        method: ``"probabilities"`` takes the mean of the predictions as they are: probabilities, or
-            values of a regression. ``"ranks"`` takes the mean of their ranks, from 0 to 1, for
-            metrics of the order alone (AUC) and models on different scales.
-        direction: ``"maximize"``, ``"minimize"``; ``"auto"``: by the words of the function's name.
+        metric: a function ``metric(targets, predictions)`` that returns a number. The order of the
+            arguments is scikit-learn's.
+        method: ``"probabilities"``: the mean of the predictions as they are, which are
+            probabilities or the values of a regression. ``"ranks"``: the mean of their ranks,
+            divided by the number of samples; for metrics that depend on the order only, such as the
+            AUC, and for models with different scales.
+        direction: ``"maximize"`` or ``"minimize"``. ``"auto"``: the name of ``metric`` decides.
         name: the key under which the training functions return their predictions.
 
     Returns:
-        The :class:`Blend`. Its ``nested_score`` is the fair estimate.
+        The :class:`Blend`. Use its ``nested_score`` as the estimate for new data; its ``score`` is
+        too good.
 
     Raises:
-        FoldError: the results have other folds, other shapes, or lack out-of-fold predictions.
+        FoldError: the results have different folds or shapes, predictions or targets are missing,
+            or the name of ``metric`` does not tell the direction.
         MissingExtra: SciPy is not installed.
     """
     import numpy as np
@@ -349,19 +355,20 @@ _KINDS = {
 def check_submission(
     frame: Table, sample: Table, *, probabilities: bool | Literal["auto"] = "auto"
 ) -> None:
-    """Check that a submission has the form of the competition's sample.
+    """Check that a submission has the form of the competition's sample submission.
 
     Args:
-        frame: the submission, as a DataFrame or as the CSV file that will be sent. The file is the
-            better check: it shows an index that was written with it.
+        frame: the submission, as a DataFrame or as the CSV file that you will send. The file is
+            better, because it also shows an index that was written by mistake.
         sample: the competition's sample submission, as a DataFrame or a CSV file. Its first column
             has the ids.
-        probabilities: whether the predictions must be from 0 to 1. ``"auto"``: if those of the
-            sample are, and one of them is neither 0 nor 1.
+        probabilities: whether the predictions must be from 0 to 1. ``"auto"``: in each column in
+            which all values of the sample are from 0 to 1, and at least one is neither 0 nor 1.
 
     Raises:
-        SubmissionError: lists every mistake, one per line: columns, ids, their order, duplicates,
-            missing and infinite values, types, range.
+        SubmissionError: a file cannot be read, or the submission has mistakes. The message lists
+            all of them, one per line: columns, ids and their order, duplicates, missing and
+            infinite values, types, range.
         MissingExtra: pandas is not installed.
     """
     submitted, expected = _read(frame, "frame"), _read(sample, "sample")

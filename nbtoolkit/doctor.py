@@ -91,14 +91,15 @@ class DoctorReport:
 
 
 def doctor() -> DoctorReport:
-    """Examine host, hardware, libraries and this process without changing anything.
+    """Examine the host, the hardware, the libraries and this process, and change nothing.
 
-    A forked child computes in parallel (and allocates on a GPU, if there is one). If it fails, new
-    interpreters import this process's packages to find the one that breaks forks, which takes up to
-    three minutes.
+    It also tests whether this process is fork-safe: it forks a child process, which computes in
+    several threads and allocates memory on a GPU, if there is one. If the child fails, the function
+    searches for the package that makes forks fail, by importing the packages of this process in new
+    interpreters. This search takes up to three minutes.
 
     Returns:
-        The report; ``print`` it, or let a cell show it.
+        The report. ``print`` it, or let a cell display it.
     """
     host, hardware = detect_host(), detect_hardware()
     plan: LaunchPlan | None = None

@@ -1,47 +1,49 @@
-"""Define all errors that nbtoolkit raises; each says what happened, what is allowed, what to do.
+"""Define all errors that nbtoolkit raises.
 
-NbtoolkitError
-├── ConfigError            a configuration file or override is wrong (names file and line)
-│   ├── SpaceError         a sweep's configuration is wrong: its space or another setting
-│   ├── MetadataError      a kernel-metadata.json is wrong for Kaggle's client
-│   ├── ParameterError     a notebook parameter is unknown, missing or of another type
-│   └── PipelineError      a pipeline's file is wrong: its steps, or their references
-├── PlanError              this machine cannot meet the configuration
-├── LaunchError            the launch failed before the user's code ran
-│   ├── CannotPickle       a captured object cannot be sent to the ranks (names the global)
-│   ├── ForkRefused        start="fork" in a process that is not fork-safe (names the reason)
-│   ├── NestedLaunch       nb.launch was called inside a rank
-│   ├── DeadlinePassed     the notebook's deadline (nb.set_deadline) leaves no time
-│   ├── GroupStartFailed   the ranks could not form a process group (and fallback is off)
-│   └── RunFolderError     the run's folder cannot be written (disk full, read-only)
-│       └── RunFileError   a run's file cannot be read (corrupt, or another user's)
-├── WorkerError            a rank raised an exception that cannot be rebuilt here
-│   ├── WorkerDied         a rank ended without an exception (signal, os._exit)
-│   └── WorkerHung         a rank is silent and idle while another waits for it or has returned
-├── ReportError            not every rank called ctx.report, ctx.raise_if_stopped or ctx.save
-├── ResumeError            resume= names a run that does not match
-├── SweepError             a sweep cannot start, or cannot resume its study
-├── FitError               nb.fit cannot train with its arguments
-│   └── LossNotFinite      a loss is infinite or NaN (names the step and its samples)
-├── TuningError            a setting cannot be measured for this function or on this machine
-├── SubmissionError        a submission does not have the form of the competition's sample
-├── FoldError              a data set cannot be split, or folds or predictions do not match
-├── CheckpointError        a checkpoint is missing, corrupt or of another model
-├── NotebookError          a notebook cannot run: unreadable, not Python, no such kernel
-├── NotebookFailed         a notebook did not run to its end (names the cell)
-│   ├── NotebookDied       its kernel died (signal, exit code, memory)
-│   ├── NotebookTimeout    the notebook or one of its cells exceeded its time limit
-│   └── PipelineFailed     the notebook was a step of a pipeline (names the step)
-├── ReportFolderError      nb.report cannot read its folder or write its page
-├── PublishError           nb.publish accepts plain values only
-├── BundleError            packed runs cannot be written, or are corrupt, foreign or unsafe
-├── WheelsError            wheels for a host cannot be fetched, or do not fit it
-├── TrackingError          the tracking database cannot be used
-├── DashboardError         a dashboard cannot be opened here, or has ended
-└── MissingExtra           an optional package is not installed (gives the install command)
+The subclasses stand below their base class::
 
-RunStopped (BaseException)      all ranks leave the user's function at the same report
-FoldWarning (UserWarning)  folds may make a score too good, or lack a class
+    NbtoolkitError
+    ├── ConfigError            a configuration file or an override is wrong (names file and line)
+    │   ├── SpaceError         the configuration of a sweep is wrong: its space or another setting
+    │   ├── MetadataError      a kernel-metadata.json is wrong for Kaggle's client
+    │   ├── ParameterError     a parameter of a notebook is unknown, missing or of the wrong type
+    │   └── PipelineError      the file of a pipeline is wrong: its steps or their references
+    ├── PlanError              the configuration is not possible on this machine
+    ├── LaunchError            a run or search cannot start, has no result, or lost its supervisor
+    │   ├── CannotPickle       an object that the function uses or returns cannot be pickled
+    │   ├── ForkRefused        start="fork" in a process that is not fork-safe (names the reason)
+    │   ├── NestedLaunch       nb.launch was called inside a rank
+    │   ├── DeadlinePassed     the notebook's deadline leaves no time for the call
+    │   ├── GroupStartFailed   the ranks cannot form a process group
+    │   └── RunFolderError     the run's folder cannot be written (disk full, read-only)
+    │       └── RunFileError   a file of a run cannot be read (corrupt, or owned by another user)
+    ├── WorkerError            a rank raised an exception that cannot be recreated here
+    │   ├── WorkerDied         a rank ended without an exception (signal, os._exit, sys.exit)
+    │   └── WorkerHung         a rank does nothing while another one waits for it or has returned
+    ├── ReportError            only some ranks called ctx.report, ctx.raise_if_stopped or ctx.save
+    ├── ResumeError            resume= names a run that cannot be resumed
+    ├── SweepError             a sweep has failed, or its study cannot be used
+    ├── FitError               nb.fit cannot train with the given data, model or settings
+    │   └── LossNotFinite      a loss is infinite or NaN (names the step and its samples)
+    ├── TuningError            a setting cannot be measured for this function or on this machine
+    ├── SubmissionError        a submission does not have the form of the competition's sample
+    ├── FoldError              folds cannot be made, a fold failed, or predictions do not fit
+    ├── CheckpointError        a checkpoint is missing, damaged or of another model
+    ├── NotebookError          a notebook cannot run: unreadable, not Python, no such kernel
+    ├── NotebookFailed         a notebook did not run to its end (names the cell)
+    │   ├── NotebookDied       the kernel of the notebook died, or did not start
+    │   ├── NotebookTimeout    the notebook or one of its cells exceeded its time limit
+    │   └── PipelineFailed     a notebook that is a step of a pipeline failed (names the step)
+    ├── ReportFolderError      nb.report cannot read the folder, or cannot write the page
+    ├── PublishError           nb.publish cannot publish a value, or its name is not a string
+    ├── BundleError            a bundle cannot be written, read or unpacked
+    ├── WheelsError            the wheels for a host cannot be made, or do not fit the host
+    ├── TrackingError          the tracking database cannot be used
+    ├── DashboardError         a dashboard cannot be opened here, or has ended
+    └── MissingExtra           an optional package is not installed (gives the install command)
+
+    RunStopped (BaseException)    all ranks leave the training function at the same call
+    FoldWarning (UserWarning)     folds may make a score too good, or lack a class
 """
 
 from __future__ import annotations
@@ -85,45 +87,45 @@ def _rebuild(
 
 
 def some_names(names: Sequence[str], shown: int = 5) -> str:
-    """The first names for a message, and how many more there are."""
+    """Return the first names as text for a message, and how many more there are."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
 
 
 class ConfigError(NbtoolkitError):
-    """A configuration file, key or value is wrong."""
+    """A configuration file, the name of a setting or its value is wrong."""
 
 
 class SpaceError(ConfigError):
-    """A sweep's configuration is wrong: its space or another setting."""
+    """The configuration of a sweep is wrong: its space or another setting."""
 
 
 class MetadataError(ConfigError):
-    """A notebook's kernel-metadata.json is wrong, or a value to write into it."""
+    """A ``kernel-metadata.json`` for Kaggle, or a value to write into it, is wrong."""
 
 
 class ParameterError(ConfigError):
-    """A notebook parameter is unknown, missing or of another type."""
+    """A parameter of a notebook is unknown, missing or of the wrong type."""
 
 
 class PipelineError(ConfigError):
-    """A pipeline's file is wrong: a step, its parameters, or their references."""
+    """The file of a pipeline is wrong: a step, its parameters or their references."""
 
 
 class PlanError(NbtoolkitError):
-    """This machine cannot meet the configuration."""
+    """The configuration is not possible on this machine."""
 
 
 class LaunchError(NbtoolkitError):
-    """The launch failed before the user's code ran."""
+    """A run or a search cannot start, has no result, or lost its supervisor."""
 
 
 class CannotPickle(LaunchError):
-    """A captured object cannot be sent to the ranks."""
+    """An object that the training function uses or returns cannot be pickled."""
 
 
 class ForkRefused(LaunchError):
-    """``start="fork"`` was requested in a process that is not fork-safe."""
+    """A launch asked for ``start="fork"`` in a process that is not fork-safe."""
 
 
 class NestedLaunch(LaunchError):
@@ -135,39 +137,39 @@ class DeadlinePassed(LaunchError):
 
 
 class GroupStartFailed(LaunchError):
-    """The ranks could not form a process group."""
+    """The ranks cannot form a process group."""
 
 
 class RunFolderError(LaunchError):
-    """The run's folder cannot be written."""
+    """The folder of a run cannot be written, or it was deleted."""
 
 
 class RunFileError(RunFolderError, ValueError):
-    """A run's file cannot be read: it is corrupt, or another user's."""
+    """A file of a run cannot be read, because it is corrupt or owned by another user."""
 
 
 class WorkerError(NbtoolkitError):
-    """A rank raised an exception that cannot be rebuilt in this process."""
+    """A rank raised an exception that cannot be recreated in this process."""
 
 
 class WorkerDied(WorkerError):
-    """A rank ended without an exception: a signal, or ``os._exit``."""
+    """A rank ended without an exception, by a signal, ``os._exit`` or ``sys.exit``."""
 
 
 class WorkerHung(WorkerError):
-    """A rank is silent and idle while another rank waits for it or has returned."""
+    """A rank does nothing while another rank waits for it or has returned."""
 
 
 class ReportError(NbtoolkitError):
-    """Not every rank made a call that all ranks must make."""
+    """Only some ranks made a call that all ranks must make."""
 
 
 class ResumeError(NbtoolkitError):
-    """``resume=`` names a run that cannot be resumed."""
+    """The argument ``resume`` names a run that cannot be resumed."""
 
 
 class SweepError(NbtoolkitError):
-    """A sweep cannot start, or cannot resume its study."""
+    """A sweep has failed, or its study cannot be used."""
 
 
 class FitError(NbtoolkitError):
@@ -187,24 +189,24 @@ class SubmissionError(NbtoolkitError):
 
 
 class FoldError(NbtoolkitError):
-    """A data set cannot be split as requested, or folds do not match their data."""
+    """Folds cannot be made, a fold has failed, or predictions do not fit the folds."""
 
 
 class CheckpointError(NbtoolkitError):
-    """A checkpoint is missing, corrupt or of another model."""
+    """A checkpoint is missing, damaged or of another model, or it cannot be written."""
 
 
 class NotebookError(NbtoolkitError):
-    """A notebook cannot run; no kernel was started."""
+    """A notebook cannot run, and no kernel was started."""
 
 
 class NotebookFailed(NbtoolkitError):
     """A notebook did not run to its end.
 
     Attributes:
-        cell: number of the failed code cell, from 1; 0 if no cell failed (the kernel did not
-            start, or the executed copy could not be written).
-        output: the executed copy up to the failure; None if it could not be written.
+        cell: the number of the failed code cell, counted from 1; 0 if no cell failed, for example
+            because the kernel did not start.
+        output: the path of the executed copy, up to the failure; None if it could not be written.
     """
 
     cell: int = 0
@@ -212,7 +214,7 @@ class NotebookFailed(NbtoolkitError):
 
 
 class NotebookDied(NotebookFailed):
-    """A notebook's kernel died, or did not start."""
+    """The kernel of a notebook died, or did not start."""
 
 
 class NotebookTimeout(NotebookFailed):
@@ -220,29 +222,29 @@ class NotebookTimeout(NotebookFailed):
 
 
 class PipelineFailed(NotebookFailed):
-    """A step of a pipeline failed; the results of completed steps are kept.
+    """A step of a pipeline failed. The results of the completed steps are kept.
 
     Attributes:
-        step: the failed step's name.
+        step: the name of the failed step.
     """
 
     step: str = ""
 
 
 class PublishError(NbtoolkitError):
-    """``nb.publish`` accepts plain values only."""
+    """``nb.publish`` cannot publish a value, or the name of a value is not a string."""
 
 
 class ReportFolderError(NbtoolkitError):
-    """The folder to report on does not exist, or the report cannot be written."""
+    """``nb.report`` cannot read the folder, or cannot write the report."""
 
 
 class BundleError(NbtoolkitError):
-    """A bundle of runs cannot be written, does not fit, or is corrupt, foreign or unsafe."""
+    """A bundle of runs is damaged, unsafe or not a bundle, or it cannot be written or unpacked."""
 
 
 class WheelsError(NbtoolkitError):
-    """Wheels for a host cannot be fetched or built, or do not fit the host."""
+    """The wheels for a host cannot be downloaded or built, or do not fit the host."""
 
 
 class TrackingError(NbtoolkitError):
@@ -250,7 +252,7 @@ class TrackingError(NbtoolkitError):
 
 
 class DashboardError(NbtoolkitError):
-    """A dashboard cannot be opened here, or has ended (the message shows its output)."""
+    """A dashboard cannot be opened here, or it has ended; the message then shows its output."""
 
 
 class MissingExtra(NbtoolkitError, ImportError):
@@ -258,12 +260,13 @@ class MissingExtra(NbtoolkitError, ImportError):
 
 
 class RunStopped(BaseException):
-    """Raised on all ranks at one ``ctx.report`` or ``ctx.raise_if_stopped`` when a run ends early.
+    """Raised when a run ends early, so that all ranks leave the training function.
 
-    It is a ``BaseException``, so ``except Exception`` in user code does not swallow it.
+    ``ctx.report`` and ``ctx.raise_if_stopped`` raise it, on all ranks at the same call. Your
+    ``except Exception`` does not catch it, because it is a ``BaseException``.
 
     Args:
-        status: the status that the launch returns: ``"stopped"``, ``"pruned"`` or ``"deadline"``.
+        status: the status of the run's result: ``"stopped"``, ``"pruned"`` or ``"deadline"``.
     """
 
     def __init__(self, status: str = "stopped") -> None:
@@ -272,4 +275,4 @@ class RunStopped(BaseException):
 
 
 class FoldWarning(UserWarning):
-    """Validation data also occurs in the training data, or a fold lacks a class."""
+    """Training data contain information about validation data, or a fold lacks a class."""

@@ -92,37 +92,41 @@ _TPU_NAMES = ("TPU_NAME", "COLAB_TPU_ADDR", "TPU_ACCELERATOR_TYPE")
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The host of this process; every finding comes with its reason."""
+    """The host of this process, as :func:`detect_host` found it."""
 
     kind: HostKind
     """``kaggle``, ``colab``, ``jupyter`` (any other IPython kernel), ``slurm`` or ``script``."""
     reason: str
-    """Why :attr:`kind` is what it is."""
+    """The reason for :attr:`kind`."""
     working: Path
-    """Folder for results."""
+    """The folder for results."""
     scratch: Path
-    """Folder for large temporary files."""
+    """The folder for large temporary files."""
     kept: Path | None = None
-    """Folder whose files outlive the session; None: none (Colab without Drive)."""
+    """The folder whose files outlive the session, or None (Colab without a mounted Drive)."""
     input: Path | None = None
-    """Folder where the host mounts data sets; None: none."""
+    """The folder in which the host mounts data sets, or None."""
     cpu_count: int = 1
-    """CPUs that this process may use, limited by affinity and container quota."""
+    """The CPUs that this process may use, as its affinity and the container's quota limit them."""
     memory: int = 0
     """Bytes of memory that this process may use; 0 if unknown."""
     tpu: bool = False
     """Whether the machine has a TPU."""
     tpu_reason: str = ""
-    """How the TPU was detected."""
+    """How the TPU was detected; empty without a TPU."""
     is_rank: bool = False
-    """Whether torchrun, horovodrun, Slurm or Ray started this process: a launch runs in place."""
+    """Whether torchrun, horovodrun, Slurm or Ray started this process as a rank. A launch then
+    runs the training function in this process."""
     rank_reason: str = "no torchrun, horovodrun, Slurm step or Ray worker started this process"
-    """Why :attr:`is_rank` is what it is."""
+    """The reason for :attr:`is_rank`."""
     rank: int = 0
-    """The rank, if :attr:`is_rank`; the next three fields likewise."""
+    """The number of this rank, if :attr:`is_rank`."""
     local_rank: int = 0
+    """The number of this rank on this machine, if :attr:`is_rank`."""
     world_size: int = 1
+    """The number of ranks, if :attr:`is_rank`."""
     local_world_size: int = 1
+    """The number of ranks on this machine, if :attr:`is_rank`."""
 
     def explain(self) -> str:
         """Describe the findings and their reasons, one per line."""
@@ -152,15 +156,16 @@ def detect_host(
     modules: Mapping[str, object] | None = None,
     cwd: Path | None = None,
 ) -> Host:
-    """Detect the host of this process from variables and files, without importing anything.
+    """Detect the host of this process from environment variables, modules and files.
 
-    ``NBTOOLKIT_HOST`` (``kaggle``, ``colab``, ``jupyter``, ``script`` or ``slurm``) overrides it.
+    It imports nothing. If the environment variable ``NBTOOLKIT_HOST`` is ``kaggle``, ``colab``,
+    ``jupyter``, ``script`` or ``slurm``, this is the kind of the host.
 
     Args:
-        environ: the environment variables; default: this process's.
-        root: parent of ``/kaggle``, ``/content``, ``/proc``, ``/sys`` and ``/dev``.
-        modules: the imported modules; default: this process's.
-        cwd: the working directory; default: this process's.
+        environ: the environment variables; default: those of this process.
+        root: the folder that contains ``kaggle``, ``content``, ``proc``, ``sys`` and ``dev``.
+        modules: the imported modules; default: those of this process.
+        cwd: the working directory; default: that of this process.
 
     Raises:
         ConfigError: ``NBTOOLKIT_HOST`` is not a known kind of host.

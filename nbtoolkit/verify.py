@@ -1,9 +1,9 @@
 """Check that a training function gives equal results on several processes and after a kill.
 
-    nb.verify.parity(train, config)    compares one process with two
-    nb.verify.resume(train, config)    compares a killed and resumed run with another one
+- ``nb.verify.parity(train, config)`` compares a run on one process with a run on several.
+- ``nb.verify.resume(train, config)`` compares a killed and resumed run with an uninterrupted one.
 
-Both run the whole training several times: use a configuration that takes seconds.
+Each of them runs the whole training twice, so use a configuration that takes seconds.
 """
 
 from __future__ import annotations
@@ -42,15 +42,17 @@ class Comparison:
     """The differences between two runs of one training function.
 
     Attributes:
-        what: describes the two runs.
-        tolerance: differences up to this count as equal.
-        steps: number of optimizer steps whose samples were compared; None: nb.fit was not called.
-        first_other_step: first (epoch, step) whose samples differ; None: all are equal.
-        loss: largest difference of a logged loss; None: none was logged.
-        metrics: largest difference of each reported metric.
-        weights: largest difference of a weight in the last checkpoints; None: no checkpoints.
-        inexact: layers and kernels whose results depend on the ranks, on random numbers or on the
-            GPU's order of sums, with the reason.
+        what: a description of the two runs.
+        tolerance: values that differ by at most this much count as equal.
+        steps: the number of optimizer steps whose samples were compared; None: the function did not
+            call ``nb.fit``.
+        first_other_step: the first (epoch, step) with different samples; None: no step has.
+        loss: the largest difference of a logged loss; None: no loss was logged.
+        metrics: the largest difference of each reported metric.
+        weights: the largest difference of a weight in the last checkpoints; None: there are no
+            checkpoints.
+        inexact: layers and GPU kernels that cannot give exactly equal results, with the reason:
+            they depend on the ranks, on random numbers, or on the order in which the GPU adds.
     """
 
     what: str
@@ -109,10 +111,11 @@ def parity(
 
     Args:
         train: a training function; samples are compared if it calls ``nb.fit``.
-        config: a configuration that takes seconds (say ``train.max_steps: 50``). Tracking is off.
+        config: a configuration that takes seconds, for example with ``train.max_steps: 50``.
+            Tracking is switched off.
         processes: the number of processes of the second run.
-        tolerance: differences up to this count as equal; float32 sums in another order differ by
-            about 1e-6.
+        tolerance: values that differ by at most this much count as equal. Sums in float32 differ by
+            about 1e-6 if their order differs.
 
     Raises:
         Exception: an exception of ``train``.
@@ -132,15 +135,16 @@ def resume(
     at: float = 0.5,
     tolerance: float = 0.0,
 ) -> Comparison:
-    """Run ``train`` once uninterrupted and once with a SIGKILL and a resume, and compare.
+    """Run ``train`` once without interruption and once with a SIGKILL and a resume, and compare.
 
     Args:
         train: a training function that logs (``nb.fit`` does) and saves.
-        config: a configuration that takes seconds. A checkpoint is saved every few steps, and
-            tracking is off.
-        processes: as in :func:`nbtoolkit.launch`.
-        at: share of the logged steps before the SIGKILL.
-        tolerance: differences up to this count as equal; 0: bit by bit.
+        config: a configuration that takes seconds. The interrupted run saves a checkpoint every few
+            steps, and tracking is switched off.
+        processes: the number of ranks, as in :func:`nbtoolkit.launch`.
+        at: the share of the logged steps after which the SIGKILL is sent.
+        tolerance: values that differ by at most this much count as equal; 0: every bit must be
+            equal.
 
     Raises:
         NbtoolkitError: ``train`` logs fewer than two steps, or saves no checkpoint to resume from.

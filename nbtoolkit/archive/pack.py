@@ -58,19 +58,19 @@ class PackResult:
     """A bundle that :func:`nbtoolkit.pack` wrote and :func:`nbtoolkit.unpack` reads."""
 
     path: Path
-    """The bundle."""
+    """The path of the bundle."""
     size: int
-    """Its size in bytes."""
+    """The size of the bundle in bytes."""
     files: int
-    """The number of files in it."""
+    """The number of files in the bundle."""
     runs: tuple[str, ...]
-    """The folders of the runs, sweeps and cross-validations in it."""
+    """The folders of the runs, sweeps and cross-validations in the bundle."""
     left_out: tuple[str, ...]
-    """Texts on what was left out, for lack of space or by the file rules."""
+    """Texts that say what was left out, and why."""
     notes: tuple[str, ...]
-    """Other notes for the user, such as runs that were running."""
+    """Other notes, for example which runs were active while they were packed."""
     seconds: float
-    """How long packing took."""
+    """The duration of the call."""
 
     def __repr__(self) -> str:
         left_out = "".join(f", without {text}" for text in self.left_out)
@@ -94,28 +94,31 @@ def pack(
     source: str | os.PathLike[str] | None = None,
     size_limit: int | str | None = None,
 ) -> PackResult:
-    """Write what is worth keeping of an output folder into one file.
+    """Write the important files of an output folder into one file, a bundle.
 
-    The file holds the records of all runs, the studies of sweeps, MLflow's database, what
-    unfinished runs resume from (their newest checkpoint and their best one) and the best checkpoint
-    of finished runs. Running runs are packed in their present state. What is left out first if
-    space is short is documented in :mod:`nbtoolkit.archive.selection`, and is reported. Files
-    outside run folders, code and files that may hold credentials are left out and listed (see
-    :mod:`nbtoolkit.archive.file_rules`). So are files that cannot be read: they do not stop the
-    rest.
+    The bundle contains the records of all runs, the studies of sweeps, MLflow's database, the
+    newest and the best checkpoint of unfinished runs, and the best checkpoint of finished runs.
+    Runs that are still running are packed in their present state.
+
+    If there is too little space, some files are left out, in the order that
+    :mod:`nbtoolkit.archive.selection` describes. Files outside run folders, code, files that may
+    contain credentials (see :mod:`nbtoolkit.archive.file_rules`) and files that cannot be read are
+    always left out. The result lists what was left out.
 
     Args:
-        output: the file, or the folder for ``nbtoolkit-relay.bundle``; None: that name in the
-            host's kept folder (``/kaggle/working``, a mounted Drive, else the working directory).
-            An existing file is replaced once the new one is complete.
-        source: the output folder; None: ``runtime.output_dir`` of the default configuration. If it
-            is a folder below that one, its runs keep their path below it.
-        size_limit: the largest size of the file in bytes, or a text such as ``"15GB"``; None: what
-            the disk has room for.
+        output: the path of the bundle, or a folder, in which it is then called
+            ``nbtoolkit-relay.bundle``. None: this name in the folder that the host keeps
+            (``/kaggle/working``, a mounted Drive, else the working directory). An existing file is
+            replaced when the new one is complete.
+        source: the output folder; None: ``runtime.output_dir`` of the default configuration. If
+            ``source`` is inside this folder, the bundle keeps the paths of its runs relative to
+            this folder.
+        size_limit: the largest size of the bundle, in bytes or as a string such as ``"15GB"``;
+            None: the free space of the disk.
 
     Raises:
-        BundleError: there are no runs, the file cannot be written, or what unfinished runs resume
-            from does not fit.
+        BundleError: there are no runs, the file cannot be written, its name does not end in
+            ``.bundle``, or the files that the next session needs do not fit.
         ConfigError: ``size_limit`` is not a size.
     """
     start = time.monotonic()

@@ -44,24 +44,24 @@ _STAGING = ".nbtoolkit-unpacking-"
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class UnpackResult:
-    """What :func:`nbtoolkit.unpack` wrote into an output folder."""
+    """The result of :func:`nbtoolkit.unpack`."""
 
     bundle: Path | None
-    """The bundle, or the folder of runs; None: none was found, and nothing was done."""
+    """The bundle or the folder of runs that was unpacked; None if none was found."""
     folder: Path
     """The output folder."""
     new: tuple[str, ...] = ()
-    """The folders of runs that were not there before."""
+    """The folders of the runs that the output folder did not contain before."""
     advanced: tuple[str, ...] = ()
-    """The folders of runs that were there in an older state than in the bundle."""
+    """The folders of the runs that were replaced by a newer state from the bundle."""
     unchanged: tuple[str, ...] = ()
-    """The folders of runs that were left as they were: not older, or running."""
+    """The folders of the runs that were kept, because they are not older, or are active."""
     files: int = 0
-    """The number of files written that belong to no run."""
+    """The number of written files that belong to no run."""
     tracked: tuple[str, ...] = ()
-    """The folders of runs that this call added to MLflow's database."""
+    """The folders of the runs that this call added to the database of MLflow."""
     notes: tuple[str, ...] = ()
-    """Notes for the user: what the bundle lacks, what was not unpacked and why."""
+    """Notes about what the bundle lacks, and about what was not unpacked and why."""
 
     def __repr__(self) -> str:
         if self.bundle is None:
@@ -90,21 +90,23 @@ def unpack(
 ) -> UnpackResult:
     """Write the runs of an earlier session into the output folder; later launches resume them.
 
-    The whole bundle is checked before anything is taken from it. A run that is newer here, or
-    running, stays as it is; unpacking twice changes nothing. Nothing is loaded or executed. Only
-    run folders are written (see :mod:`nbtoolkit.archive.file_rules`); all other content is listed.
+    The function checks the whole bundle before it writes anything. A run that is newer in the
+    output folder, or that is running, stays as it is; a second call changes nothing. No content is
+    loaded or executed. Only run folders are written (see :mod:`nbtoolkit.archive.file_rules`); the
+    result lists all other content of the bundle.
 
     Args:
-        where: ``"auto"`` (the newest bundle in ``/kaggle/input``, in a mounted Drive, or in the
-            working directory; does nothing if there is none), a bundle, or a folder that holds a
-            bundle or runs, such as the output of a session that ended before it could pack.
+        where: a bundle, or a folder that contains a bundle or runs, such as the output of a session
+            that ended before it could pack. ``"auto"``: the newest bundle in ``/kaggle/input``, a
+            mounted Drive or the working directory, or else runs in ``/kaggle/input``; if there are
+            none, nothing happens.
         into: the output folder; None: ``runtime.output_dir`` of ``config``.
         config: the configuration of later launches; None: the default configuration.
-        host: the host; None: detected.
+        host: the host of this process; None: detected.
 
     Raises:
-        BundleError: there is no such bundle; it is damaged, foreign, unsafe or dated in the future;
-            or the folder cannot be written.
+        BundleError: there is no such bundle; it is damaged, unsafe, dated in the future or not made
+            by nbtoolkit; or the folder cannot be written.
         ConfigError: ``config`` is not a configuration.
     """
     folder = output_folder(config) if into is None else Path(into).expanduser().absolute()

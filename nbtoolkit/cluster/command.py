@@ -35,7 +35,7 @@ def recipe(
     config: ConfigOptions,
     options: RecipeOptions,
 ) -> None:
-    """Print a script that trains on several machines: bash, sbatch, or YAML for kubectl."""
+    """Print a script for bash, sbatch or kubectl that starts a training on several machines."""
     settings = config.load()
     shape = Shape(
         nodes=options.nodes,

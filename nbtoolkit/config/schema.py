@@ -66,148 +66,183 @@ class Optim(Section):
     """The optimizer and its schedule, as `nb.fit` builds them."""
 
     name: OptimizerName = "adamw"
-    """The optimizer: a short name of one of torch's, or the dotted name of any class."""
+    """The optimizer class: a short name for a class of torch, or the dotted name of any other
+    class."""
     options: Free = FreeSection()
-    """More arguments of the optimizer, with its own names (`betas`, `eps`, `nesterov`)."""
+    """More keyword arguments of the optimizer class, such as `betas`, `eps` or `nesterov`."""
     param_groups: ParamGroups = ()
-    """Groups of parameters with their own rate and decay: `match` (a pattern of names), and `lr` or
-    `lr_scale`, `weight_decay` and other arguments of the optimizer."""
+    """Groups of parameters with their own values. In each group, `match` is a pattern of parameter
+    names, or a list of patterns. The other keys are `lr` or `lr_scale` (a factor for `optim.lr`),
+    `weight_decay` and other arguments of the optimizer."""
     lr: Auto | Positive = 1e-3
-    """The peak learning rate, before `lr_rule`; `auto`: by `nb.find_learning_rate`."""
+    """The peak learning rate, before `lr_rule` changes it. `auto`: `nb.find_learning_rate` measures
+    it before the launch."""
     weight_decay: NotNegative = 0.01
-    """Weight decay (decoupled for adamw)."""
+    """The weight decay coefficient. `adamw` uses decoupled weight decay."""
     decay_all: bool = False
-    """Also decay biases and the weights of norms."""
+    """Apply weight decay to all parameters. false: not to biases, the weights of normalization
+    layers and other parameters with at most one dimension."""
     momentum: Share = 0.9
-    """Momentum of sgd; other optimizers ignore it."""
+    """The momentum of `sgd`. Other optimizers ignore it. `schedule: one_cycle` varies the momentum
+    from 0.95 to 0.85 and back, unless it is 0."""
     schedule: Literal["cosine", "linear", "constant", "one_cycle", "plateau", "range_test"] = (
         "cosine"
     )
-    """How the learning rate falls after the warm-up; per step, `plateau` per epoch. `range_test`
-    rises exponentially, as `nb.find_learning_rate` does."""
+    """The learning-rate schedule after the warm-up. `plateau` can lower the rate after an epoch;
+    the other schedules set it for each optimizer step. With `range_test`, the rate rises
+    exponentially, as in `nb.find_learning_rate`."""
     warmup_ratio: Share = 0.05
-    """Share of all steps over which the learning rate rises from 0 to its peak."""
+    """The length of the warm-up, as a share of all optimizer steps. In the warm-up, the learning
+    rate rises to its peak."""
     min_lr_ratio: Share = 0.0
-    """Lowest rate of all schedules but constant, as a share of the peak (`range_test`: 0 means
-    1e-6)."""
+    """The lowest learning rate after the warm-up, as a share of the peak. `constant` ignores it.
+    With `range_test`, it is the first rate, and 0 means 1e-6."""
     plateau_patience: Count = 5
-    """`plateau`: epochs without a better `checkpoint.monitor` before the rate drops."""
+    """With `schedule: plateau`: the learning rate drops after this number of epochs in a row
+    without an improvement of `checkpoint.monitor`."""
     plateau_factor: Share = 0.1
-    """`plateau`: factor of the rate when it drops."""
+    """With `schedule: plateau`: each drop multiplies the learning rate by this factor."""
     lr_rule: Literal["none", "linear", "sqrt"] = "none"
-    """With `train.batch_size_per_device`: how the rate grows with the number of ranks."""
+    """With `train.batch_size_per_device`: how the learning rate grows with n, the number of ranks
+    times the accumulation steps. `linear` multiplies it by n, and `sqrt` by the square root of
+    n."""
 
 
 class Train(Section):
     """Length of the training, batch size, precision and averaging."""
 
     epochs: Count = 10
-    """Passes over the training data."""
+    """The number of passes over the training data."""
     max_steps: Count | None = None
-    """End after this many optimizer steps, if sooner; for profiling and smoke tests."""
+    """End the training after this number of optimizer steps, even if some epochs are left. Use it
+    for profiling and smoke tests. null: no limit."""
     batch_size: Count = 128
-    """Samples per optimizer step, over all ranks and accumulation steps."""
+    """The number of samples per optimizer step, over all ranks and accumulation steps."""
     batch_size_per_device: Count | None = None
-    """Alternative to `batch_size`: samples of one rank per forward pass."""
+    """The number of samples per forward pass on one device. Set it instead of `batch_size`."""
     precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
-    """`auto`: by the device's compute capability (bf16 from sm_80, fp16 on a T4), fp32 on a CPU."""
+    """`auto` chooses by the compute capability of the GPU: bf16 from 8.0 on, fp16 from 7.0 on (such
+    as a T4), fp32 below. On the CPU, `auto` is fp32."""
     drop_last: bool = False
-    """Skip an epoch's last incomplete step (false: weight it by its number of samples)."""
+    """Skip the last optimizer step of an epoch if it would have fewer samples than `batch_size`.
+    false: the step runs, and its loss is the mean over its own samples."""
     sample_weights: Literal["balanced"] | None = None
-    """`balanced`: draw the classes equally often, with replacement; null: each sample once."""
+    """`balanced`: draw the samples with replacement, each class with the same probability. null:
+    use each sample once per epoch."""
     loss_reduction: Literal["auto", "batch"] = "auto"
-    """`auto`: a mean, a sum or a weighted mean over samples, detected in the first batch; `batch`:
-    a loss over whole batches (Dice, contrastive), which depends on the number of ranks."""
+    """`auto`: `nb.fit` detects in the first batch whether the loss is a mean, a sum or a weighted
+    mean over the samples. `batch`: the loss is computed from whole batches (Dice, contrastive), so
+    it depends on the number of ranks."""
     max_grad_norm: Positive | None = None
-    """Scale gradients with a larger norm down to this norm; null: no clipping."""
+    """Gradient clipping: scale gradients with a larger norm down to this norm. null: no
+    clipping."""
     gradient_accumulation_steps: Auto | Count = "auto"
-    """Micro-batches per optimizer step; `auto`: one, or as many as `nb.fit` needs to fit into the
-    memory: if a rank runs out of it, the run starts again from its newest checkpoint, with about
-    twice as many."""
+    """The number of micro-batches per optimizer step. `auto`: one at first. If a rank runs out of
+    memory in `nb.fit`, all ranks start again from the newest checkpoint, with about twice as
+    many."""
     num_workers: Auto | CountFrom0 = 0
-    """DataLoader processes of each rank; tensors and arrays in memory need none. `auto`: by
-    `nb.find_num_workers`."""
+    """The number of DataLoader processes per rank. Tensors and arrays in memory need none. `auto`:
+    `nb.find_num_workers` measures it before the launch."""
     compile: bool = False
-    """Compile the model with `torch.compile`: minutes at the start, faster steps."""
+    """Compile the model with `torch.compile`. The first step can take minutes; later steps are
+    faster."""
     profile: bool = False
-    """Record a few optimizer steps with torch.profiler: a trace per rank and a table."""
+    """Record a few optimizer steps with `torch.profiler`. Each rank writes a trace, and rank 0
+    prints a table."""
     channels_last: bool = False
-    """Use the channels-last memory format: faster convolutions on GPUs with tensor cores."""
+    """Use the channels-last memory format. It makes convolutions faster on GPUs with tensor
+    cores."""
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
+    """Recompute activations in the backward pass. This needs less memory, but more time."""
     fp16_weights: Literal["refuse", "upcast"] = "refuse"
-    """Trainable weights in half precision: an error, or (`upcast`) converted to fp32."""
+    """What `nb.fit` does with trainable weights in half precision. `refuse` raises an error if they
+    are fp16. `upcast` converts fp16 and bf16 weights to fp32."""
     weight_averaging: Literal["none", "ema", "swa"] = "none"
-    """Validate and save averaged weights: exponential (every step), or the mean of late epochs."""
+    """Validate and save averaged weights. `ema`: the exponential moving average over all steps.
+    `swa`: the mean of the weights at the ends of the last epochs."""
     ema_decay: Share = 0.999
-    """`ema`: decay of the average per step, after its own warm-up."""
+    """With `ema`: the decay of the average per step. In the first steps, the decay is lower."""
     swa_start: Share = 0.75
-    """`swa`: share of all steps before averaging starts."""
+    """With `swa`: the share of all steps after which the averaging starts."""
     swa_lr: Positive | None = None
-    """`swa`: constant learning rate while averaging; null: the schedule's."""
+    """With `swa`: the constant learning rate from `swa_start` on. null: the rate of the
+    schedule."""
     early_stopping_patience: Count | None = None
-    """End after this many epochs without a better `checkpoint.monitor`; null: never early."""
+    """End the training after this number of epochs in a row without an improvement of
+    `checkpoint.monitor`. null: no early stopping."""
     min_delta: NotNegative = 0.0
     """Smallest improvement that counts for `early_stopping_patience`."""
     scaler_init_scale: Positive = 65536.0
-    """Initial loss scale with fp16."""
+    """The initial loss scale of the fp16 training."""
     scaler_growth_interval: Count = 2000
-    """Steps without overflow before the loss scale grows."""
+    """The loss scale grows after this number of steps in a row without an overflow."""
     scaler_growth_factor: Above1 = 2.0
-    """Factor of the loss scale when it grows."""
+    """The factor by which the loss scale grows."""
     scaler_backoff_factor: Below1 = 0.5
-    """Factor of the loss scale after an overflow."""
+    """An overflow multiplies the loss scale by this factor."""
 
 
 class Distributed(Section):
     """Number of ranks, their devices, and how they communicate."""
 
     enabled: Auto | bool = "auto"
-    """Use several ranks. `auto`: on two or more usable, equal GPUs; true: on the CPU too."""
+    """Whether to use several ranks. `auto`: yes, if there are two or more equal, usable GPUs, or if
+    `world_size` or `strategy` asks for several ranks. true: also on the CPU. false: one process."""
     strategy: Literal[
         "auto", "single", "ddp", "fsdp", "deepspeed", "pipeline", "dp", "measured"
     ] = "auto"
-    """One process, DistributedDataParallel, `fsdp`: sharded weights and optimizer state,
-    `deepspeed`: the same by DeepSpeed's ZeRO, `pipeline`: the layers of an nn.Sequential divided
-    over the ranks, or `dp`: DataParallel, one process on several GPUs. `auto`: by `nb.calibrate`,
-    kept or made after a long run, else ddp; `measured`: measure it."""
+    """How the ranks divide the model and the work. `single`: one process. `ddp`:
+    DistributedDataParallel. `fsdp`: each rank keeps a part of the weights, gradients and optimizer
+    state. `deepspeed`: similar, with DeepSpeed's ZeRO (see `zero_stage`). `pipeline`: each rank has
+    some of the layers of an `nn.Sequential`. `dp`: DataParallel, one process on several GPUs.
+    `auto`: the fastest strategy that `nb.calibrate` has measured, otherwise `ddp`, or `single` on
+    one device. After a run of ten minutes, `auto` measures by itself. `measured`: like `auto`, but
+    the first launch already measures."""
     zero_stage: Literal[1, 2, 3] = 2
-    """`deepspeed`: what each rank keeps a part of. 1: optimizer state; 2: gradients, too; 3:
-    weights, too."""
+    """With `deepspeed`: what is divided among the ranks. 1: the optimizer state. 2: also the
+    gradients. 3: also the weights."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """`deepspeed`: keep parts in CPU memory. `optimizer`: optimizer state and gradients, whose step
-    then runs on the CPU; `all`: weights, too (stage 3)."""
+    """With `deepspeed`: what is kept in CPU memory. `optimizer`: the optimizer state and the
+    gradients; the optimizer step then runs on the CPU. `all`: also the weights; this needs
+    `zero_stage: 3`."""
     world_size: Auto | Count = "auto"
-    """Ranks; `auto`: one per usable device. `nb.launch(processes=...)` overrides it."""
+    """The number of ranks. `auto`: one for each GPU that equals the best usable GPU, or one on the
+    CPU. The argument `processes` of `nb.launch` overrides this setting."""
     backend: Literal["auto", "nccl", "gloo", "tensorflow"] = "auto"
-    """Communication backend; `auto`: nccl between GPUs, else gloo. `tensorflow`: its own."""
+    """The communication backend. `auto`: `nccl` between GPUs, otherwise `gloo`. `tensorflow`: the
+    communication of TensorFlow itself."""
     fallback: bool = True
-    """If the ranks cannot form a group, continue with one process and report it (false: error)."""
+    """What happens if the ranks cannot form a process group. true: the run continues with one
+    process, and a message says so. false: the launch raises an error."""
     device_ids: Devices | None = None
-    """Numbers of the devices to use; null: every usable one."""
+    """The numbers of the devices to use. null: all usable devices."""
     port: Auto | Port = "auto"
-    """Port of the rendezvous; `auto`: a free port for each launch."""
+    """The port through which the ranks find each other. `auto`: a free port for each launch."""
     timeout: Seconds = 1800.0
-    """Timeout of a collective; longer than `runtime.hang_timeout`."""
+    """The timeout of collective operations. It must be longer than `runtime.hang_timeout`."""
     sync_batchnorm: bool = False
-    """Compute batch-norm statistics over all ranks."""
+    """Compute batch-norm statistics over all ranks. This has no effect on the CPU."""
     find_unused_parameters: bool = False
-    """DDP looks for parameters without a gradient in every step."""
+    """Let DDP look for parameters without a gradient in every step."""
     broadcast_buffers: bool = True
-    """DDP copies rank 0's buffers to all ranks before each forward pass."""
+    """Let DDP copy the buffers of rank 0 to all ranks before each forward pass."""
     gradient_as_bucket_view: bool = True
-    """Gradients are views into DDP's buckets: one copy less in memory."""
+    """Let the gradients be views into DDP's buckets. This saves the memory of a second copy."""
     bucket_cap_mb: Positive = 25.0
-    """Size of DDP's buckets in MiB."""
+    """The size of DDP's gradient buckets, in MiB."""
     static_graph: bool = False
-    """Every step uses the same parameters; results are wrong if that is not true."""
+    """Tell DDP that every step uses the same parameters. If this is not true, the results are
+    wrong."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """Compression of gradients between ranks: faster over slow links, not exact."""
+    """How the ranks compress the gradients that they exchange. Compression is faster over slow
+    connections, but not exact."""
     powersgd_rank: Count = 1
-    """`powersgd`: rank of the approximation; it starts after a tenth of the steps (or 1000)."""
+    """With `powersgd`: the rank of the matrices that approximate the gradients. The compression
+    starts after a tenth of all steps, or after 1000 steps if that is sooner."""
     local_sgd_steps: Count | None = None
-    """Each rank trains alone, and the weights are averaged after so many optimizer steps (and after
-    each epoch): for slow links, not exact; null: gradients are averaged in every step."""
+    """Each rank makes its own optimizer steps. After this number of steps, and after each epoch,
+    the ranks average their weights. This is faster over slow connections, but not exact. null: the
+    ranks average their gradients in every step."""
 
 
 class Checkpoint(Section):
@@ -216,24 +251,28 @@ class Checkpoint(Section):
     enabled: bool = True
     """Let `nb.fit` write checkpoints."""
     every_minutes: Positive | None = 10.0
-    """Longest time between two checkpoints, in minutes; null: no limit."""
+    """The longest time between two checkpoints, in minutes. null: no limit."""
     every_epochs: Count | None = None
-    """Also write one every this many epochs."""
+    """Also write a checkpoint every `every_epochs` epochs."""
     every_steps: Count | None = None
-    """Also write one every this many optimizer steps."""
+    """Also write a checkpoint every `every_steps` optimizer steps."""
     keep_last: Count = 2
-    """Number of newest checkpoints to keep (the best one is kept too)."""
+    """The number of newest checkpoints to keep. The weights of the best epoch are kept, too."""
     format: Literal["auto", "whole", "sharded"] = "auto"
-    """`sharded`, with fsdp: each rank writes its part (torch 2.8 or newer); `whole`: rank 0 gathers
-    and writes all; `auto`: sharded with fsdp from 1 GB on. Each loads under every strategy."""
+    """Who writes a checkpoint. `whole`: rank 0 gathers and writes everything. `sharded`: each rank
+    writes its part; this needs `distributed.strategy: fsdp` and torch 2.8 or newer. `auto`:
+    `sharded` for `fsdp` and checkpoints of 1 GB or more, otherwise `whole`. Every strategy loads
+    both formats."""
     monitor: Text | None = None
-    """Reported metric that decides which is best; null: val_loss. Without validation data, null is
-    train_loss, which decides when to end early, and the last epoch's weights are kept."""
+    """The metric that decides which epoch is best. null: `val_loss`. Without validation data, null
+    is `train_loss`. In this case, it only decides about early stopping and `optim.schedule:
+    plateau`, and no epoch counts as best."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """Which values are best; `auto`: by the metric's name (`val_mae`: min); see docs/sweep.md."""
+    """Whether the lowest (`min`) or the highest value (`max`) of the metric is best. `auto`: its
+    name decides (`val_mae`: `min`); see docs/sweep/metric.md."""
     weights: Literal["best", "last"] = "best"
-    """The epoch whose weights the model has after `nb.fit`, and which `load_into`, `nb.load_model`
-    and `cv.models` load."""
+    """Whether the model has the weights of the best or the last epoch after `nb.fit`. `load_into`,
+    `nb.load_model` and `cv.models` load the same weights."""
 
 
 class Tracking(Section):
@@ -244,47 +283,56 @@ class Tracking(Section):
     tensorboard: bool = False
     """Write TensorBoard files to the run's folder."""
     wandb: bool = False
-    """Write W&B runs; offline, to the run's folder, where there is no key or no internet."""
+    """Write W&B runs. Without an API key or internet, they are written offline, to the run's
+    folder."""
     wandb_project: Text | None = None
-    """Name of the W&B project; null: the same as `tracking.experiment`."""
+    """The name of the W&B project. null: the value of `tracking.experiment`."""
     uri: Text | None = None
-    """MLflow's tracking URI; null: an SQLite database in `runtime.output_dir`."""
+    """The tracking URI of MLflow. null: an SQLite database in `runtime.output_dir`."""
     experiment: Text = "nbtoolkit"
-    """Name of the MLflow experiment."""
+    """The name of the MLflow experiment."""
     log_every_n_steps: Count = 10
-    """How often `nb.fit` logs the training loss, in optimizer steps."""
+    """`nb.fit` logs the training loss each time that this number of optimizer steps is done."""
     device_metrics: bool = True
-    """Log memory and use of the devices every few seconds."""
+    """Log the memory and the utilization of the devices every few seconds."""
     record_samples: bool = False
-    """Let `nb.fit` record the samples of every optimizer step (the run's `samples/`)."""
+    """Let `nb.fit` record which samples each optimizer step uses, in the folder `samples` of the
+    run."""
 
 
 class Runtime(Section):
     """Output folder, time limits and health checks."""
 
     output_dir: OutputFolder = "outputs"
-    """Parent of the run folders; `{scratch}` is the host's large temporary folder."""
+    """The folder that contains all run folders. `{scratch}` is the host's folder for large
+    temporary files."""
     time_budget: Seconds | None = None
-    """Time limit of a run: before it, the run saves and ends with status `deadline`; null: none."""
+    """The time limit of a run, counted from the launch. Before the limit, the run saves a
+    checkpoint and ends with the status `deadline`. null: no limit."""
     deadline: Seconds | None = None
-    """Time limit of all calls of a process, counted from its start; see `nb.set_deadline`."""
+    """The time limit for all calls of a process together, counted from the start of the process.
+    See `nb.set_deadline`. null: no limit."""
     session_limit: Seconds | None = None
-    """Limit of the host's session: the same, counted from the start of the container."""
+    """The age at which the host ends the session, counted from the start of the container. A run
+    ends `shutdown_margin` before this time. null: no limit."""
     shutdown_margin: Seconds = 60.0
-    """Time between the end of the run and `session_limit`, for the rest of the notebook."""
+    """A run ends this long before `session_limit`, so that the rest of the notebook has time."""
     pack: Auto | bool = "auto"
-    """Pack `output_dir` when a run ends at its deadline; `auto`: on Kaggle and Colab."""
+    """Call `nb.pack` for `output_dir` when a run ends at its deadline. `auto`: only on Kaggle and
+    Colab."""
     quota_hours: Positive | None = None
-    """GPU hours of your host's weekly quota, for `nb.quota` and the cost of a search; null: none.
-    """
+    """The GPU hours of your host's weekly quota. `nb.quota` and the estimated cost of a search use
+    this number. null: unknown."""
     hang_timeout: Seconds = 300.0
-    """A rank is hung if it is silent and idle for so long while another waits or has returned."""
+    """A rank counts as hung if it sends no message and computes nothing for this time, while
+    another rank waits for it or has returned."""
     standby_seconds: Auto | NotNegative = "auto"
-    """After a run on the CPU, new ranks start in advance and wait this many seconds for the next
-    launch of the same shape, which is then faster; 0: none do. `auto`: 600 in a notebook's kernel,
-    else 0."""
+    """How many seconds new ranks wait for the next launch. After a run on the CPU, nbtoolkit starts
+    them in advance, so that a launch with the same number of ranks starts faster. 0: no ranks start
+    in advance. `auto`: 600 in a notebook's kernel, otherwise 0."""
     compare_ranks: bool = True
-    """Warn when ranks train different models: at reports and at the end (torchrun: at reports)."""
+    """Warn if the ranks train different models. nbtoolkit compares some weights at each report and,
+    except under torchrun and srun, at the end."""
 
 
 class _Places(dict[Keys, str]):
@@ -297,13 +345,18 @@ class _Places(dict[Keys, str]):
 
 
 class Config(Section):
-    """All settings of a run; see :func:`load_config` and :meth:`with_overrides`."""
+    """All settings of a run.
+
+    :func:`load_config` makes a Config. A Config is read-only; :meth:`with_overrides` makes a
+    changed copy.
+    """
 
     task: TaskName = "nbtoolkit.tasks.digits:train"
-    """The training function for papermill, panel and command line; a cell passes its own. A run's
-    `config.yaml` names the function that ran; `__main__:train` if it was defined in a notebook."""
+    """The training function for papermill, the panel and the command line. In a cell, you pass the
+    function itself. The `config.yaml` of a run names the function that ran. For a function `train`
+    of a notebook, this is `__main__:train`."""
     seed: Seed = 0
-    """Seed of initial weights, sample order and all other random numbers."""
+    """The seed of the initial weights, the order of the samples and all other random numbers."""
     model: Free = FreeSection()
     """Your own settings of the model."""
     data: Free = FreeSection()
@@ -321,7 +374,7 @@ class Config(Section):
     runtime: Runtime = Runtime()
     """Output folder, time limits and health checks."""
     cluster: Cluster = Cluster()
-    """The job of `where="slurm"` and `where="ray"`."""
+    """The job that `where="slurm"` or `where="ray"` submits."""
     _places: _Places = PrivateAttr(default_factory=_Places)
 
     @model_validator(mode="after")
@@ -336,13 +389,14 @@ class Config(Section):
             overrides: ``{"optim.lr": 3e-4}``, ``{"optim": {"lr": 3e-4}}`` or ``["optim.lr=3e-4"]``.
 
         Raises:
-            ConfigError: a name is unknown or a value is not allowed; lists all mistakes.
+            ConfigError: a name is unknown or a value is not allowed. The message lists all
+                mistakes.
         """
         current = Layer(values=self.model_dump(exclude_unset=True), places=self._places)
         return _build([current, override_layer(overrides)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert all settings to plain dicts and lists, for ``Config.model_validate``."""
+        """Return all settings as plain dicts and lists, which ``Config.model_validate`` reads."""
         values = self.model_dump()
         if self.train.batch_size_per_device is not None:
             # It has no effect then, and setting both is an error.
@@ -350,11 +404,14 @@ class Config(Section):
         return values
 
     def to_yaml(self) -> str:
-        """Write all settings as YAML; :func:`load_config` reads it back to an equal Config."""
+        """Return all settings as YAML text; :func:`load_config` makes an equal Config from it."""
         return dump(self.to_dict())
 
     def differences(self, other: Config) -> dict[str, tuple[Any, Any]]:
-        """Return what differs: dotted name -> (value here, value in ``other``); None if absent."""
+        """Return the settings that differ, as ``{dotted name: (value here, value in other)}``.
+
+        A value is None if the Config does not have this setting.
+        """
         own, others = flat_settings(self.to_dict()), flat_settings(other.to_dict())
         return {
             name: (own.get(name), others.get(name))
@@ -363,7 +420,7 @@ class Config(Section):
         }
 
     def place(self, name: str) -> str:
-        """Return where a setting was set: ``train.yaml:4``, or ``override 'optim.lr'``."""
+        """Return where a setting was set, such as ``train.yaml:4`` or ``override 'optim.lr'``."""
         return self._places.get(tuple(name.split(".")), "set in Python")
 
     def __repr__(self) -> str:
@@ -379,19 +436,22 @@ def load_config(
     env: str | None = "auto",
     overrides: Overrides | None = None,
 ) -> Config:
-    """Load a Config from its layers: defaults < the host's overlay < your file < overrides.
+    """Load a Config from four layers: the defaults, the host's overlay, your file, the overrides.
+
+    If several layers have the same setting, the last one of them counts.
 
     Args:
         path: a YAML or JSON file; None: no file. A relative path is searched for in the working
-            directory, in its parents up to one with a ``pyproject.toml``, and among the files of
-            this package.
-        env: selects the overlay ``config/env/<env>.yaml``. ``"auto"``: the overlay of this host;
-            None: no overlay.
-        overrides: a dict of dotted names, or strings such as ``"optim.lr=3e-4"``.
+            directory, and then in its parents up to the first one with a ``pyproject.toml``. If
+            the path begins with ``config/`` or ``notebooks/``, it is then searched for among the
+            files of this package.
+        env: the name of the overlay, which is the file ``config/env/<env>.yaml``. ``"auto"``: the
+            overlay of this host; None: no overlay.
+        overrides: a dict of settings by dotted name, or strings such as ``"optim.lr=3e-4"``.
 
     Raises:
-        ConfigError: a file cannot be read, a name is unknown, or a value is not allowed; lists all
-            mistakes with file and line.
+        ConfigError: a file cannot be read, a name is unknown, or a value is not allowed. The
+            message lists all mistakes with file and line.
     """
     layers = [_overlay(env)] if env is not None else []
     layers += [file_layer(path)] if path is not None else []

@@ -45,40 +45,43 @@ class Section(BaseModel):
 
 
 class Cluster(Section):
-    """The job of `where="slurm"` and `where="ray"`."""
+    """The job that `where="slurm"` or `where="ray"` submits."""
 
     nodes: Count = 1
-    """Machines of a run; a search uses one machine of Slurm, and all of Ray."""
+    """The number of machines of a run. A search needs 1 on Slurm. On Ray, a search ignores this
+    number and uses all machines of the cluster."""
     devices: Count | None = None
-    """Ranks of each machine, one per GPU; null: `distributed.world_size` over the machines, or the
-    length of `distributed.device_ids`."""
+    """The number of ranks per machine, each with its own GPU. null: `distributed.world_size`
+    divided by `nodes`, or the length of `distributed.device_ids`."""
     gpu: bool = True
-    """The devices are GPUs (false: each rank has CPUs only)."""
+    """Whether each rank has a GPU. false: the ranks have CPUs only."""
     cpus_per_device: Count | None = None
-    """CPUs of each rank; null: the cluster's default for GPUs, 1 without GPUs."""
+    """The number of CPUs per rank. null: 1, but on Slurm with GPUs the default of the cluster."""
     memory: Text | None = None
-    """Memory of a machine, such as 64G; null: the cluster's default."""
+    """Slurm: the memory per machine, such as 64G. null: the default of the cluster."""
     time_limit: Seconds | None = None
-    """Slurm's time limit; null: `runtime.time_budget`, or twelve hours."""
+    """The time limit of a job on Slurm or Kubernetes. null: `runtime.time_budget`, or twelve hours
+    if that is null, too."""
     signal_seconds: Count = 120
-    """Slurm: seconds before the time limit at which the ranks save a checkpoint and end."""
+    """Slurm: this many seconds before the time limit, the ranks save a checkpoint and end."""
     restarts: CountFrom0 = 10
-    """How often a job that ends early, by its time limit or a lost machine, starts again and
-    resumes."""
+    """How often a job starts again and resumes the run, after its time limit (Slurm) or after the
+    loss of a machine (Ray)."""
     partition: Text | None = None
     """Slurm: the partition."""
     account: Text | None = None
     """Slurm: the account."""
     options: Free = FreeSection()
-    """Slurm: more options of sbatch, by their long names (`qos: high`, `exclude: node7`)."""
+    """Slurm: more options of `sbatch`, with their long names (`qos: high`, `exclude: node7`)."""
     modules: Texts = ()
-    """Slurm: environment modules to load."""
+    """Slurm: the environment modules to load (`module load`)."""
     setup: Texts = ()
-    """Slurm: lines of the shell before the ranks start (`source .venv/bin/activate`)."""
+    """Slurm: shell commands that run before the ranks start (`source .venv/bin/activate`)."""
     container: Text | None = None
-    """Slurm: container image of the ranks (`srun --container-image`, of the plugin pyxis)."""
+    """Slurm: the container image of the ranks. This needs the Slurm plugin pyxis."""
     python: Text | None = None
-    """Slurm: command that starts Python on the machines (`apptainer exec --nv image.sif python`);
-    null: this Python, in a container `python3`."""
+    """Slurm: the command that starts Python, such as `apptainer exec --nv image.sif python`. null:
+    the Python of this process, or `python3` if `container` is set."""
     address: Text | None = None
-    """Ray: address of the cluster; null: RAY_ADDRESS, or the Ray that runs on this machine."""
+    """Ray: the address of the cluster. null: the environment variable `RAY_ADDRESS`, or the cluster
+    to which this machine belongs."""

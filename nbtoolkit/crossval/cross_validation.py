@@ -110,29 +110,32 @@ def cross_validate(
     detach: bool = False,
     display: Display = "auto",
 ) -> CVResult | CVHandle:
-    """Run ``train(config, ctx)`` once per fold, several folds at once if there are devices.
+    """Run ``train(config, ctx)`` once per fold, with several folds at once on several devices.
 
-    Inside, ``ctx.fold`` has ``index``, ``train_indices`` and ``valid_indices``. All folds have the
-    configuration's seed. Each is a run of its own, in ``folds/<index>`` of the folder.
+    In the function, ``ctx.fold`` has ``index``, ``train_indices`` and ``valid_indices``. All folds
+    have the seed of the configuration. Each fold is a run of its own, in the subfolder
+    ``folds/<index>``.
 
     Args:
-        train: the training function. If it returns a dict with ``"predictions"`` for the validation
-            samples, in their order, the result has them for the whole data set.
-        config: a Config, a path to YAML, or a dict; None: the defaults.
-        folds: from :func:`nbtoolkit.make_folds`.
-        processes: ranks of each fold. None: one device per fold, side by side; with fewer folds
-            than devices, all devices for one fold after the other.
-        name: the end of the folder's name; default the function's name and ``cv``.
-        resume: ``"auto"`` resumes the newest unfinished cross-validation with equal configuration,
-            function and folds that no process owns: finished folds do not run again, others resume
-            from their checkpoint; ``"never"``; or a folder or its name.
-        where: ``"local"``; ``"slurm"``: one job on one machine, whose devices the folds share;
-            ``"ray"``: folds on all machines of Ray (see docs/cluster.md).
+        train: the training function. If it returns a dict with ``"predictions"``, one for each
+            validation sample in their order, the result has predictions for the whole data set.
+        config: a Config, a path to a YAML file, or a dict; None: the defaults.
+        folds: the folds, from :func:`nbtoolkit.make_folds`.
+        processes: the number of ranks of each fold. None: the folds run side by side, with one
+            device each; if there are fewer folds than devices, they run one after the other, on all
+            devices.
+        name: the end of the folder's name; default: ``<name of the function>_cv``.
+        resume: ``"auto"`` resumes the newest cross-validation that has the same configuration,
+            function and folds, is unfinished, and is not running. Its finished folds do not run
+            again, and its other folds resume from their checkpoints. ``"never"`` starts a new one.
+            A folder or its name resumes this one.
+        where: ``"local"``: on this machine. ``"slurm"``: in one job on one machine, whose devices
+            the folds share. ``"ray"``: on all machines of Ray (see docs/cluster.md).
         wait: False returns a :class:`CVHandle` at once.
-        detach: it outlives this process; see :func:`nbtoolkit.attach`.
-        display: ``"auto"`` shows a live table in a notebook, one line per minute under papermill, a
-            bar in a terminal, and elsewhere a line for each fold; ``"widgets"``; ``"text"``: a line
-            for each fold; ``"off"``: nothing.
+        detach: whether the cross-validation outlives this process; see :func:`nbtoolkit.attach`.
+        display: how to show the progress. ``"auto"``: a live table in a notebook, one line per
+            minute under papermill, a bar in a terminal, one line per fold elsewhere. ``"widgets"``:
+            a live table with ipywidgets. ``"text"``: one line per fold. ``"off"``: nothing.
 
     Returns:
         The :class:`~nbtoolkit.crossval.cv_result.CVResult`; with ``wait=False`` a
@@ -140,9 +143,11 @@ def cross_validate(
 
     Raises:
         FoldError: ``folds`` is not a ``Folds``, or not that of the run to resume.
-        NbtoolkitError: it could not be planned or started, or a fold's rank died or hung again.
+        NbtoolkitError: the cross-validation could not be planned or started, or a rank of one fold
+            died or hung twice.
         KeyboardInterrupt: the wait was interrupted; all processes have ended.
-        Exception: what the training function raised, with its own type. Finished folds are kept.
+        Exception: the exception of the training function, with its own type. Finished folds are
+            kept.
     """
     __tracebackhide__ = True
     arguments = {

@@ -99,13 +99,13 @@ def _spread(scores: Sequence[float]) -> str:
 
 
 class CVResult:
-    """The scores of all folds, and their models' predictions for the samples they have not seen.
+    """The result of a cross-validation: the scores and the predictions of all folds.
 
     Attributes:
-        status: ``"completed"``, or why it ended before all folds were done: ``"stopped"``,
-            ``"deadline"``. Some folds are then missing in the other attributes.
+        status: ``"completed"``, or the reason why it ended before all folds were done:
+            ``"stopped"`` or ``"deadline"``. The other attributes then lack some folds.
         folds: the folds.
-        paths: the cross-validation's folder, with the folds' runs in ``folds/``.
+        paths: the folder; its subfolder ``folds`` contains the runs of the folds.
         seconds: wall time of the last session.
     """
 
@@ -125,7 +125,7 @@ class CVResult:
 
     @cached_property
     def scores(self) -> dict[str, NDArray[np.float64]]:
-        """Each metric's value in every fold, of shape (folds,); NaN in folds without the metric."""
+        """The values of each metric, one per fold; NaN for a fold without this metric."""
         import numpy as np
 
         names = dict.fromkeys(name for fold in self._finished.values() for name in fold.metrics)
@@ -137,7 +137,7 @@ class CVResult:
 
     @property
     def mean(self) -> dict[str, float]:
-        """Each metric's mean over the folds that are done.
+        """The mean of each metric over the finished folds.
 
         Raises:
             FoldError: no fold is done.
@@ -147,7 +147,7 @@ class CVResult:
 
     @property
     def std(self) -> dict[str, float]:
-        """Each metric's sample standard deviation (n - 1) over these folds; NaN for one fold.
+        """The sample standard deviation (n - 1) of each metric; NaN with one finished fold.
 
         Raises:
             FoldError: no fold is done.
@@ -159,7 +159,9 @@ class CVResult:
 
     @property
     def table(self) -> pd.DataFrame:
-        """One row per fold: its metrics, ``n_train``, ``n_valid``, ``seconds``; indexed by fold.
+        """A table with one row per fold, indexed by the number of the fold.
+
+        The columns are the metrics, ``n_train``, ``n_valid`` and ``seconds``.
 
         Raises:
             MissingExtra: pandas is not installed.
@@ -182,7 +184,7 @@ class CVResult:
 
     @cached_property
     def values(self) -> list[Any]:
-        """What ``train`` returned in every fold, from rank 0; None for folds that are not done."""
+        """The value that rank 0 returned in each fold; None for a fold that is not finished."""
         return [
             unpack_value(self.run(index).value(0)) if index in self._finished else None
             for index in range(len(self.folds))
@@ -190,19 +192,20 @@ class CVResult:
 
     @cached_property
     def oof(self) -> Array:
-        """Out-of-fold predictions: :meth:`out_of_fold` of ``"predictions"``."""
+        """The out-of-fold predictions, as ``out_of_fold("predictions")`` returns them."""
         return self.out_of_fold("predictions")
 
     def out_of_fold(self, name: str = "predictions") -> Array:
-        """The folds' predictions for the samples they have not seen, in the order of the data set.
+        """Return the out-of-fold predictions of all samples, in the order of the data set.
 
         Args:
-            name: a key of the dict that ``train`` returns; its value is one prediction for each of
-                ``ctx.fold.valid_indices``, in their order.
+            name: the key of the predictions in the dict that ``train`` returns: one prediction for
+                each of ``ctx.fold.valid_indices``, in their order.
 
         Returns:
-            Shape (n_samples, ...); see :func:`~nbtoolkit.crossval.out_of_fold.assemble` for samples
-            that several folds validate on, or none.
+            An array of shape (n_samples, ...). If several folds validate on a sample, it has the
+            mean of their predictions, or their most frequent class. A sample that no fold validates
+            on has NaN (None if the predictions are strings).
 
         Raises:
             FoldError: no fold is done, or a fold did not return one prediction for each sample.
@@ -210,15 +213,15 @@ class CVResult:
         return assemble(self.folds, {index: self._part(index, name) for index in self._done()})
 
     def predict(self, test: object, **options: Any) -> Array:
-        """Predict a test set with each fold's model, and average over the folds.
+        """Predict a test set with the model of each fold, and average the predictions.
 
         Args:
             test: the test set.
-            options: ``predict``, ``transform``, ``average``, ``folds`` and ``display``, as for
-                :func:`nbtoolkit.predict_mean`, which averages over several results.
+            options: the arguments ``predict``, ``transform``, ``average``, ``folds`` and
+                ``display`` of :func:`nbtoolkit.predict_mean`.
 
         Returns:
-            Shape (n, ...), in the order of the test set.
+            An array of shape (n, ...), in the order of the test set.
 
         Raises:
             FoldError: no fold is done, a fold has no model, or predictions do not fit together.
@@ -238,14 +241,15 @@ class CVResult:
     ) -> Path:
         """Write the out-of-fold predictions as a parquet file, one row per sample.
 
-        Columns: ``id`` (or ``index``, from 0), ``fold`` (the one that validates the sample, with
-        repeats the first; -1: none), ``target`` if known, and ``prediction``, or
-        ``prediction_0``, ... for several values. The file's metadata have ``folds`` (their hash),
-        ``run`` and ``nbtoolkit`` (the version).
+        The column ``fold`` is the first fold that validates on the sample, or -1. The column
+        ``target`` is left out if the targets are not known. If a prediction has several values,
+        their columns are ``prediction_0``, ``prediction_1``, ..., otherwise ``prediction``. The
+        metadata of the file contain ``folds`` (a hash of the folds), ``run`` (the run id) and
+        ``nbtoolkit`` (the version).
 
         Args:
-            path: the file; replaced whole if it exists.
-            ids: an id for each sample, shape (n_samples,).
+            path: the file; an existing file is replaced.
+            ids: the column ``id``, shape (n_samples,); default: a column ``index``, from 0 on.
             targets: the true values, shape (n_samples,); default: :attr:`targets`.
             name: as for :meth:`out_of_fold`.
 
@@ -269,15 +273,15 @@ class CVResult:
 
     @property
     def finished(self) -> list[int]:
-        """The folds that are done, ascending."""
+        """The numbers of the finished folds, in ascending order."""
         return sorted(self._finished)
 
     @cached_property
     def targets(self) -> Array | None:
         """The true values of all samples, in the order of the data set.
 
-        Those that ``train`` returned as ``"targets"`` or ``"labels"``, one for each validation
-        sample; None if it returned neither.
+        They are the values that ``train`` returned under the key ``"targets"`` or ``"labels"``, one
+        for each validation sample; None if ``train`` returned neither.
         """
         for name in ("targets", "labels"):
             values = [self.values[index] for index in self.finished]
@@ -286,21 +290,23 @@ class CVResult:
         return None
 
     def models(self, model: torch.nn.Module) -> list[torch.nn.Module]:
-        """The model of every finished fold, with the weights that ``checkpoint.weights`` names.
+        """Return the models of the finished folds.
+
+        ``checkpoint.weights`` sets whether they have the best or the last weights.
 
         Args:
-            model: the architecture; it is copied for each fold and not changed.
+            model: a model of the same architecture; each fold gets a copy of it.
 
         Returns:
-            Models in evaluation mode, in the folds' order.
+            The models, in evaluation mode and in the order of the folds.
 
         Raises:
-            CheckpointError: a fold saved none, or another model's.
+            CheckpointError: a fold saved no weights, or those of another model.
         """
         return [self._model(index, copy.deepcopy(model)) for index in self.finished]
 
     def ensemble(self, model: torch.nn.Module) -> Ensemble:
-        """The folds' models as one predictor: the mean of their outputs.
+        """Combine the models of the finished folds; the output is the mean of their outputs.
 
         Args:
             model: as for :meth:`models`.
@@ -330,7 +336,7 @@ class CVResult:
     # --- one fold ---
 
     def run(self, index: int) -> RunPaths:
-        """The folder of a fold's run."""
+        """Return the folder and the files of the run of fold ``index``."""
         return RunPaths(self.paths.folder / fold_key(range(len(self.folds))[index]))
 
     def _part(self, index: int, name: str) -> object:

@@ -48,12 +48,12 @@ Predict: TypeAlias = "Callable[[FoldRun, Any], Any]"
 
 @dataclass(frozen=True, kw_only=True)
 class FoldRun:
-    """The run of one fold, as a prediction function gets it.
+    """The run of one fold: the first argument of a prediction function (``cv.predict``).
 
     Attributes:
-        paths: its files.
-        fold: its index, and the samples that its model was trained on.
-        ctx: the context of the prediction: ``ctx.device`` is the device to use.
+        paths: the folder and the files of the run.
+        fold: the index of the fold, and the indices of its training and validation samples.
+        ctx: the context of the prediction. ``ctx.device`` is the device on which to predict.
     """
 
     paths: RunPaths
@@ -62,11 +62,11 @@ class FoldRun:
 
     @property
     def value(self) -> Any:
-        """What ``train`` returned in this fold."""
+        """The value that ``train`` returned in this fold."""
         return unpack_value(self.paths.value(0))
 
     def load_into(self, model: Model) -> Model:
-        """Load the fold's weights into ``model``, in evaluation mode on ``ctx.device``."""
+        """Load the fold's weights into ``model``; return it on ``ctx.device``, ready to predict."""
         return load_model(self.paths.folder, model).to(self.ctx.device)
 
 
@@ -91,33 +91,36 @@ def predict_mean(
     folds: Sequence[int] | None = None,
     display: Display = "auto",
 ) -> Array:
-    """Predict a test set with each fold's model of several cross-validations, and average.
+    """Predict a test set with the models of all folds of several cross-validations, and average.
 
-    The models predict in ranks, one per device. Models of ``nb.fit`` get the test set in blocks, so
-    that all devices have work until the end. The models of all folds count the same.
+    The predictions are computed in new processes, one per device. For models of ``nb.fit``, the
+    test set is divided into blocks, so that all devices have work until the end. All models have
+    the same weight in the average.
 
     Args:
-        results: results of :func:`nbtoolkit.cross_validate`, of several seeds for example. Folds
-            that are not done are left out, and a line says so.
-        test: the test set. For models of ``nb.fit``: inputs as ``nb.predict`` takes them; else
-            what ``predict`` takes.
-        predict: ``predict(fold_run, test)`` -> one row per row of ``test``; called once for each
-            fold, in a rank on the fold's device, with a :class:`FoldRun`. Default: the model that
-            ``nb.fit`` trained, with the weights that ``checkpoint.weights`` names.
-        transform: applied to the outputs of each model before the average, such as
-            ``lambda outputs: outputs.softmax(dim=1)``.
-        average: ``"mean"``; ``"ranks"``: the mean of the ranks in each model's predictions, from 0
-            to 1; ``"none"``: all predictions, shape (models, n, ...).
-        folds: indices of the folds to use; default: all that are done.
+        results: results of :func:`nbtoolkit.cross_validate`, for example with several seeds. Folds
+            that are not done are left out, and a message says so.
+        test: the test set: what ``predict`` takes, or by default inputs that ``nb.predict`` takes.
+        predict: a function ``predict(fold_run, test)`` that returns one row per row of ``test``. It
+            gets a :class:`FoldRun`, and is called once for each fold, in a process that has one
+            device. Default: the prediction of the model that ``nb.fit`` trained, with the weights
+            that ``checkpoint.weights`` names.
+        transform: a function that is applied to the outputs of each model before the average, such
+            as ``lambda outputs: outputs.softmax(dim=1)``.
+        average: ``"mean"``: the mean of the predictions. ``"ranks"``: each model's predictions are
+            first replaced by their ranks among the n rows, divided by n. ``"none"``: no average,
+            but all predictions, shape (models, n, ...).
+        folds: the indices of the folds to use; default: all folds that are done.
         display: as for :func:`nbtoolkit.cross_validate`.
 
     Returns:
-        Shape (n, ...), in the order of the test set.
+        An array of shape (n, ...), in the order of the test set.
 
     Raises:
-        FoldError: no fold is done, a fold has no model, or predictions do not fit together.
+        FoldError: no fold is done, a fold has no model, or the predictions of the models cannot be
+            averaged.
         DeadlinePassed: the notebook's deadline came before the first model was done.
-        Exception: what ``predict`` or the model raised, with its own type.
+        Exception: the exception of ``predict`` or of the model, with its own type.
     """
     __tracebackhide__ = True
     import numpy as np

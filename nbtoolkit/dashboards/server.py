@@ -54,19 +54,21 @@ _MLFLOW = ("mlflow", "sqlalchemy", "alembic", "flask")
 def open_dashboard(
     sweep: str | os.PathLike[str], *, wait: bool = True, host: Host | None = None
 ) -> Dashboard:
-    """Open optuna-dashboard on a sweep, on a port of 127.0.0.1.
+    """Open optuna-dashboard for a sweep, on a port of 127.0.0.1.
 
-    It follows the sweep, and refuses what would change the study. It ends with ``close()`` and with
-    the kernel. A second call returns the same dashboard.
+    The dashboard shows new trials as they come, and refuses requests that would change the study.
+    It ends when you call ``close()``, and when the kernel ends. A second call returns the same
+    dashboard.
 
     Args:
-        sweep: its folder, or its id under ``outputs``.
-        wait: whether to wait until it answers (about 1 s).
-        host: where this process runs; default: detected.
+        sweep: the sweep's folder, or its id in the folder ``outputs``.
+        wait: whether to wait until the dashboard answers (about 1 s).
+        host: the host of this process; default: detected.
 
     Raises:
         MissingExtra: optuna-dashboard is not installed.
-        DashboardError: it is no sweep, no browser can reach the port, or it does not start.
+        DashboardError: the folder is not a sweep's, its study is still on the server of
+            ``study.storage``, no browser can reach the port, or the dashboard does not start.
         LaunchError: there is no such run.
     """
     from nbtoolkit.search.sweep_result import STUDY_FILE
@@ -97,20 +99,21 @@ def open_mlflow(
     wait: bool = True,
     host: Host | None = None,
 ) -> Dashboard:
-    """Open the MLflow UI on the tracked runs of an output folder, on a port of 127.0.0.1.
+    """Open the MLflow UI for the tracked runs of an output folder, on a port of 127.0.0.1.
 
-    It ends with ``close()`` and with the kernel. A second call returns the same dashboard.
+    The UI ends when you call ``close()``, and when the kernel ends. A second call returns the same
+    dashboard.
 
     Args:
-        output_dir: ``runtime.output_dir`` of the runs.
-        uri: ``tracking.uri`` of the runs, where it was set.
-        wait: whether to wait until it answers (about 12 s on two cores).
-        host: where this process runs; default: detected.
+        output_dir: the output folder of the runs, as in ``runtime.output_dir``.
+        uri: ``tracking.uri`` of the runs, if it was set.
+        wait: whether to wait until the UI answers (about 12 s on two cores).
+        host: the host of this process; default: detected.
 
     Raises:
         MissingExtra: MLflow is not installed.
-        DashboardError: nothing was tracked there, the store is a server with a UI of its own, no
-            browser can reach the port, or the UI does not start.
+        DashboardError: no run was tracked there, the runs are on a tracking server with a UI of its
+            own, no browser can reach the port, or the UI does not start.
     """
     from nbtoolkit.tracking.database import database_file, database_uri
 
@@ -159,21 +162,21 @@ def browser_address(port: int, host: Host) -> tuple[str, str]:
 
 
 class Dashboard(AbstractContextManager["Dashboard"]):
-    """A running dashboard; made by :func:`open_dashboard` and :func:`open_mlflow`.
+    """A running dashboard, from :func:`open_dashboard` or :func:`open_mlflow`.
 
     Args:
-        name: the program, and what it shows.
-        host: where this process runs.
-        command: what to run; the port follows as its last argument.
-        start_page: what follows the address of the page that is opened first.
-        environ: variables added to its environment.
+        name: the name of the program, and what the dashboard shows.
+        host: the host of this process.
+        command: the command that starts the dashboard; the port is added as its last argument.
+        start_page: the end of the URL of the page that opens first.
+        environ: environment variables that are added for the dashboard.
 
     Attributes:
-        name: the program, and what it shows.
-        port: on 127.0.0.1, the only address it listens on.
-        url: the address for a browser; empty where :attr:`how` describes another way.
-        how: what to do before the address can be opened, in words; empty: nothing.
-        log: the file with its output, which is removed when it closes.
+        name: the name of the program, and what the dashboard shows.
+        port: the port. The dashboard listens on 127.0.0.1 only.
+        url: the URL for a browser; empty if :attr:`how` describes another way.
+        how: a text that says what to do before, or instead of, opening the URL.
+        log: the file with the output of the dashboard. It is deleted when the dashboard closes.
     """
 
     def __init__(
@@ -206,11 +209,11 @@ class Dashboard(AbstractContextManager["Dashboard"]):
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended."""
+        """Whether the dashboard has ended."""
         return self._guard.poll() is not None
 
     def up(self) -> bool:
-        """Whether it answers; sends a request and returns within 1 s."""
+        """Return whether the dashboard answers a request within 1 s."""
         try:
             # Without the proxy that the environment may name.
             opener = build_opener(ProxyHandler({}))
@@ -220,10 +223,13 @@ class Dashboard(AbstractContextManager["Dashboard"]):
             return False  # nobody listens yet
 
     def wait(self, seconds: float = START_SECONDS) -> Dashboard:
-        """Wait until it answers.
+        """Wait until the dashboard answers, and return it.
+
+        Args:
+            seconds: seconds to wait at most.
 
         Raises:
-            DashboardError: it has ended, or does not answer in time.
+            DashboardError: the dashboard has ended, or it does not answer in time.
         """
         end = time.monotonic() + seconds
         while not self.up():
@@ -237,7 +243,7 @@ class Dashboard(AbstractContextManager["Dashboard"]):
         return self
 
     def close(self) -> None:
-        """End it with all its processes; does nothing when called again."""
+        """End the dashboard and all its processes. A second call has no effect."""
         with self._closing:
             assert self._guard.stdin is not None
             self._guard.stdin.close()

@@ -54,24 +54,29 @@ class NotebookDeadline:
 def set_deadline(
     limit: float | str | datetime | None, *, reserve: float | str | None = None
 ) -> datetime | None:
-    """Set the time at which this notebook must be done; all later calls of this kernel share it.
+    """Set the time at which this notebook must be done, for all later calls in this kernel.
 
-    Launches, cross-validations and sweeps end ``reserve`` before the deadline with the status
-    ``"deadline"``, and say at their start how long they may take. ``cv.predict`` may use the
-    reserve. A call that begins later raises :class:`~nbtoolkit.errors.DeadlinePassed`. Runs that
-    are already running keep their limit. ``runtime.deadline`` in YAML does the same, counted from
-    the start of the process.
+    The last part of the time is a reserve, for predictions and the rest of the notebook. When the
+    reserve begins, launches, cross-validations and sweeps end with the status ``"deadline"``; at
+    their start they print how long they may take. A call that is made after this moment raises
+    :class:`~nbtoolkit.errors.DeadlinePassed`. Only ``cv.predict`` may use the reserve. Runs that
+    have already started keep their limit.
+
+    The setting ``runtime.deadline`` does the same, but counts from the start of the process. If
+    both are set, the earlier deadline applies.
 
     Args:
-        limit: the time from now on, in seconds or as a text such as ``"8h"`` or ``"1h30m"``; or
-            the moment as a ``datetime`` (without a time zone: local time). None removes it.
-        reserve: seconds or a text; default: 10% of the time, at most 10 minutes.
+        limit: the time from now on, in seconds or as a string such as ``"8h"`` or ``"1h30m"``; or
+            a ``datetime`` (in local time if it has no time zone). None removes the deadline.
+        reserve: the length of the reserve, in seconds or as a string. Default: 10% of the time, but
+            at most 10 minutes.
 
     Returns:
         The deadline, in UTC; None if it was removed.
 
     Raises:
-        ConfigError: ``limit`` or ``reserve`` is no time, or the reserve leaves none.
+        ConfigError: ``limit`` or ``reserve`` is not a time, or the reserve is as long as the time
+            to the deadline, or longer.
     """
     global _deadline
     if limit is None:

@@ -322,7 +322,7 @@ class Hardware:
     memory: int = 0
     """Bytes of memory that this process may use; 0 if unknown."""
     reason: str = "not detected"
-    """How the GPUs were detected, or why there is none."""
+    """How the GPUs were detected, or why there are none."""
 
     @property
     def usable(self) -> tuple[Device, ...]:
@@ -330,7 +330,7 @@ class Hardware:
         return tuple(device for device in self.devices if device.usable)
 
     def explain(self) -> str:
-        """Describe the devices and the reasons, one per line."""
+        """Describe each device and why it is usable or not, one per line."""
         head = f"{len(self.usable)} usable of {len(self.devices)} visible GPUs: {self.reason}"
         return "\n".join([head, *(f"  {name}: {text}" for name, text in self._rows())])
 
@@ -353,10 +353,12 @@ def detect_hardware(
     """Detect GPUs, CPUs and memory, without a CUDA context and without importing torch.
 
     Args:
-        environ: the environment variables (CUDA_VISIBLE_DEVICES is read); default: this process's.
+        environ: the environment variables, with ``CUDA_VISIBLE_DEVICES``; default: those of this
+            process.
         nvml: an object with pynvml's functions; default: ``pynvml`` itself.
-        torch_build: the torch that will train; default: the installed one; None: no torch.
-        root: parent of ``/proc`` and ``/sys``.
+        torch_build: the build of torch that will train; default: the installed one; None: torch is
+            not installed.
+        root: the folder that contains ``proc`` and ``sys``.
     """
     environ = os.environ if environ is None else environ
     devices, reason = _detect_devices(environ, nvml, torch_build)

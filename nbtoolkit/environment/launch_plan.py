@@ -77,54 +77,59 @@ Strategy = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """What a launch will do; a frozen, picklable value made by ``make_plan``."""
+    """What a launch will do, as ``make_plan`` decides; read-only, and can be pickled."""
 
     start: Start = "forkserver"
-    """How processes start: by the fork server, by a fork of this process, or not (in place)."""
+    """How the ranks start; see the argument ``start`` of :func:`nbtoolkit.launch`."""
     processes: int = 1
     """Number of ranks."""
     device_type: Literal["cuda", "cpu"] = "cpu"
     devices: tuple[str, ...] = ()
-    """UUIDs for CUDA_VISIBLE_DEVICES, in order of rank; empty on the CPU."""
+    """The devices' UUIDs for CUDA_VISIBLE_DEVICES, in order of rank; empty on the CPU."""
     device_names: tuple[str, ...] = ()
-    """Names of the devices."""
+    """The names of the devices."""
     strategy: Strategy = "single"
-    """With more than one process ``ddp``, ``fsdp``, ``deepspeed``, ``local_sgd`` or ``pipeline``;
-    ``dp``: DataParallel, one process on several devices; ``tensorflow``: its own, of one process or
-    several."""
+    """How the ranks divide the model and the work. One rank has ``single``, or ``dp``, which is
+    DataParallel: one process on several devices. Several ranks have ``ddp``, ``fsdp``,
+    ``deepspeed``, ``local_sgd`` or ``pipeline``. ``tensorflow`` is TensorFlow's own strategy, for
+    one rank or several."""
     backend: Literal["nccl", "gloo"] | None = None
     """Communication backend of the ranks; None for one process."""
     precision: Precision = "fp32"
     global_batch_size: int
-    """Samples per optimizer step: ``batch_size_per_device * data_ranks * accumulate``."""
+    """Samples per optimizer step, ``batch_size_per_device * data_ranks * accumulate``."""
     batch_size_per_device: int
     """Samples in one rank's forward pass."""
     accumulate: int = 1
     """Forward passes of each rank per optimizer step."""
     too_large: int | None = None
-    """Samples of a forward pass that did not fit into these devices' memory; None: unknown."""
+    """A number of samples that did not fit into the memory of these devices in one forward pass;
+    None if no such number is known."""
     lr_factor: float = 1.0
-    """Factor of ``optim.lr`` (``optim.lr_rule``, with ``batch_size_per_device``)."""
+    """The factor that multiplies ``optim.lr``. It is 1 unless ``optim.lr_rule`` and
+    ``train.batch_size_per_device`` are set."""
     threads_per_rank: int = 1
     """CPU threads of one rank (OMP_NUM_THREADS)."""
     fallback: bool = True
-    """Whether one process replaces ranks that cannot form a group."""
+    """Whether the launch continues with one process if the ranks cannot form a process group."""
     port: int | None = None
-    """Port of the rendezvous; None: a free port."""
+    """The port of the rendezvous, or None for a free port."""
     group_timeout: float = 1800.0
-    """Timeout of a collective in seconds."""
+    """The timeout of a collective operation, in seconds."""
     ddp: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Arguments for DistributedDataParallel."""
     one_device_speed: float | None = None
-    """Samples per second of one process on one device, from a kept calibration; None: unknown."""
+    """Samples per second of one process on one device, as an earlier calibration measured them;
+    None if there is no such calibration."""
     predicted_speed: float | None = None
-    """Samples per second of this plan's strategy, from a kept calibration; None: unknown."""
+    """Samples per second of this plan's strategy, as an earlier calibration measured them; None if
+    there is no such calibration."""
     reasons: tuple[str, ...] = ()
     """The reason for each decision."""
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks that have samples of their own; in a pipeline all have the same."""
+        """The number of ranks that train on different samples; 1 in a pipeline."""
         return 1 if self.strategy == "pipeline" else self.processes
 
     def __post_init__(self) -> None:
@@ -135,13 +140,13 @@ class LaunchPlan:
         return _rebuild, (self.to_dict(),)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert the plan to JSON data, for :meth:`from_dict`."""
+        """Return the plan as plain values for JSON, which :meth:`from_dict` reads."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: _plain(value) for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LaunchPlan:
-        """Rebuild a plan from the data of :meth:`to_dict`.
+        """Make a plan from the values that :meth:`to_dict` returned.
 
         Raises:
             TypeError: a key is missing or unknown.
@@ -151,18 +156,18 @@ class LaunchPlan:
         return cls(**read)
 
     def to_env_dict(self) -> dict[str, str]:
-        """Return the plan as an environment variable, for :meth:`from_env` in another process."""
+        """Return the plan as an environment variable, which :meth:`from_env` reads elsewhere."""
         return {PLAN_VARIABLE: json.dumps(self.to_dict())}
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> LaunchPlan | None:
-        """Rebuild the plan of :meth:`to_env_dict`; None: there is none.
+        """Make a plan from the variable of :meth:`to_env_dict`; None if it is not set.
 
         Args:
-            environ: the variables; None for those of this process.
+            environ: the environment variables; None: those of this process.
 
         Raises:
-            PlanError: the variable holds something else, or the plan of another version.
+            PlanError: the variable does not contain a plan of this version of nbtoolkit.
         """
         text = (os.environ if environ is None else environ).get(PLAN_VARIABLE)
         if text is None:

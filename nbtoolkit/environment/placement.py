@@ -169,7 +169,7 @@ def _by_speed(
 ) -> DevicePlacement:
     """Return the placement of the strategy that was measured to be clearly faster, or the usual."""
     if speed is None:
-        note = "nb.calibrate(train, config) measures whether one GPU or DataParallel is faster"
+        note = "nb.calibrate(train, config) measures which is fastest: ddp, dp or one GPU"
         return replace(usual, notes=(*usual.notes, note)) if len(usual.devices) > 1 else usual
     strategy, why = speed.choose(usual.strategy)
     chosen = place(settings.model_copy(update={"strategy": strategy}))

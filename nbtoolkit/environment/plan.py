@@ -67,20 +67,21 @@ def make_plan(
     *,
     start: Start = "forkserver",
 ) -> LaunchPlan:
-    """Decide what a launch does; a pure function without side effects.
+    """Decide what a launch does; this starts and changes nothing.
 
     Args:
-        config: the configuration.
-        host: the host of this process. In a rank that torchrun or Slurm started, the plan is to run
-            in place.
-        hardware: the available devices.
-        evidence: results of earlier plans, and measured speeds.
-        start: how the processes start; ``"inline"`` allows only one.
+        config: a Config, a path to a YAML file, or a dict; None: the defaults.
+        host: the host of this process. If torchrun, Slurm or another launcher started this process
+            as a rank, the plan runs the training function in this process.
+        hardware: the devices, the CPUs and the memory.
+        evidence: measured speeds, and what went wrong with earlier plans: the ranks could not form
+            a group, a port was busy, or memory ran out.
+        start: how the ranks start; ``"inline"`` allows only one rank.
 
     Raises:
-        PlanError: this machine cannot meet the configuration; the message names what it can.
-        GroupStartFailed: the evidence says that the ranks cannot form a group, and
-            ``distributed.fallback`` is off.
+        PlanError: this machine cannot meet the configuration; the message says what is possible.
+        GroupStartFailed: ``evidence`` says that the ranks could not form a group, and
+            ``distributed.fallback`` is off or this process is a rank.
     """
     start = "inline" if host.is_rank else start
     config = as_config(config)

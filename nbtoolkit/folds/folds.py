@@ -52,15 +52,16 @@ class Fold:
 class Folds:
     """The folds of a data set, from :func:`nbtoolkit.make_folds`: a sequence of :class:`Fold`.
 
-    Two are equal if they split alike; then their ``hash`` is equal.
+    Two Folds are equal if they split the data set in the same way. They then have the same
+    ``hash``.
 
     Attributes:
-        kind: how they were made.
-        n_samples: samples of the data set.
-        pairs: train and validation indices of each fold.
-        repeats: how often the whole data set is split; the folds of the first split come first.
-        seed: of the shuffle; None without a shuffle.
-        target: a hash of the targets they were made for, 16 hex digits; None: not known.
+        kind: how the folds were made, as in ``make_folds``.
+        n_samples: the number of samples in the data set.
+        pairs: the train and validation indices of each fold.
+        repeats: how often the whole data set is split. The folds of the first split come first.
+        seed: the seed of the shuffle; None without a shuffle.
+        target: a hash of the targets that the folds were made for, 16 hex digits; None: unknown.
     """
 
     kind: FoldKind
@@ -72,34 +73,35 @@ class Folds:
 
     @property
     def k(self) -> int:
-        """Folds of one repeat."""
+        """The number of folds of one repeat."""
         return len(self.pairs) // self.repeats
 
     def train_indices(self, index: int) -> Indices:
-        """Samples that fold ``index`` trains on: int64 of shape (n_train,), a copy."""
+        """Return a copy of the samples that fold ``index`` trains on, int64 of shape (n_train,)."""
         return self[index].train_indices
 
     def valid_indices(self, index: int) -> Indices:
-        """Samples that fold ``index`` validates on: int64 of shape (n_valid,), a copy."""
+        """Return a copy of fold ``index``'s validation samples, int64 of shape (n_valid,)."""
         return self[index].valid_indices
 
     def check(self, X: Any = None, *, groups: Any = None, time: Any = None) -> list[Leak]:
         """Look for leaks between training and validation samples, and warn of them.
 
         Args:
-            X: the inputs, one row per sample: an array, tensor, DataFrame or list. Counts
-                validation samples whose row is equal, bit for bit, to a training sample's.
-            groups: a group for each sample (patient, author, scene), shape (n,). Counts validation
-                samples whose group has a training sample.
-            time: a time for each sample, shape (n,), as numbers, dates or texts that sort. Counts
-                training samples that are later than the fold's first validation sample.
+            X: the inputs, one row per sample, as an array, tensor, DataFrame or list. A validation
+                sample is a leak if its row is equal, bit for bit, to the row of a training sample.
+            groups: the group of each sample (patient, author, scene), shape (n,). A validation
+                sample is a leak if a training sample has the same group.
+            time: the time of each sample, shape (n,), as numbers, dates or strings that sort by
+                time. A training sample is a leak if it is later than the fold's first validation
+                sample.
 
         Returns:
-            One :class:`~nbtoolkit.folds.folds.Leak` per kind found, each warned of once as a
-            :class:`~nbtoolkit.errors.FoldWarning`; empty: there are none.
+            One :class:`~nbtoolkit.folds.folds.Leak` for each kind of leak, or an empty list. Each
+            one was also shown as a :class:`~nbtoolkit.errors.FoldWarning`.
 
         Raises:
-            FoldError: ``X``, ``groups`` or ``time`` has another number of samples.
+            FoldError: ``X``, ``groups`` or ``time`` has another number of samples than the folds.
         """
         leaks = []
         if X is not None:
@@ -124,7 +126,7 @@ class Folds:
         return digest.hexdigest()[:16]
 
     def differences(self, other: Folds) -> dict[str, tuple[object, object]]:
-        """The properties that differ: name -> (of these, of ``other``); empty: they are equal."""
+        """Return the properties that differ, as ``{name: (value here, value in other)}``."""
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in _PROPERTIES}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
@@ -138,7 +140,7 @@ class Folds:
             The same path.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         path = Path(path)
         saved = {name: getattr(self, name) for name in _PROPERTIES}
@@ -151,10 +153,10 @@ class Folds:
 
     @classmethod
     def load(cls, path: str | Path) -> Folds:
-        """Read what :meth:`save` wrote.
+        """Read folds from a file that :meth:`save` wrote.
 
         Raises:
-            FoldError: there is no such file, or it is damaged (its hash does not fit).
+            FoldError: there is no such file, or it is damaged (its hash does not match).
         """
         try:
             return _read(Path(path))

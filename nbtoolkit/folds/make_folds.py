@@ -46,24 +46,26 @@ def make_folds(
     """Split a data set into folds; the same arguments always give the same folds.
 
     Args:
-        y: a target for each sample, shape (n,): a list, array, tensor or Series. Kinds that do not
-            stratify use only its length and its hash.
-        k: folds; 2 or more. ``"predefined"`` ignores it.
-        kind: ``"stratified"`` (each fold has its share of every class), ``"kfold"`` (shuffled),
-            ``"group"`` (a group is never on both sides, folds of about equal size),
-            ``"stratified_group"`` (both), ``"time"`` (samples in time order; each fold trains on
-            all samples before its validation samples, so the first part of the data is never
-            validated on), ``"predefined"``. See scikit-learn's `cross-validation iterators
-            <https://scikit-learn.org/stable/modules/cross_validation.html>`_.
-        groups: a group for each sample, shape (n,), for the group kinds.
-        seed: of the shuffle; ``"group"`` and ``"time"`` do not shuffle.
-        repeats: how many times to split, for ``"stratified"`` and ``"kfold"``: ``k * repeats``
-            folds.
-        predefined: for this kind: for each sample the number of the fold that validates on it (-1:
-            none, it is always trained on), or a pair (train, valid) of index lists per fold.
+        y: the target of each sample, shape (n,), as a list, array, tensor or Series. Kinds that do
+            not stratify use only its length and its hash.
+        k: the number of folds, 2 or more. ``"predefined"`` ignores it.
+        kind: how to split. ``"stratified"``: each fold has its share of every class. ``"kfold"``:
+            at random. ``"group"``: a group is never on both sides of a fold, and the folds have
+            about equal sizes. ``"stratified_group"``: stratified, and a group is never on both
+            sides. ``"time"``: for samples in time order; each fold trains on all samples before its
+            validation samples, so no fold validates on the first part of the data.
+            ``"predefined"``: your own folds. For the others, see scikit-learn's `cross-validation
+            iterators <https://scikit-learn.org/stable/modules/cross_validation.html>`_.
+        groups: the group of each sample, shape (n,), for ``"group"`` and ``"stratified_group"``.
+        seed: the seed of the shuffle; ``"group"`` and ``"time"`` do not shuffle.
+        repeats: how many times to split the data set, for ``"stratified"`` and ``"kfold"``. There
+            are then ``k * repeats`` folds.
+        predefined: your own folds, for ``kind="predefined"``. Either the number of the fold that
+            validates on each sample, shape (n,), with -1 for samples that all folds train on. Or a
+            list of pairs (train indices, validation indices), one for each fold.
 
     Returns:
-        The folds, frozen.
+        The folds, read-only.
 
     Raises:
         FoldError: the data set cannot be split in this way.

@@ -290,8 +290,8 @@ def hang_failure(ranks: list[RankView], stacks: str, timeout: float, paths: RunP
     error = WorkerHung(
         f"rank {names} sent nothing and used under 1% CPU for {timeout:g} s while another rank "
         f"waits for it or has returned\n{stacks}",
-        allowed="a rank may be silent while it computes, inside `with "
-        "ctx.pause_hang_detection(...)`, or for less than runtime.hang_timeout",
+        allowed="a rank that computes; a rank that waits inside `with "
+        "ctx.pause_hang_detection(...)`; any wait shorter than runtime.hang_timeout",
         do=f"compare the ranks' stacks, and read {paths.log(ranks[0].rank)}",
     )
     return Failure(pack_error(error), ranks[0].rank)

@@ -312,38 +312,39 @@ def launch(
     display: Display = "auto",
     on_event: Callable[[Event], None] | None = None,
 ) -> RunResult | RunHandle:
-    """Run ``train(config, ctx)`` in its own processes, one per device, and return its result.
+    """Run ``train(config, ctx)`` in new processes, one per device, and return the run's result.
 
     Args:
         train: the training function; it may be defined in a cell.
-        config: a Config, a path to YAML, or a dict; None for the defaults.
-        processes: number of ranks; replaces ``distributed.world_size``. More than one implies DDP,
-            also on the CPU.
-        start: ``"forkserver"`` (a clean process forks the ranks), ``"fork"`` (ranks forked from
-            this process, for functions that cannot be pickled; refused where that is not safe),
-            ``"inline"`` (this process, one rank: breakpoints work).
-        where: ``"local"``; ``"slurm"`` or ``"ray"``: as a job of a cluster, by the settings of
-            ``cluster`` (see docs/cluster.md). The job outlives this process.
-        name: part of the run's id; default: the function's name.
-        resume: ``"auto"`` resumes the newest run of equal configuration and function that is
-            unfinished, not running, and has a checkpoint; ``"never"`` starts a new run; a run's id
-            or folder resumes that one.
+        config: a Config, a path to a YAML file, or a dict; None: the defaults.
+        processes: the number of ranks; replaces ``distributed.world_size``. More than one rank is
+            possible on the CPU, too.
+        start: how the ranks start. ``"forkserver"``: a clean process forks them. ``"fork"``: this
+            process forks them, for functions that cannot be pickled; refused if that is not safe.
+            ``"inline"``: this process is the only rank, so that breakpoints work.
+        where: ``"local"``: on this machine. ``"slurm"`` or ``"ray"``: in a cluster job, which
+            outlives this process and has the settings of ``cluster`` (see docs/cluster.md).
+        name: a part of the run's id; default: the function's name.
+        resume: ``"auto"`` resumes the newest run that has the same configuration and function, is
+            unfinished, has a checkpoint, and is not running; else it starts a new run. ``"never"``
+            starts a new run. A run's id or folder resumes this run.
         wait: False returns a :class:`RunHandle` at once.
-        detach: the run outlives this process; see :func:`attach`.
-        display: progress, besides rank 0's output. ``"auto"``: a live view in a notebook, one line
-            per minute under papermill, a bar in a terminal. ``"widgets"``; ``"text"``; ``"off"``
-            shows nothing, not even output.
-        on_event: called with each event of the run while this process waits for it.
+        detach: whether the run outlives this process; see :func:`attach`.
+        display: how to show the progress, besides rank 0's output. ``"auto"``: a live view in a
+            notebook, one line per minute under papermill, a bar in a terminal, plain lines
+            elsewhere. ``"widgets"``: a live view with ipywidgets. ``"text"``: plain lines.
+            ``"off"``: nothing, not even rank 0's output.
+        on_event: called with each event of the run while this process waits for the run.
 
     Returns:
-        The :class:`RunResult` (a :class:`RunHandle` with ``wait=False``).
+        The :class:`RunResult`; with ``wait=False`` a :class:`RunHandle`.
 
     Raises:
-        NbtoolkitError: the launch could not be planned or started (see errors.py), or a rank died
-            or hung.
+        NbtoolkitError: the launch could not be planned or started (see :mod:`nbtoolkit.errors`), or
+            a rank died or hung.
         KeyboardInterrupt: the wait was interrupted; the ranks have ended.
-        Exception: the training function's exception, with its own type, from the rank that failed
-            first.
+        Exception: the exception of the training function, with its own type, from the rank that
+            failed first.
     """
     __tracebackhide__ = True
     check_call(

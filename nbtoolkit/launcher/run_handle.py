@@ -59,7 +59,7 @@ class StartedRun:
 
 
 class RunHandle:
-    """A run in progress, from ``launch(wait=False)`` or ``attach``; it reads the run's folder."""
+    """A handle of a run, from ``nb.launch(wait=False)`` or ``nb.attach``."""
 
     def __init__(
         self,
@@ -84,16 +84,18 @@ class RunHandle:
             _keep_connected(self)
 
     def done(self) -> bool:
-        """Return True if the run has ended or lost its supervisor."""
+        """Return True if the run has ended, or has lost its supervisor."""
         self._receive()
         over = self._remote is None and self.paths.ended()  # a job may start the run again
         return over or not self._supervisor_lives()
 
     @property
     def status(self) -> str:
-        """``"running"``; the result's status, ``"failed"``, or ``"cut off"``: there is no result.
+        """The present status of the run.
 
-        Of a job of a cluster that waits, or has not begun the run yet: the cluster's own words.
+        It is ``"running"`` until the run ends. Then it is the status of the result, ``"failed"``,
+        or ``"cut off"`` if there is no result. As long as a job on a cluster waits or runs, it is
+        the state that the cluster reports.
         """
         if self._supervisor_lives():
             return "running" if self._remote is None else self._remote.state().text
@@ -103,20 +105,22 @@ class RunHandle:
         return ended["status"] if ended is not None else "cut off"
 
     def logs(self, rank: int = 0) -> str:
-        """Return the output of a rank so far; empty if it has written none."""
+        """Return the output of a rank so far; empty if there is none."""
         file = self.paths.log(rank)
         return file.read_text(errors="replace") if file.exists() else ""
 
     def events(self) -> Iterator[Event]:
-        """Read the run's events so far, oldest first (see run/events.py for their types)."""
+        """Read the events of the run so far, oldest first; see ``nbtoolkit/run/events.py``."""
         return EventReader(self.paths.events).read()
 
     def stop(self, reason: str = "a handle asked", grace: float | None = None) -> None:
-        """Ask all ranks to leave at their next report; the run ends with status ``"stopped"``.
+        """Ask all ranks to leave at their next report, with the status ``"stopped"``.
+
+        A job that still waits in the queue of a cluster is cancelled.
 
         Args:
-            reason: recorded in the run's events.
-            grace: seconds after which the ranks are killed; None for no limit.
+            reason: the reason, for the events of the run.
+            grace: seconds after which the ranks are killed; None: they are not killed.
         """
         if self._remote is not None and self._remote.state().phase == "waiting":
             self._remote.cancel()
@@ -126,26 +130,28 @@ class RunHandle:
             write_json(self.paths.stop, {"reason": reason, "grace": grace}, durable=False)
 
     def cancel(self) -> None:
-        """End the run at once, without a last checkpoint; a job of a cluster is cancelled."""
+        """End the run at once, without a last checkpoint; on a cluster, cancel the job."""
         if self._remote is not None:
             self._remote.cancel()
         elif self._line is None or not self._line.send(KillRequest()):
             self.stop("cancelled", grace=0.0)
 
     def result(self, timeout: float | None = None) -> RunResult:
-        """Wait for the run's end and return its result; show its output meanwhile.
+        """Wait for the end of the run, show its output meanwhile, and return its result.
 
-        An interrupt asks the ranks to leave, kills them after 5 s, and raises KeyboardInterrupt; a
-        second one kills them at once. In a script, SIGTERM, SIGUSR1 and SIGUSR2 ask the ranks to
-        leave too, with status ``"deadline"``, unless you have handlers for them.
+        An interrupt asks the ranks to leave. After 5 s, or at a second interrupt, the remaining
+        ranks are killed. The call then raises KeyboardInterrupt. In a script, the signals SIGTERM,
+        SIGUSR1 and SIGUSR2 also ask the ranks to leave, with the status ``"deadline"``. This does
+        not apply to signals for which you have installed a handler.
 
         Args:
             timeout: seconds to wait; None for no limit.
 
         Raises:
-            TimeoutError: the run has not ended yet (it continues).
-            KeyboardInterrupt: the wait was interrupted, and the run ended.
-            Exception: the failed rank's exception, with its own type.
+            TimeoutError: the run has not ended in this time. It continues.
+            KeyboardInterrupt: the wait was interrupted, and the run has ended.
+            LaunchError: the run ended without a result.
+            Exception: the exception of the failed rank, with its own type.
         """
         __tracebackhide__ = True
         limit = None if timeout is None else time.monotonic() + timeout
@@ -170,7 +176,7 @@ class RunHandle:
         return outcome
 
     def disconnect(self) -> None:
-        """Close the connection to the supervisor, which ends the run unless it is detached."""
+        """Close the connection to the supervisor; this ends the run, unless it is detached."""
         if self._line is not None:
             self._line.close()
 

@@ -27,13 +27,15 @@ class RunResult:
     """The result of a run, read from its folder.
 
     Attributes:
-        status: ``"completed"``, or why all ranks left early: ``"stopped"``, ``"deadline"``,
-            ``"pruned"``.
-        metrics: the last reported or returned values; the last logged ones if none was reported.
-        plan: the launch plan: processes, devices, precision, batch split, with reasons.
-        paths: the run's folder and files.
-        seconds: wall time from the supervisor's start to the last rank's end.
-        checkpoint: the last saved checkpoint (ctx.save's file, fit's folder), or None.
+        status: ``"completed"``, or the reason why all ranks left the function early:
+            ``"stopped"``, ``"deadline"`` or ``"pruned"``.
+        metrics: the last reported or returned metrics; if there are none, the last logged ones.
+        plan: the launch plan: processes, devices, precision and division of the batch, with the
+            reasons for them.
+        paths: the folder and the files of the run.
+        seconds: wall time from the start of the supervisor to the end of the last rank.
+        checkpoint: the last saved checkpoint: a file of ``ctx.save`` or a folder of ``nb.fit``;
+            None if there is none.
     """
 
     def __init__(self, paths: RunPaths) -> None:
@@ -54,12 +56,12 @@ class RunResult:
 
     @cached_property
     def value(self) -> Any:
-        """The value that rank 0 returned, with tensors on the CPU; None if the run left early."""
+        """The value that rank 0 returned, with tensors on the CPU; None if the run ended early."""
         return unpack_value(self.paths.value(0)) if self.status == "completed" else None
 
     @cached_property
     def values(self) -> list[Any]:
-        """The values that the ranks returned, by rank; empty if the run left early."""
+        """The values that the ranks returned, in their order; empty if the run ended early."""
         if self.status != "completed":
             return []
         others = range(1, self._processes)
@@ -67,10 +69,10 @@ class RunResult:
 
     @cached_property
     def step_time(self) -> dict[str, float]:
-        """Mean shares of the time of the steps of ``nb.fit``; empty if it logged none.
+        """The mean shares of the time of a step of ``nb.fit``; empty if ``nb.fit`` logged none.
 
-        ``data``: waiting for the next batch; ``communication``: waiting for other ranks (with
-        several); ``compute``: the rest.
+        The keys are ``data`` (waiting for the next batch), ``communication`` (waiting for other
+        ranks; only with DDP on several ranks) and ``compute`` (the rest).
         """
         shares: dict[str, list[float]] = {}
         for event in EventReader(self.paths.events).read():
@@ -82,10 +84,10 @@ class RunResult:
 
     @cached_property
     def throughput(self) -> float | None:
-        """Samples per second of the training steps, over all ranks; None if ``fit`` logged none.
+        """The samples per second over all ranks; None if ``nb.fit`` logged none.
 
-        The median of the second half of the last attempt's log points; validation, checkpoints and
-        start are not part of them.
+        It is the median over the second half of the log entries of the last attempt. The time of
+        the start, of validation and of checkpoints does not count.
         """
         logged: list[float] = []
         for event in EventReader(self.paths.events).read():
@@ -97,10 +99,11 @@ class RunResult:
 
     @property
     def efficiency(self) -> float | None:
-        """:attr:`throughput` over (devices x the measured speed of one device); None without one.
+        """The throughput divided by the ideal throughput; None without a calibration.
 
-        :func:`nbtoolkit.calibrate` measures that speed, and the launch writes it to the plan. On
-        the CPU the machine counts as one device, and the baseline is one process on all CPUs.
+        The ideal throughput is the number of devices times the throughput of one device, which
+        :func:`nbtoolkit.calibrate` measured before the run. On the CPU, one process on all CPUs
+        counts as one device.
         """
         one = self.plan.one_device_speed
         if not one or self.throughput is None:
@@ -110,15 +113,15 @@ class RunResult:
     def load_into(
         self, model: torch.nn.Module, kind: Literal["best", "last"] | None = None
     ) -> torch.nn.Module:
-        """Load the run's weights into ``model`` in place, and return it.
+        """Load the run's weights into ``model`` in place, and return ``model``.
 
         Args:
-            model: a model with the same parameters as the trained one.
-            kind: which weights; None for the setting ``checkpoint.weights``. If there are no best
-                weights, the last saved ones are used.
+            model: a model with the same parameters as the trained model.
+            kind: ``"best"`` or ``"last"``; None takes the value of ``checkpoint.weights``. If there
+                are no best weights, the last saved weights are loaded.
 
         Raises:
-            CheckpointError: the run saved no weights, they are damaged, or they do not fit the
+            CheckpointError: the run saved no weights, or the weights are damaged or do not fit the
                 model.
         """
         from nbtoolkit.run.checkpoints.weights import find_weights, load_model

@@ -205,23 +205,23 @@ class NotebookRecord(TypedDict):
 class NotebookResult:
     """The published values and the files of a notebook run that has completed.
 
-    A notebook that fails has no result: :func:`nbtoolkit.run_notebook` raises.
+    If the notebook fails, there is no result: :func:`nbtoolkit.run_notebook` raises an error.
     """
 
     values: dict[str, Any]
-    """Plain values that the notebook published with ``nb.publish``."""
+    """The values that the notebook published with ``nb.publish``."""
     parameters: dict[str, Any]
-    """The given values; other parameters have their defaults."""
+    """The parameters that were passed. All others had the values of the notebook."""
     output: Path
-    """The executed copy."""
+    """The path of the executed copy."""
     html: Path | None
-    """The executed copy as a page; None if it was not written."""
+    """The path of the executed copy as an HTML page; None if it was not written."""
     log: Path
-    """All output of the cells."""
+    """The path of the log, which contains all output of the cells."""
     runs: list[Path]
     """Folders of the runs, sweeps and cross-validations that the notebook started, oldest first."""
     seconds: float
-    """Time from the kernel's start to the last cell's end."""
+    """The time from the start of the kernel to the end of the last cell."""
 
     def values_as_yaml(self) -> str:
         """Return the published values as YAML text; empty if there are none."""
@@ -289,12 +289,13 @@ def indented(text: str, lines: int) -> list[str]:
 
 
 class NotebookHandle:
-    """A notebook that runs in the background, from ``nb.run_notebook(wait=False)``.
+    """A handle of a notebook that runs in the background (``nb.run_notebook(wait=False)``).
 
-    The state is in files: in another kernel, ``nb.NotebookHandle(output)`` opens the same run.
+    In another kernel, ``nb.NotebookHandle(output)`` returns a new handle of the same run.
 
     Args:
-        output: path of the executed copy, ending in ``.ipynb``; the file need not exist yet.
+        output: the path of the executed copy, which ends in ``.ipynb``. The file need not exist
+            yet.
         process: the process that runs the notebook, if this process started it.
 
     Raises:
@@ -316,42 +317,45 @@ class NotebookHandle:
 
     @property
     def output(self) -> Path:
-        """Path of the executed copy, which is written after each cell."""
+        """The path of the executed copy. It is written after each cell."""
         return self._files.copy
 
     @property
     def log(self) -> Path:
-        """Path of the log with all output of the cells so far."""
+        """The path of the log, which contains all output of the cells so far."""
         return self._files.log
 
     @property
     def runs(self) -> list[Path]:
-        """Folders of the runs, sweeps and cross-validations started so far, oldest first."""
+        """The folders of the runs, sweeps and cross-validations so far, oldest first."""
         return announced_runs(self._files.runs)
 
     def done(self) -> bool:
-        """Whether the run has ended, successfully or not."""
+        """Return True if the run has ended, successfully or not."""
         if self._process is not None and self._process.poll() is None:
             return False
         return not self._files.running()
 
     def stop(self) -> None:
-        """Stop the kernel and everything that its cells run; no effect after the run's end."""
+        """Stop the kernel and everything that its cells have started, if the run has not ended."""
         record = self._record()
         if not self.done() and record and record["status"] == "running":
             self._stop_requested = True
             os.kill(record["pid"], signal.SIGINT)
 
     def result(self, timeout: float | None = None) -> NotebookResult:
-        """Wait for the run's end. An interrupt ends the wait; the notebook keeps running.
+        """Wait for the end of the run, and return its result.
+
+        An interrupt ends only the wait. The notebook continues.
 
         Args:
-            timeout: seconds to wait; None: no limit.
+            timeout: seconds to wait; None for no limit.
 
         Raises:
-            TimeoutError: the run has not ended yet; it continues.
-            NotebookFailed: as :func:`nbtoolkit.run_notebook` says, or the run was stopped.
-            NotebookDied: the kernel died, or the process that ran the notebook.
+            TimeoutError: the run has not ended in this time. It continues.
+            NotebookFailed: the notebook failed, or it was stopped.
+            NotebookDied: the kernel died, or the process that runs the notebook died.
+            NotebookTimeout: a time limit was exceeded.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.done():

@@ -17,17 +17,17 @@ TARGET = "NBTOOLKIT_PUBLISH"
 
 
 def publish(values: Mapping[str, object]) -> None:
-    """Set the notebook's result, which :func:`run_notebook` returns as ``result.values``.
+    """Set values of this notebook that :func:`run_notebook` returns as ``result.values``.
 
-    A second call adds to the first; an equal name replaces the value. In a notebook that a user
-    works in, the values are only checked.
+    A second call adds its values; it replaces a value of the same name. If you run the notebook
+    yourself, the call only checks the values.
 
     Args:
-        values: name -> plain value: numbers, texts, None, lists and dicts of them, paths, NumPy
-            numbers and arrays, a ``Config``.
+        values: a dict of plain values by name: numbers, strings, None, lists and dicts of them,
+            paths, NumPy numbers and arrays, or a ``Config``.
 
     Raises:
-        PublishError: a name is not a text, or a value cannot be written as JSON.
+        PublishError: a name is not a string, or a value cannot be written as JSON.
     """
     plain = {_checked_name(name): _plain(name, value) for name, value in values.items()}
     target = os.environ.get(TARGET)

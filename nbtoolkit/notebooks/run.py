@@ -80,36 +80,40 @@ def run_notebook(
 ) -> NotebookResult | NotebookHandle:
     """Run a notebook from its first cell to its last, in a kernel of its own.
 
-    Parameters are checked against the notebook's ``parameters`` cell, and all cells are parsed,
-    before the kernel starts. A run succeeds if it reaches a last cell that is added to detect the
-    end; the outputs in the executed copy do not matter. Built on papermill
-    (https://papermill.readthedocs.io).
+    Before the kernel starts, the function checks the parameters against the notebook's cell
+    ``parameters``, and the syntax of all cells. It adds a last cell to detect the end: a run that
+    reaches this cell has succeeded, whatever the outputs in the executed copy say. The function is
+    built on papermill (https://papermill.readthedocs.io).
 
     Args:
         path: the notebook; it is not changed.
-        output: path of the executed copy, ending in ``.ipynb``; HTML, record and log are written
-            beside it. Default: ``outputs/<UTC time>-<name>-<4 hex>.ipynb``.
-        parameters: name -> value, for names that the ``parameters`` cell assigns.
-        parameters_file: a YAML or JSON file with the same; ``parameters`` override it.
-        kernel: name of the kernel spec; default: the notebook's own, else ``python3``.
-        cwd: the kernel's working directory; default: this process's.
+        output: the path of the executed copy, ending in ``.ipynb``. The HTML page, the record and
+            the log are written beside it. Default: ``outputs/<UTC time>-<name>-<4 hex>.ipynb``.
+        parameters: a dict of values by name, for names that the cell ``parameters`` assigns.
+        parameters_file: a YAML or JSON file with parameters; the argument ``parameters`` overrides
+            them.
+        kernel: the name of the kernel spec; default: the one that the notebook names, or
+            ``python3``.
+        cwd: the kernel's working directory; default: that of this process.
         timeout: seconds for the whole notebook, including the kernel's start; None: no limit.
         cell_timeout: seconds for each cell; None: no limit.
-        max_output: characters of output that the executed copy keeps of each cell; the log keeps
-            all of it.
-        html: whether to write the executed copy as a page too.
-        display: one line per cell: ``"auto"`` (live on a terminal), ``"text"``, ``"off"``.
+        max_output: how many characters of each cell's output the executed copy keeps. The log keeps
+            the whole output.
+        html: whether to write the executed copy as an HTML page, too.
+        display: how to show the progress. ``"auto"``: one line per cell, which is updated in a
+            terminal. ``"text"``: one line per finished cell. ``"off"``: nothing.
         wait: False returns a handle at once. The notebook then runs in a process of its own, which
             outlives this one and shows nothing.
 
     Returns:
-        The published values and the files (with ``wait=False``, a :class:`NotebookHandle`).
+        A :class:`~nbtoolkit.notebooks.handle.NotebookResult` with the published values and the
+        files; with ``wait=False`` a :class:`NotebookHandle`.
 
     Raises:
         ParameterError: a parameter is unknown, missing or of another type.
         NotebookError: the notebook cannot be run: it is unreadable or not Python, there is no such
             kernel, or the output is in use.
-        NotebookFailed: a cell raised an exception, or ended the notebook early.
+        NotebookFailed: a cell raised an exception or ended the notebook early.
         NotebookDied: the kernel died (a subclass of NotebookFailed).
         NotebookTimeout: a time limit was exceeded (a subclass of NotebookFailed).
         MissingExtra: papermill, or nbconvert for the page, is not installed.

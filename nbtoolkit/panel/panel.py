@@ -35,25 +35,27 @@ def panel(
     *,
     notify: bool = False,
 ) -> Panel:
-    """Open a control panel: one page of what runs, buttons, and a form of all settings.
+    """Open a control panel: a page that shows a run, buttons, and a form of all settings.
 
-    It shows at once what runs in the output folder, else the newest run. What it starts is
-    detached: it continues when the kernel ends, and another panel can watch it. Without widgets
-    (papermill, a terminal, a saved notebook) it is text and static HTML.
+    The panel first shows a live run of the output folder, or else the newest run. A run that you
+    start in the panel is detached: it continues when the kernel ends, and another panel can watch
+    it. Without widgets (under papermill, in a terminal or a saved notebook), the panel is text and
+    static HTML.
 
     Args:
-        train: the training function, as for :func:`nbtoolkit.launch`; None: the one that
+        train: the training function, as for :func:`nbtoolkit.launch`; None: the function that
             ``config.task`` names.
-        config: the form's first values: a Config, a path to YAML, or a dict; None: those of the run
-            that is shown, else the defaults. Those of a run that is live come first in any case.
-        space: what is searched, as for :func:`nbtoolkit.sweep`; None: it may be typed.
-        folds: from :func:`nbtoolkit.make_folds`, for the button *Cross-validate*, and for sweeps
-            whose space asks for folds.
-        notify: whether the browser's tab is marked when the run ends.
+        config: the first values of the form: a Config, a path to a YAML file, or a dict; None: the
+            values of the run that is shown, or else the defaults. If this run is live, the form
+            always begins with its values.
+        space: the search space, as for :func:`nbtoolkit.sweep`; None: you can type it in the form.
+        folds: the folds from :func:`nbtoolkit.make_folds`, for the button *Cross-validate*, and for
+            sweeps whose space asks for folds.
+        notify: whether to mark the browser's tab when the run ends.
 
     Returns:
-        The panel; a cell shows it when it is its last value. ``close()`` ends it, and so does
-        running its cell again, which makes another.
+        The panel. A cell displays it if it is the last value of the cell. ``close()`` ends it. If
+        you run the same cell again, the new panel replaces the old one.
 
     Raises:
         MissingExtra: ipywidgets is not installed.
@@ -79,18 +81,18 @@ class Panel:
 
     @property
     def folder(self) -> Path | None:
-        """The watched folder, for ``nb.attach``; None: none is watched."""
+        """The folder of the watched run, for ``nb.attach``, or None if no run is watched."""
         state = self._controller.state
         return None if state is None else state.paths.folder
 
     @property
     def config(self) -> Config | None:
-        """The configuration in the form; None: something in it is wrong."""
+        """The configuration in the form, or None if the form has a mistake."""
         return self._controller.validate().config
 
     @property
     def widget(self) -> ipywidgets.VBox:
-        """The widget itself, to be placed beside others."""
+        """The panel's widget, which you can place beside other widgets."""
         return self._controller.board.root
 
     def press(self, button: str) -> None:
@@ -98,11 +100,11 @@ class Panel:
 
         Args:
             button: ``"launch"``, ``"sweep"``, ``"cross_validate"``, ``"pause"``, ``"resume"``,
-                ``"stop"``, ``"train_best"``, ``"add_trials"`` or ``"add_trials=5"``, or
-                ``"stop_trial=3"``.
+                ``"stop"``, ``"train_best"``, ``"add_trials"``, ``"add_trials=5"`` (5 trials) or
+                ``"stop_trial=3"`` (trial 3).
 
         Raises:
-            LaunchError: the button does nothing now, or there is none of that name.
+            LaunchError: the button does nothing now, or there is no button of this name.
             NbtoolkitError: the task has failed.
         """
         self._controller.press(button).result()
@@ -111,29 +113,29 @@ class Panel:
         """Watch another run.
 
         Args:
-            run: its folder, or its id in the output folder; None: watch none.
+            run: the run's folder, or its id in the output folder; None: watch no run.
 
         Raises:
-            LaunchError: there is none.
+            LaunchError: there is no such run.
         """
         controller = self._controller
         folder = None if run is None else find_run(run, controller.output_dir).folder
         controller.worker.submit(lambda: controller.watch(folder)).result()
 
     def refresh(self) -> None:
-        """Read the folder now instead of within a second."""
+        """Read the run's folder now; without this call the panel reads it every second."""
         self._controller.worker.submit(self._controller.poll).result()
 
     def close(self) -> None:
-        """End the panel's thread and its widgets; what runs continues."""
+        """Close the panel's widgets and end its thread; its runs continue."""
         self._controller.close()
 
     def text(self) -> str:
-        """Return what the panel shows now as text."""
+        """Return the text form of what the panel shows now."""
         return self._controller.worker.call(self._controller.text)
 
     def html(self) -> str:
-        """Return what the panel shows now as static HTML: the page, without buttons."""
+        """Return static HTML of what the panel shows now, without buttons."""
         return self._controller.worker.call(self._controller.html)
 
     def __repr__(self) -> str:

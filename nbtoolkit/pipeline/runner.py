@@ -64,29 +64,29 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PipelineResult:
-    """The results of all steps, by name: ``result["sweep"].values``.
+    """The results of all steps; ``result["sweep"]`` is the result of the step ``sweep``.
 
-    A pipeline whose step fails has no result: :func:`nbtoolkit.run_pipeline` raises.
+    If a step fails, there is no result: :func:`nbtoolkit.run_pipeline` raises an error.
     """
 
     steps: dict[str, StepResult]
-    """The steps in the order in which they ran, up to the first that ended early."""
+    """The results by the name of the step, up to the first step that ended early."""
     status: str
-    """``"completed"``, or the status that a step published (``"deadline"``, ``"stopped"``)."""
+    """``"completed"``, or the status that the step that ended early has published."""
     folder: Path
     seconds: float
-    """Duration of this run of the pipeline."""
+    """The duration of this run of the pipeline."""
 
     def __getitem__(self, name: str) -> StepResult:
         return self.steps[name]
 
     @property
     def values(self) -> dict[str, dict[str, Any]]:
-        """Published values by step."""
+        """The published values of each step, by the name of the step."""
         return {name: step.values for name, step in self.steps.items()}
 
     def values_as_yaml(self) -> str:
-        """Return the published values as YAML text."""
+        """Return the published values of all steps as YAML text."""
         return dump(self.values)
 
     def __repr__(self) -> str:
@@ -117,30 +117,31 @@ def run_pipeline(
     html: bool = True,
     display: Display = "auto",
 ) -> PipelineResult:
-    """Run a pipeline's notebooks; each can refer to values that earlier ones published.
+    """Run a pipeline's notebooks; each one can use values that earlier notebooks published.
 
-    A step is skipped if it was done with equal inputs: its notebook's code, its resolved
-    parameters, the settings files that these name, the files under ``files``, and nbtoolkit's
-    version. After a failure or a kill, the next call continues with the unfinished step; launches
-    and sweeps in it resume from their own checkpoints.
+    A step is skipped if it was done before with equal inputs. Its inputs are the code of its
+    notebook, its parameters, the YAML and JSON files that the code and the parameters name, the
+    files under ``files``, the results of the steps under ``after``, and nbtoolkit's version. After
+    a failure or a kill, the next call continues with the unfinished step. Launches and sweeps in
+    this step resume from their own checkpoints.
 
     Args:
-        path: a YAML file with ``steps`` (see docs/pipelines.md), found as by
-            :func:`nbtoolkit.load_config`.
-        overrides: parameters of steps: ``{"sweep.n_trials": 5}`` or ``["sweep.n_trials=5"]``.
-        folder: folder of the pipeline; default: the file's ``folder``, else
+        path: a YAML file with ``steps`` (see docs/pipelines.md). A relative path is searched for in
+            the same folders as by :func:`nbtoolkit.load_config`.
+        overrides: parameters of steps, as ``{"sweep.n_trials": 5}`` or ``["sweep.n_trials=5"]``.
+        folder: the folder of the pipeline; default: the ``folder`` that the file names, or
             ``outputs/<the file's name>``.
-        again: steps to run even if nothing has changed.
-        html: whether to write executed copies as pages too.
-        display: one line per step and cell: ``"auto"`` (live on a terminal), ``"text"``,
-            ``"off"``.
+        again: the names of steps to run even if nothing has changed.
+        html: whether to write the executed copies as HTML pages, too.
+        display: how to show the progress. ``"auto"``: one line per step and cell, which is updated
+            in a terminal. ``"text"``: one line per step and finished cell. ``"off"``: nothing.
 
     Returns:
-        The steps' results, in the order in which they ran.
+        The results of the steps, in the order in which they ran.
 
     Raises:
         PipelineError: the file, an override, or a value that a step refers to is wrong.
-        PipelineFailed: a step failed; the message has the command that continues.
+        PipelineFailed: a step failed. The message has the command that continues the pipeline.
         NotebookError: the folder cannot be written, or another run writes to it.
         MissingExtra: papermill, or nbconvert for the page, is not installed.
     """

@@ -67,19 +67,23 @@ nav a { color: inherit; margin-right: 1rem; } .dim { color: var(--dim); }
 def report(
     folder: str | os.PathLike[str] = "outputs", output: str | os.PathLike[str] | None = None
 ) -> Path:
-    """Write a page on all runs in a folder, from their files alone; nothing in them is executed.
+    """Write an HTML page about all runs in a folder.
 
-    The page holds a table of the runs; the pages of the newest eight runs, sweeps and
-    cross-validations, as the panel shows them; a comparison of single runs, with learning curves
-    and the settings that differ; predictions; throughput and device use. It is a single file that
-    needs no network, for light and dark themes.
+    The function only reads the files of the runs, and executes nothing in them. The page contains:
+
+    - a table of the runs;
+    - the pages of the newest eight runs, sweeps and cross-validations, as the panel shows them;
+    - a comparison of single runs, with learning curves and the settings that differ;
+    - predictions, throughput and device use.
+
+    The page is a single file. It needs no network, and it fits light and dark themes.
 
     Args:
-        folder: a run's folder, or one that holds runs.
-        output: the page; None: ``report.html`` in ``folder``.
+        folder: a run's folder, or a folder that contains runs.
+        output: the path of the page; None: ``report.html`` in ``folder``.
 
     Returns:
-        The page's path.
+        The path of the page.
 
     Raises:
         ReportFolderError: there is no such folder, or the page cannot be written.

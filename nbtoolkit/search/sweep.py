@@ -101,50 +101,56 @@ def sweep(
     display: Display = "auto",
     on_event: Callable[[Event], None] | None = None,
 ) -> SweepResult | SweepHandle:
-    """Search for the settings with which ``train(config, ctx)`` does best.
+    """Search for the settings with which ``train(config, ctx)`` gives the best result.
 
-    Each trial calls the function with other settings, in ``config`` and as ``ctx.params``. Trials
-    run one per device, side by side, or one at a time on all devices (``placement``). Reports
-    (``ctx.report``, which ``nb.fit`` calls) decide whether a trial is pruned. The value of a trial
-    is the metric it reported last. A returned dict of numbers counts as a last report; a single
-    returned number is the metric. A trial that raises, hangs, dies or runs out of memory fails
-    alone; the sweep continues.
+    Each trial calls the function with other settings, which are in ``config`` and in
+    ``ctx.params``. The setting ``placement`` of the sweep decides where trials run: side by side,
+    with one device each, or one after the other on all devices.
+
+    The reports of a trial (by ``ctx.report``, which ``nb.fit`` calls) decide whether it is pruned.
+    The value of a trial is its last reported metric. If the function returns a dict of numbers, it
+    counts as the last report; if it returns one number, this is the metric. If a trial raises,
+    hangs, dies or runs out of memory, only this trial fails, and the sweep continues.
 
     Args:
         train: the training function, as for :func:`nbtoolkit.launch`.
-        config: the base configuration: a Config, a path to YAML, or a dict.
-        space: the search space and the sweep's settings: a YAML file (see ``config/hpo``), the same
-            as a dict, or a bare space such as
+        config: the base configuration: a Config, a path to a YAML file, or a dict; None: the
+            defaults.
+        space: the search space and the other settings of the sweep, as a YAML file (see
+            ``config/hpo``) or as a dict of the same form; or a dict of the space only, such as
             ``{"optim.lr": {"type": "float", "low": 1e-4, "high": 0.1}}``.
-        n_trials: number of trials over all sessions; replaces ``budget.n_trials``.
-        timeout: seconds, or a text such as ``"2h"``; replaces ``budget.timeout``.
-        folds: each trial trains on each of these folds (``ctx.fold``), and its value is the mean.
-            None: the folds of the space's file, if it has any.
-        targets: the data set's targets, shape (samples,), to make the file's folds from (see
-            :func:`nbtoolkit.make_folds`), or their number for the kinds ``kfold`` and ``time``.
-            None: ``load()`` of the function's module returns (inputs, targets) or
-            (inputs, targets, groups).
-        groups: the group of each sample, shape (samples,), for the kinds with groups.
-        name: suffix of the folder's name; default: the study's name.
-        resume: ``"auto"`` resumes the newest sweep of equal configuration, function, space and
-            folds that is unfinished, or complete with fewer trials than ``n_trials``; ``"never"``
-            starts a new one; a sweep's id or folder resumes that one.
-        where: ``"local"``; ``"slurm"``: one job on one machine, whose devices the trials share;
-            ``"ray"``: trials on all machines of Ray (see docs/cluster.md). The job outlives this
-            process.
+        n_trials: the number of trials over all sessions; replaces ``budget.n_trials``.
+        timeout: the time limit, in seconds or as a string such as ``"2h"``; replaces
+            ``budget.timeout``.
+        folds: the folds (``ctx.fold``). Each trial trains on each of them, and its value is the
+            mean. None: the folds that the file of ``space`` asks for, if any.
+        targets: the data set's targets, shape (samples,), for the folds that the file asks for (see
+            :func:`nbtoolkit.make_folds`). For the kinds ``kfold`` and ``time``, the number of
+            samples is enough. None: the function ``load()`` in the module of ``train`` gives them,
+            because it returns (inputs, targets) or (inputs, targets, groups).
+        groups: the group of each sample, shape (samples,), for the kinds of folds with groups.
+        name: the end of the folder's name; default: the study's name.
+        resume: ``"auto"`` resumes the newest sweep that has the same configuration, function, space
+            and folds, and that is unfinished or has fewer trials than ``n_trials``. ``"never"``
+            starts a new sweep. A sweep's id or folder resumes this sweep.
+        where: ``"local"``: on this machine. ``"slurm"``: in one job on one machine, whose devices
+            the trials share. ``"ray"``: on all machines of Ray (see docs/cluster.md). A job
+            outlives this process.
         wait: False returns a :class:`~nbtoolkit.search.sweep_result.SweepHandle` at once.
-        detach: the sweep outlives this process; see :func:`nbtoolkit.attach`.
-        display: ``"auto"`` shows a live table in a notebook, one line per minute under papermill, a
-            bar in a terminal, and one line per trial elsewhere. ``"widgets"``; ``"text"``: one
-            line per trial; ``"off"``: nothing.
-        on_event: called with each event of the sweep while this process waits for it.
+        detach: whether the sweep outlives this process; see :func:`nbtoolkit.attach`.
+        display: how to show the progress. ``"auto"``: a live table in a notebook, one line per
+            minute under papermill, a bar in a terminal, one line per trial elsewhere.
+            ``"widgets"``: a live table with ipywidgets. ``"text"``: one line per trial. ``"off"``:
+            nothing.
+        on_event: called with each event of the sweep while this process waits for the sweep.
 
     Returns:
-        The :class:`~nbtoolkit.search.sweep_result.SweepResult`, or a handle.
+        The :class:`~nbtoolkit.search.sweep_result.SweepResult`; with ``wait=False`` a
+        :class:`~nbtoolkit.search.sweep_result.SweepHandle`.
 
     Raises:
-        SpaceError: the space or the settings are invalid; the error lists all mistakes.
-        FoldError: the file asks for folds, and there are no targets to make them from.
+        SpaceError: the space or the settings are invalid. The message lists all mistakes.
+        FoldError: the folds of the file cannot be made, for example because there are no targets.
         SweepError: too many trials failed, or the study belongs to another search.
         MissingExtra: Optuna is not installed.
         KeyboardInterrupt: the wait was interrupted; the trials have stopped and can be resumed.

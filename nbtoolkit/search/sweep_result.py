@@ -40,13 +40,15 @@ class SweepResult:
     """The result of a sweep.
 
     Attributes:
-        status: ``"completed"``, ``"stopped"`` or ``"deadline"``.
-        paths: the sweep's folder; its ``trials/`` holds the trials' runs.
+        status: ``"completed"``, or the reason why the sweep ended early: ``"stopped"`` or
+            ``"deadline"``.
+        paths: the folder of the sweep; its subfolder ``trials`` contains the runs of the trials.
         seconds: wall time of the last session.
-        best_value: value of the best trial, averaged with its re-evaluations; None if no trial is
-            complete or there are several objectives.
-        best_params: parameters of the best trial, by dotted name.
-        best_trial: number of the best trial.
+        best_value: the value of the best trial. If this trial was trained again with other seeds
+            (``reevaluate_top``), it is the mean of the values. None if no trial is complete, or if
+            there are several metrics.
+        best_params: the parameters of the best trial, by dotted name; empty if there is none.
+        best_trial: the number of the best trial; None if there is none.
     """
 
     def __init__(self, paths: RunPaths) -> None:
@@ -67,10 +69,10 @@ class SweepResult:
 
     @property
     def best_config(self) -> Config:
-        """The base configuration with the best trial's parameters, for ``nb.launch``.
+        """The base configuration with the parameters of the best trial, for ``nb.launch``.
 
         Raises:
-            SweepError: no trial is complete.
+            SweepError: there is no best trial.
         """
         if self.best_trial is None:
             raise SweepError(
@@ -87,12 +89,12 @@ class SweepResult:
 
     @cached_property
     def sweep_config(self) -> SweepConfig:
-        """The sweep's settings, from its ``sweep.yaml``."""
+        """The settings of the sweep, from the file ``sweep.yaml`` in its folder."""
         return read_sweep_config(self.paths.folder)
 
     @cached_property
     def study(self) -> optuna.Study:
-        """The Optuna study, read-only; optuna-dashboard opens its file ``study.jsonl``."""
+        """The Optuna study, read-only; its file is ``study.jsonl`` in the folder of the sweep."""
         from nbtoolkit.study.study import read_study
 
         file = self.paths.folder / STUDY_FILE
@@ -101,10 +103,10 @@ class SweepResult:
 
     @property
     def trials(self) -> pd.DataFrame:
-        """One row per trial, indexed by its number.
+        """A table with one row per trial, indexed by the number of the trial.
 
-        Columns: ``state``; ``value``, or each metric if there are several; each parameter;
-        ``seconds``, ``reason``, ``folder``.
+        The columns are ``state``, ``value`` (or one column per metric if there are several), one
+        column per parameter, ``seconds``, ``reason`` and ``folder``.
         """
         import pandas as pd
 
@@ -142,21 +144,21 @@ class SweepResult:
         return {"state": event.state, **shown, **event.params, **rest}
 
     def save_best(self, path: str | os.PathLike[str]) -> Path:
-        """Write the best configuration as a YAML file that ``nb.load_config`` reads.
+        """Write the best configuration as a YAML file that ``nb.load_config`` can read.
 
         Raises:
-            SweepError: no trial is complete.
+            SweepError: there is no best trial.
         """
         file = Path(path)
         write_whole(file, self.best_config.to_yaml())
         return file
 
     def plot_history(self) -> Chart:
-        """Draw each trial's value and the best so far."""
+        """Draw the value of each trial, and the best value so far."""
         return charts().result_chart(self.paths, "history")
 
     def plot_importances(self) -> Chart:
-        """Draw the importance of each parameter, with its range.
+        """Draw the importance of each parameter, with the range of the estimate.
 
         Raises:
             SweepError: fewer than ten trials are complete, or all have the same value.
@@ -167,7 +169,7 @@ class SweepResult:
         return charts().importance_chart(found, self.sweep_config.metrics[0])
 
     def plot_slices(self) -> Chart:
-        """Draw the value against each parameter."""
+        """Draw the value of the trials against each parameter."""
         return charts().result_chart(self.paths, "slices")
 
     def __repr__(self) -> str:
@@ -315,10 +317,13 @@ class SearchHandle(RunHandle, Generic[Result]):
 
 
 class SweepHandle(SearchHandle[SweepResult]):
-    """A running sweep, from ``nb.sweep(wait=False)`` or ``nb.attach(folder)``."""
+    """A handle of a sweep, from ``nb.sweep(wait=False)`` or ``nb.attach(folder)``.
+
+    It also has the methods of :class:`nbtoolkit.RunHandle`, and ``pause()`` and ``resume()``.
+    """
 
     def stop_trial(self, number: int) -> None:
-        """Stop trial ``number`` at its next report; the sweep continues."""
+        """Stop the trial ``number`` at its next report. The sweep continues."""
         self._command(SearchCommand(op="stop_trial", n=int(number)))
 
     def add_trials(self, count: int) -> None:

@@ -147,9 +147,8 @@ class MemoryLimits:
                 continue
             if all(_no_smaller(name, params[name], value) for name, value in failed.items()):
                 sizes = [f"{name} {value}" for name, value in failed.items() if _is_size(name)]
-                least = ", ".join(sizes)
-                why = f"with sizes that are not larger ({least})"
-                return f"not started: trial {number} ran out of memory {why}"
+                least = f"with equal or smaller sizes ({', '.join(sizes)})"
+                return f"not started: trial {number}, {least}, ran out of memory"
             times, trials = self._predicted(params, failed)
             if times >= _MORE:
                 return (

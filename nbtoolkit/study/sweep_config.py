@@ -75,71 +75,83 @@ class StudyConfig(Section):
     """The objective, the sampler and the pruner."""
 
     name: Text = "sweep"
-    """The study's name, and the end of the folder's name."""
+    """The name of the study. The name of the sweep's folder contains it."""
     metric: Text | Names | None = None
-    """The reported metric (or several) to improve; null: `checkpoint.monitor`, else val_loss."""
+    """The reported metric, or a list of metrics, to optimize. null: the metric of
+    `checkpoint.monitor`, or `val_loss` if that is null, too."""
     direction: Direction | Auto | Directions = "auto"
-    """Which values are best; `auto`: as `checkpoint.mode` or the name says (see docs/sweep.md)."""
+    """Whether the highest or the lowest value is best. `auto`: `checkpoint.mode` decides if
+    `checkpoint.monitor` is this metric, otherwise the name of the metric; see
+    docs/sweep/metric.md."""
     trial_value: Literal["last", "best"] = "last"
-    """Which report of a trial is its value."""
+    """Whether the value of a trial is its last or its best reported value."""
     sampler: SamplerName = "tpe"
-    """How the parameters of the next trial are chosen."""
+    """The method that chooses the parameters of the next trial: a sampler of Optuna."""
     sampler_options: Free = FreeSection()
-    """More arguments of Optuna's sampler, by their own names."""
+    """More keyword arguments of Optuna's sampler."""
     pruner: PrunerName | Auto = "auto"
-    """What ends hopeless trials early; `auto`: median, or none with several metrics."""
+    """The method that ends bad trials early: a pruner of Optuna. `auto`: `median`, or `none` with
+    several metrics."""
     pruner_options: Free = FreeSection()
-    """More arguments of Optuna's pruner, by their own names."""
+    """More keyword arguments of Optuna's pruner."""
     seed: Seed = 0
-    """Decides, with a trial's number, what the sampler draws for the trial."""
+    """The seed of the sampler. Each trial uses this seed together with its own number."""
     storage: Text | None = None
-    """URL of a PostgreSQL server, or `$NAME` for one in an environment variable: sweeps of the same
-    `study.name` on several machines share the trials; null: the study is in the sweep's folder."""
+    """The URL of a PostgreSQL database that stores the study, or `$NAME` if the environment
+    variable `NAME` contains the URL. Sweeps with the same `study.name` on several machines then
+    share the trials. null: the study is stored in the sweep's folder."""
     heartbeat: Seconds = 60.0
-    """`storage`: seconds between two signs of life of a machine. The trials of a machine without
-    one for twice this time are repeated elsewhere."""
+    """With `storage`: the time between two messages in which a machine says that its trials are
+    alive. If a machine sends none for twice this time, other machines repeat its trials."""
 
 
 class Budget(Section):
     """The number of trials and the time limits."""
 
     n_trials: Count | None = None
-    """Trials in total, over all sessions; null: as many as there is time for (grid: all points)."""
+    """The total number of trials, over all sessions. null: as many as the time allows; with
+    `sampler: grid`, all points of the grid."""
     timeout: Seconds | None = None
-    """The sweep ends before this time is up; null: only the host limits it."""
+    """The time limit of the sweep in each session. null: only the deadline of the session or the
+    notebook limits it."""
     trial_timeout: Seconds | None = None
-    """A job (a trial, or one fold of it) that takes longer is killed, and its trial has failed."""
+    """The time limit of a trial; with folds, of each fold. If it takes longer, it is killed, and
+    the trial has failed. null: no limit."""
     max_failures: CountFrom0 | None = 10
-    """The sweep ends when more trials than this have failed in this session; null: no limit."""
+    """When more trials than this number have failed in a session, the sweep ends with an error.
+    null: no limit."""
     retries: CountFrom0 = 0
-    """How often a trial that raised, died or hung is retried, from its checkpoint."""
+    """How often a trial starts again from its checkpoint after an exception, a hang or the death of
+    a process."""
     reserve_for_refit: Auto | NotNegative = "auto"
-    """Seconds at the end that no trial may use; `auto`: what the winner's refit takes."""
+    """The seconds at the end of the time limit that trials leave free, so that you can train once
+    more with the best parameters. `auto`: the estimated time of this training."""
 
 
 class FoldConfig(Section):
     """Cross-validation of every trial: its value is the mean over the folds."""
 
     k: Count | None = None
-    """Number of folds; null: one training with its own split. The targets come with the call
-    (`nb.sweep(..., targets=y)`), or from `load()` of the function's module."""
+    """The number of folds. null: no folds; the training function splits the data itself. To make
+    the folds, nbtoolkit takes the targets from the call (`nb.sweep(..., targets=y)`), or else from
+    the function `load()` in the module of the training function."""
     kind: FoldKind = "stratified"
-    """How the samples are divided, see :func:`nbtoolkit.make_folds`."""
+    """How the samples are divided into folds; see `nb.make_folds`."""
     repeats: Count = 1
-    """`stratified` and `kfold`: how often to divide the samples, differently each time."""
+    """With `stratified` and `kfold`: how often the samples are divided, each time differently."""
     seed: Seed = 0
-    """Decides the division."""
+    """The seed of the division into folds."""
     file: Text | None = None
-    """A file that `folds.save` wrote; it replaces all other settings here."""
+    """A file that `folds.save` has written. It replaces all other settings of this section."""
 
 
 class ReevaluateTop(Section):
     """The leaders are trained again with other seeds before a winner is named."""
 
     k: CountFrom0 = 0
-    """The number of leaders; 0: the best trial wins as it is."""
+    """The number of best trials that are trained again. 0: none."""
     seeds: Count = 2
-    """The number of additional seeds for each leader."""
+    """The number of other seeds with which each of these trials is trained again."""
 
 
 class SweepConfig(Section):
@@ -150,21 +162,26 @@ class SweepConfig(Section):
     budget: Budget = Budget()
     """The number of trials and the time limits."""
     placement: Literal["auto", "device_per_trial", "all_devices_per_trial"] = "auto"
-    """Where a trial runs."""
+    """The devices on which each trial runs. `auto`: usually one device per trial;
+    docs/sweep/devices.md lists the exceptions."""
     trials_per_device: Count = 1
-    """`device_per_trial`: trials at the same time on each GPU; on the CPU as many as CPUs."""
+    """With `device_per_trial`: the number of trials that run at the same time on each GPU. Without
+    GPUs, it has no effect: one trial runs per CPU, or fewer if the memory is small."""
     folds: FoldConfig = FoldConfig()
     """Cross-validation of every trial."""
     constraints: Free = FreeSection()
-    """Limits on other reported metrics: `{latency_ms: {max: 20}}`."""
+    """Limits for other reported metrics, such as `{latency_ms: {max: 20}}`. The best trial must
+    meet them."""
     first_trials: Points = ()
-    """Parameters to try first."""
+    """The parameters of the first trials. The sampler chooses the parameters that an entry
+    lacks."""
     warm_start: Text | None = None
-    """Another sweep's folder, or a study's file, whose trials the sampler learns from."""
+    """The folder of another sweep, or the file of a study. The sampler also learns from its
+    trials."""
     reevaluate_top: ReevaluateTop = ReevaluateTop()
-    """The leaders are trained again with other seeds."""
+    """At the end, the best trials are trained again with other seeds."""
     space: Annotated[Free, Allowed("parameters by dotted name")] = FreeSection()
-    """What is searched: see :mod:`nbtoolkit.study.space`."""
+    """The settings that the sweep varies, with their ranges; see docs/sweep/space.md."""
 
     @property
     def metrics(self) -> tuple[str, ...]:

@@ -23,15 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FitState:
-    """What a callback gets: where a fit is, and what it trains.
+    """The state of a training with ``fit``, which the methods of a callback get.
 
     Attributes:
-        epoch: the present epoch, from 1; after the last one, and before the first (0), those done.
-        step: optimizer steps done.
-        metrics: of the present epoch as far as they are known, else of the one before; equal on all
-            ranks.
-        model: the user's module on this rank's device, unwrapped.
-        optimizers: by the names that ``fit`` was given; a single one is called ``optimizer``.
+        epoch: the number of the current epoch, from 1. In ``on_fit_start`` and ``on_fit_end``, the
+            number of finished epochs.
+        step: the number of finished optimizer steps.
+        metrics: the metrics of the current epoch, or those of the epoch before as long as there are
+            none; equal on all ranks.
+        model: the module that you passed to ``fit``, without a wrapper, on this rank's device.
+        optimizers: the optimizers, by the names that you passed to ``fit``. A single optimizer has
+            the name ``optimizer``.
         ctx: the run's context.
     """
 
@@ -45,58 +47,62 @@ class FitState:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer; of several the first."""
+        """The optimizer, or the first one of several."""
         return next(iter(self.optimizers.values()))
 
     def stop(self, reason: str) -> None:
-        """End the training, on all ranks: within about a second, or at the end of the epoch.
+        """End the training on all ranks, within about a second or at the end of the epoch.
 
-        One rank's request is enough. The present epoch is then validated, reported and saved, and
-        ``fit`` returns as after its last epoch.
+        It is enough if one rank calls this. ``fit`` then validates, reports and saves the current
+        epoch, and returns as after its last epoch.
         """
         self._stop(reason)
 
 
 class Callback:
-    """Base of callbacks for ``nb.fit``; every method does nothing.
+    """The base class of callbacks for ``nb.fit``; its methods do nothing.
 
-    The names are Lightning's where the moment is the same, but each method gets one argument, a
-    :class:`FitState`. Methods are called on all ranks, in the order of ``callbacks``. A subclass is
-    not required: any object with some of these methods is a callback.
+    The methods have the names of Lightning's methods that are called at the same moments, but each
+    of them gets one argument only, a :class:`FitState`. ``fit`` calls them on all ranks, in the
+    order of ``callbacks``. A callback need not be a subclass: any object with some of these methods
+    is a callback.
     """
 
     def on_fit_start(self, state: FitState) -> None:
-        """Before the first step, after a resumed run has restored its state."""
+        """Called before the first step; in a resumed run, after its state was restored."""
 
     def on_train_epoch_start(self, state: FitState) -> None:
-        """Before the first step of an epoch, and before the rest of a resumed one."""
+        """Called before the first step of an epoch; in a resumed epoch, before its next step."""
 
     def on_train_batch_end(self, state: FitState) -> None:
-        """After each optimizer step; called only if it is overridden."""
+        """Called after each optimizer step, not after each micro-batch."""
 
     def on_train_epoch_end(self, state: FitState) -> None:
-        """After the last step of an epoch, before the validation; ``metrics`` has the losses."""
+        """Called after the last step of an epoch and before its validation.
+
+        ``state.metrics`` has the training losses of the epoch.
+        """
 
     def on_validation_end(self, state: FitState) -> Mapping[str, float] | None:
-        """After the validation of each epoch, also of an empty one (no ``valid_data``).
+        """Called after the validation of each epoch, and also if there is no ``valid_data``.
 
         Returns:
-            Metrics to add: reported, prunable, and usable as ``checkpoint.monitor``. Rank 0's
-            values count.
+            More metrics for this epoch, or None. ``fit`` reports them, a sweep can prune trials by
+            them, and ``checkpoint.monitor`` can name one. The values of rank 0 count.
         """
 
     def on_save_checkpoint(self, state: FitState) -> None:
-        """Before a checkpoint is made; on the main rank only."""
+        """Called before a checkpoint is made, on rank 0 only."""
 
     def on_fit_end(self, state: FitState) -> None:
-        """After the last epoch; the model has the weights that ``checkpoint.weights`` says."""
+        """Called after the last epoch, when the model has the weights of ``checkpoint.weights``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: tensors and plain values. Rank 0's is saved."""
+        """Return what a resumed run needs, as tensors and plain values; rank 0's is saved."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`; on all ranks, before :meth:`on_fit_start`."""
+        """Restore a :meth:`state_dict`; called on all ranks, before :meth:`on_fit_start`."""
 
 
 MOMENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))

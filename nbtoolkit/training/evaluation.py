@@ -186,30 +186,32 @@ def predict(
     collate: Collate | None = None,
     batch_size: int | None = None,
 ) -> Batch:
-    """Compute the outputs of ``model`` for every sample; called by all ranks, which share the work.
+    """Compute the outputs of ``model`` for every sample; all ranks call this and share the work.
 
-    In evaluation mode, without gradients, in the plan's precision. Afterwards every layer is in the
-    mode (training or evaluation) it was in; the model is on ``ctx.device``, with rank 0's buffers.
+    The model computes in evaluation mode, without gradients, in the plan's precision. Afterwards
+    every layer is again in its previous mode (training or evaluation). The model is then on
+    ``ctx.device``, with the buffers of rank 0.
 
     Args:
         ctx: the run's context.
-        model: equal on all ranks, as ``fit`` leaves it; a ``DistributedDataParallel`` is unwrapped.
-        data: as :func:`nbtoolkit.fit` takes it, the same on all ranks. Targets are optional: a
-            batch is a tensor of inputs, or a pair (inputs, targets).
-        step: ``step(model, batch)`` -> (outputs, targets), as in ``fit``; only the outputs are
-            used.
-        collate: makes a batch from a list of samples; default: torch's.
-        batch_size: samples of one forward pass of one rank; default: four times the plan's, since
-            nothing is kept for a backward pass.
+        model: the model, with the same weights on all ranks, as after ``fit``. It is unwrapped if
+            it is a ``DistributedDataParallel``.
+        data: the samples, in any form that :func:`nbtoolkit.fit` takes, the same on all ranks.
+            Targets are optional: a batch is a tensor of inputs, or a pair (inputs, targets).
+        step: a function ``step(model, batch)`` that returns (outputs, targets), as in ``fit``. Only
+            the outputs are used.
+        collate: a function that makes a batch from a list of samples; default: torch's.
+        batch_size: the samples in one forward pass of one rank. Default: four times as many as in
+            the plan, because no activations are kept for a backward pass.
 
     Returns:
-        The outputs on the CPU, one row per sample, in the data set's order: a tensor, or a tuple,
-        list or dict of tensors, as the model returns them. Half precision becomes float32. Every
-        rank gets all of them, gathered once, at the end.
+        A tensor, or a tuple, list or dict of tensors, as the model returns it. It is on the CPU,
+        with one row per sample, in the order of the data set. Half precision becomes float32. Every
+        rank gets the outputs of all samples, which are gathered once, at the end.
 
     Raises:
-        FitError: ``ctx`` is no run's context; the data cannot be used or are empty; or the outputs
-            are not tensors with one row per sample.
+        FitError: ``ctx`` is not the context of a run; the data cannot be used or are empty; or the
+            outputs are not tensors with one row per sample.
     """
     check_context(ctx, "predict")
     loader = make_evaluation_loader(

@@ -73,77 +73,86 @@ def fit(
     sample_weights: SampleWeights | None = None,
     callbacks: Iterable[object] = (),
 ) -> dict[str, float]:
-    """Train ``model`` as ``config`` says; called by all ranks.
+    """Train ``model`` as ``config`` says; all ranks call this function.
 
-    An optimizer step uses the same samples on any number of ranks (``train.batch_size`` is global),
-    and its gradient is the mean over exactly these, in a smaller last step, too. Every validation
-    sample counts once.
+    An optimizer step uses the same samples on any number of ranks, because ``train.batch_size`` is
+    the size over all ranks. The gradient is the mean over exactly these samples, even if the last
+    step of an epoch has fewer of them. Every validation sample counts once.
 
-    The process may be killed at any time: a run whose folder holds a checkpoint resumes with the
-    next sample, with every rank's random generators restored, so the weights at the end are those
-    of an uninterrupted run. Checkpoints are due by ``checkpoint.every_minutes, every_steps,
-    every_epochs``, at the end, and when the run has to stop (stop request, time budget, session
-    limit, SIGTERM). Such a request takes effect within about a second, also within an epoch.
+    The process may be killed at any time. A run whose folder has a checkpoint resumes with the next
+    sample, and ``fit`` restores the random generators of every rank, so the final weights are those
+    of an uninterrupted run. It saves checkpoints as ``checkpoint.every_minutes``, ``every_steps``
+    and ``every_epochs`` say, at the end, and when the run has to stop (stop request, time budget,
+    session limit, SIGTERM). The run stops within about a second, even in the middle of an epoch.
 
-    Logged for every ``tracking.log_every_n_steps``-th optimizer step (written within about a
-    second): ``loss, lr, grad_norm, samples_per_second`` and each rank's ``memory_gb``; about once a
-    second the shares of the steps' time: ``data_share, compute_share, communication_share``.
-    Reported after each epoch, at the number of epochs done (comparable between trials with
-    different batch sizes): ``train_loss, val_loss, val_<metric>``.
+    For every ``tracking.log_every_n_steps``-th optimizer step, ``fit`` logs ``loss``, ``lr``,
+    ``grad_norm``, ``samples_per_second`` and ``memory_gb_rank<rank>``. About once a second, it also
+    logs how the time of the steps is divided: ``data_share``, ``compute_share`` and
+    ``communication_share``. After each epoch it reports ``train_loss``, ``val_loss`` and
+    ``val_<metric>``. The step of a report is the number of finished epochs, so that trials with
+    different batch sizes can be compared.
 
     Args:
         ctx: the run's context.
-        config: its sections ``optim, train, distributed, checkpoint, tracking`` are used.
-        model: trained in place, on ``ctx.device``. It ends with the weights of the best epoch, or
-            with ``checkpoint.weights: last`` with those of the last validation (the averaged ones
-            with ``train.weight_averaging``). Without a validation set and ``checkpoint.monitor`` no
-            epoch is best.
-        train_data: tensors, arrays, pandas tables of numbers (a DataFrame becomes float32, a Series
-            of whole numbers int64), a tuple or dict of them, a ``TensorDataset``, any map-style
-            data set, or an iterable one; the same on all ranks. A ``DataLoader`` gives its data
-            set, ``collate_fn``, ``num_workers``, sampler and ``drop_last``.
-        valid_data: the same; None: no validation.
-        loss: ``loss(outputs, targets)`` -> the mean or the sum over the batch's samples, a weighted
-            mean of torch's ``cross_entropy`` or ``nll_loss`` (``weight``, ``ignore_index``), a
-            tensor of shape (n, ...) with one loss per sample, or a pair of sums (total, weight).
-            The first batch shows which one it is; gradients and reported losses are those of the
-            whole batch on one device. A loss between samples (contrastive) can have those of all
-            ranks: :func:`nbtoolkit.tasks.contrastive.metric_loss`. ``train.loss_reduction: batch``
-            allows others. Several optimizers need a loss for the validation only.
-        metrics: ``"accuracy"``, functions ``(outputs, targets)`` -> mean over the batch,
-            :func:`nbtoolkit.epoch_metric` of functions that need all samples at once, torchmetrics
-            objects; in a list, or in a dict by name.
-        step: ``step(model, batch)`` -> (outputs, targets); default: the batch is a pair (inputs,
-            targets). For several optimizers ``step(model, batch, optimizers)`` -> a loss or a dict
-            of losses to report, see :class:`~nbtoolkit.training.optim.several.OptimizerHandle`.
-        collate: makes a batch from a list of samples; default: torch's.
-        optimizer: an optimizer over the parameters of ``model`` or a function ``model`` ->
-            optimizer, which keep their own rates; or a class, which gets ``optim.lr`` and
-            ``optim.options``. Several in a dict by name, for a step of your own. Default: the one
-            that ``optim.name`` names.
-        schedule: an ``LRScheduler`` of that optimizer, a function ``optimizer`` -> LRScheduler (or
-            ``(optimizer, steps)`` -> LRScheduler), or a function ``step`` -> factor of the rates;
-            stepped after each optimizer step, ``ReduceLROnPlateau`` after each epoch with the
-            monitored metric. Of several optimizers in a dict by name. Default: ``optim.schedule``
-            (an optimizer of your own: the rates that it has).
-        sampler: a torch ``Sampler``, or any iterable with ``__len__``, of the indices that an epoch
-            takes. It is asked once per epoch for all ranks, with its generators seeded by (seed,
-            epoch). Default: a permutation of all samples.
-        sample_weights: one weight per sample: an epoch draws as many samples as the set has, with
-            replacement. ``"balanced"``: the classes are drawn equally often. Default:
+        config: the configuration, of which ``fit`` uses the sections ``optim``, ``train``,
+            ``distributed``, ``checkpoint`` and ``tracking``.
+        model: the model, trained in place on ``ctx.device``. At the end it has the weights of the
+            best epoch, or with ``checkpoint.weights: last`` those of the last epoch. With
+            ``train.weight_averaging``, these are averaged weights. Without a validation set and
+            without ``checkpoint.monitor``, no epoch is best, and the model has the last weights.
+        train_data: the training set, the same on all ranks: tensors, arrays, pandas tables of
+            numbers, a tuple or dict of them, a ``TensorDataset``, any other map-style data set, or
+            an iterable one. A DataFrame becomes float32, and a Series of whole numbers int64. From
+            a ``DataLoader``, ``fit`` takes the data set, ``collate_fn``, ``num_workers``, the
+            sampler and ``drop_last``.
+        valid_data: the validation set, in any of these forms; None: no validation.
+        loss: a function ``loss(outputs, targets)``. It returns the mean or the sum over the samples
+            of the batch, a weighted mean (torch's ``cross_entropy`` or ``nll_loss`` with ``weight``
+            or ``ignore_index``), a tensor of shape (n, ...) with one loss per sample, or a pair of
+            sums (total, weight). ``fit`` detects which of these it is in the first batch. Gradients
+            and reported losses are then those of the whole batch on one device. For a loss that
+            compares the samples of a batch, :func:`nbtoolkit.tasks.contrastive.metric_loss` gives
+            it the samples of all ranks. ``train.loss_reduction: batch`` allows any other loss. With
+            several optimizers, only the validation uses ``loss``.
+        metrics: a list, or a dict by name, of ``"accuracy"``, functions ``(outputs, targets)`` that
+            return a mean over the batch, results of :func:`nbtoolkit.epoch_metric` (for functions
+            that need all samples at once), and torchmetrics objects.
+        step: a function ``step(model, batch)`` that returns (outputs, targets). Default: the batch
+            is a pair (inputs, targets), and the model gets the inputs. With several optimizers: a
+            function ``step(model, batch, optimizers)`` that returns a loss, or a dict of losses to
+            report; see :class:`~nbtoolkit.training.optim.several.OptimizerHandle`.
+        collate: a function that makes a batch from a list of samples; default: torch's.
+        optimizer: an optimizer over the parameters of ``model``, or a function that makes one from
+            ``model``; it keeps its own learning rates. Or an optimizer class, which gets the
+            settings of ``optim``. Or a dict of several by name, together with a ``step`` for them.
+            Default: the optimizer that ``optim.name`` names.
+        schedule: an ``LRScheduler`` of this optimizer; a function ``f(optimizer)`` or
+            ``f(optimizer, steps)`` that makes one; or a function ``f(step)`` that returns the
+            factor of the learning rates. It advances after each optimizer step, but a
+            ``ReduceLROnPlateau`` after each epoch, by the monitored metric. For several optimizers,
+            a dict by name. Default: ``optim.schedule``; an optimizer that you made yourself keeps
+            its rates.
+        sampler: a torch ``Sampler``, or any iterable with ``__len__``, that gives the indices of
+            one epoch's samples. ``fit`` reads it once per epoch for all ranks, after it has seeded
+            the random generators by (seed, epoch). Default: a permutation of all samples.
+        sample_weights: one weight per sample. An epoch then draws as many samples as the training
+            set has, with replacement. ``"balanced"``: all classes are drawn equally often. Default:
             ``train.sample_weights``.
-        callbacks: objects with methods of :class:`nbtoolkit.Callback`, called at these moments.
+        callbacks: objects with methods of :class:`nbtoolkit.Callback`, which ``fit`` calls.
 
     Returns:
-        ``train_loss, val_loss, val_<metric>`` of the epoch whose weights the model has, with
-        ``epoch`` (epochs done), ``best_epoch`` and ``best_<monitored metric>``.
+        A dict with ``train_loss``, ``val_loss`` and ``val_<metric>`` of the epoch whose weights the
+        model has, and with ``epoch`` (the number of finished epochs), ``best_epoch`` and
+        ``best_<monitored metric>``.
 
     Raises:
-        FitError: the data, the model, a metric or a setting cannot be used; the loss does not
-            follow from its parts; or a loss is not finite (the step and its samples are named).
+        FitError: the data, the model, a metric or a setting cannot be used; the loss of a batch
+            cannot be computed from the losses of its parts; or a loss is not finite (the message
+            names the step and its samples).
         CheckpointError: all checkpoints of the run are damaged, they belong to other data or
-            another model, or the disk is too small for new ones.
-        RunStopped: the run has to stop (a BaseException: let it pass); everything is saved.
+            another model, or the disk has too little space for new ones.
+        RunStopped: the run has to stop. It is a BaseException; do not catch it. A checkpoint is
+            saved before, except in a pruned trial.
     """
     check_context(ctx, "fit")
     config = as_config(config)

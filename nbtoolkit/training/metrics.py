@@ -142,19 +142,20 @@ def _no_accuracy(
 
 
 def epoch_metric(function: Function) -> EpochMetric:
-    """Mark a metric that must see the whole validation set: F1, AUC, a quantile, R2.
+    """Mark a metric that must see the whole validation set, such as F1, AUC, a quantile or R2.
 
-    Plain functions are averaged over batches, which is correct for means only. A marked function is
-    called once per validation, on rank 0, with the outputs and targets of all samples on all ranks,
-    in the data set's order, on the CPU (half precision as float32); all ranks get its value.
+    ``fit`` averages plain functions over the batches, which is correct for means only. It calls a
+    marked function once per validation, on rank 0. The function gets the outputs and targets of the
+    whole validation set, in the order of the data set, on the CPU; half precision becomes float32.
+    All ranks get its value. For example::
 
-        metrics={"f1": nb.epoch_metric(lambda scores, y: f1_score(y, scores.argmax(1)))}
+        metrics = {"f1": nb.epoch_metric(lambda scores, y: f1_score(y, scores.argmax(1)))}
 
     Args:
-        function: ``function(outputs, targets)`` -> a number, or a dict of numbers.
+        function: ``function(outputs, targets)``, which returns a number or a dict of numbers.
 
     Returns:
-        A metric for :func:`nbtoolkit.fit`. When called, it calls ``function``.
+        A metric for :func:`nbtoolkit.fit`. You can also call it like ``function``.
     """
     return EpochMetric(function)
 

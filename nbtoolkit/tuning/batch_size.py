@@ -46,13 +46,14 @@ class MeasuredBatch(ShortRun):
 class BatchSize(FinderResult):
     """The result of :func:`find_batch_size`.
 
-    A micro-batch is what one rank takes in one forward pass.
+    A micro-batch consists of the samples that one rank processes in one forward pass.
 
     Attributes:
-        rows: every probe, by the size of its micro-batch.
-        stopped: why nothing larger was tried.
-        batch_size: the samples of an optimizer step of the configuration, over all ranks.
-        ranks: number of ranks.
+        rows: the measurements, one for each size of the micro-batch, in ascending order.
+        stopped: the reason why no larger micro-batch was tried.
+        batch_size: the number of samples per optimizer step, over all ranks; it is that of the
+            configuration.
+        ranks: the number of ranks.
     """
 
     rows: tuple[MeasuredBatch, ...]
@@ -62,29 +63,29 @@ class BatchSize(FinderResult):
 
     @property
     def fitting(self) -> list[MeasuredBatch]:
-        """The rows that fit."""
+        """The rows whose micro-batch fits into memory."""
         return [row for row in self.rows if not row.reason]
 
     @property
     def largest(self) -> int:
-        """The largest micro-batch that fits."""
+        """The size of the largest micro-batch that fits into memory."""
         return max(row.samples for row in self.fitting)
 
     @property
     def fastest(self) -> int:
-        """The smallest micro-batch with a throughput within 2% of the best."""
+        """The size of the smallest micro-batch whose throughput is within 2% of the best."""
         least = (1 - _WITHIN) * max(row.samples_per_second for row in self.fitting)
         return min(row.samples for row in self.fitting if row.samples_per_second >= least)
 
     @property
     def accumulation_steps(self) -> int:
-        """The fewest micro-batches that make the batch of the configuration, and fit."""
+        """The smallest number of accumulation steps with which each micro-batch fits."""
         each = self.batch_size // self.ranks
         return next(n for n in range(1, each + 1) if each % n == 0 and each // n <= self.largest)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings for ``config.with_overrides``: the batch stays the same."""
+        """The settings for ``config.with_overrides``. They keep the batch size."""
         return {
             "train.batch_size": self.batch_size,
             "train.batch_size_per_device": None,
@@ -92,7 +93,7 @@ class BatchSize(FinderResult):
         }
 
     def plot(self) -> Chart:
-        """Draw throughput and memory by micro-batch."""
+        """Draw the throughput and the memory for each size of the micro-batch."""
         rates = [(float(row.samples), row.samples_per_second) for row in self.fitting]
         memory = [(float(row.samples), row.memory) for row in self.fitting]
         fast = [point for point in rates if point[0] == self.fastest]
@@ -103,7 +104,7 @@ class BatchSize(FinderResult):
 
     @property
     def why(self) -> str:
-        """What was found, in a line."""
+        """The result as a line of text."""
         steps = counted(self.accumulation_steps, "accumulation step")
         return (
             f"micro-batches of up to {self.largest} samples fit ({self.stopped}), {self.fastest} "
@@ -112,7 +113,7 @@ class BatchSize(FinderResult):
         )
 
     def columns(self) -> tuple[list[str], list[list[str]]]:
-        """See :class:`~nbtoolkit.tuning.answer.Table`."""
+        """Return the names of the columns, and the texts of each row."""
         return ["micro-batch", "samples/s", "memory (GB)"], [
             [str(row.samples), "", "out of memory"]
             if row.reason
@@ -132,29 +133,32 @@ def find_batch_size(
     """Find the largest micro-batch that fits into the memory of every rank.
 
     ``train`` runs for some optimizer steps with micro-batches of 8, 16, 32, ... samples, each time
-    in new processes on all ranks, until a rank runs out of memory; then sizes between are tried,
-    until the largest that fits is known to 1/8 (below 16 samples exactly). No run of yours changes.
-    The search also ends at ``largest``, when a step takes the whole data set, after about 60 s,
-    and on the CPU when two doublings in a row gain less than 5% of throughput, so that the machine
-    does not run out of memory; but not below the batch of the configuration.
+    in new processes on all ranks, until a rank runs out of memory. Sizes in between are then tried,
+    until the largest one that fits is known to 1/8, or exactly below 16 samples. Your own runs do
+    not change.
 
-    Validation is measured, too: ``fit`` validates with four times the micro-batch. The memory of
-    a longer run may be larger, as fragmentation and samples of varying size need more.
+    The search ends earlier at ``largest``, when a step takes the whole data set, and after about
+    60 s. On the CPU it also ends when two doublings in a row raise the throughput by less than 5%,
+    so that the machine does not run out of memory; but it first tries a micro-batch as large as a
+    rank's part of the configured batch.
 
-    The answer is kept in ``<output_dir>/tuning.json`` and used again for the same function, model,
-    data settings, batch and devices.
+    Validation is measured, too, because ``fit`` validates with four times the micro-batch. A longer
+    run may need more memory, because of fragmentation and of samples of different sizes.
+
+    The answer is kept in ``<output_dir>/tuning.json``. A later call uses it again if the function,
+    the devices, the library versions and the settings that affect a step are the same.
 
     Args:
         train: a training function that calls :func:`nbtoolkit.fit`.
         config: the configuration of the run to come.
-        processes: ranks; None: as ``config`` says.
+        processes: the number of ranks; None: as ``config`` says.
         largest: the largest micro-batch to try, at least 1; default: 8192.
-        force: measure, also if there is a kept answer.
+        force: measure again, even if an answer was kept.
 
     Raises:
         TuningError: not even one sample fits, ``largest`` is below 1, or the function does not
-            train by ``nb.fit``.
-        Exception: the function's own.
+            train with ``nb.fit``.
+        Exception: the exception of the training function.
     """
     if largest is not None and largest < 1:
         raise TuningError(f"largest is {largest}", allowed="1 and more", do="leave it out")

@@ -32,15 +32,15 @@ _VERSIONS = ("nbtoolkit", "python", "torch", "accelerate")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Benchmark(Table):
-    """What a benchmark has measured; a table in a cell, text with ``print``.
+    """The result of a benchmark. A cell shows it as a table, and ``print`` as text.
 
     Attributes:
         rows: the measured values; see :class:`~nbtoolkit.tuning.benchmark_sections.Measurement`.
-        status: ``"completed"``; ``"time"``: it ran out of time; ``"interrupted"``.
-        machine: CPUs and GPUs, with the load of the machine before the first measurement.
-        versions: of Python and the libraries.
-        date: when it began, in UTC.
-        seconds: what it took.
+        status: ``"completed"``, ``"time"`` if the time limit ended it, or ``"interrupted"``.
+        machine: the GPUs, the CPUs, and the load of the machine before the first measurement.
+        versions: the versions of Python and of some packages.
+        date: the time at which the benchmark began, in UTC.
+        seconds: the duration of the benchmark.
     """
 
     rows: tuple[Measurement, ...]
@@ -51,11 +51,11 @@ class Benchmark(Table):
     seconds: float
 
     def table(self) -> str:
-        """The rows as lines of text, and a line on machine, versions and date."""
+        """Return the rows as text, with a line about the machine, the versions and the date."""
         return repr(self)
 
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
-        """Write one line per row, each with machine, versions and date; returns the file."""
+        """Write the rows to a CSV file, each with machine, versions and date; return its path."""
         file = Path(path).expanduser().absolute()
         about = {"date": self.date, "machine": self.machine, "versions": self._versions()}
         with file.open("w", newline="") as opened:
@@ -66,7 +66,7 @@ class Benchmark(Table):
         return file
 
     def plot(self) -> Chart:
-        """Draw throughput by ranks, and seconds of an all-reduce by bytes."""
+        """Draw the throughput over the number of ranks, and the all-reduce time over the bytes."""
         curves: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
         for row in self.rows:
             if row.at is not None and row.value is not None:
@@ -76,7 +76,7 @@ class Benchmark(Table):
 
     @property
     def why(self) -> str:
-        """Machine, versions and date."""
+        """The machine, the versions and the date, as a line of text."""
         ended = {"time": ", out of time", "interrupted": ", interrupted"}.get(self.status, "")
         took = f"{self.date}, took {duration(self.seconds)}{ended}"
         return f"{self.machine}; {self._versions()}; {took}"
@@ -85,7 +85,7 @@ class Benchmark(Table):
         return ", ".join(f"{name} {text}" for name, text in self.versions.items())
 
     def columns(self) -> tuple[list[str], list[list[str]]]:
-        """See :class:`~nbtoolkit.tuning.answer.Table`."""
+        """Return the names of the columns, and the texts of each row."""
         return ["section", "measured", "value", "unit", "relative", "note"], [
             [row.section, row.name, number(row.value), row.unit, number(row.relative), row.note]
             for row in self.rows
@@ -99,23 +99,25 @@ def benchmark(
     sections: Iterable[str] | None = None,
     minutes: float = 5.0,
 ) -> Benchmark:
-    """Measure what this machine gives: launch, step, scaling, communication, memory and others.
+    """Measure the performance of this machine: launch, step, scaling, communication, memory, ...
 
-    All work is done in processes of their own, in a temporary folder that is deleted; this process
-    uses no device. What cannot be measured here is a row with the reason. An interrupt ends it
-    early, and it returns what it has.
+    New processes do all work, in a temporary folder that is deleted at the end; this process uses
+    no device. A value that cannot be measured here is a row with the reason. If you interrupt the
+    benchmark, it returns what it has measured so far.
 
     Args:
-        train: a training function that calls :func:`nbtoolkit.fit`, for its speed, scaling and
-            memory; None: the one that ``config.task`` names, the ready digits by default.
+        train: a training function that calls :func:`nbtoolkit.fit`; its speed, scaling and memory
+            are measured. None: the function that ``config.task`` names, by default the task
+            ``digits`` of nbtoolkit.
         config: the configuration of ``train``.
-        sections: of ``launch, step, scaling, communication, memory, checkpoint, sweep, recovery,
-            peers``, in the order in which they are measured; None: all.
-        minutes: after this time nothing new starts, and what runs is ended.
+        sections: the sections to measure, in this order. None: ``launch``, ``step``, ``scaling``,
+            ``communication``, ``memory``, ``checkpoint``, ``sweep``, ``recovery`` and ``peers``.
+        minutes: the time limit. After this time no new measurement starts, and the present one is
+            ended.
 
     Raises:
-        TuningError: a section is unknown, or the time is not above 0.
-        Exception: what the training function raised.
+        TuningError: a section is unknown, or ``minutes`` is not above 0.
+        Exception: the exception of the training function.
     """
     config = as_config(config)
     chosen = [*SECTIONS] if sections is None else [*sections]

@@ -40,10 +40,9 @@ class LearningRate(FinderResult):
     """The result of :func:`find_learning_rate`.
 
     Attributes:
-        suggestion: the value for ``optim.lr``, with three digits.
-        rates: of every step of the test, as values of ``optim.lr``: ``optim.lr_rule`` multiplies
-            them.
-        losses: the training loss of the same steps, over all ranks.
+        suggestion: the suggested value of ``optim.lr``, rounded to three digits.
+        rates: the learning rate of each step of the test, before ``optim.lr_rule`` multiplies it.
+        losses: the training loss of each of these steps, over all ranks.
     """
 
     suggestion: float
@@ -56,7 +55,7 @@ class LearningRate(FinderResult):
         return {"optim.lr": self.suggestion}
 
     def plot(self) -> Chart:
-        """Draw the loss over the rate, its mean, and the suggestion."""
+        """Draw the loss and its mean over the learning rate, and mark the suggestion."""
         values = {"loss": self.losses, "smoothed": smoothed(self.losses)}
         curves = {name: [*zip(self.rates, ys, strict=True)] for name, ys in values.items()}
         mark = min(curves["smoothed"], key=lambda point: abs(point[0] - self.suggestion))
@@ -65,7 +64,7 @@ class LearningRate(FinderResult):
 
     @property
     def why(self) -> str:
-        """The reason for the suggestion, in a line."""
+        """The reason for the suggestion, as a line of text."""
         means = smoothed(self.losses)
         return (
             f"the mean loss falls from {means[0]:.4g} to {min(means):.4g} in {len(means)} steps "
@@ -73,7 +72,7 @@ class LearningRate(FinderResult):
         )
 
     def columns(self) -> tuple[list[str], list[list[str]]]:
-        """See :class:`~nbtoolkit.tuning.answer.Table`."""
+        """Return the names of the columns, and the texts of each row."""
         return ["optim.lr"], [[f"{self.suggestion:g}"]]
 
 
@@ -89,37 +88,38 @@ def find_learning_rate(
 ) -> LearningRate:
     """Suggest ``optim.lr`` by a range test (Smith 2017, https://arxiv.org/abs/1506.01186).
 
-    ``train`` runs for ``steps`` optimizer steps, in processes of its own, while the rate rises
-    exponentially from ``low`` to ``high``; no run of yours changes, nor does a model in this
-    process. The test ends early when the loss diverges: its mean is above 4 times its lowest, or a
-    loss is not finite.
+    ``train`` runs for ``steps`` optimizer steps in new processes, while the rate rises
+    exponentially from ``low`` to ``high``. Your own runs and the models in this process do not
+    change. The test ends early when the loss diverges: the smoothed loss rises above 4 times its
+    lowest value, or a loss is not finite.
 
-    With ``s_i`` the exponential mean of the losses (weight 0.9, corrected for its start) and
-    ``r_i`` the rates, the suggestion is ``r_k`` where
-    ``(s_{k+1} - s_{k-1}) / (ln r_{k+1} - ln r_{k-1})`` is lowest: where the loss falls fastest. The
-    first 10 and the last 5 steps do not count. Lightning and fastai do about the same. It is at
-    most a tenth of the rate with the lowest ``s_i`` (fastai's ``minimum``): where a loss diverges
-    soon after its steepest fall, as with SGD and momentum, that one is too high to train with.
+    The suggestion is the rate at which the smoothed loss falls fastest. Let ``s_i`` be the
+    exponential moving average of the losses (weight 0.9, with bias correction), and ``r_i`` the
+    rates. The suggestion is the ``r_k`` with the lowest slope
+    ``(s_{k+1} - s_{k-1}) / (ln r_{k+1} - ln r_{k-1})``, without the first 10 and the last 5 steps.
+    Lightning and fastai do about the same. The suggestion is also at most a tenth of the rate with
+    the lowest ``s_i`` (fastai's ``minimum``), because a loss can diverge soon after its steepest
+    fall, as with SGD and momentum; the rate of the steepest fall is then too high.
 
-    The answer is kept in ``<output_dir>/tuning.json`` and used again for the same function, model,
-    data settings, optimizer and devices.
+    The answer is kept in ``<output_dir>/tuning.json``. A later call uses it again if the function,
+    the devices, the library versions and the settings that affect a step are the same.
 
     Args:
         train: a training function that calls :func:`nbtoolkit.fit` with the configuration it gets.
-            An optimizer object or a schedule that it passes has the rates of the test, too: of the
-            optimizer's first group; the others keep their proportions to it.
+            If it passes an optimizer object or a schedule, the test replaces their rates. The first
+            parameter group gets the rate of the test; the other groups keep their ratios to it.
         config: the configuration of the run to come; ``optim.lr`` may be ``auto``. The rates are
             values of ``optim.lr``, before the factor of ``optim.lr_rule``.
         low: the rate of the first step.
         high: the rate of the last step, above ``low``.
-        steps: optimizer steps, at least 30.
-        processes: ranks; None: as ``config`` says.
-        force: measure, also if there is a kept answer.
+        steps: the number of optimizer steps, at least 30.
+        processes: the number of ranks; None: as ``config`` says.
+        force: measure again, even if an answer was kept.
 
     Raises:
-        TuningError: the loss falls at no rate, memory ran out, or the function does not train by
-            ``nb.fit`` with this configuration.
-        Exception: the function's own.
+        TuningError: the loss falls at no rate, memory ran out, the function does not train with
+            ``nb.fit`` and this configuration, or ``low``, ``high`` or ``steps`` is invalid.
+        Exception: the exception of the training function.
     """
     test = RangeTest(low=low, high=high, total=steps)
     subject = Subject(train, as_config(config, processes))

@@ -41,32 +41,32 @@ class Quota(Table):
     """The device-hours of the runs of an output folder, from :func:`quota`."""
 
     rows: tuple[QuotaRow, ...]
-    """Newest week first."""
+    """One row for each host, week and kind of device, the newest week first."""
     hours: float | None
-    """GPU hours of a week's quota; None: unknown."""
+    """The GPU hours of the weekly quota; None if they are not known."""
     folder: Path
-    """The output folder, whose ``quota.json`` keeps what deleted runs used."""
+    """The output folder. Its file ``quota.json`` stores the hours of deleted runs."""
 
     @property
     def used(self) -> float:
-        """Hours of the quota used in the present week, on all hosts."""
+        """The hours of the quota that the runs have used in the present week, on all hosts."""
         now = time.time()
         rows = (row for row in self.rows if row.week == f"{week_of(row.host, now):%Y-%m-%d}")
         return sum(row.used for row in rows)
 
     @property
     def left(self) -> float | None:
-        """Hours left in the present week; None without :attr:`hours`."""
+        """The hours of the quota that are left in the present week; None if it is not known."""
         return None if self.hours is None else max(0.0, self.hours - self.used)
 
     @property
     def why(self) -> str:
-        """The folder, in a line."""
+        """The number of runs and the folder, as a line of text."""
         runs = sum(row.runs for row in self.rows)
         return f"{counted(runs, 'run') if runs else 'no runs'} in {self.folder}"
 
     def columns(self) -> tuple[Sequence[str], list[list[str]]]:
-        """See :class:`~nbtoolkit.tuning.answer.Table`."""
+        """Return the names of the columns, and the texts of each row."""
         lines = []
         for row in self.rows:
             line = [row.host, row.week, row.device, str(row.runs)]
@@ -82,18 +82,19 @@ class Quota(Table):
 def quota(output_dir: str | os.PathLike[str] | None = None, *, hours: float | None = None) -> Quota:
     """Count the device-hours that the runs of an output folder used, by host and week.
 
-    The time of each attempt of a run counts, from its first event to its last one, also of one that
-    was killed. Deleted runs count if :func:`quota` was called while they were there, or if the
-    panel deleted them: the folder's ``quota.json`` keeps them, and :func:`nbtoolkit.pack` carries
-    it. What a notebook uses between its runs is not counted, but counts in Kaggle's own quota.
+    The time of each attempt of a run counts, from its first event to its last one, even if the
+    attempt was killed. A deleted run counts if the panel deleted it, or if :func:`quota` was called
+    while the run existed. The file ``quota.json`` in the output folder keeps its hours, and
+    :func:`nbtoolkit.pack` packs this file. The time between the runs of a notebook is not counted
+    here, although Kaggle's own quota counts it.
 
     Args:
         output_dir: the output folder; None: ``runtime.output_dir`` of the default configuration.
-        hours: GPU hours of a week's quota (Kaggle: 30); None: ``runtime.quota_hours``.
+        hours: the GPU hours of a week's quota (Kaggle: 30); None: ``runtime.quota_hours``.
 
     Raises:
         TuningError: there is no such folder, or ``hours`` is not positive.
-        RunFileError: the events of a run, or the ledger, cannot be read.
+        RunFileError: the events of a run, or ``quota.json``, cannot be read.
         RunFolderError: the folder cannot be written.
     """
     folder = output_folder() if output_dir is None else Path(output_dir).expanduser().absolute()

@@ -61,9 +61,10 @@ class SpeedTable(FinderResult):
     """The result of :func:`find_num_workers`, :func:`find_speedups` and :func:`calibrate`.
 
     Attributes:
-        rows: what was measured, in its order; the first row is the base.
+        rows: the measurements, in the order in which they were made. The first row is the base,
+            with which the others are compared.
         choice: the index of the suggested row.
-        batch_size: samples of an optimizer step, over all ranks.
+        batch_size: the number of samples per optimizer step, over all ranks.
     """
 
     rows: tuple[SpeedRow, ...]
@@ -77,17 +78,17 @@ class SpeedTable(FinderResult):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings for ``config.with_overrides``; empty: the base is fastest."""
+        """The settings for ``config.with_overrides``; empty if the base is suggested."""
         return dict(self.chosen.settings)
 
     def relative(self, row: SpeedRow) -> float | None:
-        """Return a row's speed over that of the base; None if either failed."""
+        """Return the throughput of a row divided by that of the base; None if either failed."""
         base = self.rows[0].samples_per_second
         return row.samples_per_second / base if base and not row.reason else None
 
     @property
     def why(self) -> str:
-        """The choice and its reason, in a line."""
+        """The suggestion and the reason for it, as a line of text."""
         base, ratio = self.rows[0], self.relative(self.chosen)
         more = f", {ratio:.2f} x {_text(base.settings)}" if ratio and self.choice else ""
         ranks = f" on {counted(self.chosen.processes, 'rank')}" if self.chosen.processes > 1 else ""
@@ -97,7 +98,7 @@ class SpeedTable(FinderResult):
         )
 
     def columns(self) -> tuple[list[str], list[list[str]]]:
-        """See :class:`~nbtoolkit.tuning.answer.Table`; the suggestion has a star."""
+        """Return the columns' names and each row's texts; a star marks the suggestion."""
         return ["settings", "ranks", "samples/s", "relative", "GB", "loss", "failed"], [
             [
                 ("* " if row is self.chosen else "") + _text(row.settings),
@@ -114,20 +115,21 @@ def find_num_workers(
 ) -> SpeedTable:
     """Suggest ``train.num_workers``: the smallest number within 3% of the best throughput.
 
-    Measured are 0, 1, 2, 4, ... processes, up to the CPUs of a rank, by 40 optimizer steps each in
-    processes of their own; not those after two numbers that brought less than 3%, and only 0 if a
-    step then waits for its batch for less than a tenth of its time, as with data in memory. A
-    ``DataLoader`` with its own ``num_workers`` keeps them.
+    It measures 0, 1, 2, 4, ... worker processes, up to the number of CPUs of a rank, with 40
+    optimizer steps each, in new processes. It stops after two numbers in a row that bring less than
+    3%, and after 45 s. It measures only 0 if a step then waits for its batch for less than a tenth
+    of its time, as with data in memory. A ``DataLoader`` with a ``num_workers`` of its own keeps
+    this number.
 
     Args:
         train: a training function that calls :func:`nbtoolkit.fit` with the configuration it gets.
         config: the configuration of the run to come; ``train.num_workers`` may be ``auto``.
-        processes: ranks; None: as ``config`` says.
-        force: measure, also if there is a kept answer (see :func:`nbtoolkit.find_learning_rate`).
+        processes: the number of ranks; None: as ``config`` says.
+        force: measure again, even if an answer was kept (see :func:`nbtoolkit.find_learning_rate`).
 
     Raises:
         TuningError: memory ran out, or a loss is not finite.
-        Exception: the function's own.
+        Exception: the exception of the training function.
     """
     found = measure_num_workers(Subject(train, as_config(config, processes)), force=force)
     print(found.why, flush=True)
@@ -166,25 +168,26 @@ def find_speedups(
 ) -> SpeedTable:
     """Measure which precision and which options make the steps of ``nb.fit`` faster.
 
-    First ``config`` as it is, then each other precision that the device computes natively, then
-    with the fastest so far ``train.channels_last``, then ``train.compile``; 40 optimizer steps
-    each, in processes of their own. A choice counts as faster from 3% on. What fails (no compiler,
-    out of memory) is a row with the reason.
+    It first measures ``config`` as it is, and then each other precision that the device computes
+    natively. Then it adds ``train.channels_last`` to the fastest settings so far, and at last
+    ``train.compile``. Each measurement takes 40 optimizer steps, in new processes. Settings count
+    as faster only if they bring 3% or more. Settings that fail (no compiler, out of memory) are a
+    row of the table with the reason.
 
-    Compare the losses, too: they are those after the same samples.
+    Compare the losses in the table, too: all of them are losses after the same samples.
 
     Args:
         train: a training function that calls :func:`nbtoolkit.fit` with the configuration it gets.
         config: the configuration of the run to come.
-        precision: try other values of ``train.precision``.
-        channels_last: try ``train.channels_last``.
-        compile: try ``train.compile``; the time to compile does not count as a step's.
-        processes: ranks; None: as ``config`` says.
-        force: measure, also if there is a kept answer (see :func:`nbtoolkit.find_learning_rate`).
+        precision: whether to try other values of ``train.precision``.
+        channels_last: whether to try ``train.channels_last``.
+        compile: whether to try ``train.compile``; the time to compile is not part of a step's time.
+        processes: the number of ranks; None: as ``config`` says.
+        force: measure again, even if an answer was kept (see :func:`nbtoolkit.find_learning_rate`).
 
     Raises:
-        TuningError: memory ran out, or a loss is not finite, with ``config`` as it is.
-        Exception: the function's own, with ``config`` as it is.
+        TuningError: with ``config`` as it is, memory ran out, or a loss is not finite.
+        Exception: the exception of the training function, with ``config`` as it is.
     """
     config = as_config(config, processes)
     subject, wished = Subject(train, config), {"channels_last": channels_last, "compile": compile}
@@ -224,17 +227,18 @@ def _precisions(plan: LaunchPlan) -> list[str]:
 
 
 def calibrate(train: Train, config: ConfigLike = None, *, force: bool = False) -> SpeedTable:
-    """Measure how fast one process, DDP and DataParallel train on this machine; nothing is guessed.
+    """Measure how fast one process, DDP and DataParallel train on this machine.
 
-    Each candidate trains for 20 steps or a second after its warm-up, whichever is longer, in runs
-    that leave nothing behind, at the global batch size of ``config``: one process on one device (on
-    the CPU: all CPUs), DDP on all usable devices (on the CPU: two ranks, or
-    ``distributed.world_size``), and with several equal GPUs DataParallel. A candidate that fails is
-    a row of the table with its reason.
+    One process trains on one device (on the CPU: on all CPUs). DDP trains on all usable devices (on
+    the CPU: with two ranks, or ``distributed.world_size``). DataParallel trains on several equal
+    GPUs, if there are any. All have the global batch size of ``config``, and train in temporary
+    runs for 20 steps or one second after a warm-up, whichever is longer. A strategy that fails is a
+    row of the table with the reason.
 
-    The result is kept in ``<output_dir>/tuning.json`` by function, model and devices. Launches with
-    ``distributed.strategy: auto`` then use a strategy that is more than 5% faster than the usual
-    one, sweeps choose their placement by it, and :attr:`RunResult.efficiency` refers to it.
+    The result is kept in ``<output_dir>/tuning.json``, for this function, model and devices. A
+    later launch with ``distributed.strategy: auto`` then uses another strategy than the usual one
+    if it was more than 5% faster. A sweep chooses its placement by the result, and
+    :attr:`RunResult.efficiency` compares with the speed of one device.
 
     Args:
         train: a training function that calls :func:`nbtoolkit.fit`.
@@ -242,8 +246,8 @@ def calibrate(train: Train, config: ConfigLike = None, *, force: bool = False) -
         force: measure again, even if a result was kept.
 
     Raises:
-        TuningError: no candidate could be measured, or the function does no step of ``fit``.
-        Exception: the function's own, if it fails on one device as well.
+        TuningError: no strategy could be measured, or the function does not train with ``nb.fit``.
+        Exception: the exception of the training function, if no strategy could be measured.
     """
     found = measure_strategies(Subject(train, as_config(config)), force=force)
     print(found.why, flush=True)

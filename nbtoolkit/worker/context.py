@@ -42,19 +42,20 @@ _FOLD_UNREAD = (
 
 
 class RunContext:
-    """One rank's view of its run. All settings are in ``config``.
+    """What one rank knows of its run, and the calls that it can make: the ``ctx`` of ``train``.
 
     Attributes:
-        config: the resolved configuration.
+        config: the configuration of the run, with all settings.
         plan: the plan of this launch, with reasons.
-        paths: the run's folder.
-        rank: the number of this process, 0 to ``world_size - 1``.
-        local_rank: its number on this machine; the index of its device.
+        paths: the run's folder and its files.
+        rank: the number of this rank, from 0 to ``world_size - 1``.
+        local_rank: the number of this rank on its machine, and the index of its device.
         world_size: the number of ranks.
         device: the ``torch.device`` of this rank.
         seed: the run's seed, equal on all ranks.
-        fold: a fold with ``index, train_indices, valid_indices``; None outside cross-validation.
-        deadline: unix time at which the run is asked to stop; None: no limit.
+        fold: the fold to train on, with ``index``, ``train_indices`` and ``valid_indices``; None
+            without folds.
+        deadline: the unix time at which the run is asked to stop; None: no limit.
     """
 
     def __init__(
@@ -97,12 +98,16 @@ class RunContext:
 
     @property
     def has_fold(self) -> bool:
-        """Whether there is a fold; this does not count as reading it."""
+        """Whether there is a fold.
+
+        nbtoolkit warns if the training function never reads :attr:`fold`; to read this attribute is
+        not enough.
+        """
         return self._fold is not None
 
     @property
     def params(self) -> dict[str, Any]:
-        """A trial's parameters; empty outside sweeps."""
+        """The parameters of this trial; empty outside sweeps."""
         mark_used(self._params)
         return self._params
 
@@ -117,9 +122,9 @@ class RunContext:
 
     @property
     def accelerator(self) -> Accelerator:
-        """An ``accelerate.Accelerator`` set up from the plan, created on first use.
+        """An ``accelerate.Accelerator`` with the settings of the plan, created on first use.
 
-        Its ``prepare`` is :meth:`prepare`.
+        Its method ``prepare`` does the same as :meth:`prepare`.
         """
         if self._accelerator is None:
             from nbtoolkit.worker.prepare import make_accelerator
@@ -128,16 +133,18 @@ class RunContext:
         return self._accelerator
 
     def print(self, *values: object, **options: Any) -> None:
-        """``print`` on the main rank; the other ranks print nothing."""
+        """Call ``print`` on rank 0; the other ranks print nothing."""
         if self.is_main:
             print(*values, **options)
 
     def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log metrics; cheap, without a collective; calls on other ranks than 0 do nothing.
+        """Log metrics of rank 0; calls on the other ranks do nothing.
+
+        A call is cheap, because the ranks do not wait for each other.
 
         Args:
-            metrics: numbers by name (a tensor of one element is a number).
-            step: the optimizer step they belong to.
+            metrics: numbers by name; a tensor of one element counts as a number.
+            step: the optimizer step of the metrics.
 
         Raises:
             TypeError: a value or the step is not a number.
@@ -146,18 +153,19 @@ class RunContext:
             self._channel.send(MetricsLogged(values=_as_numbers(metrics), step=_as_step(step)))
 
     def report(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Report the metrics of a validation; **all** ranks call it, once each. May not return.
+        """Report the metrics of a validation; **all** ranks must make this call, once each.
 
-        The ranks wait for each other here. Then all of them continue, or all leave the training
-        function: because of a stop request, the time budget, or pruning. Rank 0's values count.
+        The ranks wait for each other here. Then either all of them continue, or all of them leave
+        the training function, because a stop was requested, the time is over, or the trial is
+        pruned. The values of rank 0 count.
 
         Args:
             metrics: numbers by name.
-            step: the optimizer step (or epoch) they belong to.
+            step: the optimizer step (or the epoch) of the metrics.
 
         Raises:
-            RunStopped: the run must stop here (a BaseException: do not catch it).
-            ReportError: another rank does not make this call.
+            RunStopped: the run must stop here. It is a BaseException; do not catch it.
+            ReportError: another rank did not make this call.
         """
         values, at = _as_numbers(metrics), _as_step(step)
         if self._channel.async_reports and not self.stop_requested():
@@ -171,12 +179,15 @@ class RunContext:
     def announce(
         self, names: Sequence[str], stems: Sequence[str] = (), *, first_step: int = 0
     ) -> None:
-        """Announce the metrics to be reported, so that a search with a misspelt metric fails early.
+        """Announce which metrics this run will report.
+
+        With the names, a sweep whose metric is misspelt fails at once. ``nb.fit`` makes this call.
 
         Args:
-            names: of metrics; others may follow.
-            stems: prefixes of names that are not known yet.
-            first_step: the step of the first report; Optuna's pruners count from 0.
+            names: the names of the metrics; the run may report other metrics, too.
+            stems: the beginnings of further names, such as ``val_auc`` for ``val_auc_<class>``.
+            first_step: the step of the first report. Optuna's pruners count from 0, so nbtoolkit
+                subtracts this number.
         """
         if self.is_main:
             self._channel.send(
@@ -186,47 +197,50 @@ class RunContext:
             )
 
     def accumulates(self, *, entered: bool) -> None:
-        """Say that this rank enters or leaves a loop that follows ``plan.accumulate``.
+        """Tell nbtoolkit that this rank enters or leaves a loop that uses ``plan.accumulate``.
 
-        If it runs out of memory there, the run may start again with more accumulation steps.
+        If a rank runs out of memory inside this loop, nbtoolkit may start the run again with more
+        accumulation steps.
         """
         self._channel.send(messages.Accumulates(entered=entered))
 
     def raise_if_stopped(self, *, reserve: float = 0.0) -> None:
-        """Stop here if a stop was requested; **all** ranks call it. May not return.
+        """Leave the training function if a stop was requested; **all** ranks must make this call.
 
-        Like :meth:`report` without metrics, for use inside a long epoch: all ranks continue, or all
-        leave the training function. Costs as much as a small collective (about 0.2 ms): every few
-        seconds is enough.
+        This is like :meth:`report` without metrics, for use inside a long epoch: either all ranks
+        continue, or all of them leave the training function. A call costs as much as a small
+        collective operation (about 0.2 ms). One call every few seconds is enough.
 
         Args:
-            reserve: seconds needed for saving: all ranks stop if the deadline is nearer than that.
-                Rank 0's value counts.
+            reserve: the time that you need for saving, in seconds. All ranks stop if less than this
+                time is left before the deadline. The value of rank 0 counts.
 
         Raises:
-            RunStopped: the run must stop here (a BaseException: do not catch it).
-            ReportError: another rank does not make this call.
+            RunStopped: the run must stop here. It is a BaseException; do not catch it.
+            ReportError: another rank did not make this call.
         """
         if status := self.should_stop(reserve=reserve):
             raise RunStopped(status)
 
     def should_stop(self, reserve: float = 0.0) -> str | None:
-        """Like :meth:`raise_if_stopped`, but returns the status, so that a loop can save first.
+        """Like :meth:`raise_if_stopped`, but return the status, so that your loop can save first.
 
         Returns:
-            None: continue. ``"stopped"``, ``"deadline"`` or ``"pruned"``, equal on all ranks: save,
-            then ``raise nb.RunStopped(status)``.
+            None if the run continues. Otherwise the status ``"stopped"``, ``"deadline"`` or
+            ``"pruned"``, equal on all ranks. Your loop then saves and raises
+            ``nb.RunStopped(status)``.
 
         Raises:
-            ReportError: another rank does not make this call.
+            ReportError: another rank did not make this call.
         """
         return self._ask(messages.StopCheck(reserve=float(reserve), where=_caller()))
 
     def stop_requested(self) -> bool:
-        """Whether a stop was requested (stop button, signal, deadline); always False on ranks > 0.
+        """Return whether a stop was requested, by the stop button, a signal or the deadline.
 
-        Returns at once (2 us, no collective): a loop may call it in every step. Rank 0 must then
-        tell the other ranks, and all ranks call :meth:`raise_if_stopped` or :meth:`should_stop`.
+        A loop may call this in every step: the call takes 2 us, and the ranks do not wait for each
+        other. Only rank 0 gets True; the other ranks always get False. Rank 0 must tell them, and
+        all ranks then call :meth:`raise_if_stopped` or :meth:`should_stop`.
         """
         if not self.is_main:
             return False
@@ -234,15 +248,18 @@ class RunContext:
         return late or self._channel.stop_pending()
 
     def message(self, text: str, level: Literal["info", "warning"] = "info") -> None:
-        """Show a message to the user and add it to the run's events; from the main rank only."""
+        """Show a message of rank 0 to the user, and add it to the run's events.
+
+        Calls on the other ranks do nothing.
+        """
         if self.is_main:
             self._channel.send(NoteAdded(text=text, level=level))
 
     def warn_unused_settings(self, reads: set[str]) -> None:
-        """Warn of settings without effect, and of a fold, that the function has not read.
+        """Warn if the training function has not read its fold, or a setting that was changed.
 
         Args:
-            reads: the settings that it has read.
+            reads: the settings that the function has read.
         """
         if not self.is_main:
             return
@@ -255,28 +272,29 @@ class RunContext:
             self._channel.send(messages.SettingsUnread(text=text))
 
     def note_saved(self, path: str | os.PathLike[str], step: int | None, kind: str) -> None:
-        """Record a checkpoint written without :meth:`save`; from the main rank only, any thread."""
+        """Record a checkpoint of rank 0 that :meth:`save` did not write; any thread may call it."""
         if self.is_main:
             self._channel.send(CheckpointSaved(path=str(path), step=_as_step(step), kind=kind))
 
     def save(
         self, state: Mapping[str, Any], *, kind: str = "last", step: int | None = None
     ) -> Path:
-        """Save a checkpoint atomically; **all** ranks call it, the main rank writes.
+        """Save a checkpoint atomically; **all** ranks must make this call, and rank 0 writes.
 
         Args:
-            state: tensors, numbers, strings, and dicts, lists, tuples of them (such as
-                ``state_dict()``), so that ``torch.load(path, weights_only=True)`` reads it.
-            kind: ``"last"``, ``"best"`` or a name of your own; replaces ``checkpoints/<kind>.pt``.
-            step: the optimizer step it belongs to.
+            state: a dict of tensors, numbers, strings, and dicts, lists or tuples of them, such as
+                a ``state_dict()``. ``torch.load(path, weights_only=True)`` can read the file.
+            kind: ``"last"``, ``"best"`` or a name of your own. The call replaces the file
+                ``checkpoints/<kind>.pt``.
+            step: the optimizer step of the state.
 
         Returns:
-            The file, which exists for every rank.
+            The path of the file. When the call returns on any rank, the file exists.
 
         Raises:
-            CheckpointError: the state holds something else (names it), ``kind`` is not a name, or
-                the disk is full.
-            ReportError: another rank does not make this call.
+            CheckpointError: ``state`` contains something else (the message names it), ``kind``
+                cannot be the name of a file, or the disk is full.
+            ReportError: another rank did not make this call.
         """
         path, where = self._checkpoint(kind), _caller()
         # First wait for all ranks: a late one must not load what is saved now.
@@ -292,7 +310,7 @@ class RunContext:
         return path
 
     def load(self, kind: str = "last") -> State | None:
-        """The last state saved as ``kind`` in this run, on the CPU; None: there is none.
+        """Return the last state that this run saved as ``kind``, on the CPU; None if there is none.
 
         Raises:
             CheckpointError: the file is damaged.
@@ -303,35 +321,42 @@ class RunContext:
     def prepare(self, *objects: Any) -> Any:
         """Prepare the model, optimizer and loaders of your own loop, like ``Accelerator.prepare``.
 
-        A loader's ``batch_size`` is the global batch size: each rank gets a slice of every batch
-        (with a ``DistributedSampler`` it is the batch size of one rank). No sample is repeated.
-        Applies ``distributed.sync_batchnorm`` to models.
+        The ``batch_size`` of a loader is the global batch size: each rank gets a slice of every
+        batch. With a ``DistributedSampler``, it is the batch size of one rank. No sample is
+        repeated. The setting ``distributed.sync_batchnorm`` applies to the model.
 
         Raises:
             PlanError: the ranks cannot divide a loader's batches, a training step would not be the
-                mean over its samples, or the model is already wrapped. Later, if the loop trains
-                with class weights or ignored targets, whose mean is over weights.
+                mean over its samples, the model is already wrapped, or the strategy works with
+                ``nb.fit`` only. With several ranks, a loss with class weights or ignored targets
+                raises it later, in your loop, because its mean is over weights, not over samples.
         """
         return self.accelerator.prepare(*objects)
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model without :meth:`prepare`'s wrapper: its ``state_dict()`` has the plain names."""
+        """Return the model without the wrapper of :meth:`prepare`.
+
+        Its ``state_dict()`` has the original names of the parameters.
+        """
         plain: torch.nn.Module = self.accelerator.unwrap_model(model)
         return plain
 
     def refuse_weighted_losses(self) -> None:
-        """Until :meth:`close`, refuse losses that are not a mean over samples."""
+        """Make losses with class weights or ignored targets raise an error, until :meth:`close`."""
         if self._class_losses is None:
             from nbtoolkit.worker.prepare import ClassLosses
 
             self._class_losses = ClassLosses()
 
     def track_optimizers(self) -> None:
-        """Until :meth:`close`, note which optimizers step, if ``runtime.compare_ranks`` is on."""
+        """Record which optimizers make steps, until :meth:`close`.
+
+        It does nothing if ``runtime.compare_ranks`` is off.
+        """
         self._optimizers = track_optimizers(self.config, self.plan.data_ranks)
 
     def close(self) -> None:
-        """Undo, after the training function, what the run has changed in torch."""
+        """Undo what this context has changed in torch; called after the training function."""
         if self._optimizers is not None:
             self._optimizers.close()
         if self._class_losses is not None:
@@ -339,18 +364,21 @@ class RunContext:
             self._class_losses = None
 
     def weights(self) -> Weights | None:
-        """Some weights, to compare the ranks; None: ``runtime.compare_ranks`` is off."""
+        """Return some weights of the model, to compare the ranks; None if they are not compared."""
         return None if self._optimizers is None else self._optimizers.weights()
 
     def cached(self, key: str, build: Callable[[], Any]) -> Any:
-        """The value of ``build()``, computed once for all ranks and later runs, mapped from a file.
+        """Return the value of ``build()``, which is computed only once and then read from a file.
+
+        All ranks share this file, and so do later runs with the same output folder.
 
         Args:
-            key: identifies the value; use a new key for a new value.
-            build: returns tensors (or dicts, lists, tuples of them).
+            key: the name of the value; if ``build`` returns another value, use another key.
+            build: a function that returns tensors, or dicts, lists or tuples of tensors.
 
         Returns:
-            The value, its tensors mapped from disk (writes stay private).
+            The value. Its tensors are mapped from the file; if you change them, the file stays as
+            it is.
         """
         name = hashlib.sha256(key.encode()).hexdigest()[:16]
         path = Path(self.config.runtime.output_dir).expanduser() / ".cache" / f"{name}.pt"
@@ -361,7 +389,11 @@ class RunContext:
 
     @contextmanager
     def pause_hang_detection(self, what: str) -> Iterator[None]:
-        """Inside ``with ctx.pause_hang_detection("download"):``, a silent, idle rank is no hang."""
+        """Do not treat this rank as hung inside the ``with`` block, although it is silent and idle.
+
+        Args:
+            what: the name of the operation, such as ``"download"``.
+        """
         self._channel.send(messages.LongOperation(what=what, entered=True))
         try:
             yield

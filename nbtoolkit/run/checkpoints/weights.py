@@ -35,17 +35,17 @@ def load_model(path: str | Path | HasWeights, model: Model) -> Model:
     """Load a checkpoint's weights into ``model``, for inference.
 
     Args:
-        path: a run's folder (its ``checkpoint.weights`` decides: the best epoch's weights, or the
-            last ones), one of the checkpoint folders in it, or a file written by ``ctx.save``; or
-            the result of a run.
-        model: a model with the saved architecture; changed in place.
+        path: a run's folder, one of the checkpoint folders in it, a file that ``ctx.save`` wrote,
+            or the result of a run. Of a run, the weights that its ``checkpoint.weights`` names are
+            loaded: those of the best epoch, or the last ones.
+        model: a model with the same architecture as the saved one; it is changed in place.
 
     Returns:
-        ``model``, in evaluation mode, on the device it was on.
+        The same ``model``, in evaluation mode, on the same device as before.
 
     Raises:
-        CheckpointError: ``path`` is something else, there is no checkpoint, it is damaged, or it
-            belongs to another model (names the first differences).
+        CheckpointError: ``path`` is something else, there is no checkpoint, the checkpoint is
+            damaged, or it belongs to another model (the message names the first differences).
     """
     if not isinstance(path, (str, Path)):
         if not hasattr(path, "load_into"):
