@@ -1,6 +1,6 @@
 """Train an encoder of images with a contrastive loss (stage 1), then a classifier on it (stage 2).
 
-The settings under ``model`` and ``data``, with their defaults, are in ``config/metric_learning.yaml``.
+``config/metric_learning.yaml`` has the settings under ``model`` and ``data``, with their defaults.
 """
 
 from __future__ import annotations
