@@ -74,9 +74,15 @@ def leave_out_arguments(app: Sphinx, what: str, *_: object) -> tuple[str, str] |
     return ("", "") if what == "class" else None
 
 
+def read_again(*_: object) -> list[str]:
+    """Read the pages of our own directives in every build: a change of the code may change them."""
+    return [f"reference/{path.stem}" for path in (HERE / "reference").glob("*.rst")]
+
+
 def setup(app: Sphinx) -> None:
     """Connect what the options above cannot say."""
     app.connect("autodoc-process-signature", leave_out_arguments)
+    app.connect("env-get-outdated", read_again)
 
 
 # --- look ---

@@ -184,7 +184,7 @@ class ConfigOptions:
 class RunOptions:
     """The name of a run, and how it starts."""
 
-    name: Annotated[str | None, typer.Option(help="A part of the run's id.")] = None
+    name: Annotated[str | None, typer.Option(help="The end of the new run's id.")] = None
     resume: Annotated[str, typer.Option(help="auto, never, or a run's id or folder.")] = "auto"
     detach: Annotated[
         bool, typer.Option("--detach", help="Start it, print its folder and return.")
@@ -340,7 +340,8 @@ def bench(
         str | None, typer.Option(metavar="MODULE:FUNCTION", help="Default: the config's task.")
     ] = None,
     sections: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="Some sections, such as launch,step.")
+        str | None,
+        typer.Option(metavar="NAME,...", help="Measure only these sections, such as launch,step."),
     ] = None,
     minutes: Annotated[float, typer.Option(help="After this time nothing new starts.")] = 5.0,
     csv: Annotated[Path | None, typer.Option(help="Also write the rows to this file.")] = None,
@@ -375,7 +376,7 @@ def panel(
         str | None, typer.Argument(metavar="RUN", help="Its folder or id; default: the newest.")
     ] = None,
     source: Annotated[
-        Path, typer.Option("--source", help="The output folder with the run ids.")
+        Path, typer.Option("--source", help="The output folder in which a run id is looked up.")
     ] = Path("outputs"),
     press: Annotated[
         str | None,

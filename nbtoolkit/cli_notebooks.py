@@ -88,7 +88,8 @@ def pipeline(
         ),
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option("--folder", help="Folder of all results; default: the file's.")
+        Path | None,
+        typer.Option("--folder", help="Output folder; default: as the pipeline's file says."),
     ] = None,
     again: Annotated[
         list[str] | None,
@@ -132,10 +133,14 @@ class KernelOptions:
         str | None, typer.Option(help="t4 (two of them), l4, p100, a100, h100, rtx6000, none.")
     ] = None
     internet: Annotated[
-        bool | None, typer.Option("--internet/--no-internet", help="Default: unchanged, else off.")
+        bool | None,
+        typer.Option(
+            "--internet/--no-internet", help="Default: as in the last call; at first off."
+        ),
     ] = None
     private: Annotated[
-        bool | None, typer.Option("--private/--public", help="Default: unchanged, else private.")
+        bool | None,
+        typer.Option("--private/--public", help="Default: as in the last call; at first private."),
     ] = None
     dataset: Annotated[
         list[str] | None,
@@ -146,7 +151,7 @@ class KernelOptions:
     ] = None
     kernel: Annotated[
         list[str] | None,
-        typer.Option(metavar="USER/SLUG", help="A notebook whose output to attach; repeatable."),
+        typer.Option(metavar="USER/SLUG", help="Attach the output of this notebook; repeatable."),
     ] = None
 
 
@@ -183,13 +188,14 @@ def bundle(
     output: Annotated[Path | None, typer.Option(help="Default: outputs/<host>-wheels.")] = None,
     image: Annotated[
         Path | None,
-        typer.Option(help="The host's packages: # python 3.12, then the lines of pip freeze."),
+        typer.Option(help="A file: the line `# python 3.12`, then the host's `pip freeze`."),
     ] = None,
     wheel: Annotated[
         Path | None, typer.Option(help="nbtoolkit's wheel; default: built here.")
     ] = None,
     user: Annotated[
-        str | None, typer.Option(help="Your name on Kaggle: writes dataset-metadata.json.")
+        str | None,
+        typer.Option(help="Your Kaggle user name; the command then writes dataset-metadata.json."),
     ] = None,
 ) -> None:
     """Write the wheels that nbtoolkit needs on a host without internet."""
@@ -205,13 +211,16 @@ def pack(
     output: Annotated[
         Path | None,
         typer.Argument(
-            metavar="OUTPUT", help="A .bundle or a folder; default: the host's kept folder."
+            metavar="OUTPUT",
+            help="A .bundle file or a folder; default: the folder that the host keeps.",
         ),
     ] = None,
     source: RunsFolder = None,
     size_limit: Annotated[
         str | None,
-        typer.Option(help="Largest size of the bundle, such as 15GB; default: the disk's."),
+        typer.Option(
+            help="Largest size of the bundle, such as 15GB; default: the free disk space."
+        ),
     ] = None,
 ) -> None:
     """Pack the runs of an output folder into one file, so that another session can resume them."""

@@ -362,8 +362,9 @@ def check_submission(
             better, because it also shows an index that was written by mistake.
         sample: the competition's sample submission, as a DataFrame or a CSV file. Its first column
             has the ids.
-        probabilities: whether the predictions must be from 0 to 1. ``"auto"``: in each column in
-            which all values of the sample are from 0 to 1, and at least one is neither 0 nor 1.
+        probabilities: whether the predictions must be from 0 to 1. ``"auto"``: they must be in a
+            column of the sample that looks like probabilities: all its values are from 0 to 1, and
+            at least one is neither 0 nor 1.
 
     Raises:
         SubmissionError: a file cannot be read, or the submission has mistakes. The message lists

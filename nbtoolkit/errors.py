@@ -1,4 +1,4 @@
-"""Define all errors that nbtoolkit raises.
+"""The errors that nbtoolkit raises.
 
 The subclasses stand below their base class::
 
@@ -17,7 +17,7 @@ The subclasses stand below their base class::
     │   ├── GroupStartFailed   the ranks cannot form a process group
     │   └── RunFolderError     the run's folder cannot be written (disk full, read-only)
     │       └── RunFileError   a file of a run cannot be read (corrupt, or owned by another user)
-    ├── WorkerError            a rank raised an exception that cannot be recreated here
+    ├── WorkerError            a rank raised an exception that the kernel cannot create again
     │   ├── WorkerDied         a rank ended without an exception (signal, os._exit, sys.exit)
     │   └── WorkerHung         a rank does nothing while another one waits for it or has returned
     ├── ReportError            only some ranks called ctx.report, ctx.raise_if_stopped or ctx.save
@@ -27,7 +27,7 @@ The subclasses stand below their base class::
     │   └── LossNotFinite      a loss is infinite or NaN (names the step and its samples)
     ├── TuningError            a setting cannot be measured for this function or on this machine
     ├── SubmissionError        a submission does not have the form of the competition's sample
-    ├── FoldError              folds cannot be made, a fold failed, or predictions do not fit
+    ├── FoldError              folds cannot be made, a fold failed, or predictions have other folds
     ├── CheckpointError        a checkpoint is missing, damaged or of another model
     ├── NotebookError          a notebook cannot run: unreadable, not Python, no such kernel
     ├── NotebookFailed         a notebook did not run to its end (names the cell)
@@ -42,8 +42,8 @@ The subclasses stand below their base class::
     ├── DashboardError         a dashboard cannot be opened here, or has ended
     └── MissingExtra           an optional package is not installed (gives the install command)
 
-    RunStopped (BaseException)    all ranks leave the training function at the same call
-    FoldWarning (UserWarning)     folds may make a score too good, or lack a class
+    RunStopped (BaseException)    ends a run on all ranks (a stop, a time limit, a pruned trial)
+    FoldWarning (UserWarning)     the scores of folds may be misleading (a leak, a missing class)
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _rebuild(
 
 
 def some_names(names: Sequence[str], shown: int = 5) -> str:
-    """Return the first names as text for a message, and how many more there are."""
+    """Return the first few of the names, as text for a message, and the number of the rest."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
 

@@ -163,7 +163,8 @@ def detect_host(
 
     Args:
         environ: the environment variables; default: those of this process.
-        root: the folder that contains ``kaggle``, ``content``, ``proc``, ``sys`` and ``dev``.
+        root: the root of the file system, in which ``/kaggle``, ``/content``, ``/proc``, ``/sys``
+            and ``/dev`` are looked for. Only tests pass another folder.
         modules: the imported modules; default: those of this process.
         cwd: the working directory; default: that of this process.
 

@@ -59,7 +59,7 @@ def values() -> Iterator[tuple[str, ...]]:
     """Values that are read as ours, and those that are refused."""
     for setting, renamed in sorted(aliases._VALUES.items()):
         for value, ours in renamed.items():
-            yield f":confval:`{setting}`", code(value), f"is read as {code(ours)}"
+            yield f":confval:`{setting}`", code(value), f"means {code(ours)}"
     for setting, reasons in sorted(aliases._REFUSED_VALUES.items()):
         for value, reason in reasons.items():
             yield f":confval:`{setting}`", code(value), f"refused: {reason}"
@@ -77,9 +77,9 @@ def code(value: object) -> str:
 
 
 TABLES = {
-    "accepted": (("name there", "setting here"), accepted),
+    "accepted": (("name in another launcher", "setting of nbtoolkit"), accepted),
     "ignored": (("name", "value that is accepted, and has no effect"), ignored),
-    "values": (("setting", "value there", "here"), values),
+    "values": (("setting", "value in another launcher", "in nbtoolkit"), values),
     "refused": (("name", "why", "what to do"), refused),
 }
 

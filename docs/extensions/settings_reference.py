@@ -87,8 +87,8 @@ def default_of(field: FieldInfo) -> str:
 
 
 def as_text(description: str | None) -> str:
-    """A field's docstring, where `name` is code, on one line."""
-    return re.sub(r"`([^`]+)`", r"``\1``", " ".join((description or "").split()))
+    """A field's docstring, where `name` is code and :role:`name` a role, on one line."""
+    return re.sub(r"(?<![:`])`([^`]+)`", r"``\1``", " ".join((description or "").split()))
 
 
 def escaped(text: str) -> str:

@@ -111,8 +111,8 @@ def pack(
             (``/kaggle/working``, a mounted Drive, else the working directory). An existing file is
             replaced when the new one is complete.
         source: the output folder; None: ``runtime.output_dir`` of the default configuration. If
-            ``source`` is inside this folder, the bundle keeps the paths of its runs relative to
-            this folder.
+            ``source`` is a folder inside this default folder, the bundle stores the paths of the
+            runs relative to the default folder.
         size_limit: the largest size of the bundle, in bytes or as a string such as ``"15GB"``;
             None: the free space of the disk.
 

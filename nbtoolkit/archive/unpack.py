@@ -55,7 +55,8 @@ class UnpackResult:
     advanced: tuple[str, ...] = ()
     """The folders of the runs that were replaced by a newer state from the bundle."""
     unchanged: tuple[str, ...] = ()
-    """The folders of the runs that were kept, because they are not older, or are active."""
+    """The folders of the runs that were not replaced, because they are active, or not older than in
+    the bundle."""
     files: int = 0
     """The number of written files that belong to no run."""
     tracked: tuple[str, ...] = ()

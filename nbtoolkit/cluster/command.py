@@ -25,7 +25,9 @@ class RecipeOptions:
     cpu: Annotated[bool, typer.Option("--cpu", help="The ranks use no GPU.")] = False
     time: Annotated[str, typer.Option(help="Time limit, such as 12h.")] = ""
     name: Annotated[str, typer.Option(help="Name of the job.")] = "train"
-    image: Annotated[str, typer.Option(help="Container image, for Kubernetes.")] = "IMAGE"
+    image: Annotated[
+        str, typer.Option(help="Container image, for Kubernetes; IMAGE: fill it in yourself.")
+    ] = "IMAGE"
     port: Annotated[int, typer.Option(help="Port of the rendezvous.")] = 29400
 
 

@@ -144,7 +144,7 @@ _NO_EFFECT: dict[str, tuple[object, ...]] = {
 
 _REMOVE = "remove it"
 _SEVERAL_NODES = (
-    "start the program on every machine with torchrun or srun; nb.launch then runs in place"
+    "start the program on every machine with torchrun or srun; nb.launch then trains in them"
 )
 _RELAUNCH = "call nb.launch again: it resumes the unfinished run"
 
@@ -157,7 +157,7 @@ _REFUSALS = (
     (
         "launch_method",
         "is an argument of the call",
-        'nb.launch(..., start="forkserver" | "fork" | "inline"); under torchrun it runs in place',
+        'nb.launch(..., start="forkserver" | "fork" | "inline"); not under torchrun',
     ),
     (
         "output_device dim",
@@ -172,7 +172,7 @@ _REFUSALS = (
     ),
     (
         "enable_hybrid hybrid_strategy",
-        "belongs to a hybrid mode, a model divided over devices",
+        "belongs to a hybrid mode (which divides the model over devices)",
         "set distributed.strategy: pipeline",
     ),
     ("enable_gradient_synchronization", "cannot be off: DDP always does it", _REMOVE),
@@ -228,7 +228,7 @@ _RAY = "nbtoolkit starts the ranks itself; Ray is untested"
 # Rejected values and the reason.
 _REFUSED_VALUES = {
     "distributed.strategy": {
-        "local_sgd": "it is a number: set distributed.local_sgd_steps: 8",
+        "local_sgd": "local SGD has its own setting, such as distributed.local_sgd_steps: 8",
         "ray": _RAY,
         "horovod": _HOROVOD,
         "tensorflow": "set distributed.backend: tensorflow instead",

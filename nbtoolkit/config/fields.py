@@ -214,7 +214,9 @@ Free = Annotated[
     FreeSection,
     BeforeValidator(_free_section),
     PlainSerializer(FreeSection.to_dict),
-    Allowed("your own settings: strings, numbers, true, false, null, lists, and sections of these"),
+    Allowed(
+        "names that you choose; values: strings, numbers, booleans, null, lists, or more names"
+    ),
 ]
 
 

@@ -83,8 +83,8 @@ class Optim(Section):
     """Apply weight decay to all parameters. false: not to biases, the weights of normalization
     layers and other parameters with at most one dimension."""
     momentum: Share = 0.9
-    """The momentum of `sgd`. Other optimizers ignore it. `schedule: one_cycle` varies the momentum
-    from 0.95 to 0.85 and back, unless it is 0."""
+    """The momentum of `sgd`. Other optimizers ignore it. With `schedule: one_cycle`, a momentum
+    above 0 varies from 0.95 to 0.85 and back."""
     schedule: Literal["cosine", "linear", "constant", "one_cycle", "plateau", "range_test"] = (
         "cosine"
     )
@@ -96,7 +96,7 @@ class Optim(Section):
     rate rises to its peak."""
     min_lr_ratio: Share = 0.0
     """The lowest learning rate after the warm-up, as a share of the peak. `constant` ignores it.
-    With `range_test`, it is the first rate, and 0 means 1e-6."""
+    With `range_test`, it is the share at the start, and 0 means a rate of 1e-6."""
     plateau_patience: Count = 5
     """With `schedule: plateau`: the learning rate drops after this number of epochs in a row
     without an improvement of `checkpoint.monitor`."""
@@ -131,15 +131,15 @@ class Train(Section):
     use each sample once per epoch."""
     loss_reduction: Literal["auto", "batch"] = "auto"
     """`auto`: `nb.fit` detects in the first batch whether the loss is a mean, a sum or a weighted
-    mean over the samples. `batch`: the loss is computed from whole batches (Dice, contrastive), so
-    it depends on the number of ranks."""
+    mean over the samples. `batch`: your loss compares or combines the samples of a batch (Dice,
+    contrastive), so its value depends on the number of ranks."""
     max_grad_norm: Positive | None = None
     """Gradient clipping: scale gradients with a larger norm down to this norm. null: no
     clipping."""
     gradient_accumulation_steps: Auto | Count = "auto"
     """The number of micro-batches per optimizer step. `auto`: one at first. If a rank runs out of
-    memory in `nb.fit`, all ranks start again from the newest checkpoint, with about twice as
-    many."""
+    memory in `nb.fit`, all ranks start again from the newest checkpoint, with about twice as many
+    micro-batches."""
     num_workers: Auto | CountFrom0 = 0
     """The number of DataLoader processes per rank. Tensors and arrays in memory need none. `auto`:
     `nb.find_num_workers` measures it before the launch."""
@@ -196,8 +196,9 @@ class Distributed(Section):
     state. `deepspeed`: similar, with DeepSpeed's ZeRO (see `zero_stage`). `pipeline`: each rank has
     some of the layers of an `nn.Sequential`. `dp`: DataParallel, one process on several GPUs.
     `auto`: the fastest strategy that `nb.calibrate` has measured, otherwise `ddp`, or `single` on
-    one device. After a run of ten minutes, `auto` measures by itself. `measured`: like `auto`, but
-    the first launch already measures."""
+    one device. If an earlier run of the same function took ten minutes or more, the next launch
+    with `auto` measures by itself. `measured`: like `auto`, but the first launch already
+    measures."""
     zero_stage: Literal[1, 2, 3] = 2
     """With `deepspeed`: what is divided among the ranks. 1: the optimizer state. 2: also the
     gradients. 3: also the weights."""
@@ -206,8 +207,8 @@ class Distributed(Section):
     gradients; the optimizer step then runs on the CPU. `all`: also the weights; this needs
     `zero_stage: 3`."""
     world_size: Auto | Count = "auto"
-    """The number of ranks. `auto`: one for each GPU that equals the best usable GPU, or one on the
-    CPU. The argument `processes` of `nb.launch` overrides this setting."""
+    """The number of ranks. `auto`: one per usable GPU of the best model, or one on the CPU. The
+    argument `processes` of `nb.launch` overrides this setting."""
     backend: Literal["auto", "nccl", "gloo", "tensorflow"] = "auto"
     """The communication backend. `auto`: `nccl` between GPUs, otherwise `gloo`. `tensorflow`: the
     communication of TensorFlow itself."""
@@ -313,8 +314,8 @@ class Runtime(Section):
     """The time limit for all calls of a process together, counted from the start of the process.
     See `nb.set_deadline`. null: no limit."""
     session_limit: Seconds | None = None
-    """The age at which the host ends the session, counted from the start of the container. A run
-    ends `shutdown_margin` before this time. null: no limit."""
+    """The time after which the host ends the session, counted from the start of the container. A
+    run ends earlier, by the time in `shutdown_margin`. null: no limit."""
     shutdown_margin: Seconds = 60.0
     """A run ends this long before `session_limit`, so that the rest of the notebook has time."""
     pack: Auto | bool = "auto"
@@ -327,9 +328,10 @@ class Runtime(Section):
     """A rank counts as hung if it sends no message and computes nothing for this time, while
     another rank waits for it or has returned."""
     standby_seconds: Auto | NotNegative = "auto"
-    """How many seconds new ranks wait for the next launch. After a run on the CPU, nbtoolkit starts
-    them in advance, so that a launch with the same number of ranks starts faster. 0: no ranks start
-    in advance. `auto`: 600 in a notebook's kernel, otherwise 0."""
+    """After a run on the CPU, nbtoolkit starts the ranks of the next launch in advance, so that a
+    launch with the same number of ranks starts faster. This setting is the number of seconds for
+    which these ranks wait for the launch. 0: no ranks start in advance. `auto`: 600 in a notebook's
+    kernel, otherwise 0."""
     compare_ranks: bool = True
     """Warn if the ranks train different models. nbtoolkit compares some weights at each report and,
     except under torchrun and srun, at the end."""
@@ -352,9 +354,10 @@ class Config(Section):
     """
 
     task: TaskName = "nbtoolkit.tasks.digits:train"
-    """The training function for papermill, the panel and the command line. In a cell, you pass the
-    function itself. The `config.yaml` of a run names the function that ran. For a function `train`
-    of a notebook, this is `__main__:train`."""
+    """The name of the training function, for the command line and for a panel or notebook without a
+    function of its own. In a cell, you pass the function itself. The `config.yaml` of a run
+    contains the name of the function that ran, such as `__main__:train` for the function `train` of
+    a notebook."""
     seed: Seed = 0
     """The seed of the initial weights, the order of the samples and all other random numbers."""
     model: Free = FreeSection()

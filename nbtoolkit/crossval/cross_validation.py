@@ -128,7 +128,7 @@ def cross_validate(
         resume: ``"auto"`` resumes the newest cross-validation that has the same configuration,
             function and folds, is unfinished, and is not running. Its finished folds do not run
             again, and its other folds resume from their checkpoints. ``"never"`` starts a new one.
-            A folder or its name resumes this one.
+            The folder of a cross-validation, or the folder's name, resumes this cross-validation.
         where: ``"local"``: on this machine. ``"slurm"``: in one job on one machine, whose devices
             the folds share. ``"ray"``: on all machines of Ray (see docs/cluster.md).
         wait: False returns a :class:`CVHandle` at once.

@@ -249,7 +249,8 @@ class CVResult:
 
         Args:
             path: the file; an existing file is replaced.
-            ids: the column ``id``, shape (n_samples,); default: a column ``index``, from 0 on.
+            ids: the values of the column ``id``, shape (n_samples,). Default: instead of ``id``, a
+                column ``index`` with the numbers from 0 on.
             targets: the true values, shape (n_samples,); default: :attr:`targets`.
             name: as for :meth:`out_of_fold`.
 

@@ -100,7 +100,8 @@ def predict_mean(
     Args:
         results: results of :func:`nbtoolkit.cross_validate`, for example with several seeds. Folds
             that are not done are left out, and a message says so.
-        test: the test set: what ``predict`` takes, or by default inputs that ``nb.predict`` takes.
+        test: the test set, in a form that ``predict`` accepts. Without ``predict``: inputs that
+            ``nb.predict`` accepts.
         predict: a function ``predict(fold_run, test)`` that returns one row per row of ``test``. It
             gets a :class:`FoldRun`, and is called once for each fold, in a process that has one
             device. Default: the prediction of the model that ``nb.fit`` trained, with the weights

@@ -67,8 +67,9 @@ def open_dashboard(
 
     Raises:
         MissingExtra: optuna-dashboard is not installed.
-        DashboardError: the folder is not a sweep's, its study is still on the server of
-            ``study.storage``, no browser can reach the port, or the dashboard does not start.
+        DashboardError: the folder is not the folder of a sweep, the sweep still runs with a shared
+            study (``study.storage``), no browser can reach the port, or the dashboard does not
+            start.
         LaunchError: there is no such run.
     """
     from nbtoolkit.search.sweep_result import STUDY_FILE
@@ -174,7 +175,8 @@ class Dashboard(AbstractContextManager["Dashboard"]):
     Attributes:
         name: the name of the program, and what the dashboard shows.
         port: the port. The dashboard listens on 127.0.0.1 only.
-        url: the URL for a browser; empty if :attr:`how` describes another way.
+        url: the URL for a browser. It is empty on a host where you open the dashboard in another
+            way, which :attr:`how` describes.
         how: a text that says what to do before, or instead of, opening the URL.
         log: the file with the output of the dashboard. It is deleted when the dashboard closes.
     """

@@ -80,8 +80,9 @@ def make_plan(
 
     Raises:
         PlanError: this machine cannot meet the configuration; the message says what is possible.
-        GroupStartFailed: ``evidence`` says that the ranks could not form a group, and
-            ``distributed.fallback`` is off or this process is a rank.
+        GroupStartFailed: the ranks of an earlier plan could not form a group (the argument
+            ``evidence`` contains this), and a fallback to one process is not possible:
+            ``distributed.fallback`` is false, or this process is a rank itself.
     """
     start = "inline" if host.is_rank else start
     config = as_config(config)

@@ -60,9 +60,9 @@ def make_folds(
         seed: the seed of the shuffle; ``"group"`` and ``"time"`` do not shuffle.
         repeats: how many times to split the data set, for ``"stratified"`` and ``"kfold"``. There
             are then ``k * repeats`` folds.
-        predefined: your own folds, for ``kind="predefined"``. Either the number of the fold that
-            validates on each sample, shape (n,), with -1 for samples that all folds train on. Or a
-            list of pairs (train indices, validation indices), one for each fold.
+        predefined: your own folds, for ``kind="predefined"``. Either an array of shape (n,) with a
+            fold number per sample: the fold with this number validates on the sample (-1: all folds
+            train on it). Or a list of pairs (train indices, validation indices), one for each fold.
 
     Returns:
         The folds, read-only.

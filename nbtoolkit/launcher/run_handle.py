@@ -93,9 +93,10 @@ class RunHandle:
     def status(self) -> str:
         """The present status of the run.
 
-        It is ``"running"`` until the run ends. Then it is the status of the result, ``"failed"``,
-        or ``"cut off"`` if there is no result. As long as a job on a cluster waits or runs, it is
-        the state that the cluster reports.
+        It is ``"running"`` until the run ends. Then it is the status of the result. A run without a
+        result is ``"failed"`` if it ended with an error, or ``"cut off"`` if its processes were
+        killed. As long as a job on a cluster waits or runs, the status is the state that the
+        cluster reports.
         """
         if self._supervisor_lives():
             return "running" if self._remote is None else self._remote.state().text

@@ -294,12 +294,12 @@ class NotebookHandle:
     In another kernel, ``nb.NotebookHandle(output)`` returns a new handle of the same run.
 
     Args:
-        output: the path of the executed copy, which ends in ``.ipynb``. The file need not exist
-            yet.
+        output: the path of the executed copy, which ends in ``.ipynb``. The copy itself need not
+            exist yet.
         process: the process that runs the notebook, if this process started it.
 
     Raises:
-        NotebookError: no notebook run has written to this path.
+        NotebookError: no run of a notebook with this path has been started.
     """
 
     def __init__(

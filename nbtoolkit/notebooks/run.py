@@ -89,7 +89,8 @@ def run_notebook(
         path: the notebook; it is not changed.
         output: the path of the executed copy, ending in ``.ipynb``. The HTML page, the record and
             the log are written beside it. Default: ``outputs/<UTC time>-<name>-<4 hex>.ipynb``.
-        parameters: a dict of values by name, for names that the cell ``parameters`` assigns.
+        parameters: a dict of values by name. The names are those of the variables in the notebook's
+            ``parameters`` cell.
         parameters_file: a YAML or JSON file with parameters; the argument ``parameters`` overrides
             them.
         kernel: the name of the kernel spec; default: the one that the notebook names, or

@@ -45,9 +45,9 @@ def panel(
     Args:
         train: the training function, as for :func:`nbtoolkit.launch`; None: the function that
             ``config.task`` names.
-        config: the first values of the form: a Config, a path to a YAML file, or a dict; None: the
-            values of the run that is shown, or else the defaults. If this run is live, the form
-            always begins with its values.
+        config: the first values of the form: a Config, a path to a YAML file, or a dict. None: the
+            values of the run that is shown, or else the defaults. If the run that is shown is
+            active, the form begins with its values, even if you pass a config.
         space: the search space, as for :func:`nbtoolkit.sweep`; None: you can type it in the form.
         folds: the folds from :func:`nbtoolkit.make_folds`, for the button *Cross-validate*, and for
             sweeps whose space asks for folds.

@@ -72,7 +72,7 @@ class PipelineResult:
     steps: dict[str, StepResult]
     """The results by the name of the step, up to the first step that ended early."""
     status: str
-    """``"completed"``, or the status that the step that ended early has published."""
+    """``"completed"``; if a step ended early, the status that this step has published."""
     folder: Path
     seconds: float
     """The duration of this run of the pipeline."""
@@ -119,11 +119,12 @@ def run_pipeline(
 ) -> PipelineResult:
     """Run a pipeline's notebooks; each one can use values that earlier notebooks published.
 
-    A step is skipped if it was done before with equal inputs. Its inputs are the code of its
-    notebook, its parameters, the YAML and JSON files that the code and the parameters name, the
-    files under ``files``, the results of the steps under ``after``, and nbtoolkit's version. After
-    a failure or a kill, the next call continues with the unfinished step. Launches and sweeps in
-    this step resume from their own checkpoints.
+    A step is skipped if it was done before with equal inputs. The inputs of a step are the code of
+    its notebook, its parameters, the YAML and JSON files that the code and the parameters name, and
+    nbtoolkit's version. They also include the files in the step's setting ``files``, and the
+    results of the steps in its setting ``after``. After a failure or a kill, the next call
+    continues with the unfinished step. Launches and sweeps in this step resume from their own
+    checkpoints.
 
     Args:
         path: a YAML file with ``steps`` (see docs/pipelines.md). A relative path is searched for in

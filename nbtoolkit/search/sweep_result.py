@@ -323,9 +323,9 @@ class SweepHandle(SearchHandle[SweepResult]):
     """
 
     def stop_trial(self, number: int) -> None:
-        """Stop the trial ``number`` at its next report. The sweep continues."""
+        """Stop the trial with this number at its next report. The sweep continues."""
         self._command(SearchCommand(op="stop_trial", n=int(number)))
 
     def add_trials(self, count: int) -> None:
-        """Run ``count`` more trials."""
+        """Add trials to the sweep, as many as ``count`` says."""
         self._command(SearchCommand(op="add_trials", n=int(count)))

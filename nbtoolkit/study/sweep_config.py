@@ -80,9 +80,8 @@ class StudyConfig(Section):
     """The reported metric, or a list of metrics, to optimize. null: the metric of
     `checkpoint.monitor`, or `val_loss` if that is null, too."""
     direction: Direction | Auto | Directions = "auto"
-    """Whether the highest or the lowest value is best. `auto`: `checkpoint.mode` decides if
-    `checkpoint.monitor` is this metric, otherwise the name of the metric; see
-    docs/sweep/metric.md."""
+    """Whether the highest or the lowest value is best. `auto`: the name of the metric decides. But
+    if `checkpoint.monitor` is this metric, `checkpoint.mode` decides. See docs/sweep/metric.md."""
     trial_value: Literal["last", "best"] = "last"
     """Whether the value of a trial is its last or its best reported value."""
     sampler: SamplerName = "tpe"
@@ -109,8 +108,8 @@ class Budget(Section):
     """The number of trials and the time limits."""
 
     n_trials: Count | None = None
-    """The total number of trials, over all sessions. null: as many as the time allows; with
-    `sampler: grid`, all points of the grid."""
+    """The total number of trials, over all sessions. null: as many as the time allows. If the
+    sampler is `grid`, null means all points of the grid."""
     timeout: Seconds | None = None
     """The time limit of the sweep in each session. null: only the deadline of the session or the
     notebook limits it."""

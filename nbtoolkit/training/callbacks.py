@@ -29,8 +29,8 @@ class FitState:
         epoch: the number of the current epoch, from 1. In ``on_fit_start`` and ``on_fit_end``, the
             number of finished epochs.
         step: the number of finished optimizer steps.
-        metrics: the metrics of the current epoch, or those of the epoch before as long as there are
-            none; equal on all ranks.
+        metrics: the metrics of the current epoch. As long as this epoch has none, the metrics of
+            the epoch before. They are equal on all ranks.
         model: the module that you passed to ``fit``, without a wrapper, on this rank's device.
         optimizers: the optimizers, by the names that you passed to ``fit``. A single optimizer has
             the name ``optimizer``.

@@ -81,9 +81,10 @@ def fit(
 
     The process may be killed at any time. A run whose folder has a checkpoint resumes with the next
     sample, and ``fit`` restores the random generators of every rank, so the final weights are those
-    of an uninterrupted run. It saves checkpoints as ``checkpoint.every_minutes``, ``every_steps``
-    and ``every_epochs`` say, at the end, and when the run has to stop (stop request, time budget,
-    session limit, SIGTERM). The run stops within about a second, even in the middle of an epoch.
+    of an uninterrupted run. The settings ``checkpoint.every_minutes``, ``every_steps`` and
+    ``every_epochs`` say how often ``fit`` saves a checkpoint. It also saves one at the end, and
+    when the run has to stop (stop request, time budget, session limit, SIGTERM). The run stops
+    within about a second, even in the middle of an epoch.
 
     For every ``tracking.log_every_n_steps``-th optimizer step, ``fit`` logs ``loss``, ``lr``,
     ``grad_norm``, ``samples_per_second`` and ``memory_gb_rank<rank>``. About once a second, it also
@@ -96,8 +97,8 @@ def fit(
         ctx: the run's context.
         config: the configuration, of which ``fit`` uses the sections ``optim``, ``train``,
             ``distributed``, ``checkpoint`` and ``tracking``.
-        model: the model, trained in place on ``ctx.device``. At the end it has the weights of the
-            best epoch, or with ``checkpoint.weights: last`` those of the last epoch. With
+        model: the model, trained in place on ``ctx.device``. At the end, it has the weights of the
+            best epoch. If ``checkpoint.weights`` is ``last``, it has those of the last epoch. With
             ``train.weight_averaging``, these are averaged weights. Without a validation set and
             without ``checkpoint.monitor``, no epoch is best, and the model has the last weights.
         train_data: the training set, the same on all ranks: tensors, arrays, pandas tables of
@@ -109,14 +110,16 @@ def fit(
         loss: a function ``loss(outputs, targets)``. It returns the mean or the sum over the samples
             of the batch, a weighted mean (torch's ``cross_entropy`` or ``nll_loss`` with ``weight``
             or ``ignore_index``), a tensor of shape (n, ...) with one loss per sample, or a pair of
-            sums (total, weight). ``fit`` detects which of these it is in the first batch. Gradients
-            and reported losses are then those of the whole batch on one device. For a loss that
-            compares the samples of a batch, :func:`nbtoolkit.tasks.contrastive.metric_loss` gives
-            it the samples of all ranks. ``train.loss_reduction: batch`` allows any other loss. With
-            several optimizers, only the validation uses ``loss``.
-        metrics: a list, or a dict by name, of ``"accuracy"``, functions ``(outputs, targets)`` that
-            return a mean over the batch, results of :func:`nbtoolkit.epoch_metric` (for functions
-            that need all samples at once), and torchmetrics objects.
+            sums (total, weight). ``fit`` detects which of these it is in the first batch. The
+            gradients and reported losses are then the same as if one device computed the loss of
+            the whole batch. For a loss that compares the samples of a batch,
+            :func:`nbtoolkit.tasks.contrastive.metric_loss` gives it the samples of all ranks. If
+            ``train.loss_reduction`` is ``batch``, any other loss is allowed. With several
+            optimizers, only the validation uses ``loss``.
+        metrics: a list of metrics, or a dict whose keys are their names. A metric is
+            ``"accuracy"``, a function ``(outputs, targets)`` that returns a mean over the batch, a
+            torchmetrics object, or a result of :func:`nbtoolkit.epoch_metric` (for a function that
+            needs all samples at once).
         step: a function ``step(model, batch)`` that returns (outputs, targets). Default: the batch
             is a pair (inputs, targets), and the model gets the inputs. With several optimizers: a
             function ``step(model, batch, optimizers)`` that returns a loss, or a dict of losses to

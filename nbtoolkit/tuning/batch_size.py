@@ -79,7 +79,7 @@ class BatchSize(FinderResult):
 
     @property
     def accumulation_steps(self) -> int:
-        """The smallest number of accumulation steps with which each micro-batch fits."""
+        """The smallest number of accumulation steps whose micro-batches fit into memory."""
         each = self.batch_size // self.ranks
         return next(n for n in range(1, each + 1) if each % n == 0 and each // n <= self.largest)
 
@@ -133,14 +133,14 @@ def find_batch_size(
     """Find the largest micro-batch that fits into the memory of every rank.
 
     ``train`` runs for some optimizer steps with micro-batches of 8, 16, 32, ... samples, each time
-    in new processes on all ranks, until a rank runs out of memory. Sizes in between are then tried,
-    until the largest one that fits is known to 1/8, or exactly below 16 samples. Your own runs do
-    not change.
+    in new processes on all ranks, until a rank runs out of memory. Then it tries sizes in between,
+    until the smallest size that does not fit is at most 1/8, or one sample, larger than the largest
+    size that fits. Your own runs do not change.
 
-    The search ends earlier at ``largest``, when a step takes the whole data set, and after about
-    60 s. On the CPU it also ends when two doublings in a row raise the throughput by less than 5%,
-    so that the machine does not run out of memory; but it first tries a micro-batch as large as a
-    rank's part of the configured batch.
+    The search ends earlier if a size reaches the argument ``largest``, if a step takes the whole
+    data set, or after about 60 s. On the CPU, it also ends after two doublings in a row that raise
+    the throughput by less than 5%, so that the machine does not run out of memory. But it always
+    tries sizes up to a rank's part of the configured batch.
 
     Validation is measured, too, because ``fit`` validates with four times the micro-batch. A longer
     run may need more memory, because of fragmentation and of samples of different sizes.

@@ -32,7 +32,7 @@ _VERSIONS = ("nbtoolkit", "python", "torch", "accelerate")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Benchmark(Table):
-    """The result of a benchmark. A cell shows it as a table, and ``print`` as text.
+    """The result of a benchmark. A cell shows it as a table, and ``print()`` shows it as text.
 
     Attributes:
         rows: the measured values; see :class:`~nbtoolkit.tuning.benchmark_sections.Measurement`.

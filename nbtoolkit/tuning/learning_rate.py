@@ -55,7 +55,7 @@ class LearningRate(FinderResult):
         return {"optim.lr": self.suggestion}
 
     def plot(self) -> Chart:
-        """Draw the loss and its mean over the learning rate, and mark the suggestion."""
+        """Draw the loss and the smoothed loss at each learning rate, and mark the suggestion."""
         values = {"loss": self.losses, "smoothed": smoothed(self.losses)}
         curves = {name: [*zip(self.rates, ys, strict=True)] for name, ys in values.items()}
         mark = min(curves["smoothed"], key=lambda point: abs(point[0] - self.suggestion))
@@ -93,13 +93,13 @@ def find_learning_rate(
     change. The test ends early when the loss diverges: the smoothed loss rises above 4 times its
     lowest value, or a loss is not finite.
 
-    The suggestion is the rate at which the smoothed loss falls fastest. Let ``s_i`` be the
-    exponential moving average of the losses (weight 0.9, with bias correction), and ``r_i`` the
-    rates. The suggestion is the ``r_k`` with the lowest slope
+    The suggestion is the smaller of two rates. The first is the rate at which the smoothed loss
+    falls fastest. Let ``s_i`` be the exponential moving average of the losses (weight 0.9, with
+    bias correction), and ``r_i`` the rates. The first rate is the ``r_k`` with the lowest slope
     ``(s_{k+1} - s_{k-1}) / (ln r_{k+1} - ln r_{k-1})``, without the first 10 and the last 5 steps.
-    Lightning and fastai do about the same. The suggestion is also at most a tenth of the rate with
-    the lowest ``s_i`` (fastai's ``minimum``), because a loss can diverge soon after its steepest
-    fall, as with SGD and momentum; the rate of the steepest fall is then too high.
+    Lightning and fastai do about the same. The second is a tenth of the rate with the lowest
+    ``s_i`` (fastai's ``minimum``). It is the smaller one if the loss diverges soon after its
+    steepest fall, as with SGD and momentum. The first rate is too high in this case.
 
     The answer is kept in ``<output_dir>/tuning.json``. A later call uses it again if the function,
     the devices, the library versions and the settings that affect a step are the same.

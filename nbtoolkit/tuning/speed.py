@@ -117,9 +117,9 @@ def find_num_workers(
 
     It measures 0, 1, 2, 4, ... worker processes, up to the number of CPUs of a rank, with 40
     optimizer steps each, in new processes. It stops after two numbers in a row that bring less than
-    3%, and after 45 s. It measures only 0 if a step then waits for its batch for less than a tenth
-    of its time, as with data in memory. A ``DataLoader`` with a ``num_workers`` of its own keeps
-    this number.
+    3%, and after 45 s. If a step with 0 worker processes waits for its batch for less than a tenth
+    of its time, as with data in memory, no other numbers are measured. A ``DataLoader`` with a
+    ``num_workers`` of its own keeps this number.
 
     Args:
         train: a training function that calls :func:`nbtoolkit.fit` with the configuration it gets.

@@ -100,8 +100,8 @@ class RunContext:
     def has_fold(self) -> bool:
         """Whether there is a fold.
 
-        nbtoolkit warns if the training function never reads :attr:`fold`; to read this attribute is
-        not enough.
+        nbtoolkit warns if the training function never reads :attr:`fold`, even if it reads
+        ``has_fold``.
         """
         return self._fold is not None
 
@@ -326,10 +326,11 @@ class RunContext:
         repeated. The setting ``distributed.sync_batchnorm`` applies to the model.
 
         Raises:
-            PlanError: the ranks cannot divide a loader's batches, a training step would not be the
-                mean over its samples, the model is already wrapped, or the strategy works with
-                ``nb.fit`` only. With several ranks, a loss with class weights or ignored targets
-                raises it later, in your loop, because its mean is over weights, not over samples.
+            PlanError: the ranks cannot divide a loader's batches, they would have unequal parts of
+                a training batch, the model is already wrapped, or the strategy works with
+                ``nb.fit`` only. With several ranks, your loop raises this error later if a loss has
+                class weights or ignored targets: torch divides such a loss by the sum of the
+                weights, not by the number of samples.
         """
         return self.accelerator.prepare(*objects)
 

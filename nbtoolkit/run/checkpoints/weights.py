@@ -36,8 +36,8 @@ def load_model(path: str | Path | HasWeights, model: Model) -> Model:
 
     Args:
         path: a run's folder, one of the checkpoint folders in it, a file that ``ctx.save`` wrote,
-            or the result of a run. Of a run, the weights that its ``checkpoint.weights`` names are
-            loaded: those of the best epoch, or the last ones.
+            or the result of a run. If it is a run, the run's setting ``checkpoint.weights`` says
+            which weights are loaded: those of the best epoch, or the last ones.
         model: a model with the same architecture as the saved one; it is changed in place.
 
     Returns:
