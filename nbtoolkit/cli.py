@@ -184,7 +184,7 @@ class ConfigOptions:
 class RunOptions:
     """The name of a run, and how it starts."""
 
-    name: Annotated[str | None, typer.Option(help="The end of the new run's id.")] = None
+    name: Annotated[str | None, typer.Option(help="The last part of the id of the new run.")] = None
     resume: Annotated[str, typer.Option(help="auto, never, or a run's id or folder.")] = "auto"
     detach: Annotated[
         bool, typer.Option("--detach", help="Start it, print its folder and return.")

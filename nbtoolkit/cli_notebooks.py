@@ -135,12 +135,15 @@ class KernelOptions:
     internet: Annotated[
         bool | None,
         typer.Option(
-            "--internet/--no-internet", help="Default: as in the last call; at first off."
+            "--internet/--no-internet",
+            help="Default: the value of the last call; without one, off.",
         ),
     ] = None
     private: Annotated[
         bool | None,
-        typer.Option("--private/--public", help="Default: as in the last call; at first private."),
+        typer.Option(
+            "--private/--public", help="Default: the value of the last call; without one, private."
+        ),
     ] = None
     dataset: Annotated[
         list[str] | None,
@@ -188,7 +191,7 @@ def bundle(
     output: Annotated[Path | None, typer.Option(help="Default: outputs/<host>-wheels.")] = None,
     image: Annotated[
         Path | None,
-        typer.Option(help="A file: the line `# python 3.12`, then the host's `pip freeze`."),
+        typer.Option(help="A list of the host's packages (see the docs); default: a stored list."),
     ] = None,
     wheel: Annotated[
         Path | None, typer.Option(help="nbtoolkit's wheel; default: built here.")

@@ -17,7 +17,7 @@ The subclasses stand below their base class::
     │   ├── GroupStartFailed   the ranks cannot form a process group
     │   └── RunFolderError     the run's folder cannot be written (disk full, read-only)
     │       └── RunFileError   a file of a run cannot be read (corrupt, or owned by another user)
-    ├── WorkerError            a rank raised an exception that the kernel cannot create again
+    ├── WorkerError            a rank failed, and its exception cannot be raised in the kernel
     │   ├── WorkerDied         a rank ended without an exception (signal, os._exit, sys.exit)
     │   └── WorkerHung         a rank does nothing while another one waits for it or has returned
     ├── ReportError            only some ranks called ctx.report, ctx.raise_if_stopped or ctx.save
@@ -25,9 +25,9 @@ The subclasses stand below their base class::
     ├── SweepError             a sweep has failed, or its study cannot be used
     ├── FitError               nb.fit cannot train with the given data, model or settings
     │   └── LossNotFinite      a loss is infinite or NaN (names the step and its samples)
-    ├── TuningError            a setting cannot be measured for this function or on this machine
+    ├── TuningError            the best value of a setting cannot be measured here
     ├── SubmissionError        a submission does not have the form of the competition's sample
-    ├── FoldError              folds cannot be made, a fold failed, or predictions have other folds
+    ├── FoldError              folds cannot be made, a fold failed, or predictions do not match
     ├── CheckpointError        a checkpoint is missing, damaged or of another model
     ├── NotebookError          a notebook cannot run: unreadable, not Python, no such kernel
     ├── NotebookFailed         a notebook did not run to its end (names the cell)

@@ -26,7 +26,7 @@ class RecipeOptions:
     time: Annotated[str, typer.Option(help="Time limit, such as 12h.")] = ""
     name: Annotated[str, typer.Option(help="Name of the job.")] = "train"
     image: Annotated[
-        str, typer.Option(help="Container image, for Kubernetes; IMAGE: fill it in yourself.")
+        str, typer.Option(help="Container image, for Kubernetes. IMAGE is a placeholder.")
     ] = "IMAGE"
     port: Annotated[int, typer.Option(help="Port of the rendezvous.")] = 29400
 
