@@ -248,7 +248,10 @@ def cv(
 @command
 def sweep(
     space: Annotated[
-        Path, typer.Argument(metavar="SPACE", help="The sweep's file: config/hpo/digits.yaml.")
+        Path,
+        typer.Argument(
+            metavar="SPACE", help="The sweep's YAML file, such as config/hpo/digits.yaml."
+        ),
     ],
     config: ConfigOptions,
     options: RunOptions,
