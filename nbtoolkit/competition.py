@@ -62,8 +62,8 @@ class Blend:
 
         Args:
             predictions: the predictions of each model, such as those of ``cv.predict``, all of the
-                same shape (n, ...). With ``method="ranks"``, each is replaced by its rank among the
-                n predictions of its model.
+                same shape (n, ...). With ``method="ranks"``, the n predictions of a model are
+                sorted, and each prediction is replaced by its position.
 
         Returns:
             An array of shape (n, ...).
@@ -362,9 +362,9 @@ def check_submission(
             better, because it also shows an index that was written by mistake.
         sample: the competition's sample submission, as a DataFrame or a CSV file. Its first column
             has the ids.
-        probabilities: whether the predictions must be from 0 to 1. ``"auto"``: they must be in a
-            column of the sample that looks like probabilities: all its values are from 0 to 1, and
-            at least one is neither 0 nor 1.
+        probabilities: whether the predictions must be from 0 to 1. ``"auto"``: yes for each column
+            that looks like probabilities in the sample (all values are from 0 to 1, and at least
+            one is neither 0 nor 1).
 
     Raises:
         SubmissionError: a file cannot be read, or the submission has mistakes. The message lists

@@ -55,8 +55,8 @@ class UnpackResult:
     advanced: tuple[str, ...] = ()
     """The folders of the runs that were replaced by a newer state from the bundle."""
     unchanged: tuple[str, ...] = ()
-    """The folders of the runs that were not replaced, because they are active, or not older than in
-    the bundle."""
+    """The folders of the runs that stayed as they are: an active run, or a run that is as new as in
+    the bundle, or newer."""
     files: int = 0
     """The number of written files that belong to no run."""
     tracked: tuple[str, ...] = ()

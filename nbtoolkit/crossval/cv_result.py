@@ -251,7 +251,8 @@ class CVResult:
             path: the file; an existing file is replaced.
             ids: the values of the column ``id``, shape (n_samples,). Default: instead of ``id``, a
                 column ``index`` with the numbers from 0 on.
-            targets: the true values, shape (n_samples,); default: :attr:`targets`.
+            targets: the true values, shape (n_samples,). Default: the attribute :attr:`targets` of
+                this result.
             name: as for :meth:`out_of_fold`.
 
         Raises:
@@ -302,7 +303,7 @@ class CVResult:
             The models, in evaluation mode and in the order of the folds.
 
         Raises:
-            CheckpointError: a fold saved no weights, or those of another model.
+            CheckpointError: a fold saved no weights, or its weights do not fit ``model``.
         """
         return [self._model(index, copy.deepcopy(model)) for index in self.finished]
 

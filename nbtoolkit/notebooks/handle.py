@@ -296,7 +296,7 @@ class NotebookHandle:
     Args:
         output: the path of the executed copy, which ends in ``.ipynb``. The copy itself need not
             exist yet.
-        process: the process that runs the notebook, if this process started it.
+        process: the process that runs the notebook; None if another process has started it.
 
     Raises:
         NotebookError: no run of a notebook with this path has been started.

@@ -72,7 +72,8 @@ class PipelineResult:
     steps: dict[str, StepResult]
     """The results by the name of the step, up to the first step that ended early."""
     status: str
-    """``"completed"``; if a step ended early, the status that this step has published."""
+    """``"completed"``. If a step ended early, it is the ``status`` that the notebook of this step
+    has passed to ``nb.publish``."""
     folder: Path
     seconds: float
     """The duration of this run of the pipeline."""
@@ -127,8 +128,8 @@ def run_pipeline(
     checkpoints.
 
     Args:
-        path: a YAML file with ``steps`` (see docs/pipelines.md). A relative path is searched for in
-            the same folders as by :func:`nbtoolkit.load_config`.
+        path: a YAML file with ``steps`` (see docs/pipelines.md). If the path is relative, nbtoolkit
+            looks for the file in the same folders as :func:`nbtoolkit.load_config`.
         overrides: parameters of steps, as ``{"sweep.n_trials": 5}`` or ``["sweep.n_trials=5"]``.
         folder: the folder of the pipeline; default: the ``folder`` that the file names, or
             ``outputs/<the file's name>``.

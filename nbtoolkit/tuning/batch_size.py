@@ -133,14 +133,14 @@ def find_batch_size(
     """Find the largest micro-batch that fits into the memory of every rank.
 
     ``train`` runs for some optimizer steps with micro-batches of 8, 16, 32, ... samples, each time
-    in new processes on all ranks, until a rank runs out of memory. Then it tries sizes in between,
-    until the smallest size that does not fit is at most 1/8, or one sample, larger than the largest
-    size that fits. Your own runs do not change.
+    in new processes on all ranks, until a rank runs out of memory. Then it tries sizes in between.
+    It stops when the largest size that fits and the smallest size that does not fit are close: they
+    differ by at most 1/8, or by one sample. Your own runs do not change.
 
     The search ends earlier if a size reaches the argument ``largest``, if a step takes the whole
     data set, or after about 60 s. On the CPU, it also ends after two doublings in a row that raise
-    the throughput by less than 5%, so that the machine does not run out of memory. But it always
-    tries sizes up to a rank's part of the configured batch.
+    the throughput by less than 5%: larger sizes would only use the main memory of the machine.
+    (This rule does not apply to sizes up to a rank's part of the configured batch.)
 
     Validation is measured, too, because ``fit`` validates with four times the micro-batch. A longer
     run may need more memory, because of fragmentation and of samples of different sizes.

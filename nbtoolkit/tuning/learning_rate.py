@@ -98,8 +98,8 @@ def find_learning_rate(
     bias correction), and ``r_i`` the rates. The first rate is the ``r_k`` with the lowest slope
     ``(s_{k+1} - s_{k-1}) / (ln r_{k+1} - ln r_{k-1})``, without the first 10 and the last 5 steps.
     Lightning and fastai do about the same. The second is a tenth of the rate with the lowest
-    ``s_i`` (fastai's ``minimum``). It is the smaller one if the loss diverges soon after its
-    steepest fall, as with SGD and momentum. The first rate is too high in this case.
+    ``s_i`` (fastai's ``minimum``). The first rate is too high if the loss diverges soon after its
+    steepest fall, as with SGD and momentum. In this case, the second rate is smaller.
 
     The answer is kept in ``<output_dir>/tuning.json``. A later call uses it again if the function,
     the devices, the library versions and the settings that affect a step are the same.
