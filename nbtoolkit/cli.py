@@ -384,7 +384,7 @@ def panel(
     press: Annotated[
         str | None,
         typer.Option(
-            metavar="BUTTON", help="pause, resume, stop, train_best, add_trials=N or stop_trial=N."
+            metavar="BUTTON", help="Press pause, resume, stop, train_best, add_trials=N or stop_trial=N."
         ),
     ] = None,
     follow: Annotated[

@@ -50,7 +50,7 @@ class NotebookOptions:
 
 @command
 def run(notebook: NotebookPath, options: NotebookOptions) -> None:
-    """Run a notebook as a program, and print the values that it publishes as YAML."""
+    """Run a notebook as a program. Print the values that it publishes, in the form of YAML."""
     from nbtoolkit.notebooks.job import skip_slow_imports
     from nbtoolkit.notebooks.parameters import parameters_from_shell
     from nbtoolkit.notebooks.run import run_notebook
@@ -79,7 +79,9 @@ def run(notebook: NotebookPath, options: NotebookOptions) -> None:
 def pipeline(
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="The pipeline's file: config/pipeline/digits.yaml."),
+        typer.Argument(
+            metavar="FILE", help="The pipeline's YAML file, such as config/pipeline/digits.yaml."
+        ),
     ],
     override: Annotated[
         list[str] | None,
@@ -136,13 +138,13 @@ class KernelOptions:
         bool | None,
         typer.Option(
             "--internet/--no-internet",
-            help="Default: the value of the last call; without one, off.",
+            help="Default: as in the last call; in the first call, off.",
         ),
     ] = None
     private: Annotated[
         bool | None,
         typer.Option(
-            "--private/--public", help="Default: the value of the last call; without one, private."
+            "--private/--public", help="Default: as in the last call; in the first call, private."
         ),
     ] = None
     dataset: Annotated[

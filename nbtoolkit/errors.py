@@ -87,7 +87,7 @@ def _rebuild(
 
 
 def some_names(names: Sequence[str], shown: int = 5) -> str:
-    """Return the first few of the names, as text for a message, and the number of the rest."""
+    """Return one text with the first few names and the number of the other names."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
 

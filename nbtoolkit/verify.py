@@ -46,7 +46,7 @@ class Comparison:
         tolerance: values that differ by at most this much count as equal.
         steps: the number of optimizer steps whose samples were compared; None: the function did not
             call ``nb.fit``.
-        first_other_step: the first (epoch, step) with different samples; None: no step has.
+        first_other_step: the first (epoch, step) with different samples; None if there is none.
         loss: the largest difference of a logged loss; None: no loss was logged.
         metrics: the largest difference of each reported metric.
         weights: the largest difference of a weight in the last checkpoints; None: there are no

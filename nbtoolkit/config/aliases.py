@@ -144,7 +144,7 @@ _NO_EFFECT: dict[str, tuple[object, ...]] = {
 
 _REMOVE = "remove it"
 _SEVERAL_NODES = (
-    "start the program on every machine with torchrun or srun; nb.launch then trains in them"
+    "start your script on every machine with torchrun or srun; its nb.launch trains there"
 )
 _RELAUNCH = "call nb.launch again: it resumes the unfinished run"
 
@@ -152,12 +152,12 @@ _RELAUNCH = "call nb.launch again: it resumes the unfinished run"
 _REFUSALS = (
     ("rank local_rank node_rank", "is set by the launcher for each process", _REMOVE),
     ("init_method", "can only be env://: the launcher sets the rendezvous address", _REMOVE),
-    ("num_nodes", "can only be 1: nb.launch starts processes on this machine", _SEVERAL_NODES),
+    ("num_nodes", "can only be 1 (for a job on a cluster, see cluster.nodes)", _SEVERAL_NODES),
     ("master_addr", "can only be localhost: the ranks run on this machine", _SEVERAL_NODES),
     (
         "launch_method",
         "is an argument of the call",
-        'nb.launch(..., start="forkserver" | "fork" | "inline"); not under torchrun',
+        'nb.launch(..., start="forkserver" | "fork" | "inline")',
     ),
     (
         "output_device dim",
@@ -222,8 +222,8 @@ _VALUES: dict[str, dict[object, str]] = {
     },
 }
 
-_HOROVOD = "Horovod's last release is of 2023; DDP does the same"
-_RAY = "nbtoolkit starts the ranks itself; Ray is untested"
+_HOROVOD = "Horovod's last release is of 2023; the strategy ddp also averages the gradients"
+_RAY = 'it is not a strategy or backend; for a Ray cluster, pass where="ray" to nb.launch'
 
 # Rejected values and the reason.
 _REFUSED_VALUES = {

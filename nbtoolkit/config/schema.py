@@ -83,8 +83,8 @@ class Optim(Section):
     """Apply weight decay to all parameters. false: not to biases, the weights of normalization
     layers and other parameters with at most one dimension."""
     momentum: Share = 0.9
-    """The momentum of `sgd`. Other optimizers ignore it. With `schedule: one_cycle`, a momentum
-    above 0 varies from 0.95 to 0.85 and back."""
+    """The momentum of `sgd`. Other optimizers ignore it. With `schedule: one_cycle`, the momentum
+    varies from 0.95 to 0.85 and back instead, unless you set it to 0."""
     schedule: Literal["cosine", "linear", "constant", "one_cycle", "plateau", "range_test"] = (
         "cosine"
     )
@@ -96,7 +96,7 @@ class Optim(Section):
     rate rises to its peak."""
     min_lr_ratio: Share = 0.0
     """The lowest learning rate after the warm-up, as a share of the peak. `constant` ignores it.
-    With `range_test`, it is the share at the start, and 0 means a rate of 1e-6."""
+    With `range_test`, the rate starts at this share of the peak (0: at 1e-6)."""
     plateau_patience: Count = 5
     """With `schedule: plateau`: the learning rate drops after this number of epochs in a row
     without an improvement of `checkpoint.monitor`."""
@@ -131,8 +131,8 @@ class Train(Section):
     use each sample once per epoch."""
     loss_reduction: Literal["auto", "batch"] = "auto"
     """`auto`: `nb.fit` detects in the first batch whether the loss is a mean, a sum or a weighted
-    mean over the samples. `batch`: your loss compares or combines the samples of a batch (Dice,
-    contrastive), so its value depends on the number of ranks."""
+    mean over the samples. `batch`: accept a loss that compares or combines the samples of a batch
+    (Dice, contrastive). Its value depends on the number of ranks."""
     max_grad_norm: Positive | None = None
     """Gradient clipping: scale gradients with a larger norm down to this norm. null: no
     clipping."""
@@ -187,7 +187,8 @@ class Distributed(Section):
 
     enabled: Auto | bool = "auto"
     """Whether to use several ranks. `auto`: yes, if there are two or more equal, usable GPUs, or if
-    `world_size` or `strategy` asks for several ranks. true: also on the CPU. false: one process."""
+    `world_size` or `strategy` asks for several ranks. true: yes, even on the CPU. false: no, one
+    process."""
     strategy: Literal[
         "auto", "single", "ddp", "fsdp", "deepspeed", "pipeline", "dp", "measured"
     ] = "auto"
@@ -266,8 +267,8 @@ class Checkpoint(Section):
     both formats."""
     monitor: Text | None = None
     """The metric that decides which epoch is best. null: `val_loss`. Without validation data, null
-    is `train_loss`. In this case, it only decides about early stopping and `optim.schedule:
-    plateau`, and no epoch counts as best."""
+    means that no epoch counts as best; early stopping and `optim.schedule: plateau` then use
+    `train_loss`."""
     mode: Literal["auto", "min", "max"] = "auto"
     """Whether the lowest (`min`) or the highest value (`max`) of the metric is best. `auto`: its
     name decides (`val_mae`: `min`); see docs/sweep/metric.md."""
@@ -311,11 +312,12 @@ class Runtime(Section):
     """The time limit of a run, counted from the launch. Before the limit, the run saves a
     checkpoint and ends with the status `deadline`. null: no limit."""
     deadline: Seconds | None = None
-    """The time limit for all calls of a process together, counted from the start of the process.
-    See `nb.set_deadline`. null: no limit."""
+    """The time limit of a notebook or script: all launches, sweeps and cross-validations in it end
+    before this time. It is counted from the start of the process. See `nb.set_deadline`. null: no
+    limit."""
     session_limit: Seconds | None = None
     """The time after which the host ends the session, counted from the start of the container. A
-    run ends earlier, by the time in `shutdown_margin`. null: no limit."""
+    run ends before that; `shutdown_margin` says how long before. null: no limit."""
     shutdown_margin: Seconds = 60.0
     """A run ends this long before `session_limit`, so that the rest of the notebook has time."""
     pack: Auto | bool = "auto"

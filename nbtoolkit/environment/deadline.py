@@ -58,9 +58,9 @@ def set_deadline(
 
     The last part of the time is a reserve, for predictions and the rest of the notebook. When the
     reserve begins, launches, cross-validations and sweeps end with the status ``"deadline"``; at
-    their start they print how long they may take. A call that is made after this moment raises
-    :class:`~nbtoolkit.errors.DeadlinePassed`. Only ``cv.predict`` may use the reserve. Runs that
-    have already started keep their limit.
+    their start they print how long they may take. After the reserve has begun, each such call
+    raises :class:`~nbtoolkit.errors.DeadlinePassed`. Only ``cv.predict`` may use the reserve. Runs
+    that have already started keep their limit.
 
     The setting ``runtime.deadline`` does the same, but counts from the start of the process. If
     both are set, the earlier deadline applies.

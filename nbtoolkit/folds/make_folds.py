@@ -54,8 +54,9 @@ def make_folds(
             about equal sizes. ``"stratified_group"``: stratified, and a group is never on both
             sides. ``"time"``: for samples in time order; each fold trains on all samples before its
             validation samples, so no fold validates on the first part of the data.
-            ``"predefined"``: your own folds. For the others, see scikit-learn's `cross-validation
-            iterators <https://scikit-learn.org/stable/modules/cross_validation.html>`_.
+            ``"predefined"``: your own folds. All kinds but the last are scikit-learn's
+            `cross-validation iterators
+            <https://scikit-learn.org/stable/modules/cross_validation.html>`_.
         groups: the group of each sample, shape (n,), for ``"group"`` and ``"stratified_group"``.
         seed: the seed of the shuffle; ``"group"`` and ``"time"`` do not shuffle.
         repeats: how many times to split the data set, for ``"stratified"`` and ``"kfold"``. There

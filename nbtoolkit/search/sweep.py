@@ -126,8 +126,8 @@ def sweep(
             mean. None: the folds that the file of ``space`` asks for, if any.
         targets: the data set's targets, shape (samples,), for the folds that the file asks for (see
             :func:`nbtoolkit.make_folds`). For the kinds ``kfold`` and ``time``, the number of
-            samples is enough. None: the function ``load()`` in the module of ``train`` gives them,
-            because it returns (inputs, targets) or (inputs, targets, groups).
+            samples is enough. None: write a function ``load()`` in the module of ``train`` that
+            returns (inputs, targets) or (inputs, targets, groups).
         groups: the group of each sample, shape (samples,), for the kinds of folds with groups.
         name: the end of the folder's name; default: the study's name.
         resume: ``"auto"`` resumes the newest sweep that has the same configuration, function, space

@@ -58,7 +58,7 @@ Names = Annotated[
     tuple[Text, ...],
     BeforeValidator(_names),
     PlainSerializer(list),
-    Allowed("a list of different texts"),
+    Allowed("a list of different strings"),
 ]
 Directions = Annotated[
     tuple[Direction, ...], PlainSerializer(list), Allowed("a list of maximize and minimize")

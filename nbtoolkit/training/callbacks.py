@@ -51,7 +51,7 @@ class FitState:
         return next(iter(self.optimizers.values()))
 
     def stop(self, reason: str) -> None:
-        """End the training on all ranks, within about a second or at the end of the epoch.
+        """End the training on all ranks, within about a second.
 
         It is enough if one rank calls this. ``fit`` then validates, reports and saves the current
         epoch, and returns as after its last epoch.

@@ -109,13 +109,13 @@ def fit(
         valid_data: the validation set, in any of these forms; None: no validation.
         loss: a function ``loss(outputs, targets)``. It returns the mean or the sum over the samples
             of the batch, a weighted mean (torch's ``cross_entropy`` or ``nll_loss`` with ``weight``
-            or ``ignore_index``), a tensor of shape (n, ...) with one loss per sample, or a pair of
-            sums (total, weight). ``fit`` detects which of these it is in the first batch. The
-            gradients and reported losses are then the same as if one device computed the loss of
-            the whole batch. For a loss that compares the samples of a batch,
-            :func:`nbtoolkit.tasks.contrastive.metric_loss` gives it the samples of all ranks. If
-            ``train.loss_reduction`` is ``batch``, any other loss is allowed. With several
-            optimizers, only the validation uses ``loss``.
+            or ``ignore_index``), a tensor of shape (n, ...) with one loss per sample, or a pair
+            ``(total, weight)``: the sum of the weighted losses, and the sum of the weights. ``fit``
+            detects which of these it is in the first batch. The gradients and reported losses are
+            then the same as if one device computed the loss of the whole batch. For a loss that
+            compares the samples of a batch, :func:`nbtoolkit.tasks.contrastive.metric_loss` gives
+            it the samples of all ranks. If ``train.loss_reduction`` is ``batch``, any other loss is
+            allowed. With several optimizers, only the validation uses ``loss``.
         metrics: a list of metrics, or a dict whose keys are their names. A metric is
             ``"accuracy"``, a function ``(outputs, targets)`` that returns a mean over the batch, a
             torchmetrics object, or a result of :func:`nbtoolkit.epoch_metric` (for a function that

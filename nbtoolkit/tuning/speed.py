@@ -237,8 +237,9 @@ def calibrate(train: Train, config: ConfigLike = None, *, force: bool = False) -
 
     The result is kept in ``<output_dir>/tuning.json``, for this function, model and devices. A
     later launch with ``distributed.strategy: auto`` then uses another strategy than the usual one
-    if it was more than 5% faster. A sweep chooses its placement by the result, and
-    :attr:`RunResult.efficiency` compares with the speed of one device.
+    if it was more than 5% faster. A sweep chooses its placement by the result.
+    :attr:`RunResult.efficiency` is the throughput of a run, compared with the speed of one device
+    in this result.
 
     Args:
         train: a training function that calls :func:`nbtoolkit.fit`.

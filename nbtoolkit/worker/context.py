@@ -326,11 +326,11 @@ class RunContext:
         repeated. The setting ``distributed.sync_batchnorm`` applies to the model.
 
         Raises:
-            PlanError: the ranks cannot divide a loader's batches, they would have unequal parts of
-                a training batch, the model is already wrapped, or the strategy works with
-                ``nb.fit`` only. With several ranks, your loop raises this error later if a loss has
-                class weights or ignored targets: torch divides such a loss by the sum of the
-                weights, not by the number of samples.
+            PlanError: the batches of a loader cannot be divided among the ranks; in training, a
+                batch cannot be divided evenly; the model is already wrapped; or the strategy works
+                with ``nb.fit`` only. With several ranks, your loop raises this error later if a
+                loss has class weights or ignored targets: torch divides such a loss by the sum of
+                the weights, not by the number of samples.
         """
         return self.accelerator.prepare(*objects)
 
