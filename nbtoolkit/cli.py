@@ -384,7 +384,8 @@ def panel(
     press: Annotated[
         str | None,
         typer.Option(
-            metavar="BUTTON", help="Press pause, resume, stop, train_best, add_trials=N or stop_trial=N."
+            metavar="BUTTON",
+            help="Press pause, resume, stop, train_best, add_trials=N or stop_trial=N.",
         ),
     ] = None,
     follow: Annotated[
