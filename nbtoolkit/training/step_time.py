@@ -231,7 +231,7 @@ class StepProfiler(Callback):
         self._per_epoch, self._total = per_epoch, total
 
     def on_train_epoch_start(self, state: FitState) -> None:
-        """Start, in the first epoch."""
+        """Start, in the first epoch that has a step left."""
         from torch.profiler import ProfilerActivity, profile, schedule
 
         if self._ready:
@@ -242,6 +242,8 @@ class StepProfiler(Callback):
         left = self._total - state.step
         if self._per_epoch is not None:
             left = min(left, state.epoch * self._per_epoch - state.step)
+        if left < 1:
+            return  # resumed after the last step of this epoch: the next one is recorded
         wait, warm_up, active = split_steps(left)
         self._profile = profile(
             activities=activities,

@@ -128,6 +128,30 @@ def test_a_run_stopped_while_it_records_keeps_what_it_has_and_resumes(tmp_path: 
     assert resumed.value["weights"] == plain.value["weights"]
 
 
+def test_a_run_that_resumes_after_the_last_step_of_an_epoch_records_the_next_one(
+    tmp_path: Path,
+) -> None:
+    def fails_once(config: nb.Config, ctx: nb.RunContext) -> None:
+        class Fail(nb.Callback):
+            def on_train_epoch_end(self, state: nb.FitState) -> None:
+                if not (ctx.paths.folder / "failed").exists():
+                    (ctx.paths.folder / "failed").touch()
+                    raise ValueError("once")
+
+        data = torch.randn(96, 4), torch.zeros(96, dtype=torch.long)
+        nb.fit(ctx, config, nn.Linear(4, 2), data, None, loss=cross_entropy, callbacks=[Fail()])
+
+    steps_of_an_epoch = 24
+    more = {"train.profile": True, "checkpoint.every_steps": steps_of_an_epoch}
+    with pytest.raises(ValueError, match="once"):
+        nb.launch(fails_once, settings(tmp_path, **more))
+    (run,) = (path.parent for path in tmp_path.glob("*/failed"))
+    trace = RunPaths(run).trace(0)
+    trace.unlink()
+    assert nb.launch(fails_once, settings(tmp_path, **more)).paths.folder == run
+    assert trace.exists()
+
+
 @pytest.mark.long
 def test_the_trace_becomes_an_artifact(tmp_path: Path) -> None:
     more = {"train.profile": True, "tracking.mlflow": True}
