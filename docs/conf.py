@@ -75,7 +75,7 @@ def leave_out_arguments(app: Sphinx, what: str, *_: object) -> tuple[str, str] |
 
 
 def read_again(*_: object) -> list[str]:
-    """Read the pages of our own directives in every build: a change of the code may change them."""
+    """Read the reference in every build: it shows the code, which Sphinx does not watch."""
     return [f"reference/{path.stem}" for path in (HERE / "reference").glob("*.rst")]
 
 

@@ -454,7 +454,7 @@ def pack_for_next_session(
         say(f"warning: nothing was packed for the next session: {error}")
         return None
     call = "nb.unpack()" if default else "nb.unpack(config=...) with this configuration"
-    say(f"packed for the next session: {packed}; there, call {call} and launch again")
+    say(f"packed for the next session: {packed}. In that session, call {call} and launch again")
     if host.kept is None:
         say(
             f"warning: {packed.path} ends with this session: download it, or mount Google Drive "

@@ -189,7 +189,6 @@ class StudyRecorder:
                 self._replay(trial)
         self._replay_repeats()
         self.refresh()
-        self._failed_before = self.counts["failed"]
 
     @property
     def needed(self) -> list[str]:
@@ -201,11 +200,6 @@ class StudyRecorder:
     def asked(self) -> int:
         """Number of trials that were asked for and not started."""
         return len(self._asked)
-
-    @property
-    def failures(self) -> int:
-        """Number of trials that have failed since this session began, on all machines."""
-        return self.counts["failed"] - self._failed_before
 
     @property
     def learns(self) -> bool:

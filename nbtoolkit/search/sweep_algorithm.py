@@ -95,6 +95,7 @@ class SweepAlgorithm:
         )
         self._memory = memory
         self._paused = self._stopped = False
+        self._failed_before = recorder.counts["failed"]
         if recorder.begun:
             self._events.note(f"the study already has {recorder.begun} trials")
 
@@ -241,14 +242,14 @@ class SweepAlgorithm:
     def _too_many_failed(self) -> bool:
         """Return True if no more trials may start; raise the error once no job runs."""
         allowed = self._sweep_config.budget.max_failures
-        failed = self._recorder.failures
+        failed = self._recorder.counts["failed"] - self._failed_before
         if allowed is None or failed <= allowed:
             return False
         if not self._jobs:
             last = self._recorder.last_failure
             self.close("failed")
             raise SweepError(
-                f"{failed} trials have failed; the last: {last}",
+                f"too many trials have failed ({failed}); the last: {last}",
                 allowed=f"budget.max_failures: {allowed}",
                 do="look into its folder, fix the cause, and sweep again: the study resumes",
             )

@@ -288,7 +288,7 @@ def test_too_many_failures_end_the_sweep_when_nothing_runs_any_more(tmp_path: Pa
     made.on_end(jobs[1], bad)
     assert made.next(None) is None
     made.on_end(jobs[2], JobResult(status="completed", metrics={"val_loss": 0.5}))
-    with pytest.raises(SweepError, match=r"2 trials have failed; (.|\n)*no such layer(.|\n)*: 1"):
+    with pytest.raises(SweepError, match=r"failed \(2\); (.|\n)*no such layer(.|\n)*: 1"):
         made.next(None)
     assert [trial.state.name for trial in stored(tmp_path)] == ["FAIL", "FAIL", "COMPLETE"]
 
@@ -304,7 +304,7 @@ def test_failures_of_an_earlier_session_do_not_end_a_resumed_sweep(tmp_path: Pat
     assert second.close("completed")["counts"] == {"failed": 1, "complete": 3}
     # One more failure in this session ends it again.
     third, _ = algorithm(tmp_path, sweep(6, budget={"max_failures": 0}))
-    with pytest.raises(SweepError, match="1 trials have failed"):
+    with pytest.raises(SweepError, match=r"trials have failed \(1\)"):
         drive(third, Fake(loss, endings={"trials/0004": bad}))
 
 

@@ -99,7 +99,7 @@ def test_too_many_failures_end_the_sweep_and_the_same_call_resumes_it(
         return {"val_loss": 1.0}
 
     sweep_config = {**SWEEP_CONFIG, "budget": {"max_failures": 2}}
-    with pytest.raises(errors.SweepError, match=r"trials have failed; the last: .*always"):
+    with pytest.raises(errors.SweepError, match=r"trials have failed \(\d\); the last: .*always"):
         nb.sweep(train, config, sweep_config, n_trials=8, display="off")
     (tmp_path / "mended").touch()
     result = nb.sweep(train, config, sweep_config, n_trials=8, display="off")
