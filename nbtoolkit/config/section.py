@@ -1,14 +1,27 @@
-"""Define the base of all sections of settings, and the section of clusters."""
+"""Define the base of all sections of settings, and the sections tracking, runtime and cluster."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from nbtoolkit.config.fields import Count, CountFrom0, Free, FreeSection, Seconds, Text, Texts
+from nbtoolkit.config.fields import (
+    Count,
+    CountFrom0,
+    Free,
+    FreeSection,
+    NotNegative,
+    OutputFolder,
+    Positive,
+    Seconds,
+    Text,
+    Texts,
+)
 from nbtoolkit.config.validation import mark_read
 from nbtoolkit.errors import ConfigError
+
+Auto = Literal["auto"]
 
 
 class Section(BaseModel):
@@ -42,6 +55,68 @@ class Section(BaseModel):
                 allowed="a new configuration with another value",
                 do=f"config = config.with_overrides({{{key!r}: {value!r}}})",
             )
+
+
+class Tracking(Section):
+    """Tracking services and what is logged."""
+
+    mlflow: bool = True
+    """Write an MLflow run for each launch."""
+    tensorboard: bool = False
+    """Write TensorBoard files to the run's folder."""
+    wandb: bool = False
+    """Write W&B runs. Without an API key or internet, they are written offline, to the run's
+    folder."""
+    wandb_project: Text | None = None
+    """The name of the W&B project. null: the value of `tracking.experiment`."""
+    uri: Text | None = None
+    """The tracking URI of MLflow. null: an SQLite database in `runtime.output_dir`."""
+    experiment: Text = "nbtoolkit"
+    """The name of the MLflow experiment."""
+    log_every_n_steps: Count = 10
+    """`nb.fit` logs the training loss each time that this number of optimizer steps is done."""
+    device_metrics: bool = True
+    """Log the memory and the utilization of the devices every few seconds."""
+    record_samples: bool = False
+    """Let `nb.fit` record which samples each optimizer step uses, in the folder `samples` of the
+    run."""
+
+
+class Runtime(Section):
+    """Output folder, time limits and health checks."""
+
+    output_dir: OutputFolder = "outputs"
+    """The folder that contains all run folders. `{scratch}` is the host's folder for large
+    temporary files."""
+    time_budget: Seconds | None = None
+    """The time limit of a run, counted from the launch. Before the limit, the run saves a
+    checkpoint and ends with the status `deadline`. null: no limit."""
+    deadline: Seconds | None = None
+    """The time limit of a notebook or script: all launches, sweeps and cross-validations in it end
+    before this time. It is counted from the start of the process. See `nb.set_deadline`. null: no
+    limit."""
+    session_limit: Seconds | None = None
+    """The time after which the host ends the session, counted from the start of the container. A
+    run ends before that; `shutdown_margin` says how long before. null: no limit."""
+    shutdown_margin: Seconds = 60.0
+    """A run ends this long before `session_limit`, so that the rest of the notebook has time."""
+    pack: Auto | bool = "auto"
+    """Call `nb.pack` for `output_dir` when a run ends at its deadline. `auto`: only on Kaggle and
+    Colab."""
+    quota_hours: Positive | None = None
+    """The GPU hours of your host's weekly quota. `nb.quota` and the estimated cost of a search use
+    this number. null: unknown."""
+    hang_timeout: Seconds = 300.0
+    """A rank counts as hung if it sends no message and computes nothing for this time, while
+    another rank waits for it or has returned."""
+    standby_seconds: Auto | NotNegative = "auto"
+    """After a run on the CPU, nbtoolkit starts the ranks of the next launch in advance, so that a
+    launch with the same number of ranks starts faster. This setting is the number of seconds for
+    which these ranks wait for the launch. 0: no ranks start in advance. `auto`: 600 in a notebook's
+    kernel, otherwise 0."""
+    compare_ranks: bool = True
+    """Warn if the ranks train different models. nbtoolkit compares some weights at each report and,
+    except under torchrun and srun, at the end."""
 
 
 class Cluster(Section):

@@ -27,8 +27,8 @@ from nbtoolkit.config.fields import (
     Text,
 )
 from nbtoolkit.config.layers import file_layer, merge
-from nbtoolkit.config.schema import Auto, Config
-from nbtoolkit.config.section import Section
+from nbtoolkit.config.schema import Config
+from nbtoolkit.config.section import Auto, Section
 from nbtoolkit.config.validation import Direction, direction_of, fields, mistakes, resolve
 from nbtoolkit.config.yaml_source import Keys, Layer, Mistake, dump, refuse
 from nbtoolkit.errors import SpaceError
