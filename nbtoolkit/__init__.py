@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 
@@ -52,6 +53,10 @@ class _Package(ModuleType):
         module_of_a_name = isinstance(value, ModuleType) and _HOME.get(name, __name__) != __name__
         if not module_of_a_name:
             super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
+        # cloudpickle and dill pickle by name only modules whose type is exactly ModuleType.
+        return import_module, (self.__name__,)
 
 
 sys.modules[__name__].__class__ = _Package

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 from kernels import SECONDS
 
@@ -73,6 +77,25 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_a_module_does_not_hide_the_function_of_its_name() -> None:
     importlib.import_module("nbtoolkit.doctor")
     assert callable(nbtoolkit.doctor)
+
+
+@pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
+def test_the_package_is_pickled_by_name(dumps: Callable[[object], bytes]) -> None:
+    assert pickle.loads(dumps({"nb": nbtoolkit}))["nb"] is nbtoolkit
+    assert copy.deepcopy({"nb": nbtoolkit})["nb"] is nbtoolkit
+
+
+def test_joblib_runs_a_function_of_a_script_that_uses_the_package() -> None:
+    program = """
+import joblib
+import nbtoolkit as nb
+def version(_): return nb.__version__
+print(joblib.Parallel(2, backend="loky")(joblib.delayed(version)(n) for n in range(2)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.stdout.strip() == str([nbtoolkit.__version__] * 2), done.stderr
 
 
 def test_importing_costs_nothing() -> None:
