@@ -66,7 +66,10 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether the samples are equal and every difference is within the tolerance."""
+        """Whether the samples are equal and every difference is within the tolerance.
+
+        False if nothing was compared.
+        """
         return self.first_other_step is None and self.largest <= self.tolerance
 
     @property
@@ -78,7 +81,14 @@ class Comparison:
     def explain(self) -> str:
         """Describe the differences, one per line."""
         rows = (f"  {name}: {text}" for name, text in self._rows())
-        return "\n".join([f"{'equal' if self.passed else 'DIFFERENT'}: {self.what}", *rows])
+        return "\n".join([f"{self._verdict()}: {self.what}", *rows])
+
+    def _verdict(self) -> str:
+        if self.passed:
+            return "equal"
+        if self.first_other_step is None and math.isnan(self.largest):
+            return "nothing was compared (ctx.log, ctx.report or ctx.save give values)"
+        return "DIFFERENT"
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         yield "samples of each step", self._samples()
@@ -293,12 +303,16 @@ def _losses(run: RunResult) -> dict[int, float]:
 
 
 def _reports(run: RunResult) -> dict[str, dict[int | None, float]]:
-    """Return the reported values by name and step."""
+    """Return the reported values by name and step; None: the last one.
+
+    A returned number is an event of its own only if it differs from the last report, so its event
+    may exist in one of two runs that differ by a rounding error.
+    """
     curves: dict[str, dict[int | None, float]] = {}
     for event in EventReader(run.paths.events).read():
         if isinstance(event, MetricsReported):
             for name, value in event.values.items():
-                curves.setdefault(name, {})[event.step] = value
+                curves.setdefault(name, {}).update({event.step: value, None: value})
     return curves
 
 
@@ -310,8 +324,11 @@ def difference(curve: Mapping[_Step, float], other: Mapping[_Step, float]) -> fl
 
 
 def _gap(value: float, other: float) -> float:
-    equal = value == other or (math.isnan(value) and math.isnan(other))
-    return 0.0 if equal else abs(value - other)
+    if value == other or (math.isnan(value) and math.isnan(other)):
+        return 0.0
+    gap = abs(value - other)
+    # max() would pass over a NaN.
+    return math.inf if math.isnan(gap) else gap
 
 
 def _weight_difference(run: RunResult, other: RunResult) -> float | None:

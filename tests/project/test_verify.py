@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,40 @@ def test_parity_of_a_loop_of_ones_own_sees_its_losses() -> None:
     found = nb.verify.parity(own_loop, config(), processes=2)
     assert (found.steps, found.loss, found.weights) == (None, 8.0, 8.0)
     assert "unknown: the function does not call nb.fit" in str(found)
+
+
+def reports_and_returns(config: Any, ctx: Any) -> float:
+    """Returns on one rank what it has reported; on two, another number by a rounding error."""
+    ctx.report({"value": 0.3}, step=1)
+    return 0.3 + 4e-9 * (ctx.world_size - 1)
+
+
+def test_parity_compares_a_returned_number_that_equals_the_last_report() -> None:
+    found = nb.verify.parity(reports_and_returns, config(), processes=2)
+    assert found.passed, found
+    assert 0 < found.largest < 1e-8
+
+
+def returns_nothing(config: Any, ctx: Any) -> None:
+    pass
+
+
+def test_parity_says_that_nothing_was_compared() -> None:
+    found = nb.verify.parity(returns_nothing, config(), processes=2)
+    assert not found.passed
+    assert str(found).startswith("nothing was compared")
+    assert "DIFFERENT" not in str(found)
+
+
+def diverges(config: Any, ctx: Any) -> None:
+    for step in range(3):
+        ctx.report({"loss": math.nan if step == ctx.world_size else 1.0}, step=step)
+
+
+def test_parity_sees_a_number_that_is_none_on_one_side() -> None:
+    found = nb.verify.parity(diverges, config(), processes=2)
+    assert not found.passed
+    assert found.metrics == {"loss": math.inf}
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
