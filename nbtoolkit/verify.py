@@ -16,8 +16,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from nbtoolkit.config.aliases import refuse_other_launchers_names
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.errors import NbtoolkitError, WorkerDied
 from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint
@@ -25,6 +26,7 @@ from nbtoolkit.run.checkpoints.weights import find_weights, read_weights
 from nbtoolkit.run.events import EventReader, MetricsLogged, MetricsReported
 from nbtoolkit.run.paths import read_json
 from nbtoolkit.training.loading.sampler import read_samples
+from nbtoolkit.worker.metric_values import numbers_and_step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,6 +116,7 @@ class Comparison:
         return f"<pre>{html.escape(self.explain())}</pre>"
 
 
+@refuse_other_launchers_names
 def parity(
     train: Train, config: ConfigLike, *, processes: int = 2, tolerance: float = 1e-5
 ) -> Comparison:
@@ -137,6 +140,7 @@ def parity(
         return _compare(what, single, several, tolerance=tolerance, ordered=False)
 
 
+@refuse_other_launchers_names
 def resume(
     train: Train,
     config: ConfigLike,
@@ -204,9 +208,12 @@ class _KilledOnce:
     def __call__(self, config: Config, ctx: RunContext) -> object:
         marker, log = ctx.paths.folder / _KILLED, ctx.log
 
-        def log_or_die(metrics: Mapping[str, object], step: int | None = None) -> None:
-            log(metrics, step)
-            due = ctx.is_main and step is not None and step >= self._step
+        def log_or_die(
+            metrics: Mapping[str, Any] | None = None, step: int | None = None, **named: Any
+        ) -> None:
+            log(metrics, step, **named)
+            _, at = numbers_and_step(metrics, step, named)
+            due = ctx.is_main and at is not None and at >= self._step
             if due and not marker.exists() and has_checkpoint(ctx.paths.checkpoints):
                 marker.touch()
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -7,11 +7,17 @@ then either works, or an error explains each name that does not.
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 from nbtoolkit.config.yaml_source import Keys, Layer, Mistake
+from nbtoolkit.errors import LaunchError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Similarity of val_acuracy and val_accuracy: 0.96; of val_mae and val_mse: 0.86.
 _MIN_SIMILARITY = 0.9
@@ -125,6 +131,35 @@ _OTHER_NAMES = {
     "train.precision": "fp16 bf16 mixed_precision",
 }
 _ALIASES = {other: name for name, others in _OTHER_NAMES.items() for other in others.split()}
+
+# The argument `processes` in accelerate, torch.multiprocessing.spawn and torchrun.
+_PROCESSES = {*_OTHER_NAMES["distributed.world_size"].split(), "nprocs", "nproc_per_node"}
+
+
+def refuse_other_launchers_names(function: Callable[P, T]) -> Callable[P, T]:
+    """Make an argument that is another launcher's name for ``processes`` an error that says so.
+
+    Args:
+        function: launches ranks. If it has no argument ``processes``, the error names the setting.
+    """
+    takes_processes = "processes" in inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        __tracebackhide__ = True
+        for name in _PROCESSES.intersection(options):
+            value = options[name]
+            argument = f"processes={value!r}"
+            setting = f'config.with_overrides({{"distributed.world_size": {value!r}}})'
+            raise LaunchError(
+                f"{function.__name__} has no argument {name!r}",
+                allowed="processes" if takes_processes else "the setting distributed.world_size",
+                do=f"pass {argument if takes_processes else setting}",
+            )
+        return function(*args, **options)
+
+    return call
+
 
 # Arguments of torch's optimizers; they belong under optim.options, with their own names.
 _OPTIMIZER_ARGUMENTS = """

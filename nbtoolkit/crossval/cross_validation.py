@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, overload
 
+from nbtoolkit.config.aliases import refuse_other_launchers_names
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.crossval.cv_result import CVResult, FoldTable
 from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, check_same, fold_key
@@ -97,6 +98,7 @@ def cross_validate(
 ) -> CVHandle: ...
 
 
+@refuse_other_launchers_names
 def cross_validate(
     train: Train,
     config: ConfigLike,

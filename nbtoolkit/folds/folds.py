@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 from nbtoolkit.errors import FoldError, FoldWarning
 from nbtoolkit.run.paths import write_whole
@@ -46,6 +46,17 @@ class Fold:
     def __repr__(self) -> str:
         sizes = f"train={len(self.train_indices)}, valid={len(self.valid_indices)}"
         return f"Fold({self.index}, {sizes})"
+
+    if not TYPE_CHECKING:  # else type checkers would accept any attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Name the attributes of a fold in the error about another one, such as ``train``."""
+            raise AttributeError(
+                f"a fold has no attribute {name!r}\n"
+                "  Allowed: index, train_indices, valid_indices\n"
+                "  Do now:  train on x[ctx.fold.train_indices], validate on "
+                "x[ctx.fold.valid_indices]"
+            )
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -15,6 +15,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from nbtoolkit.config.aliases import refuse_other_launchers_names
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.environment.deadline import check_deadline, time_limit
 from nbtoolkit.environment.hardware import detect_hardware
@@ -298,6 +299,7 @@ def launch(
 ) -> RunHandle: ...
 
 
+@refuse_other_launchers_names
 def launch(
     train: Train,
     config: ConfigLike = None,

@@ -39,11 +39,11 @@ from nbtoolkit.run.paths import (
 from nbtoolkit.run.remote_job import JOB_MARK, awaits_job
 from nbtoolkit.run.versions_record import (
     changed_code,
-    left_for_its_code,
     read_versions,
     refuse_old_run,
     refuse_other_function,
     versions,
+    why_not_resumed,
 )
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def choose_run(
     if resume == "auto":
         chosen = _newest_unfinished(output_dir, fingerprint(config.to_dict(), train))
         settings = settings_hash(config.to_dict())
-        left = None if chosen else left_for_its_code(output_dir, "run", settings, train)
+        left = None if chosen else why_not_resumed(output_dir, "run", settings, train)
     elif resume == "never":
         chosen = None
     else:

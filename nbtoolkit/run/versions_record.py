@@ -44,33 +44,41 @@ def read_versions(paths: RunPaths) -> VersionsRecord:
     return cast("VersionsRecord", read_or_empty(paths.versions))
 
 
-def left_for_its_code(
+def why_not_resumed(
     output_dir: str | Path, kind: Kind, settings: str, train: Callable[..., Any]
 ) -> str | None:
-    """Say that the newest run is not resumed for its code alone; None if that is not so.
+    """Say why the newest run of the function, which is unfinished, is not resumed.
 
     Args:
         output_dir: the folder of the runs.
         kind: of the run.
         settings: the hash of the settings that decide its result.
         train: the training function.
+
+    Returns:
+        A sentence if its code has changed, or if it has no checkpoint, as when it did not fit into
+        a bundle. None if it has other settings, is complete, runs, has failed without a checkpoint,
+        or can be resumed.
     """
     name, source = function_name(train), source_hash(train)
     for paths in runs_in(Path(output_dir)):
         record = read_versions(paths)
         if record.get("function") != name or kind_of(record) != kind:
             continue
-        started = kind != "run" or has_checkpoint(paths.checkpoints)
-        other_code = started and record.get("source") != source
-        if not other_code or record.get("settings") != settings:
+        runs = paths.owned() or record.get("submitted")
+        if record.get("settings") != settings or runs or paths.completed():
             return None
-        if paths.completed() or paths.owned():
-            return None
-        return (
-            f"not resumed: the unfinished {KIND_NAMES[kind]} {paths.run_id} has these settings, "
-            f"but the code of {name}, or of what it calls, has changed since; "
-            f"resume={paths.run_id!r} resumes it with the code as it is now"
-        )
+        run = f"not resumed: the unfinished {KIND_NAMES[kind]} {paths.run_id} has these settings"
+        same_code = record.get("source") == source
+        saved = kind != "run" or has_checkpoint(paths.checkpoints)
+        if saved and not same_code:
+            return (
+                f"{run}, but the code of {name}, or of what it calls, has changed since; "
+                f"resume={paths.run_id!r} resumes it with the code as it is now"
+            )
+        if same_code and not saved and not paths.error.exists():
+            return f"{run} and this code, but no checkpoint; this run starts at the beginning"
+        return None
     return None
 
 

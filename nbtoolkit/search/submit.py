@@ -39,10 +39,10 @@ from nbtoolkit.run.resume import (
     write_header,
 )
 from nbtoolkit.run.versions_record import (
-    left_for_its_code,
     read_versions,
     refuse_old_run,
     refuse_other_function,
+    why_not_resumed,
 )
 from nbtoolkit.search.algorithm import Search, SearchRequest
 from nbtoolkit.search.slots import Slots, make_slots
@@ -90,7 +90,7 @@ def choose_search(
     if resume == "never":
         return new
     kind, settings = identity["kind"], identity["settings"]
-    return replace(new, warning=left_for_its_code(config.runtime.output_dir, kind, settings, train))
+    return replace(new, warning=why_not_resumed(config.runtime.output_dir, kind, settings, train))
 
 
 def identity_of(

@@ -9,6 +9,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from nbtoolkit.config.aliases import refuse_other_launchers_names
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.environment.installed import install_line
 from nbtoolkit.errors import ConfigError, FoldError, MissingExtra, SpaceError
@@ -83,6 +84,7 @@ def sweep(
 ) -> SweepHandle: ...
 
 
+@refuse_other_launchers_names
 def sweep(
     train: Train,
     config: ConfigLike,

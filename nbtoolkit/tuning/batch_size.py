@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nbtoolkit.config.aliases import refuse_other_launchers_names
 from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.launch_plan import LaunchPlan
@@ -122,6 +123,7 @@ class BatchSize(FinderResult):
         ]
 
 
+@refuse_other_launchers_names
 def find_batch_size(
     train: Train,
     config: ConfigLike = None,

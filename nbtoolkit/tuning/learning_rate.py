@@ -12,6 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from nbtoolkit.config.aliases import refuse_other_launchers_names
 from nbtoolkit.config.schema import Config, ConfigLike, as_config, load_config
 from nbtoolkit.errors import ConfigError, TuningError
 from nbtoolkit.folds.folds import Fold
@@ -76,6 +77,7 @@ class LearningRate(FinderResult):
         return ["optim.lr"], [[f"{self.suggestion:g}"]]
 
 
+@refuse_other_launchers_names
 def find_learning_rate(
     train: Train,
     config: ConfigLike = None,

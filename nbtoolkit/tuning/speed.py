@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nbtoolkit.config.aliases import refuse_other_launchers_names
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.launch_plan import LaunchPlan
@@ -110,6 +111,7 @@ class SpeedTable(FinderResult):
         ]
 
 
+@refuse_other_launchers_names
 def find_num_workers(
     train: Train, config: ConfigLike = None, *, processes: int | None = None, force: bool = False
 ) -> SpeedTable:
@@ -156,6 +158,7 @@ def measure_num_workers(subject: Subject, *, force: bool = False) -> SpeedTable:
     return subject.find(SpeedTable, "num_workers", subject.key(), measure, force=force)
 
 
+@refuse_other_launchers_names
 def find_speedups(
     train: Train,
     config: ConfigLike = None,
@@ -226,6 +229,7 @@ def _precisions(plan: LaunchPlan) -> list[str]:
     return [name for name, computed in native.items() if computed and name != plan.precision]
 
 
+@refuse_other_launchers_names
 def calibrate(train: Train, config: ConfigLike = None, *, force: bool = False) -> SpeedTable:
     """Measure how fast one process, DDP and DataParallel train on this machine.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import reprlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from nbtoolkit.run.events import CheckpointSaved, MetricsLogged, MetricsReported
 from nbtoolkit.run.paths import exclusive
 from nbtoolkit.run.rank_check import track_optimizers
 from nbtoolkit.worker.channel import Channel
+from nbtoolkit.worker.metric_values import as_step, numbers_and_step
 
 if TYPE_CHECKING:
     import torch
@@ -137,7 +137,9 @@ class RunContext:
         if self.is_main:
             print(*values, **options)
 
-    def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log(
+        self, metrics: Mapping[str, Any] | None = None, step: int | None = None, **named: Any
+    ) -> None:
         """Log metrics of rank 0; calls on the other ranks do nothing.
 
         A call is cheap, because the ranks do not wait for each other.
@@ -145,14 +147,18 @@ class RunContext:
         Args:
             metrics: numbers by name; a tensor of one element counts as a number.
             step: the optimizer step of the metrics.
+            named: as for :meth:`report`.
 
         Raises:
             TypeError: a value or the step is not a number.
         """
         if self.is_main:
-            self._channel.send(MetricsLogged(values=_as_numbers(metrics), step=_as_step(step)))
+            values, at = numbers_and_step(metrics, step, named)
+            self._channel.send(MetricsLogged(values=values, step=at))
 
-    def report(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def report(
+        self, metrics: Mapping[str, Any] | None = None, step: int | None = None, **named: Any
+    ) -> None:
         """Report the metrics of a validation; **all** ranks must make this call, once each.
 
         The ranks wait for each other here. Then either all of them continue, or all of them leave
@@ -162,12 +168,15 @@ class RunContext:
         Args:
             metrics: numbers by name.
             step: the optimizer step (or the epoch) of the metrics.
+            named: the metrics as keywords in place of a dict:
+                ``ctx.report(val_accuracy=0.9, epoch=3)``. Without ``step``, ``epoch`` is the step.
 
         Raises:
             RunStopped: the run must stop here. It is a BaseException; do not catch it.
             ReportError: another rank did not make this call.
+            TypeError: a value or the step is not a number.
         """
-        values, at = _as_numbers(metrics), _as_step(step)
+        values, at = numbers_and_step(metrics, step, named)
         if self._channel.async_reports and not self.stop_requested():
             self._channel.send(MetricsReported(values=values, step=at))
         else:
@@ -274,7 +283,7 @@ class RunContext:
     def note_saved(self, path: str | os.PathLike[str], step: int | None, kind: str) -> None:
         """Record a checkpoint of rank 0 that :meth:`save` did not write; any thread may call it."""
         if self.is_main:
-            self._channel.send(CheckpointSaved(path=str(path), step=_as_step(step), kind=kind))
+            self._channel.send(CheckpointSaved(path=str(path), step=as_step(step), kind=kind))
 
     def save(
         self, state: Mapping[str, Any], *, kind: str = "last", step: int | None = None
@@ -305,7 +314,7 @@ class RunContext:
         if self.is_main:
             write_state(path, state)
         self._together(
-            messages.CheckpointRequest(path=str(path), step=_as_step(step), kind=kind, where=where)
+            messages.CheckpointRequest(path=str(path), step=as_step(step), kind=kind, where=where)
         )
         return path
 
@@ -425,40 +434,6 @@ class RunContext:
     def __repr__(self) -> str:
         rank = f"{self.rank}({self.world_size})"
         return f"RunContext(rank={rank}, device={self.device}, run={self.paths.run_id})"
-
-
-def _as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    if not isinstance(metrics, Mapping):
-        raise TypeError(
-            f"metrics are {reprlib.repr(metrics)} (a {type(metrics).__name__}), not a dict\n"
-            "  Allowed: a dict of names and numbers\n"
-            '  Do now:  write {"loss": value}'
-        )
-    values = {}
-    for name, value in metrics.items():
-        try:
-            values[str(name)] = float(value)
-        except (TypeError, ValueError, RuntimeError):
-            raise TypeError(
-                f"the metric {name!r} is {value!r} (a {type(value).__name__}), not a number\n"
-                "  Allowed: int, float, bool, and tensors or arrays of one element\n"
-                "  Do now:  report a number, for example value.mean()"
-            ) from None
-    return values
-
-
-def _as_step(step: Any) -> int | None:
-    """The step as an int; also of NumPy's and torch's numbers."""
-    try:
-        if isinstance(step, str):
-            raise TypeError
-        return None if step is None else int(step)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise TypeError(
-            f"step is {step!r} (a {type(step).__name__}), not a number\n"
-            "  Allowed: a whole number, such as the optimizer step or the epoch; None\n"
-            "  Do now:  pass step=<number>; put names into the metric's name"
-        ) from None
 
 
 def _caller() -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from host_sessions import FIT, FOLDS, PIPELINE, SWEEP, Session, write_steps
 
+import nbtoolkit as nb
 from nbtoolkit.archive.bundle_format import DEFAULT_NAME
 from nbtoolkit.run.events import EventReader
 from nbtoolkit.run.paths import RunPaths
@@ -22,6 +23,28 @@ UNHURRIED = {"runtime.session_limit": None}
 CUT_OFF = {**UNHURRIED, "runtime.time_budget": 4.0}
 # Seconds a step of the first session, whose 12 epochs of 6 steps would take 21 s.
 WAIT = 0.3
+
+
+def stops_without_a_checkpoint(config: nb.Config, ctx: Any) -> None:
+    ctx.report({"loss": 1.0}, step=0)
+    raise nb.RunStopped("deadline")
+
+
+def test_an_unpacked_run_without_a_checkpoint_starts_at_the_beginning_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def launch(folder: str, **settings: Any) -> str:
+        settings |= {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path / folder)}
+        config = nb.load_config(env=None, overrides=settings)
+        nb.launch(stops_without_a_checkpoint, config, processes=1, display="text")
+        return capsys.readouterr().out
+
+    assert "not resumed" not in launch("first")
+    bundle = nb.pack(tmp_path, source=tmp_path / "first").path
+    [run] = nb.unpack(bundle, into=tmp_path / "second").new
+    said = f"not resumed: the unfinished run {Path(run).name} has these settings and this code, but"
+    assert f"warning: {said} no checkpoint; this run starts at the beginning" in launch("second")
+    assert "not resumed" not in launch("second", **{"optim.lr": 0.5})
 
 
 def two_sessions(home: Path, work: str, **overrides: Any) -> tuple[Session, Session, Session]:

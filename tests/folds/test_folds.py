@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import sys
 import warnings
 from pathlib import Path
@@ -25,6 +27,14 @@ EMPTY = np.zeros(60)
 
 def splits(folds: nb.Folds) -> list[tuple[list[int], list[int]]]:
     return [(fold.train_indices.tolist(), fold.valid_indices.tolist()) for fold in folds]
+
+
+@pytest.mark.parametrize("name", ["train", "valid", "val_idx"])
+def test_an_unknown_attribute_of_a_fold_is_an_error_that_names_those_it_has(name: str) -> None:
+    [fold, _] = pickle.loads(pickle.dumps(list(nb.make_folds(CLASSES, k=2))))
+    with pytest.raises(AttributeError, match=rf"'{name}'\n.*index, train_indices, valid_indices"):
+        getattr(fold, name)
+    assert not hasattr(copy.copy(fold), "__array__")
 
 
 # --- what is made ---

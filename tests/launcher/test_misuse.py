@@ -101,6 +101,18 @@ def test_an_argument_that_launch_does_not_take(
         quiet(functions.ranks, config, **wrong)
 
 
+@pytest.mark.parametrize("name", ["num_processes", "nprocs", "num_gpus"])
+def test_another_launchers_name_for_processes_is_refused_with_ours(name: str) -> None:
+    calls: list[Any] = [nb.launch, nb.cross_validate, nb.find_batch_size, nb.find_learning_rate]
+    calls += [nb.find_num_workers, nb.find_speedups, nb.verify.parity, nb.verify.resume]
+    for call in calls:
+        with pytest.raises(LaunchError, match=rf"has no argument '{name}'\n(.*\n)*.*processes=2"):
+            call(functions.ranks, None, **{name: 2})
+    for call in (nb.sweep, nb.calibrate):
+        with pytest.raises(LaunchError, match=rf"'{name}'\n(.*\n)*.*distributed.world_size\": 2"):
+            call(functions.ranks, None, **{name: 2})
+
+
 @pytest.mark.parametrize("given", [5, ["optim.lr=3"]])
 def test_a_configuration_of_another_kind(given: Any) -> None:
     with pytest.raises(
@@ -128,6 +140,28 @@ def test_a_step_is_a_whole_number(config: nb.Config) -> None:
     assert [e["step"] for e in events if e["type"] == "metrics"] == [1, 2, 3, None]
     with pytest.raises(TypeError, match="step is 'e1'"):
         quiet(lambda config, ctx: ctx.log({"loss": 1.0}, step="e1"), config, start="inline")
+
+
+def test_metrics_are_a_dict_or_keywords_with_the_step_or_the_epoch(config: nb.Config) -> None:
+    def train(config: Any, ctx: Any) -> None:
+        for call in (ctx.report, ctx.log):
+            call(val_accuracy=0.9, epoch=3)
+            call(val_accuracy=0.9, step=4)
+            call(val_accuracy=0.9, epoch=3, step=5)
+            call({"val_accuracy": 0.9}, epoch=6)
+            call({"val_accuracy": 0.9, "epoch": 3}, 7)
+
+    result = quiet(train, config, processes=2)
+    events = [json.loads(line) for line in result.paths.events.read_text().splitlines()]
+    for kind in ("report", "metrics"):
+        told = [(e["values"], e["step"]) for e in events if e["type"] == kind]
+        assert [step for _, step in told] == [3, 4, 5, 6, 7]
+        assert [values.get("epoch") for values, _ in told] == [None, None, 3.0, None, 3.0]
+        assert all(values["val_accuracy"] == 0.9 for values, _ in told)
+    with pytest.raises(TypeError, match=r"as a dict and as keywords \(setp\)"):
+        quiet(lambda config, ctx: ctx.log({"loss": 1.0}, setp=3), config, start="inline")
+    with pytest.raises(TypeError, match="not a dict"):
+        quiet(lambda config, ctx: ctx.report(step=3), config, start="inline")
 
 
 def test_a_checkpoint_stays_in_its_folder_and_is_a_dict(config: nb.Config) -> None:
