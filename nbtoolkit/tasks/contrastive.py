@@ -28,7 +28,7 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from nbtoolkit.errors import FitError, some_names
 from nbtoolkit.training.losses import Labels, training_pass
@@ -93,23 +93,14 @@ def metric_loss(loss: PairLoss) -> PairLoss:
     """A loss of another package or your own, with positives and negatives from all ranks.
 
     Args:
-        loss: an object ``loss(embeddings, labels)`` without state, such as
-            ``pytorch_metric_learning.losses.MultiSimilarityLoss()``.
+        loss: an object ``loss(embeddings, labels)``, such as
+            ``pytorch_metric_learning.losses.MultiSimilarityLoss()``. ``fit`` trains its parameters
+            (``ArcFaceLoss`` has the centres of the classes) with the model's.
 
     Returns:
         ``loss(embeddings, labels)`` for ``fit``, float32 also under autocast; embeddings and labels
         as for :func:`supervised_contrastive_loss`.
-
-    Raises:
-        FitError: the loss has weights of its own.
     """
-    weights = [name for name, _ in loss.named_parameters()] if isinstance(loss, nn.Module) else []
-    if weights:
-        raise FitError(
-            f"fit would not train the weights of {type(loss).__name__}: {some_names(weights)}",
-            allowed="losses without weights, such as MultiSimilarityLoss or TripletMarginLoss",
-            do="set another model.loss; or make the loss a layer of the model",
-        )
     return partial(across_ranks, loss)
 
 
@@ -152,16 +143,18 @@ def across_ranks(loss: PairLoss, embeddings: Tensor, labels: Tensor) -> Tensor:
         rows = rows.float()
         stand_in = rows[:0] if gather and samples == 0 else rows
         ranks = dist.get_world_size() if gather and dist.is_initialized() else 1
-        together = _gather(stand_in, classes[: len(stand_in)], ranks)
-        value = loss(*together)
+        stand_in = stand_in.view_as(stand_in)  # a tensor of our own: its hook scales no other use
+        vectors, labels = _gather(stand_in, classes[: len(stand_in)], ranks)
         if ranks == 1:
-            return value
-        # fit weights a pass by its share of the rows; DDP alone takes the mean over the ranks.
+            return loss(vectors, labels)
+        # fit weights a pass by its share of the rows; DDP alone takes the mean over the ranks. The
+        # parameters of the loss have their whole gradient on each rank.
         own = len(stand_in)
-        factor = ranks if samples is None else len(together[0]) / max(own, 1)
-        excess = value * (factor - 1)
+        factor = ranks if samples is None else len(vectors) / max(own, 1)
+        if stand_in.requires_grad:
+            stand_in.register_hook(lambda gradient: gradient * factor)
         # Without rows the loss has no gradient here, but the other ranks wait for DDP's.
-        return value + (excess - excess.detach()) + (0 if own else rows.sum() * 0)
+        return loss(vectors, labels) + (0 if own else rows.sum() * 0)
 
 
 def _gather(rows: Tensor, classes: Tensor, ranks: int) -> tuple[Tensor, Tensor]:

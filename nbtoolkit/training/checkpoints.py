@@ -123,7 +123,7 @@ class CheckpointManager:
         """Copy the best weights so far; they are on disk before the next :meth:`save` is.
 
         Args:
-            state: ``model`` has the weights, or parts on disk; of the main rank.
+            state: :meth:`TrainStep.weights`, or parts on disk; of the main rank.
             step: optimizer steps done.
             about: for the manifest.
         """
@@ -131,15 +131,14 @@ class CheckpointManager:
             return
         if self._writer.busy:
             self._finish()  # it may be writing the previous best from the same memory
-        model = state["model"]
-        in_parts = isinstance(model, Shards)
-        self._best_weights = None if in_parts else self._weights_copy.update(model)
+        in_parts = isinstance(state["model"], Shards)
+        self._best_weights = None if in_parts else self._weights_copy.update(state)
         if self._on:
-            self._best = _BestWeights(step, {"model": self._best_weights or model}, about)
+            self._best = _BestWeights(step, self._best_weights or state, about)
             self._write_best(now=in_parts)
 
     def best_weights(self) -> State | None:
-        """The best weights on the main rank; None on the others, and if there are none."""
+        """The best :meth:`TrainStep.weights` on the main rank; None on the others, or without."""
         if self._best_weights is not None or not self._ctx.is_main:
             return self._best_weights
         self._finish()  # best weights in parts are on disk only
@@ -153,7 +152,7 @@ class CheckpointManager:
             text = f"the model keeps the last weights, not the best: {error}"
             self._ctx.message(text, level="warning")
             return None
-        return None if stored is None else stored.read("model")
+        return None if stored is None else stored.weights()
 
     def check_space(self, weights: int, state: int) -> None:
         """Check before the first step that the checkpoints fit on the disk.

@@ -334,7 +334,7 @@ class _Training:
         train_step.observe(values[state.monitored], better)
         if better and state.has_best:
             about = {"epoch": state.epoch, "values": values}
-            best = strategy.gathered({"model": train_step.evaluated_module.state_dict()})
+            best = strategy.gathered(train_step.weights())
             checkpoints.keep_best(best, train_step.steps_done, about)
         due = self.done or checkpoints.due_by_epochs(state.epoch)
         if due or strategy.agreed(checkpoints.due_by_time()):
@@ -466,6 +466,8 @@ class _Training:
                 "callbacks": self._callbacks.state(),
             }
             parts = {"model": model, "training": training}
+            if "loss" in training:
+                parts["loss"] = training.pop("loss")
             if train_step.averages is not None and train_step.averages.active:
                 parts["averaged"] = train_step.averages.weights()
             return parts

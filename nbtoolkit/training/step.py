@@ -22,20 +22,16 @@ from nbtoolkit.training.losses import (
 )
 from nbtoolkit.training.model import (
     autocast,
-    grad_scaler,
     prepare_model,
     to_channels_last,
     type_fault,
 )
 from nbtoolkit.training.optim.averaging import make_averages
+from nbtoolkit.training.optim.loss_parameters import loss_parameters, trained_loss
 from nbtoolkit.training.optim.optimizer import GivenOptimizer, make_user_optimizer
-from nbtoolkit.training.optim.schedule import (
-    GivenSchedule,
-    Schedule,
-    make_user_schedule,
-    set_rate,
-)
-from nbtoolkit.training.strategy import Strategy, make_strategy
+from nbtoolkit.training.optim.schedule import GivenSchedule, Schedule, make_user_schedule
+from nbtoolkit.training.optim.scheduled import ScheduledOptimizer
+from nbtoolkit.training.strategy import average_gradients, make_strategy
 
 if TYPE_CHECKING:
     import torch
@@ -78,75 +74,6 @@ class Recipe:
     targets: Labels | None = None
 
 
-class ScheduledOptimizer:
-    """An optimizer with its learning-rate schedule and its loss scale.
-
-    Attributes:
-        name: by which ``fit`` was given it, or ``optimizer``.
-        optimizer: over :attr:`parameters`.
-        schedule: the learning rate of every step.
-        parameters: those that it trains.
-        scaler: keeps the gradients of fp16 from underflow; does nothing in other precisions.
-        rate: the learning rate of the last step.
-        norm: the gradient's norm before clipping when it was last measured, a scalar; None: it was
-            not.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        optimizer: torch.optim.Optimizer,
-        schedule: Schedule,
-        ctx: RunContext,
-        config: Config,
-        strategy: Strategy,
-    ) -> None:
-        self.name, self.optimizer, self.schedule = name, optimizer, schedule
-        self.parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        self.scaler = grad_scaler(ctx, config)
-        self.rate = float(optimizer.param_groups[0].get("lr", 0.0))
-        self.norm: Tensor | None = None
-        self._max_norm: float | None = config.train.max_grad_norm
-        self._strategy, self._ranks = strategy, ctx.world_size
-        schedule.bind(optimizer)
-
-    def apply(self, step: int, *, measure_norm: bool, rate: float | None = None) -> None:
-        """Make optimizer step ``step`` (from 0) with the present gradients, clipped.
-
-        Args:
-            step: the number of the step in the schedule.
-            measure_norm: set :attr:`norm`, also without clipping.
-            rate: the learning rate, in place of the schedule's.
-        """
-        self.scaler.unscale_(self.optimizer)
-        if self._max_norm is not None:
-            self.norm = self._strategy.clip(self.parameters, self._max_norm)
-        elif measure_norm:
-            self.norm = self._strategy.grad_norm(self.parameters)
-        if rate is None:
-            self.rate = self.schedule.apply(self.optimizer, step)
-        else:
-            self.rate = rate
-            set_rate(self.optimizer, rate, self.schedule.momentum(step))
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.schedule.advance()
-
-    def state(self) -> State:
-        """What a resumed run needs besides the number of steps."""
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "schedule": self.schedule.state(),
-        }
-
-    def restore(self, state: State) -> None:
-        """Continue from a :meth:`state`."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.schedule.restore(state["schedule"])
-
-
 class TrainStep:
     """A model, its optimizer and its averages, and how they make a step with the other ranks.
 
@@ -185,12 +112,17 @@ class TrainStep:
         self.module.zero_grad()  # of steps before fit
         self._no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
         self.model = self._wrap()
+        self.loss = on_device(cast("Loss", recipe.loss), ctx.device)
+        self.loss_module = trained_loss(ctx, self.module, self.loss)
+        if self.loss_module is not None:  # as DDP does: all start with rank 0's
+            self.strategy.load_on_all_ranks(self.loss_module, None)
         self._make_optimizers(ctx, config, recipe)
         self.strategy.bind(self.optimizer)
         self._after_step = self.strategy.after_step
         named = self.module.named_parameters()
         self._named = {name: weight for name, weight in named if weight.requires_grad}
-        self._parameters = list(self._named.values())
+        self._loss_parameters = [*loss_parameters(self.module, self.loss_module).values()]
+        self._parameters = [*self._named.values(), *self._loss_parameters]
         self._ranks, self._compiled = ctx.world_size, config.train.compile
         self._device = ctx.device
         self._data_ranks = ctx.plan.data_ranks
@@ -201,7 +133,6 @@ class TrainStep:
         self.forward = recipe.forward
         if config.train.channels_last:
             self.forward = lambda model, batch: recipe.forward(model, to_channels_last(batch))
-        self.loss = on_device(cast("Loss", recipe.loss), ctx.device)
         self._targets = recipe.targets
         whole_batches = config.train.loss_reduction == "batch"
         self._reduced = ReducedLoss(self.loss, whole_batches=whole_batches)
@@ -228,7 +159,7 @@ class TrainStep:
             factor=ctx.plan.lr_factor,
         )
         optimizer = self.strategy.make_optimizer(
-            lambda model: make_user_optimizer(config, model, given), self.module
+            lambda model: make_user_optimizer(config, model, given, self.loss_module), self.module
         )
         self.scheduled = {
             "optimizer": ScheduledOptimizer(
@@ -351,6 +282,8 @@ class TrainStep:
             "reduction": int(self._reduced.reduction),
             **self._optimizer_state(),
         }
+        if self.loss_module is not None:
+            state["loss"] = self.loss_module.state_dict()
         return state if self.averages is None else {**state, "averages": self.averages.state()}
 
     def restore(self, state: State, *, source: str) -> None:
@@ -360,6 +293,8 @@ class TrainStep:
             CheckpointError: it is another model's, or not of :meth:`state`.
         """
         needed = {"step", *self._optimizer_state()}
+        if self.loss_module is not None:
+            needed.add("loss")
         if missing := (needed if self.averages is None else needed | {"averages"}) - state.keys():
             raise CheckpointError(
                 f"the checkpoint {source} was not written by fit: {', '.join(sorted(missing))} is "
@@ -368,6 +303,8 @@ class TrainStep:
                 do="give ctx.save another kind than 'last' in functions that call fit, too",
             )
         load_weights(state, self.module, source=source)
+        if self.loss_module is not None:
+            load_weights(state["loss"], self.loss_module, source=source)
         self._restore_optimizers(state, source)
         if self.averages is not None:
             self.averages.restore(state["averages"], source=source)
@@ -390,9 +327,19 @@ class TrainStep:
         """Losses by name, summed over this rank's samples since the last call."""
         return {}
 
-    def load_on_all_ranks(self, weights: Mapping[str, Tensor] | None) -> None:
-        """Load rank 0's ``weights`` into the model on every rank; None there: its present ones."""
-        self.strategy.load_on_all_ranks(self.module, weights)
+    def weights(self) -> State:
+        """The weights that were evaluated, and those of a loss that is trained."""
+        weights = {"model": self.evaluated_module.state_dict()}
+        if self.loss_module is not None:
+            weights["loss"] = self.loss_module.state_dict()
+        return weights
+
+    def load_on_all_ranks(self, weights: State | None) -> None:
+        """Load rank 0's :meth:`weights` on every rank; None there: its present ones."""
+        weights = weights or {}
+        self.strategy.load_on_all_ranks(self.module, weights.get("model"))
+        if self.loss_module is not None:
+            self.strategy.load_on_all_ranks(self.loss_module, weights.get("loss"))
 
     def _pass(self, batch: Batch, micro_batch: MicroBatch) -> BatchLoss:
         """Forward and backward; under DDP the gradients are then the mean over the ranks."""
@@ -478,6 +425,8 @@ class TrainStep:
         """The optimizer's step, at the schedule's learning rate."""
         if self._must_be_used:
             self.strategy.refuse_unused(self._named)
+        if self._loss_parameters:
+            average_gradients(self._loss_parameters, self._ranks)
         if self._reduced.reduction is Reduction.WEIGHTED and (self._ranks > 1 or self._weights):
             self._divide_by_weights()
         rate = None if self.averages is None else self.averages.rate(self.steps_done)

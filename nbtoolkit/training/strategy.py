@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nbtoolkit.worker.context import RunContext
 
 # Strategies of a plan that a module of this name in training/strategies/ implements.
-_OWN_MODULE = ("fsdp", "deepspeed", "local_sgd", "pipeline")
+OWN_MODULE = ("fsdp", "deepspeed", "local_sgd", "pipeline")
 _COMPILERS = ("torch._dynamo", "torch._inductor")
 
 
@@ -184,7 +184,7 @@ def make_strategy(ctx: RunContext, config: Config) -> Strategy:
         FitError: this installation does not have it.
     """
     name = ctx.plan.strategy
-    if name not in _OWN_MODULE:
+    if name not in OWN_MODULE:
         return Strategy(ctx, config)
     try:
         module = importlib.import_module(f"nbtoolkit.training.strategies.{name}")
@@ -213,6 +213,30 @@ def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total: Tensor = norm(torch.stack([norm(grad, dtype=torch.float32) for grad in gradients]))
     return total
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], ranks: int) -> None:
+    """Replace gradients by their mean over the ranks, in one all-reduce.
+
+    A parameter without a gradient counts as zero; without one on any rank it keeps none.
+    """
+    if ranks == 1:
+        return
+    import torch
+    import torch.distributed as dist
+
+    grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+    unused = [one.grad is None for one in parameters]
+    present = torch.tensor([not one for one in unused]).to(grads[0])
+    flat = torch.cat([present, *(grad.flatten() for grad in grads)])
+    dist.all_reduce(flat)
+    sizes = [one.numel() for one in parameters]
+    present, *means = flat.split([len(parameters), *sizes])
+    torch._foreach_div_(means, ranks)
+    used = present.tolist() if any(unused) else None  # waits for the device
+    for number, (one, grad, mean) in enumerate(zip(parameters, grads, means, strict=True)):
+        if used is None or used[number]:
+            one.grad = grad.copy_(mean.view_as(grad))
 
 
 # --- errors ---

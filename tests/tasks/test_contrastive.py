@@ -300,8 +300,3 @@ def test_metric_loss_takes_a_loss_of_ones_own_in_float32() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         loss = metric_loss(spread)(embeddings, torch.arange(4))
     assert loss.dtype == torch.float32
-
-
-def test_metric_loss_refuses_weights_that_nobody_would_train() -> None:
-    with pytest.raises(FitError, match=r"the weights of Linear: weight, bias"):
-        metric_loss(nn.Linear(2, 2))

@@ -3,6 +3,7 @@
     checkpoints/
       step-000001200/   model.pt  training.pt  manifest.json    everything needed to resume
       best-000000900/   model.pt  manifest.json                 the best epoch's weights
+                        loss.pt                                 those of a loss that is trained
       step-000001500/   shards/  training.pt  manifest.json     the same, with tensors in parts
       fit-2/            the same for the second fit of a training function
 
@@ -193,11 +194,20 @@ class StoredCheckpoint:
         Raises:
             CheckpointError: a file is missing or damaged.
         """
-        state = {**training, "model": self.read("model")}
+        state = {**training, **self.weights()}
         if self.sharded:
             tensors = shards.read_shards(self.folder / shards.FOLDER, shards.OPTIMIZER)
             state["optimizer"] = shards.with_tensors(training["optimizer"], tensors)
         return state
+
+    def weights(self) -> State:
+        """The weights of the model, and of a loss that was trained with it.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        weights = {"model": self.read("model")}
+        return {**weights, "loss": self.read("loss")} if "loss.pt" in self.files else weights
 
     def damage(self) -> str:
         """The first file whose size or SHA-256 is wrong, as text; empty: all are right."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from nbtoolkit.config.fields import FreeSection
 from nbtoolkit.config.schema import measured
 from nbtoolkit.errors import FitError, some_names
+from nbtoolkit.training.optim.loss_parameters import add_parameters, loss_parameters
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -45,7 +46,10 @@ _SHORT_NAMES = {
 
 
 def make_optimizer(
-    config: Config, model: nn.Module, kind: OptimizerClass | None = None
+    config: Config,
+    model: nn.Module,
+    kind: OptimizerClass | None = None,
+    loss: nn.Module | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that ``config.optim`` names, over the trainable parameters of ``model``.
 
@@ -53,7 +57,7 @@ def make_optimizer(
     weight decay, and those without: biases, the weights of norms, and all others of at most one
     dimension (unless ``optim.decay_all``; without weight decay there is one group). Those that
     ``optim.param_groups`` match have groups of their own, after these two. A group may be given an
-    ``lr_scale``.
+    ``lr_scale``. The loss's parameters come last, with and without weight decay as the model's.
 
     Args:
         config: ``optim.name, options, lr, weight_decay, decay_all, momentum, param_groups``. The
@@ -61,6 +65,7 @@ def make_optimizer(
             SGD (others have it in ``options``).
         model: on its device already, with a trainable parameter.
         kind: the class, in place of ``optim.name``.
+        loss: with trainable parameters of its own.
 
     Raises:
         FitError: there is no such class, it does not accept these arguments, its step needs a
@@ -77,7 +82,7 @@ def make_optimizer(
     arguments = _arguments(optim, kind, signature, model)
     _check(place, name, signature, arguments)
     try:
-        return kind(_groups(optim, name, signature, model), **arguments)
+        return kind(_groups(optim, name, signature, model, loss), **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise FitError(
             f"{place}{name} cannot be built: {error}",
@@ -219,11 +224,14 @@ def _check(place: str, name: str, signature: _Signature, arguments: Mapping[str,
 
 
 def _groups(
-    optim: Optim, name: str, signature: _Signature, model: nn.Module
+    optim: Optim, name: str, signature: _Signature, model: nn.Module, loss: nn.Module | None
 ) -> list[dict[str, Any]]:
     """The groups of :func:`make_optimizer`."""
     rest, matched = match_groups(optim.param_groups, model)
-    without_decay = set() if optim.decay_all else parameters_without_decay(model)
+    modules = [model] if loss is None else [model, loss]
+    without_decay = (
+        set() if optim.decay_all else set().union(*map(parameters_without_decay, modules))
+    )
 
     def decayed(named: Named, own: Mapping[str, Any]) -> list[dict[str, Any]]:
         parameters = list(named.values())
@@ -250,6 +258,7 @@ def _groups(
                     do=f"did you mean {close[0]}?" if close else "remove it",
                 )
         groups += decayed(matched[number], own)
+    groups += decayed(of_loss, {}) if (of_loss := loss_parameters(model, loss)) else []
     return groups
 
 
@@ -331,7 +340,7 @@ def parameters_without_decay(model: nn.Module) -> set[nn.Parameter]:
 
 
 def make_user_optimizer(
-    config: Config, model: nn.Module, given: GivenOptimizer | None
+    config: Config, model: nn.Module, given: GivenOptimizer | None, loss: nn.Module | None = None
 ) -> torch.optim.Optimizer:
     """The optimizer that the user passed to ``fit``, or the one of ``config.optim``.
 
@@ -339,6 +348,8 @@ def make_user_optimizer(
         config: ``optim``; of an object or a function only that ``optim.param_groups`` is empty.
         model: on its device already.
         given: ``optimizer=``; None: the one that ``optim.name`` names.
+        loss: with trainable parameters of its own; those that ``given`` lacks join it as a group
+            with its defaults.
 
     Raises:
         FitError: it is no optimizer, or not one of all trainable parameters of ``model``.
@@ -346,8 +357,8 @@ def make_user_optimizer(
     from torch.optim import Optimizer
 
     if given is None or (isinstance(given, type) and issubclass(given, Optimizer)):
-        return make_optimizer(config, model, given)
-    optimizer = resolve_optimizer(model, given, "optimizer=")
+        return make_optimizer(config, model, given, loss)
+    optimizer = resolve_optimizer(model, given, "optimizer=", loss)
     if config.optim.param_groups:
         raise FitError(
             "optim.param_groups is set, and optimizer= is an optimizer with groups of its own",
@@ -355,19 +366,23 @@ def make_user_optimizer(
             do="remove optim.param_groups, or pass the class (optimizer=torch.optim.AdamW)",
         )
     check_all_held(model, [optimizer])
+    add_parameters(optimizer, model, loss)
     return optimizer
 
 
-def check_all_held(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuse trainable parameters of ``model`` that no optimizer has.
+def check_all_held(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], loss: nn.Module | None = None
+) -> None:
+    """Refuse trainable parameters of ``model`` and ``loss`` that no optimizer has.
 
     Raises:
         FitError: names them.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     held = {one for group in groups for one in group["params"]}
-    named = model.named_parameters()
-    if missing := [name for name, one in named if one.requires_grad and one not in held]:
+    of_model = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    trained = [*of_model, *loss_parameters(model, loss).items()]
+    if missing := [name for name, one in trained if one not in held]:
         raise FitError(
             f"optimizer= holds not all trainable parameters of the model: {some_names(missing)} "
             "would never change",
@@ -376,13 +391,16 @@ def check_all_held(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
         )
 
 
-def resolve_optimizer(model: nn.Module, given: object, place: str) -> torch.optim.Optimizer:
+def resolve_optimizer(
+    model: nn.Module, given: object, place: str, loss: nn.Module | None = None
+) -> torch.optim.Optimizer:
     """The optimizer of an object or a function, its state on the model's device.
 
     Args:
         model: as it is trained.
         given: the optimizer, or a function ``model`` -> optimizer.
         place: the argument, for messages.
+        loss: with trainable parameters of its own, which the optimizer may have.
 
     Raises:
         FitError: it is something else, or an optimizer of parameters that are not the model's.
@@ -401,9 +419,10 @@ def resolve_optimizer(model: nn.Module, given: object, place: str) -> torch.opti
             do="pass optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)",
         )
     refuse_closure(type(made), f"{place}: ", type(made).__name__)
-    names = {one: name for name, one in model.named_parameters()}
+    modules = [model] if loss is None else [model, loss]
+    known = {one for module in modules for one in module.parameters()}
     held = [one for group in made.param_groups for one in group["params"]]
-    if strange := [one for one in held if one not in names]:
+    if strange := [one for one in held if one not in known]:
         shapes = some_names([str(tuple(one.shape)) for one in strange])
         raise FitError(
             f"{place} was made before the model was moved or replaced: {len(strange)} of its "

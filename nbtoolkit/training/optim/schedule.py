@@ -341,6 +341,15 @@ class UserSchedule(Schedule):
                 allowed=_ALLOWED_SCHEDULE,
                 do="pass its optimizer, too, or a function: schedule=lambda optimizer: ...",
             )
+        bases = getattr(made, "base_lrs", self._base)
+        if len(bases) < len(self._base):
+            raise FitError(
+                f"{self._place} is a {type(made).__name__} for {len(bases)} groups of parameters, "
+                f"and its optimizer has {len(self._base)}: the loss has parameters, too",
+                allowed="a schedule that is made when its optimizer has all its groups",
+                do="give the optimizer the parameters of the loss, or pass a function: "
+                "schedule=lambda optimizer: ...",
+            )
         length = getattr(made, "total_steps", None)  # of OneCycleLR, which raises after them
         if isinstance(length, int) and length < self.total:
             raise FitError(

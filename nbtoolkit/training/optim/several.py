@@ -16,7 +16,9 @@ from nbtoolkit.training.losses import BatchLoss
 from nbtoolkit.training.model import broadcast_buffers
 from nbtoolkit.training.optim.optimizer import check_all_held, resolve_optimizer
 from nbtoolkit.training.optim.schedule import UserSchedule, required_arguments
-from nbtoolkit.training.step import Recipe, ScheduledOptimizer, TrainStep
+from nbtoolkit.training.optim.scheduled import ScheduledOptimizer
+from nbtoolkit.training.step import Recipe, TrainStep
+from nbtoolkit.training.strategy import average_gradients
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -79,8 +81,7 @@ class OptimizerHandle(ScheduledOptimizer):
                 allowed="backward(loss) before each step()",
                 do=f"call optimizers[{self.name!r}].backward(loss) first",
             )
-        if self._ranks > 1:
-            average_gradients(self.parameters, self._ranks)
+        average_gradients(self.parameters, self._ranks)
         self.apply(self.steps, measure_norm=self.measures)
         self.steps += 1
 
@@ -92,28 +93,6 @@ class OptimizerHandle(ScheduledOptimizer):
         """See :meth:`ScheduledOptimizer.restore`."""
         super().restore(state)
         self.steps = state["steps"]
-
-
-def average_gradients(parameters: list[nn.Parameter], ranks: int) -> None:
-    """Replace gradients by their mean over the ranks, in one all-reduce.
-
-    A parameter without a gradient counts as zero; without one on any rank it keeps none.
-    """
-    import torch
-    import torch.distributed as dist
-
-    grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
-    unused = [one.grad is None for one in parameters]
-    present = torch.tensor([not one for one in unused]).to(grads[0])
-    flat = torch.cat([present, *(grad.flatten() for grad in grads)])
-    dist.all_reduce(flat)
-    sizes = [one.numel() for one in parameters]
-    present, *means = flat.split([len(parameters), *sizes])
-    torch._foreach_div_(means, ranks)
-    used = present.tolist() if any(unused) else None  # waits for the device
-    for number, (one, grad, mean) in enumerate(zip(parameters, grads, means, strict=True)):
-        if used is None or used[number]:
-            one.grad = grad.copy_(mean.view_as(grad))
 
 
 class SeveralTrainStep(TrainStep):
@@ -142,11 +121,13 @@ class SeveralTrainStep(TrainStep):
         scheduled: dict[str, OptimizerHandle] = {}
         schedules = recipe.schedule
         for name, given in cast("Mapping[str, object]", recipe.optimizer).items():
-            optimizer = resolve_optimizer(self.module, given, f"optimizer[{name!r}]")
+            place = f"optimizer[{name!r}]"
+            optimizer = resolve_optimizer(self.module, given, place, self.loss_module)
             own = schedules.get(name) if isinstance(schedules, Mapping) else schedules
             schedule = UserSchedule(own, total=self.steps, place=f"schedule[{name!r}]")
             scheduled[name] = OptimizerHandle(name, optimizer, schedule, ctx, config, self.strategy)
-        check_all_held(self.module, [one.optimizer for one in scheduled.values()])
+        made = [one.optimizer for one in scheduled.values()]
+        check_all_held(self.module, made, self.loss_module)
         self.scheduled = scheduled
 
     def _pass(self, batch: Batch, micro_batch: MicroBatch) -> BatchLoss:
