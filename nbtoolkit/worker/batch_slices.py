@@ -374,31 +374,54 @@ def _checked(ctx: RunContext, batches: Iterable[object]) -> Iterator[object]:
         PlanError: it differs.
     """
     for number, batch in enumerate(batches):
-        first = number == 0 and ctx.world_size > 1
-        if first and len(set(gather_on_all(_digest(batch), ctx.world_size))) > 1:
-            raise PlanError(
-                "the ranks read different batches from a loader that they should share",
-                allowed="a stream that is equal on all ranks",
-                do="seed its random numbers with ctx.seed; do not pass ctx.prepare a stream that "
-                "divides itself among the ranks: move its batches to ctx.device",
-            )
+        if number == 0 and ctx.world_size > 1:
+            refuse_different(digest(batch), ctx.world_size)
         yield batch
 
 
-def _digest(batch: object) -> str:
-    """A hash of the tensors of a batch."""
+def refuse_different(digest: str, ranks: int) -> None:
+    """Refuse a stream that is not equal on all ranks; a collective.
+
+    Args:
+        digest: of what this rank reads first.
+        ranks: the number of ranks.
+
+    Raises:
+        PlanError: another rank reads something else.
+    """
+    if len(set(gather_on_all(digest, ranks))) > 1:
+        raise PlanError(
+            "the ranks read different batches from a loader that they should share",
+            allowed="a stream that is equal on all ranks",
+            do="seed its random numbers with ctx.seed; a stream that divides itself among the "
+            "ranks loses samples here: give nb.fit and ctx.prepare the whole stream, or write your "
+            "own loop, and move its batches to ctx.device",
+        )
+
+
+def digest(batch: object) -> str:
+    """A hash of the tensors, arrays, texts and numbers of a batch, or of a list of samples."""
+    import numpy as np
     import torch
     from accelerate.utils import recursively_apply
 
-    digest = hashlib.blake2b(digest_size=16)
+    value = hashlib.blake2b(digest_size=16)
 
-    def add(tensor: torch.Tensor) -> torch.Tensor:
-        digest.update(str(tensor.shape).encode())
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return tensor
+    def hashed(part: object) -> bool:
+        return isinstance(part, (torch.Tensor, np.ndarray, np.generic, str, bytes, int, float))
 
-    recursively_apply(add, batch)
-    return digest.hexdigest()
+    def add(part: object) -> object:
+        if isinstance(part, torch.Tensor):
+            value.update(str(part.shape).encode())
+            value.update(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(part, (np.ndarray, np.generic)) and part.dtype.kind != "O":
+            value.update(str(part.shape).encode() + part.tobytes())
+        else:
+            value.update(repr(part).encode())
+        return part
+
+    recursively_apply(add, batch, test_type=hashed)
+    return value.hexdigest()
 
 
 def _size(batch: object) -> int:

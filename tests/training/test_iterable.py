@@ -6,13 +6,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from feeds import AugmentedStream, Known, contexts, listed, steps_of, together
-from torch.utils.data import get_worker_info
+from torch import nn
+from torch.utils.data import IterableDataset, get_worker_info
 
-from nbtoolkit.errors import FitError
+import nbtoolkit as nb
+from nbtoolkit.config.schema import Config
+from nbtoolkit.errors import FitError, PlanError
 from nbtoolkit.training.loading.loader import make_train_loader
+from nbtoolkit.worker.context import RunContext
 
 # samples, ranks, passes a step; a step takes 12
 WALKS = [(24, 1, 1), (37, 1, 3), (24, 2, 1), (37, 3, 2), (13, 3, 1), (2, 3, 2), (29, 2, 3)]
@@ -214,3 +220,59 @@ def test_an_error_of_the_stream_names_the_place(tmp_path: Path, workers: int) ->
     assert caught.value.__notes__ == [
         "[nbtoolkit] while loading sample 14 of the stream in epoch 1"
     ]
+
+
+# --- streams that differ between the ranks ---
+
+
+class Points(IterableDataset[Any]):
+    """32 points with their class; ``divided``: each rank reads its own."""
+
+    def __init__(self, *, divided: bool) -> None:
+        self.divided = divided
+
+    def __iter__(self) -> Iterator[Any]:
+        first, step = (dist.get_rank(), dist.get_world_size()) if self.divided else (0, 1)
+        for number in range(first, 32, step):
+            yield {"x": np.full(2, number, dtype=np.float32), "y": number % 2}
+
+
+def of_streams(config: Config, ctx: RunContext) -> list[str]:
+    def step(model: nn.Module, batch: Any) -> Any:
+        return model(batch["x"]), batch["y"]
+
+    whole, divided = Points(divided=False), Points(divided=True)
+    messages = []
+    for train_data, valid_data in [(whole, whole), (divided, None), (whole, divided)]:
+        try:
+            loss = nn.functional.cross_entropy
+            nb.fit(ctx, config, nn.Linear(2, 2), train_data, valid_data, loss=loss, step=step)
+            messages.append("trained")
+        except PlanError as error:
+            messages.append(str(error))
+    try:
+        nb.predict(ctx, nn.Linear(2, 2), divided, step=step)
+    except PlanError as error:
+        messages.append(str(error))
+    return messages
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_stream_that_divides_itself_among_the_ranks_is_refused(
+    tmp_path: Path, workers: int
+) -> None:
+    settings = {
+        "train.max_steps": 4,
+        "train.batch_size": 16,
+        "train.num_workers": workers,
+        "checkpoint.enabled": False,
+        "tracking.mlflow": False,
+        "runtime.output_dir": str(tmp_path),
+    }
+    config = nb.load_config(env=None, overrides=settings)
+    result = nb.launch(of_streams, config, processes=2, display="off")
+    for messages in result.values:
+        assert messages[0] == "trained"
+        for message in messages[1:]:
+            assert "the ranks read different batches" in message
+            assert "give nb.fit and ctx.prepare the whole stream" in message

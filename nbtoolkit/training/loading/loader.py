@@ -34,6 +34,7 @@ from nbtoolkit.training.loading.sampler import (
     check_steps,
     seed_sample,
 )
+from nbtoolkit.worker.batch_slices import digest, refuse_different
 
 if TYPE_CHECKING:
     import torch
@@ -236,7 +237,7 @@ class StreamTrainLoader:
 
     Each rank reads the whole stream and makes batches of its part of every global batch only. All
     ranks therefore see its end, and weight a smaller last step without a collective. The stream
-    must be the same on all ranks: not one that gives each rank or node a part.
+    must be the same on all ranks: the ranks compare the samples of the first step.
 
     Before each epoch ``set_epoch(epoch)`` of the data set is called if it exists (a Hugging Face
     ``IterableDataset`` shuffles by it). A resumed epoch reads the samples that are done again,
@@ -266,12 +267,16 @@ class StreamTrainLoader:
         log: SampleLog | None = None,
         name: str = "training",
     ) -> None:
+        import torch.distributed as dist
+
         self.order = ""
         self._sampler, self._device, self._log, self._name = sampler, device, log, name
         self._length = stream_length(data)
         self._passes = 0
         self._lengths: dict[int, int] = {}  # epoch -> its samples, once all are read
-        reader = _StreamReader(cast("Iterable[Sample]", data), sampler, collate)
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        stream = cast("Iterable[Sample]", data)
+        reader = _StreamReader(stream, sampler, collate, digests=self._ranks > 1)
         self._loader = ItemLoader(reader, workers=workers, pin=device.type == "cuda")
 
     @property
@@ -286,6 +291,7 @@ class StreamTrainLoader:
 
         Raises:
             FitError: the epoch has no step, or not as many samples as the stream's ``len()``.
+            PlanError: the ranks read different samples in the first step.
         """
         batches = self._identified_batches(epoch, skip, limit)
         if self._log is not None:
@@ -308,6 +314,8 @@ class StreamTrainLoader:
         keys = repeat(stream_pass) if limit is None else repeat(stream_pass, limit)
         for number, step in enumerate(self._loader.items(keys), start=skip):
             ended = step.size < self._sampler.batch
+            if step.digest is not None:
+                refuse_different(step.digest, self._ranks)
             self._check(epoch, number, step.size, ended, resumed=number == skip > 0)
             micro_batches = replace(self._sampler, size=step.size).micro_batches
             for batch, micro_batch, ids in zip(step.batches, micro_batches, step.ids, strict=True):
@@ -363,17 +371,25 @@ class _StreamStep(NamedTuple):
     ids: list[list[int]]
     """Their positions in the stream, by micro-batch; a stand-in has none."""
     batches: list[Batch]
+    digest: str | None
+    """Of the samples of all ranks in the first step that is read; None: of a later one."""
 
 
 class _StreamReader:
     """Reads a stream step by step; it keeps its position between two calls."""
 
     def __init__(
-        self, data: Iterable[Sample], sampler: GlobalBatchSampler, collate: Collate | None
+        self,
+        data: Iterable[Sample],
+        sampler: GlobalBatchSampler,
+        collate: Collate | None,
+        *,
+        digests: bool,
     ) -> None:
         from torch.utils.data import default_collate
 
         self._data, self._sampler, self._collate = data, sampler, collate or default_collate
+        self._digests = digests
         self._pass: _StreamPass | None = None
         self._samples: Iterator[tuple[int, Sample]] = iter(())
 
@@ -416,7 +432,9 @@ class _StreamReader:
             ids.append([position for position, _ in part][: micro_batch.samples])
             with noted(f"while loading a batch of the samples {ids[-1]} of the stream"):
                 batches.append(self._collate([sample for _, sample in part]))
-        return _StreamStep(len(samples), ids, batches)
+        value = digest([sample for _, sample in samples]) if self._digests else None
+        self._digests = False
+        return _StreamStep(len(samples), ids, batches, value)
 
 
 @contextmanager
