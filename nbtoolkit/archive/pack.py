@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -267,7 +268,7 @@ def _write(
             writer = BundleWriter(out, header, thread)
             for path in files:
                 name = path.relative_to(folder).as_posix()
-                if not _add(writer, path, name):
+                if not _add(writer, path, name, Path(f"{temporary}.db")):
                     unreadable.append(name)
             count = writer.close()
         os.replace(temporary, target)
@@ -276,20 +277,34 @@ def _write(
         raise _cannot_write(target, error) from error
     finally:
         if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+            _remove(Path(temporary))
     return count, unreadable
 
 
 def _remove_abandoned(target: Path) -> None:
     """Remove the temporary files, maybe large, of processes that were killed while packing."""
-    for file in filter(Path.is_file, target.parent.glob(f".{target.name}.*")):
+    # The eight characters of mkstemp, and not the copy of a database that belongs to such a file.
+    for file in filter(Path.is_file, target.parent.glob(f".{target.name}.????????")):
         with file.open("r+b") as opened, contextlib.suppress(BlockingIOError):
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.unlink()
+            _remove(file)
 
 
-def _add(writer: BundleWriter, path: Path, name: str) -> bool:
-    """Copy one file; False if it cannot be read. A file that is gone (a checkpoint) is skipped."""
+def _remove(temporary: Path) -> None:
+    """Remove a temporary file, and the copy of a database beside it."""
+    for file in temporary.parent.glob(f"{temporary.name}*"):
+        file.unlink(missing_ok=True)
+
+
+def _add(writer: BundleWriter, path: Path, name: str, copy: Path) -> bool:
+    """Copy one file; False if it cannot be read. A file that is gone (a checkpoint) is skipped.
+
+    Args:
+        writer: of the bundle.
+        path: the file.
+        name: its name in the bundle.
+        copy: a path for the copy of a database, on the disk of the bundle.
+    """
     try:
         # O_NONBLOCK, O_NOFOLLOW: a FIFO or a link may have replaced the file since the scan.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -303,7 +318,7 @@ def _add(writer: BundleWriter, path: Path, name: str) -> bool:
             return False
         try:
             if is_database(path):
-                return _add_database(writer, path, name)
+                return _add_database(writer, path, name, copy)
             size = info.st_size if path.suffix != ".jsonl" else _whole_lines(file, info.st_size)
         except FileNotFoundError:
             return True
@@ -314,16 +329,18 @@ def _add(writer: BundleWriter, path: Path, name: str) -> bool:
         return writer.add(name, file, size, info.st_mtime_ns)
 
 
-def _add_database(writer: BundleWriter, path: Path, name: str) -> bool:
+def _add_database(writer: BundleWriter, path: Path, name: str, copy: Path) -> bool:
     """Copy a database; False if it is damaged or stays locked."""
-    with tempfile.TemporaryDirectory(prefix="nbtoolkit-archive-") as folder:
-        copy = Path(folder) / path.name
-        try:
-            _copy_database(path, copy)
-        except sqlite3.Error:
-            return False
+    try:
+        _copy_database(path, copy)
         with copy.open("rb") as file:
             return writer.add(name, file, copy.stat().st_size, path.stat().st_mtime_ns)
+    except sqlite3.Error as error:
+        if "disk is full" in str(error):  # sqlite_errorcode exists from Python 3.11 on
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+        return False
+    finally:
+        copy.unlink(missing_ok=True)
 
 
 def _copy_database(source: Path, target: Path) -> None:
@@ -357,11 +374,14 @@ def _copy_database(source: Path, target: Path) -> None:
 
 def _copy_read_only(source: Path, target: Path) -> None:
     """Copy a dead session's database, with its log, from a folder that is read-only."""
-    with tempfile.TemporaryDirectory(prefix="nbtoolkit-archive-") as folder:
-        copy = Path(folder) / source.name
+    copy = Path(f"{target}-read")
+    try:
         for suffix in ("", "-wal"):
             shutil.copyfile(f"{source}{suffix}", f"{copy}{suffix}")
         _copy_database(copy, target)
+    finally:
+        for suffix in ("", "-wal"):
+            Path(f"{copy}{suffix}").unlink(missing_ok=True)
 
 
 def _whole_lines(file: IO[bytes], size: int) -> int:

@@ -79,12 +79,14 @@ class Item:
         run: the run they belong to; empty for none.
         files: their paths.
         size: bytes they take in a bundle.
+        copied: bytes of their largest database, which is copied beside the bundle to be packed.
     """
 
     priority: Priority
     run: str
     files: tuple[Path, ...]
     size: int
+    copied: int = 0
 
 
 def choose_items(items: Iterable[Item], room: int) -> tuple[list[Item], list[Item]]:
@@ -102,10 +104,12 @@ def choose_items(items: Iterable[Item], room: int) -> tuple[list[Item], list[Ite
     ranked.sort(key=lambda item: PRIORITIES.index(item.priority))
     kept: list[Item] = []
     left_out: list[Item] = []
+    copied = 0  # one database at a time, when everything else is in the bundle
     for item in ranked:
-        if item.size <= room or item.priority == "needed":
+        largest = max(copied, item.copied)
+        if item.size + largest <= room or item.priority == "needed":
             kept.append(item)
-            room -= item.size
+            room, copied = room - item.size, largest
         else:
             left_out.append(item)
     return kept, left_out
@@ -259,7 +263,7 @@ class OutputContents:
     def _add_item(self, priority: Priority, run: str, files: Iterable[Path]) -> None:
         """Add those of the files that may be carried."""
         carried: list[Path] = []
-        size = 0
+        size = copied = 0
         for file in files:
             reason, file_size = refusal(self._name(file)), 0
             try:
@@ -267,7 +271,9 @@ class OutputContents:
                 if reason is None and not stat.S_ISREG(info.st_mode):  # opening a FIFO would block
                     reason = NOT_REGULAR
                 if reason is None:
-                    file_size = size_of(file) if is_database(file) else info.st_size
+                    database = is_database(file)
+                    file_size = size_of(file) if database else info.st_size
+                    copied = max(copied, file_size if database else 0)
             except FileNotFoundError:  # a checkpoint that was replaced, a temporary file
                 if priority != "needed":
                     continue
@@ -279,7 +285,7 @@ class OutputContents:
             carried.append(file)
             size += size_in_bundle(self._name(file), file_size)
         if carried:
-            self.items.append(Item(priority, run, tuple(carried), size))
+            self.items.append(Item(priority, run, tuple(carried), size, copied))
 
 
 def _status(paths: RunPaths) -> str:

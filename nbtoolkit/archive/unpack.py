@@ -135,9 +135,15 @@ def _unpack_runs(source: Path, folder: Path, *, skip_seen: bool) -> UnpackResult
     changed = last_change(base, runs)
     if base == folder or (skip_seen and was_seen(folder, runs, changed)):
         return UnpackResult(bundle=source, folder=folder, unchanged=tuple(runs))
-    with tempfile.TemporaryDirectory(prefix="nbtoolkit-archive-") as temporary:
-        packed = pack(temporary, source=source)
-        result = _unpack(Bundle.open(packed.path), folder, source)
+    # The temporary folder may be a small file system in memory, and the output folder's disk full.
+    roomiest = max(Path(tempfile.gettempdir()), folder, key=free_space)
+    try:
+        roomiest.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".nbtoolkit-archive-", dir=roomiest) as temporary:
+            packed = pack(temporary, source=source)
+            result = _unpack(Bundle.open(packed.path), folder, source)
+    except OSError as error:
+        raise _cannot_unpack(source, folder, error) from error
     note_bundle(folder, changed)
     return result
 
@@ -153,11 +159,7 @@ def _unpack(bundle: Bundle, folder: Path, source: Path) -> UnpackResult:
             merger.merge()
             note_bundle(folder, bundle.header.created)
     except OSError as error:
-        raise BundleError(
-            f"the bundle {source} cannot be unpacked into {folder}: {error.strerror or error}",
-            allowed="a folder on a disk with free space that you may write to",
-            do='free some space, or choose another folder: nb.unpack(into="...")',
-        ) from error
+        raise _cannot_unpack(source, folder, error) from error
     left_out = [f"the bundle was packed without {text}" for text in bundle.header.left_out]
     return UnpackResult(
         bundle=source,
@@ -168,6 +170,14 @@ def _unpack(bundle: Bundle, folder: Path, source: Path) -> UnpackResult:
         files=merger.files,
         tracked=tuple(merger.tracked),
         notes=(*left_out, *merger.notes),
+    )
+
+
+def _cannot_unpack(source: Path, folder: Path, error: OSError) -> BundleError:
+    return BundleError(
+        f"the bundle {source} cannot be unpacked into {folder}: {error.strerror or error}",
+        allowed="a folder on a disk with free space that you may write to",
+        do='free some space, or choose another folder: nb.unpack(into="...")',
     )
 
 

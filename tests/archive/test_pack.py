@@ -363,6 +363,37 @@ def test_a_disk_that_is_read_only_or_too_small_is_told(
     assert all(text in line for text, line in zip(told, lines, strict=True)), lines
 
 
+WITHOUT_ROOM_IN_TMPDIR = """
+import nbtoolkit as nb
+packed = nb.pack(".", source="first/outputs")
+print(packed.left_out, nb.unpack("first/outputs", into="second").files)
+"""
+
+
+def test_packing_needs_no_room_in_the_temporary_folder(outputs: Path, tmp_path: Path) -> None:
+    unshare = [shutil.which("unshare") or "unshare", "-rm"]
+    if subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs a mount namespace (unshare -rm), which this machine does not allow")
+    with closing(sqlite3.connect(outputs / "mlflow.db")) as database, database:
+        database.execute("create table runs (text)")
+        database.execute("insert into runs values (?)", ("long" * 20_000,))
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "calls.py").write_text(WITHOUT_ROOM_IN_TMPDIR)
+    mount = f"mount -t tmpfs -o size=16k tmpfs tiny && exec {sys.executable} calls.py"
+    done = subprocess.run(
+        [*unshare, "sh", "-c", mount],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path / "tiny")},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.stdout.startswith("() "), done.stdout + done.stderr
+    assert "mlflow.db" in names(tmp_path / DEFAULT_NAME)
+    assert len(runs_in(tmp_path / "second")) == 4
+    assert left_over(tmp_path) == []
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
