@@ -466,8 +466,8 @@ class _Training:
                 "callbacks": self._callbacks.state(),
             }
             parts = {"model": model, "training": training}
-            if "loss" in training:
-                parts["loss"] = training.pop("loss")
+            if "loss_parameters" in training:
+                parts["loss_parameters"] = training.pop("loss_parameters")
             if train_step.averages is not None and train_step.averages.active:
                 parts["averaged"] = train_step.averages.weights()
             return parts

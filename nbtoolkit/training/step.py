@@ -283,7 +283,7 @@ class TrainStep:
             **self._optimizer_state(),
         }
         if self.loss_module is not None:
-            state["loss"] = self.loss_module.state_dict()
+            state["loss_parameters"] = self.loss_module.state_dict()
         return state if self.averages is None else {**state, "averages": self.averages.state()}
 
     def restore(self, state: State, *, source: str) -> None:
@@ -294,7 +294,7 @@ class TrainStep:
         """
         needed = {"step", *self._optimizer_state()}
         if self.loss_module is not None:
-            needed.add("loss")
+            needed.add("loss_parameters")
         if missing := (needed if self.averages is None else needed | {"averages"}) - state.keys():
             raise CheckpointError(
                 f"the checkpoint {source} was not written by fit: {', '.join(sorted(missing))} is "
@@ -304,7 +304,7 @@ class TrainStep:
             )
         load_weights(state, self.module, source=source)
         if self.loss_module is not None:
-            load_weights(state["loss"], self.loss_module, source=source)
+            load_weights(state["loss_parameters"], self.loss_module, source=source)
         self._restore_optimizers(state, source)
         if self.averages is not None:
             self.averages.restore(state["averages"], source=source)
@@ -331,7 +331,7 @@ class TrainStep:
         """The weights that were evaluated, and those of a loss that is trained."""
         weights = {"model": self.evaluated_module.state_dict()}
         if self.loss_module is not None:
-            weights["loss"] = self.loss_module.state_dict()
+            weights["loss_parameters"] = self.loss_module.state_dict()
         return weights
 
     def load_on_all_ranks(self, weights: State | None) -> None:
@@ -339,7 +339,7 @@ class TrainStep:
         weights = weights or {}
         self.strategy.load_on_all_ranks(self.module, weights.get("model"))
         if self.loss_module is not None:
-            self.strategy.load_on_all_ranks(self.loss_module, weights.get("loss"))
+            self.strategy.load_on_all_ranks(self.loss_module, weights.get("loss_parameters"))
 
     def _pass(self, batch: Batch, micro_batch: MicroBatch) -> BatchLoss:
         """Forward and backward; under DDP the gradients are then the mean over the ranks."""

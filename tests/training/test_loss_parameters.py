@@ -109,9 +109,9 @@ def test_the_loss_ends_with_the_best_epoch_and_its_weights_are_beside_the_models
     run.fit(config=configured(overrides=overrides), loss=loss, callbacks=[Watch()])
     torch.testing.assert_close(loss.centres.detach(), seen[1], atol=0, rtol=0)
     (best,) = run.paths.checkpoints.glob("best-*")
-    saved = torch.load(best / "loss.pt", weights_only=True)
+    saved = torch.load(best / "loss_parameters.pt", weights_only=True)
     torch.testing.assert_close(saved["centres"], seen[1], atol=0, rtol=0)
-    torch.testing.assert_close(run.saved("loss")["centres"], seen[2], atol=0, rtol=0)
+    torch.testing.assert_close(run.saved("loss_parameters")["centres"], seen[2], atol=0, rtol=0)
 
 
 def test_a_loss_that_holds_the_model_trains_it_once(run: Run, another: Run, capsys: Any) -> None:

@@ -3,7 +3,7 @@
     checkpoints/
       step-000001200/   model.pt  training.pt  manifest.json    everything needed to resume
       best-000000900/   model.pt  manifest.json                 the best epoch's weights
-                        loss.pt                                 those of a loss that is trained
+                        loss_parameters.pt                      those of a loss that is trained
       step-000001500/   shards/  training.pt  manifest.json     the same, with tensors in parts
       fit-2/            the same for the second fit of a training function
 
@@ -207,7 +207,9 @@ class StoredCheckpoint:
             CheckpointError: a file is missing or damaged.
         """
         weights = {"model": self.read("model")}
-        return {**weights, "loss": self.read("loss")} if "loss.pt" in self.files else weights
+        if "loss_parameters.pt" in self.files:
+            weights["loss_parameters"] = self.read("loss_parameters")
+        return weights
 
     def damage(self) -> str:
         """The first file whose size or SHA-256 is wrong, as text; empty: all are right."""
