@@ -43,6 +43,7 @@ from nbtoolkit.worker.collectives import broadcast
 from nbtoolkit.worker.context import RunContext
 from nbtoolkit.worker.horovod_rendezvous import horovod_address
 from nbtoolkit.worker.main import call_function, join_group, seed_everything
+from nbtoolkit.worker.process_group import leave_group, torchrun_conditions
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
@@ -200,7 +201,8 @@ def _train(
             import torch
 
             torch.cuda.set_device(ctx.device)
-        _call(train, ctx, record, wait_for_ranks)
+        with torchrun_conditions(ctx):
+            _call(train, ctx, record, wait_for_ranks)
 
 
 def _call(
@@ -270,9 +272,6 @@ def own_accelerate_state() -> Iterator[None]:
 
 
 # --- a rank of torchrun or Slurm ---
-
-
-_GLOO_RELEASE_SECONDS = 0.1
 
 
 def run_in_place(
@@ -391,17 +390,7 @@ def _join(plan: LaunchPlan, host: Host) -> None:
             do="unset RANK and WORLD_SIZE if no launcher started this process",
         ) from error
     if formed_here and dist.is_initialized():
-        atexit.register(_leave_group)
-
-
-def _leave_group() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        # A gloo thread may still hold the last collective's tensor and needs the interpreter's lock
-        # to free it; destroy_process_group waits for that thread with the lock held (torch 2.6).
-        time.sleep(_GLOO_RELEASE_SECONDS)
-        dist.destroy_process_group()
+        atexit.register(leave_group)
 
 
 def rendezvous(host: Host, hardware: Hardware, environ: Mapping[str, str]) -> dict[str, str]:

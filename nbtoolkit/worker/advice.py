@@ -6,14 +6,6 @@ import traceback
 
 from nbtoolkit.run.serialization import error_text
 
-_TORCHRUN_VARIABLES = {
-    "RANK": "ctx.rank",
-    "LOCAL_RANK": "ctx.local_rank",
-    "WORLD_SIZE": "ctx.world_size",
-    "MASTER_ADDR": "nothing: the ranks are connected",
-    "MASTER_PORT": "nothing: the ranks are connected",
-}
-_GROUP_ERRORS = ("initialize the default process group twice", "environment variable RANK expected")
 _DEVICE_ERRORS = ("Expected all tensors to be on the same device", "weight type (torch.cuda.")
 
 
@@ -31,23 +23,13 @@ def advice(error: BaseException) -> str | None:
                 "parser.parse_args([]) uses the defaults; settings come with config"
             )
         return None
-    name = next(iter(error.args), None) if isinstance(error, KeyError) else None
-    if isinstance(name, str) and name in _TORCHRUN_VARIABLES:  # the key may not be hashable
-        return (
-            f"torchrun sets os.environ[{name!r}], and a single process does not have it: use "
-            f"{_TORCHRUN_VARIABLES[name]} instead"
-        )
     text = error_text(error)
-    if "process group has not been initialized" in text:
+    if "initialize the default process group twice" in text:
+        # A name that was imported before the run began is torch's own function.
         return (
-            "a single process has no process group and needs none: ctx.rank and ctx.world_size are "
-            "always there (DistributedSampler(data, ctx.world_size, ctx.rank)), ctx.prepare wraps "
-            "the model, ctx.accelerator.reduce and .gather also work on one process"
-        )
-    if any(part in text for part in _GROUP_ERRORS):
-        return (
-            "delete init_process_group(...): several ranks have a process group when the function "
-            "starts, a single one needs none (delete destroy_process_group(), too)"
+            "several ranks have a process group when the function starts: call "
+            "torch.distributed.init_process_group(...) by this name, which accepts the group, or "
+            "only if not torch.distributed.is_initialized()"
         )
     if any(part in text for part in _DEVICE_ERRORS):
         return (

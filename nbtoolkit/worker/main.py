@@ -41,6 +41,7 @@ from nbtoolkit.worker.channel import SupervisorChannel, heartbeat
 from nbtoolkit.worker.collectives import new_gloo_group, without_gloo_lines
 from nbtoolkit.worker.context import RunContext
 from nbtoolkit.worker.forking import die_with_parent
+from nbtoolkit.worker.process_group import torchrun_conditions
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -119,10 +120,11 @@ def _run_job(job: RankJob, rank: int, channel: SupervisorChannel) -> None:
         # The fork server imports these modules for the next launch.
         sys.meta_path.insert(0, imports)
     try:
-        function = job.load()
-        channel.send(messages.PhaseReached(phase="ready"))
-        if channel.wait() is not None:  # the supervisor sends Go when every rank is ready
-            _call_and_report(function, context, channel, imports)
+        with torchrun_conditions(context):
+            function = job.load()
+            channel.send(messages.PhaseReached(phase="ready"))
+            if channel.wait() is not None:  # the supervisor sends Go when every rank is ready
+                _call_and_report(function, context, channel, imports)
     except BaseException as error:
         _report_error(spec.paths, rank, channel, error)
     finally:

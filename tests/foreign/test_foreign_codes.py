@@ -123,11 +123,12 @@ def vectors(size: int, seed: int = 0) -> Rows:
 
 
 def torchrun(config: Config, ctx: RunContext, *, samples: int = 48) -> Value:
+    dist.init_process_group("gloo")
+    int(os.environ["LOCAL_RANK"])
     torch.manual_seed(0)
     data, model = vectors(samples), nn.Linear(20, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    sampler = DistributedSampler(data, ctx.world_size, ctx.rank)  # nbtoolkit (two arguments)
-    loader = DataLoader(data, 16 // ctx.world_size, shuffle=False, sampler=sampler)
+    loader = DataLoader(data, 16 // ctx.world_size, shuffle=False, sampler=DistributedSampler(data))
     start, trainer = numbers_of(model), Trainer(ctx, model, loader, optimizer)
     trainer.train(3)
     if ctx.is_main:
@@ -135,21 +136,12 @@ def torchrun(config: Config, ctx: RunContext, *, samples: int = 48) -> Value:
         assert torch.equal(saved["weight"], trainer.plain.weight)
     loss = F.cross_entropy(trainer.plain(data.columns[0]), data.columns[1]).item()
     weights = numbers_of(trainer.plain)
+    dist.destroy_process_group()
     return {"start": start, "weights": weights, "results": [loss], "seen": trainer.seen}
 
 
 def torchrun_of_49(config: Config, ctx: RunContext) -> Value:
     return torchrun(config, ctx, samples=49)
-
-
-def as_pasted(config: Config, ctx: RunContext) -> None:
-    int(os.environ["LOCAL_RANK"])  # torchrun's; two ranks have one here, too
-    dist.init_process_group("gloo")
-
-
-def without_its_group(config: Config, ctx: RunContext) -> None:
-    data = vectors(48)
-    DataLoader(data, 16, sampler=DistributedSampler(data))
 
 
 def with_its_wrapper(config: Config, ctx: RunContext) -> None:
@@ -167,10 +159,7 @@ def test_torchrun_script(tmp_path: Path) -> None:
 
 
 PASTED = [
-    (as_pasted, 1, KeyError, r"use ctx\.local_rank instead"),
-    (as_pasted, 2, ValueError, r"delete init_process_group"),
-    (without_its_group, 1, ValueError, r"DistributedSampler\(data, ctx\.world_size, ctx\.rank\)"),
-    (with_its_wrapper, 1, ValueError, r"ctx\.prepare wraps the model"),
+    (with_its_wrapper, 1, PlanError, r"delete the line with DistributedDataParallel"),
     (with_its_wrapper, 2, PlanError, r"delete the line with DistributedDataParallel"),
     (torchrun_of_49, 2, PlanError, r"\(49 in batches of 16\)[\s\S]*drop_last=True"),
 ]

@@ -128,7 +128,7 @@ class Mixer(nn.Module):
 def image_models(config: Config, ctx: RunContext) -> Value:
     torch.manual_seed(42)  # nbtoolkit: the script adds the rank
     data, held_out, steps_of_one = images(56), images(21, 1), 3
-    sampler = DistributedSampler(data, ctx.world_size, ctx.rank)  # nbtoolkit (two arguments)
+    sampler = DistributedSampler(data)
     loader: Any = DataLoader(data, 8 // ctx.world_size, sampler=sampler, drop_last=True)
     loader_of_test: Any = DataLoader(held_out, 8)
     model: Any = Mixer()

@@ -253,6 +253,23 @@ def layers_trial(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
     return nb.fit(ctx, config, model, data, data, loss=nn.functional.cross_entropy)
 
 
+def test_a_trial_that_leaves_its_process_group_does_not_take_it_from_the_next_one(
+    config: nb.Config,
+) -> None:
+    def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        dist.barrier()
+        dist.destroy_process_group()
+        return {"val_loss": os.getpid()}
+
+    config = config.with_overrides({"distributed.world_size": 2})
+    result = nb.sweep(train, config, ONE_SLOT, n_trials=4, display="off")
+    assert list(result.trials["state"]) == ["complete"] * 4
+    assert len(set(result.trials["value"])) == 1, "in the same ranks"
+
+
 # DeepSpeed takes some seconds to import; make test-cluster installs it.
 DEEPSPEED = pytest.param("deepspeed", marks=pytest.mark.cluster)
 

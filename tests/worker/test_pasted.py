@@ -1,4 +1,4 @@
-"""Code pasted from scripts for torchrun works, or the error says what to delete."""
+"""Code pasted from scripts for torchrun works, or the error says what to change."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
-from nbtoolkit.errors import WorkerDied
+from nbtoolkit.errors import PlanError, WorkerDied
 from nbtoolkit.worker.context import RunContext
 
 
@@ -22,19 +26,68 @@ def config(tmp_path: Path) -> Config:
     return Config().with_overrides({"tracking.mlflow": False, "runtime.output_dir": str(tmp_path)})
 
 
-def forms_a_group(config: Config, ctx: RunContext) -> int:
-    dist.init_process_group("gloo")
-    return dist.get_rank()
+DATA = TensorDataset(torch.arange(12.0).reshape(12, 1), torch.arange(12.0).reshape(12, 1))
+Losses = list[float]
 
 
-def reads_local_rank(config: Config, ctx: RunContext) -> int:
-    return int(os.environ["LOCAL_RANK"])
+def torchrun_script(config: Config, ctx: RunContext, *, form: bool = True) -> tuple[int, Losses]:
+    """The recipe of torch's DDP tutorials; its sampler and model ask for the default group."""
+    if form:
+        dist.init_process_group("gloo")
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    assert (rank, ranks) == (dist.get_rank(), dist.get_world_size()) == (ctx.rank, ctx.world_size)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    sampler: Any = DistributedSampler(DATA, shuffle=False)
+    losses = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for inputs, targets in DataLoader(DATA, 4 // ranks, sampler=sampler):
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            mean = loss.detach() / ranks
+            dist.all_reduce(mean)
+            losses.append(float(mean))
+    dist.destroy_process_group()
+    return int(os.environ["LOCAL_RANK"]), losses
+
+
+def script_without_group(config: Config, ctx: RunContext) -> tuple[int, Losses]:
+    return torchrun_script(config, ctx, form=False)
+
+
+def asks_before_it_forms(config: Config, ctx: RunContext) -> int:
+    rank = int(os.environ["LOCAL_RANK"])
+    assert DistributedSampler(DATA).rank == rank
+    dist.init_process_group("gloo", rank=rank, world_size=ctx.world_size)
+    dist.barrier()
+    return rank
+
+
+def asks_for_another_group(config: Config, ctx: RunContext) -> str:
+    messages = []
+    for arguments in ({"backend": "nccl"}, {"world_size": 4, "rank": 0}):
+        with pytest.raises(PlanError) as caught:
+            dist.init_process_group(**arguments)
+        messages.append(str(caught.value))
+    return "\n".join(messages)
+
+
+def is_as_before(config: Config, ctx: RunContext) -> list[str]:
+    """Libraries do the same on one rank as without torchrun's variables and groups."""
+    from accelerate import Accelerator
+
+    model = Accelerator().prepare(nn.Linear(1, 1))
+    ours = ctx.prepare(nn.Linear(1, 1))
+    return [str(dist.is_initialized()), type(model).__name__, type(ours).__name__]
 
 
 def leaves_the_group(config: Config, ctx: RunContext) -> int:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    rank = int(os.environ["RANK"])
+    dist.destroy_process_group()
     return rank
 
 
@@ -73,25 +126,48 @@ def raises_textless(config: Config, ctx: RunContext) -> None:
     raise Textless
 
 
+@pytest.mark.parametrize("script", [torchrun_script, script_without_group])
+def test_a_script_for_torchrun_runs_on_any_number_of_ranks(config: Config, script: Any) -> None:
+    ranks: list[int]
+    values: list[Losses]
+    several = nb.launch(script, config, processes=2, display="off").values
+    ranks, values = zip(*several, strict=True)  # type: ignore[assignment]
+    assert list(ranks) == [0, 1]
+    single = nb.launch(script, config, processes=1, display="off").value
+    assert single == (0, pytest.approx(values[0], rel=1e-5))
+
+
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_group_is_not_to_be_formed(config: Config, processes: int) -> None:
-    with pytest.raises(ValueError, match=r"group twice|RANK expected") as caught:
-        nb.launch(forms_a_group, config, processes=processes, display="off")
-    assert "delete init_process_group(...)" in "\n".join(caught.value.__notes__)
+def test_a_further_group_is_the_one_that_exists(config: Config, processes: int) -> None:
+    result = nb.launch(asks_before_it_forms, config, processes=processes, display="off")
+    assert result.values == list(range(processes))
 
 
-def test_a_variable_of_torchruns_is_in_ctx(config: Config) -> None:
-    result = nb.launch(reads_local_rank, config, processes=2, display="off")
-    assert result.values == [0, 1]
-    start: Any
-    for start in ("forkserver", "inline"):
-        with pytest.raises(KeyError) as caught:
-            nb.launch(reads_local_rank, config, processes=1, start=start, display="off")
-        assert "use ctx.local_rank instead" in "\n".join(caught.value.__notes__)
+def test_a_kernel_keeps_no_group_and_no_variables(config: Config) -> None:
+    assert nb.launch(asks_before_it_forms, config, start="inline", display="off").value == 0
+    assert "LOCAL_RANK" not in os.environ
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="not been initialized"):
+        dist.get_rank()
+
+
+def test_another_group_is_refused_with_both_sets_of_arguments(config: Config) -> None:
+    told = nb.launch(asks_for_another_group, config, processes=2, display="off").value
+    assert "init_process_group(backend='nccl') asks for another process group" in told
+    assert "init_process_group(world_size=4, rank=0) asks" in told
+    assert "backend='gloo', world_size=2, rank=0" in told
+    assert "leave out rank and world_size" in told or "leave out world_size" in told
+
+
+@pytest.mark.parametrize("start", ["forkserver", "inline"])
+def test_libraries_see_no_group_on_one_rank(config: Config, start: Any) -> None:
+    result = nb.launch(is_as_before, config, processes=1, start=start, display="off")
+    assert result.value == ["False", "Linear", "Linear"]
 
 
 def test_a_group_may_be_left(config: Config) -> None:
     assert nb.launch(leaves_the_group, config, processes=2, display="off").values == [0, 1]
+    assert nb.launch(leaves_the_group, config, processes=1, display="off").values == [0]
 
 
 def test_arguments_are_those_of_the_kernel(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
