@@ -70,7 +70,9 @@ class Tracking(Section):
     wandb_project: Text | None = None
     """The name of the W&B project. null: the value of `tracking.experiment`."""
     uri: Text | None = None
-    """The tracking URI of MLflow. null: an SQLite database in `runtime.output_dir`."""
+    """The tracking URI of MLflow. null: the URI of `mlflow.set_tracking_uri` or of the environment
+    variable `MLFLOW_TRACKING_URI`, or if there is none, an SQLite database in
+    `runtime.output_dir`."""
     experiment: Text = "nbtoolkit"
     """The name of the MLflow experiment."""
     log_every_n_steps: Count = 10

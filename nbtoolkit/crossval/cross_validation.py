@@ -13,6 +13,7 @@ from nbtoolkit.config.aliases import refuse_other_launchers_names
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.crossval.cv_result import CVResult, FoldTable
 from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, check_same, fold_key
+from nbtoolkit.environment.kernel_mlflow import tracking_place, with_kernel_uri
 from nbtoolkit.errors import FoldError, LaunchError
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.failures import raise_failure
@@ -167,6 +168,7 @@ def cross_validate(
     _check_folds(folds)
     screen = choose_screen(display, find_display())
     config = as_config(config, processes).with_overrides({"task": task_name(train)})
+    config = with_kernel_uri(config)
     if where == "local":
         config = measure_auto(train, config, resume, display, fold=folds[0])
     _check_resumed(resume, config, folds)
@@ -179,7 +181,8 @@ def cross_validate(
         started = submit_search(where, train, config, search, name=label, resume=resume, call=call)
     run = started.run
     cell = _output(run.paths, len(folds), screen, since=now)
-    cell.say(f"cross-validation, {len(folds)} folds -> {run.paths.folder}")
+    place = tracking_place(config)
+    cell.say(f"cross-validation, {len(folds)} folds -> {run.paths.folder}{place}")
     if run.resumed:
         cell.say(f"resuming it (attempt {run.attempt}; resume='never' starts a new one)")
     handle = CVHandle(run.paths, started=started.process, cell=cell)

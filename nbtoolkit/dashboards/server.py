@@ -28,6 +28,7 @@ from urllib.request import ProxyHandler, build_opener
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from nbtoolkit.dashboards import guard
+from nbtoolkit.environment.kernel_mlflow import kernel_uri
 from nbtoolkit.errors import DashboardError, MissingExtra
 from nbtoolkit.host import Host, detect_host
 from nbtoolkit.run.paths import find_run
@@ -107,7 +108,8 @@ def open_mlflow(
 
     Args:
         output_dir: the output folder of the runs, as in ``runtime.output_dir``.
-        uri: ``tracking.uri`` of the runs, if it was set.
+        uri: ``tracking.uri`` of the runs, if it was set; None: the database of ``output_dir``, or
+            if there is none, that of this process's MLflow (``MLFLOW_TRACKING_URI``).
         wait: whether to wait until the UI answers (about 12 s on two cores).
         host: the host of this process; default: detected.
 
@@ -116,9 +118,12 @@ def open_mlflow(
         DashboardError: no run was tracked there, the runs are on a tracking server with a UI of its
             own, no browser can reach the port, or the UI does not start.
     """
-    from nbtoolkit.tracking.database import database_file, database_uri
+    from nbtoolkit.tracking.database import database_file, database_path, database_uri
 
-    host, file = host or detect_host(), database_file(Path(output_dir).expanduser().absolute(), uri)
+    host, folder = host or detect_host(), Path(output_dir).expanduser().absolute()
+    if uri is None and not database_path(folder).is_file():
+        uri = kernel_uri()
+    file = database_file(folder, uri)
     if file is None:
         reason = f"runs are tracked at {uri}, which has a page of its own"
     else:

@@ -22,7 +22,7 @@ from nbtoolkit.environment.resources import children
 from nbtoolkit.launcher.preload import FIRST, Preloader, fork_agent, preload
 from nbtoolkit.run import messages
 from nbtoolkit.run.signals import ignore_warning_signals
-from nbtoolkit.run.transport import packet_pair, receive_packet, send_packet
+from nbtoolkit.run.transport import packet_pair, receive_packet, send_enclosed, send_packet
 from nbtoolkit.worker.forking import Forker, close_all, kill_group
 
 # By name, which imports nothing of the packages above this one.
@@ -211,7 +211,7 @@ class ForkServer(Forker):
         if self._tracking is None:
             self.start_tracking()
         assert self._tracking is not None
-        if not send_packet(self._tracking, message):  # it died; the next request starts a new one
+        if not send_enclosed(self._tracking, message):  # it died; the next request starts a new one
             self._end_tracking()
 
     def _end_tracking(self) -> None:

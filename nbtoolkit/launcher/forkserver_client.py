@@ -167,7 +167,8 @@ class ForkServerClient:
         """Track a run's events; return the pid of the fork server, below which tracking runs."""
         with self._asking:
             self._wait_ready()
-            send_packet(self._socket, messages.TrackRun(folder=str(folder)))
+            request = messages.TrackRun(folder=str(folder), environ=dict(os.environ))
+            send_enclosed(self._socket, request)
         return self.pid
 
     def let_outlive(self, run: RunPaths) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.environment.deadline import time_limit
+from nbtoolkit.environment.kernel_mlflow import tracking_place
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.environment.variables import (
@@ -321,7 +322,7 @@ def run_in_place(
         job = JobSpec(paths=paths, plan=plan, config=config, deadline=deadline)
         if run is not None:
             cell = CellOutput(paths, display)
-            cell.begin(plan, run)
+            cell.begin(plan, run, tracking_place(config))
             header = write_header(run, config, plan, host, train)
             request = RunRequest(
                 job=job,

@@ -19,6 +19,7 @@ from nbtoolkit.config.aliases import refuse_other_launchers_names
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.environment.deadline import check_deadline, time_limit
 from nbtoolkit.environment.hardware import detect_hardware
+from nbtoolkit.environment.kernel_mlflow import tracking_place, with_kernel_uri
 from nbtoolkit.environment.plan import Evidence, make_plan
 from nbtoolkit.environment.variables import (
     RANK_MARK,
@@ -365,6 +366,7 @@ def launch(
     )
     screen = choose_screen(display, find_display())
     config = as_config(config, processes).with_overrides({"task": task_name(train)})
+    config = with_kernel_uri(config)
     check_deadline(config)
     if where != "local":
         handle = _launch_remote(train, config, where, name, resume, display, on_event)
@@ -409,7 +411,7 @@ def launch(
         )
         offset = _size(run.paths.events) if run.resumed else 0  # none: it was cut off at once
         cell = CellOutput(run.paths, display, offset=_size(run.paths.log(0)))
-        cell.begin(plan, run)
+        cell.begin(plan, run, tracking_place(config))
         if start == "inline":
             from nbtoolkit.launcher.in_process import run_inline
 
@@ -446,7 +448,7 @@ def _launch_remote(
     choose = partial(choose_run, config, train, name, resume)
     run = submit_to_cluster(where, train, config, choose=choose, call=call)
     cell = CellOutput(run.paths, display, offset=_size(run.paths.log(0)))
-    cell.say(f"{where} -> {run.paths.folder}")
+    cell.say(f"{where} -> {run.paths.folder}{tracking_place(config)}")
     if run.warning is not None:
         cell.say(f"warning: {run.warning}")
     shown = displays().show(cell, run.paths, choose_screen(display, find_display()))

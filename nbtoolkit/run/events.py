@@ -67,6 +67,7 @@ class RunStarted(Event, type="run"):
         search: ``"sweep"`` or ``"cv"``; None: a single run or a job of a search.
         params: the trial's parameters, by dotted name.
         plan: the launch plan.
+        mlflow_parent: the MLflow run that was active in the kernel; None: there was none.
     """
 
     run_id: str = ""
@@ -79,6 +80,7 @@ class RunStarted(Event, type="run"):
     search: str | None = None
     params: dict[str, object] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
+    mlflow_parent: str | None = None
 
 
 class RankPhaseChanged(Event, type="rank"):

@@ -427,10 +427,15 @@ class RetireBranch(Message):
 
 
 class TrackRun(Message):
-    """To the tracking service: follow a run's events; sent again: read them now."""
+    """To the tracking service: follow a run's events; sent again: read them now.
+
+    ``environ``: the kernel's environment variables, such as MLflow's credentials; None: the service
+    started with them.
+    """
 
     folder: str
     output_dir: str | None = None
+    environ: dict[str, str] | None = None
 
 
 class RunTracked(Message):

@@ -81,9 +81,9 @@ class CellOutput:
         """
         self._write = write
 
-    def begin(self, plan: LaunchPlan, run: ChosenRun) -> None:
-        """Show the plan and the run's folder."""
-        self.say(f"{plan.explain().splitlines()[0]} -> {run.paths.folder}")
+    def begin(self, plan: LaunchPlan, run: ChosenRun, tracking_place: str) -> None:
+        """Show the plan, the run's folder and where else the run is tracked."""
+        self.say(f"{plan.explain().splitlines()[0]} -> {run.paths.folder}{tracking_place}")
         if run.resumed:
             self.say(
                 f"resuming the unfinished run {run.paths.run_id} (attempt {run.attempt}"

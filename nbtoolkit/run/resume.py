@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.config.schema import load_config
+from nbtoolkit.environment.kernel_mlflow import active_run
 from nbtoolkit.environment.plan import OutOfMemory
 from nbtoolkit.errors import LaunchError, ResumeError
 from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint
@@ -359,6 +360,7 @@ def write_header(
         versions=versions(),
         config=config.to_dict(),
         plan=plan.to_dict(),
+        mlflow_parent=active_run(config),
     )
     _write_decisions(run, config, record, header.plan)
     return header

@@ -195,12 +195,12 @@ def receive_packet(sock: socket.socket) -> Message | None:
     return message
 
 
-def send_enclosed(sock: socket.socket, message: Message) -> None:
-    """Send one message that may be too large for a packet."""
+def send_enclosed(sock: socket.socket, message: Message) -> bool:
+    """Send one message that may be too large for a packet; False: the other end is gone."""
     fd = os.memfd_create("nbtoolkit-message", os.MFD_CLOEXEC)
     try:
         os.pwrite(fd, encode(message), 0)
-        send_packet(sock, messages.Enclosed(descriptors=messages.FileDescriptor(file=fd)))
+        return send_packet(sock, messages.Enclosed(descriptors=messages.FileDescriptor(file=fd)))
     finally:
         os.close(fd)
 

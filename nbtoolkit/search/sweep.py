@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from nbtoolkit.config.aliases import refuse_other_launchers_names
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.environment.installed import install_line
+from nbtoolkit.environment.kernel_mlflow import tracking_place, with_kernel_uri
 from nbtoolkit.errors import ConfigError, FoldError, MissingExtra, SpaceError
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.folds.make_folds import make_folds
@@ -173,7 +174,7 @@ def sweep(
     if find_spec("optuna") is None:
         raise MissingExtra("a sweep needs Optuna", do=install_line("search"))
     screen = choose_screen(display, find_display())
-    config = as_config(config).with_overrides({"task": task_name(train)})
+    config = with_kernel_uri(as_config(config).with_overrides({"task": task_name(train)}))
     count = None if folds is None else len(folds)
     again = partial(sweep, train, config, space, n_trials=n_trials, timeout=timeout)
     again = partial(again, folds=folds, targets=targets, groups=groups)
@@ -196,7 +197,7 @@ def sweep(
     run, paths = started.run, started.run.paths
     _keep(paths, sweep_config, folds)
     cell = _shown(paths, sweep_config, screen, started.deadline, since=now)
-    cell.say(f"sweep -> {paths.folder}")
+    cell.say(f"sweep -> {paths.folder}{tracking_place(config)}")
     if run.resumed:
         session = f"session {run.attempt}; resume='never' starts a new one"
         cell.say(f"resuming the sweep {paths.run_id} ({session})")

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nbtoolkit.environment.kernel_mlflow import with_password
 from nbtoolkit.errors import MissingExtra, TrackingError
 
 if TYPE_CHECKING:
@@ -54,7 +55,11 @@ def database_uri(path: Path) -> str:
 
 
 def open_database(
-    output_dir: Path, *, uri: str | None = None, experiment: str | None = None
+    output_dir: Path,
+    *,
+    uri: str | None = None,
+    experiment: str | None = None,
+    parent: str | None = None,
 ) -> tuple[MlflowClient, str]:
     """Open a store, and create what is missing: the file, the schema, the experiment.
 
@@ -63,6 +68,7 @@ def open_database(
         uri: another MLflow store: a server, or ``sqlite:///`` and a path (relative to
             ``output_dir``), whose folder then has the artifacts and the lock.
         experiment: the experiment's name; ``"nbtoolkit"`` when None.
+        parent: the id of an MLflow run, whose experiment comes first if the store has this run.
 
     Returns:
         A client, and the experiment's id.
@@ -76,7 +82,7 @@ def open_database(
 
     file = database_file(output_dir, uri)
     folder = file.parent if file else output_dir
-    where = database_uri(file) if file else str(uri)
+    where = database_uri(file) if file else str(uri)  # without a password, for messages
     artifacts = (folder / "mlartifacts").as_uri() if file else None  # a server has its own
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +90,10 @@ def open_database(
             fcntl.flock(lock, fcntl.LOCK_EX)
             if file and not _exists(file):
                 _create(file, str(artifacts))
-            client = client_class(tracking_uri=where)
+            client = client_class(tracking_uri=with_password(where))
+            above = get_run(client, parent) if parent else None
+            if above is not None:
+                return client, above.info.experiment_id
             return client, _experiment(client, experiment or DEFAULT_EXPERIMENT, artifacts)
     except (MlflowException, OSError, sqlite3.Error) as error:
         raise TrackingError(
@@ -92,6 +101,18 @@ def open_database(
             do="see the reason above; set tracking.uri to another store, or move the file away and "
             "write it again with nbtoolkit.tracking.replay(folder)",
         ) from error
+
+
+def get_run(client: MlflowClient, run_id: str) -> Run | None:
+    """Return an MLflow run; None: the store does not have it."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None
 
 
 def import_client() -> type[MlflowClient]:

@@ -24,7 +24,7 @@ from nbtoolkit.run.events import (
     TrialChanged,
 )
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.tracking.database import SWEEP_TAG, open_database
+from nbtoolkit.tracking.database import SWEEP_TAG, get_run, open_database
 from nbtoolkit.tracking.tracker import (
     Point,
     Tracker,
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _RUN_TAG = "nbtoolkit.run_id"
 """The tag by which the MLflow run of a folder is found again."""
+
+_PARENT_TAG = "mlflow.parentRunId"
 
 # MLflow's own limits, the smallest of all versions: 500 characters for a parameter (6000 since
 # 2.10, but a server may be older), 5000 for a tag. MlflowClient.log_batch splits long batches.
@@ -83,7 +85,10 @@ class MLflowTracker:
         """
         settings = run.config.get("tracking", {})
         self._client, experiment = open_database(
-            self._output_dir, uri=settings.get("uri"), experiment=settings.get("experiment")
+            self._output_dir,
+            uri=settings.get("uri"),
+            experiment=settings.get("experiment"),
+            parent=run.mlflow_parent,
         )
         found = self._find(experiment)
         mlflow_run = found or self._create(experiment, run)
@@ -121,23 +126,17 @@ class MLflowTracker:
 
     def _find(self, experiment: str) -> Run | None:
         """The run written before, by its saved id, else (after a crash) by its tag."""
-        from mlflow.exceptions import MlflowException
-
-        if run_id := self._state.get("mlflow_run_id"):
-            try:
-                run = self._client.get_run(run_id)
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                    raise
-            else:
-                return run if run.info.lifecycle_stage == "active" else None
+        run_id = self._state.get("mlflow_run_id")
+        if run_id and (run := get_run(self._client, run_id)) is not None:
+            return run if run.info.lifecycle_stage == "active" else None
         return _find_run(self._client, experiment, self._paths.run_id)
 
     def _create(self, experiment: str, run: RunStarted) -> Run:
         name = self._paths.run_id
-        return self._client.create_run(
-            experiment, _as_ms(run.t), tags={_RUN_TAG: name}, run_name=name
-        )
+        tags = {_RUN_TAG: name}
+        if run.mlflow_parent is not None:
+            tags[_PARENT_TAG] = run.mlflow_parent
+        return self._client.create_run(experiment, _as_ms(run.t), tags=tags, run_name=name)
 
     def _log_params(self, mlflow_run: Run, run: RunStarted) -> None:
         """Write config and plan.
@@ -238,7 +237,7 @@ class _JobRuns:
             _RUN_TAG: f"{self._paths.run_id}/{folder}",
             SWEEP_TAG: self._paths.run_id,
             "nbtoolkit.folder": str(self._paths.folder / folder),
-            "mlflow.parentRunId": self.run_id_of(posixpath.dirname(folder), started),
+            _PARENT_TAG: self.run_id_of(posixpath.dirname(folder), started),
             "mlflow.source.type": "LOCAL",
         }
         return self._client.create_run(

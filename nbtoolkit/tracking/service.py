@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -42,13 +42,18 @@ GRACE = 10.0
 _ERROR_LENGTH = 4000  # MLflow's errors repeat the whole batch; a packet has 64 KB
 
 # Set in this process only.
-_NO_TELEMETRY = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+_OWN_VARIABLES = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "WANDB_ERROR_REPORTING": "false",
+}
 # Calls of MLflow and W&B leave these in a kernel's environment; they do not apply to our runs.
+# MLFLOW_TRACKING_URI stays: it may have the password for the URI of a run.
 _KERNEL_STATE = (
     "MLFLOW_RUN_ID",
     "MLFLOW_EXPERIMENT_ID",
     "MLFLOW_EXPERIMENT_NAME",
-    "MLFLOW_TRACKING_URI",
     "MLFLOW_REGISTRY_URI",
     "MLFLOW_ENABLE_WORKSPACES",
     "MLFLOW_WORKSPACE",
@@ -65,15 +70,20 @@ def run_service(control: socket.socket) -> None:
 
     For a process of its own, forked or new: it changes the environment and ``sys.modules``.
     """
-    os.environ.update(_NO_TELEMETRY, MLFLOW_LOGGING_LEVEL="WARNING", WANDB_ERROR_REPORTING="false")
-    for name in _KERNEL_STATE:
-        os.environ.pop(name, None)
+    _set_environment(os.environ.copy())
     for name in _NOT_NEEDED:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type] # None: importing it fails
     with contextlib.suppress(MissingExtra):  # maybe only TensorBoard is on; else the run reports it
         import_client()  # now, while the training starts, rather than with its first event
     gc.freeze()  # imported modules stay: the collector need not scan them again
     Service(control).run()
+
+
+def _set_environment(kernel: Mapping[str, str]) -> None:
+    """Give this process the kernel's environment, with the credentials that it has now."""
+    state = {name: value for name, value in kernel.items() if name not in _KERNEL_STATE}
+    os.environ.clear()
+    os.environ.update({**state, **_OWN_VARIABLES})
 
 
 class Service:
@@ -102,7 +112,10 @@ class Service:
         packet = receive_packet(self._control) or receive_packet(self._control)
         if packet is None:
             self._disconnected = True
-        elif isinstance(packet, TrackRun) and packet.folder not in self._followers:
+            return
+        if isinstance(packet, TrackRun) and packet.environ is not None:
+            _set_environment(packet.environ)
+        if isinstance(packet, TrackRun) and packet.folder not in self._followers:
             with self._reported_errors(packet.folder):
                 output_dir = Path(packet.output_dir) if packet.output_dir else None
                 follower = Follower(RunPaths(Path(packet.folder)), output_dir=output_dir)

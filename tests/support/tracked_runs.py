@@ -45,13 +45,14 @@ class Run:
     def new(cls, output_dir: Path, name: str = "digits") -> Run:
         return cls(RunPaths.create(output_dir, name))
 
-    def begin(self, attempt: int = 1, **changed: Any) -> None:
+    def begin(self, attempt: int = 1, parent: str | None = None, **changed: Any) -> None:
         started = RunStarted(
             run_id=self.paths.run_id,
             attempt=attempt,
             plan=PLAN,
             config={**CONFIG, **changed},
             versions=VERSIONS,
+            mlflow_parent=parent,
         )
         self.log.write(started)
 
