@@ -16,6 +16,7 @@ from nbtoolkit.config.validation import mark_used
 from nbtoolkit.errors import CheckpointError, RunStopped
 from nbtoolkit.run.checkpoints.checkpoint_store import StoredCheckpoint
 from nbtoolkit.run.paths import write_json
+from nbtoolkit.training.batch_norm import refuse_single_samples, smallest_share
 from nbtoolkit.training.callbacks import Callbacks, FitState
 from nbtoolkit.training.checkpoints import CheckpointManager, estimate_bytes
 from nbtoolkit.training.evaluation import (
@@ -181,6 +182,7 @@ def fit(
             fit=checkpoints.number,
             sampler=sampler,
             sample_weights=sample_weights,
+            smallest=smallest_share(model),
         )
         limit = config.train.max_steps or sys.maxsize
         total = limit if loader.steps is None else min(limit, loader.steps * config.train.epochs)
@@ -201,6 +203,7 @@ def fit(
         )
         kind = train_step_class(ctx.plan, several=several)
         train_step = kind(ctx, config, model, recipe, steps=total)
+        refuse_single_samples(train_step.module, loader.single)
         training = _Training(ctx, config, loader, train_step, checkpoints, moments)
         validator = Validator(ctx, config, valid_data, by_name, collate)
         training.resume()

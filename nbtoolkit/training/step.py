@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from nbtoolkit.errors import CheckpointError
 from nbtoolkit.run.checkpoints.weights import load_weights
 from nbtoolkit.run.serialization import add_note
+from nbtoolkit.training.batch_norm import single_sample_fault
 from nbtoolkit.training.loading.sampler import MicroBatch
 from nbtoolkit.training.losses import (
     BatchLoss,
@@ -220,8 +221,10 @@ class TrainStep:
                 with self._no_sync():  # gradients accumulate on this rank only
                     loss = self._pass(batch, micro_batch)
         except Exception as error:
-            fault = self.strategy.translated(error, self._named) or type_fault(
-                error, self.module, batch
+            fault = (
+                self.strategy.translated(error, self._named)
+                or type_fault(error, self.module, batch)
+                or single_sample_fault(error)
             )
             if fault is None:
                 add_note(error, f"in optimizer step {self.steps_done + 1} of nb.fit")
@@ -352,7 +355,7 @@ class TrainStep:
     ) -> tuple[BatchLoss, Tensor]:
         """The loss of a micro-batch, detached, and what its backward pass begins with."""
         outputs, targets, returned, weight = self._compute(model, batch)
-        samples = max(micro_batch.samples, 1)
+        samples = micro_batch.rows
         if not self._detected:
             whole = self._reduced.reduce(returned, samples, weight)
             with self._autocast:

@@ -121,6 +121,32 @@ def test_drop_last_ends_before_the_uneven_step(
         assert len(kept.indices(1)) == even * batch // ranks
 
 
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 24), (2, 12), (3, 4), (4, 3), (2, 2), (4, 2)])
+def test_no_pass_has_a_single_sample_where_that_is_possible(ranks: int, micro: int) -> None:
+    for size in range(1, 48):
+        all_ranks = [
+            GlobalBatchSampler(
+                size=size, batch=24, micro=micro, seed=0, rank=rank, ranks=ranks, smallest=2
+            )
+            for rank in range(ranks)
+        ]
+        single = size % 24 == 1 or (micro == 2 and size % 2 == 1)
+        walks = [steps(order, epoch=1) for order in all_ranks]
+        assert bool(all_ranks[0].single) == single
+        assert len({tuple(len(step) for step in walk) for walk in walks}) == 1
+        rows = [one.rows for order in all_ranks for one in order.micro_batches]
+        assert (min(rows) == 1) == single
+        assert max(rows) <= micro
+        for order in all_ranks:
+            assert len(order.indices(1)) == sum(order.sizes)
+        values = torch.rand(size, dtype=torch.float64)
+        for number, samples in enumerate(all_ranks[0].permutation(1).split(24)):
+            parts = [pair for walk in walks for pair in walk[number] if pair[0]]
+            assert sorted(i for part, _ in parts for i in part) == sorted(samples.tolist())
+            mean = sum(values[part].mean() * weight for part, weight in parts) / ranks
+            assert mean == pytest.approx(values[samples].mean().item(), abs=1e-12)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("size", [0, 1, 4, 359])
 def test_shards_cover_everything_once(size: int, ranks: int) -> None:

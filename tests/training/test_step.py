@@ -35,7 +35,7 @@ SETTINGS = {
     "optim": {"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0},
     "tracking": {"mlflow": False},
 }
-WHOLE = MicroBatch(8, 1.0, True)
+WHOLE = MicroBatch(8, 1.0, True, 8)
 
 
 def configured(overrides: dict[str, Any] | None = None) -> Config:
@@ -578,8 +578,10 @@ def test_parameters_missing_after_accumulation_are_named_by_ddps_word(launch: La
         train_step = train_step_of(ctx, model)
         inputs, targets = points()
         for _ in range(2):  # the first pass of a step uses what the second does not
-            train_step.step((inputs, targets), MicroBatch(8, 0.5, False), measure_norm=False)
-            train_step.step((inputs + 200, targets), MicroBatch(8, 0.5, True), measure_norm=False)
+            train_step.step((inputs, targets), MicroBatch(8, 0.5, False, 8), measure_norm=False)
+            train_step.step(
+                (inputs + 200, targets), MicroBatch(8, 0.5, True, 8), measure_norm=False
+            )
 
     with pytest.raises(FitError, match=r"gradients: .*sometimes\.weight, sometimes\.bias"):
         launch(train)
@@ -664,7 +666,9 @@ def train_blocks(config: Config, ctx: RunContext) -> list[Weights]:
         train_step = train_step_of(ctx, Listed(), {"train.activation_checkpointing": switch})
         torch.manual_seed(1 + ctx.rank)
         for last in (False, True) * 3:
-            train_step.step(points(8, seed=ctx.rank), MicroBatch(8, 0.5, last), measure_norm=False)
+            train_step.step(
+                points(8, seed=ctx.rank), MicroBatch(8, 0.5, last, 8), measure_norm=False
+            )
         found.append(weights_of(train_step))
     return found
 

@@ -58,6 +58,10 @@ class TrainLoader(Protocol):
     def steps(self) -> int | None:
         """Optimizer steps of one epoch; None: a stream of unknown length."""
 
+    @property
+    def single(self) -> str:
+        """Which passes of an epoch have one sample; see :class:`GlobalBatchSampler`."""
+
     def batches(
         self, epoch: int, *, skip: int = 0, limit: int | None = None
     ) -> Iterator[tuple[Batch, MicroBatch]]:
@@ -85,6 +89,7 @@ def make_train_loader(
     fit: int = 1,
     sampler: Iterable[int] | None = None,
     sample_weights: SampleWeights | None = None,
+    smallest: int = 1,
 ) -> TrainLoader:
     """Make the loader of a training set; called on all ranks.
 
@@ -99,6 +104,7 @@ def make_train_loader(
         fit: which call of fit in the training function this is, for the record of the samples.
         sampler: the user's, in place of the permutation.
         sample_weights: the user's, in place of ``train.sample_weights``.
+        smallest: samples of a micro-batch at least, where that is possible.
 
     Raises:
         FitError: the data cannot be used, are empty, or have no whole batch under
@@ -128,19 +134,19 @@ def make_train_loader(
                 allowed="a sampler or sample_weights for data with __len__ and __getitem__",
                 do="remove them, or let the stream itself choose its samples",
             )
-        return _make_stream_loader(ctx, config, feed, log)
+        return _make_stream_loader(ctx, config, feed, log, smallest)
     source = make_source(
         data, ctx.device, collate=feed.collate, workers=feed.workers, seed=ctx.seed
     )
     order = make_order(
         data, len(source), sampler, sample_weights, seed=ctx.seed, ranks=ctx.world_size
     )
-    batches = _make_sampler(ctx, config, feed, len(source), order)
+    batches = _make_sampler(ctx, config, feed, len(source), smallest, order)
     return MapTrainLoader(batches, source, log, order)
 
 
 def _make_stream_loader(
-    ctx: RunContext, config: Config, feed: Feed, log: SampleLog | None
+    ctx: RunContext, config: Config, feed: Feed, log: SampleLog | None, smallest: int
 ) -> StreamTrainLoader:
     data, workers = feed.data, feed.workers
     length = stream_length(data)
@@ -156,14 +162,19 @@ def _make_stream_loader(
             f"fit: one DataLoader worker per rank, not {workers}: the training set is a stream"
         )
     size = ctx.plan.global_batch_size if length is None else length
-    sampler = _make_sampler(ctx, config, feed, size)
+    sampler = _make_sampler(ctx, config, feed, size, smallest)
     return StreamTrainLoader(
         data, sampler, ctx.device, collate=feed.collate, workers=min(workers, 1), log=log
     )
 
 
 def _make_sampler(
-    ctx: RunContext, config: Config, feed: Feed, size: int, order: EpochOrder | None = None
+    ctx: RunContext,
+    config: Config,
+    feed: Feed,
+    size: int,
+    smallest: int,
+    order: EpochOrder | None = None,
 ) -> GlobalBatchSampler:
     sampler = GlobalBatchSampler(
         size=size if order is None else order.size,
@@ -173,6 +184,7 @@ def _make_sampler(
         rank=ctx.rank % ctx.plan.data_ranks,
         ranks=ctx.plan.data_ranks,
         drop_last=config.train.drop_last or feed.drop_last,
+        smallest=smallest,
         order=None if order is None else order.draw,
     )
     return check_steps(sampler)
@@ -195,6 +207,11 @@ class MapTrainLoader:
     def steps(self) -> int:
         """See :class:`TrainLoader`."""
         return self._sampler.steps
+
+    @property
+    def single(self) -> str:
+        """See :class:`TrainLoader`."""
+        return self._sampler.single
 
     def batches(
         self, epoch: int, *, skip: int = 0, limit: int | None = None
@@ -283,6 +300,11 @@ class StreamTrainLoader:
     def steps(self) -> int | None:
         """See :class:`TrainLoader`."""
         return None if self._length is None else replace(self._sampler, size=self._length).steps
+
+    @property
+    def single(self) -> str:
+        """See :class:`TrainLoader`; of a stream of unknown length not that of its last step."""
+        return replace(self._sampler, size=self._length or self._sampler.batch).single
 
     def batches(
         self, epoch: int, *, skip: int = 0, limit: int | None = None

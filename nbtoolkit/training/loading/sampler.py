@@ -33,6 +33,8 @@ class MicroBatch(NamedTuple):
     """Factor of its mean loss: the mean over the ranks is then the mean over the step's samples."""
     last: bool
     """Whether the optimizer steps after it."""
+    rows: int
+    """Rows of its batch: its samples, or those of the stand-in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,8 @@ class GlobalBatchSampler:
         rank: this rank.
         ranks: the number of ranks.
         drop_last: leave out the last step if it is smaller than ``batch``.
+        smallest: samples of a micro-batch at least, 1 or 2, where that is possible (:attr:`single`
+            says where not).
         order: the epoch -> its samples, in place of the permutation.
     """
 
@@ -63,6 +67,7 @@ class GlobalBatchSampler:
     rank: int = 0
     ranks: int = 1
     drop_last: bool = False
+    smallest: int = 1
     order: Callable[[int], Tensor] | None = None
 
     @property
@@ -74,13 +79,32 @@ class GlobalBatchSampler:
     def micro_batches(self) -> list[MicroBatch]:
         """This rank's micro-batches of one epoch, in order; the same in every epoch."""
         number = self._micro_batches_per_step
-        even = [MicroBatch(self.micro, 1 / number, i == number - 1) for i in range(number)]
+        micro = self.micro
+        even = [MicroBatch(micro, 1 / number, i == number - 1, micro) for i in range(number)]
         return even * (self.size // self.batch) + self._uneven_step()
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Samples to load for each of :attr:`micro_batches`: at least 1, the stand-in."""
-        return [max(micro_batch.samples, 1) for micro_batch in self.micro_batches]
+        """Samples to load for each of :attr:`micro_batches`, stand-ins included."""
+        return [micro_batch.rows for micro_batch in self.micro_batches]
+
+    @property
+    def single(self) -> str:
+        """Which forward passes of an epoch have fewer samples than :attr:`smallest`; "": none."""
+        if self.smallest == 1:
+            return ""
+        if self.micro == 1 and self.size >= self.batch:
+            passes = self._micro_batches_per_step
+            return (
+                f"the {self.batch} samples of a step are divided into single ones, between "
+                f"{self.ranks} ranks with {passes} accumulation steps each"
+            )
+        if self._rest and not self._avoids_single:
+            return (
+                f"the last step of an epoch has a forward pass of a single sample: {self.size} "
+                f"samples in batches of {self.batch} leave {self._rest}"
+            )
+        return ""
 
     def count_micro_batches(self, steps: int) -> int:
         """The number of :attr:`micro_batches` in the first ``steps`` optimizer steps."""
@@ -108,9 +132,9 @@ class GlobalBatchSampler:
         even = self.size - self.size % self.batch
         steps = order[:even].view(-1, self.ranks, self.batch // self.ranks)
         slices, rest = steps[:, self.rank].reshape(-1), order[even : even + self._rest]
-        low, high = shard(len(rest), self.rank, self.ranks)
-        stand_ins = sum(micro_batch.samples == 0 for micro_batch in self._uneven_step())
-        return torch.cat([slices, rest[low:high], rest[:1].expand(stand_ins)])
+        low, high = self._share_of_rest(self.rank)
+        stand_ins = [one.rows for one in self._uneven_step() if not one.samples]
+        return torch.cat([slices, rest[low:high], *(rest[:rows] for rows in stand_ins)])
 
     def step_ids(self, epoch: int, step: int) -> list[int]:
         """The samples of all ranks in optimizer step ``step`` (from 0) of ``epoch``."""
@@ -127,21 +151,41 @@ class GlobalBatchSampler:
         """Samples of a last step smaller than ``batch``."""
         return 0 if self.drop_last else self.size % self.batch
 
+    @property
+    def _avoids_single(self) -> bool:
+        """Whether the last, smaller step can be divided into parts of two samples or more."""
+        rest, micro = self._rest, self.micro
+        possible = rest > 1 and (micro > 2 or (micro == 2 and rest % 2 == 0))
+        return self.smallest == 2 and possible
+
+    def _share_of_rest(self, rank: int) -> tuple[int, int]:
+        """A rank's part [low, high) of the samples of a last step smaller than ``batch``."""
+        rest = self._rest
+        if not self._avoids_single:
+            return shard(rest, rank, self.ranks)
+        if self.micro == 2:
+            low, high = shard(rest // 2, rank, self.ranks)
+            return 2 * low, 2 * high
+        sharing = min(self.ranks, rest // 2)
+        return shard(rest, rank, sharing) if rank < sharing else (rest, rest)
+
     def _uneven_step(self) -> list[MicroBatch]:
         """The micro-batches of a last step smaller than ``batch``.
 
         Every rank has as many as the rank with the most samples: a model's forward pass may hold
         collectives (SyncBatchNorm).
         """
-        rest = self._rest
-        most = -(-rest // self.ranks)
-        number = -(-most // self.micro)
-        low, high = shard(rest, self.rank, self.ranks)
-        left, micro_batches = high - low, []
+        rest, micro_batches = self._rest, []
+        shares = [high - low for low, high in map(self._share_of_rest, range(self.ranks))]
+        number, left = -(-max(shares) // self.micro), shares[self.rank]
         for i in range(number):
             samples = min(self.micro, left)
+            if self._avoids_single and left - samples == 1:
+                samples -= 1
             left -= samples
-            micro_batches.append(MicroBatch(samples, samples * self.ranks / rest, i == number - 1))
+            rows = samples or (2 if self._avoids_single else 1)
+            weight = samples * self.ranks / rest
+            micro_batches.append(MicroBatch(samples, weight, i == number - 1, rows))
         return micro_batches
 
 
