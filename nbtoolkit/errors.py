@@ -48,6 +48,7 @@ The subclasses stand below their base class::
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -75,6 +76,12 @@ class NbtoolkitError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.what, self.allowed, self.do, dict(self.__dict__)))
+
+    def _render_traceback_(self) -> list[str]:
+        """Format the error for IPython, which calls this: its traceback ends at the user's line."""
+        # Imported by name: imports point to this module, and it stays light.
+        lines: list[str] = import_module("nbtoolkit.run.tracebacks").ipython_lines(self)
+        return lines
 
 
 def _rebuild(

@@ -23,12 +23,12 @@ from nbtoolkit.run.serialization import (
     PackedError,
     add_note,
     as_worker_error,
+    for_the_cell,
     one_line,
     pack_error,
     unpack_error,
-    user_line,
-    without_our_frames,
 )
+from nbtoolkit.run.tracebacks import user_line
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
@@ -106,9 +106,9 @@ def _show_notes(error: BaseException) -> None:
 def _failure(paths: RunPaths) -> BaseException:
     with reading(paths.error_pickle):
         packed = PackedError.decode(paths.error_pickle.read_bytes())
-        error = unpack_error(without_our_frames(packed))
+        error = unpack_error(for_the_cell(packed))
         if packed.rank is not None:
-            location = user_line(packed)
+            location = user_line(packed.stack)
             where = f"rank {packed.rank}" + (f", {cell_name(*location)}" if location else "")
             add_note(error, f"[nbtoolkit] {where}; log: {paths.log(packed.rank)}")
         for note in packed.notes:
@@ -232,7 +232,7 @@ def _user_error(paths: RunPaths, cause: RankView) -> Failure:
             allowed="the training function returns a value or raises an Exception",
             do=packed.advice or "return instead of calling sys.exit()",
         )
-        packed = replace(pack_error(died), frames=packed.frames)
+        packed = replace(pack_error(died), stack=packed.stack)
     return Failure(packed, cause.rank)
 
 
@@ -412,5 +412,5 @@ def _one_sample(failure: Failure, plan: LaunchPlan) -> Failure:
         do="use a smaller model or smaller inputs, train.activation_checkpointing: true, or a "
         "train.precision of 16 bits",
     )
-    packed = replace(pack_error(error), frames=failure.error.frames, cause=failure.error)
+    packed = replace(pack_error(error), stack=failure.error.stack, cause=failure.error)
     return replace(failure, error=packed)

@@ -49,7 +49,6 @@ FIRST = ("torch",)
 PRELOADED = (
     "accelerate",
     "cloudpickle",
-    "tblib",
     "torch.distributed.launcher.api",
     "torch.nn.parallel",
     "torch.utils.data",

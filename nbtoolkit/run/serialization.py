@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import sys
-import sysconfig
 import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import cloudpickle
 
-from nbtoolkit.environment.installed import installed_roots
 from nbtoolkit.errors import CannotPickle, WorkerError
 from nbtoolkit.run.paths import reading
 from nbtoolkit.run.payload import came_from_payload, in_main
+from nbtoolkit.run.tracebacks import PackedFrame, pack_traceback, rebuild_traceback, users_part
 
-_OUR_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _MAX_CHAIN = 5  # causes and contexts that are packed; longer chains are cut
-_MAX_FRAMES = 100  # of a traceback; a RecursionError has a thousand
+# Characters of an exception's text and of its printed traceback: a text may hold a whole array, and
+# is written to several files.
+_MAX_TEXT = 50_000
 
 
 class _ValuePickler(cloudpickle.Pickler):
@@ -108,25 +107,6 @@ def unpack_value(path: Path) -> Any:
 # --- exceptions ---
 
 
-class _Code(TypedDict):
-    co_filename: str
-    co_name: str
-
-
-class _Frame(TypedDict):
-    f_globals: dict[str, str]
-    f_code: _Code
-    f_lineno: int
-
-
-class TracebackFrames(TypedDict):
-    """A traceback as tblib writes it: its outermost frame, and the rest."""
-
-    tb_frame: _Frame
-    tb_lineno: int
-    tb_next: TracebackFrames | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class PackedError:
     """An exception as plain data.
@@ -135,7 +115,7 @@ class PackedError:
         type: its class, with the module.
         text: ``str()`` of it.
         traceback: as Python prints it, causes included; empty for a cause or context.
-        frames: its traceback, for tblib; None: it has none.
+        stack: the frames of its traceback, outermost first.
         pickle: its pickle; None: it cannot be pickled.
         suppress: its ``__suppress_context__``.
         cause: its ``__cause__``.
@@ -149,7 +129,7 @@ class PackedError:
     type: str
     text: str
     traceback: str = ""
-    frames: TracebackFrames | None = None
+    stack: Sequence[PackedFrame] = ()
     pickle: bytes | None = None
     suppress: bool = False
     cause: PackedError | None = None
@@ -205,9 +185,10 @@ class PackedError:
 
 
 def pack_error(error: BaseException, depth: int = 0) -> PackedError:
-    """Pack an exception: its pickle (if it has one), type, text, traceback, causes."""
-    import tblib
+    """Pack an exception: its pickle (if it has one), type, text, traceback, causes.
 
+    Of long texts, only both ends are kept.
+    """
     trace = error.__traceback__
     printed = traceback.format_exception(type(error), error, trace) if depth == 0 else []
     inner = depth < _MAX_CHAIN
@@ -215,9 +196,9 @@ def pack_error(error: BaseException, depth: int = 0) -> PackedError:
     return PackedError(
         type=f"{type(error).__module__}.{type(error).__qualname__}",
         text=error_text(error),
-        traceback="".join(printed),
-        frames=tblib.Traceback(_shortened(trace)).to_dict() if trace else None,
-        pickle=_pickle_error(error),
+        traceback=_ends("".join(printed)),
+        stack=pack_traceback(trace),
+        pickle=_pickle_error(_with_short_texts(error)),
         suppress=error.__suppress_context__,
         cause=pack_error(cause, depth + 1) if inner and cause is not None else None,
         context=pack_error(context, depth + 1) if inner and context is not None else None,
@@ -225,28 +206,34 @@ def pack_error(error: BaseException, depth: int = 0) -> PackedError:
     )
 
 
-def _shortened(trace: types.TracebackType) -> types.TracebackType:
-    """The outer and inner ends of a long traceback: tblib and pickle recurse once per frame."""
-    entries: list[types.TracebackType] = []
-    entry: types.TracebackType | None = trace
-    while entry is not None:
-        entries.append(entry)
-        entry = entry.tb_next
-    if len(entries) <= _MAX_FRAMES:
-        return trace
-    short: types.TracebackType | None = None
-    for kept in reversed(entries[: _MAX_FRAMES // 2] + entries[-_MAX_FRAMES // 2 :]):
-        short = types.TracebackType(short, kept.tb_frame, kept.tb_lasti, kept.tb_lineno)
-    assert short is not None
-    return short
-
-
 def error_text(error: BaseException) -> str:
-    """``str(error)``, also where that raises."""
+    """``str(error)``, also where that raises; of a long text, both ends."""
     try:
-        return str(error)
+        return _ends(str(error))
     except Exception as failure:
         return f"<str() of it failed: {failure!r}>"
+
+
+def _ends(text: str) -> str:
+    """Both ends of a long text."""
+    if len(text) <= _MAX_TEXT:
+        return text
+    half = _MAX_TEXT // 2 - 50  # with the line between them no longer than _MAX_TEXT
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters ...\n{text[-half:]}"
+
+
+def _with_short_texts(error: BaseException) -> BaseException:
+    """The error, or a copy of it if texts in it are long."""
+
+    def short(value: object) -> object:
+        return _ends(value) if isinstance(value, str) else value
+
+    values = (*error.args, *error.__dict__.values())
+    if all(short(value) is value for value in values):
+        return error
+    state = {name: short(value) for name, value in error.__dict__.items()}
+    copy = _make(type(error), tuple(short(value) for value in error.args), state)
+    return error if copy is None else copy
 
 
 def _pickle_error(error: BaseException) -> bytes | None:
@@ -281,41 +268,26 @@ def _pickle_candidates(error: BaseException) -> list[Callable[[], object]]:
 def unpack_error(packed: PackedError) -> BaseException:
     """Rebuild an exception with its own type and traceback; else a :class:`WorkerError`."""
     error = _restore(packed.pickle) or as_worker_error(packed)
-    if packed.frames:
-        import tblib
-
-        error = error.with_traceback(tblib.Traceback.from_dict(packed.frames).as_traceback())
+    error.__traceback__ = rebuild_traceback(packed.stack)
     error.__cause__ = unpack_error(packed.cause) if packed.cause else None
     error.__context__ = unpack_error(packed.context) if packed.context else None
     error.__suppress_context__ = packed.suppress
     return error
 
 
-def without_our_frames(packed: PackedError) -> PackedError:
-    """The error without the frames of nbtoolkit above the user's code.
+def for_the_cell(packed: PackedError) -> PackedError:
+    """The error with the part of its traceback that concerns the user, causes included.
 
-    An error of nbtoolkit's own loses those below it too: it explains itself, and ends at the user's
-    call. The rank's log keeps the whole traceback.
+    An error of nbtoolkit's own explains itself, and ends at the user's call. The rank's log keeps
+    the whole traceback.
     """
-    entries = []
-    entry = packed.frames
-    while entry is not None:
-        entries.append(entry)
-        entry = entry["tb_next"]
-    users = [i for i, each in enumerate(entries) if not _is_ours(each)]
-    if not users:
-        return packed
     explains_itself = packed.type.startswith("nbtoolkit.errors.")
-    frames = None
-    for kept in reversed(entries[users[0] : users[-1] + 1 if explains_itself else None]):
-        frames = TracebackFrames(
-            tb_frame=kept["tb_frame"], tb_lineno=kept["tb_lineno"], tb_next=frames
-        )
-    return replace(packed, frames=frames)
-
-
-def _is_ours(entry: TracebackFrames) -> bool:
-    return entry["tb_frame"]["f_code"]["co_filename"].startswith(_OUR_FOLDER)
+    return replace(
+        packed,
+        stack=users_part(packed.stack, explains_itself=explains_itself),
+        cause=for_the_cell(packed.cause) if packed.cause else None,
+        context=for_the_cell(packed.context) if packed.context else None,
+    )
 
 
 def _restore(data: bytes | None) -> BaseException | None:
@@ -323,13 +295,20 @@ def _restore(data: bytes | None) -> BaseException | None:
         return None
     try:
         content = pickle.loads(data)
-        if isinstance(content, BaseException):
-            return content
-        kind, args, state = content
+    except Exception:  # foreign code may raise anything; as_worker_error then takes its place
+        return None
+    return content if isinstance(content, BaseException) else _make(*content)
+
+
+def _make(
+    kind: type[BaseException], args: tuple[object, ...], state: Mapping[str, object]
+) -> BaseException | None:
+    """Make an exception without its ``__init__``; None: its class does not allow it."""
+    try:
         error: BaseException = kind.__new__(kind, *args)
         error.args = args
         error.__dict__.update(state)
-    except Exception:  # foreign code may raise anything; as_worker_error then takes its place
+    except Exception:  # foreign code may raise anything
         return None
     return error
 
@@ -354,16 +333,3 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
     else:
         error.__dict__.setdefault("__notes__", []).append(note)
-
-
-def user_line(packed: PackedError) -> tuple[str, int] | None:
-    """File and line of the innermost frame in the user's code: not installed, not Python's."""
-    foreign = (*installed_roots(), sysconfig.get_path("stdlib"), _OUR_FOLDER, "<frozen")
-    innermost = None
-    frames = packed.frames
-    while frames:
-        filename = frames["tb_frame"]["f_code"]["co_filename"]
-        if not filename.startswith(foreign):
-            innermost = (filename, frames["tb_lineno"])
-        frames = frames["tb_next"]
-    return innermost

@@ -33,7 +33,6 @@ COMMON = [
     "scipy",
     "setuptools<82",
     "SQLAlchemy",
-    "tblib",
     "tenacity",
     "torch",
     "tornado",
