@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ def main() -> None:
     except MissingExtra as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # results have characters that ASCII lacks
     app(prog_name="nbtoolkit")
 
 

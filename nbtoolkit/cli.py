@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 from nbtoolkit import errors
 from nbtoolkit.config.schema import Config, load_config
+from nbtoolkit.host import detect_host
 from nbtoolkit.version import __version__
 
 if TYPE_CHECKING:
@@ -303,7 +304,8 @@ def _finish(handle: RunHandle, result: RunResult | SweepResult | CVResult | None
     if result is None:
         print(handle.paths.folder)
         return DONE
-    print(result)
+    if detect_host().rank == 0:  # torchrun and srun start this command once per rank
+        print(result)
     return DONE if result.status in ("completed", "pruned") else EARLY
 
 

@@ -26,7 +26,7 @@ from nbtoolkit.host import Host, detect_host
 from nbtoolkit.run.events import EventReader, MetricsLogged, RunStarted
 from nbtoolkit.run.fingerprint import source_hash
 from nbtoolkit.run.kept_answers import calibration_key, keep_answer, kept_answer, measured_speed
-from nbtoolkit.run.output import Display
+from nbtoolkit.run.output import Display, to_stdout
 from nbtoolkit.run.paths import RunPaths, runs_in
 from nbtoolkit.run.serialization import one_line
 from nbtoolkit.run.versions_record import read_versions
@@ -161,7 +161,7 @@ def calibrate_long(
 
 def _say(text: str, display: Display) -> None:
     if display != "off":
-        print(text, flush=True)
+        to_stdout(f"{text}\n", flush=True)
 
 
 def _long_run(train: Callable[..., Any], config: Config, key: str) -> tuple[RunPaths, float] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +31,9 @@ Display = Literal["auto", "widgets", "text", "off"]
 MAX_BYTES = 200_000
 MAX_REST = 1 << 20  # characters kept of an unfinished line
 MAX_LINE = 2_000  # characters shown per line
+# Around a rank's exception in its log. The cell does not show these lines: it raises the exception.
+ERROR_BEGINS = "--- the exception that ended this rank ---"
+ERROR_ENDS = "--- end of the exception ---"
 _BAR_SECONDS = 1.0  # between two states of a progress bar that overwrites its line
 
 
@@ -67,6 +71,7 @@ class CellOutput:
         # A character of several bytes (a bar's blocks) may be incomplete when the file is read.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest = ""
+        self._in_error = False
         self._bar = False
         self._bar_at = 0.0
         self._write: Callable[[str], object] | None = None
@@ -128,19 +133,27 @@ class CellOutput:
             self._shown = 0
             self._print(text)
         if self._on:
-            print(end="", flush=True)
+            to_stdout("", flush=True)
 
     def _read(self) -> bytes:
         try:
             with self._paths.log(0).open("rb") as file:
                 file.seek(self._offset)
                 data = file.read(1 << 20)
-        except FileNotFoundError:
+        except OSError:  # there is no log yet, or its disk does not answer now
             return b""
         self._offset += len(data)
         return data
 
     def _line(self, line: str) -> None:
+        if self._in_error:
+            self._in_error = line != ERROR_ENDS
+            return
+        # A progress bar may stand before it.
+        line, begins, _ = line.partition(ERROR_BEGINS)
+        self._in_error = bool(begins)
+        if begins and not line:
+            return
         text = _last_state(line).strip("\r")
         if len(text) > MAX_LINE:
             text = f"{text[:MAX_LINE]}... ({len(text)} characters)"
@@ -170,9 +183,14 @@ class CellOutput:
             (self._write or to_stdout)(text)
 
 
-def to_stdout(text: str) -> None:
-    """Write to stdout, if this process has one (``sys.stdout`` may be None)."""
-    print(text, end="")
+def to_stdout(text: str, *, flush: bool = False) -> None:
+    """Write to stdout, with a question mark for each character that it cannot encode.
+
+    What cannot be shown ends no run: stdout may be None, closed, or a pipe that nobody reads.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    with contextlib.suppress(OSError, ValueError):
+        print(text.encode(encoding, "replace").decode(encoding), end="", flush=flush)
 
 
 def _changed_ranks(plan: LaunchPlan, run: ChosenRun) -> str:

@@ -246,7 +246,7 @@ class TableLines:
             self._print(self.table.summary())
             self._sums_up = False
         if self._on:
-            print(end="", flush=True)
+            to_stdout("", flush=True)
 
     def _print(self, text: str) -> None:
         (self._write or to_stdout)(text + "\n")

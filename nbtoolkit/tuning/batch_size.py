@@ -15,6 +15,7 @@ from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import TuningError
 from nbtoolkit.host import detect_host
 from nbtoolkit.launcher.launch import Train
+from nbtoolkit.run.output import to_stdout
 from nbtoolkit.text_table import counted, duration, number
 from nbtoolkit.tuning.answer import FinderResult, ShortRun, Subject
 from nbtoolkit.tuning.probe import probe
@@ -167,7 +168,7 @@ def find_batch_size(
     subject = Subject(train, as_config(config, processes))
     search = _Search(subject, largest or LARGEST)
     found = subject.find(BatchSize, "batch_size", subject.key(largest), search.run, force=force)
-    print(found.why, flush=True)
+    to_stdout(f"{found.why}\n", flush=True)
     return found
 
 

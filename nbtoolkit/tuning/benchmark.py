@@ -16,6 +16,7 @@ from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.errors import TuningError
 from nbtoolkit.host import cpu_count
 from nbtoolkit.launcher.launch import Train, check_function
+from nbtoolkit.run.output import to_stdout
 from nbtoolkit.run.versions_record import versions
 from nbtoolkit.tasks.find import find_task
 from nbtoolkit.text_table import counted, duration, number
@@ -136,7 +137,7 @@ def benchmark(
     machine, now = _machine(), datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     begin = time.monotonic()
     # In a terminal and in a cell the line grows while it measures.
-    print("benchmark:", end="", flush=True)
+    to_stdout("benchmark:", flush=True)
     with scratch_folder() as folder:
         session = Session(Subject(train, config), Path(folder), begin + 60 * minutes)
         for section in chosen:
@@ -151,10 +152,10 @@ def benchmark(
                 status = "interrupted"
                 break
             finally:
-                print(f" {section} {duration(time.monotonic() - started)},", end="", flush=True)
+                to_stdout(f" {section} {duration(time.monotonic() - started)},", flush=True)
     seconds = time.monotonic() - begin
     ended = "interrupted" if status == "interrupted" else counted(len(rows), "row")
-    print(f" {ended} after {duration(seconds)}")
+    to_stdout(f" {ended} after {duration(seconds)}\n")
     return Benchmark(
         rows=tuple(rows),
         status=status,

@@ -18,6 +18,7 @@ from nbtoolkit.errors import ConfigError, TuningError
 from nbtoolkit.folds.folds import Fold
 from nbtoolkit.launcher.launch import Train
 from nbtoolkit.run.fingerprint import source_hash
+from nbtoolkit.run.output import to_stdout
 from nbtoolkit.run.paths import runs_in
 from nbtoolkit.run.resume import changed_settings, find_named_run
 from nbtoolkit.run.versions_record import read_versions
@@ -126,7 +127,7 @@ def find_learning_rate(
     test = RangeTest(low=low, high=high, total=steps)
     subject = Subject(train, as_config(config, processes))
     found = measure_learning_rate(subject, test, force=force)
-    print(f"optim.lr: {found.suggestion:g} ({found.why})", flush=True)
+    to_stdout(f"optim.lr: {found.suggestion:g} ({found.why})\n", flush=True)
     return found
 
 

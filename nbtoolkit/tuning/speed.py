@@ -19,6 +19,7 @@ from nbtoolkit.folds.folds import Fold
 from nbtoolkit.host import detect_host
 from nbtoolkit.launcher.launch import Train
 from nbtoolkit.run.kept_answers import CALIBRATION, calibration_key
+from nbtoolkit.run.output import to_stdout
 from nbtoolkit.run.serialization import one_line
 from nbtoolkit.text_table import counted, number, setting
 from nbtoolkit.tuning.answer import FinderResult, ShortRun, Subject
@@ -134,7 +135,7 @@ def find_num_workers(
         Exception: the exception of the training function.
     """
     found = measure_num_workers(Subject(train, as_config(config, processes)), force=force)
-    print(found.why, flush=True)
+    to_stdout(f"{found.why}\n", flush=True)
     return found
 
 
@@ -217,7 +218,7 @@ def find_speedups(
 
     key = subject.key(precision, channels_last, compile)
     found = subject.find(SpeedTable, "speedups", key, measure, force=force)
-    print(f"{found!r}", flush=True)
+    to_stdout(f"{found!r}\n", flush=True)
     return found
 
 
@@ -255,7 +256,7 @@ def calibrate(train: Train, config: ConfigLike = None, *, force: bool = False) -
         Exception: the exception of the training function, if no strategy could be measured.
     """
     found = measure_strategies(Subject(train, as_config(config)), force=force)
-    print(found.why, flush=True)
+    to_stdout(f"{found.why}\n", flush=True)
     return found
 
 

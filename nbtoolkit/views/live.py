@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.launcher.run_handle import RunHandle
 from nbtoolkit.run.events import Event
-from nbtoolkit.run.output import CellOutput, RunDisplay, Screen, choose_screen, find_display
+from nbtoolkit.run.output import (
+    CellOutput,
+    RunDisplay,
+    Screen,
+    choose_screen,
+    find_display,
+    to_stdout,
+)
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.search.sweep_result import TableLines
 from nbtoolkit.views.markup import grid, in_widget
@@ -103,7 +110,7 @@ def static(paths: RunPaths) -> str:
 
 
 class LiveView:
-    """Shows lines and progress; an error in the progress display ends only that display.
+    """Shows lines and progress; an error in one of them ends this one alone.
 
     Args:
         lines: shows the lines.
@@ -117,7 +124,8 @@ class LiveView:
     def __init__(
         self, lines: RunDisplay, display: ProgressDisplay | None, *, needs_wait: bool
     ) -> None:
-        self._lines, self._display, self._needs_wait = lines, display, needs_wait
+        self._lines: RunDisplay | None = lines
+        self._display, self._needs_wait = display, needs_wait
         self._open = False
         self.cell: int | None = None
 
@@ -131,22 +139,31 @@ class LiveView:
 
     def event(self, event: Event) -> None:
         """Show what an event says to the user."""
-        self._lines.event(event)
+        self._print(lambda lines: lines.event(event))
 
     def say(self, text: str) -> None:
         """Show a line of the toolkit's own."""
-        self._lines.say(text)
+        self._print(lambda lines: lines.say(text))
 
     def pump(self) -> None:
         """Show what is new."""
-        self._lines.pump()
+        self._print(lambda lines: lines.pump())
         self._draw(lambda display: display.pump())
 
     def close(self) -> None:
         """Show the rest; the run has ended."""
-        self._lines.close()
+        self._print(lambda lines: lines.close())
         self._draw(lambda display: display.close())
         self._display = None
+
+    def _print(self, act: Callable[[RunDisplay], None]) -> None:
+        if self._lines is None:
+            return
+        try:
+            act(self._lines)
+        except Exception as error:
+            self._lines = None
+            to_stdout(f"{_failure(error)}\n")
 
     def _draw(self, draw: Callable[[ProgressDisplay], None]) -> None:
         if self._display is None or not self._open:
@@ -155,7 +172,7 @@ class LiveView:
             draw(self._display)
         except Exception as error:
             self._display = None
-            self._lines.say(_failure(error))
+            self.say(_failure(error))
 
 
 def _failure(error: Exception) -> str:
@@ -346,7 +363,8 @@ class TerminalBar(ProgressDisplay):
         """Write above the bar."""
         from tqdm import tqdm
 
-        tqdm.write(text, file=sys.stdout, end="")
+        with tqdm.external_write_mode(file=sys.stdout):
+            to_stdout(text)
 
 
 def _make_bar() -> tqdm:

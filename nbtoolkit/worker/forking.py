@@ -135,15 +135,24 @@ class Forker:
 
 
 def run_and_exit(run: Callable[[], None]) -> NoReturn:
-    """Run the main function of a forked process, and end it: with code 1 after an exception."""
-    code = 1
+    """Run the main function of a forked process, and end it."""
     try:
         run()
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        end_process(error)
+    end_process(None)
+
+
+def end_process(error: BaseException | None) -> NoReturn:
+    """End a forked process: with the code of a SystemExit, with 1 after another exception."""
+    code = 1
+    try:
+        if error is None:
+            code = 0
+        elif isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else 1
+        else:
+            traceback.print_exception(error)
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()

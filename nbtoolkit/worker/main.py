@@ -31,6 +31,7 @@ from nbtoolkit.environment.variables import RANK_MARK
 from nbtoolkit.errors import RunStopped
 from nbtoolkit.run import messages
 from nbtoolkit.run.events import returned_numbers
+from nbtoolkit.run.output import ERROR_BEGINS, ERROR_ENDS
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
 from nbtoolkit.run.payload import JobSpec, PackedFunction, load_function, unload_function, unpack
 from nbtoolkit.run.serialization import add_note, pack_error, pack_value
@@ -40,7 +41,7 @@ from nbtoolkit.worker.advice import advice
 from nbtoolkit.worker.channel import SupervisorChannel, heartbeat
 from nbtoolkit.worker.collectives import new_gloo_group, without_gloo_lines
 from nbtoolkit.worker.context import RunContext
-from nbtoolkit.worker.forking import die_with_parent
+from nbtoolkit.worker.forking import die_with_parent, end_process
 from nbtoolkit.worker.process_group import torchrun_conditions
 
 if TYPE_CHECKING:
@@ -210,14 +211,19 @@ class ProcessState:
 def call_function(function: Callable[..., Any], context: RunContext) -> tuple[Any, set[str]]:
     """Call the training function, and write its value to the run's folder.
 
+    A child that the function forks ends where the function ends in the child.
+
     Returns:
         The value, and the settings that the function has read.
     """
     context.track_optimizers()
+    process = os.getpid()
     try:
         with record_reads() as reads:
             value = function(context.config, context)
     finally:
+        if os.getpid() != process:
+            end_process(sys.exc_info()[1])
         context.close()
     packed, path = pack_value(value), context.paths.value(context.rank)
     try:
@@ -255,9 +261,14 @@ def _report_error(
     if advised is not None:
         add_note(error, advised)
     packed = replace(pack_error(error), advice=advised)
-    with contextlib.suppress(OSError):  # the disk may be full; the message below says so
-        sys.stderr.write(packed.traceback)
-        _flush()
+    _flush()
+    text = f"{ERROR_BEGINS}\n{packed.traceback.rstrip()}\n{ERROR_ENDS}\n"
+    with (
+        contextlib.suppress(OSError),  # the disk may be full; the message below says so
+        # Not to sys.stderr, which the function may have replaced.
+        paths.log(rank).open("a", encoding="utf-8", errors="backslashreplace") as log,
+    ):
+        log.write(text)
     message = messages.FunctionRaised()
     try:
         write_whole(paths.rank_error(rank), packed.encode(), durable=False)
@@ -420,8 +431,10 @@ def _end_process() -> None:
 
 
 def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # The function may have set it to None, or replaced or closed it.
+        with contextlib.suppress(AttributeError, ValueError, OSError):
+            stream.flush()
 
 
 def write_output_to(path: Path) -> None:

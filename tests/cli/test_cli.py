@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -61,6 +62,15 @@ def test_train_runs_the_task_of_the_configuration_with_overrides(folder: Path) -
     assert read_json(run / "result.json")["metrics"] == {"twice": 42.0}
     assert done.stdout.splitlines()[-1].endswith(f"{run})")
     assert "completed, twice=42" in done.stdout
+
+
+def test_a_result_is_printed_where_stdout_is_ascii(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = command(folder, "cv", "mine.json", "-o", "task=mine:score", "--folds", "2")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"held_out=\d \? \d", done.stdout)  # mean and standard deviation
 
 
 @pytest.mark.long

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import io
+import multiprocessing
 import os
 import shutil
 import signal
@@ -10,14 +12,16 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 from kernels import SECONDS, script, until
 
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, RunFolderError
+from nbtoolkit.run.events import EventReader
 
 
 @pytest.fixture
@@ -63,18 +67,137 @@ def test_the_functions_own_error_is_the_cause(config: nb.Config) -> None:
 
 
 def returns(config: Any, ctx: Any) -> float:
-    print("a line")
+    print("a line \N{CHECK MARK}")
     return 1.0
 
 
+def no_stream() -> None:
+    return None
+
+
+def ascii_stream() -> TextIO:
+    return io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+
+
+def stream_that_nobody_reads() -> TextIO:
+    reads, writes = os.pipe()
+    os.close(reads)
+    return os.fdopen(writes, "w", buffering=1, encoding="utf-8")
+
+
 @pytest.mark.parametrize("display", ["text", "auto"])
-def test_a_process_without_stdout_launches(
-    config: nb.Config, monkeypatch: pytest.MonkeyPatch, display: Any
+@pytest.mark.parametrize("make", [no_stream, ascii_stream, stream_that_nobody_reads])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_stdout_that_cannot_show_the_output_does_not_end_a_launch(
+    config: nb.Config,
+    monkeypatch: pytest.MonkeyPatch,
+    display: Any,
+    make: Callable[[], TextIO | None],
+) -> None:
+    stdout = make()
+    monkeypatch.setattr(sys, "stdout", stdout)
+    options: dict[str, Any] = {"processes": 1, "resume": "never"}
+    assert nb.launch(returns, config, display=display, **options).value == 1.0
+    if isinstance(stdout, io.TextIOWrapper) and stdout.encoding == "ascii":
+        stdout.flush()
+        assert b"a line ?" in stdout.buffer.getvalue()  # type: ignore[attr-defined] # a BytesIO
+
+
+def test_an_inline_launch_needs_no_stdout(
+    config: nb.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdout", None)
-    for start in ("inline", "forkserver"):
-        options: dict[str, Any] = {"start": start, "processes": 1, "resume": "never"}
-        assert nb.launch(returns, config, display=display, **options).value == 1.0
+    assert nb.launch(returns, config, processes=1, start="inline").value == 1.0
+
+
+def loses_its_streams(config: Any, ctx: Any) -> float:
+    sys.stdout = sys.stderr = None
+    return 1.0
+
+
+def closes_its_streams(config: Any, ctx: Any) -> float:
+    sys.stdout.close()
+    sys.stderr.close()
+    return 1.0
+
+
+def raises_without_streams(config: Any, ctx: Any) -> float:
+    sys.stdout = sys.stderr = None
+    raise ValueError("its own error")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_function_may_lose_its_stdout_and_stderr(config: nb.Config, processes: int) -> None:
+    options: dict[str, Any] = {"processes": processes, "display": "off"}
+    for function in (loses_its_streams, closes_its_streams):
+        assert nb.launch(function, config, **options).values == [1.0] * processes
+    with pytest.raises(ValueError, match="its own error") as caught:
+        nb.launch(raises_without_streams, config, **options)
+    [note] = caught.value.__notes__
+    assert "ValueError: its own error" in Path(note.rpartition("log: ")[2]).read_text()
+
+
+def forks(config: Any, ctx: Any) -> list[int]:
+    """Fork children that return, raise and exit; the parent returns their exit codes."""
+    folder = ctx.paths.folder
+    for child in ("returns", "raises", "exits"):
+        if os.fork() == 0:
+            (folder / f"{child}-{ctx.rank}").write_text(str(os.getpid()))
+            if child == "raises":
+                raise ZeroDivisionError("in a child")
+            if child == "exits":
+                sys.exit(7)
+            return [99]
+    codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(3)]
+    process = multiprocessing.get_context("fork").Process(target=sys.exit, args=(5,))
+    process.start()
+    process.join()
+    return [*sorted(codes), process.exitcode or 0]
+
+
+@pytest.mark.parametrize(
+    ("start", "processes"), [("inline", 1), ("forkserver", 1), ("forkserver", 2)]
+)
+def test_a_child_that_the_function_forks_ends_with_the_function(
+    config: nb.Config, start: Any, processes: int
+) -> None:
+    result = nb.launch(forks, config, start=start, processes=processes, display="off")
+    assert result.values == [[0, 1, 7, 5]] * processes
+    assert result.status == "completed"
+    events = [event.type for event in EventReader(result.paths.events).read()]
+    assert events.count("ended") == 1
+    assert not any(result.paths.folder.glob("ranks/*/error.pkl"))
+
+
+class OwnError(Exception):
+    def __init__(self, code: int, *, text: str) -> None:
+        super().__init__(code, text)
+        self.text = text
+
+
+LONG = "head" + 20_000_000 * "x" + "tail"
+
+
+def raises_a_long_text(config: Any, ctx: Any) -> float:
+    try:
+        raise OwnError(3, text=LONG)
+    except OwnError as error:
+        raise ValueError(LONG) from error
+
+
+def test_of_a_long_text_of_an_exception_both_ends_are_kept(config: nb.Config) -> None:
+    with pytest.raises(ValueError, match="head") as caught:
+        nb.launch(raises_a_long_text, config, processes=1, display="off")
+    first, middle, last = str(caught.value).splitlines()
+    assert (first[:5], last[-5:]) == ("headx", "xtail")
+    assert "characters" in middle
+    assert len(str(caught.value)) < 100_000
+    cause = caught.value.__cause__
+    assert isinstance(cause, OwnError)
+    assert cause.args[0] == 3
+    assert len(cause.text) < 100_000
+    files = [file for file in Path(config.runtime.output_dir).rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < 2_000_000
 
 
 SPAWNS = """

@@ -41,10 +41,12 @@ def torchrun(function: str, outputs: Path, **more: Any) -> subprocess.Popen[str]
     return start(program, TMPDIR=str(outputs))  # torchrun leaves a folder there
 
 
-def start(program: list[str], **variables: str) -> subprocess.Popen[str]:
+def start(
+    program: list[str], folder: Path | None = None, **variables: str
+) -> subprocess.Popen[str]:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     pipe = subprocess.PIPE
-    return subprocess.Popen(program, env=environ, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(program, cwd=folder, env=environ, stdout=pipe, stderr=pipe, text=True)
 
 
 def told(*processes: subprocess.Popen[str]) -> list[dict[str, Any]]:
@@ -101,6 +103,17 @@ def test_torchrun_ranks_share_one_run(tmp_path: Path) -> None:
     assert [rank["left"] for rank in ranks] == [[], []]
     with sqlite3.connect(tmp_path / "mlflow.db") as database:
         assert database.execute("select status from runs").fetchall() == [("FINISHED",)]
+
+
+def test_the_command_prints_the_result_of_all_torchrun_ranks_once(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def train(config, ctx):\n    return {'score': 3.0}\n")
+    settings = {"task": "mine:train", "tracking": {"mlflow": False}}
+    (tmp_path / "mine.json").write_text(json.dumps(settings))
+    program = [*TORCHRUN, "-m", "nbtoolkit", "train", "mine.json"]
+    job = start(program, tmp_path, TMPDIR=str(tmp_path))
+    out, err = job.communicate(timeout=240)
+    assert job.returncode == 0, err
+    assert out.count("RunResult(completed, score=3") == 1
 
 
 @pytest.mark.long

@@ -8,7 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kernels import Notebook, all_gone, descendants, notebook, ranks_up, shared_notebook, until
+from kernels import (
+    Cell,
+    Notebook,
+    all_gone,
+    descendants,
+    notebook,
+    ranks_up,
+    shared_notebook,
+    until,
+)
 
 import nbtoolkit as nb
 
@@ -128,6 +137,96 @@ def test_the_users_own_exception_names_the_cells_line(shared: Notebook) -> None:
     # IPython 7 leaves notes out of its traceback: they are above it
     assert f"rank 1, Cell In[{number}], line 5" in cell.text + plain(cell.traceback)
     assert "nbtoolkit/launcher/" not in plain(cell.traceback)  # our own frames are left out
+
+
+MODULE = """
+def fails_in_a_file(values):
+    # comment
+
+    total = 0
+    for value in values:
+        total += (
+            1
+            / value
+        )
+    return total
+"""
+
+FAILS = """
+import torch
+import fails_in_module
+
+def fails_in_a_cell(config, ctx):
+    first = 1
+
+    second = 2
+    return fails_in_module.fails_in_a_file([first, 0, second])
+
+in_a_lambda = lambda config, ctx: (
+    1,
+    {}["missing"],
+)
+"""
+
+
+def beside_arrows(cell: Cell) -> list[str]:
+    """The source beside the arrows of a traceback."""
+    lines = plain(cell.traceback).splitlines()
+    return [line.split(maxsplit=2)[2] for line in lines if re.match(r"-+> \d", line)]
+
+
+def test_the_arrow_stands_beside_the_line_that_failed(shared: Notebook, home: Path) -> None:
+    (home / "fails_in_module.py").write_text(MODULE)
+    shared.run(FAILS).ok()
+    cell = shared.run("nb.launch(fails_in_a_cell, config, processes=1, resume='never')")
+    assert cell.error == "ZeroDivisionError"
+    inner = ["return fails_in_module.fails_in_a_file([first, 0, second])", "1"]
+    assert beside_arrows(cell)[1:] == inner
+
+    cell = shared.run("nb.launch(in_a_lambda, config, processes=1, resume='never')")
+    assert beside_arrows(cell)[1:] == ['{}["missing"],']
+
+
+def test_the_traceback_of_a_rank_stands_in_its_log(shared: Notebook) -> None:
+    shared.run("""
+    def fails_after_a_bar(config, ctx):
+        from tqdm.auto import tqdm
+        bar = tqdm(range(9), desc="bar")
+        next(iter(bar))
+        raise ValueError("in the log")
+    """).ok()
+    cell = shared.run("run(fails_after_a_bar)")
+    assert cell.error == "ValueError"
+    assert "Traceback" not in cell.text
+    assert "bar:   0%" in cell.text
+    cell = shared.run("""
+    from pathlib import Path
+    [folder] = Path(config.runtime.output_dir).glob("*-fails_after_a_bar-*")
+    print(nb.attach(folder).logs(0))
+    """).ok()
+    assert 'raise ValueError("in the log")' in cell.text
+
+
+def test_an_error_of_ours_in_the_kernel_ends_at_the_users_line(shared: Notebook) -> None:
+    """For functions and methods; causes and all frames are kept, for the debugger."""
+    shared.run("open('bad.yaml', 'w').write('train: {epochs: 1\\nmodel: 3\\n')").ok()
+    cell = shared.run("""
+    def mine():
+        return nb.load_config("bad.yaml")
+
+    mine()
+    """)
+    assert cell.error == "ConfigError"
+    assert beside_arrows(cell)[-2:] == ["mine()", 'return nb.load_config("bad.yaml")']
+    assert "nbtoolkit/" not in plain(cell.traceback)
+    assert "ParserError" in plain(cell.traceback)
+    cell = shared.run("""
+    import sys, traceback
+    print(traceback.extract_tb(sys.last_traceback)[-1].filename)
+    """).ok()
+    assert "nbtoolkit/config/yaml_source.py" in cell.text
+    for call in ("nb.Folds.load('bad.yaml')", "nb.make_folds([1, 2], k=7)"):
+        assert "nbtoolkit/" not in plain(shared.run(call).traceback)
 
 
 def test_forked_ranks_of_a_kernel(shared: Notebook) -> None:

@@ -186,6 +186,26 @@ def test_a_picture_that_fails_ends_only_itself(
     assert capsys.readouterr().out == "the live view ended (ValueError: no ink)\ngoing on\n"
 
 
+class BrokenLines(CellOutput):
+    """Lines that cannot be shown."""
+
+    def pump(self) -> None:
+        """Fail."""
+        raise ValueError("no ink")
+
+
+def test_lines_that_fail_end_only_themselves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = LiveView(BrokenLines(RunPaths(tmp_path), "text"), None, needs_wait=True)
+    live.open(waits=True)
+    live.say("a line")
+    live.pump()
+    live.pump()
+    live.close()
+    assert capsys.readouterr().out == "a line\nthe live view ended (ValueError: no ink)\n"
+
+
 def test_a_line_a_minute_says_how_far_it_is(diary: EventLog, state: State) -> None:
     said: list[str] = []
     lines = LineDisplay(lambda: state, said.append, seconds=0.0)
