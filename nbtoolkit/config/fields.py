@@ -168,6 +168,11 @@ def _distinct_numbers(value: object) -> tuple[object, ...]:
     return tuple(_number(item) for item in value)
 
 
+def _path(value: object) -> object:
+    """A path as text: a setting is what a YAML file can hold."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
 Number = Annotated[float, BeforeValidator(_number), Allowed("a number")]
 Whole = Annotated[int, BeforeValidator(_number), Allowed("a whole number")]
 Count = Annotated[Whole, Field(ge=1), Allowed("a whole number of at least 1")]
@@ -186,9 +191,10 @@ Seconds = Annotated[
     Field(gt=0),
     Allowed("seconds above 0, or a string such as 90s, 30m or 1h30m"),
 ]
-Text = Annotated[str, Field(min_length=1), Allowed("a string")]
+Text = Annotated[str, BeforeValidator(_path), Field(min_length=1), Allowed("a string")]
 OutputFolder = Annotated[
     str,
+    BeforeValidator(_path),
     Field(min_length=1),
     AfterValidator(_expand_scratch),
     Allowed("a string: a folder, or '{scratch}/folder'"),
@@ -206,7 +212,7 @@ Devices = Annotated[
     Allowed("a list of distinct device numbers, such as [0, 2]"),
 ]
 Texts = Annotated[
-    tuple[Annotated[str, Field(min_length=1)], ...],
+    tuple[Annotated[str, BeforeValidator(_path), Field(min_length=1)], ...],
     PlainSerializer(list),
     Allowed("a list of strings"),
 ]

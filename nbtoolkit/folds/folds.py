@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ class Folds:
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in _PROPERTIES}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the folds as JSON, atomically.
 
         Args:
@@ -163,7 +164,7 @@ class Folds:
         return path
 
     @classmethod
-    def load(cls, path: str | Path) -> Folds:
+    def load(cls, path: str | os.PathLike[str]) -> Folds:
         """Read folds from a file that :meth:`save` wrote.
 
         Raises:

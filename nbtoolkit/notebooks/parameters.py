@@ -270,8 +270,8 @@ def _validated(value: object, hint: Any) -> Any:
 
 
 def _plain(value: Any) -> object:
-    if isinstance(value, Path):
-        return str(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     if isinstance(value, Mapping):
         return dict(value)
     if callable(getattr(value, "item", None)) and getattr(value, "ndim", 0) == 0:

@@ -58,8 +58,8 @@ def _plain(name: str, value: object) -> object:
 
 
 def _simplify(value: object) -> object:
-    if isinstance(value, Path):
-        return str(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     if isinstance(value, Mapping):
         return dict(value)
     for method in ("to_dict", "model_dump", "tolist"):  # ours, pydantic's, NumPy's and torch's

@@ -128,7 +128,7 @@ class RunPaths:
         return self.folder / "values" / f"{rank}.pkl"
 
     @classmethod
-    def create(cls, output_dir: str | Path, name: str) -> RunPaths:
+    def create(cls, output_dir: str | os.PathLike[str], name: str) -> RunPaths:
         """Make a new, empty run folder with a fresh run id under ``output_dir``.
 
         Raises:
@@ -190,7 +190,9 @@ def kind_of(versions: Mapping[str, object]) -> Kind:
     return "sweep" if kind == "sweep" else "cv" if kind == "cv" else "run"
 
 
-def find_run(run: str | os.PathLike[str], output_dir: str | Path = "outputs") -> RunPaths:
+def find_run(
+    run: str | os.PathLike[str], output_dir: str | os.PathLike[str] = "outputs"
+) -> RunPaths:
     """The run with this id, or in this folder.
 
     Raises:
@@ -359,7 +361,7 @@ TRASH = ".trash"
 """The folder below an output folder to which runs are moved that a user deletes."""
 
 
-def runs_in(output_dir: str | Path) -> list[RunPaths]:
+def runs_in(output_dir: str | os.PathLike[str]) -> list[RunPaths]:
     """The runs under ``output_dir``, newest first."""
     parent = Path(output_dir).expanduser().absolute()
     if not os.path.isdir(parent):

@@ -44,7 +44,7 @@ class Images:
         transforms: applied to each image, in turn.
     """
 
-    items: Sequence[str] | Tensor
+    items: Sequence[str | os.PathLike[str]] | Tensor
     labels: Tensor
     classes: tuple[str, ...]
     groups: tuple[str, ...] | None = None
@@ -68,7 +68,9 @@ class Images:
             FitError: it cannot be decoded (names the file).
         """
         item = self.items[index]
-        return decode(item, self.size, self.channels) if isinstance(item, str) else item
+        if isinstance(item, (str, os.PathLike)):
+            return decode(os.fspath(item), self.size, self.channels)
+        return item
 
     def subset(self, indices: Iterable[int]) -> Images:
         """The images at ``indices``, in this order, with the same classes."""
@@ -82,7 +84,9 @@ class Images:
 
     def files_key(self) -> str:
         """Identify the files, if ``items`` are paths, by path, size and time of the last change."""
-        found = [(path, os.stat(path)) for path in self.items if isinstance(path, str)]
+        found = [
+            (path, os.stat(path)) for path in self.items if isinstance(path, (str, os.PathLike))
+        ]
         lines = [f"{path} {one.st_size} {one.st_mtime_ns}\n" for path, one in found]
         return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 

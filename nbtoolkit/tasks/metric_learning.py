@@ -271,7 +271,7 @@ def _save(ctx: RunContext, trained: TrainedEncoder) -> None:
         write_state(ctx.paths.folder / ENCODER, state)
 
 
-def load_encoder(path: str | Path) -> TrainedEncoder:
+def load_encoder(path: str | os.PathLike[str]) -> TrainedEncoder:
     """Load the encoder of a run, with its classifier if stage 2 is done.
 
     Args:
@@ -358,7 +358,8 @@ def save_index(path: str | os.PathLike[str], vectors: Vectors, images: Images) -
 
     file = Path(path).expanduser().absolute()
     classes = np.array([images.classes[label] for label in images.labels.tolist()])
-    paths = np.array([item if isinstance(item, str) else "" for item in images.items])
+    files = [one if isinstance(one, (str, os.PathLike)) else "" for one in images.items]
+    paths = np.array([os.fspath(one) for one in files])
     with atomic_file(file) as place:
         np.savez(place, vectors=vectors, classes=classes, paths=paths)
     return file

@@ -226,7 +226,7 @@ def _collector_off() -> Iterator[None]:
 
 
 def tracking_table(
-    output_dir: str | Path = "outputs", *, experiment: str | None = None
+    output_dir: str | os.PathLike[str] = "outputs", *, experiment: str | None = None
 ) -> DataFrame:
     """The tracked runs, newest first.
 

@@ -229,7 +229,9 @@ class TrackingProcess:
         self.close()
 
 
-def replay(folder: str | Path, *, output_dir: str | Path | None = None) -> str | None:
+def replay(
+    folder: str | os.PathLike[str], *, output_dir: str | os.PathLike[str] | None = None
+) -> str | None:
     """Write a run that was not tracked to its end, from where tracking stopped.
 
     Calling it again changes nothing. A missing database is written again. Another process does it,

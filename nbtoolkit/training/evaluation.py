@@ -14,7 +14,7 @@ from nbtoolkit.config.schema import measured
 from nbtoolkit.errors import CannotPickle, FitError
 from nbtoolkit.run.paths import RunPaths, write_whole
 from nbtoolkit.run.serialization import pack_value
-from nbtoolkit.training.loading.data import Batch, Collate, make_source
+from nbtoolkit.training.loading.data import Batch, Collate, float_type, make_source
 from nbtoolkit.training.loading.epoch_order import make_order, take_apart
 from nbtoolkit.training.loading.loader import (
     MapTrainLoader,
@@ -47,6 +47,7 @@ def make_evaluation_loader(
     collate: Collate | None = None,
     name: Literal["validation", "prediction"] = "validation",
     ranks: int | None = None,
+    model: torch.nn.Module | None = None,
 ) -> EvaluationLoader:
     """Make the loader of this rank's part of ``data``; it can be iterated any number of times.
 
@@ -69,6 +70,7 @@ def make_evaluation_loader(
         name: the set's name, for messages.
         ranks: between how many ranks the batches are divided; 1: each rank gets all of them.
             Default: between all.
+        model: the data are for it: it decides the type of their floats.
 
     Returns:
         Batches on the device, each with its number of samples (at least 1).
@@ -79,7 +81,8 @@ def make_evaluation_loader(
     import torch
 
     size = batch_size or _LARGER * ctx.plan.batch_size_per_device
-    feed = take_apart(data, collate=collate, workers=workers)
+    dtype = float_type(model)
+    feed = take_apart(data, collate=collate, workers=workers, dtype=dtype)
     data, collate, workers = feed.data, feed.collate, feed.workers
     ranks = ranks or ctx.world_size
     sampler = GlobalBatchSampler(
@@ -98,7 +101,9 @@ def make_evaluation_loader(
             ),
             samples=None,
         )
-    source = make_source(data, ctx.device, collate=collate, workers=workers, seed=ctx.seed)
+    source = make_source(
+        data, ctx.device, collate=collate, workers=workers, seed=ctx.seed, dtype=dtype
+    )
     if len(source) == 0:
         raise FitError(
             f"the {name} set is empty",
@@ -136,6 +141,7 @@ class Validator:
         data: a data set as :func:`nbtoolkit.fit` takes it; None: no validation.
         metrics: by name, from :func:`~nbtoolkit.training.metrics.named_metrics`.
         collate: makes a batch from a list of samples.
+        model: as it is trained.
 
     Raises:
         FitError: the data set is empty or cannot be used.
@@ -148,13 +154,19 @@ class Validator:
         data: object,
         metrics: Mapping[str, Metric],
         collate: Collate | None,
+        model: torch.nn.Module,
     ) -> None:
         self._ctx, self._metrics = ctx, metrics
         self._loader: Iterable[tuple[Batch, int]] | None = None
         if data is not None:
             workers = measured(config.train.num_workers, "train.num_workers")
             self._loader = make_evaluation_loader(
-                ctx, data, workers=workers, collate=collate, ranks=ctx.plan.data_ranks
+                ctx,
+                data,
+                workers=workers,
+                collate=collate,
+                ranks=ctx.plan.data_ranks,
+                model=model,
             )
 
     def values(self, train_step: TrainStep) -> dict[str, float]:
@@ -221,6 +233,7 @@ def predict(
         workers=measured(ctx.config.train.num_workers, "train.num_workers"),
         collate=collate,
         name="prediction",
+        model=model,
     )
     rows, forward = Rows(), step or forward_inputs
     with evaluation_mode(ctx, model) as module:

@@ -16,7 +16,7 @@ from nbtoolkit.config.validation import mark_used
 from nbtoolkit.errors import CheckpointError, RunStopped
 from nbtoolkit.run.checkpoints.checkpoint_store import StoredCheckpoint
 from nbtoolkit.run.paths import write_json
-from nbtoolkit.training.batch_norm import refuse_single_samples, smallest_share
+from nbtoolkit.training.batch_norm import refuse_single_samples
 from nbtoolkit.training.callbacks import Callbacks, FitState
 from nbtoolkit.training.checkpoints import CheckpointManager, estimate_bytes
 from nbtoolkit.training.evaluation import (
@@ -104,9 +104,10 @@ def fit(
             without ``checkpoint.monitor``, no epoch is best, and the model has the last weights.
         train_data: the training set, the same on all ranks: tensors, arrays, pandas tables of
             numbers, a tuple or dict of them, a ``TensorDataset``, any other map-style data set, or
-            an iterable one. A DataFrame becomes float32, and a Series of whole numbers int64. From
-            a ``DataLoader``, ``fit`` takes the data set, ``collate_fn``, ``num_workers``, the
-            sampler and ``drop_last``.
+            an iterable one. Floats in arrays, tensors and tables become those of the model's
+            weights, usually float32. A DataFrame becomes floats, and a Series of whole numbers
+            int64. From a ``DataLoader``, ``fit`` takes the data set, ``collate_fn``,
+            ``num_workers``, the sampler and ``drop_last``.
         valid_data: the validation set, in any of these forms; None: no validation.
         loss: a function ``loss(outputs, targets)``. It returns the mean or the sum over the samples
             of the batch, a weighted mean (torch's ``cross_entropy`` or ``nll_loss`` with ``weight``
@@ -182,7 +183,7 @@ def fit(
             fit=checkpoints.number,
             sampler=sampler,
             sample_weights=sample_weights,
-            smallest=smallest_share(model),
+            model=model,
         )
         limit = config.train.max_steps or sys.maxsize
         total = limit if loader.steps is None else min(limit, loader.steps * config.train.epochs)
@@ -205,7 +206,7 @@ def fit(
         train_step = kind(ctx, config, model, recipe, steps=total)
         refuse_single_samples(train_step.module, loader.single)
         training = _Training(ctx, config, loader, train_step, checkpoints, moments)
-        validator = Validator(ctx, config, valid_data, by_name, collate)
+        validator = Validator(ctx, config, valid_data, by_name, collate, model)
         training.resume()
         # Neither a step of several optimizers nor a loss over whole batches can be cut.
         if not several and config.train.loss_reduction == "auto":

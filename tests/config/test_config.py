@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import random
 import string
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nbtoolkit.config.schema import Config, load_config
+from nbtoolkit.config.schema import Config, as_config, load_config
 from nbtoolkit.config.validation import fields
 from nbtoolkit.errors import ConfigError
 from nbtoolkit.host import detect_host
@@ -385,3 +386,23 @@ def test_a_typo_is_answered_with_the_name(name: str) -> None:
             continue
         with pytest.raises(ConfigError, match=rf"unknown setting '{wrong}'(.|\n)*'{name}'\?"):
             load_config(env=None, overrides={wrong: 1})
+
+
+def test_a_path_is_taken_wherever_a_path_is_meant(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with os.scandir(tmp_path) as entries:
+        (entry,) = entries  # an os.PathLike that is no pathlib.Path
+    for path in (tmp_path / "folder", entry):
+        overrides = {
+            "runtime.output_dir": path,
+            "tracking.uri": path,
+            "data": {"root": path},
+            "cluster.setup": [path],
+        }
+        config = load_config(env=None, overrides=overrides)
+        text = os.fspath(path)
+        assert config.runtime.output_dir == config.tracking.uri == config.data.root == text
+        assert config.cluster.setup == (text,)
+        assert load_config(env=None, overrides=config.to_dict()) == config
+        assert Config.model_validate({"runtime": {"output_dir": path}}).runtime.output_dir == text
+        assert as_config({"runtime.output_dir": path}).runtime.output_dir == text

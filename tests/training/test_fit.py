@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -339,7 +340,9 @@ def test_load_model_takes_a_folder_and_a_wrapped_models_state(tmp_path: Path) ->
     wrapped = {f"module.{name}": value for name, value in model.state_dict().items()}
     torch.save(wrapped, tmp_path / "last.pt")
     torch.manual_seed(5)
-    check_equal_weights(model, nb.load_model(tmp_path, nn.Sequential(*map(_like, model))))
+    (entry,) = os.scandir(tmp_path)  # an os.PathLike that is no pathlib.Path
+    for path in (tmp_path, str(tmp_path), entry):
+        check_equal_weights(model, nb.load_model(path, nn.Sequential(*map(_like, model))))
 
 
 def _like(layer: nn.Module) -> nn.Module:

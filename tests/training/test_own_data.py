@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import nbtoolkit as nb
 from nbtoolkit.errors import CheckpointError, ConfigError, FitError
@@ -133,10 +134,20 @@ def doubled(values: torch.Tensor) -> np.ndarray[Any, Any]:
     return values.numpy().astype("float64")
 
 
+class Doubles(Dataset[Any]):
+    """Samples of float64: a data set of one's own keeps its types."""
+
+    def __len__(self) -> int:
+        return len(LABELS)
+
+    def __getitem__(self, index: int) -> Any:
+        return INPUTS[index].double(), LABELS[index]
+
+
 @pytest.mark.parametrize(
     ("data", "loss", "message"),
     [
-        ((doubled(INPUTS), LABELS), "cross_entropy", r"inputs is float64.*weights are float32"),
+        (Doubles(), "cross_entropy", r"inputs is float64.*weights are float32"),
         ((INPUTS.long(), LABELS), "cross_entropy", r"inputs is int64.*weights are float32"),
         ((INPUTS, LABELS.float()), "cross_entropy", r"targets is float32[\s\S]*targets\.long\(\)"),
         ((INPUTS, LABELS.int()), "cross_entropy", r"targets is int32[\s\S]*astype\('int64'\)"),
@@ -152,12 +163,12 @@ def test_tensors_of_another_type_are_named(
 
 def test_another_type_is_named_in_the_validation_and_in_a_prediction(tmp_path: Path) -> None:
     with pytest.raises(FitError, match=r"inputs is float64[\s\S]*inputs\.float\(\)"):
-        fitted(configured(tmp_path), valid=(doubled(INPUTS), LABELS))
+        fitted(configured(tmp_path), valid=Doubles())
 
     def train(config: nb.Config, ctx: nb.RunContext) -> Any:
-        return nb.predict(ctx, nn.Linear(3, 2), doubled(INPUTS))
+        return nb.predict(ctx, nn.Linear(3, 2), Doubles())
 
-    with pytest.raises(FitError, match=r"batch is float64[\s\S]*batch\.float\(\)"):
+    with pytest.raises(FitError, match=r"float64[\s\S]*\.float\(\)"):
         nb.launch(train, configured(tmp_path), start="inline", display="off")
 
 
@@ -167,6 +178,45 @@ def test_other_errors_of_a_step_stay_as_they_are(tmp_path: Path) -> None:
 
 
 # --- tables ---
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_floats_of_arrays_tensors_and_tables_become_those_of_the_model(
+    tmp_path: Path, kind: torch.dtype
+) -> None:
+    pandas = pytest.importorskip("pandas")
+    points = torch.rand(24, 3, generator=torch.Generator().manual_seed(3)).to(kind)
+    heights = points.sum(1)
+    table, column = pandas.DataFrame(points.numpy()), pandas.Series(heights.numpy())
+    other = torch.float64 if kind is torch.float32 else torch.float32
+    forms = [
+        (points, heights),
+        (points.to(other), heights.to(other)),
+        (points.numpy().astype(str(other)[6:]), heights.numpy().astype("float64")),
+        TensorDataset(points.to(other), heights.to(other)),
+        DataLoader(TensorDataset(points.to(other), heights.to(other)), shuffle=True),
+        (table, column),
+    ]
+
+    def train(config: nb.Config, ctx: nb.RunContext) -> Any:
+        def step(model: nn.Module, batch: Any) -> Any:
+            assert batch[0].dtype == batch[1].dtype == kind
+            return model(batch[0])[:, 0], batch[1]
+
+        found = []
+        for data in forms:
+            torch.manual_seed(0)
+            model = nn.Linear(3, 1).to(kind)
+            values = nb.fit(ctx, config, model, data, data, loss=functional.mse_loss, step=step)
+            predicted = nb.predict(ctx, model, data[0] if isinstance(data, tuple) else data)
+            found.append((values["val_loss"], predicted))
+        return found
+
+    found = nb.launch(train, configured(tmp_path), start="inline", display="off").value
+    for loss, predicted in found[1:]:
+        assert loss == pytest.approx(found[0][0], abs=1e-6)
+        torch.testing.assert_close(predicted, found[0][1], atol=1e-6, rtol=0)
+    assert found[-1][0] == found[0][0]
 
 
 def test_tables_of_pandas_train_as_their_arrays_do(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -31,7 +32,7 @@ class HasWeights(Protocol):
         """Load the run's weights."""
 
 
-def load_model(path: str | Path | HasWeights, model: Model) -> Model:
+def load_model(path: str | os.PathLike[str] | HasWeights, model: Model) -> Model:
     """Load a checkpoint's weights into ``model``, for inference.
 
     Args:
@@ -47,7 +48,7 @@ def load_model(path: str | Path | HasWeights, model: Model) -> Model:
         CheckpointError: ``path`` is something else, there is no checkpoint, the checkpoint is
             damaged, or it belongs to another model (the message names the first differences).
     """
-    if not isinstance(path, (str, Path)):
+    if not isinstance(path, (str, os.PathLike)):
         if not hasattr(path, "load_into"):
             raise CheckpointError(
                 f"load_model got a {type(path).__name__}, which names no checkpoint",

@@ -15,7 +15,7 @@ from nbtoolkit.training.loading.sampler import preserve_random_state, seed_sampl
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.utils.data import DataLoader, Dataset
 
 Sample: TypeAlias = Any
@@ -221,6 +221,7 @@ def make_source(
     collate: Collate | None = None,
     workers: int = 0,
     seed: int = 0,
+    dtype: torch.dtype | None = None,
 ) -> Source:
     """Wrap the user's data set.
 
@@ -237,15 +238,29 @@ def make_source(
         collate: makes a batch from a list of samples; arrays are then loaded by samples, too.
         workers: ``DataLoader`` processes of this rank; arrays need none.
         seed: the run's, for random augmentation.
+        dtype: of the floats of arrays, from :func:`float_type`; None: as they are.
 
     Raises:
         FitError: ``data`` is none of these, or its arrays differ in length.
     """
     arrays = _as_arrays(data)
     if arrays is not None and collate is None:
-        return ArraySource(arrays, device)
-    dataset = _as_map_dataset(data) if arrays is None else _Rows(arrays)
+        return ArraySource(arrays, device, dtype)
+    dataset = _as_map_dataset(data) if arrays is None else _Rows(arrays, dtype)
     return SampleSource(dataset, device, collate, workers, seed)
+
+
+def float_type(model: nn.Module | None) -> torch.dtype | None:
+    """The type of a model's weights, for the floats of its data.
+
+    Returns:
+        float32 or float64; None: the weights have other types, or several.
+    """
+    import torch
+
+    parameters = [] if model is None else [*model.parameters()]
+    types = {one.dtype for one in parameters if one.is_floating_point()}
+    return types.pop() if types in ({torch.float32}, {torch.float64}) else None
 
 
 class Arrays(NamedTuple):
@@ -259,12 +274,16 @@ class Arrays(NamedTuple):
 class ArraySource:
     """Tensors in memory: a batch is a piece of one indexing operation, not a loop over samples."""
 
-    def __init__(self, arrays: Arrays, device: torch.device) -> None:
+    def __init__(
+        self, arrays: Arrays, device: torch.device, dtype: torch.dtype | None = None
+    ) -> None:
         tensors, self._rebuild = arrays
         resident = sum(tensor.nbytes for tensor in tensors) <= _RESIDENT
         self._tensors = [tensor.to(device) for tensor in tensors] if resident else tensors
         self._row = max(1, sum(tensor[:1].nbytes for tensor in tensors))
         self._device = device
+        # A block at a time: the ranks share the memory of the arrays.
+        self._types = [_type_in_batches(tensor, dtype) for tensor in tensors]
 
     def __len__(self) -> int:
         return len(self._tensors[0])
@@ -274,7 +293,10 @@ class ArraySource:
         indices = indices.to(self._tensors[0].device)
         for start, group in _blocks(sizes, _BLOCK // self._row):
             rows = indices[start : start + sum(group)]
-            block = [tensor.index_select(0, rows).to(self._device) for tensor in self._tensors]
+            block = [
+                tensor.index_select(0, rows).to(self._device, kind)
+                for tensor, kind in zip(self._tensors, self._types, strict=True)
+            ]
             for batch in zip(*(column.split(group) for column in block), strict=True):
                 yield self._rebuild(batch)
 
@@ -343,14 +365,21 @@ class _BatchMaker:
 class _Rows:
     """Arrays as a data set of samples, for a ``collate`` of the user's."""
 
-    def __init__(self, arrays: Arrays) -> None:
+    def __init__(self, arrays: Arrays, dtype: torch.dtype | None) -> None:
         self._tensors, self._rebuild = arrays
+        self._types = [_type_in_batches(tensor, dtype) for tensor in self._tensors]
 
     def __len__(self) -> int:
         return len(self._tensors[0])
 
     def __getitem__(self, index: int) -> Sample:
-        return self._rebuild(tuple(tensor[index] for tensor in self._tensors))
+        typed = zip(self._tensors, self._types, strict=True)
+        return self._rebuild(tuple(tensor[index].to(kind) for tensor, kind in typed))
+
+
+def _type_in_batches(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """``dtype`` for floats; the tensor's own for whole numbers and where there is none."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def _blocks(sizes: Sequence[int], rows: int) -> Iterator[tuple[int, list[int]]]:

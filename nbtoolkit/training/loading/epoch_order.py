@@ -21,6 +21,7 @@ from nbtoolkit.worker.collectives import broadcast
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -52,7 +53,9 @@ class Feed:
     batch_size: int | None = None
 
 
-def take_apart(data: object, *, collate: Collate | None, workers: int) -> Feed:
+def take_apart(
+    data: object, *, collate: Collate | None, workers: int, dtype: torch.dtype | None = None
+) -> Feed:
     """What a ``DataLoader`` is made of; tables of pandas become tensors, other data stay.
 
     A shuffling loader gives no sampler: the permutation of ``fit`` does the same. Nor does a
@@ -62,6 +65,7 @@ def take_apart(data: object, *, collate: Collate | None, workers: int) -> Feed:
         data: what the user passed.
         collate: the user's, in place of the loader's.
         workers: in place of a loader's 0.
+        dtype: of the floats of a table; None: float32.
 
     Raises:
         FitError: the loader makes its batches by a ``batch_sampler`` of its own, or none; or a
@@ -71,7 +75,7 @@ def take_apart(data: object, *, collate: Collate | None, workers: int) -> Feed:
     from torch.utils.data.distributed import DistributedSampler
 
     if not isinstance(data, DataLoader):
-        return Feed(_without_tables(data), collate, workers)
+        return Feed(_without_tables(data, dtype), collate, workers)
     if data.batch_size is None:
         own = "a batch_sampler of its own" if data.batch_sampler is not None else "batch_size=None"
         raise FitError(
@@ -95,22 +99,22 @@ def take_apart(data: object, *, collate: Collate | None, workers: int) -> Feed:
     return Feed(dataset, collate, workers, sampler, data.drop_last, data.batch_size)
 
 
-def _without_tables(data: object) -> object:
+def _without_tables(data: object, dtype: torch.dtype | None) -> object:
     """``data`` with tensors in place of pandas' DataFrames and Series, also in a tuple or dict."""
     pandas = sys.modules.get("pandas")  # not imported: then there are none
     if pandas is None:
         return data
     if isinstance(data, (pandas.DataFrame, pandas.Series)):
-        return _tensor_of_table(data)
+        return _tensor_of_table(data, dtype)
     if type(data) is tuple:
-        return tuple(_without_tables(part) for part in data)
+        return tuple(_without_tables(part, dtype) for part in data)
     if type(data) is dict:
-        return {name: _without_tables(part) for name, part in data.items()}
+        return {name: _without_tables(part, dtype) for name, part in data.items()}
     return data
 
 
-def _tensor_of_table(table: Any) -> Tensor:
-    """A DataFrame as float32 (n, columns); a Series of whole numbers as int64 (n,), else float32.
+def _tensor_of_table(table: Any, dtype: torch.dtype | None) -> Tensor:
+    """A DataFrame as floats (n, columns); a Series of whole numbers as int64 (n,), else floats.
 
     Raises:
         FitError: a column is not of numbers.
@@ -123,7 +127,7 @@ def _tensor_of_table(table: Any) -> Tensor:
     if others:
         raise FitError(
             f"columns of the {type(table).__name__} are not numbers: {some_names(others)}",
-            allowed="columns of numbers; fit makes float32 of a DataFrame, and int64 of a Series "
+            allowed="columns of numbers; fit makes floats of a DataFrame, and int64 of a Series "
             "of whole numbers (class labels)",
             do="encode them (features: pd.get_dummies(df); labels: pd.factorize(labels)[0]), or "
             "leave them out: df.select_dtypes('number')",
@@ -131,7 +135,8 @@ def _tensor_of_table(table: Any) -> Tensor:
     labels = table.ndim == 1 and (is_integer_dtype(table.dtype) or is_bool_dtype(table.dtype))
     if labels and not table.isna().any():
         return torch.from_numpy(table.to_numpy("int64", copy=True))
-    return torch.from_numpy(table.to_numpy("float32", copy=True, na_value=float("nan")))
+    kind = "float64" if dtype is torch.float64 else "float32"
+    return torch.from_numpy(table.to_numpy(kind, copy=True, na_value=float("nan")))
 
 
 # --- order ---
@@ -244,7 +249,7 @@ def labels_of(data: object) -> Labels | None:
         return None if whole is None else torch.as_tensor(whole)[torch.as_tensor(data.indices)]
     parts: Any = data.tensors if isinstance(data, TensorDataset) else data
     if isinstance(parts, tuple) and len(parts) == 2:
-        targets: Any = _without_tables(parts[1])
+        targets: Any = _without_tables(parts[1], None)
         return targets if isinstance(targets, (torch.Tensor, np.ndarray)) else None
     found = getattr(data, "targets", getattr(data, "labels", None))
     return np.asarray(found) if isinstance(found, (list, tuple)) else found

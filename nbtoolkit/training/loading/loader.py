@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from nbtoolkit.config.schema import measured
 from nbtoolkit.errors import FitError
+from nbtoolkit.training.batch_norm import smallest_share
 from nbtoolkit.training.loading.data import (
     Batch,
     Collate,
     ItemLoader,
     Sample,
     Source,
+    float_type,
     make_source,
     noted,
 )
@@ -38,7 +40,7 @@ from nbtoolkit.worker.batch_slices import digest, refuse_different
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from nbtoolkit.config.schema import Config
     from nbtoolkit.worker.context import RunContext
@@ -89,7 +91,7 @@ def make_train_loader(
     fit: int = 1,
     sampler: Iterable[int] | None = None,
     sample_weights: SampleWeights | None = None,
-    smallest: int = 1,
+    model: nn.Module | None = None,
 ) -> TrainLoader:
     """Make the loader of a training set; called on all ranks.
 
@@ -104,7 +106,8 @@ def make_train_loader(
         fit: which call of fit in the training function this is, for the record of the samples.
         sampler: the user's, in place of the permutation.
         sample_weights: the user's, in place of ``train.sample_weights``.
-        smallest: samples of a micro-batch at least, where that is possible.
+        model: the data are for it: it decides the type of their floats, and its batch norms how
+            few samples a micro-batch may have.
 
     Raises:
         FitError: the data cannot be used, are empty, or have no whole batch under
@@ -115,7 +118,9 @@ def make_train_loader(
     if config.tracking.record_samples and ctx.rank < ranks:
         log = SampleLog(ctx.paths.samples(ctx.rank), ranks=ranks, fit=fit)
     workers = measured(config.train.num_workers, "train.num_workers")
-    feed = take_apart(data, collate=collate, workers=workers)
+    dtype = float_type(model)
+    smallest = 1 if model is None else smallest_share(model)
+    feed = take_apart(data, collate=collate, workers=workers, dtype=dtype)
     batch, data = ctx.plan.global_batch_size, feed.data
     if feed.batch_size not in (None, batch):
         ctx.print(
@@ -136,7 +141,7 @@ def make_train_loader(
             )
         return _make_stream_loader(ctx, config, feed, log, smallest)
     source = make_source(
-        data, ctx.device, collate=feed.collate, workers=feed.workers, seed=ctx.seed
+        data, ctx.device, collate=feed.collate, workers=feed.workers, seed=ctx.seed, dtype=dtype
     )
     order = make_order(
         data, len(source), sampler, sample_weights, seed=ctx.seed, ranks=ctx.world_size
