@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbtoolkit.config.schema import Config
+from nbtoolkit.environment.kernel_settings import KernelSettings
 from nbtoolkit.environment.launch_plan import LaunchPlan, fixed_by_ranks
 
 _STANDBY_SECONDS = 600.0  # in a kernel
@@ -30,12 +31,13 @@ _STALE_PREFIXES = ("TORCHELASTIC_", "SLURM_", "FSDP_", "ACCELERATE_", "HOROVOD_"
 
 @dataclass(frozen=True, kw_only=True)
 class KernelEnvironment:
-    """The kernel's environment, so that a rank finds the same files and modules."""
+    """The kernel's environment and settings, so that a rank finds the same files and modules."""
 
     environ: Mapping[str, str]
     cwd: str
     sys_path: list[str]
     argv: list[str]
+    settings: KernelSettings
 
 
 def kernel_environment() -> KernelEnvironment:
@@ -45,7 +47,11 @@ def kernel_environment() -> KernelEnvironment:
     except FileNotFoundError:
         cwd = "/"
     return KernelEnvironment(
-        environ=dict(os.environ), cwd=cwd, sys_path=list(sys.path), argv=list(sys.argv)
+        environ=dict(os.environ),
+        cwd=cwd,
+        sys_path=list(sys.path),
+        argv=list(sys.argv),
+        settings=KernelSettings.read(),
     )
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from nbtoolkit.environment.kernel_settings import hash_seed
 from nbtoolkit.environment.resources import STALL_SECONDS, Activity, has_ended, wait_while_active
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.run import messages
@@ -66,6 +67,8 @@ class ForkServerClient:
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting GPUs must not create a CUDA context
             "PYTHONUNBUFFERED": "1",
         }
+        if (seed := hash_seed()) is not None:  # a cell may have changed the variable
+            environ["PYTHONHASHSEED"] = seed
         # Not this process's stderr: a program that reads the kernel's pipes to their end would wait
         # for detached runs too, and a notebook would not show it.
         self._stderr = os.memfd_create("nbtoolkit-forkserver-stderr", os.MFD_CLOEXEC)

@@ -300,7 +300,11 @@ def pack_content(pickled: bytes) -> Iterator[int]:
 
 
 def load_function(fd: int, packed: PackedFunction) -> Callable[..., Any]:
-    """Unpickle the function in a rank; its arrays are private maps, tracebacks show its cells."""
+    """Unpickle the function in a rank; its arrays are private maps, tracebacks show its cells.
+
+    The process gets the kernel's settings first: modules that are imported here may read them.
+    """
+    packed.environment.settings.apply()
     for filename, lines in packed.sources.items():
         linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
     global _came_from_payload
