@@ -149,7 +149,8 @@ _CODE_SECONDS = 6.0
 _MEANINGS = {
     signal.SIGKILL: "killed from outside, usually by the kernel because memory ran out",
     signal.SIGSEGV: "a crash in native code, usually of incompatible versions or after a fork",
-    signal.SIGBUS: "usually a full /dev/shm (DataLoader workers) or a mapped file cut short",
+    signal.SIGBUS: "usually a full /dev/shm (container: --shm-size=8g; or num_workers: 0), or a "
+    "mapped file cut short",
     signal.SIGABRT: "native code aborted: often a CUDA device-side assert or NCCL's watchdog",
     signal.SIGTERM: "terminated from outside",
     signal.SIGFPE: "an arithmetic fault in native code, usually an integer division by zero",

@@ -1,16 +1,26 @@
-"""Advice on errors of code that was written for torchrun, for a shell or for the CPU."""
+"""Advice on errors of code that was written for torchrun, a shell, the CPU or a larger machine."""
 
 from __future__ import annotations
 
+import shutil
 import traceback
 
+from nbtoolkit.environment.resources import size_text
 from nbtoolkit.run.serialization import error_text
 
+# torch's, when it passes a batch from a worker to the rank, and when such a worker dies of it.
+_SHARED_MEMORY_ERRORS = (
+    "unable to allocate shared memory",
+    "unable to write to file </torch_",
+    "unable to mmap",
+    "are out of shared memory",
+    "No space left on device: '/dev/shm",
+)
 _DEVICE_ERRORS = ("Expected all tensors to be on the same device", "weight type (torch.cuda.")
 
 
 def advice(error: BaseException) -> str | None:
-    """What to change in code that was written for torchrun, a shell or the CPU; None: other errors.
+    """What to change in code that was written for other circumstances; None: other errors.
 
     Args:
         error: raised by a training function.
@@ -30,6 +40,13 @@ def advice(error: BaseException) -> str | None:
             "several ranks have a process group when the function starts: call "
             "torch.distributed.init_process_group(...) by this name, which accepts the group, or "
             "only if not torch.distributed.is_initialized()"
+        )
+    if any(part in text for part in _SHARED_MEMORY_ERRORS):
+        return (
+            f"/dev/shm is full: it has {size_text(shutil.disk_usage('/dev/shm').total)}, and the "
+            "workers of a DataLoader pass their batches through it: start the container with "
+            "--shm-size=8g (or --ipc=host), or use no workers (train.num_workers: 0; in an own "
+            "loop DataLoader(..., num_workers=0))"
         )
     if any(part in text for part in _DEVICE_ERRORS):
         return (

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from mounts import in_own_mounts
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import PlanError, WorkerDied
+from nbtoolkit.worker.advice import advice
 from nbtoolkit.worker.context import RunContext
 
 
@@ -181,6 +183,54 @@ def test_a_tensor_that_stayed_on_the_cpu_is_to_be_moved(config: Config, text: st
     with pytest.raises(RuntimeError) as caught:
         nb.launch(mixes_devices, config.with_overrides({"model.text": text}), display="off")
     assert ".to(ctx.device)" in "\n".join(caught.value.__notes__)
+
+
+SMALL_SHARED_MEMORY = """
+import torch
+
+class Pictures(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, index): return torch.ones(1_000_000), 0
+
+def own_loop(config, ctx):
+    for _ in ctx.prepare(torch.utils.data.DataLoader(Pictures(), 16, num_workers=1)): pass
+
+def fit(config, ctx):
+    model = torch.nn.Linear(1_000_000, 2)
+    loss = torch.nn.functional.cross_entropy
+    nb.fit(ctx, config, model, Pictures(), Pictures(), loss=loss)
+
+if __name__ == "__main__":
+    settings = {"tracking.mlflow": False, "train.batch_size": 16, "train.num_workers": 1}
+    config = nb.load_config(env=None, overrides=settings)
+    for train in (own_loop, fit):
+        try:
+            nb.launch(train, config, processes=1, display="off", resume="never")
+        except RuntimeError as error:
+            print(type(error).__name__, *error.__notes__)
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "unable to allocate shared memory(shm) for file </torch_1_2_0>: No space left on device",
+        "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that "
+        "dataloader's workers are out of shared memory. Please try to raise your shared memory",
+    ],
+)
+def test_torchs_errors_about_dev_shm_have_advice(text: str) -> None:
+    assert "--shm-size=8g" in str(advice(RuntimeError(text)))
+
+
+@pytest.mark.long
+def test_a_small_dev_shm_is_told_with_what_to_do(tmp_path: Path) -> None:
+    lines = in_own_mounts(SMALL_SHARED_MEMORY, tmp_path, at="/dev/shm", size="64m")
+    assert len(lines) == 2
+    for line in lines:
+        assert "/dev/shm is full: it has 67.1 MB" in line
+        assert "--shm-size=8g" in line
+        assert "train.num_workers: 0" in line
 
 
 def test_another_exit_is_told_as_before(config: Config) -> None:
