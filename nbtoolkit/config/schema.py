@@ -130,7 +130,8 @@ class Train(Section):
     loss_reduction: Literal["auto", "batch"] = "auto"
     """`auto`: `nb.fit` detects in the first batch whether the loss is a mean, a sum or a weighted
     mean over the samples. `batch`: accept a loss that compares or combines the samples of a batch
-    (Dice, contrastive). Its value depends on the number of ranks."""
+    (Dice, contrastive). Its value depends on the number of ranks. In your own loop, `auto` warns of
+    a loss in the first step that depends on the number of ranks, `batch` does not."""
     max_grad_norm: Positive | None = None
     """Gradient clipping: scale gradients with a larger norm down to this norm. null: no
     clipping."""

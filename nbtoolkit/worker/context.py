@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from nbtoolkit.folds.folds import Fold
     from nbtoolkit.run.payload import JobSpec
     from nbtoolkit.run.rank_check import SteppedOptimizers, Weights
-    from nbtoolkit.worker.prepare import ClassLosses
+    from nbtoolkit.worker.first_step import FirstStep
 
 _FOLD_UNREAD = (
     "the training function has ended without reading ctx.fold: every fold trains on the same "
@@ -76,7 +76,7 @@ class RunContext:
         self._channel = channel
         self._accelerator: Accelerator | None = None
         self._optimizers: SteppedOptimizers | None = None
-        self._class_losses: ClassLosses | None = None
+        self._first_step: FirstStep | None = None
 
     if not TYPE_CHECKING:  # else type checkers would accept any attribute
 
@@ -335,11 +335,9 @@ class RunContext:
         repeated. The setting ``distributed.sync_batchnorm`` applies to the model.
 
         Raises:
-            PlanError: the batches of a loader cannot be divided among the ranks; in training, a
-                batch cannot be divided evenly; the model is already wrapped; or the strategy works
-                with ``nb.fit`` only. With several ranks, your loop raises this error later if a
-                loss has class weights or ignored targets: torch divides such a loss by the sum of
-                the weights, not by the number of samples.
+            PlanError: the batches of a loader cannot be divided among the ranks; the model is
+                already wrapped; or the strategy works with ``nb.fit`` only. A backward pass raises
+                it for a batch that the ranks cannot share equally.
         """
         return self.accelerator.prepare(*objects)
 
@@ -351,12 +349,19 @@ class RunContext:
         plain: torch.nn.Module = self.accelerator.unwrap_model(model)
         return plain
 
-    def refuse_weighted_losses(self) -> None:
-        """Make losses with class weights or ignored targets raise an error, until :meth:`close`."""
-        if self._class_losses is None:
-            from nbtoolkit.worker.prepare import ClassLosses
+    def watch_losses(self, model: torch.nn.Module) -> None:
+        """Warn of a loss in the first training step that depends on the number of ranks.
 
-            self._class_losses = ClassLosses()
+        Args:
+            model: as the loop calls it.
+        """
+        if self.world_size == 1 or not self.is_main or self.config.train.loss_reduction == "batch":
+            return
+        if self._first_step is None:
+            from nbtoolkit.worker.first_step import FirstStep
+
+            self._first_step = FirstStep(self)
+        self._first_step.watch(model)
 
     def track_optimizers(self) -> None:
         """Record which optimizers make steps, until :meth:`close`.
@@ -369,9 +374,8 @@ class RunContext:
         """Undo what this context has changed in torch; called after the training function."""
         if self._optimizers is not None:
             self._optimizers.close()
-        if self._class_losses is not None:
-            self._class_losses.close()
-            self._class_losses = None
+        if self._first_step is not None:
+            self._first_step.close()
 
     def weights(self) -> Weights | None:
         """Return some weights of the model, to compare the ranks; None if they are not compared."""

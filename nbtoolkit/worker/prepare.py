@@ -1,8 +1,8 @@
-"""Prepare the model, optimizer and loaders of a user's own loop, and check its losses."""
+"""Prepare the model, optimizer and loaders of a user's own loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from nbtoolkit.config.schema import Config
     from nbtoolkit.worker.context import RunContext
-
-    Loss = Callable[..., Tensor]
 
 
 # Strategies of nb.fit only: their setting, and what to set in its place.
@@ -103,7 +101,9 @@ def make_accelerator(ctx: RunContext) -> Accelerator:
         ) -> Any:
             # Not wrapped: it is sharded already.
             unwrapped = evaluation_mode or plan.strategy in ("fsdp", "deepspeed")
-            return super().prepare_model(model, device_placement, unwrapped)
+            prepared = super().prepare_model(model, device_placement, unwrapped)
+            ctx.watch_losses(prepared)
+            return prepared
 
         def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
             if plan.strategy != "deepspeed":
@@ -162,85 +162,4 @@ def _checked_model(ctx: RunContext, model: nn.Module) -> nn.Module:
             allowed=f"nb.fit with {setting}, or ctx.prepare without it",
             do=f"set {without}, or train with nb.fit",
         )
-    if ctx.world_size > 1 and ctx.config.train.loss_reduction == "auto":
-        ctx.refuse_weighted_losses()
     return with_data_parallel(ctx, with_sync_batchnorm(ctx, ctx.config, model))
-
-
-# --- losses that are no mean over samples ---
-
-
-# F.cross_entropy and F.nll_loss call these, whatever name a module has imported them by. A torch
-# function mode would also see the calls, but costs every other call of torch some microseconds.
-_LOSSES = ("cross_entropy_loss", "nll_loss_nd")
-_MEAN = 1  # torch.nn._reduction.get_enum("mean")
-
-
-class ClassLosses:
-    """Refuses training losses that divide by weights, until it is closed.
-
-    DDP averages the gradients of the ranks with equal weights. That is the step of the whole batch
-    if every rank's loss is a mean over the same number of samples. With class weights or ignored
-    targets each rank divides by its own sum of weights: the step depends on the number of ranks,
-    and nothing fails.
-
-    Does not see ignored targets in compiled code, nor a mean over weights computed by hand.
-    """
-
-    def __init__(self) -> None:
-        import torch
-
-        self._module: Any = torch._C._nn
-        self._losses: dict[str, Loss] = {name: getattr(self._module, name) for name in _LOSSES}
-        self._ignored: Tensor | None = None
-        for name, function in self._losses.items():
-            setattr(self._module, name, self._checked(function))
-
-    def close(self) -> None:
-        """Restore torch's own functions."""
-        for name, function in self._losses.items():
-            setattr(self._module, name, function)
-
-    def _checked(self, function: Loss) -> Loss:
-        def checked(
-            input: Tensor,
-            target: Tensor,
-            weight: Tensor | None = None,
-            reduction: int = _MEAN,
-            ignore_index: int = -100,
-            *more: object,
-        ) -> Tensor:
-            import torch
-
-            # Not in an evaluation, nor while torch.compile traces a call without values.
-            trains = torch.is_grad_enabled() and input.requires_grad
-            if trains and reduction == _MEAN and type(target) is torch.Tensor:
-                self._check(target, weight, ignore_index)
-            return function(input, target, weight, reduction, ignore_index, *more)
-
-        return checked
-
-    def _check(self, target: Tensor, weight: Tensor | None, ignore_index: int) -> None:
-        # With probabilities as targets torch divides by the samples, whatever the weights.
-        if target.is_floating_point():
-            return
-        if weight is not None:
-            raise _refused("class weights")
-        ignored = (target == ignore_index).any()
-        # Waiting for a GPU in each step costs time: from the second step on, read the last result.
-        known = ignored if self._ignored is None or not ignored.is_cuda else self._ignored
-        self._ignored = ignored
-        if bool(known):
-            raise _refused(f"targets that are ignored (ignore_index={ignore_index})")
-
-
-def _refused(why: str) -> PlanError:
-    return PlanError(
-        f"a loss with {why} divides by the weights of its rank's part of the batch, not of the "
-        "whole batch: the step would depend on the number of ranks",
-        allowed="in your own loop on several ranks, means over samples; with train.loss_reduction: "
-        "batch any loss, and each rank's loss counts the same",
-        do="use nb.fit, which weights the parts; or compute the sum (reduction='sum') and return "
-        "total * ctx.world_size / ctx.accelerator.reduce(weight), where weight is the sum of this "
-        "rank's weights",
-    )
