@@ -8,12 +8,15 @@ rank 1 of 2                    2 3 |     6 7 8
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import reduce
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from nbtoolkit.errors import PlanError
 from nbtoolkit.worker.collectives import broadcast, gather_on_all
+from nbtoolkit.worker.even_steps import EvenSteps, Shares, Uneven
 
 if TYPE_CHECKING:
     from torch.utils.data import (
@@ -82,7 +85,9 @@ _LOADER_OPTIONS = (
 )
 
 
-def slice_loader(ctx: RunContext, loader: DataLoader[object], number: int) -> DataLoader[object]:
+def slice_loader(
+    ctx: RunContext, loader: DataLoader[object], number: int, steps: EvenSteps
+) -> DataLoader[object]:
     """A loader of this rank's slices of ``loader``'s batches, on the rank's device.
 
     All ranks have the same number of batches; together they have the samples of ``loader``, in its
@@ -93,26 +98,40 @@ def slice_loader(ctx: RunContext, loader: DataLoader[object], number: int) -> Da
         ctx: the run's context.
         loader: its batch size is the global one; with a ``DistributedSampler`` it is the batch size
             of one rank, as in scripts for torchrun.
-        number: the loader's number in the training function.
+        number: the loader's position among the loaders of a call of ``ctx.prepare``, from 0.
+        steps: refuses a backward pass for a batch that the ranks cannot share equally.
 
     Raises:
-        PlanError: the batches cannot be sliced, or a training step could not be the mean over its
-            samples. An uneven batch that is not known yet raises when the loop reaches it.
+        PlanError: the batches cannot be sliced.
     """
-    from accelerate.data_loader import DataLoaderShard
     from torch.utils.data import IterableDataset
+
+    from nbtoolkit.worker.sliced_loader import SlicedLoader
 
     if getattr(loader, "_is_accelerate_prepared", False):
         return loader
+    name = _name(loader, number)
     prepared: Any
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        stream = _batch_slices(ctx, loader)
-        prepared = DataLoaderShard(stream, device=ctx.device, batch_size=None, collate_fn=_same)
-    else:
-        prepared = DataLoaderShard(
-            loader.dataset,
+        shares = Shares()
+        prepared = SlicedLoader(
+            _batch_slices(ctx, loader, shares),
+            name,
+            shares,
+            steps,
             device=ctx.device,
-            batch_sampler=_index_slices(ctx, loader, number),
+            batch_size=None,
+            collate_fn=_same,
+        )
+    else:
+        sampler = _index_slices(ctx, loader, number)
+        prepared = SlicedLoader(
+            loader.dataset,
+            name,
+            sampler.shares,
+            steps,
+            device=ctx.device,
+            batch_sampler=sampler,
             # Else accelerate assumes that the last batch is padded.
             _drop_last=True,
             **{name: getattr(loader, name) for name in _LOADER_OPTIONS},
@@ -131,7 +150,10 @@ class RankBatchSampler:
         epoch: returns the batches of an epoch, equal on all ranks.
         size: samples of a global batch; None: it varies.
         length: batches per epoch; None: unknown.
-        samples: samples per epoch; None: unknown.
+        samples: samples per epoch; None: unknown, or a multiple of ``size``.
+
+    Attributes:
+        shares: how the ranks share the batches.
     """
 
     def __init__(
@@ -145,10 +167,8 @@ class RankBatchSampler:
     ) -> None:
         self._rank, self._ranks = ctx.rank, ctx.world_size
         self._batches, self._epoch = epoch, 0
-        rest = 0 if samples is None or size is None else samples % size
-        self._uneven = rest % self._ranks > 0
-        joined = length is not None and length > 1 and 0 < rest < self._ranks
-        self._length = length - 1 if joined and length is not None else length
+        self.shares = Shares(_expected(size, samples, self._ranks))
+        self._length = _slice_count(size, length, samples, self._ranks)
         # accelerate reads these.
         self.batch_size, self.drop_last = (size or 0) // self._ranks, False
 
@@ -158,14 +178,41 @@ class RankBatchSampler:
         return self._length
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self._uneven:
-            _check_without_gradients("the last batch of a DataLoader", self._ranks)
         batches = self._batches(self._epoch)
-        return _slices(batches, self._rank, self._ranks, size=len, join=list.__add__, part=_items)
+        return _slices(
+            batches, self._rank, self._ranks, self.shares, size=len, join=list.__add__, part=_items
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Set the next epoch; accelerate calls it before each one."""
         self._epoch = epoch
+
+
+def _expected(size: int | None, samples: int | None, ranks: int) -> Uneven | None:
+    """The uneven batch that an epoch will have; None: it has none, or it is not known."""
+    if size is None:
+        return None
+    if size % ranks:
+        multiples = [n for n in (size - size % ranks, size + ranks - size % ranks) if n]
+        return Uneven(
+            f"its batches have {size} samples",
+            f"batch_size is global: choose {' or '.join(map(str, multiples))}",
+        )
+    rest = 0 if samples is None else samples % size
+    if rest % ranks:
+        return Uneven(f"its last batch has {rest} samples ({samples} in batches of {size})")
+    return None
+
+
+def _slice_count(
+    size: int | None, length: int | None, samples: int | None, ranks: int
+) -> int | None:
+    """The number of batches that :func:`_slices` makes of an epoch's; None: unknown."""
+    if size is None or length is None:
+        return length
+    whole = size * -(-ranks // size)  # of as many batches as the ranks need
+    samples = size * length if samples is None else samples
+    return max(1, samples // whole + (samples % whole >= ranks)) if samples else 0
 
 
 def _index_slices(ctx: RunContext, loader: DataLoader[object], number: int) -> RankBatchSampler:
@@ -179,17 +226,14 @@ def _index_slices(ctx: RunContext, loader: DataLoader[object], number: int) -> R
     sampler: Any = given.sampler
     if isinstance(sampler, DistributedSampler):
         return _distributed_slices(ctx, sampler, given)
-    size = _divisible(given.batch_size, ctx.world_size)
     samples = None if given.drop_last else _length(sampler)
     in_order = type(sampler) is SequentialSampler
-    if not in_order:
-        _check_even(samples, size, ctx.world_size)
     epoch: Epoch
     if isinstance(sampler, RandomSampler) and sampler.generator is None:
         epoch = _seeded(sampler, given, (ctx.seed, number))
     else:
         epoch = (lambda _: given) if in_order else _drawn_on_rank_0(ctx, given)
-    return RankBatchSampler(ctx, epoch, size=size, length=length, samples=samples)
+    return RankBatchSampler(ctx, epoch, size=given.batch_size, length=length, samples=samples)
 
 
 def _seeded(sampler: RandomSampler, given: BatchSampler, seed: tuple[int, int]) -> Epoch:
@@ -249,8 +293,6 @@ def _distributed_slices(
     size, total = given.batch_size * ranks, len(sampler.dataset)  # type: ignore[arg-type]
     count = total - total % ranks if sampler.drop_last else total
     samples = None if given.drop_last else count
-    if sampler.shuffle:
-        _check_even(samples, size, ranks)
 
     def batches(epoch: int) -> BatchSampler:
         undivided: DistributedSampler[int] = DistributedSampler(
@@ -263,7 +305,9 @@ def _distributed_slices(
     return RankBatchSampler(ctx, batches, size=size, length=length, samples=samples)
 
 
-def _batch_slices(ctx: RunContext, loader: DataLoader[object]) -> IterableDataset[object]:
+def _batch_slices(
+    ctx: RunContext, loader: DataLoader[object], shares: Shares
+) -> IterableDataset[object]:
     """This rank's slices of whole batches; every rank's own loader workers make all batches.
 
     For streams, and for data sets that make batches by themselves (``batch_size=None``).
@@ -276,8 +320,9 @@ def _batch_slices(ctx: RunContext, loader: DataLoader[object]) -> IterableDatase
 
     class Slices(IterableDataset):  # type: ignore[type-arg]
         def __iter__(self) -> Iterator[object]:
+            batches = _checked(ctx, loader)
             return _slices(
-                _checked(ctx, loader), ctx.rank, ctx.world_size, size=_size, join=join, part=_part
+                batches, ctx.rank, ctx.world_size, shares, size=_size, join=join, part=_part
             )
 
         def __len__(self) -> int:
@@ -290,14 +335,20 @@ def _slices(
     batches: Iterable[Batch],
     rank: int,
     ranks: int,
+    shares: Shares,
     *,
     size: Callable[[Batch], int],
     join: Callable[[Batch, Batch], Batch],
     part: Callable[[Batch, int, int], Batch],
 ) -> Iterator[Batch]:
-    """This rank's part of every batch; a batch with fewer samples than ranks joins the last one."""
+    """This rank's part of every batch; tells ``shares`` how even it is.
 
-    def slice_of(batch: Batch) -> Batch:
+    Batches of fewer samples than ranks join those that follow them, at the end the last one.
+    """
+    sliced = shares.sliced = deque()
+
+    def slice_of(joined: list[Batch]) -> Batch:
+        batch = reduce(join, joined)
         samples = size(batch)
         if samples < ranks:
             raise PlanError(
@@ -305,66 +356,21 @@ def _slices(
                 allowed="at least one sample per rank",
                 do="use fewer ranks (distributed.world_size), or more data",
             )
-        if samples % ranks:
-            _check_without_gradients(f"a batch of {samples} samples", ranks)
+        even = len(joined) == 1 and samples % ranks == 0
+        sliced.append(None if even else Uneven(f"a batch of {samples} samples"))
         return part(batch, samples * rank // ranks, samples * (rank + 1) // ranks)
 
-    held = None
+    ready: list[Batch] = []
+    rest: list[Batch] = []
     for batch in batches:
-        if held is not None and size(batch) < ranks:
-            _check_without_gradients(f"a batch of {size(batch)} samples", ranks)
-            held = join(held, batch)
+        rest.append(batch)
+        if sum(map(size, rest)) < ranks:
             continue
-        if held is not None:
-            yield slice_of(held)
-        held = batch
-    if held is not None:
-        yield slice_of(held)
-
-
-def _divisible(size: int, ranks: int) -> int:
-    """``size``, if the ranks can divide it.
-
-    Raises:
-        PlanError: they cannot.
-    """
-    if size % ranks:
-        below, above = size - size % ranks, size + ranks - size % ranks
-        raise PlanError(
-            f"a DataLoader's batch_size is {size}, which {ranks} ranks cannot divide",
-            allowed=f"multiples of {ranks}: " + ", ".join(str(n) for n in (below, above) if n),
-            do="batch_size is global: choose a multiple of the number of ranks",
-        )
-    return size
-
-
-def _check_even(samples: int | None, size: int, ranks: int) -> None:
-    """Refuse an uneven last batch of a shuffled loader, which is for training."""
-    rest = 0 if samples is None else samples % size
-    if rest % ranks:
-        raise _uneven(
-            f"the last batch of a shuffled DataLoader has {rest} samples ({samples} in batches of "
-            f"{size})",
-            ranks,
-        )
-
-
-def _check_without_gradients(what: str, ranks: int) -> None:
-    import torch
-
-    if torch.is_grad_enabled():
-        raise _uneven(what, ranks)
-
-
-def _uneven(what: str, ranks: int) -> PlanError:
-    return PlanError(
-        f"{what}, which {ranks} ranks cannot share equally: a training step of them would not be "
-        "the mean over its samples",
-        allowed="in training, batches that the ranks share equally; in an evaluation without "
-        "gradients, any batch",
-        do="in training pass DataLoader(..., drop_last=True), or use nb.fit, which weights an "
-        "uneven step; run the whole loop of an evaluation under `with torch.no_grad():`",
-    )
+        if ready:
+            yield slice_of(ready)
+        ready, rest = rest, []
+    if ready or rest:
+        yield slice_of(ready + rest)
 
 
 def _checked(ctx: RunContext, batches: Iterable[object]) -> Iterator[object]:
@@ -443,6 +449,15 @@ def _part(batch: object, low: int, high: int) -> object:
     except NotRows:
         raise _not_divisible(batch) from None
     return part
+
+
+def _name(loader: DataLoader[object], number: int) -> str:
+    """A loader for the user: its position, and what it was made of."""
+    data = type(loader.dataset).__name__
+    samples = _length(loader.dataset)
+    of = data if samples is None else f"{data} of {samples} samples"
+    size = "" if loader.batch_size is None else f", batch_size={loader.batch_size}"
+    return f"DataLoader {number + 1} of ctx.prepare ({of}{size})"
 
 
 def _not_divisible(batch: object) -> PlanError:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from nbtoolkit.config.schema import Config
     from nbtoolkit.worker.context import RunContext
+    from nbtoolkit.worker.even_steps import EvenSteps
 
 
 # Strategies of nb.fit only: their setting, and what to set in its place.
@@ -24,7 +25,7 @@ _OF_FIT = {
 }
 
 
-def prepared_inputs(ctx: RunContext, objects: Iterable[object]) -> list[object]:
+def prepared_inputs(ctx: RunContext, objects: Iterable[object], steps: EvenSteps) -> list[object]:
     """The objects for accelerate: models checked, loaders with this rank's slices."""
     from torch import nn
     from torch.utils.data import DataLoader
@@ -35,7 +36,7 @@ def prepared_inputs(ctx: RunContext, objects: Iterable[object]) -> list[object]:
         if isinstance(item, nn.Module):
             item = _checked_model(ctx, item)
         elif isinstance(item, DataLoader):
-            item = slice_loader(ctx, item, loaders)
+            item = slice_loader(ctx, item, loaders, steps)
             loaders += 1
         inputs.append(item)
     if ctx.plan.strategy == "fsdp":
@@ -85,7 +86,10 @@ def make_accelerator(ctx: RunContext) -> Accelerator:
         recursively_apply,
     )
 
+    from nbtoolkit.worker.even_steps import EvenSteps
+
     plan = ctx.plan
+    even_steps = EvenSteps(ctx.world_size)
 
     class UnpaddedAccelerator(Accelerator):  # type: ignore[misc]
         """Divides batches without accelerate's padding, so the ranks may have uneven parts.
@@ -94,7 +98,7 @@ def make_accelerator(ctx: RunContext) -> Accelerator:
         """
 
         def prepare(self, *args: Any, **options: Any) -> Any:
-            return super().prepare(*prepared_inputs(ctx, args), **options)
+            return super().prepare(*prepared_inputs(ctx, args, even_steps), **options)
 
         def prepare_model(
             self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -102,6 +106,7 @@ def make_accelerator(ctx: RunContext) -> Accelerator:
             # Not wrapped: it is sharded already.
             unwrapped = evaluation_mode or plan.strategy in ("fsdp", "deepspeed")
             prepared = super().prepare_model(model, device_placement, unwrapped)
+            even_steps.watch(prepared)
             ctx.watch_losses(prepared)
             return prepared
 

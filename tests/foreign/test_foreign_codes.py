@@ -288,11 +288,10 @@ def sampled(config: Config, ctx: RunContext) -> Value:
             running += ctx.accelerator.reduce(loss.detach(), "mean").item()  # nbtoolkit (reduce)
         model.train(False)
         held_out = 0.0
-        with torch.no_grad():  # nbtoolkit: the tutorial's loop has gradients on
-            for inputs, labels in validation_loader:
-                scores = model(inputs)
-                scores, labels = ctx.accelerator.gather_for_metrics((scores, labels))  # nbtoolkit
-                held_out += loss_fn(scores, labels).item() / len(validation_loader)
+        for inputs, labels in validation_loader:
+            scores = model(inputs)
+            scores, labels = ctx.accelerator.gather_for_metrics((scores, labels))  # nbtoolkit
+            held_out += loss_fn(scores, labels).item() / len(validation_loader)
         results.append((running / len(training_loader), held_out))
         best = min(best, held_out)
         if held_out == best:

@@ -85,6 +85,11 @@ EVALUATED: dict[str, tuple[Make, Batches]] = {
         [[0, 1, 2, 3], [4, 5, 6, 7, 8]],
     ),
     "dropped": (lambda ctx: DataLoader(numbers(6), batch_size=4, drop_last=True), [[0, 1, 2, 3]]),
+    "9 in fives": (
+        lambda ctx: DataLoader(numbers(9), batch_size=5),
+        [[0, 1, 2, 3, 4], [5, 6, 7, 8]],
+    ),
+    "single ones": (lambda ctx: DataLoader(numbers(5), batch_size=1), [[0, 1], [2, 3, 4]]),
     "replicas": (
         lambda ctx: of_replicas(ctx, 9, shuffle=False),
         [[0, 1, 2, 3], [4, 5, 6, 7, 8]],
@@ -130,6 +135,8 @@ def walks(config: Config, ctx: RunContext) -> dict[str, Any]:
                 gathered.append(ctx.accelerator.gather_for_metrics(batch).tolist())
         found[f"evaluated {name}"] = seen, gathered
     torch.manual_seed(ctx.rank)  # as of a function that seeds its ranks apart
+    shuffled = ctx.prepare(DataLoader(numbers(21), batch_size=5, shuffle=True))
+    found["lengths"] = [len(shuffled), len(list(shuffled)), sum(len(x) for (x,) in shuffled)]
     for name, make_loader in TRAINED.items():
         loader = ctx.prepare(make_loader(ctx))
         found[f"trained {name}"] = [[batch.tolist() for (batch,) in loader] for _ in range(2)]
@@ -248,24 +255,174 @@ def test_the_metrics_of_an_own_loop_are_scikit_learns(tmp_path: Any, ranks: int)
     assert found["plain"] == "Sequential"
 
 
+# --- uneven batches ---
+
+
+def rows_of(size: int) -> TensorDataset:
+    return TensorDataset(torch.arange(float(size))[:, None])
+
+
+class Rows(Stream):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(float(self._size))[:, None])
+
+
+class Uneven:
+    """A batch sampler with an uneven batch, which nobody can know before."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2, 3, 4], [5, 6]])
+
+    def __len__(self) -> int:
+        return 3
+
+
+def replicas_of_rows(ctx: RunContext) -> DataLoader[Any]:
+    data = rows_of(21)
+    sampler = DistributedSampler(data, num_replicas=ctx.world_size, rank=ctx.rank)
+    return DataLoader(data, batch_size=2, sampler=sampler)
+
+
+SHUFFLED = r"DataLoader 1 of ctx.prepare \(TensorDataset of 21 samples, batch_size=4\): its last "
+UNEVEN: dict[str, tuple[Make, str, int]] = {
+    # How it is refused, and the steps before that.
+    "shuffled": (
+        lambda ctx: DataLoader(rows_of(21), batch_size=4, shuffle=True),
+        SHUFFLED
+        + r"batch has 1 samples \(21 in batches of 4\), which 2 ranks[\s\S]*drop_last=True",
+        0,
+    ),
+    "in order": (lambda ctx: DataLoader(rows_of(21), batch_size=4), r"\(21 in batches of 4\)", 0),
+    "replicas": (replicas_of_rows, r"\(21 in batches of 4\)", 0),
+    "size": (
+        lambda ctx: DataLoader(rows_of(20), batch_size=5),
+        r"its batches have 5 samples[\s\S]*choose 4 or 6",
+        0,
+    ),
+    "single ones": (
+        lambda ctx: DataLoader(rows_of(20), batch_size=1),
+        r"its batches have 1 samples[\s\S]*choose 2",
+        0,
+    ),
+    "stream": (lambda ctx: DataLoader(Rows(11), batch_size=4), r"a batch of 3 samples", 2),
+    "workers": (
+        lambda ctx: DataLoader(rows_of(7), batch_sampler=Uneven(), num_workers=1),
+        r"\(TensorDataset of 7 samples\): a batch of 3 samples",
+        1,
+    ),
+}
+BACKWARD: dict[str, Callable[[RunContext, torch.Tensor], None]] = {
+    "accelerator": lambda ctx, loss: ctx.accelerator.backward(loss),
+    "plain": lambda ctx, loss: loss.backward(),
+}
+
+
+def first(batch: Any) -> torch.Tensor:
+    rows: torch.Tensor = batch[0] if isinstance(batch, list) else batch
+    return rows
+
+
+def evaluated_rows(ctx: RunContext, model: nn.Module, loader: Any) -> list[float]:
+    """As accelerate's examples: no_grad around the call of the model, not around the loop."""
+    gathered: list[float] = []
+    for batch in loader:
+        with torch.no_grad():
+            model(first(batch))
+        gathered += ctx.accelerator.gather_for_metrics(first(batch)).flatten().tolist()
+    return sorted(gathered)
+
+
+def uneven(config: Config, ctx: RunContext) -> dict[str, Any]:
+    """For each kind of loader: what it evaluates, and how a loop that trains with it ends."""
+    found: dict[str, Any] = {}
+    for name, (make, *_) in UNEVEN.items():
+        for how, backward in BACKWARD.items():
+            model = nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+            held_out = make(ctx)
+            model, optimizer, loader, held_out = ctx.prepare(model, optimizer, make(ctx), held_out)
+            found[f"{name} evaluated"] = evaluated_rows(ctx, model, held_out)
+            steps = 0
+            try:
+                for batch in loader:
+                    loss = model(first(batch)).mean()
+                    optimizer.zero_grad()
+                    backward(ctx, loss)
+                    optimizer.step()
+                    steps += 1
+            except PlanError as error:
+                found[f"{name} {how}"] = str(error), steps
+    return found
+
+
+def mixed(config: Config, ctx: RunContext) -> int:
+    """Trains on even batches between uneven ones that are only evaluated."""
+    model: Any = nn.Linear(1, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.001)
+    even = DataLoader(rows_of(20), batch_size=4, shuffle=True)
+    odd = DataLoader(rows_of(7), batch_size=7, shuffle=True)
+    longer = DataLoader(rows_of(7), batch_size=2, shuffle=True)
+    model, optimizer, even, odd, longer = ctx.prepare(model, optimizer, even, odd, longer)
+    model(first(next(iter(odd))))  # with gradients, but without a backward pass
+    kept = iter(longer)  # a loop that pauses: its last batch will be uneven
+    steps = 0
+    for batch in even:
+        loss = model(first(batch)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            model(first(next(iter(odd))))
+            if steps < 2:
+                model(first(next(kept)))
+        steps += 1
+    return steps
+
+
+@pytest.fixture(scope="module")
+def uneven_runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = str(tmp_path_factory.mktemp("uneven"))
+    config = Config().with_overrides({"tracking.mlflow": False, "runtime.output_dir": folder})
+    return nb.launch(uneven, config, processes=2, display="off").values
+
+
+@pytest.mark.parametrize("how", BACKWARD)
+@pytest.mark.parametrize("name", UNEVEN)
+def test_a_backward_pass_for_an_uneven_batch_names_the_loader_on_every_rank(
+    uneven_runs: list[dict[str, Any]], name: str, how: str
+) -> None:
+    for rank in uneven_runs:
+        text, steps = rank[f"{name} {how}"]
+        assert steps == UNEVEN[name][2]
+        with pytest.raises(PlanError, match=UNEVEN[name][1]):
+            raise PlanError(text)
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_no_grad_around_the_model_is_enough_for_an_evaluation(
+    uneven_runs: list[dict[str, Any]], name: str
+) -> None:
+    samples = {"size": 20, "single ones": 20, "stream": 11, "workers": 7}.get(name, 21)
+    for rank in uneven_runs:
+        assert rank[f"{name} evaluated"] == list(range(samples))
+
+
+def test_uneven_batches_of_other_loops_do_not_stop_a_training(tmp_path: Any) -> None:
+    config = Config().with_overrides(
+        {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path)}
+    )
+    assert nb.launch(mixed, config, processes=2, display="off").values == [5, 5]
+
+
+def test_a_shuffled_loader_may_be_one_of_an_evaluation(
+    walked: dict[int, list[dict[str, Any]]],
+) -> None:
+    ranks = [rank["lengths"] for rank in walked[2]]
+    assert [lengths[:2] for lengths in ranks] == [[4, 4], [4, 4]]
+    assert sum(samples for *_, samples in ranks) == 21
+
+
 # --- refusals ---
-
-
-def uneven_shuffled(ctx: RunContext) -> None:
-    ctx.prepare(DataLoader(numbers(21), batch_size=4, shuffle=True))
-
-
-def uneven_in_order(ctx: RunContext) -> None:
-    next(iter(ctx.prepare(DataLoader(numbers(21), batch_size=4))))
-
-
-def uneven_stream(ctx: RunContext) -> None:
-    for _ in ctx.prepare(DataLoader(Stream(7), batch_size=4)):
-        pass
-
-
-def uneven_replicas(ctx: RunContext) -> None:
-    ctx.prepare(of_replicas(ctx, 21))
 
 
 def other_replicas(ctx: RunContext) -> None:
@@ -307,11 +464,6 @@ def wrapped(ctx: RunContext) -> None:
 
 
 REFUSED: dict[Callable[[RunContext], None], str] = {
-    uneven_shuffled: r"last batch of a shuffled DataLoader has 1 samples \(21 in batches of 4\), "
-    r"which 2 ranks cannot share[\s\S]*drop_last=True",
-    uneven_in_order: r"last batch of a DataLoader, which 2 ranks[\s\S]*torch.no_grad\(\)",
-    uneven_stream: r"a batch of 3 samples, which 2 ranks[\s\S]*torch.no_grad\(\)",
-    uneven_replicas: r"has 1 samples \(21 in batches of 4\)[\s\S]*drop_last=True",
     other_replicas: r"by 4, but this run has 2 ranks[\s\S]*delete sampler=DistributedSampler",
     one_sample: r"only batch has 1 samples for 2 ranks[\s\S]*fewer ranks",
     divided_stream: r"ranks read different batches[\s\S]*move its batches to ctx.device",
